@@ -1,0 +1,64 @@
+"""Every way a run can end badly, one class per exit code.
+
+An error is one readable paragraph: what happened, where, and what to do. The three parts are kept apart so that a
+test, a log line and the terminal can each show what they need. Errors travel between Ray's processes, so each class
+pickles from its own constructor arguments.
+"""
+
+from __future__ import annotations
+
+import signal
+
+
+class MedusaDistillError(Exception):
+    """The root of all errors that a user is meant to read.
+
+    Args:
+        what: What happened, as a full sentence.
+        where: The file, key, row or stage that it happened in.
+        fix: What the user can do about it, as a full sentence.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, where: str | None = None, fix: str | None = None):
+        super().__init__(what, where, fix)
+        self.what, self.where, self.fix = what, where, fix
+
+    def __str__(self) -> str:
+        where = f" ({self.where})" if self.where else ""
+        fix = f" {self.fix}" if self.fix else ""
+        return f"{self.what.rstrip()}{where}{fix}" if not where else f"{self.what.rstrip('. ')}{where}.{fix}"
+
+
+class CheckFailed(MedusaDistillError):
+    """The heads were made, and a check says that they must not be published."""
+
+    exit_code = 1
+
+
+class ConfigError(MedusaDistillError, ValueError):
+    """The configuration or the command line is wrong; nothing was started."""
+
+    exit_code = 2
+
+
+class DataError(MedusaDistillError, ValueError):
+    """The input is not what it should be, or too much of it was quarantined."""
+
+    exit_code = 3
+
+
+class EnvironmentFault(MedusaDistillError, RuntimeError):
+    """The machine cannot do it now: disk, GPU, engine, cluster, network, a held lock."""
+
+    exit_code = 4
+
+
+class Interrupted(MedusaDistillError):
+    """A signal ended the run cleanly; the same command continues it."""
+
+    def __init__(self, signum: int, what: str = "Stopped by a signal.", fix: str | None = None):
+        super().__init__(what, signal.Signals(signum).name, fix)
+        self.args = (signum, what, fix)
+        self.exit_code = 128 + signum
