@@ -1,0 +1,106 @@
+"""A conversation, and what becomes of a row that cannot be one.
+
+Every row of every stage ends in exactly one of two ways: kept, or quarantined with one of the reasons below. Code
+that looks at one row raises `Refusal`; whoever owns the row turns that into a `Refused` record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, Literal
+
+Role = Literal["system", "user", "assistant"]
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn's text."""
+
+    role: Role
+    content: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """At most one system message, then user and assistant in turns; ends with either of the two.
+
+    `id` is ours (`source:row`, unique); `source_id` is the dump's own, which dumps repeat.
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    source_id: str | None = None
+    category: str | None = None
+
+    @property
+    def system(self) -> tuple[Message, ...]:
+        """The system message, or nothing: ready to be put before other messages."""
+        return self.messages[:1] if self.messages and self.messages[0].role == "system" else ()
+
+    @property
+    def content_hash(self) -> str:
+        """sha256 of roles and texts: equal for two rows that say the same, whatever they are called."""
+        texts = [(message.role, message.content) for message in self.messages]
+        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+
+
+class Reason(StrEnum):
+    """Why a row was quarantined: the one enumeration of all stages."""
+
+    # What a seed can be.
+    UNDECODABLE = "undecodable"  # bytes that are not UTF-8
+    BROKEN_JSON = "broken-json"
+    UNKNOWN_FORMAT = "unknown-format"
+    NOT_TEXT = "not-text"  # a role or a text that is not a string, or an image part
+    WRONG_ORDER = "wrong-order"
+    EMPTY = "empty"
+    NO_USER_TURN = "no-user-turn"
+    TOO_LONG = "too-long"  # in characters when read, in tokens against the target's context
+    DUPLICATE = "duplicate"
+    # What can happen to it in generation.
+    TEMPLATE_REFUSED = "template-refused"  # the chat template raised, for example on a system prompt
+    TRUNCATED = "truncated"
+    CONTEXT_FULL = "context-full"
+    DEGENERATE_LOOP = "degenerate-loop"
+    NOTHING_GENERATED = "nothing-generated"
+    # What can happen to it in a worker.
+    NON_FINITE = "non-finite"
+    WORKER_CRASH = "worker-crash"
+
+
+class Refusal(Exception):
+    """This row cannot be used; `detail` is for the person who reads the quarantine file."""
+
+    def __init__(self, reason: Reason, detail: str):
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """One quarantined row; `row` is anything that JSON and UTF-8 can carry."""
+
+    id: str
+    reason: Reason
+    detail: str
+    row: Any
+
+
+class Deduplicator:
+    """Refuses a conversation that was seen before, across sources."""
+
+    def __init__(self) -> None:
+        self._first_seen: dict[str, str] = {}
+
+    def check(self, conversation: Conversation) -> Conversation | Refused:
+        """The conversation itself the first time its roles and texts are seen, later a `Refused` that names the first."""
+        first = self._first_seen.setdefault(conversation.content_hash, conversation.id)
+        if first == conversation.id:
+            return conversation
+        return Refused(conversation.id, Reason.DUPLICATE, f"The same as {first}.", asdict(conversation))

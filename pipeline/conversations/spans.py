@@ -1,0 +1,61 @@
+"""Which tokens the target wrote, and what each head may learn from them.
+
+Head k (0-based) reads the state at position t and predicts the token at t+2+k. It learns there if and only if t+1 and
+t+2+k lie in the same span: no head ever learns to write a prompt, nor across a turn.
+
+Letters: K heads, N positions (one per target-written token).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.conversations.conversation import Role
+
+IGNORED = -100  # torch's cross_entropy skips this label
+
+
+@dataclass(frozen=True)
+class Span:
+    """The half-open token range [start, end) that the target wrote, in the role it wrote it."""
+
+    start: int
+    end: int
+    role: Role
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.start < self.end, f"a span needs a state before it and a token in it: {self}"
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
+    """The positions s-1 … e-2 of every span [s, e), in order: the states that predict the target-written tokens."""
+    ranges = [np.arange(span.start - 1, span.end - 1, dtype=np.int32) for span in spans]
+    return np.concatenate(ranges) if ranges else np.empty(0, np.int32)
+
+
+def head_labels(
+    input_ids: Sequence[int], spans: Sequence[Span], num_heads: int, roles: Collection[Role]
+) -> npt.NDArray[np.int32]:
+    """Each head's label at each of `feature_positions(spans)`, [K, N]; `IGNORED` where the head must not learn.
+
+    Args:
+        input_ids: The row's token ids.
+        spans: What the target wrote in it.
+        num_heads: K.
+        roles: Spans in other roles give no labels (`train.roles`).
+    """
+    ids = np.asarray(input_ids, dtype=np.int32)
+    positions_N = feature_positions(spans)
+    ends = [span.end if span.role in roles else 0 for span in spans]
+    end_N = np.repeat(np.asarray(ends, dtype=np.int64), [len(span) for span in spans])
+    # t+1 is in the span by construction, and t+2+k > t+1, so only the span's end has to be looked at.
+    wanted_KN = positions_N[None, :] + 2 + np.arange(num_heads)[:, None]
+    inside_KN = wanted_KN < end_N[None, :]
+    return np.where(inside_KN, ids[np.where(inside_KN, wanted_KN, 0)], IGNORED).astype(np.int32)
