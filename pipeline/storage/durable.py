@@ -1,0 +1,99 @@
+"""Files that are either whole or absent: temporary file, fsync, rename, fsync of the directory.
+
+A temporary name is unique to its writer: an orphan of a killed run and the run that resumes never write into the same
+file, and the rename of whoever finishes last wins with equal content. Leftovers end in `.tmp` and are swept on resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import EnvironmentFault
+
+DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT}
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success it becomes `path` durably, on failure it vanishes.
+
+    Raises:
+        EnvironmentFault: The disk is full. What was committed before is intact.
+    """
+    temporary = temporary_beside(path)
+    try:
+        with disk_errors(path):
+            yield temporary
+            publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name in the same directory that no other writer uses."""
+    return path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Rename a finished temporary file to its name, durably."""
+    with open(temporary, "rb+") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn "no space left" from any library below into one readable error."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_ERRORS or "No space left" in str(error):
+            raise EnvironmentFault(
+                "The disk is full.", str(path), "Free some space and run the same command again: it continues where it stopped."
+            ) from error
+        raise
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Write JSON durably; the file is whole or as it was."""
+    write_text(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 text durably; the file is whole or as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def read_json(path: Path) -> Any | None:
+    """The file's JSON, or None where it is absent or damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def sync_directory(path: Path) -> None:
+    """Make a rename in this directory survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sweep_temporary(directory: Path) -> int:
+    """Remove what killed writers left behind; returns how many files."""
+    leftovers = list(directory.rglob("*.tmp"))
+    for path in leftovers:
+        path.unlink(missing_ok=True)
+    return len(leftovers)

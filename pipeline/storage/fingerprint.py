@@ -1,0 +1,58 @@
+"""Fingerprints: what a stage's result depends on, as one sha256.
+
+A fingerprint covers meaning and content (settings, code version, upstream, input bytes, the target's weights), never
+paths or placement, so that a copied cache resumes elsewhere and going from 1 to 8 GPUs resumes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+def fingerprint(parts: dict[str, Any]) -> str:
+    """The sha256 (hex) of JSON-able parts, independent of the order of keys."""
+    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def ids_digest(ids: Iterable[str]) -> str:
+    """The sha256 (hex) of ids in their order; length-prefixed, so that no two lists collide by concatenation."""
+    digest = hashlib.sha256()
+    for row_id in ids:
+        encoded = row_id.encode()
+        digest.update(len(encoded).to_bytes(4, "little") + encoded)
+    return digest.hexdigest()
+
+
+class FileDigests:
+    """sha256 of files, remembered by size, modification time and inode in a small JSON file.
+
+    Hashing 140 GB of weights takes minutes; a second run should not pay for it. A file that changes behind the same
+    path changes one of the three and is hashed again. The file's position in a directory counts, not its path.
+    """
+
+    def __init__(self, cache: Path):
+        self.cache = cache
+        try:
+            self.known: dict[str, str] = json.loads(cache.read_text())
+        except (OSError, ValueError):
+            self.known = {}
+
+    def of(self, path: Path) -> str:
+        """The file's sha256 (hex)."""
+        stat = path.stat()
+        key = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}:{path.name}"
+        if key not in self.known:
+            with path.open("rb") as file:
+                self.known[key] = hashlib.file_digest(file, "sha256").hexdigest()
+            self.cache.parent.mkdir(parents=True, exist_ok=True)
+            self.cache.write_text(json.dumps(self.known))
+        return self.known[key]
+
+    def of_all(self, paths: Iterable[Path]) -> dict[str, str]:
+        """Name to sha256 for each file, in the order of names."""
+        return {path.name: self.of(path) for path in sorted(paths, key=lambda p: p.name)}

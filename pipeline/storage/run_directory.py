@@ -1,0 +1,87 @@
+"""A run's directory: run.yaml, events, the lock, links to its stages, the report.
+
+Stage directories lie beside it or, when runs share a `store`, over there; `latest/<stage>` is always a relative link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.configuration import dump_config, load_config
+from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.storage.durable import write_text
+from pipeline.storage.stage_directory import StageDirectory, lock
+
+STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
+
+
+class RunDirectory:
+    """The directory of one run."""
+
+    def __init__(self, path: Path, store: Path | None = None):
+        self.path = path
+        self.store = store or path
+
+    @classmethod
+    def create(cls, config: Config) -> RunDirectory:
+        """The directory that a configuration names, made if need be, with its run.yaml written."""
+        run = cls(config.run.directory, config.run.store)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+            run.store.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise EnvironmentFault(f"The run directory cannot be made: {error}.", str(run.path), "Set run.root to a writable place.") from None
+        write_text(run.path / "run.yaml", dump_config(config))
+        return run
+
+    @classmethod
+    def open(cls, path: Path) -> tuple[RunDirectory, Config]:
+        """An existing run directory as it lies, with its configuration.
+
+        Raises:
+            ConfigError: This is no run directory.
+        """
+        if not (path / "run.yaml").is_file():
+            raise ConfigError("This is no run directory: it has no run.yaml.", str(path), "Name the directory that `run` printed, such as runs/demo.")
+        config = load_config(path / "run.yaml")
+        return cls(path.resolve(), config.run.store), config
+
+    def stage(self, name: str, fingerprint: str) -> StageDirectory:
+        return StageDirectory(self.store, name, fingerprint)
+
+    def latest(self, name: str) -> StageDirectory | None:
+        """The stage's current directory, or None where the run has not reached it."""
+        link = self.path / "latest" / name
+        return StageDirectory.at(link.resolve()) if link.is_dir() else None
+
+    def link_latest(self, stage: StageDirectory) -> None:
+        """Point `latest/<stage>` at a directory, relatively and atomically."""
+        links = self.path / "latest"
+        links.mkdir(exist_ok=True)
+        temporary = links / f".{stage.stage}.{os.getpid()}"
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(os.path.relpath(stage.path, links), target_is_directory=True)
+        os.replace(temporary, links / stage.stage)
+
+    def unlink_latest(self, name: str) -> None:
+        """Drop the link of a stage that this run's settings no longer reach."""
+        (self.path / "latest" / name).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run for one driver."""
+        with lock(self.path / "lock", f"the run '{self.path.name}'"):
+            yield
+
+    def event(self, kind: str, **facts: Any) -> None:
+        """Append one line to events.jsonl."""
+        line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts}, ensure_ascii=False, default=str)
+        with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write(line + "\n")

@@ -1,0 +1,191 @@
+"""A shard: one Parquet file of a stage, committed by one rename.
+
+The order is: quarantine file (also when empty), then the shard. The Parquet footer carries the receipt (fingerprint,
+ids, counts, content hash, the upstream shard's content hash), so a shard that can be opened says itself whether it
+is the one that is wanted. Page checksums are written and verified: without them a flipped bit reads back silently.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.conversations.conversation import Refused
+from pipeline.storage.durable import atomic_path, disk_errors, publish, temporary_beside
+from pipeline.storage.fingerprint import ids_digest
+
+RECEIPT_KEY = b"medusa-distill.receipt"
+Codec = Literal["zstd", "lz4", "none"]
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """That a shard exists, and of what. `fingerprint` ties it to its stage, `upstream` to the shard it was made from."""
+
+    index: int
+    fingerprint: str
+    upstream: str  # content hash of the upstream shard; empty where there is none
+    num_rows: int
+    num_quarantined: int
+    ids_sha256: str
+    content_sha256: str
+    reasons: dict[str, int] = field(default_factory=dict)  # quarantined rows by reason
+    stats: dict[str, float] = field(default_factory=dict)  # what the stage counts: tokens, positions, seconds
+
+
+class ShardWriter:
+    """Write one shard row group by row group, then `commit` it.
+
+    Args:
+        path: Where the shard will be.
+        quarantine: Where its refused rows will be.
+        schema: One of `schemas`.
+        footer: More schema metadata (dtype, hidden size, tap point).
+        codec: Compression of the pages.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        quarantine: Path,
+        schema: pa.Schema,
+        *,
+        index: int,
+        fingerprint: str,
+        upstream: str = "",
+        footer: dict[str, str] | None = None,
+        codec: Codec = "zstd",
+    ):
+        self.path, self.quarantine_path, self.schema = path, quarantine, schema
+        self.index, self.fingerprint, self.upstream = index, fingerprint, upstream
+        self.footer, self.codec = footer or {}, codec
+        self.ids: list[str] = []
+        self.refused: list[Refused] = []
+        self._content = hashlib.sha256()
+
+    def __enter__(self) -> ShardWriter:
+        self._temporary = temporary_beside(self.path)
+        with disk_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.quarantine_path.parent.mkdir(parents=True, exist_ok=True)
+            self._writer = pq.ParquetWriter(
+                self._temporary,
+                self.schema.with_metadata({**self.footer, "fingerprint": self.fingerprint}),
+                compression=self.codec,
+                compression_level=1 if self.codec == "zstd" else None,
+                use_dictionary=False,
+                write_statistics=False,
+                write_page_checksum=True,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Without a commit before it, leave nothing behind."""
+        with contextlib.suppress(OSError):
+            self._writer.close()
+        self._temporary.unlink(missing_ok=True)
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Append rows as one row group, in their order."""
+        if not rows:
+            return
+        batch = pa.RecordBatch.from_pylist(list(rows), schema=self.schema)
+        self.ids += batch.column("id").to_pylist()
+        self._content.update(memoryview(batch.serialize()))
+        with disk_errors(self.path):
+            self._writer.write_batch(batch, row_group_size=len(rows))
+
+    def refuse(self, refused: Refused) -> None:
+        """Quarantine one row."""
+        self.refused.append(refused)
+
+    def commit(self, stage: str, ids_in: Iterable[str] | None, stats: dict[str, float] | None = None) -> Receipt:
+        """Prove that no row was lost, then make the shard exist.
+
+        Args:
+            ids_in: The upstream rows' ids; every one must be kept (itself, or as `id#turn`) or quarantined, once.
+
+        Raises:
+            AssertionError: A row is missing or stands twice; a defect of the stage, never of the data.
+        """
+        assert len(set(self.ids)) == len(self.ids), f"shard {self.index} of {stage} repeats an id"
+        if ids_in is not None:
+            self._prove_complete(set(ids_in), stage)
+        reasons: dict[str, int] = {}
+        for refused in self.refused:
+            reasons[refused.reason] = reasons.get(refused.reason, 0) + 1
+        receipt = Receipt(
+            index=self.index,
+            fingerprint=self.fingerprint,
+            upstream=self.upstream,
+            num_rows=len(self.ids),
+            num_quarantined=len(self.refused),
+            ids_sha256=ids_digest(self.ids),
+            content_sha256=self._content.hexdigest(),
+            reasons=reasons,
+            stats=stats or {},
+        )
+        with atomic_path(self.quarantine_path) as temporary:
+            lines = (quarantine_line(refused, stage) for refused in self.refused)
+            temporary.write_text("".join(lines), encoding="utf-8")
+        self._writer.add_key_value_metadata({RECEIPT_KEY.decode(): json.dumps(asdict(receipt))})
+        with disk_errors(self.path):
+            self._writer.close()
+            publish(self._temporary, self.path)
+        return receipt
+
+    def _prove_complete(self, ids_in: set[str], stage: str) -> None:
+        """ids(in) = ids(kept) + ids(quarantined); a split row `<id>#<turn>` counts for its parent."""
+
+        def owners(ids: Iterable[str]) -> set[str]:
+            return {row_id if row_id in ids_in else parent_of(row_id) for row_id in ids}
+
+        refused = [row.id for row in self.refused]
+        kept = owners(self.ids)
+        assert kept | owners(refused) == ids_in, f"shard {self.index} of {stage} lost a row or made one up"
+        assert not kept & set(refused), f"shard {self.index} of {stage} kept and refused the same row"
+
+
+def quarantine_line(refused: Refused, stage: str) -> str:
+    row = {"id": refused.id, "stage": stage, "reason": str(refused.reason), "detail": refused.detail, "row": refused.row}
+    return json.dumps(row, ensure_ascii=True, default=str) + "\n"
+
+
+def parent_of(row_id: str) -> str:
+    """The seed's id of a row; a split row is `<id>#<turn>`."""
+    return row_id.partition("#")[0]
+
+
+def read_receipt(path: Path) -> Receipt | None:
+    """The receipt in a shard's footer, or None where there is no whole shard."""
+    try:
+        metadata = pq.read_metadata(path).metadata or {}
+        return Receipt(**json.loads(metadata[RECEIPT_KEY]))
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
+        return None
+
+
+def open_shard(path: Path, *, memory_map: bool = False) -> pq.ParquetFile:
+    """A shard for reading; every page's checksum is verified as it is read."""
+    return pq.ParquetFile(path, page_checksum_verification=True, memory_map=memory_map, pre_buffer=False)
+
+
+def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    """A shard's rows in order, one row group in memory at a time."""
+    with open_shard(path) as shard:
+        for group in range(shard.num_row_groups):
+            yield from shard.read_row_group(group, columns=list(columns) if columns else None).to_pylist()
+
+
+def read_footer(path: Path) -> dict[str, str]:
+    """The schema metadata of a shard (dtype, hidden_size, tap, fingerprint) as text."""
+    metadata = cast(dict[bytes, bytes], pq.read_schema(path).metadata or {})
+    return {key.decode(): value.decode() for key, value in metadata.items() if not key.startswith(b"ARROW")}
