@@ -1,0 +1,61 @@
+"""What a stage is given: the configuration, the run, the finished stages before it, where to work, where to show progress."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from pipeline.config import Config
+from pipeline.execution.executor import Executor
+from pipeline.execution.placement import Placement, place
+from pipeline.execution.progress import Meter
+from pipeline.storage.fingerprint import FileDigests
+from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.targets.spec import TargetSpec, resolve, weight_files
+
+
+@dataclass
+class Context:
+    """Shared by the stages of one run. `upstream` fills up as stages finish."""
+
+    config: Config
+    run: RunDirectory
+    executor: Executor
+    console: Console
+    upstream: dict[str, StageDirectory] = field(default_factory=dict)
+
+    @functools.cached_property
+    def digests(self) -> FileDigests:
+        return FileDigests(self.run.store / "digests.json")
+
+    @functools.cached_property
+    def target(self) -> TargetSpec:
+        """The target, with what the configuration leaves open filled in from the model.
+
+        Raises:
+            ConfigError: There is no such target, or it cannot be accelerated by tree verification.
+        """
+        return resolve(self.config.target)
+
+    @functools.cached_property
+    def target_identity(self) -> dict[str, Any]:
+        """What of the target counts in a fingerprint: its files' content, never where they lie."""
+        spec = self.target
+        return {
+            "files": self.digests.of_all(weight_files(spec)),
+            "dtype": spec.dtype,
+            "quantization": spec.quantization,
+            "max_tokens": spec.max_tokens,
+            "chat_template": spec.chat_template,
+        }
+
+    def placement(self, stage: str) -> Placement:
+        """The workers of `stage`; raises `EnvironmentFault` when the cluster can never fit them."""
+        return place(stage, getattr(self.config.placement, stage), self.executor.resources())
+
+    def meter(self, name: str, total: int, *, done: int = 0, unit: str = "shards") -> Meter:
+        return Meter(self.console, name, total, done=done, unit=unit)

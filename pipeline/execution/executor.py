@@ -1,0 +1,98 @@
+"""Where work runs. An executor maps a stage's worker over shards, or calls one function; nothing else.
+
+A worker is a plain class: its constructor loads what is heavy, its call takes a `ShardTask`, commits the shard itself
+and returns the receipt. It knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pipeline.errors import MedusaDistillError
+from pipeline.execution.placement import Placement, Resources
+from pipeline.storage.shards import Receipt
+from pipeline.storage.stage_directory import ShardTask
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one shard: a receipt, an error for the user, or a worker's traceback."""
+
+    index: int
+    receipt: Receipt | None = None
+    error: MedusaDistillError | None = None
+    traceback: str = ""
+
+
+class ShardWorker(Protocol):
+    """What a stage maps over its shards."""
+
+    def __call__(self, task: ShardTask) -> Receipt: ...
+
+
+class Executor(Protocol):
+    """Ray, or the calling process."""
+
+    name: str
+
+    def resources(self) -> Resources:
+        """What there is to place workers on."""
+        ...
+
+    def map(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any], tasks: Sequence[ShardTask], placement: Placement) -> Iterator[Outcome]:
+        """Run `worker(**arguments)` over tasks; outcomes come as they finish, in any order."""
+        ...
+
+    def call(self, function: Callable[..., Any], arguments: dict[str, Any], placement: Placement) -> Any:
+        """Run one function on its own resources and return what it returns; its errors are raised here."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the executor started."""
+        ...
+
+
+class LazyWorker:
+    """Builds the worker on its first task, and turns every failure into an `Outcome`.
+
+    A failure inside a constructor would otherwise end a whole Ray data set with a stack of foreign frames.
+    """
+
+    def __init__(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any]):
+        self._make, self._arguments = worker, arguments
+        self._worker: ShardWorker | None = None
+
+    def run(self, task: ShardTask) -> Outcome:
+        try:
+            self._worker = self._worker or self._make(**self._arguments)
+            return Outcome(task.index, receipt=self._worker(task))
+        except MedusaDistillError as error:
+            return Outcome(task.index, error=error)
+        except Exception:
+            return Outcome(task.index, traceback=traceback.format_exc())
+
+
+class InlineExecutor:
+    """Everything in the calling process: for a debugger, a notebook, or a machine without Ray."""
+
+    name = "inline"
+
+    def resources(self) -> Resources:
+        import torch
+
+        return Resources(((len(os.sched_getaffinity(0)), torch.cuda.device_count()),))
+
+    def map(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any], tasks: Sequence[ShardTask], placement: Placement) -> Iterator[Outcome]:
+        lazy = LazyWorker(worker, arguments)
+        for task in tasks:
+            yield lazy.run(task)
+
+    def call(self, function: Callable[..., Any], arguments: dict[str, Any], placement: Placement) -> Any:
+        return function(**arguments)
+
+    def close(self) -> None:
+        pass

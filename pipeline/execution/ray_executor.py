@@ -1,0 +1,108 @@
+"""Ray does the distributing: Ray Data maps actors over shard descriptors, a Ray task runs a single function.
+
+Tensors never travel through the object store: an actor reads and writes its own shards and returns a receipt. A
+private cluster is started unless RAY_ADDRESS (which `ray job submit` sets) names one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pipeline.errors import EnvironmentFault, MedusaDistillError
+from pipeline.execution.executor import LazyWorker, Outcome, ShardWorker
+from pipeline.execution.placement import Placement, Resources
+from pipeline.storage.stage_directory import ShardTask
+
+OBJECT_STORE_BYTES = 256 * 1024**2  # descriptors and receipts only
+
+
+class ShardActor:
+    """What Ray Data runs: one batch is one shard descriptor, one outcome."""
+
+    def __init__(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any]):
+        self._lazy = LazyWorker(worker, arguments)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        outcomes = [self._lazy.run(ShardTask(**json.loads(text))) for text in batch["task"]]
+        return {"outcome": [pickle.dumps(outcome) for outcome in outcomes]}
+
+
+class RayExecutor:
+    """Workers are Ray actors and tasks."""
+
+    name = "ray"
+
+    def __init__(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+        try:
+            import ray
+            import ray.data
+        except ImportError as error:
+            raise EnvironmentFault(f"Ray cannot be imported: {error}.", fix="Install it, or run with --executor inline.") from None
+        self._ray = ray
+        self._started = not ray.is_initialized()
+        if self._started:
+            self._start()
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.print_on_execution_start = False
+        context.enable_operator_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+
+    def _start(self) -> None:
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+        try:
+            if os.environ.get("RAY_ADDRESS"):
+                self._ray.init(**quiet)
+            else:
+                cores = len(os.sched_getaffinity(0))
+                self._ray.init("local", num_cpus=cores, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+        except Exception as error:
+            raise EnvironmentFault(
+                f"Ray did not start: {error}.", os.environ.get("RAY_ADDRESS", "a local cluster"), "Check RAY_ADDRESS and `ray status`, or run with --executor inline."
+            ) from None
+
+    def resources(self) -> Resources:
+        alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        return Resources(tuple((int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in alive))
+
+    def map(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any], tasks: Sequence[ShardTask], placement: Placement) -> Iterator[Outcome]:
+        data = self._ray.data
+        descriptors = data.from_items([{"task": json.dumps(asdict(task))} for task in tasks], override_num_blocks=len(tasks))
+        outcomes = descriptors.map_batches(
+            ShardActor,
+            fn_constructor_kwargs={"worker": worker, "arguments": arguments},
+            batch_size=1,
+            compute=data.ActorPoolStrategy(size=min(placement.workers, len(tasks))),
+            num_cpus=placement.cpus,
+            num_gpus=placement.gpus,
+        )
+        for row in outcomes.iter_rows():
+            yield pickle.loads(row["outcome"])
+
+    def call(self, function: Callable[..., Any], arguments: dict[str, Any], placement: Placement) -> Any:
+        # max_calls=1: the process ends with the call, and with it what an engine holds of memory and GPU.
+        remote = self._ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1)(run_and_carry_errors)
+        result, error = self._ray.get(remote.remote(function, arguments))
+        if error:
+            raise error
+        return result
+
+    def close(self) -> None:
+        if self._started:
+            self._ray.shutdown()
+
+
+def run_and_carry_errors(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, MedusaDistillError | None]:
+    """Errors meant for the user come back as they are, not wrapped in Ray's own."""
+    try:
+        return function(**arguments), None
+    except MedusaDistillError as error:
+        return None, error

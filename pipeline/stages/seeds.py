@@ -1,0 +1,128 @@
+"""seeds: conversations from files and the Hub, each row kept once or quarantined with its reason, and split for good.
+
+Promises: every row of every source is accounted for; ids are `source:row`; `split` (train | calibrate | check) comes
+from the id's hash, so that a row's split does not depend on its neighbours beyond the guarantee of 8 held-out rows
+each. Reads and writes on the driver: this is text, minutes at most.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pipeline.config import SeedSource
+from pipeline.conversations.conversation import Conversation, Deduplicator, Refused
+from pipeline.conversations.readers import name_sources, read_source, source_files
+from pipeline.errors import DataError
+from pipeline.execution.context import Context
+from pipeline.execution.sharded import check_quarantine, totals
+from pipeline.storage.rows import seed_row
+from pipeline.storage.schemas import SEEDS
+from pipeline.storage.shards import Receipt, ShardWriter
+from pipeline.storage.stage_directory import StageDirectory
+
+NAME = "seeds"
+VERSION = 1
+UPSTREAM: tuple[str, ...] = ()
+
+MIN_HELD_OUT = 8
+SMALL_SET = 4096  # up to here the held-out rows are counted out exactly, so that small sets have enough of them
+
+
+def identity(context: Context) -> dict[str, Any]:
+    """The sources' content and the settings that shape rows."""
+    settings = context.config.seeds
+    return {
+        "sources": [_source_identity(context, source) for source in settings.sources],
+        "names": name_sources(settings.sources),
+        "rows_per_shard": settings.rows_per_shard,
+        "holdout": settings.holdout,
+        "max_characters": settings.max_characters,
+    }
+
+
+def _source_identity(context: Context, source: SeedSource) -> dict[str, Any]:
+    described: dict[str, Any] = {"format": source.format, "limit": source.limit}
+    if source.hub:
+        return described | {"hub": source.hub, "split": source.split}
+    assert source.path is not None
+    return described | {"files": [[file.name, context.digests.of(file)] for file in source_files(source.path)]}
+
+
+def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
+    """Read every source and write the shards."""
+    settings = context.config.seeds
+    started = time.monotonic()
+    receipts: dict[int, Receipt] = {}
+    with context.meter(NAME, 0, unit="rows") as meter:
+        rows = split_rows(_read(context), settings.holdout)
+        for index, chunk in enumerate(_chunks(rows, settings.rows_per_shard)):
+            receipts[index] = _write_shard(stage, index, chunk)
+            context.run.event("shard", stage=NAME, shard=index, rows=receipts[index].num_rows, quarantined=receipts[index].num_quarantined)
+            meter.update(meter.done + len(chunk))
+    for stray in [path for path in stage.shards() if int(path.stem) not in receipts]:
+        stray.unlink()
+    check_quarantine(context.config.limits, NAME, str(stage.path), receipts.values(), final=True)
+    summary = totals(receipts, "rows")
+    _require_enough(summary, stage)
+    return summary | {"seconds": round(time.monotonic() - started, 3)}
+
+
+def _read(context: Context) -> Iterator[Conversation | Refused]:
+    settings = context.config.seeds
+    deduplicator = Deduplicator()
+    for source, name in zip(settings.sources, name_sources(settings.sources), strict=True):
+        for row in read_source(source, name, max_characters=settings.max_characters):
+            yield deduplicator.check(row) if isinstance(row, Conversation) else row
+
+
+def split_rows(rows: Iterable[Conversation | Refused], holdout: float) -> Iterator[tuple[Conversation | Refused, str]]:
+    """Give every conversation its split: half of `holdout` calibrates, half checks, by the hash of the id.
+
+    A set of up to `SMALL_SET` rows holds out exactly the smallest hashes, at least 8 for each; in a larger one a
+    row's own hash decides, and the rows need not be held in memory.
+    """
+    stream = iter(rows)
+    head = list(itertools.islice(stream, SMALL_SET))
+    beyond = next(stream, None)
+    hashes = sorted(_unit_hash(row.id) for row in head if isinstance(row, Conversation))
+    low, high = holdout / 2, holdout
+    if beyond is None and hashes:
+        each = min(max(MIN_HELD_OUT, round(len(hashes) * holdout / 2)), len(hashes) // 2)
+        low, high = hashes[each - 1] if each else -1.0, hashes[2 * each - 1] if each else -1.0
+    for row in itertools.chain(head, [] if beyond is None else [beyond], stream):
+        place = _unit_hash(row.id)
+        yield row, "calibrate" if place <= low else "check" if place <= high else "train"
+
+
+def _unit_hash(row_id: str) -> float:
+    """An id's place in [0, 1)."""
+    return int.from_bytes(hashlib.sha256(b"split:" + row_id.encode()).digest()[:8], "big") / 2**64
+
+
+def _chunks(rows: Iterator[tuple[Conversation | Refused, str]], size: int) -> Iterator[list[tuple[Conversation | Refused, str]]]:
+    while chunk := list(itertools.islice(rows, size)):
+        yield chunk
+
+
+def _write_shard(stage: StageDirectory, index: int, chunk: list[tuple[Conversation | Refused, str]]) -> Receipt:
+    with ShardWriter(stage.shard_path(index), stage.quarantine_path(index), SEEDS, index=index, fingerprint=stage.fingerprint) as writer:
+        writer.write([seed_row(row, split) for row, split in chunk if isinstance(row, Conversation)])
+        for row, _ in chunk:
+            if isinstance(row, Refused):
+                writer.refuse(row)
+        splits = [split for row, split in chunk if isinstance(row, Conversation)]
+        return writer.commit(NAME, [row.id for row, _ in chunk], {f"{s}_rows": float(splits.count(s)) for s in ("train", "calibrate", "check")})
+
+
+def _require_enough(summary: dict[str, Any], stage: StageDirectory) -> None:
+    fewest = min(summary.get(f"{split}_rows", 0) for split in ("train", "calibrate", "check"))
+    if fewest < MIN_HELD_OUT:
+        raise DataError(
+            f"{summary['rows']} usable conversations are too few: training, calibration and the check need at least {MIN_HELD_OUT} rows each.",
+            str(stage.path),
+            "Name more or larger sources in seeds.sources, or raise seeds.holdout.",
+        )
