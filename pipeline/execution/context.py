@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.execution.executor import Executor
+from pipeline.execution.executor import Executor, make_executor
 from pipeline.execution.placement import Placement, place
 from pipeline.execution.progress import Meter
 from pipeline.storage.fingerprint import FileDigests
@@ -24,9 +24,19 @@ class Context:
 
     config: Config
     run: RunDirectory
-    executor: Executor
     console: Console
+    executor_name: str = "ray"
     upstream: dict[str, StageDirectory] = field(default_factory=dict)
+
+    @functools.cached_property
+    def executor(self) -> Executor:
+        """Started when the first stage needs it: a run that is finished already starts nothing."""
+        return make_executor(self.executor_name)
+
+    def close(self) -> None:
+        """Give back what was started."""
+        if "executor" in self.__dict__:
+            self.executor.close()
 
     @functools.cached_property
     def digests(self) -> FileDigests:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from pipeline.errors import MedusaDistillError
+from pipeline.errors import ConfigError, MedusaDistillError
 from pipeline.execution.placement import Placement, Resources
 from pipeline.storage.shards import Receipt
 from pipeline.storage.stage_directory import ShardTask
@@ -96,3 +96,19 @@ class InlineExecutor:
 
     def close(self) -> None:
         pass
+
+
+def make_executor(name: str) -> Executor:
+    """The executor of that name, `ray` or `inline`.
+
+    Raises:
+        ConfigError: There is none.
+        EnvironmentFault: Ray cannot be started or reached.
+    """
+    if name == "inline":
+        return InlineExecutor()
+    if name != "ray":
+        raise ConfigError(f"There is no executor '{name}'.", "--executor", "It is ray or inline.")
+    from pipeline.execution.ray_executor import RayExecutor
+
+    return RayExecutor()

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 
 from pipeline.errors import EnvironmentFault
 from pipeline.storage.durable import read_json, sweep_temporary, write_json
+from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.shards import Receipt, read_receipt
 
 
@@ -103,22 +105,62 @@ class StageDirectory:
         have = self.receipts()
         return [task for task in tasks if task.index not in have or have[task.index].upstream != task.upstream]
 
-    def finish(self, summary: dict[str, Any], files: Sequence[Path] = ()) -> dict[str, Any]:
-        """Write DONE.json: the summary, and size and sha256 of every shard (or of `files`)."""
-        listed = [*self.shards(), *sorted((self.path / "quarantine").glob("*.jsonl")), *files]
+    def finish(self, summary: dict[str, Any], upstream: dict[str, str]) -> None:
+        """Write DONE.json: the summary, what it was made from, and size and sha256 of every file that counts."""
+        files = {str(path.relative_to(self.path)): file_facts(path) for path in self._lasting_files()}
         done = {
             "stage": self.stage,
             "fingerprint": self.fingerprint,
+            "upstream": upstream,
             "shards": [asdict(receipt) for _, receipt in sorted(self.receipts().items())],
-            "files": {str(path.relative_to(self.path)): file_facts(path) for path in listed},
+            "files": files,
             "summary": summary,
         }
         write_json(self.path / "DONE.json", done)
-        return done
 
-    def reopen(self) -> None:
-        """Forget that the stage was finished; what is still valid will be kept."""
+    @property
+    def content(self) -> str:
+        """A hash of what the stage made; what depends on it is stale when it changes. Logs (*.jsonl) do not count."""
+        done = self.done or {}
+        files = {name: facts["sha256"] for name, facts in done.get("files", {}).items() if not name.endswith(".jsonl")}
+        return fingerprint({"made": [shard["content_sha256"] for shard in done.get("shards", [])] or files})
+
+    def is_current(self, upstream: dict[str, str]) -> bool:
+        """Whether the stage is finished, was made from this upstream content, and has all its files in full size."""
+        done = self.done
+        if done is None or done.get("fingerprint") != self.fingerprint or done.get("upstream") != upstream:
+            return False
+        return all(_size(self.path / name) == facts["size"] for name, facts in done["files"].items())
+
+    def verify(self) -> list[str]:
+        """Read every file again and say what is missing or damaged, one line each."""
+        problems = []
+        for name, facts in (self.done or {}).get("files", {}).items():
+            path = self.path / name
+            if not path.is_file():
+                problems.append(f"{path} is missing")
+            elif file_facts(path) != facts:
+                problems.append(f"{path} is damaged: {path.stat().st_size} bytes, {facts['size']} were written, or another sha256")
+        return problems
+
+    def prepare(self, upstream: dict[str, str]) -> None:
+        """Get ready to run: forget DONE.json, and drop what was made from other upstream content.
+
+        Shards name their upstream shard one by one and are kept where it is unchanged.
+        """
+        made_from = read_json(self.path / "upstream.json")
         (self.path / "DONE.json").unlink(missing_ok=True)
+        if made_from is not None and made_from != upstream:
+            for path in self.path.iterdir():
+                if path.name not in ("stage.json", "lock", "shards", "quarantine"):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+        write_json(self.path / "upstream.json", upstream)
+
+    def _lasting_files(self) -> list[Path]:
+        """Every file but the bookkeeping, checkpoints of a finished training, and the card, which is written again."""
+        passing = {"stage.json", "upstream.json", "DONE.json", "lock", "README.md"}
+        found = (path for path in sorted(self.path.rglob("*")) if path.is_file() and path.name not in passing)
+        return [path for path in found if not {"checkpoints", "tensorboard", "ray"} & set(path.relative_to(self.path).parts)]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -131,6 +173,10 @@ class StageDirectory:
         with lock(self.path / "lock", f"the {self.stage} stage"):
             sweep_temporary(self.path)
             yield
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
 
 
 def file_facts(path: Path) -> dict[str, Any]:

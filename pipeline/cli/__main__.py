@@ -1,0 +1,5 @@
+"""`python -m pipeline.cli` is `medusa-distill`."""
+
+from pipeline.cli.app import main
+
+main()

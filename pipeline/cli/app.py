@@ -1,0 +1,66 @@
+"""`medusa-distill`: the commands, and how every one of them ends.
+
+An error for the user is one paragraph on stderr and its exit code; a signal ends cleanly with 130 or 143.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import click
+import typer
+from rich.console import Console
+
+from pipeline.cli import inspect, plan, push, run, status, verify
+from pipeline.errors import Interrupted, MedusaDistillError
+
+app = typer.Typer(
+    name="medusa-distill",
+    help="A chat model in, verified Medusa heads out: self-distillation, training, a check in the serving engine, upload.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (run.run, plan.plan, status.status, verify.verify, inspect.inspect, push.push):
+    app.command()(command)
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(ends_well(lambda: app(standalone_mode=False)))
+
+
+def ends_well(story: Callable[[], Any]) -> int:
+    """Run a command or a flow and return its exit code, with errors told as a person reads them."""
+    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, _stop)
+    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    try:
+        result = story()
+        return result if isinstance(result, int) else 0
+    except Interrupted as stop:
+        errors.print(f"[yellow]stopped:[/] {stop}")
+        return stop.exit_code
+    except MedusaDistillError as error:
+        errors.print("[red]error:[/] ", end="")
+        errors.print(str(error), markup=False)
+        if os.environ.get("MEDUSA_DISTILL_TRACEBACK"):
+            errors.print_exception()
+        return error.exit_code
+    except click.exceptions.Exit as leave:
+        return leave.exit_code
+    except click.ClickException as error:
+        errors.print("[red]error:[/] ", end="")
+        errors.print(f"{error.format_message()} See --help.", markup=False)
+        return 2
+
+
+def _stop(signum: int, frame: FrameType | None) -> None:
+    signal.signal(signum, signal.SIG_DFL)  # a second one is not polite any more
+    raise Interrupted(signum, "Stopped.", "What was committed is kept; the same command continues.")

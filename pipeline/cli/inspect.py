@@ -1,0 +1,71 @@
+"""`medusa-distill inspect`: a row as a person reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from pipeline.errors import ConfigError
+from pipeline.storage.rows import spans_of
+from pipeline.storage.run_directory import STAGES, RunDirectory
+from pipeline.storage.shards import read_footer, read_rows
+from pipeline.storage.stage_directory import StageDirectory
+
+COLOURS = {"assistant": "green", "user": "cyan"}
+
+
+def inspect(
+    run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
+    stage: Annotated[str, typer.Argument(help="seeds, generate or features; of the others the summary is shown.")],
+    row: Annotated[str | None, typer.Argument(help="A row's id, or its number counted from 0. Default: the first.")] = None,
+) -> None:
+    """Show a row; what the target wrote is coloured (assistant green, user cyan), the prompt and the glue are not."""
+    run, config = RunDirectory.open(run_dir)
+    if stage not in STAGES:
+        raise ConfigError(f"There is no stage '{stage}'.", "inspect", f"The stages are {', '.join(STAGES)}.")
+    directory = run.latest(stage)
+    if directory is None:
+        raise ConfigError(f"This run has not reached {stage} yet.", str(run.path), "See `medusa-distill status`.")
+    console = Console(highlight=False)
+    if not directory.shards():
+        console.print_json(data=directory.summary)
+        return
+    found = _find(directory, row)
+    console.print(f"[bold]{found['id']}[/]  split {found.get('split')}  {directory.path.name}")
+    if "input_ids" not in found:
+        for message in found["messages"]:
+            console.print(f"[bold]{message['role']}:[/] ", end="")
+            console.print(message["content"], markup=False)
+        return
+    from pipeline.targets.spec import load_tokenizer, resolve
+
+    console.print(coloured(found, load_tokenizer(resolve(config.target))))
+    if "positions" in found:
+        footer = read_footer(directory.shards()[0])
+        console.print(f"{len(found['positions'])} positions of {footer['hidden_size']} × {footer['dtype']}, {footer['tap']}", style="dim")
+
+
+def coloured(row: dict[str, Any], tokenizer: Any) -> Text:
+    """A row's tokens as text, each target-written span in its role's colour."""
+    ids, text, at = row["input_ids"], Text(), 0
+    for span in spans_of(row):
+        text.append(tokenizer.decode(ids[at : span.start]), style="dim")
+        text.append(tokenizer.decode(ids[span.start : span.end]), style=COLOURS.get(span.role, ""))
+        at = span.end
+    text.append(tokenizer.decode(ids[at:]), style="dim")
+    return text
+
+
+def _find(directory: StageDirectory, row: str | None) -> dict[str, Any]:
+    wanted = row or "0"
+    number = 0
+    for path in directory.shards():
+        for candidate in read_rows(path):
+            if candidate["id"] == wanted or (wanted.isdigit() and number == int(wanted)):
+                return candidate
+            number += 1
+    raise ConfigError(f"There is no row '{wanted}' among the {number} rows.", str(directory.path), "Give an id or a number from 0.")

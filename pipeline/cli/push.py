@@ -1,0 +1,20 @@
+"""`medusa-distill push`: publish finished heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.flow import push_run
+
+
+def push(
+    run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
+    repo_id: Annotated[str | None, typer.Option(help="USER/NAME on the Hub. Default: push.repo_id of the run.")] = None,
+    private: Annotated[bool, typer.Option(help="Make the repository private.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go, touch no network.")] = False,
+) -> None:
+    """Push the export and its model card to the Hub, as one commit. Refused when the check failed or has not run."""
+    push_run(run_dir, repo_id=repo_id, private=private, dry_run=dry_run)

@@ -1,0 +1,29 @@
+"""`medusa-distill verify`: every file of a run against its receipt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pipeline.errors import CheckFailed
+from pipeline.storage.run_directory import STAGES, RunDirectory
+
+
+def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")]) -> None:
+    """Read every shard and weight file again and compare size and sha256 with DONE.json; exit 1 names what is damaged."""
+    run, _ = RunDirectory.open(run_dir)
+    console = Console(highlight=False)
+    damaged: list[str] = []
+    for name in STAGES:
+        stage = run.latest(name)
+        if stage is None:
+            continue
+        problems = stage.verify()
+        damaged += [f"{name}: {problem}" for problem in problems]
+        state = "unfinished" if stage.done is None else f"{len(stage.done['files'])} files"
+        console.print(f"{'[red]damaged[/]' if problems else '[green]ok[/]'}  {name:<10} {state}")
+    if damaged:
+        raise CheckFailed("Damaged: " + "; ".join(damaged) + ".", str(run.path), "Run the same configuration again: what is damaged is made anew.")

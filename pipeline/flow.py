@@ -1,0 +1,117 @@
+"""The order of the stages, and a run from top to bottom.
+
+A stage is a module with the same few names: `NAME`, `VERSION`, `UPSTREAM`, `identity(context)` (what its result
+depends on) and `run(context, directory)` (make it exist, return a summary). A stage whose DONE.json stands, whose
+files are as it says and whose upstream still has the content it was made from is not run again.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+
+from pipeline.config import Config
+from pipeline.errors import ConfigError
+from pipeline.execution.context import Context
+from pipeline.execution.preflight import check_root
+from pipeline.execution.progress import duration
+from pipeline.run_report import publish_report
+from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
+from pipeline.storage.fingerprint import fingerprint
+from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.stage_directory import StageDirectory
+
+STAGES: dict[str, ModuleType] = {stage.NAME: stage for stage in (seeds, generate, features, train, calibrate, export, check, push)}
+
+
+def run_flow(
+    config: Config,
+    stages: Sequence[str] = tuple(STAGES),
+    *,
+    until: str | None = None,
+    executor: str = "ray",
+    fresh: str | None = None,
+    console: Console | None = None,
+) -> RunDirectory:
+    """Run the stages in order; whatever is finished already is kept.
+
+    Args:
+        config: The resolved configuration.
+        stages: Names of stages, upstream first. `push` runs only with a `push.repo_id`.
+        until: Stop after this stage.
+        executor: `ray` or `inline`.
+        fresh: Throw away this stage's result and make it again.
+
+    Raises:
+        MedusaDistillError: With the exit code that fits; what was committed is kept, and the same call continues.
+    """
+    console = console or Console(stderr=False)
+    wanted = _wanted(config, stages, until, fresh)
+    check_root(config)
+    run = RunDirectory.create(config)
+    with run.locked():
+        context = Context(config, run, console, executor)
+        run.event("run-started", stages=wanted, executor=executor)
+        try:
+            for name in wanted:
+                advance(context, STAGES[name], fresh=name == fresh)
+        finally:
+            context.close()
+        run.event("run-finished")
+    return run
+
+
+def advance(context: Context, stage: ModuleType, *, fresh: bool = False) -> StageDirectory:
+    """Bring one stage up to date and link it as the latest."""
+    directory = locate(context, stage)
+    if fresh:
+        shutil.rmtree(directory.path, ignore_errors=True)
+    directory.create(identity_of(context, stage))
+    context.run.link_latest(directory)
+    upstream = {name: context.upstream[name].content for name in stage.UPSTREAM}
+    with directory.locked():
+        if directory.is_current(upstream):
+            context.console.print(f"[green]✓[/] {stage.NAME:<10} kept       {directory.path.name}", highlight=False)
+        else:
+            _run_stage(context, stage, directory, upstream)
+    context.upstream[stage.NAME] = directory
+    if stage.NAME in ("check", "push"):
+        publish_report(context, shown=stage.NAME == "check")
+        stage.verdict(directory)
+    return directory
+
+
+def _run_stage(context: Context, stage: ModuleType, directory: StageDirectory, upstream: dict[str, str]) -> None:
+    directory.prepare(upstream)
+    context.run.event("stage-started", stage=stage.NAME, fingerprint=directory.fingerprint)
+    started = time.monotonic()
+    summary = stage.run(context, directory)
+    seconds = round(time.monotonic() - started, 3)
+    directory.finish({**summary, "seconds": seconds}, upstream)
+    context.run.event("stage-finished", stage=stage.NAME, seconds=seconds)
+    context.console.print(f"[green]✓[/] {stage.NAME:<10} {duration(seconds):<10} {stage.one_line(summary)}", highlight=False, soft_wrap=True)
+
+
+def locate(context: Context, stage: ModuleType) -> StageDirectory:
+    """The directory that a stage's fingerprint names; nothing is made."""
+    return context.run.stage(stage.NAME, fingerprint({"stage": stage.NAME, **identity_of(context, stage)}))
+
+
+def identity_of(context: Context, stage: ModuleType) -> dict[str, Any]:
+    """What a stage's result depends on: its code version, its settings and their inputs, the stages before it."""
+    upstream = {name: context.upstream[name].fingerprint for name in stage.UPSTREAM}
+    return {"version": stage.VERSION, "settings": stage.identity(context), "upstream": upstream}
+
+
+def _wanted(config: Config, stages: Sequence[str], until: str | None, fresh: str | None) -> list[str]:
+    for name, option in ((until, "--until"), (fresh, "--fresh")):
+        if name is not None and name not in stages:
+            raise ConfigError(f"There is no stage '{name}'.", option, f"The stages are {', '.join(stages)}.")
+    wanted = [name for name in stages if name != "push" or config.push.repo_id]
+    return wanted[: wanted.index(until) + 1] if until in wanted else wanted
+
