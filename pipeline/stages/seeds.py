@@ -71,6 +71,11 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     return summary | {"seconds": round(time.monotonic() - started, 3)}
 
 
+def one_line(summary: dict[str, Any]) -> str:
+    held_out = f"{summary['calibrate_rows']:,.0f} to calibrate, {summary['check_rows']:,.0f} to check"
+    return f"{summary['rows']:,} conversations ({held_out}), {summary['quarantined']} quarantined"
+
+
 def _read(context: Context) -> Iterator[Conversation | Refused]:
     settings = context.config.seeds
     deduplicator = Deduplicator()

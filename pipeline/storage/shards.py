@@ -54,8 +54,8 @@ class ShardWriter:
 
     def __init__(
         self,
-        path: Path,
-        quarantine: Path,
+        path: str | Path,
+        quarantine: str | Path,
         schema: pa.Schema,
         *,
         index: int,
@@ -64,7 +64,7 @@ class ShardWriter:
         footer: dict[str, str] | None = None,
         codec: Codec = "zstd",
     ):
-        self.path, self.quarantine_path, self.schema = path, quarantine, schema
+        self.path, self.quarantine_path, self.schema = Path(path), Path(quarantine), schema
         self.index, self.fingerprint, self.upstream = index, fingerprint, upstream
         self.footer, self.codec = footer or {}, codec
         self.ids: list[str] = []
@@ -164,7 +164,7 @@ def parent_of(row_id: str) -> str:
     return row_id.partition("#")[0]
 
 
-def read_receipt(path: Path) -> Receipt | None:
+def read_receipt(path: str | Path) -> Receipt | None:
     """The receipt in a shard's footer, or None where there is no whole shard."""
     try:
         metadata = pq.read_metadata(path).metadata or {}
@@ -173,19 +173,19 @@ def read_receipt(path: Path) -> Receipt | None:
         return None
 
 
-def open_shard(path: Path, *, memory_map: bool = False) -> pq.ParquetFile:
+def open_shard(path: str | Path, *, memory_map: bool = False) -> pq.ParquetFile:
     """A shard for reading; every page's checksum is verified as it is read."""
     return pq.ParquetFile(path, page_checksum_verification=True, memory_map=memory_map, pre_buffer=False)
 
 
-def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
     """A shard's rows in order, one row group in memory at a time."""
     with open_shard(path) as shard:
         for group in range(shard.num_row_groups):
             yield from shard.read_row_group(group, columns=list(columns) if columns else None).to_pylist()
 
 
-def read_footer(path: Path) -> dict[str, str]:
+def read_footer(path: str | Path) -> dict[str, str]:
     """The schema metadata of a shard (dtype, hidden_size, tap, fingerprint) as text."""
     metadata = cast(dict[bytes, bytes], pq.read_schema(path).metadata or {})
     return {key.decode(): value.decode() for key, value in metadata.items() if not key.startswith(b"ARROW")}

@@ -1,0 +1,126 @@
+"""features: one forward of the backbone over every generated row, its last hidden states cached in Parquet.
+
+Promises: for a span [s, e) the states at positions s-1 … e-2, after the final norm, in the target's own dtype: one
+per target-written token, exactly what its lm_head read when it predicted that token. Rows keep their order and ids;
+a row with a state that is not finite is quarantined. Writing overlaps the next forward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from pipeline.config import FeaturesConfig
+from pipeline.conversations.conversation import Reason, Refused
+from pipeline.conversations.spans import feature_positions
+from pipeline.execution.context import Context
+from pipeline.execution.sharded import run_sharded
+from pipeline.storage.rows import spans_of
+from pipeline.storage.schemas import FEATURES
+from pipeline.storage.shards import Receipt, ShardWriter, read_rows
+from pipeline.storage.stage_directory import ShardTask, StageDirectory
+from pipeline.targets.engines import make_feature_engine
+from pipeline.targets.spec import TargetSpec
+
+NAME = "features"
+VERSION = 1
+UPSTREAM = ("generate",)
+
+TAP = "last hidden state after the final norm"
+WINDOW_BATCHES = 4  # rows of so many forwards are bucketed by length together
+ROW_GROUP_BYTES = 64 * 1024**2  # what a reader holds at once
+
+Row = dict[str, Any]
+
+
+def identity(context: Context) -> dict[str, Any]:
+    """The engine and the codec; the batch size only moves rounding noise."""
+    settings = context.config.features
+    return {"engine": settings.engine, "codec": settings.codec, "engine_args": settings.engine_args, "target": context.target_identity}
+
+
+def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
+    """Cache every pending shard's states."""
+    placement = context.placement(NAME)
+    arguments = {"target": context.target, "settings": context.config.features, "gpus": placement.gpus}
+    summary = run_sharded(context, stage, context.upstream["generate"], Worker, arguments, placement, unit="positions")
+    size = sum(path.stat().st_size for path in stage.shards())
+    return summary | {"bytes": size, "bytes_per_position": round(size / max(1, summary.get("positions", 0)), 2)}
+
+
+def one_line(summary: dict[str, Any]) -> str:
+    speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
+    return f"{summary.get('positions', 0):,.0f} positions of {summary['bytes_per_position']:,.0f} bytes{speed}, {summary['quarantined']} quarantined"
+
+
+class Worker:
+    """Holds a backbone; turns one shard of generated rows into one shard of features."""
+
+    def __init__(self, target: TargetSpec, settings: FeaturesConfig, gpus: int):
+        self.settings = settings
+        self.engine = make_feature_engine(settings.engine, target, settings.tokens_per_batch, settings.engine_args, gpus)
+        self.footer = {"dtype": str(self.engine.dtype).removeprefix("torch."), "hidden_size": str(self.engine.hidden_size), "tap": TAP}
+
+    def __call__(self, task: ShardTask) -> Receipt:
+        started = time.monotonic()
+        rows = list(read_rows(task.source, ["id", "parent_id", "split", "input_ids", "spans"]))
+        positions = 0
+        with (
+            ShardWriter(
+                task.shard, task.quarantine, FEATURES, index=task.index, fingerprint=task.fingerprint, upstream=task.upstream,
+                footer=self.footer, codec=self.settings.codec,
+            ) as writer,
+            ThreadPoolExecutor(1) as background,
+        ):  # fmt: skip
+            writing: Future[int] | None = None
+            for window in windows(rows, WINDOW_BATCHES * self.settings.tokens_per_batch):
+                hidden = self.engine.hidden_states([row["input_ids"] for row in window])
+                positions += writing.result() if writing else 0
+                writing = background.submit(write_window, writer, window, hidden)
+            positions += writing.result() if writing else 0
+            stats = {
+                "positions": float(positions),
+                "tokens": float(sum(len(row["input_ids"]) for row in rows)),
+                "busy_seconds": time.monotonic() - started,
+            }
+            return writer.commit(NAME, [row["id"] for row in rows], stats)
+
+
+def windows(rows: list[Row], num_tokens: int) -> Iterator[list[Row]]:
+    """Consecutive rows of up to `num_tokens` together; a longer row comes alone."""
+    window: list[Row] = []
+    size = 0
+    for row in rows:
+        if window and size + len(row["input_ids"]) > num_tokens:
+            yield window
+            window, size = [], 0
+        window.append(row)
+        size += len(row["input_ids"])
+    if window:
+        yield window
+
+
+def write_window(writer: ShardWriter, window: list[Row], hidden: list[torch.Tensor]) -> int:
+    """Write rows with their states in row groups of a bounded size; returns how many positions were kept."""
+    group: list[Row] = []
+    size = positions_kept = 0
+    for row, hidden_TD in zip(window, hidden, strict=True):
+        positions_N = feature_positions(spans_of(row))
+        kept_ND = hidden_TD[torch.from_numpy(positions_N).long()].contiguous()
+        if not torch.isfinite(kept_ND).all():
+            bad = int((~torch.isfinite(kept_ND).all(dim=1)).sum())
+            detail = f"{bad} of {len(kept_ND)} states are NaN or infinite"
+            writer.refuse(Refused(row["id"], Reason.NON_FINITE, detail, {"input_ids": row["input_ids"], "spans": row["spans"]}))
+            continue
+        group.append({**row, "positions": positions_N, "hidden": kept_ND.view(torch.uint8).numpy().tobytes()})
+        positions_kept += len(kept_ND)
+        size += kept_ND.nbytes
+        if size >= ROW_GROUP_BYTES:
+            writer.write(group)
+            group, size = [], 0
+    writer.write(group)
+    return positions_kept
