@@ -1,0 +1,45 @@
+# Two commands on a fresh machine: `make demo`, `make test`. Everything is installed into .venv from a full lock file.
+
+ACCELERATOR ?= cpu
+METHOD ?= medusa-1
+PYTHON ?= python3.11
+PIP_FLAGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+LOCK := requirements-$(ACCELERATOR).lock
+STAMP := $(VENV)/.installed-$(ACCELERATOR)
+
+.PHONY: help install demo test check bench format clean
+
+help:               ## this list
+	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP)   ## install into .venv (ACCELERATOR=cpu or cuda)
+
+$(STAMP): $(LOCK) pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-deps $(PIP_FLAGS) -r $(LOCK)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+demo: install       ## the main job, end to end, with a small target that it trains first
+	$(BIN)/python flows/demo.py train.method=$(METHOD)
+
+test: install       ## all tests
+	$(BIN)/python -m pytest
+
+check: install      ## ruff, types and the fast tests: before every commit
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow"
+
+bench: install      ## the measured claims, into benchmarks/results
+	$(BIN)/python -m benchmarks.run
+
+format: install     ## let ruff tidy up
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:              ## remove the demo's runs
+	rm -rf runs

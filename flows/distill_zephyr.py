@@ -1,0 +1,25 @@
+"""Heads for HuggingFaceH4/zephyr-7b-beta, which writes both sides of UltraChat conversations itself (paper 2.3.2).
+
+    python flows/distill_zephyr.py run.root=/mnt/runs
+    ray job submit --working-dir . -- python flows/distill_zephyr.py run.root=/mnt/runs push.repo_id=USER/NAME
+
+Any key of configs/zephyr-7b.yaml can be overridden, the target and the seeds among them. Run it again to continue.
+"""
+
+import sys
+from pathlib import Path
+
+from pipeline.cli.app import ends_well
+from pipeline.configuration import load_config
+from pipeline.flow import run_flow
+
+CONFIG = Path(__file__).parent.parent / "configs" / "zephyr-7b.yaml"
+STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
+
+
+def main() -> None:
+    run_flow(load_config(CONFIG, sys.argv[1:]), STAGES)
+
+
+if __name__ == "__main__":
+    sys.exit(ends_well(main))
