@@ -1,0 +1,154 @@
+"""The model card: what the heads are, how they were made, what they bring, and how to serve them.
+
+Made from the run's report and its resolved configuration, whenever one likes: what is not known yet is said to be
+unknown or left out, and rendering the card again after the check fills it in. No local path is ever written to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from jinja2 import ChainableUndefined, Environment
+
+from pipeline.checkpoints.card_template import TEMPLATE
+from pipeline.checkpoints.layout import CHOICES_FILE, is_local
+
+MEASURES = (
+    ("acceleration rate (tokens per target forward)", "acceleration_rate", ".2f"),
+    ("overhead (time of a step over a plain one)", "overhead", ".2f"),
+    ("speedup", "speedup", ".2f"),
+    ("tokens/s", "tokens_per_second", ",.0f"),
+    ("tokens/s without heads", "baseline_tokens_per_second", ",.0f"),
+)
+TRAIN_SETTINGS = (
+    "method", "num_heads", "num_layers", "lm_head", "decay", "roles", "lr", "epochs", "batch_tokens", "warmup_steps",
+    "optimizer", "weight_decay", "max_grad_norm", "precision",
+)  # fmt: skip
+
+
+def model_card(
+    report: Mapping[str, Any],
+    *,
+    base_model: str | None,
+    repo_id: str | None,
+    recipe: Mapping[str, Any],
+    license: str | None = None,
+) -> str:
+    """The card as Markdown with the Hub's YAML front matter.
+
+    Args:
+        report: `report.json`, as far as it exists.
+        base_model: The target's Hub id; for None or a local path the card says "a local model".
+        repo_id: Where the heads are, or will be; None before that is known.
+        recipe: The run's resolved configuration as plain data.
+        license: A Hub licence identifier; None declares none.
+    """
+    base = None if base_model is None or is_local(base_model) else base_model
+    section = {name: recipe.get(name) or {} for name in ("target", "seeds", "generate", "train", "export")}
+    num_heads = report.get("num_heads") or section["train"].get("num_heads")
+    here = repo_id or "PATH_TO_THIS_DIRECTORY"
+    sources = section["seeds"].get("sources") or ()
+    facts = {
+        "report": report,
+        "base": base,
+        "here": here,
+        "license": license,
+        "num_heads": num_heads,
+        "train": section["train"],
+        "generate": section["generate"],
+        "shared": "shared" in (section["export"].get("formats") or ()),
+        "front_matter": _front_matter(base, license, _data_sets(sources)),
+        "speculative_config": json.dumps(
+            {"method": "medusa", "model": here, "num_speculative_tokens": num_heads or "K"}
+        ),
+        "engines": _engines(report),
+        "measures": MEASURES,
+        "tops": _tops(report),
+        "sources": _sources(sources),
+        "settings": _settings(report, section),
+        "choices_file": CHOICES_FILE,
+    }
+    text = _environment().from_string(TEMPLATE).render(facts)
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+
+
+def _front_matter(base: str | None, license: str | None, data_sets: list[str]) -> str:
+    data = ModelCardData(
+        base_model=base,
+        license=license,
+        datasets=data_sets or None,
+        pipeline_tag="text-generation",
+        tags=["medusa", "speculative-decoding", "self-distillation"],
+    )
+    if base:
+        data["base_model_relation"] = "adapter"
+    return data.to_yaml()
+
+
+def _engines(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    check = report.get("check") or {}
+    names = {"native": "native, tree", "vllm": "vLLM, top-1 chain"}
+    return [(name, check[key]) for key, name in names.items() if check.get(key)]
+
+
+def _tops(report: Mapping[str, Any]) -> list[str]:
+    keys = {key for head in report.get("heads") or () for key in head if key.startswith("top") and key[3:].isdigit()}
+    return sorted(keys, key=lambda top: int(top[3:]))
+
+
+def _data_sets(sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [source["hub"] for source in sources if source.get("hub")]
+
+
+def _sources(sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Hub data sets by name, local files by number: their names are their owner's business."""
+    named = [f"[{name}](https://huggingface.co/datasets/{name})" for name in _data_sets(sources)]
+    num_local = len(sources) - len(named)
+    return named + ([f"{num_local} local source(s)"] if num_local else [])
+
+
+def _settings(report: Mapping[str, Any], section: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    train = report.get("train") or {}
+    settings = [
+        *((name, section["train"].get(name)) for name in TRAIN_SETTINGS),
+        ("target's dtype", section["target"].get("dtype")),
+        ("target's quantization", section["target"].get("quantization")),
+        ("positions trained on", _number(train.get("tokens"))),
+        ("final loss", _number(train.get("final_loss"), ".3f")),
+        ("hardware", report.get("hardware")),
+        ("versions", report.get("versions")),
+    ]
+    return [(name, value) for name, value in settings if value not in (None, "")]
+
+
+def _environment() -> Environment:
+    """Jinja as Markdown wants it: what is missing at any depth renders as nothing."""
+    environment = Environment(undefined=ChainableUndefined, trim_blocks=True, lstrip_blocks=True, autoescape=False)
+    environment.filters |= {"number": _number, "matched": _matched, "words": _words}
+    return environment
+
+
+def _number(value: Any, spec: str = ",.0f") -> str:
+    """A number in a format; nothing for what is unknown or not finite."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return format(value, spec) if known else ""
+
+
+def _matched(match: Any) -> str:
+    if not match:
+        return "-"
+    parted = f", {match['ties']} parted at a tie" if match.get("ties") else ""
+    return f"{match.get('identical', '?')} of {match.get('sequences', '?')}{parted}"
+
+
+def _words(value: Any) -> str:
+    """A setting as a table's cell can hold it."""
+    if isinstance(value, Mapping):
+        value = [f"{key} {item}" for key, item in value.items() if item is not None]
+    text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return " ".join(text.replace("|", "\\|").split())
