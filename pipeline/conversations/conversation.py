@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant"]
+
+UNDECODABLE_MARK = "\ufdd0"  # stands for bytes that were not UTF-8: a code point that Unicode keeps for internal use
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """At most one system message, then user and assistant in turns; ends with either of the two.
+    """At most one system message, then turns: a user's message and, where the seed has one, its answer.
 
     `id` is ours (`source:row`, unique); `source_id` is the dump's own, which dumps repeat.
     """
@@ -38,7 +41,7 @@ class Conversation:
     @property
     def system(self) -> tuple[Message, ...]:
         """The system message, or nothing: ready to be put before other messages."""
-        return self.messages[:1] if self.messages and self.messages[0].role == "system" else ()
+        return tuple(message for message in self.messages[:1] if message.role == "system")
 
     @property
     def content_hash(self) -> str:
@@ -54,7 +57,7 @@ class Reason(StrEnum):
     UNDECODABLE = "undecodable"  # bytes that are not UTF-8
     BROKEN_JSON = "broken-json"
     UNKNOWN_FORMAT = "unknown-format"
-    NOT_TEXT = "not-text"  # a role or a text that is not a string, or an image part
+    NOT_TEXT = "not-text"  # a turn whose text is no string, for example an image
     WRONG_ORDER = "wrong-order"
     EMPTY = "empty"
     NO_USER_TURN = "no-user-turn"
@@ -91,6 +94,11 @@ class Refused:
     detail: str
     row: Any
 
+    @classmethod
+    def of(cls, id: str, refusal: Refusal, row: Any) -> Refused:
+        """The record of a refusal, its row made storable."""
+        return cls(id, refusal.reason, encodable(refusal.detail), storable(row))
+
 
 class Deduplicator:
     """Refuses a conversation that was seen before, across sources."""
@@ -99,8 +107,33 @@ class Deduplicator:
         self._first_seen: dict[str, str] = {}
 
     def check(self, conversation: Conversation) -> Conversation | Refused:
-        """The conversation itself the first time its roles and texts are seen, later a `Refused` that names the first."""
+        """The conversation itself where its roles and texts are new, else a `Refused` that names the first."""
         first = self._first_seen.setdefault(conversation.content_hash, conversation.id)
         if first == conversation.id:
             return conversation
         return Refused(conversation.id, Reason.DUPLICATE, f"The same as {first}.", asdict(conversation))
+
+
+def encodable(text: str) -> str:
+    """The text as UTF-8 can carry it: JSON's lone surrogates become U+FFFD, and so do undecodable bytes."""
+    if text.isascii():
+        return text
+    paired = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return paired.replace(UNDECODABLE_MARK, "\ufffd")
+
+
+def storable(value: Any, depth: int = 32) -> Any:
+    """The nearest thing to `value` that standard JSON in UTF-8 can carry; nesting below `depth` is left out."""
+    if isinstance(value, str):
+        return encodable(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, dict | list | tuple):
+        if depth == 0:
+            return "…"
+        if isinstance(value, dict):
+            return {encodable(str(key)): storable(item, depth - 1) for key, item in value.items()}
+        return [storable(item, depth - 1) for item in value]
+    return f"a {type(value).__name__}"  # what only a Hub data set holds: an image, a date

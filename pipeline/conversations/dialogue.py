@@ -1,42 +1,265 @@
-"""What is asked of the engine, turn by turn."""
+"""One conversation on its way through a target: which tokens to ask for next, and what becomes of those that come.
+
+A pure state machine that any engine can drive: `next_request`, `receive`, and so on until there is no request, then
+`rows`. A turn is a user's message and its answer; a row is one growing list of token ids in which every answer stands
+as the very ids that were sampled. Three modes:
+
+    replay       the seed's user messages one after another, the target's own answers in between
+    self-talk    the seed's first message; then the target writes both roles, each under its role's header
+    passthrough  the seed's own answers, rendered as if the target had sampled them; asks for nothing
+
+A turn that cannot be used ends the conversation and leaves no trace in it: a degenerate loop, an answer without text,
+an answer that `on_truncated` does not keep, no room in the context. The turns before it stay. A row ends with an
+answer; a self-written message of the user that is empty or has no answer is dropped.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-Finish = Literal["stop", "length"]
+from pipeline.conversations.conversation import Conversation, Message, Reason, Refusal
+from pipeline.conversations.exchange import Completion, Finish, Request, Sampling, sample_seed
+from pipeline.conversations.quality import degenerate_loop
+from pipeline.conversations.spans import Span
+from pipeline.conversations.template import ChatTemplate
+from pipeline.errors import ConfigError
+
+__all__ = ["Completion", "Dialogue", "DialogueSettings", "GeneratedRow", "Request", "Sampling"]
+
+@dataclass(frozen=True)
+class DialogueSettings:
+    """How a conversation is held; `generate` in the configuration.
+
+    Attributes:
+        max_tokens: The target's context: no row is longer.
+        rounds: Most answers of a conversation; None for as many as there are questions, or as fit.
+        on_truncated: What becomes of an answer cut at `max_new_tokens`: keep it, drop its turn and end there, or
+            refuse the conversation. An answer cut by the context's end ends the conversation in any case.
+        seed: The run's seed.
+    """
+
+    mode: Literal["replay", "self-talk", "passthrough"]
+    sampling: Sampling
+    max_tokens: int
+    rounds: int | None = None
+    on_truncated: Literal["keep", "drop-turn", "quarantine"] = "keep"
+    seed: int = 0
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How the target's next token is drawn; temperature 0 is greedy, top_k 0 and top_p 1 are off."""
+class GeneratedRow:
+    """A row for the heads to learn from: token ids, which of them the target wrote, and the same as text.
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_new_tokens: int = 512
-    stop_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Request:
-    """One text to be written by the target. `id` is unique among all requests of a run."""
+    `finish` has one entry per span. A conversation whose template rewrites history gives several rows, called
+    `<parent_id>#<turn>`; otherwise `id` is `parent_id`.
+    """
 
     id: str
-    prompt_ids: list[int]
-    max_new_tokens: int
-    seed: int | None = None
-    temperature: float = 0.0
-    top_p: float = 1.0
-    stop_token_ids: tuple[int, ...] = ()
-    top_k: int = 0
+    parent_id: str
+    input_ids: list[int]
+    spans: list[Span]
+    finish: list[Finish]
+    messages: tuple[Message, ...]
+
+    @property
+    def num_generated(self) -> int:
+        """How many of the tokens the target wrote."""
+        return sum(map(len, self.spans))
 
 
 @dataclass(frozen=True)
-class Completion:
-    """What the target wrote: the very ids that were sampled, the stop token among them if one ended the text."""
+class _Draft:
+    """A row in the making. Every step makes a new one, so that a dropped turn leaves no trace."""
 
-    id: str
-    token_ids: list[int]
-    finished: Finish
+    first_turn: int
+    ids: list[int]
+    messages: tuple[Message, ...]
+    spans: tuple[Span, ...] = ()
+    finish: tuple[Finish, ...] = ()
+
+    @property
+    def ended(self) -> bool:
+        return self.finish[-1] == "stop"
+
+    def read(self, ids: list[int], *messages: Message) -> _Draft:
+        """With tokens that the target did not write."""
+        return replace(self, ids=self.ids + ids, messages=self.messages + messages)
+
+    def written(self, ids: list[int], finish: Finish, message: Message) -> _Draft:
+        """With a text that the target wrote."""
+        span = Span(len(self.ids), len(self.ids) + len(ids), message.role)
+        return replace(self.read(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish))
+
+
+class Dialogue:
+    """One conversation's state.
+
+    Raises:
+        ConfigError: Self-talk with a template in which no token ends a user's text.
+    """
+
+    def __init__(self, conversation: Conversation, template: ChatTemplate, settings: DialogueSettings):
+        if settings.mode == "self-talk" and not template.end_of_user_ids:
+            what = "The target cannot write the user's side: in its chat template no token ends a user's text."
+            raise ConfigError(what, "generate.mode: self-talk", "Use generate.mode=replay.")
+        self._conversation, self._template, self._settings = conversation, template, settings
+        turns = _turns(conversation)
+        if settings.mode == "passthrough":
+            turns = [turn for turn in turns if turn.answer is not None]
+        self._turns = iter(turns)
+        self._seed_answer: str | None = None
+        self._writer: Literal["user", "assistant"] = "assistant"
+        self._draft: _Draft | None = None  # everything said so far
+        self._pending: _Draft | None = None  # the same, up to where the requested text begins
+        self._rows: dict[int, _Draft] = {}  # what will stay, by the turn that a row begins with
+        self._num_requests = self._num_answers = 0
+        self._ending: Refusal | None = None
+
+    def next_request(self) -> Request | None:
+        """What the target is to write next, or None when the conversation is over."""
+        while (request := self._request()) is not None:
+            if self._settings.mode != "passthrough":
+                return request
+            self.receive(self._recite(request))
+        return None
+
+    def receive(self, completion: Completion) -> None:
+        """Takes what the target wrote for the last request."""
+        assert self._pending is not None, f"{completion.id} answers no request"
+        draft, self._pending = self._pending, None
+        ids, finish = completion.token_ids, completion.finished
+        text_ids = ids[:-1] if finish == "stop" and ids and ids[-1] in self._stop_token_ids else ids
+        text = self._template.decode(text_ids)
+        context_left = self._settings.max_tokens - len(draft.ids) - len(ids)
+        if flaw := self._flaw(text_ids, text, finish, context_left):
+            self._end(*flaw)
+            return
+        self._draft = draft.written(ids, finish, Message(self._writer, text))
+        if self._writer == "assistant":
+            self._rows[self._draft.first_turn] = self._draft
+            self._num_answers += 1
+        if self._settings.mode == "self-talk":
+            self._writer = "user" if self._writer == "assistant" else "assistant"
+
+    def rows(self) -> list[GeneratedRow]:
+        """The finished rows.
+
+        Raises:
+            Refusal: Nothing that the target wrote remains, or `on_truncated` refuses the conversation.
+        """
+        assert self._ending is not None, "the conversation is not over"
+        if not self._rows:
+            raise self._ending
+        parent, split = self._conversation.id, len(self._rows) > 1
+        return [
+            GeneratedRow(
+                id=f"{parent}#{turn}" if split else parent,
+                parent_id=parent,
+                input_ids=row.ids,
+                spans=list(row.spans),
+                finish=list(row.finish),
+                messages=row.messages,
+            )
+            for turn, row in self._rows.items()
+        ]
+
+    @property
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        template = self._template
+        ends = template.end_of_turn_ids if self._writer == "assistant" else template.end_of_user_ids
+        return tuple(sorted({*self._settings.sampling.stop_token_ids, *ends}))
+
+    def _end(self, reason: Reason, detail: str) -> None:
+        self._ending = Refusal(reason, detail)
+
+    def _request(self) -> Request | None:
+        assert self._pending is None, "the last request has no answer yet"
+        settings, sampling = self._settings, self._settings.sampling
+        try:
+            draft = self._prompt() if self._ending is None else None
+        except Refusal as refusal:
+            self._ending = refusal
+        if self._ending is not None or draft is None:
+            return None
+        room = settings.max_tokens - len(draft.ids)
+        if room < 1:
+            reason = Reason.CONTEXT_FULL if self._rows else Reason.TOO_LONG
+            self._end(reason, f"The prompt has {len(draft.ids)} tokens, the context {settings.max_tokens}.")
+            return None
+        turn, self._num_requests, self._pending = self._num_requests, self._num_requests + 1, draft
+        return Request(
+            id=f"{self._conversation.id}/{turn}",
+            prompt_ids=draft.ids,
+            max_new_tokens=room if settings.mode == "passthrough" else min(room, sampling.max_new_tokens),
+            seed=sample_seed(settings.seed, self._conversation.id, turn) if sampling.temperature > 0 else None,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop_token_ids=self._stop_token_ids,
+            top_k=sampling.top_k,
+        )
+
+    def _prompt(self) -> _Draft | None:
+        """Everything up to where the next text begins; None, with an ending, when there is nothing left to ask."""
+        draft, template = self._draft, self._template
+        if self._num_answers == self._settings.rounds:
+            self._end(Reason.NOTHING_GENERATED, "All rounds are over.")
+            return None
+        if draft is not None and self._writer == "user":
+            return draft.read(template.role_header(draft.messages[:-1], draft.ended))
+        if draft is not None and draft.messages[-1].role == "user":  # the target asked itself
+            if template.rewrites_history(draft.messages):
+                return self._new_row(draft.messages)
+            return draft.read(template.role_footer(draft.messages[:-1], draft.ended))
+        turn = next(self._turns, None)
+        if turn is None:
+            self._end(Reason.NOTHING_GENERATED, "The seed has no question, or for passthrough no answer.")
+            return None
+        self._seed_answer = turn.answer
+        if draft is None:
+            return self._new_row((*self._conversation.system, turn.question))
+        messages = (*draft.messages, turn.question)
+        if template.rewrites_history(messages):
+            return self._new_row(messages)
+        return draft.read(template.glue(draft.messages[:-1], draft.ended, turn.question.content), turn.question)
+
+    def _new_row(self, messages: tuple[Message, ...]) -> _Draft:
+        return _Draft(self._num_answers, self._template.opening(messages), messages)
+
+    def _flaw(self, ids: list[int], text: str, finish: Finish, context_left: int) -> tuple[Reason, str] | None:
+        """Why the text just written ends the conversation, if it does."""
+        policy = self._settings.on_truncated
+        if degenerate_loop(ids):
+            return Reason.DEGENERATE_LOOP, f"The {self._writer}'s text ends in a loop."
+        if not text:
+            return Reason.NOTHING_GENERATED, f"The {self._writer}'s text is empty."
+        if finish == "stop" or policy == "keep":
+            return None
+        if context_left < 1:
+            return Reason.CONTEXT_FULL, "The context ended within the text."
+        if policy == "quarantine":
+            self._rows.clear()
+        return Reason.TRUNCATED, f"The {self._writer}'s text was cut after {len(ids)} tokens."
+
+    def _recite(self, request: Request) -> Completion:
+        """The seed's own answer, as if the target had written it."""
+        assert self._pending is not None and self._seed_answer is not None
+        ids = self._template.recite(self._pending.messages, self._seed_answer)
+        fits = len(ids) <= request.max_new_tokens
+        return Completion(request.id, ids[: request.max_new_tokens], "stop" if fits else "length")
+
+
+@dataclass(frozen=True)
+class _Turn:
+    question: Message
+    answer: str | None
+
+
+def _turns(conversation: Conversation) -> list[_Turn]:
+    """The seed's questions, each with its answer where it has one."""
+    following = (*conversation.messages[1:], None)
+    return [
+        _Turn(message, after.content if after and after.role == "assistant" else None)
+        for message, after in zip(conversation.messages, following, strict=False)
+        if message.role == "user"
+    ]

@@ -1,0 +1,161 @@
+"""The forms that dumps of conversations come in, one row at a time.
+
+    sharegpt   {"conversations": [{"from": "human", "value": "..."}, ...]}
+    ultrachat  {"data": ["question", "answer", ...]}, or {"prompt": "...", "messages": [...]}
+    messages   {"messages": [{"role": "user", "content": "..." or [{"type": "text", "text": "..."}]}, ...]}
+    turns      {"question_id": 81, "category": "writing", "turns": ["question", "question", ...]}
+    prompts    "question", or {"prompt": "question"}
+
+A turn's speaker and text may go by either form's names: dumps mix them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pipeline.conversations.conversation import Conversation, Reason, Refusal, Refused, Role, encodable
+from pipeline.conversations.mending import clean_text, mend
+
+Turns = list[tuple[Role, str]]
+
+EXPECTED = (
+    "conversations as ShareGPT (`conversations`), UltraChat (`data`), OpenAI `messages`, "
+    "questions (`turns`) or prompts (`prompt`, or plain strings)"
+)
+
+ROLES: dict[str, Role] = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+}
+
+# In the order in which a row's keys tell its form: UltraChat's `prompt` + `messages` are messages.
+FORM_OF_KEY = {
+    "conversations": "sharegpt",
+    "messages": "messages",
+    "data": "ultrachat",
+    "turns": "turns",
+    "prompt": "prompts",
+}
+
+ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
+
+
+def read_row(row: Any, id: str, form: str, max_characters: int) -> Conversation | Refused:
+    """One row of a dump as a conversation, or the record of why it cannot be one."""
+    try:
+        turns = _TURNS[detect(row) if form == "auto" else form](row)
+        messages = mend(turns, max_characters)
+    except Refusal as refusal:
+        return Refused.of(id, refusal, row)
+    fields = row if isinstance(row, dict) else {}
+    source_id = next((name for key in ID_KEYS if (name := _name(fields.get(key)))), None)
+    return Conversation(id, messages, source_id, _name(fields.get("category")))
+
+
+def detect(row: Any) -> str:
+    """The form of a row, by its keys.
+
+    Raises:
+        Refusal: None of them is known.
+    """
+    if isinstance(row, str):
+        return "prompts"
+    if isinstance(row, dict):
+        for key, form in FORM_OF_KEY.items():
+            if row.get(key) is not None:
+                return form
+    raise Refusal(Reason.UNKNOWN_FORMAT, f"The row is {describe(row)}.")
+
+
+def describe(row: Any) -> str:
+    """What a row looks like from outside, in a few words."""
+    if isinstance(row, dict):
+        keys = ", ".join(f"`{str(key)[:40]}`" for key in list(row)[:8])
+        return encodable(f"an object with the keys {keys}") if keys else "an empty object"
+    names = {str: "a string", list: "a list", bool: "a truth value", int: "a number", float: "a number"}
+    return "null" if row is None else names.get(type(row), f"a {type(row).__name__}")
+
+
+def _sharegpt(row: Any) -> Turns:
+    return _with_system(row, [_turn(turn) for turn in _list(row, "conversations")])
+
+
+def _messages(row: Any) -> Turns:
+    turns = [_turn(turn) for turn in _list(row, "messages")]
+    if isinstance(row.get("prompt"), str) and not any(role == "user" for role, _ in turns[:2]):
+        first = sum(role == "system" for role, _ in turns[:1])
+        turns.insert(first, ("user", clean_text(row["prompt"])))
+    return _with_system(row, turns)
+
+
+def _ultrachat(row: Any) -> Turns:
+    if isinstance(row, dict) and row.get("data") is None:
+        return _messages(row)
+    roles: Sequence[Role] = ("user", "assistant")
+    return [(roles[index % 2], clean_text(text)) for index, text in enumerate(_list(row, "data"))]
+
+
+def _questions(row: Any) -> Turns:
+    return _with_system(row, [("user", clean_text(text)) for text in _list(row, "turns")])
+
+
+def _prompt(row: Any) -> Turns:
+    if isinstance(row, dict) and "prompt" in row:
+        return _with_system(row, [("user", clean_text(row["prompt"]))])
+    if isinstance(row, str):
+        return [("user", clean_text(row))]
+    raise Refusal(Reason.UNKNOWN_FORMAT, f"The row is {describe(row)}; expected a string, or one under `prompt`.")
+
+
+_TURNS: dict[str, Callable[[Any], Turns]] = {
+    "sharegpt": _sharegpt,
+    "ultrachat": _ultrachat,
+    "messages": _messages,
+    "turns": _questions,
+    "prompts": _prompt,
+}
+
+
+def _list(row: Any, key: str) -> list[Any]:
+    if not isinstance(row, dict) or not isinstance(row.get(key), list):
+        found = describe(row.get(key)) if isinstance(row, dict) and key in row else describe(row)
+        raise Refusal(Reason.UNKNOWN_FORMAT, f"Expected a list under `{key}`, found {found}.")
+    return row[key]
+
+
+def _turn(turn: Any) -> tuple[Role, str]:
+    """A turn's role and clean text."""
+    if not isinstance(turn, dict):
+        raise Refusal(Reason.UNKNOWN_FORMAT, f"A turn is {describe(turn)}; expected an object with a role and a text.")
+    name = turn.get("from", turn.get("role"))
+    role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
+    if role is None:
+        raise Refusal(Reason.UNKNOWN_FORMAT, f"A turn's role is {str(name)[:40]!r}; known are {', '.join(ROLES)}.")
+    return role, clean_text(_joined_parts(turn.get("value", turn.get("content"))))
+
+
+def _joined_parts(content: Any) -> Any:
+    """A content given in parts as one text, where every part is text."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not isinstance(part, str) and not (isinstance(part, dict) and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, dict) else describe(part)
+            raise Refusal(Reason.NOT_TEXT, f"A turn has a part that is not text: {str(kind)[:40]}.")
+    return "".join(part if isinstance(part, str) else part["text"] for part in content)
+
+
+def _with_system(row: dict[str, Any], turns: Turns) -> Turns:
+    """With the system prompt that some dumps keep beside the turns."""
+    prompt = next((row[key] for key in ("system", "system_prompt") if isinstance(row.get(key), str)), "")
+    has_one = any(role == "system" and text for role, text in turns)
+    return turns if has_one or not prompt else [("system", clean_text(prompt)), *turns]
+
+
+def _name(value: Any) -> str | None:
+    """An id or a category as a string, if it is one."""
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        return None
+    return encodable(str(value))

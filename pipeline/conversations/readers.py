@@ -1,0 +1,228 @@
+"""Read seed conversations: files, directories, .gz, and data sets on the Hub.
+
+Promises: every row comes out exactly once, as a conversation or as a refusal with its reason, under the id
+`source:row`; rows are streamed, never a whole file at once. What is no conversation data at all is an error that says
+what was found, not a thousand refusals.
+
+Limit: in a JSON array nothing after a syntax error can be read, so that one ends the run; in JSONL it costs one row.
+"""
+
+from __future__ import annotations
+
+import codecs
+import gzip
+import io
+import itertools
+import json
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import ijson
+
+from pipeline.conversations.conversation import UNDECODABLE_MARK, Conversation, Reason, Refusal, Refused
+from pipeline.conversations.formats import EXPECTED, read_row
+from pipeline.errors import ConfigError, DataError, EnvironmentFault
+
+SUFFIXES = (".json", ".jsonl", ".txt")
+CHUNK_BYTES = 1 << 16
+GZIP_MAGIC = b"\x1f\x8b"
+NOT_CONVERSATIONS = {Reason.UNKNOWN_FORMAT, Reason.NOT_TEXT, Reason.BROKEN_JSON, Reason.UNDECODABLE}
+
+codecs.register_error("mark", lambda error: (UNDECODABLE_MARK, cast(UnicodeDecodeError, error).end))
+
+
+class Source(Protocol):
+    """Where conversations come from; `seeds.sources` in the configuration. Either `path` or `hub` is set."""
+
+    @property
+    def path(self) -> Path | None: ...
+    @property
+    def hub(self) -> str | None: ...
+    @property
+    def split(self) -> str: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def limit(self) -> int | None: ...
+
+
+def name_sources(sources: Sequence[Source]) -> list[str]:
+    """A short unique name for each source, safe in ids and file names: the file's or data set's, `-2` if taken."""
+    names: list[str] = []
+    for source in sources:
+        last = source.hub.rstrip("/").rpartition("/")[2] if source.hub else _stem(Path(source.path or ""))
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.") or "source"
+        candidates = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
+        names.append(next(name for name in candidates if name not in names))
+    return names
+
+
+def source_files(path: Path) -> list[Path]:
+    """The files of a source, sorted: the path itself, or what lies under it with a known suffix.
+
+    Raises:
+        ConfigError: There is nothing at the path.
+        DataError: It is a directory without seed files.
+    """
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise ConfigError("There is no such seed file or directory.", str(path), "Correct the path in seeds.sources.")
+    inside = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
+    visible = (file for file in inside if not any(part.startswith(".") for part in file.parts))
+    files = sorted((file for file in visible if file.name.removesuffix(".gz").endswith(SUFFIXES)), key=Path.as_posix)
+    if not files:
+        raise DataError(
+            f"The directory holds no seed files: found none of {', '.join(SUFFIXES)}, plain or as .gz.",
+            str(path),
+            "Name the files themselves, or another directory, in seeds.sources.",
+        )
+    return [path / file for file in files]
+
+
+def read_source(source: Source, name: str, *, max_characters: int) -> Iterator[Conversation | Refused]:
+    """Each row of a source, under the id `name:row`, rows counted over all its files.
+
+    Raises:
+        ConfigError: The source does not exist.
+        DataError: One of its files, or the whole data set, holds no conversation data.
+        EnvironmentFault: It cannot be read now.
+    """
+    number = 0
+    for where, rows in _streams(source):
+        recognised, first_refused = False, None
+        for row in itertools.islice(rows, None if source.limit is None else source.limit - number):
+            outcome = _outcome(row, f"{name}:{number}", source.format, max_characters)
+            refused = isinstance(outcome, Refused) and outcome.reason in NOT_CONVERSATIONS
+            recognised = recognised or not refused
+            first_refused = first_refused or (outcome if isinstance(outcome, Refused) else None)
+            number += 1
+            yield outcome
+        if not recognised:
+            found = f"The first row: {first_refused.detail}" if first_refused else "It is empty."
+            raise _no_conversations(where, found)
+        if number == source.limit:
+            return
+
+
+def _streams(source: Source) -> Iterator[tuple[str, Iterator[Any]]]:
+    """The source's files, or its data set: a name for each and its rows."""
+    if source.hub is not None:
+        yield source.hub, _hub_rows(source.hub, source.split)
+        return
+    assert source.path is not None
+    for path in source_files(source.path):
+        yield str(path), _file_rows(path)
+
+
+@dataclass(frozen=True)
+class _Unreadable:
+    """A row that is not even JSON."""
+
+    refusal: Refusal
+    text: str
+
+
+def _outcome(row: Any, id: str, form: str, max_characters: int) -> Conversation | Refused:
+    if isinstance(row, _Unreadable):
+        return Refused.of(id, row.refusal, row.text)
+    return read_row(row, id, form, max_characters)
+
+
+def _file_rows(path: Path) -> Iterator[Any]:
+    """A file's rows: each line of a text file, each item of a JSON array, or each line of JSONL, whatever its name."""
+    with _readable(path) as file:
+        if path.name.removesuffix(".gz").endswith(".txt"):
+            yield from _lines(file)
+        elif file.peek(CHUNK_BYTES)[:CHUNK_BYTES].removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
+            yield from _array(file, path)
+        else:
+            yield from _json_lines(file)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
+    """The file's bytes, unpacked."""
+    try:
+        with path.open("rb") as file:
+            if file.peek(2)[:2] == GZIP_MAGIC:
+                with gzip.open(file) as unpacked:
+                    yield unpacked
+            else:
+                yield file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"The compressed file is damaged: {error}.", str(path), "Copy or download it again.") from error
+    except OSError as error:
+        what = f"The seed file cannot be read: {error.strerror or error}."
+        raise EnvironmentFault(what, str(path), "Make it readable, then run the same command again.") from error
+
+
+def _lines(file: Iterable[bytes]) -> Iterator[str]:
+    """The lines that are not blank."""
+    for line in file:
+        if text := line.decode("utf-8", "mark").strip("\ufeff \t\r\n"):
+            yield text
+
+
+def _json_lines(file: Iterable[bytes]) -> Iterator[Any]:
+    """The value on each line; a file that begins with a lone brace is one object, printed over many lines."""
+    lines = _lines(file)
+    for line in lines:
+        text = line if line != "{" else "\n".join([line, *lines])
+        try:
+            yield json.loads(text)
+        except (ValueError, RecursionError) as error:
+            reason = Reason.UNDECODABLE if UNDECODABLE_MARK in text else Reason.BROKEN_JSON
+            yield _Unreadable(Refusal(reason, f"It is not valid JSON: {error}."), text)
+
+
+def _array(file: io.BufferedReader | gzip.GzipFile, path: Path) -> Iterator[Any]:
+    """The items of a JSON array, one at a time."""
+    text = codecs.iterdecode(iter(partial(file.read, CHUNK_BYTES), b""), "utf-8-sig", "mark")
+    number = 0
+    try:
+        items = ijson.items(ijson.from_iter(chunk.encode() for chunk in text), "item", use_float=True)
+        for item in items:
+            yield item
+            number += 1
+    except (ijson.JSONError, ValueError) as error:
+        what = f"The JSON array breaks off or is malformed after {number} rows: {' '.join(str(error).split())}."
+        fix = "Repair or download it again; as JSONL, a damaged line costs only itself."
+        raise DataError(what, str(path), fix) from error
+
+
+def _hub_rows(hub: str, split: str) -> Iterator[Any]:
+    """The rows of a data set on the Hub, streamed."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise EnvironmentFault("The package `datasets` is not installed.", hub, "pip install datasets") from error
+    try:
+        yield from datasets.load_dataset(hub, split=split, streaming=True)
+    except (datasets.exceptions.DatasetNotFoundError, ValueError) as error:
+        what = f"The Hub has no such data set or split: {_first_line(error)}"
+        raise ConfigError(what, f"{hub}, split {split}", "Correct seeds.sources.") from error
+    except Exception as error:  # whatever the network, the file system or a damaged file raises below `datasets`
+        what = f"The data set cannot be read now: {_first_line(error)}"
+        fix = "Check the network, or download it and name its files in seeds.sources."
+        raise EnvironmentFault(what, f"{hub}, split {split}", fix) from error
+
+
+def _no_conversations(where: str, found: str) -> DataError:
+    return DataError(f"There is no conversation data in it. {found}", where, f"Expected {EXPECTED}.")
+
+
+def _stem(path: Path) -> str:
+    """A file's name without its known suffixes."""
+    name = path.resolve().name.removesuffix(".gz")
+    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,178 @@
+"""A chat template over token ids: what stands before, between and after the texts that the target samples.
+
+Everything is found by rendering the template and comparing texts; sampled ids are never tokenized again. Where the
+rendering of a longer history does not extend that of a shorter one (a template that drops earlier thoughts, say),
+`rewrites_history` says so, and the conversation has to go on in a new row.
+
+Limit: a turn is taken to end with one token of the vocabulary, which holds for every template that an engine can stop
+on without searching text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import jinja2
+
+from pipeline.conversations.conversation import Message, Reason, Refusal
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Texts after which a template's own text is tokenized, so that no tokenizer takes it for the start of a text.
+ANCHORS = ("a", ".", "\n")
+
+
+class ChatTemplate:
+    """The chat template of one target.
+
+    Args:
+        tokenizer: The target's tokenizer.
+        chat_template: Jinja text that replaces the tokenizer's own template.
+
+    Attributes:
+        end_of_turn_ids: The token that ends an answer: what a model trained on this template writes after it. Empty if
+            the template sets none.
+        end_of_user_ids: The same for a user's text; empty where only text marks its end (Vicuna, Llama-2).
+
+    Raises:
+        ConfigError: Neither the tokenizer nor the argument has a template, or it cannot render a conversation.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None):
+        fix = "Give one in target.chat_template."
+        if chat_template is None and not getattr(tokenizer, "chat_template", None):
+            raise ConfigError("The target's tokenizer has no chat template.", str(tokenizer.name_or_path), fix)
+        self._tokenizer = tokenizer
+        self._template = chat_template
+        self._marks = {id for id, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        self._marks |= set(tokenizer.all_special_ids)
+        try:
+            hello = [Message("user", "Hello")]
+            self.end_of_turn_ids = self._first_mark(self._after_answer(hello, "Hello"))
+            self.end_of_user_ids = self._first_mark(self._after_user([]))
+        except Refusal as refusal:
+            what = f"The chat template cannot render a conversation of two questions: {refusal.detail}"
+            raise ConfigError(what, str(tokenizer.name_or_path), fix) from refusal
+
+    def render(self, messages: Sequence[Message], *, asks: bool) -> str:
+        """The messages as text; with `asks`, up to where the next answer begins.
+
+        Raises:
+            Refusal: The template raised, for example because it takes no system prompt.
+        """
+        try:
+            return self._tokenizer.apply_chat_template(
+                [asdict(message) for message in messages],
+                chat_template=self._template,
+                add_generation_prompt=asks,
+                tokenize=False,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+            raise Refusal(Reason.TEMPLATE_REFUSED, f"{error}") from error
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The ids as the text of a message: no special tokens, no space around it."""
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text.strip()
+
+    def opening(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a history that ends with a question, up to where its answer begins; BOS is the template's to set."""
+        return self._tokenize(self.render(messages, asks=True))
+
+    def glue(self, messages: Sequence[Message], answer_ended: bool, next_user: str) -> list[int]:
+        """Ids between a sampled answer and the next one.
+
+        Args:
+            messages: The history before that answer, with the user's message that it answers.
+            answer_ended: The sampled ids have the end-of-turn token already; otherwise the glue begins with it.
+            next_user: The user's next message.
+        """
+        tail = self._tokenize_after(self._after_answer(messages, next_user))
+        return _without_end(tail, self.end_of_turn_ids) if answer_ended else tail
+
+    def role_header(self, messages: Sequence[Message], answer_ended: bool) -> list[int]:
+        """Ids between a sampled answer and a user's text that is to be sampled next; arguments as in `glue`."""
+        next_user = _unused_word(messages)
+        header, _, _ = self._after_answer(messages, next_user).partition(next_user)
+        # A space before a text belongs to the text's first token, as it does after the generation prompt "ASSISTANT:".
+        ids = self._tokenize_after(header.rstrip(" "))
+        return _without_end(ids, self.end_of_turn_ids) if answer_ended else ids
+
+    def role_footer(self, messages: Sequence[Message], user_ended: bool) -> list[int]:
+        """Ids between a sampled user's text, which follows `messages`, and its answer."""
+        ids = self._tokenize_after(self._after_user(messages))
+        return _without_end(ids, self.end_of_user_ids) if user_ended else ids
+
+    def recite(self, messages: Sequence[Message], answer: str) -> list[int]:
+        """Ids of a given answer to `messages`, its end of turn included, as if the target had sampled them."""
+        before = self.render(messages, asks=True)
+        whole = self.render([*messages, Message("assistant", answer)], asks=False)
+        word = _unused_word(messages)
+        tail = self._after(word, self.render([*messages, Message("assistant", word)], asks=False))
+        text = whole.removeprefix(before) if whole.startswith(before) and whole.endswith(tail) else answer + tail
+        ids = self._tokenize_after(text, before)
+        if not self._first_mark(tail):  # the template ends a turn only when another one follows
+            return self._tokenize_after(text.removesuffix(tail), before) + list(self.end_of_turn_ids)
+        last_end = max(index for index, id in enumerate(ids) if id in self._first_mark(tail))
+        return ids[: last_end + 1]
+
+    def rewrites_history(self, messages: Sequence[Message]) -> bool:
+        """Whether the prompt for `messages`, which end with an answer and a question, does not extend the last one."""
+        *asked, answer, _ = messages
+        before = self.render(asked, asks=True).rstrip()
+        after = self.render(messages, asks=True)
+        return not (after.startswith(before) and after[len(before) :].lstrip().startswith(answer.content.strip()))
+
+    def _after_answer(self, messages: Sequence[Message], next_user: str) -> str:
+        """The template's text from the end of an answer to `messages` to the beginning of the next answer."""
+        user = Message("user", next_user)
+        word = _unused_word([*messages, user])
+        return self._after(word, self.render([*messages, Message("assistant", word), user], asks=True))
+
+    def _after_user(self, messages: Sequence[Message]) -> str:
+        """The template's text from the end of a user's message to the beginning of its answer."""
+        word = _unused_word(messages)
+        return self._after(word, self.render([*messages, Message("user", word)], asks=True))
+
+    @staticmethod
+    def _after(word: str, rendered: str) -> str:
+        if word not in rendered:
+            raise Refusal(Reason.TEMPLATE_REFUSED, "The template leaves out a message.")
+        return rendered.rpartition(word)[2]
+
+    def _first_mark(self, text: str) -> tuple[int, ...]:
+        """The special token that the text begins with, white space aside."""
+        for id in self._tokenize_after(text):
+            if id in self._marks:
+                return (id,)
+            if self.decode([id]):
+                break
+        return ()
+
+    def _tokenize(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
+        """Ids of a text that continues another one: without the space that some tokenizers put before a beginning."""
+        for anchor in (context, *ANCHORS):
+            before, whole = self._tokenize(anchor), self._tokenize(anchor + text)
+            if whole[: len(before)] == before:
+                return whole[len(before) :]
+        return self._tokenize(text)
+
+
+def _without_end(ids: list[int], end_ids: tuple[int, ...]) -> list[int]:
+    """What follows the first end-of-turn token, or all ids where there is none."""
+    return next((ids[index + 1 :] for index, id in enumerate(ids) if id in end_ids), ids)
+
+
+def _unused_word(messages: Sequence[Message]) -> str:
+    """A word that none of the messages contains, and that no template trims or rewrites."""
+    word = "Placeholder"
+    while any(word in message.content for message in messages):
+        word += "X"
+    return word
