@@ -140,12 +140,15 @@ class CheckConfig(Section):
     engines: tuple[Literal["native", "vllm"], ...] = Field(("native", "vllm"), description="Where the export is decoded.", min_length=1)
     repeats: PositiveInt = Field(1, description="Timed repetitions; the median is reported.")
     min_acceleration_rate: float = Field(1.0, description="The check fails below it.", ge=0)
-    tie_tolerance: float = Field(1e-4, description="A greedy difference is a tie where the target's top-2 logits are closer than this.", ge=0)
+    tie_tolerance: float | None = Field(
+        None, description="A greedy difference is a tie where the target's top-2 logits are closer. Default: 1e-4 in float32, 0.03 in float16, 0.25 in bfloat16.", ge=0
+    )
 
 
 class PushConfig(Section):
     repo_id: str | None = Field(None, description="USER/NAME on the Hub; without it nothing is pushed.")
     private: bool = Field(False, description="Make the repository private.")
+    base_model: str | None = Field(None, description="The target's Hub id, needed where target.model is a local directory.")
 
 
 class PlacementOf(Section):

@@ -8,7 +8,8 @@ a row with a state that is not finite is quarantined. Writing overlaps the next 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -31,7 +32,6 @@ VERSION = 1
 UPSTREAM = ("generate",)
 
 TAP = "last hidden state after the final norm"
-WINDOW_BATCHES = 4  # rows of so many forwards are bucketed by length together
 ROW_GROUP_BYTES = 64 * 1024**2  # what a reader holds at once
 
 Row = dict[str, Any]
@@ -76,12 +76,13 @@ class Worker:
             ) as writer,
             ThreadPoolExecutor(1) as background,
         ):  # fmt: skip
-            writing: Future[int] | None = None
-            for window in windows(rows, WINDOW_BATCHES * self.settings.tokens_per_batch):
-                hidden = self.engine.hidden_states([row["input_ids"] for row in window])
-                positions += writing.result() if writing else 0
-                writing = background.submit(write_window, writer, window, hidden)
-            positions += writing.result() if writing else 0
+            written: deque[Future[int]] = deque()
+            states = self.engine.stream(row["input_ids"] for row in rows)
+            for group in row_groups(zip(rows, states, strict=True)):
+                written.append(background.submit(write_group, writer, group))
+                if len(written) > 1:  # one group is written while the next is computed, no more are held
+                    positions += written.popleft().result()
+            positions += sum(writing.result() for writing in written)
             stats = {
                 "positions": float(positions),
                 "tokens": float(sum(len(row["input_ids"]) for row in rows)),
@@ -90,37 +91,33 @@ class Worker:
             return writer.commit(NAME, [row["id"] for row in rows], stats)
 
 
-def windows(rows: list[Row], num_tokens: int) -> Iterator[list[Row]]:
-    """Consecutive rows of up to `num_tokens` together; a longer row comes alone."""
-    window: list[Row] = []
+def row_groups(rows: Iterable[tuple[Row, torch.Tensor]]) -> Iterator[list[tuple[Row, torch.Tensor]]]:
+    """Each row with its states at the kept positions, in groups of about `ROW_GROUP_BYTES`."""
+    group: list[tuple[Row, torch.Tensor]] = []
     size = 0
-    for row in rows:
-        if window and size + len(row["input_ids"]) > num_tokens:
-            yield window
-            window, size = [], 0
-        window.append(row)
-        size += len(row["input_ids"])
-    if window:
-        yield window
-
-
-def write_window(writer: ShardWriter, window: list[Row], hidden: list[torch.Tensor]) -> int:
-    """Write rows with their states in row groups of a bounded size; returns how many positions were kept."""
-    group: list[Row] = []
-    size = positions_kept = 0
-    for row, hidden_TD in zip(window, hidden, strict=True):
+    for row, hidden_TD in rows:
         positions_N = feature_positions(spans_of(row))
-        kept_ND = hidden_TD[torch.from_numpy(positions_N).long()].contiguous()
-        if not torch.isfinite(kept_ND).all():
-            bad = int((~torch.isfinite(kept_ND).all(dim=1)).sum())
-            detail = f"{bad} of {len(kept_ND)} states are NaN or infinite"
-            writer.refuse(Refused(row["id"], Reason.NON_FINITE, detail, {"input_ids": row["input_ids"], "spans": row["spans"]}))
-            continue
-        group.append({**row, "positions": positions_N, "hidden": kept_ND.view(torch.uint8).numpy().tobytes()})
-        positions_kept += len(kept_ND)
+        kept_ND = hidden_TD[torch.from_numpy(positions_N).long()]
+        group.append(({**row, "positions": positions_N}, kept_ND))
         size += kept_ND.nbytes
         if size >= ROW_GROUP_BYTES:
-            writer.write(group)
+            yield group
             group, size = [], 0
-    writer.write(group)
-    return positions_kept
+    if group:
+        yield group
+
+
+def write_group(writer: ShardWriter, group: list[tuple[Row, torch.Tensor]]) -> int:
+    """Write rows as one row group, quarantine those whose states are not finite; returns how many positions were kept."""
+    finite: list[Row] = []
+    num_positions = 0
+    for row, hidden_ND in group:
+        num_bad = int((~torch.isfinite(hidden_ND).all(dim=1)).sum())
+        if num_bad:
+            detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
+            writer.refuse(Refused(row["id"], Reason.NON_FINITE, detail, {"input_ids": row["input_ids"], "spans": row["spans"]}))
+            continue
+        finite.append({**row, "hidden": hidden_ND.view(torch.uint8).numpy().tobytes()})
+        num_positions += len(hidden_ND)
+    writer.write(finite)
+    return num_positions

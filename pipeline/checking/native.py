@@ -1,0 +1,155 @@
+"""The export decoded by our own tree decoder on plain transformers, against plain decoding in the same process.
+
+Both decoders are the same loop with the same cache, one with the tree and one without, and take turns prompt by
+prompt, so that a machine that drifts slows both. Seconds are decoding alone, the prefill apart.
+
+    acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
+    overhead           seconds per Medusa step / seconds per plain step
+    speedup            acceleration rate / overhead
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from pipeline.checking.comparison import TIE_TOLERANCE, compare, gap_of
+from pipeline.checking.prompts import Prompt
+from pipeline.checkpoints.medusa import read_export
+from pipeline.config import CheckConfig
+from pipeline.conversations.quality import distinct_n
+from pipeline.errors import ConfigError
+from pipeline.medusa.acceptance import acceptance_rule, greedy_acceptance
+from pipeline.medusa.decoding import Decoded, MedusaDecoder, acceleration_rate, plain_decoder
+from pipeline.medusa.heads import HeadsConfig, MedusaHeads, from_named_tensors
+from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
+
+NUM_SAMPLES = 2  # decoded answers that the report shows
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All prompts once: what plain decoding and the tree wrote."""
+
+    plain: list[Decoded]
+    medusa: list[Decoded]
+
+
+def check_native(
+    target: TargetSpec, export: str, prompts: list[Prompt], settings: CheckConfig, choices: list[tuple[int, ...]], gpus: int
+) -> dict[str, Any]:
+    """Decode every prompt plainly and with the tree.
+
+    Returns:
+        `native` and `target_text` of report.json, `samples` for its drawing, `differing` sequences (not ties), and the
+        plain sequences.
+    """
+    model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
+    heads = load_exported_heads(export).to(input_device(model))
+    ends = {"eos_token_ids": eos_token_ids(target), "max_length": context_length(target)}
+    plain, medusa = plain_decoder(model, **ends), MedusaDecoder(model, heads, choices, **ends)
+    rule = acceptance_rule(settings.acceptance, settings.temperature, settings.typical_eps, settings.typical_delta)
+
+    _decode_all(plain, medusa, prompts[:2], 16, rule)  # warm-up
+    passes = [_decode_all(plain, medusa, prompts, settings.max_new_tokens, rule) for _ in range(settings.repeats)]
+    first = passes[0]
+    plain_ids = [decoded.token_ids for decoded in first.plain]
+    greedy = first.medusa if rule is greedy_acceptance else [medusa.generate(p.ids, settings.max_new_tokens) for p in prompts]
+    tolerance = TIE_TOLERANCE[target.dtype] if settings.tie_tolerance is None else settings.tie_tolerance
+    greedy_ids = [decoded.token_ids for decoded in greedy]
+    match = compare([p.id for p in prompts], [p.ids for p in prompts], plain_ids, greedy_ids, gap_of(model), tolerance)
+    return {
+        "native": {
+            **speed(passes),
+            "greedy_match": match.as_dict(),
+            "tie_tolerance": tolerance,
+            "accepted_lengths": _histogram(first.medusa),
+            "prompts": len(prompts),
+            "acceptance": "greedy" if rule is greedy_acceptance else settings.acceptance,
+        },
+        "target_text": text_statistics(model, prompts, plain_ids),
+        "samples": samples(load_tokenizer(target), prompts, first.medusa),
+        "differing": match.differing,
+        "plain": plain_ids,
+    }
+
+
+def load_exported_heads(export: str) -> MedusaHeads:
+    """The heads as the export's own files have them."""
+    config, tensors = read_export(export)
+    shape = HeadsConfig(config.hidden_size, config.vocab_size, config.num_heads, config.num_layers, config.tied)
+    return from_named_tensors(shape, tensors, where=export)
+
+
+def speed(passes: Sequence[Pass]) -> dict[str, float]:
+    """The figures that the field compares; seconds are medians over repetitions."""
+
+    def of(side: Callable[[Pass], list[Decoded]]) -> tuple[float, int, float]:
+        seconds = statistics.median(sum(decoded.seconds for decoded in side(one)) for one in passes)
+        steps = sum(decoded.num_steps for decoded in side(passes[0]))
+        return seconds, steps, sum(sum(decoded.accepted) for decoded in side(passes[0])) / seconds
+
+    plain_seconds, plain_steps, plain_rate = of(lambda one: one.plain)
+    medusa_seconds, medusa_steps, medusa_rate = of(lambda one: one.medusa)
+    acceleration = acceleration_rate(passes[0].medusa)
+    overhead = (medusa_seconds / medusa_steps) / (plain_seconds / plain_steps)
+    first_token = statistics.median(decoded.seconds_prefill for one in passes for decoded in one.medusa)
+    return {
+        "acceleration_rate": round(acceleration, 4),
+        "overhead": round(overhead, 4),
+        "speedup": round(acceleration / overhead, 4),
+        "tokens_per_second": round(medusa_rate, 2),
+        "baseline_tokens_per_second": round(plain_rate, 2),
+        "time_to_first_token": round(first_token, 5),
+    }
+
+
+@torch.inference_mode()
+def text_statistics(model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]) -> dict[str, float]:
+    """How varied plain greedy answers are, and how sure the target is: its mean entropy where it chose their tokens."""
+    entropies = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids = torch.tensor([prompt.ids + answer[:-1]], device=input_device(model))
+        logits_TV = model(input_ids=ids, use_cache=False).logits[0, len(prompt.ids) - 1 :].float()
+        entropies += torch.special.entr(logits_TV.softmax(-1)).sum(-1).tolist()
+    distinct = statistics.fmean(distinct_n(answer, 4) for answer in answers)
+    return {"distinct_4": round(distinct, 4), "mean_entropy_nats": round(statistics.fmean(entropies), 4)}
+
+
+def samples(tokenizer: Any, prompts: Sequence[Prompt], decoded: Sequence[Decoded]) -> list[dict[str, Any]]:
+    """A few answers, each token with the step that produced it (0: the prefill)."""
+    shown = []
+    for prompt, answer in list(zip(prompts, decoded, strict=True))[:NUM_SAMPLES]:
+        steps = [0] + [step for step, kept in enumerate(answer.accepted, start=1) for _ in range(kept)]
+        texts, before = [], ""
+        for end in range(1, len(answer.token_ids) + 1):
+            text = tokenizer.decode(answer.token_ids[:end], skip_special_tokens=True)
+            whole = "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text[len(before) :]
+            texts.append(whole)
+            before += whole
+        question = tokenizer.decode(prompt.ids, skip_special_tokens=True)
+        shown.append({"prompt": question, "tokens": [{"text": t, "step": s} for t, s in zip(texts, steps, strict=True)]})
+    return shown
+
+
+def _decode_all(plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int, rule: Any) -> Pass:
+    one = Pass([], [])
+    for prompt in prompts:
+        one.plain.append(plain.generate(prompt.ids, num_tokens))
+        one.medusa.append(medusa.generate(prompt.ids, num_tokens, rule))
+    if not any(decoded.num_steps for decoded in one.medusa):
+        raise ConfigError("Every answer ended with its first token, so that there is no step to measure.", "check.max_new_tokens", "Raise it, or check with other prompts.")
+    return one
+
+
+def _histogram(decoded: Sequence[Decoded]) -> list[int]:
+    """How many steps kept 0, 1, 2, … tokens."""
+    counts = Counter(kept for one in decoded for kept in one.accepted)
+    return [counts[length] for length in range(max(counts, default=0) + 1)]

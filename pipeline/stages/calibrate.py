@@ -1,0 +1,105 @@
+"""calibrate: how often each head's guesses are right on held-out rows, and the tree that makes the most of them.
+
+Promises: accuracies come from the `calibrate` split alone, which nothing was trained on; the tree grows greedily by
+the product of accuracies (paper 2.3.3), or is the user's own when `calibrate.choices` names one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import CalibrateConfig
+from pipeline.errors import ConfigError, DataError
+from pipeline.execution.context import Context
+from pipeline.medusa.accuracy import rank_accuracies
+from pipeline.medusa.tree import check_choices, expected_acceleration_rate, greedy_tree, path_probability
+from pipeline.storage.durable import write_json
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.training.evaluate import held_out_hits
+
+NAME = "calibrate"
+VERSION = 1
+UPSTREAM = ("features", "train")
+
+
+def identity(context: Context) -> dict[str, Any]:
+    """The budget, or the content of the user's tree."""
+    settings = context.config.calibrate
+    choices = _read_choices(settings.choices) if settings.choices else None
+    return {"nodes": settings.nodes, "depth": settings.depth, "top": settings.top, "choices": _digest(choices)}
+
+
+def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
+    """Measure the heads and search the tree."""
+    features, train = context.upstream["features"], context.upstream["train"]
+    settings, trained = context.config.calibrate, context.config.train
+    arguments = {
+        "shards": tuple(map(str, features.shards())),
+        "fingerprint": features.fingerprint,
+        "heads": str(train.path / "heads.safetensors"),
+        "roles": trained.roles,
+        "split": "calibrate",
+        "top": settings.top,
+        "batch_tokens": trained.batch_tokens,
+    }
+    hits_KR, counts_K = context.executor.call(held_out_hits, arguments, context.placement("train"))
+    if int(counts_K.min()) == 0:
+        raise DataError(
+            f"Head {int(counts_K.argmin())} has nothing to be measured on: the held-out answers are too short for it.",
+            str(features.path),
+            "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers be longer.",
+        )
+    accuracy_KR = rank_accuracies(hits_KR, counts_K)
+    choices = _choices(settings, accuracy_KR)
+    probabilities = [path_probability(accuracy_KR, path) for path in choices]
+    tree = {
+        "choices": [list(path) for path in choices],
+        "probabilities": probabilities,
+        "accuracies": accuracy_KR,
+        "expected_acceleration_rate": expected_acceleration_rate(accuracy_KR, choices),
+    }
+    write_json(stage.path / "tree.json", tree)
+    return {
+        "heads": [_head(hits, int(count)) for hits, count in zip(hits_KR.tolist(), counts_K, strict=True)],
+        "tree": {
+            "nodes": len(choices),
+            "depth": max(map(len, choices)),
+            "source": "calibrate.choices" if settings.choices else "searched",
+            "expected_acceleration_rate": round(tree["expected_acceleration_rate"], 4),
+        },
+        "positions": int(counts_K.max()),
+    }
+
+
+def one_line(summary: dict[str, Any]) -> str:
+    tree = summary["tree"]
+    accuracies = " ".join(f"{head['top1']:.0%}" for head in summary["heads"])
+    return f"top-1 {accuracies}; a tree of {tree['nodes']} nodes, expected acceleration rate {tree['expected_acceleration_rate']:.2f}"
+
+
+def _head(hits_R: list[int], count: int) -> dict[str, Any]:
+    """top1, top2, … and how many labels they were measured on."""
+    return {**{f"top{rank + 1}": round(hits / count, 4) for rank, hits in enumerate(hits_R)}, "labels": count}
+
+
+def _choices(settings: CalibrateConfig, accuracy_KR: list[list[float]]) -> tuple[tuple[int, ...], ...]:
+    if settings.choices:
+        return check_choices(_read_choices(settings.choices), len(accuracy_KR), settings.top)
+    return greedy_tree(accuracy_KR, settings.nodes, settings.depth) or ((0,),)
+
+
+def _read_choices(path: Path) -> Any:
+    try:
+        choices = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The tree cannot be read: {error}.", "calibrate.choices", "Give a JSON list of paths such as [[0], [0, 0], [1]].") from None
+    if not isinstance(choices, list):
+        raise ConfigError("The tree is not a list of paths.", str(path), "Give a JSON list of paths such as [[0], [0, 0], [1]].")
+    return choices
+
+
+def _digest(choices: Any) -> str | None:
+    return None if choices is None else hashlib.sha256(json.dumps(choices).encode()).hexdigest()

@@ -1,0 +1,59 @@
+"""export: one directory that vLLM, TGI and TensorRT-LLM load unmodified.
+
+Promises: exactly the expected tensors and shapes, read back and compared bit for bit; heads, tokenizer, configuration,
+tree and model card together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.checkpoints.card import model_card
+from pipeline.checkpoints.layout import ExportConfig
+from pipeline.checkpoints.medusa import write_export
+from pipeline.execution.context import Context
+from pipeline.medusa.heads import to_named_tensors
+from pipeline.storage.durable import read_json
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.targets.spec import load_tokenizer
+from pipeline.training.checkpoints import load_heads
+
+NAME = "export"
+VERSION = 1
+UPSTREAM = ("train", "calibrate")
+
+
+def identity(context: Context) -> dict[str, Any]:
+    """The format, the dtype, and what the export calls its target."""
+    return {"settings": context.config.export.model_dump(mode="json"), "base_model": context.target.model, "dtype": context.target.dtype}
+
+
+def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
+    """Write the directory and read it back."""
+    settings, spec = context.config.export, context.target
+    heads = load_heads(context.upstream["train"].path / "heads.safetensors")
+    config = ExportConfig(
+        base_model_name_or_path=spec.model,
+        hidden_size=heads.config.hidden_size,
+        vocab_size=heads.config.vocab_size,
+        num_heads=heads.config.num_heads,
+        num_layers=heads.config.num_layers,
+        tied=heads.config.tied,
+        format=settings.formats[0],
+        dtype=spec.dtype if settings.dtype == "auto" else settings.dtype,
+    )
+    tree = read_json(context.upstream["calibrate"].path / "tree.json")
+    recipe = context.config.model_dump(mode="json")
+    files = write_export(
+        stage.path,
+        to_named_tensors(heads),
+        config,
+        tokenizer=load_tokenizer(spec),
+        choices=tree["choices"],
+        card=model_card({}, base_model=spec.model, repo_id=None, recipe=recipe),
+    )
+    return {"files": [path.name for path in files], "bytes": sum(path.stat().st_size for path in files), "dtype": config.dtype, "format": config.format}
+
+
+def one_line(summary: dict[str, Any]) -> str:
+    return f"{len(summary['files'])} files, {summary['bytes'] / 1e6:,.1f} MB, {summary['dtype']}, read back and compared"

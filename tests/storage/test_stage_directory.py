@@ -1,0 +1,140 @@
+"""A stage directory knows what is done, what is pending and what has become stale."""
+
+import json
+import multiprocessing
+import shutil
+
+import pytest
+
+from pipeline.errors import EnvironmentFault
+from pipeline.storage.durable import atomic_path, sweep_temporary, write_json
+from pipeline.storage.fingerprint import FileDigests, fingerprint, ids_digest
+from pipeline.storage.schemas import SEEDS
+from pipeline.storage.shards import ShardWriter
+from pipeline.storage.stage_directory import StageDirectory
+
+
+def fill(stage: StageDirectory, indices, *, text="hello", upstream=""):
+    for index in indices:
+        with ShardWriter(
+            stage.shard_path(index), stage.quarantine_path(index), SEEDS, index=index, fingerprint=stage.fingerprint, upstream=upstream
+        ) as writer:
+            writer.write([{"id": f"s:{index}", "source_id": None, "category": None, "split": "train", "messages": [{"role": "user", "content": text}]}])
+            writer.commit(stage.stage, None)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    up, down = StageDirectory(tmp_path, "seeds", "a" * 64), StageDirectory(tmp_path, "generate", "b" * 64)
+    up.create({})
+    fill(up, range(3))
+    up.finish({}, {})
+    down.create({})
+    return up, down
+
+
+def do(down, up, indices):
+    by_index = {task.index: task for task in down.tasks(up)}
+    for index in indices:
+        fill(down, [index], upstream=by_index[index].upstream)
+
+
+def test_only_missing_damaged_foreign_and_outdated_shards_are_pending(pair):
+    up, down = pair
+    do(down, up, range(3))
+    assert down.pending(down.tasks(up)) == []
+    down.shard_path(0).unlink()
+    down.shard_path(1).write_bytes(b"PAR1 no")
+    assert [task.index for task in down.pending(down.tasks(up))] == [0, 1]
+    do(down, up, range(3))
+    foreign = StageDirectory(down.path.parent, "generate", "c" * 64)
+    do(foreign, up, [2])
+    shutil.copy(foreign.shard_path(2), down.shard_path(2))
+    assert [task.index for task in down.pending(down.tasks(up))] == [2]
+
+
+def test_a_redone_upstream_shard_with_other_content_makes_its_own_dependant_pending_and_no_other(pair):
+    up, down = pair
+    do(down, up, range(3))
+    fill(up, [1], text="another text")
+    assert [task.index for task in down.pending(down.tasks(up))] == [1]
+    fill(up, [1])
+    assert down.pending(down.tasks(up)) == []
+
+
+def test_a_finished_stage_is_current_until_a_file_or_its_upstream_changes(pair):
+    up, down = pair
+    do(down, up, range(3))
+    upstream = {"seeds": up.content}
+    down.finish({"rows": 3}, upstream)
+    assert down.is_current(upstream) and down.summary == {"rows": 3} and down.verify() == []
+    assert not down.is_current({"seeds": "something else"})
+    down.shard_path(0).write_bytes(b"")
+    assert not down.is_current(upstream)
+    assert "damaged" in down.verify()[0]
+
+
+def test_results_of_other_upstream_content_are_dropped_but_shards_are_kept(pair):
+    up, down = pair
+    down.prepare({"seeds": "one"})
+    do(down, up, range(3))
+    write_json(down.path / "heads.json", {})
+    down.prepare({"seeds": "one"})
+    assert (down.path / "heads.json").exists()
+    down.prepare({"seeds": "two"})
+    assert not (down.path / "heads.json").exists()
+    assert len(down.shards()) == 3
+
+
+def hold(path, ready, release):
+    with StageDirectory(path, "train", "d" * 64).locked():
+        ready.set()
+        release.wait(60)
+
+
+def test_a_second_driver_is_told_who_holds_the_lock_and_a_dead_one_holds_nothing(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    ready, release = context.Event(), context.Event()
+    holder = context.Process(target=hold, args=(tmp_path, ready, release))
+    holder.start()
+    assert ready.wait(60)
+    stage = StageDirectory(tmp_path, "train", "d" * 64)
+    with pytest.raises(EnvironmentFault, match=str(holder.pid)), stage.locked():
+        pass
+    holder.kill()
+    holder.join()
+    with stage.locked():
+        pass
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path):
+    path = tmp_path / "x.json"
+    write_json(path, {"old": True})
+    with pytest.raises(RuntimeError), atomic_path(path) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert json.loads(path.read_text()) == {"old": True}
+    (tmp_path / "y.1.tmp").touch()
+    assert sweep_temporary(tmp_path) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_full_disk_is_one_readable_error_with_exit_code_4(tmp_path):
+    with pytest.raises(EnvironmentFault, match="disk is full") as caught, atomic_path(tmp_path / "x"):
+        raise OSError(28, "No space left on device")
+    assert caught.value.exit_code == 4
+
+
+def test_a_fingerprint_depends_on_content_and_not_on_the_order_of_keys():
+    assert fingerprint({"a": 1, "b": [1, 2]}) == fingerprint({"b": [1, 2], "a": 1})
+    assert len({fingerprint({"a": v}) for v in (1, 2, "1", [1], {"a": 1}, None)}) == 6
+    assert ids_digest(["ab", "c"]) != ids_digest(["a", "bc"])
+
+
+def test_a_digest_notices_a_file_that_changed_behind_its_path(tmp_path):
+    file, cache = tmp_path / "w.bin", tmp_path / "digests.json"
+    file.write_bytes(b"one")
+    before = FileDigests(cache).of(file)
+    assert FileDigests(cache).of(file) == before
+    file.write_bytes(b"two")
+    assert FileDigests(cache).of(file) != before

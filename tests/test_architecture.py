@@ -1,0 +1,61 @@
+"""The house: imports point down, and the heavy engines are imported in one place each."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FLOORS = [
+    {"errors"}, {"config", "configuration"}, {"conversations"}, {"medusa", "targets", "checkpoints", "report"}, {"storage"},
+    {"training", "checking", "execution"}, {"stages"}, {"flow", "run_report", "demo_target"}, {"states", "estimate"}, {"cli"},
+]  # fmt: skip
+LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}
+ONLY_IN = {"ray": ("execution", "training/ray_entry.py"), "vllm": ("targets/vllm_",)}
+
+
+def imports(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{name.name}" for name in node.names}
+    return found
+
+
+def modules() -> list[tuple[str, Path]]:
+    files = [file for file in (ROOT / "pipeline").rglob("*.py") if file.name != "__init__.py"]
+    return [(file.relative_to(ROOT / "pipeline").parts[0].removesuffix(".py"), file) for file in files]
+
+
+def test_imports_point_down_and_rooms_on_one_floor_do_not_know_each_other():
+    together = {frozenset({"stages", "stages"})}
+    for room, file in modules():
+        for name in imports(file):
+            parts = name.split(".")
+            if parts[0] != "pipeline" or len(parts) < 2 or parts[1] == room or parts[1] not in LEVEL:
+                continue
+            allowed = LEVEL[parts[1]] < LEVEL[room] or (room in FLOORS[1] and parts[1] in FLOORS[1])
+            assert allowed or room in ("flow", "states") and parts[1] in FLOORS[7], f"{file} imports {name} {together}"
+
+
+def test_stages_never_import_each_other():
+    for room, file in modules():
+        if room == "stages":
+            assert not any(name.startswith("pipeline.stages") for name in imports(file)), file
+
+
+def test_heavy_engines_are_imported_in_one_place():
+    for _, file in modules():
+        inside = str(file.relative_to(ROOT / "pipeline"))
+        for package, places in ONLY_IN.items():
+            if any(name.split(".")[0] == package for name in imports(file)):
+                assert inside.startswith(places), f"{inside} imports {package}"
+
+
+def test_every_room_has_a_floor():
+    assert {room for room, _ in modules()} <= LEVEL.keys()
+
+
+def test_a_flow_is_a_story_of_at_most_sixty_lines():
+    for flow in (ROOT / "flows").glob("*.py"):
+        assert len(flow.read_text().splitlines()) <= 60, flow
