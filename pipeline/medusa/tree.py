@@ -1,0 +1,125 @@
+"""The tree of candidates that one decoding step verifies: searching it, checking it, and its tensors.
+
+A path is a tuple of ranks, one per depth: (0, 2) is the third guess of head 1 after the best guess of head 0. A tree is
+a set of paths that holds every prefix of its members; each path is a node, and the root, the token that the target
+itself already chose, is not counted among the nodes (paper 2.1.2, 2.3.3).
+
+Letters: N rows (the root and the nodes), K heads, R ranks (guesses per head), T positions on a path, the root included.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from pipeline.errors import ConfigError
+
+Path = tuple[int, ...]
+
+
+def path_probability(accuracy_KR: Sequence[Sequence[float]], path: Path) -> float:
+    """The estimated chance that a whole path is right: the product of its guesses' accuracies (2.3.3)."""
+    return prod(accuracy_KR[depth][rank] for depth, rank in enumerate(path))
+
+
+def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: Iterable[Path]) -> float:
+    """Expected tokens per step: 1 for the token that every step yields, plus the chance of each node (2.3.3)."""
+    return 1.0 + sum(path_probability(accuracy_KR, path) for path in choices)
+
+
+def greedy_tree(
+    accuracy_KR: Sequence[Sequence[float]], num_nodes: int, max_depth: int | None = None
+) -> tuple[Path, ...]:
+    """The tree of at most `num_nodes` nodes with the highest expected acceleration rate (2.3.3).
+
+    Grows by the connected node with the largest product of accuracies a_k(i). As no node is likelier than its parent,
+    this is the optimum, and its first n nodes are the best tree of n. A guess that was never right adds nothing and
+    is left out.
+    """
+    depth_limit = min(len(accuracy_KR), max_depth or len(accuracy_KR))
+    chosen: list[Path] = []
+    frontier: list[tuple[float, int, Path]] = [(-1.0, 0, ())]
+    while frontier and len(chosen) <= num_nodes:
+        negative, depth, path = heapq.heappop(frontier)
+        chosen.append(path)
+        if depth < depth_limit:
+            for rank, accuracy in enumerate(accuracy_KR[depth]):
+                if accuracy > 0:
+                    heapq.heappush(frontier, (negative * accuracy, depth + 1, (*path, rank)))
+    return tuple(chosen[1:])  # without the root
+
+
+def cartesian_tree(widths: Sequence[int]) -> tuple[Path, ...]:
+    """The full tree over the best `widths[k]` guesses of each head k (2.1.2)."""
+    levels = (product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
+    return tuple(path for level in levels for path in level)
+
+
+def check_choices(choices: Iterable[Sequence[int]], num_heads: int, top: int) -> tuple[Path, ...]:
+    """The choices as paths, in their order.
+
+    Raises ConfigError unless they form a tree over `num_heads` heads and the best `top` guesses of each.
+    """
+    paths: list[Path] = []
+    for choice in choices:
+        is_path = isinstance(choice, Sequence) and not isinstance(choice, str) and len(choice) > 0
+        if not is_path or not all(type(rank) is int for rank in choice):
+            fix = "Give lists of ranks such as [0, 2]."
+            raise ConfigError(f"{choice!r} is not a path of the tree.", "choices", fix)
+        paths.append(tuple(choice))
+    if not paths:
+        raise ConfigError("The tree has no nodes.", "choices", "Give at least one path, such as [0].")
+    known = set(paths)
+    if len(known) < len(paths):
+        repeated = next(path for path in paths if paths.count(path) > 1)
+        raise ConfigError(f"The path {list(repeated)} is given twice.", "choices", "Give each path once.")
+    for path in paths:
+        if len(path) > num_heads:
+            fix = f"Paths are at most {num_heads} long."
+            raise ConfigError(f"The path {list(path)} is deeper than the {num_heads} heads.", "choices", fix)
+        if not all(0 <= rank < top for rank in path):
+            fix = f"Ranks are 0 to {top - 1}."
+            raise ConfigError(f"The path {list(path)} asks for a guess that is not made.", "choices", fix)
+        if len(path) > 1 and path[:-1] not in known:
+            fix = f"Add {list(path[:-1])}."
+            raise ConfigError(f"The path {list(path)} hangs in the air: its parent is missing.", "choices", fix)
+    return tuple(paths)
+
+
+class Tree:
+    """A tree's tensors, built once: row 0 is the root, row i + 1 is `choices[i]`, parents come before their children.
+
+    Rows are in depth-first order, so that the path of best guesses, the likeliest to be accepted, is rows 1, 2, 3, …:
+    its cache entries then already lie where they belong. `Tree(())` is plain decoding.
+
+    Tensors: `parent` [N] (the root's is itself), `depth` [N], `guess` [N-1] (row in the flattened [K, R] guesses of
+    the first `max_depth` heads, `top` each), `ancestors` [N, N] (row i attends to row j: j is i or above it),
+    `lineage` [N, T] (rows from the root to row i; entries past its depth are 0 and not part of it).
+    On the host: `lineages`, without padding.
+    """
+
+    def __init__(self, choices: Iterable[Path], device: torch.device | str = "cpu"):
+        self.choices: tuple[Path, ...] = tuple(sorted(choices))
+        self.num_nodes = len(self.choices)
+        self.max_depth = max(map(len, self.choices), default=0)
+        self.top = max((rank + 1 for path in self.choices for rank in path), default=0)
+        row_of = {(): 0} | {path: row for row, path in enumerate(self.choices, start=1)}
+        if len(row_of) <= self.num_nodes or any(path[:-1] not in row_of for path in self.choices):
+            raise ValueError("not a tree; `check_choices` says what is wrong with it")
+        self.lineages = [[row_of[path[:depth]] for depth in range(len(path) + 1)] for path in row_of]
+        padded = [rows + [0] * (self.max_depth + 1 - len(rows)) for rows in self.lineages]
+        self.lineage = torch.tensor(padded, device=device)
+        self.depth = torch.tensor([len(path) for path in row_of], device=device)
+        self.parent = torch.tensor([row_of[path[:-1]] for path in row_of], device=device)
+        guesses = [(len(path) - 1) * self.top + path[-1] for path in self.choices]
+        self.guess = torch.tensor(guesses, dtype=torch.int64, device=device)
+        self.ancestors = self._ancestors()
+
+    def _ancestors(self) -> Tensor:
+        ancestors_NN = torch.eye(self.num_nodes + 1, dtype=torch.bool, device=self.lineage.device)
+        return ancestors_NN.scatter_(1, self.lineage, True)  # the padding marks the root, an ancestor of all
