@@ -1,0 +1,75 @@
+"""How a drawing becomes a part of the page: SVG text to be placed inside HTML.
+
+Drawn by matplotlib's Agg backend through its object-oriented API. The same data gives the same bytes: no date, a fixed
+salt for ids, and the user's matplotlibrc left out. Colours are written as CSS variables, so that one drawing serves
+the light and the dark scheme; text stays text, in the page's own font.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+# Colours that nobody draws with; `_themed` makes CSS variables of them.
+INK, MUTED, LINE, CARD, ACCENT = (f"#0000{i:02x}" for i in range(1, 6))
+SERIES = tuple(f"#0001{i:02x}" for i in range(6))
+_VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", CARD: "card", ACCENT: "accent"}
+_VARIABLES |= {colour: f"s{i}" for i, colour in enumerate(SERIES)}
+
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": LINE,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid.axis": "y",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": LINE,
+    "xtick.color": LINE,
+    "ytick.color": LINE,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.6,
+}
+_WIDTH = 5.6  # inches: 403 units, so that 10-unit text is 9 pixels high on a phone and 14 on a desktop
+
+
+def svg(name: str, label: str, height: float, draw: Callable[[Axes], None]) -> str:
+    """What `draw` draws, `height` inches high, as an `<svg>` element; its ids begin with `name`."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_SETTINGS | {"svg.hashsalt": name})
+        figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+        FigureCanvasAgg(figure)
+        draw(figure.add_subplot())
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return _themed(buffer.getvalue(), name, label)
+
+
+def _themed(text: str, name: str, label: str) -> str:
+    """A drawing as an element of a page: no prologue or style sheet, ids of its own, colours and fonts of the page."""
+    text = text[text.index("<svg") :]
+    view_box = re.search(r'viewBox="[^"]*"', text)
+    assert view_box
+    text = re.sub(r"<svg[^>]*>", f'<svg role="img" aria-label="{label}" {view_box[0]}>', text, count=1)
+    text = re.sub(r"(\.\d\d)\d+", r"\1", text)  # a hundredth of a unit is less than a pixel
+    text = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", text)
+    return re.sub(r"#000[01][0-9a-f]{2}", lambda found: f"var(--{_VARIABLES.get(found[0], 'ink')})", text).strip()

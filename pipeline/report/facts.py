@@ -1,0 +1,145 @@
+"""What a report says: its title, its verdict and its headline figures, shared by the terminal, Markdown and HTML.
+
+Every form shows the same `Figure`s and `Table`s, so that they cannot disagree. Every part of a report is optional: a
+run that was stopped half-way still has its facts, and what is missing reads "not run". Nothing here draws or writes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.report.wording import NOT_RUN, UNKNOWN, count, rate, ratio, times
+
+STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
+
+_ORDER = (
+    "run", "target", "method", "num_heads", *STAGES[:4], "heads", "tree", "check",
+    "target_text", "quarantine", "hardware", "versions", "seconds_by_stage",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One headline figure: its name, its value as text, and what it means in a few words."""
+
+    label: str
+    value: str
+    note: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text; `empty` stands in for it where it has no rows."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    empty: str = NOT_RUN
+    words: tuple[int, ...] = (0,)  # the columns that hold words; the others hold numbers and align to the right
+    shares: tuple[float, ...] = ()  # per row a share of the largest, for a form that draws bars
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether the check passed; None where there was none."""
+
+    passed: bool | None
+    text: str
+    failures: tuple[str, ...] = ()
+
+
+def finite(value: Any) -> Any:
+    """`value` as JSON carries it: a number that is not finite becomes None, an array a list, anything else its text."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)  # a StrEnum too
+    if hasattr(value, "tolist"):  # numpy's arrays and scalars
+        return finite(value.tolist())
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+
+
+def in_order(report: dict) -> dict:
+    """The report with its parts in the order in which a person reads them; unknown parts come last, by name."""
+    known = [key for key in _ORDER if key in report]
+    return {key: report[key] for key in [*known, *sorted(report.keys() - set(known))]}
+
+
+def pick(report: Any, *path: str) -> Any:
+    """The value at a path of keys, None where any of them is missing."""
+    for key in path:
+        report = report.get(key) if isinstance(report, dict) else None
+    return report
+
+
+def title(report: dict) -> str:
+    """The one line that names the report."""
+    return f"Medusa heads for {pick(report, 'target') or 'an unnamed target'}"
+
+
+def subtitle(report: dict) -> str:
+    """Method, heads, run and date: those that are known."""
+    heads = pick(report, "num_heads")
+    name, date = pick(report, "run", "name"), pick(report, "run", "date")
+    parts = [pick(report, "method"), heads and f"{heads} heads", name and f"run {name}", date]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def verdict(report: dict) -> Verdict:
+    """Whether the check passed, and its failures as sentences."""
+    passed = pick(report, "check", "passed")
+    failures = tuple(str(failure) for failure in pick(report, "check", "failures") or ())
+    if passed is None and not failures:
+        return Verdict(None, "check not run")
+    return Verdict(True, "check passed") if passed and not failures else Verdict(False, "check failed", failures)
+
+
+def headline(report: dict) -> list[Figure]:
+    """The figures that people compare, in the field's terms (paper, section 3 and appendix B)."""
+    native, vllm, text = pick(report, "check", "native"), pick(report, "check", "vllm"), pick(report, "target_text")
+    matched, matched_note = identical(native)
+    entropy = f"distinct-4; mean entropy {ratio(pick(text, 'mean_entropy_nats'))} nats"
+    figures: tuple[tuple[Any, str, str, str], ...] = (
+        (
+            native,
+            "Acceleration rate",
+            ratio(pick(native, "acceleration_rate")),
+            "tokens per target forward, with the tree",
+        ),
+        (native, "Overhead", times(pick(native, "overhead")), "seconds of a Medusa step over a plain one"),
+        (native, "Speedup", times(pick(native, "speedup")), "acceleration rate over overhead"),
+        (native, "Greedy identical", matched, matched_note),
+        (vllm, "vLLM acceleration rate", ratio(pick(vllm, "acceleration_rate")), _vllm_note(vllm)),
+        (text, "Target's own text", ratio(pick(text, "distinct_4")), entropy if text else "distinct-4, mean entropy"),
+        (native, "Tokens/s, plain", rate(pick(native, "baseline_tokens_per_second")), "the target alone, same prompts"),
+        (native, "Tokens/s, Medusa", rate(pick(native, "tokens_per_second")), "the target with its heads"),
+    )
+    return [Figure(label, value if part else NOT_RUN, note) for part, label, value, note in figures]
+
+
+def identical(engine: Any) -> tuple[str, str]:
+    """How many greedy sequences equal plain decoding, as `31/32`, and a note on those that part at a tie."""
+    match = pick(engine, "greedy_match")
+    sequences, equal, ties = (pick(match, key) for key in ("sequences", "identical", "ties"))
+    if sequences is None:
+        return UNKNOWN, "sequences equal to plain decoding"
+    note = f"and {ties} more, equal up to a tie" if ties else "sequences equal to plain decoding"
+    return f"{count(equal)}/{count(sequences)}", note
+
+
+def _vllm_note(vllm: Any) -> str:
+    matched, _ = identical(vllm)
+    chain = "top-1 chain, no tree"
+    return chain if matched == UNKNOWN else f"{chain}; greedy identical {matched}"

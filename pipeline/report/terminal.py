@@ -1,0 +1,68 @@
+"""The report in a terminal: what a person wants to know at the end of a run, in at most 100 columns.
+
+Plain text without escape codes where the output is not a terminal. Texts that come from data are printed as they are:
+neither rich's markup nor a terminal's control characters in them have any effect.
+"""
+
+from __future__ import annotations
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
+
+from pipeline.report.facts import Table, finite, headline, subtitle, title, verdict
+from pipeline.report.tables import tables
+
+_WIDTH = 100
+_COLOURS = {True: "green", False: "red", None: "yellow"}
+
+
+def print_report(report: dict, console: Console, extras: dict | None = None) -> None:
+    """Print the headline figures, stages, heads, tree and quarantine of a report, also of one that is not complete."""
+    report, extras = finite(report), finite(extras or {})
+    width = min(console.width, _WIDTH)
+
+    def show(item: Grid | Text) -> None:
+        console.print(item, width=width, highlight=False)
+
+    outcome = verdict(report)
+    show(_text(title(report), "bold"))
+    if described := subtitle(report):
+        show(_text(described, "dim"))
+    show(_text(outcome.text, f"bold {_COLOURS[outcome.passed]}"))
+    for failure in outcome.failures:
+        show(_text(f"- {failure}", "red"))
+    show(_text(""))
+    show(_headline(report))
+    parts = tables(report, extras)
+    for table in (parts[name] for name in ("stages", "heads", "tree", "quarantine")):
+        show(_text(""))
+        if table.rows:
+            show(_text(f"{table.title}  {table.note}".strip(), "bold"))
+            show(_grid(table))
+        else:
+            show(_text(f"{table.title}: {table.empty}", "bold"))
+
+
+def _headline(report: dict) -> Grid:
+    grid = Grid(box=box.SIMPLE, show_header=False, pad_edge=False, show_edge=False)
+    grid.add_column(style="bold")
+    grid.add_column(justify="right", style="bold cyan", no_wrap=True)
+    grid.add_column(style="dim")
+    for figure in headline(report):
+        grid.add_row(*map(_text, (figure.label, figure.value, figure.note)))
+    return grid
+
+
+def _grid(table: Table) -> Grid:
+    grid = Grid(box=box.SIMPLE, pad_edge=False, show_edge=False)
+    for i, column in enumerate(table.columns):
+        grid.add_column(_text(column), justify="left" if i in table.words else "right", overflow="fold")
+    for row in table.rows:
+        grid.add_row(*map(_text, row))
+    return grid
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text), style, overflow="fold")

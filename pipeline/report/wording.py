@@ -1,0 +1,60 @@
+"""How a report says a number: one way for every form, and `-` for a number that is not known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+NOT_RUN = "not run"
+UNKNOWN = "-"
+
+
+def show(value: Any, spec: str, suffix: str = "") -> str:
+    """A number in a format; what is not a number is shown as it is, None as `-`."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return f"{value:{spec}}{suffix}" if is_number else UNKNOWN if value is None else str(value)
+
+
+def count(value: Any) -> str:
+    """`12,345`."""
+    return show(value, ",.0f")
+
+
+def ratio(value: Any) -> str:
+    """`2.31`."""
+    return show(value, ".2f")
+
+
+def times(value: Any) -> str:
+    """`1.96x`."""
+    return show(value, ".2f", "x")
+
+
+def percent(value: Any) -> str:
+    """A share of one: `78.9%`."""
+    return show(value, ".1%")
+
+
+def rate(value: Any) -> str:
+    """Tokens per second: three significant digits for a slow machine, whole tokens for a fast one."""
+    return show(value, ".3g" if isinstance(value, float) and value < 100 else ",.0f")
+
+
+def duration(seconds: Any) -> str:
+    """Seconds as a person says them: `34 ms`, `4.1 s`, `48 s`, `3 min 20 s`, `2 h 05 min`."""
+    if not isinstance(seconds, (int, float)):
+        return UNKNOWN
+    if 0 < seconds < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def pairs(value: Any) -> str:
+    """A dictionary as `name value, name value`, a list joined by commas, anything else as it is."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item}" for key, item in value.items() if item is not None)
+    return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)

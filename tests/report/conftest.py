@@ -1,0 +1,76 @@
+"""One whole report, and the texts that an unfriendly data set would put into it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+HEADS = [
+    {f"top{k + 1}": p for k, p in enumerate(row)}
+    for row in ((0.62, 0.74, 0.8, 0.82, 0.84), (0.4, 0.5, 0.6, 0.61, 0.66))
+]
+CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0]]
+PROBABILITIES = [0.62, 0.12, 0.248, 0.062, 0.048]
+
+REPORT: dict[str, Any] = {
+    "versions": {"torch": "2.13.0", "vllm": "0.32.0"},
+    "target": "someone/chat-7b",
+    "method": "medusa-1",
+    "num_heads": 2,
+    "run": {"name": "try-3", "date": "2024-05-06", "fingerprints": {"seeds": "a91c02be"}},
+    "seeds": {"rows": 1200, "quarantined": 17},
+    "generate": {"rows": 1180, "tokens": 345678, "tokens_per_second": 2410.4},
+    "features": {"positions": 300123, "bytes_per_position": 819.5, "tokens_per_second": 31000.0},
+    "train": {"tokens": 600246, "tokens_per_second": 12000.0, "final_loss": 4.213},
+    "heads": HEADS,
+    "tree": {"nodes": 5, "expected_acceleration_rate": 2.098},
+    "check": {
+        "passed": True,
+        "failures": [],
+        "native": {
+            "acceleration_rate": 1.987,
+            "overhead": 1.234,
+            "speedup": 1.61,
+            "tokens_per_second": 412.3,
+            "baseline_tokens_per_second": 256.1,
+            "greedy_match": {"sequences": 32, "identical": 31, "ties": 1},
+            "accepted_lengths": [10, 20, 10],
+            "time_to_first_token": 0.034,
+            "prompts": 32,
+            "skipped_prompts": 2,
+        },
+        "vllm": {
+            "acceleration_rate": 1.713,
+            "accepted_per_position": [0.5, 0.213],
+            "greedy_match": {"sequences": 32, "identical": 32, "ties": 0},
+        },
+    },
+    "target_text": {"distinct_4": 0.931, "mean_entropy_nats": 1.07},
+    "quarantine": {"seeds": {"duplicate": 12, "empty": 5}, "generate": {"degenerate-loop": 20}},
+    "hardware": {"cpus": 2, "gpu": None},
+    "seconds_by_stage": {"target": 80.0, "seeds": 1.2, "generate": 61.0, "train": 7300.0, "check": 0.25},
+}
+
+EXTRAS: dict[str, Any] = {
+    "tree": {"choices": CHOICES, "probabilities": PROBABILITIES},
+    "losses": [{"step": s, "loss": 5.0 - s / 100, "head_losses": [2.5, 3.5 - s / 100], "lr": 1e-3} for s in range(50)],
+    "held_out": [{"step": 25, "loss": 4.8, "head_losses": [2.6, 3.4]}],
+    "samples": [
+        {
+            "prompt": "Why a tree?",
+            "tokens": [{"text": "One", "step": 0}, {"text": " step,", "step": 1}, {"text": " 多个词元", "step": 1}],
+        }
+    ],
+}
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    return copy.deepcopy(REPORT)
+
+
+@pytest.fixture
+def extras() -> dict[str, Any]:
+    return copy.deepcopy(EXTRAS)

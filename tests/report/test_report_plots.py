@@ -1,0 +1,90 @@
+"""The drawings: what they place where, and that they take what a real run hands them."""
+
+from __future__ import annotations
+
+import re
+
+import matplotlib
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.report import plots, tree_plot
+
+choices_lists = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple), min_size=1, max_size=40)
+
+
+@given(choices_lists)
+def test_no_two_nodes_share_a_place_and_no_edge_runs_upwards(choices):
+    places = tree_plot.layout(choices)
+    assert len(set(places.values())) == len(places)
+    assert places[()] == (0, 0)
+    for node, (depth, line) in places.items():
+        assert depth == len(node)
+        assert not node or places[node[:-1]][1] <= line
+
+
+@given(choices_lists)
+def test_every_leaf_has_a_line_of_its_own(choices):
+    places = tree_plot.layout(choices)
+    leaves = [node for node in places if not any(other[: len(node)] == node and other != node for other in places)]
+    assert sorted(places[leaf][1] for leaf in leaves) == list(range(len(leaves)))
+
+
+def test_a_path_of_first_guesses_runs_straight():
+    places = tree_plot.layout([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+    assert [places[(0,) * depth] for depth in range(4)] == [(0, 0), (1, 0), (2, 0), (3, 0)]
+    assert places[(1,)][1] == places[(1, 0)][1] == 2
+
+
+def test_tree_shows_the_probabilities_of_its_likely_nodes():
+    drawn = tree_plot.tree([[0], [1], [0, 0]], [0.62, 0.01, 0.25])
+    assert ">62%<" in drawn and ">25%<" in drawn and ">1%<" not in drawn
+    assert "head 1" in drawn and "head 2" not in drawn
+
+
+def test_tree_without_probabilities_is_drawn():
+    assert "head 0" in tree_plot.tree([[0], [1]])
+
+
+def test_head_accuracy_shows_first_and_last_guess_of_every_head():
+    drawn = plots.head_accuracy([{"top1": 0.62, "top5": 0.84}, {"top1": None, "top5": 0.66}])
+    assert all(f">{text}<" in drawn for text in ("62%", "84%", "66%", "top-1", "top-5"))
+
+
+def test_accepted_lengths_are_shares_of_all_steps():
+    drawn = plots.accepted_lengths([10, 25, 15])
+    assert all(f">{text}<" in drawn for text in ("20%", "50%", "30%"))
+
+
+def test_accepted_lengths_of_no_steps_at_all_are_drawn():
+    assert "<svg" in plots.accepted_lengths([0, 0])
+
+
+def test_a_long_run_of_losses_stays_a_small_drawing():
+    rows = [{"step": step, "loss": 3.0, "head_losses": [2.0 + step % 7, None]} for step in range(50_000)]
+    assert len(plots.losses(rows)) < 40_000
+
+
+def test_curves_are_averaged_and_not_sampled():
+    rows = [{"step": step, "loss": float(step % 2)} for step in range(10_000)]
+    steps, losses, _ = plots._curves(rows, 0)
+    assert len(steps) <= 300
+    assert losses == pytest.approx(0.5, abs=0.05)
+
+
+def test_losses_without_heads_or_with_rows_that_say_nothing_are_drawn():
+    assert "loss" in plots.losses([{"step": 0, "loss": None}, {"step": 1, "loss": 2.0}, {"loss": 1.0}], [{"step": 1}])
+
+
+def test_a_users_matplotlib_settings_change_no_drawing_and_are_left_alone():
+    plain = plots.accepted_lengths([1, 2])
+    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path"}):
+        assert plots.accepted_lengths([1, 2]) == plain
+        assert matplotlib.rcParams["font.size"] == 30
+
+
+def test_drawings_carry_no_colour_date_or_font_of_their_own():
+    drawn = tree_plot.tree([[0], [0, 0]], [0.5, 0.2]) + plots.accepted_lengths([1, 2])
+    assert not re.search(r"(fill|stroke): #|font-family|<metadata|<style|DOCTYPE|xmlns", drawn)
+    assert drawn.isascii()
