@@ -135,8 +135,9 @@ def identical(engine: Any) -> tuple[str, str]:
     sequences, equal, ties = (pick(match, key) for key in ("sequences", "identical", "ties"))
     if sequences is None:
         return UNKNOWN, "sequences equal to plain decoding"
-    note = f"and {ties} more, equal up to a tie" if ties else "sequences equal to plain decoding"
-    return f"{count(equal)}/{count(sequences)}", note
+    others = sequences - (equal or 0) - (ties or 0)
+    notes = [f"{ties} more equal up to a tie" if ties else "", f"{others} not equal" if others else ""]
+    return f"{count(equal)}/{count(sequences)}", ", ".join(filter(None, notes)) or "sequences equal to plain decoding"
 
 
 def _vllm_note(vllm: Any) -> str:

@@ -48,6 +48,8 @@ def losses(steps: Sequence[dict], held_out: Sequence[dict] = ()) -> str:
 
     def draw(axes: Axes) -> None:
         for rows, style, width in ((steps, "-", 1.3), (held_out, "--", 1.6)):
+            if not rows:
+                continue
             step_N, loss_N, head_losses_NK = _curves(rows, num_heads)
             for k in range(num_heads):
                 label = f"head {k}" if style == "-" else None

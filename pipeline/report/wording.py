@@ -35,8 +35,8 @@ def percent(value: Any) -> str:
 
 
 def rate(value: Any) -> str:
-    """Tokens per second: three significant digits for a slow machine, whole tokens for a fast one."""
-    return show(value, ".3g" if isinstance(value, float) and value < 100 else ",.0f")
+    """Tokens per second: a decimal for a slow machine, whole tokens for a fast one."""
+    return show(value, ".1f" if isinstance(value, float) and value < 100 else ",.0f")
 
 
 def duration(seconds: Any) -> str:

@@ -77,6 +77,12 @@ def test_losses_without_heads_or_with_rows_that_say_nothing_are_drawn():
     assert "loss" in plots.losses([{"step": 0, "loss": None}, {"step": 1, "loss": 2.0}, {"loss": 1.0}], [{"step": 1}])
 
 
+def test_held_out_losses_are_named_only_where_there_are_some():
+    rows = [{"step": 0, "loss": 2.0, "head_losses": [1.0, 1.0]}]
+    assert "held-out" in plots.losses(rows, rows) and "held-out" not in plots.losses(rows)
+    assert "held-out" not in plots.losses([{"step": 0, "loss": 2.0}])
+
+
 def test_a_users_matplotlib_settings_change_no_drawing_and_are_left_alone():
     plain = plots.accepted_lengths([1, 2])
     with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path"}):

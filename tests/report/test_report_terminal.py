@@ -24,7 +24,7 @@ def test_headline_stages_heads_tree_and_quarantine_are_printed(report, extras):
         "Acceleration rate 1.99",
         "Overhead 1.23x",
         "Speedup 1.61x",
-        "Greedy identical 31/32 and 1 more, equal up to a tie",
+        "Greedy identical 31/32 1 more equal up to a tie",
         "vLLM acceleration rate 1.71",
         "Target's own text 0.93 distinct-4; mean entropy 1.07 nats",
         "Tokens/s, plain 256",
@@ -53,6 +53,20 @@ def test_nothing_in_a_text_is_taken_for_markup_or_a_control_sequence(report):
     printed = _printed(report, width=100)
     assert "[red]x[/red] [link=a]" in printed and "[bold]" in printed and "[/nope]" in printed
     assert "\x1b" not in printed and "\x07" not in printed
+
+
+@pytest.mark.parametrize(
+    ("equal", "ties", "note"),
+    [
+        (32, 0, "32/32 sequences equal to plain decoding"),
+        (30, 2, "30/32 2 more equal up to a tie"),
+        (29, 1, "29/32 1 more equal up to a tie, 2 not equal"),
+        (31, 0, "31/32 1 not equal"),
+    ],
+)
+def test_sequences_that_differ_are_counted_beside_the_ties(report, equal, ties, note):
+    report["check"]["native"]["greedy_match"] = {"sequences": 32, "identical": equal, "ties": ties}
+    assert f"Greedy identical {note}" in " ".join(_printed(report, width=100).split())
 
 
 def test_a_terminal_gets_colours(report):
