@@ -1,0 +1,161 @@
+"""Where a target's files are: a local directory, or a Hub repository at one commit.
+
+The Hub's many ways of saying no become the two that a user can act on: ConfigError for a target that does not exist,
+EnvironmentFault for one that cannot be reached now. Weights are read from safetensors; where a repository has none
+(Vicuna), torch's weights-only reader takes `*.bin`, which loads tensors and runs no code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import ConfigError, EnvironmentFault
+
+WHERE = "target.model"
+DESCRIBING_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+def is_local(model: str) -> bool:
+    """Whether `model` means a directory here: one exists, or no Hub id is written like that."""
+    return Path(model).expanduser().is_dir() or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
+
+
+def local_directory(model: str) -> Path:
+    """The directory of a local target, absolute.
+
+    Raises:
+        ConfigError: There is none, or it holds no config.json.
+    """
+    directory = Path(model).expanduser().resolve()
+    if not directory.is_dir():
+        raise ConfigError(f"The target {model} is not a directory.", WHERE, "Give a model directory or a Hub id.")
+    if not (directory / "config.json").is_file():
+        gguf = next(directory.glob("*.gguf"), None)
+        found = f"only {gguf.name}, and GGUF is not read here" if gguf else "no config.json"
+        raise ConfigError(
+            f"The target directory {model} holds {found}.", WHERE, "Give a directory that `save_pretrained` has written."
+        )
+    return directory
+
+
+def find_file(model: str, revision: str | None, name: str) -> Path | None:
+    """Path of one file of the target, downloaded if need be; None where the target has no such file."""
+    if is_local(model):
+        path = local_directory(model) / name
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    with hub_errors(model, revision):
+        try:
+            return Path(hf_hub_download(model, name, revision=revision))
+        except LocalEntryNotFoundError:
+            snapshot = _cached_snapshot(model, revision)
+            if snapshot is None or name == "config.json":
+                raise
+            return None  # offline: the cached snapshot is all there is
+        except EntryNotFoundError:
+            return None
+
+
+def read_json(model: str, revision: str | None, name: str) -> dict[str, Any]:
+    """One of the target's JSON files as a dictionary; empty where the target has no such file."""
+    path = find_file(model, revision, name)
+    if path is None:
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}.", WHERE, "Download or save the target again.") from error
+
+
+def identifying_files(model: str, revision: str | None, *, with_code: bool) -> list[Path]:
+    """Local files whose content identifies the target: weights, configuration, tokenizer, template; sorted by name.
+
+    A Hub target is downloaded. Its files are links into the Hub cache, named there by the content's hash.
+
+    Raises:
+        ConfigError: The target holds no weights that can be read.
+    """
+    directory = local_directory(model) if is_local(model) else _download(model, revision, with_code=with_code)
+    code = sorted(path.name for path in directory.glob("*.py")) if with_code else []
+    names = {*DESCRIBING_FILES, *code, *_weight_names(directory, model)}
+    return [path for name in sorted(names) if (path := directory / name).is_file()]
+
+
+def _weight_names(directory: Path, model: str) -> list[str]:
+    """Names of the weight files that transformers and vLLM would load: an index's shards, else the single file."""
+    for single, index in zip(SINGLE_WEIGHTS, WEIGHT_INDEXES, strict=True):
+        if (directory / single).is_file():
+            return [single]
+        if (directory / index).is_file():
+            shards = sorted(set(json.loads((directory / index).read_text(encoding="utf-8"))["weight_map"].values()))
+            missing = [shard for shard in shards if not (directory / shard).is_file()]
+            if missing:
+                raise ConfigError(
+                    f"The target {model} lacks {len(missing)} of {len(shards)} weight files, {missing[0]} first.",
+                    WHERE,
+                    "Download it again.",
+                )
+            return [index, *shards]
+    kinds = sorted({path.suffix for path in directory.iterdir() if path.suffix in {".gguf", ".pt", ".pth", ".safetensors"}})
+    raise ConfigError(
+        f"The target {model} has no model.safetensors{f', only {kinds[0]} files' if kinds else ''}.",
+        WHERE,
+        "Load it once where it came from and `save_pretrained` it to a directory, then name that directory.",
+    )
+
+
+def _download(model: str, revision: str | None, *, with_code: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    has_safetensors = any(find_file(model, revision, name) for name in ("model.safetensors", WEIGHT_INDEXES[0]))
+    weights = "model*.safetensors*" if has_safetensors else "pytorch_model*.bin*"
+    patterns = [*DESCRIBING_FILES, weights, *(["*.py"] if with_code else [])]
+    with hub_errors(model, revision):
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+
+
+def _cached_snapshot(model: str, revision: str | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+@contextmanager
+def hub_errors(model: str, revision: str | None) -> Iterator[None]:
+    """Turn the Hub client's errors into ours."""
+    from huggingface_hub import errors as hub
+
+    at = f" at revision {revision}" if revision else ""
+    try:
+        yield
+    except hub.GatedRepoError as error:
+        fix = "Accept its terms on its Hub page and log in with `hf auth login`."
+        raise ConfigError(f"The target {model} is gated.", WHERE, fix) from error
+    except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError) as error:
+        fix = "Check the spelling; a private one needs `hf auth login`; a directory is written with ./ or /."
+        raise ConfigError(f"There is no target {model}{at}, neither as a directory nor on the Hub.", WHERE, fix) from error
+    except OSError as error:  # offline, unreachable, a full disk: the client's other errors are all of this kind
+        fix = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk, or give a local directory."
+        what = f"The target {model}{at} can be neither read nor fetched now ({type(error).__name__})."
+        raise EnvironmentFault(what, WHERE, fix) from error

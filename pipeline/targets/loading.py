@@ -1,0 +1,134 @@
+"""A target's weights in memory, and the proof that its features are tapped at the right place.
+
+Frozen and in evaluation mode. In 4 or 8 bit the backbone is quantized by bitsandbytes; the lm_head stays in the
+target's dtype, because the heads start as its copies.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.targets import files
+from pipeline.targets.spec import TargetSpec
+
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+
+
+def require_gpus(num_gpus: int) -> None:
+    """Raise EnvironmentFault where fewer GPUs are visible than a worker is to use."""
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if visible < num_gpus:
+        fix = "Set gpus_per_worker in placement to what a node has (0 runs on the CPU), or install torch with CUDA."
+        raise EnvironmentFault(f"{num_gpus} GPUs are asked for and {visible} are visible.", "placement", fix)
+
+
+def load_causal_lm(spec: TargetSpec, device: str | torch.device = "cpu", num_gpus: int = 1) -> PreTrainedModel:
+    """The target, frozen, on `device`; over the first `num_gpus` GPUs when that is more than one.
+
+    Raises:
+        ConfigError: transformers cannot load it.
+        EnvironmentFault: The GPU is missing or too small, or the weights cannot be read.
+    """
+    from transformers import AutoModelForCausalLM
+
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu:
+        require_gpus(num_gpus)
+    with files.hub_errors(spec.model, spec.revision):
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                spec.model,
+                revision=spec.revision,
+                trust_remote_code=spec.trust_remote_code,
+                dtype=getattr(torch, spec.dtype),
+                quantization_config=_quantization(spec),
+                device_map="auto" if on_gpu and num_gpus > 1 else {"": device},
+            )
+        except torch.cuda.OutOfMemoryError as error:
+            fix = "Raise gpus_per_worker, or set target.quantization to 8bit or 4bit."
+            raise EnvironmentFault(f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", fix) from error
+        except (ValueError, KeyError, ImportError) as error:
+            fix = "Upgrade transformers, or check the target's files."
+            raise ConfigError(f"transformers cannot load {spec.model}: {error}", files.WHERE, fix) from error
+    return model.eval().requires_grad_(False)
+
+
+def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
+    if spec.quantization is None:
+        return None
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        fix = "pip install bitsandbytes, or leave target.quantization unset."
+        raise EnvironmentFault("bitsandbytes is not importable.", "target.quantization", fix) from error
+    from transformers import BitsAndBytesConfig
+
+    if spec.quantization == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=getattr(torch, spec.dtype),
+    )
+
+
+def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
+    """The weight [V, D] that turns the features into the target's logits; a view, not a copy.
+
+    Raises:
+        ConfigError: The model has no linear lm_head, or only a quantized one.
+    """
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    if weight is None or not weight.is_floating_point() or weight.shape[1] != _hidden_size(model):
+        fix = "Choose a target whose lm_head is one linear layer of floating-point weights."
+        raise ConfigError("The target's lm_head cannot be copied into the heads.", files.WHERE, fix)
+    return weight.detach()
+
+
+@torch.inference_mode()
+def verify_tap(model: PreTrainedModel) -> None:
+    """Check that the state the features tap is the very state that the target's lm_head reads.
+
+    Runs eight tokens and listens at lm_head's input. Guards against families that put something between the two, whose
+    heads would train well and accept nothing.
+
+    Raises:
+        ConfigError: The states differ, or are not finite in the target's dtype.
+    """
+    head, read_by_head = model.get_output_embeddings(), []
+    lm_head_weight(model)
+    ids_BT = torch.arange(8, device=input_device(model))[None]
+    hook = head.register_forward_pre_hook(lambda _, args: read_by_head.append(args[0]))
+    try:
+        model(input_ids=ids_BT, use_cache=False)
+    finally:
+        hook.remove()
+    tapped_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+    if not torch.isfinite(tapped_BTD).all():
+        fix = "float16 overflows in some models: set target.dtype to bfloat16."
+        raise ConfigError(f"The target's states are not finite in {tapped_BTD.dtype}.", "target.dtype", fix)
+    if len(read_by_head) != 1 or _relative_error(read_by_head[0], tapped_BTD) > 1e-2:  # bf16 rounds at 4e-3
+        fix = "Medusa heads need lm_head to read the last hidden state after the final norm, and nothing in between."
+        raise ConfigError("The target's last hidden state is not what its lm_head reads.", files.WHERE, fix)
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where the model's input ids go."""
+    return model.get_input_embeddings().weight.device
+
+
+def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    if actual.shape != expected.shape:
+        return float("inf")
+    expected = expected.float()
+    return float((actual.float() - expected).norm() / expected.norm())
+
+
+def _hidden_size(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().hidden_size

