@@ -35,7 +35,7 @@ from pipeline.checkpoints.layout import (
     check_vocabulary,
     read_config,
 )
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 
 def write_export(
@@ -58,26 +58,31 @@ def write_export(
         choices: The tree's paths.
         card: The text of `README.md`.
 
-    Returns the files. Raises ConfigError for what cannot be exported, DataError for tensors that are not those heads.
+    Returns the files. Raises ConfigError for what cannot be exported, DataError for tensors that are not those heads,
+    EnvironmentFault for a full disk; whatever is raised, nothing is left behind.
     """
     directory = Path(directory)
     saved = tensors_as_saved(tensors, config)
     check_choices(choices, config)
     partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-
-    tokenizer.save_pretrained(str(partial))
-    _serialise(saved, partial / WEIGHTS_FILE)
-    _write_json(partial / CHOICES_FILE, [list(path) for path in choices])
-    (partial / CARD_FILE).write_text(card, encoding="utf-8")
-    _write_json(partial / CONFIG_FILE, config.to_json())
-    # safetensors makes its file readable to its owner alone; a server often runs as somebody else
-    shutil.copymode(partial / CONFIG_FILE, partial / WEIGHTS_FILE)
-    _compare(partial, saved, config)
-
-    names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
-    _put_in_place(partial, directory, names)
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
+    try:
+        partial.mkdir(parents=True)
+        tokenizer.save_pretrained(str(partial))
+        _serialise(saved, partial / WEIGHTS_FILE)
+        _write_json(partial / CHOICES_FILE, [list(path) for path in choices])
+        (partial / CARD_FILE).write_text(card, encoding="utf-8")
+        _write_json(partial / CONFIG_FILE, config.to_json())
+        # safetensors makes its file readable to its owner alone; a server often runs as somebody else
+        shutil.copymode(partial / CONFIG_FILE, partial / WEIGHTS_FILE)
+        _compare(partial, saved, config)
+        names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
+        _put_in_place(partial, directory, names)
+    except (OSError, SafetensorError) as error:
+        fix = f"It takes {sum(tensor.nbytes for tensor in saved.values()) / 1e9:.1f} GB; see to the disk and run again."
+        raise EnvironmentFault(f"The export cannot be written: {error}.", str(directory), fix) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     return [directory / name for name in names]
 
 
@@ -231,7 +236,6 @@ def _put_in_place(partial: Path, directory: Path, names: Iterable[str]) -> None:
         for name in sorted(names, key=lambda name: name == CONFIG_FILE):
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             os.replace(partial / name, directory / name)
-        shutil.rmtree(partial)
         _flush(directory)
     _flush(directory.parent)
 

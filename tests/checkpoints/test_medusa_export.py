@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoints.layout import ExportConfig, check_num_heads, read_config
 from pipeline.checkpoints.medusa import read_export, tensors_as_saved, verify_export, write_export
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 TREE = [[0], [1], [0, 0], [0, 1]]
 TIED_AND_FORMAT = [(False, "expanded"), (True, "expanded"), (True, "shared")]
@@ -279,16 +282,49 @@ def test_a_damaged_export_is_refused_with_the_reason(tmp_path, damage, said):
 
 
 class DyingTokenizer:
+    def __init__(self, error: BaseException):
+        self.error = error
+
     def save_pretrained(self, directory: str) -> None:
-        raise KeyboardInterrupt
+        Path(directory, "tokenizer.json").write_text("{")
+        raise self.error
 
 
-def test_an_interrupted_export_leaves_no_export_and_the_next_one_succeeds(tmp_path):
+def test_an_interrupted_export_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "export", config_of(), tokenizer=DyingTokenizer())
-    assert not (tmp_path / "export").exists()
-    write(tmp_path / "export", config_of())
+        write(tmp_path / "export", config_of(), tokenizer=DyingTokenizer(KeyboardInterrupt()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_export_left_does_not_get_into_the_next_one(tmp_path):
+    (tmp_path / ".export.partial").mkdir()
+    (tmp_path / ".export.partial" / "stale.safetensors").write_bytes(b"half")
+    directory = write(tmp_path / "export", config_of())
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert "stale.safetensors" not in {path.name for path in directory.iterdir()}
+
+
+def test_a_full_disk_is_an_environment_fault_and_leaves_the_old_export_whole(tmp_path):
+    directory = write(tmp_path / "export", config_of())
+    full = DyingTokenizer(OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(EnvironmentFault, match="No space left") as caught:
+        write(directory, config_of(num_heads=2), tokenizer=full)
+    assert caught.value.exit_code == 4
+    verify_export(directory, heads_of(config_of()), config_of())
+
+
+def test_weights_that_cannot_be_written_are_an_environment_fault(tmp_path):
+    tensors = heads_of(config_of())
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))  # smaller than the weights, larger than the rest
+    try:
+        with pytest.raises(EnvironmentFault, match="cannot be written"):
+            write(tmp_path / "export", config_of(), tensors)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_existing_directory_keeps_what_its_owner_put_there(tmp_path):
