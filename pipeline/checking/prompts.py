@@ -53,7 +53,11 @@ def question_prompts(path: Path, template: ChatTemplate, room: int) -> Prompts:
     rows = read_source(SeedSource(path=path), path.stem, max_characters=10**9)
     prompts = _fitting(_asked((row for row in rows if isinstance(row, Conversation)), template), room)
     if not prompts.kept:
-        raise DataError("The file holds no question that fits the target's context.", str(path), "Name a file of questions in check.prompts, or a number of held-out rows.")
+        raise DataError(
+            "The file holds no question that fits the target's context.",
+            str(path),
+            "Name a file of questions in check.prompts, or a number of held-out rows.",
+        )
     return prompts
 
 

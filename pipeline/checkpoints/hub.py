@@ -30,7 +30,7 @@ from pipeline.checkpoints.layout import (
 )
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault, MedusaDistillError
 
-BOOKKEEPING = {"stage.json", "DONE.json", "lock"}
+BOOKKEEPING = {"stage.json", "upstream.json", "DONE.json", "lock"}
 CONTINUES = "Run the same command again: what has arrived is not sent twice."
 
 

@@ -21,7 +21,9 @@ COLOURS = {"assistant": "green", "user": "cyan"}
 def inspect(
     run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
     stage: Annotated[str, typer.Argument(help="seeds, generate or features; of the others the summary is shown.")],
-    row: Annotated[str | None, typer.Argument(help="A row's id, or its number counted from 0. Default: the first.")] = None,
+    row: Annotated[
+        str | None, typer.Argument(help="A row's id, or its number counted from 0. Default: the first.")
+    ] = None,
 ) -> None:
     """Show a row; what the target wrote is coloured (assistant green, user cyan), the prompt and the glue are not."""
     run, config = RunDirectory.open(run_dir)
@@ -46,7 +48,10 @@ def inspect(
     console.print(coloured(found, load_tokenizer(resolve(config.target))))
     if "positions" in found:
         footer = read_footer(directory.shards()[0])
-        console.print(f"{len(found['positions'])} positions of {footer['hidden_size']} × {footer['dtype']}, {footer['tap']}", style="dim")
+        console.print(
+            f"{len(found['positions'])} positions of {footer['hidden_size']} × {footer['dtype']}, {footer['tap']}",
+            style="dim",
+        )
 
 
 def coloured(row: dict[str, Any], tokenizer: Any) -> Text:
@@ -68,4 +73,6 @@ def _find(directory: StageDirectory, row: str | None) -> dict[str, Any]:
             if candidate["id"] == wanted or (wanted.isdigit() and number == int(wanted)):
                 return candidate
             number += 1
-    raise ConfigError(f"There is no row '{wanted}' among the {number} rows.", str(directory.path), "Give an id or a number from 0.")
+    raise ConfigError(
+        f"There is no row '{wanted}' among the {number} rows.", str(directory.path), "Give an id or a number from 0."
+    )

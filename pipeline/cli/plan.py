@@ -41,7 +41,10 @@ def plan(
     placement = settings.placement
     for name in ("generate", "features", "train"):
         wanted = getattr(placement, name)
-        console.print(f"{name}: {wanted.workers} worker(s), {_or_default(wanted.gpus_per_worker)} GPU and {_or_default(wanted.cpus_per_worker)} CPU each", highlight=False)
+        console.print(
+            f"{name}: {wanted.workers} worker(s), {_or_default(wanted.gpus_per_worker)} GPU and {_or_default(wanted.cpus_per_worker)} CPU each",
+            highlight=False,
+        )
     if figures.disk_bytes > free:
         console.print("[yellow]That does not fit: name a larger run.store, or fewer rows with limit.[/]")
 

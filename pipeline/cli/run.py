@@ -13,7 +13,9 @@ from pipeline.flow import run_flow
 
 def run(
     config: Annotated[Path, typer.Argument(help="A YAML file such as configs/zephyr-7b.yaml, or a run's run.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value; values parse as YAML, paths are relative to here.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value; values parse as YAML, paths are relative to here.")
+    ] = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
     executor: Annotated[str, typer.Option(help="ray, or inline: everything in this process.")] = "ray",
     fresh: Annotated[str | None, typer.Option(help="Throw this stage's result away and make it again.")] = None,

@@ -16,7 +16,18 @@ from pipeline.storage.run_directory import RunDirectory
 def status(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")]) -> None:
     """Per stage: done, partial, stale or not run; rows, quarantined rows, seconds, tokens per second."""
     run, config = RunDirectory.open(run_dir)
-    table = Table("stage", "state", "shards", "rows", "quarantined", "seconds", "tokens/s", "directory", box=None, header_style="bold")
+    table = Table(
+        "stage",
+        "state",
+        "shards",
+        "rows",
+        "quarantined",
+        "seconds",
+        "tokens/s",
+        "directory",
+        box=None,
+        header_style="bold",
+    )
     for name, state in stage_states(run, config).items():
         summary = state.directory.summary if state.directory else {}
         cells = [summary.get(key) for key in ("rows", "quarantined", "seconds", "tokens_per_second")]

@@ -26,4 +26,8 @@ def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such
         state = "unfinished" if stage.done is None else f"{len(stage.done['files'])} files"
         console.print(f"{'[red]damaged[/]' if problems else '[green]ok[/]'}  {name:<10} {state}")
     if damaged:
-        raise CheckFailed("Damaged: " + "; ".join(damaged) + ".", str(run.path), "Run the same configuration again: what is damaged is made anew.")
+        raise CheckFailed(
+            "Damaged: " + "; ".join(damaged) + ".",
+            str(run.path),
+            "Run the same configuration again: what is damaged is made anew.",
+        )

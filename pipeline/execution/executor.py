@@ -43,7 +43,13 @@ class Executor(Protocol):
         """What there is to place workers on."""
         ...
 
-    def map(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any], tasks: Sequence[ShardTask], placement: Placement) -> Iterator[Outcome]:
+    def map(
+        self,
+        worker: Callable[..., ShardWorker],
+        arguments: dict[str, Any],
+        tasks: Sequence[ShardTask],
+        placement: Placement,
+    ) -> Iterator[Outcome]:
         """Run `worker(**arguments)` over tasks; outcomes come as they finish, in any order."""
         ...
 
@@ -86,7 +92,13 @@ class InlineExecutor:
 
         return Resources(((len(os.sched_getaffinity(0)), torch.cuda.device_count()),))
 
-    def map(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any], tasks: Sequence[ShardTask], placement: Placement) -> Iterator[Outcome]:
+    def map(
+        self,
+        worker: Callable[..., ShardWorker],
+        arguments: dict[str, Any],
+        tasks: Sequence[ShardTask],
+        placement: Placement,
+    ) -> Iterator[Outcome]:
         lazy = LazyWorker(worker, arguments)
         for task in tasks:
             yield lazy.run(task)

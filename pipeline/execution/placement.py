@@ -45,10 +45,17 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
     if wanted.cpus_per_worker is not None:
         cpus = wanted.cpus_per_worker
     elif gpus:
-        cpus = max(1, min(cpus // max(1, node_gpus // gpus) for cpus, node_gpus in have.nodes if node_gpus >= gpus) if any(g >= gpus for _, g in have.nodes) else 1)
+        cpus = max(
+            1,
+            min(cpus // max(1, node_gpus // gpus) for cpus, node_gpus in have.nodes if node_gpus >= gpus)
+            if any(g >= gpus for _, g in have.nodes)
+            else 1,
+        )
     else:
         cpus = max(1, have.cpus // wanted.workers)
-    fits = sum(min(node_cpus // cpus, node_gpus // gpus if gpus else wanted.workers) for node_cpus, node_gpus in have.nodes)
+    fits = sum(
+        min(node_cpus // cpus, node_gpus // gpus if gpus else wanted.workers) for node_cpus, node_gpus in have.nodes
+    )
     if fits < wanted.workers:
         nodes = "; ".join(f"{c} CPU and {g} GPU" for c, g in have.nodes)
         raise EnvironmentFault(

@@ -6,7 +6,15 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 SECONDS_BETWEEN_LINES = 15.0
 
@@ -31,13 +39,22 @@ class Meter:
 
     def __enter__(self) -> Meter:
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description:>10}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn())
+            columns = (
+                TextColumn("{task.description:>10}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[note]}"),
+                TimeElapsedColumn(),
+                TimeRemainingColumn(),
+            )
             self._bar = Progress(*columns, console=self.console, transient=True)
             self._bar.start()
             self._task = self._bar.add_task(self.name, total=self.total, completed=self.done, note="")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar:
             self._bar.stop()
 
@@ -48,7 +65,11 @@ class Meter:
             self._bar.update(self._task, completed=done, note=note)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            self.console.print(f"{self.name}: {done} of {self.total} {self.unit}, {self._time_left()}{', ' + note if note else ''}", highlight=False, soft_wrap=True)
+            self.console.print(
+                f"{self.name}: {done} of {self.total} {self.unit}, {self._time_left()}{', ' + note if note else ''}",
+                highlight=False,
+                soft_wrap=True,
+            )
 
     def advance(self, note: str = "") -> None:
         self.update(self.done + 1, note)

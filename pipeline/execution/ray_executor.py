@@ -40,12 +40,14 @@ class RayExecutor:
 
     def __init__(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its C++ side warns of what is meant
         try:
             import ray
             import ray.data
         except ImportError as error:
-            raise EnvironmentFault(f"Ray cannot be imported: {error}.", fix="Install it, or run with --executor inline.") from None
+            raise EnvironmentFault(
+                f"Ray cannot be imported: {error}.", fix="Install it, or run with --executor inline."
+            ) from None
         self._ray = ray
         self._started = not ray.is_initialized()
         if self._started:
@@ -63,19 +65,31 @@ class RayExecutor:
                 self._ray.init(**quiet)
             else:
                 cores = len(os.sched_getaffinity(0))
-                self._ray.init("local", num_cpus=cores, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+                self._ray.init(
+                    "local", num_cpus=cores, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet
+                )
         except Exception as error:
             raise EnvironmentFault(
-                f"Ray did not start: {error}.", os.environ.get("RAY_ADDRESS", "a local cluster"), "Check RAY_ADDRESS and `ray status`, or run with --executor inline."
+                f"Ray did not start: {error}.",
+                os.environ.get("RAY_ADDRESS", "a local cluster"),
+                "Check RAY_ADDRESS and `ray status`, or run with --executor inline.",
             ) from None
 
     def resources(self) -> Resources:
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         return Resources(tuple((int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in alive))
 
-    def map(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any], tasks: Sequence[ShardTask], placement: Placement) -> Iterator[Outcome]:
+    def map(
+        self,
+        worker: Callable[..., ShardWorker],
+        arguments: dict[str, Any],
+        tasks: Sequence[ShardTask],
+        placement: Placement,
+    ) -> Iterator[Outcome]:
         data = self._ray.data
-        descriptors = data.from_items([{"task": json.dumps(asdict(task))} for task in tasks], override_num_blocks=len(tasks))
+        descriptors = data.from_items(
+            [{"task": json.dumps(asdict(task))} for task in tasks], override_num_blocks=len(tasks)
+        )
         outcomes = descriptors.map_batches(
             ShardActor,
             fn_constructor_kwargs={"worker": worker, "arguments": arguments},
@@ -89,7 +103,9 @@ class RayExecutor:
 
     def call(self, function: Callable[..., Any], arguments: dict[str, Any], placement: Placement) -> Any:
         # max_calls=1: the process ends with the call, and with it what an engine holds of memory and GPU.
-        remote = self._ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1)(run_and_carry_errors)
+        remote = self._ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1)(
+            run_and_carry_errors
+        )
         result, error = self._ray.get(remote.remote(function, arguments))
         if error:
             raise error
@@ -100,7 +116,9 @@ class RayExecutor:
             self._ray.shutdown()
 
 
-def run_and_carry_errors(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Any, MedusaDistillError | None]:
+def run_and_carry_errors(
+    function: Callable[..., Any], arguments: dict[str, Any]
+) -> tuple[Any, MedusaDistillError | None]:
     """Errors meant for the user come back as they are, not wrapped in Ray's own."""
     try:
         return function(**arguments), None

@@ -43,7 +43,9 @@ def run_sharded(
     tasks = stage.tasks(upstream)
     failures: Counter[int] = Counter()
     pending = stage.pending(tasks)
-    receipts = {index: receipt for index, receipt in stage.receipts().items() if index not in {task.index for task in pending}}
+    receipts = {
+        index: receipt for index, receipt in stage.receipts().items() if index not in {task.index for task in pending}
+    }
     started, fresh = time.monotonic(), 0.0
     with context.meter(stage.stage, len(tasks), done=len(receipts)) as meter:
         while pending:
@@ -82,7 +84,13 @@ def totals(receipts: dict[int, Receipt], unit: str) -> dict[str, Any]:
 def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
     facts: dict[str, Any] = {"stage": stage.stage, "shard": outcome.index}
     if outcome.receipt:
-        context.run.event("shard", **facts, rows=outcome.receipt.num_rows, quarantined=outcome.receipt.num_quarantined, **outcome.receipt.stats)
+        context.run.event(
+            "shard",
+            **facts,
+            rows=outcome.receipt.num_rows,
+            quarantined=outcome.receipt.num_quarantined,
+            **outcome.receipt.stats,
+        )
     else:
         context.run.event("shard-failed", **facts, error=str(outcome.error or outcome.traceback))
 

@@ -95,9 +95,15 @@ def _read_choices(path: Path) -> Any:
     try:
         choices = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"The tree cannot be read: {error}.", "calibrate.choices", "Give a JSON list of paths such as [[0], [0, 0], [1]].") from None
+        raise ConfigError(
+            f"The tree cannot be read: {error}.",
+            "calibrate.choices",
+            "Give a JSON list of paths such as [[0], [0, 0], [1]].",
+        ) from None
     if not isinstance(choices, list):
-        raise ConfigError("The tree is not a list of paths.", str(path), "Give a JSON list of paths such as [[0], [0, 0], [1]].")
+        raise ConfigError(
+            "The tree is not a list of paths.", str(path), "Give a JSON list of paths such as [[0], [0, 0], [1]]."
+        )
     return choices
 
 

@@ -39,7 +39,13 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     choices = [tuple(path) for path in read_json(export / "medusa_choices.json")]
     prompts = _prompts(context)
     placement = context.placement("features")
-    shared = {"target": target, "export": str(export), "prompts": prompts.kept, "settings": settings, "gpus": placement.gpus}
+    shared = {
+        "target": target,
+        "export": str(export),
+        "prompts": prompts.kept,
+        "settings": settings,
+        "gpus": placement.gpus,
+    }
     result: dict[str, Any] = {"skipped_prompts": prompts.skipped}
     if "native" in settings.engines:
         result |= context.executor.call(check_native, {**shared, "choices": choices}, placement)
@@ -66,7 +72,9 @@ def failures(result: dict[str, Any], min_acceleration_rate: float) -> list[str]:
         if differing:
             found.append(f"{engine}: {differing} of {match['sequences']} greedy sequences differ from plain decoding")
         if rate < min_acceleration_rate:
-            found.append(f"{engine}: acceleration rate {rate:.2f} is below check.min_acceleration_rate = {min_acceleration_rate:.2f}")
+            found.append(
+                f"{engine}: acceleration rate {rate:.2f} is below check.min_acceleration_rate = {min_acceleration_rate:.2f}"
+            )
     if "vllm" in result and not any(result["vllm"]["accepted_per_position"]):
         found.append("vllm: it accepted no drafted token")
     return found
@@ -84,7 +92,9 @@ def one_line(summary: dict[str, Any]) -> str:
     parts = []
     if native := summary.get("native"):
         match = native["greedy_match"]
-        parts.append(f"native: acceleration rate {native['acceleration_rate']:.2f}, speedup {native['speedup']:.2f}x, {match['identical']}/{match['sequences']} identical")
+        parts.append(
+            f"native: acceleration rate {native['acceleration_rate']:.2f}, speedup {native['speedup']:.2f}x, {match['identical']}/{match['sequences']} identical"
+        )
     if served := summary.get("vllm"):
         match = served["greedy_match"]
         parts.append(f"vLLM: {served['acceleration_rate']:.2f}, {match['identical']}/{match['sequences']} identical")
@@ -100,5 +110,9 @@ def _prompts(context: Context) -> Prompts:
     prompts = held_out_prompts(context.upstream["generate"].shards(), settings.prompts, room)
     if not prompts.kept:
         fix = "Shorten check.max_new_tokens, or name a file of questions in check.prompts."
-        raise DataError(f"No held-out prompt leaves room for {settings.max_new_tokens} tokens in the target's context.", "check.prompts", fix)
+        raise DataError(
+            f"No held-out prompt leaves room for {settings.max_new_tokens} tokens in the target's context.",
+            "check.prompts",
+            fix,
+        )
     return prompts

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.checkpoints.card import model_card
-from pipeline.checkpoints.layout import ExportConfig
+from pipeline.checkpoints.layout import ExportConfig, check_vocabulary
 from pipeline.checkpoints.medusa import write_export
 from pipeline.execution.context import Context
 from pipeline.medusa.heads import to_named_tensors
 from pipeline.storage.durable import read_json
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.spec import load_tokenizer
+from pipeline.targets.spec import load_tokenizer, model_config
 from pipeline.training.checkpoints import load_heads
 
 NAME = "export"
@@ -25,17 +25,23 @@ UPSTREAM = ("train", "calibrate")
 
 def identity(context: Context) -> dict[str, Any]:
     """The format, the dtype, and what the export calls its target."""
-    return {"settings": context.config.export.model_dump(mode="json"), "base_model": context.target.model, "dtype": context.target.dtype}
+    return {
+        "settings": context.config.export.model_dump(mode="json"),
+        "base_model": context.target.model,
+        "dtype": context.target.dtype,
+    }
 
 
 def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     """Write the directory and read it back."""
     settings, spec = context.config.export, context.target
     heads = load_heads(context.upstream["train"].path / "heads.safetensors")
+    vocab_size = model_config(spec).get_text_config().vocab_size
+    check_vocabulary(heads.config.vocab_size, vocab_size)
     config = ExportConfig(
         base_model_name_or_path=spec.model,
         hidden_size=heads.config.hidden_size,
-        vocab_size=heads.config.vocab_size,
+        vocab_size=vocab_size,
         num_heads=heads.config.num_heads,
         num_layers=heads.config.num_layers,
         tied=heads.config.tied,
@@ -52,8 +58,15 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         choices=tree["choices"],
         card=model_card({}, base_model=spec.model, repo_id=None, recipe=recipe),
     )
-    return {"files": [path.name for path in files], "bytes": sum(path.stat().st_size for path in files), "dtype": config.dtype, "format": config.format}
+    return {
+        "files": [path.name for path in files],
+        "bytes": sum(path.stat().st_size for path in files),
+        "dtype": config.dtype,
+        "format": config.format,
+    }
 
 
 def one_line(summary: dict[str, Any]) -> str:
-    return f"{len(summary['files'])} files, {summary['bytes'] / 1e6:,.1f} MB, {summary['dtype']}, read back and compared"
+    return (
+        f"{len(summary['files'])} files, {summary['bytes'] / 1e6:,.1f} MB, {summary['dtype']}, read back and compared"
+    )

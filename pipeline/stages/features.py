@@ -40,7 +40,12 @@ Row = dict[str, Any]
 def identity(context: Context) -> dict[str, Any]:
     """The engine and the codec; the batch size only moves rounding noise."""
     settings = context.config.features
-    return {"engine": settings.engine, "codec": settings.codec, "engine_args": settings.engine_args, "target": context.target_identity}
+    return {
+        "engine": settings.engine,
+        "codec": settings.codec,
+        "engine_args": settings.engine_args,
+        "target": context.target_identity,
+    }
 
 
 def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
@@ -62,8 +67,14 @@ class Worker:
 
     def __init__(self, target: TargetSpec, settings: FeaturesConfig, gpus: int):
         self.settings = settings
-        self.engine = make_feature_engine(settings.engine, target, settings.tokens_per_batch, settings.engine_args, gpus)
-        self.footer = {"dtype": str(self.engine.dtype).removeprefix("torch."), "hidden_size": str(self.engine.hidden_size), "tap": TAP}
+        self.engine = make_feature_engine(
+            settings.engine, target, settings.tokens_per_batch, settings.engine_args, gpus
+        )
+        self.footer = {
+            "dtype": str(self.engine.dtype).removeprefix("torch."),
+            "hidden_size": str(self.engine.hidden_size),
+            "tap": TAP,
+        }
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.monotonic()
@@ -115,7 +126,9 @@ def write_group(writer: ShardWriter, group: list[tuple[Row, torch.Tensor]]) -> i
         num_bad = int((~torch.isfinite(hidden_ND).all(dim=1)).sum())
         if num_bad:
             detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
-            writer.refuse(Refused(row["id"], Reason.NON_FINITE, detail, {"input_ids": row["input_ids"], "spans": row["spans"]}))
+            writer.refuse(
+                Refused(row["id"], Reason.NON_FINITE, detail, {"input_ids": row["input_ids"], "spans": row["spans"]})
+            )
             continue
         finite.append({**row, "hidden": hidden_ND.view(torch.uint8).numpy().tobytes()})
         num_positions += len(hidden_ND)

@@ -42,8 +42,15 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     """Generate every pending shard."""
     placement = context.placement(NAME)
     settings = context.config.generate
-    ChatTemplate(load_tokenizer(context.target), context.target.chat_template)  # a missing template is told before a worker starts
-    arguments = {"target": context.target, "settings": settings, "seed": context.config.run.seed, "gpus": placement.gpus}
+    ChatTemplate(
+        load_tokenizer(context.target), context.target.chat_template
+    )  # a missing template is told before a worker starts
+    arguments = {
+        "target": context.target,
+        "settings": settings,
+        "seed": context.config.run.seed,
+        "gpus": placement.gpus,
+    }
     return run_sharded(context, stage, context.upstream["seeds"], Worker, arguments, placement, unit="tokens")
 
 
@@ -61,16 +68,28 @@ class Worker:
         self.max_tokens = context_length(target)
         self.stop_token_ids = tuple(sorted(eos_token_ids(target)))
         passthrough = settings.mode == "passthrough"
-        self.engine = None if passthrough else make_generation_engine(settings.engine, target, settings.engine_args, gpus, settings.batch_invariant)
+        self.engine = (
+            None
+            if passthrough
+            else make_generation_engine(settings.engine, target, settings.engine_args, gpus, settings.batch_invariant)
+        )
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.monotonic()
         seeds = list(read_rows(task.source))
-        dialogues = {row["id"]: Dialogue(conversation_of(row), self.template, self._dialogue_settings(row["split"])) for row in seeds}
+        dialogues = {
+            row["id"]: Dialogue(conversation_of(row), self.template, self._dialogue_settings(row["split"]))
+            for row in seeds
+        }
         converse(list(dialogues.values()), self.engine)
         counts: Counter[str] = Counter()
         with ShardWriter(
-            task.shard, task.quarantine, GENERATED, index=task.index, fingerprint=task.fingerprint, upstream=task.upstream
+            task.shard,
+            task.quarantine,
+            GENERATED,
+            index=task.index,
+            fingerprint=task.fingerprint,
+            upstream=task.upstream,
         ) as writer:
             rows: list[dict[str, Any]] = []
             for seed in seeds:
@@ -80,7 +99,9 @@ class Worker:
                     writer.refuse(Refused(seed["id"], refusal.reason, refusal.detail, seed))
                     continue
                 rows += [generated_row(row, seed["split"]) for row in generated]
-                counts.update(tokens=sum(row.num_generated for row in generated), turns=sum(len(row.spans) for row in generated))
+                counts.update(
+                    tokens=sum(row.num_generated for row in generated), turns=sum(len(row.spans) for row in generated)
+                )
             writer.write(rows)
             stats = {**counts, "busy_seconds": time.monotonic() - started}
             return writer.commit(NAME, [seed["id"] for seed in seeds], stats)
@@ -91,7 +112,10 @@ class Worker:
         return DialogueSettings(
             mode=settings.mode,
             sampling=Sampling(
-                temperature=temperature, top_p=settings.top_p, max_new_tokens=settings.max_new_tokens, stop_token_ids=self.stop_token_ids
+                temperature=temperature,
+                top_p=settings.top_p,
+                max_new_tokens=settings.max_new_tokens,
+                stop_token_ids=self.stop_token_ids,
             ),
             max_tokens=self.max_tokens,
             rounds=settings.rounds,

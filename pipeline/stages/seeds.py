@@ -61,7 +61,13 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         rows = split_rows(_read(context), settings.holdout)
         for index, chunk in enumerate(_chunks(rows, settings.rows_per_shard)):
             receipts[index] = _write_shard(stage, index, chunk)
-            context.run.event("shard", stage=NAME, shard=index, rows=receipts[index].num_rows, quarantined=receipts[index].num_quarantined)
+            context.run.event(
+                "shard",
+                stage=NAME,
+                shard=index,
+                rows=receipts[index].num_rows,
+                quarantined=receipts[index].num_quarantined,
+            )
             meter.update(meter.done + len(chunk))
     for stray in [path for path in stage.shards() if int(path.stem) not in receipts]:
         stray.unlink()
@@ -108,19 +114,27 @@ def _unit_hash(row_id: str) -> float:
     return int.from_bytes(hashlib.sha256(b"split:" + row_id.encode()).digest()[:8], "big") / 2**64
 
 
-def _chunks(rows: Iterator[tuple[Conversation | Refused, str]], size: int) -> Iterator[list[tuple[Conversation | Refused, str]]]:
+def _chunks(
+    rows: Iterator[tuple[Conversation | Refused, str]], size: int
+) -> Iterator[list[tuple[Conversation | Refused, str]]]:
     while chunk := list(itertools.islice(rows, size)):
         yield chunk
 
 
 def _write_shard(stage: StageDirectory, index: int, chunk: list[tuple[Conversation | Refused, str]]) -> Receipt:
-    with ShardWriter(stage.shard_path(index), stage.quarantine_path(index), SEEDS, index=index, fingerprint=stage.fingerprint) as writer:
+    with ShardWriter(
+        stage.shard_path(index), stage.quarantine_path(index), SEEDS, index=index, fingerprint=stage.fingerprint
+    ) as writer:
         writer.write([seed_row(row, split) for row, split in chunk if isinstance(row, Conversation)])
         for row, _ in chunk:
             if isinstance(row, Refused):
                 writer.refuse(row)
         splits = [split for row, split in chunk if isinstance(row, Conversation)]
-        return writer.commit(NAME, [row.id for row, _ in chunk], {f"{s}_rows": float(splits.count(s)) for s in ("train", "calibrate", "check")})
+        return writer.commit(
+            NAME,
+            [row.id for row, _ in chunk],
+            {f"{s}_rows": float(splits.count(s)) for s in ("train", "calibrate", "check")},
+        )
 
 
 def _require_enough(summary: dict[str, Any], stage: StageDirectory) -> None:

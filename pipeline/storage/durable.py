@@ -57,7 +57,9 @@ def disk_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in DISK_ERRORS or "No space left" in str(error):
             raise EnvironmentFault(
-                "The disk is full.", str(path), "Free some space and run the same command again: it continues where it stopped."
+                "The disk is full.",
+                str(path),
+                "Free some space and run the same command again: it continues where it stopped.",
             ) from error
         raise
 

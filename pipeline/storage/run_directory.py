@@ -37,7 +37,9 @@ class RunDirectory:
             run.path.mkdir(parents=True, exist_ok=True)
             run.store.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise EnvironmentFault(f"The run directory cannot be made: {error}.", str(run.path), "Set run.root to a writable place.") from None
+            raise EnvironmentFault(
+                f"The run directory cannot be made: {error}.", str(run.path), "Set run.root to a writable place."
+            ) from None
         write_text(run.path / "run.yaml", dump_config(config))
         return run
 
@@ -49,7 +51,11 @@ class RunDirectory:
             ConfigError: This is no run directory.
         """
         if not (path / "run.yaml").is_file():
-            raise ConfigError("This is no run directory: it has no run.yaml.", str(path), "Name the directory that `run` printed, such as runs/demo.")
+            raise ConfigError(
+                "This is no run directory: it has no run.yaml.",
+                str(path),
+                "Name the directory that `run` printed, such as runs/demo.",
+            )
         config = load_config(path / "run.yaml")
         return cls(path.resolve(), config.run.store), config
 

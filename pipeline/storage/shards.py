@@ -121,7 +121,7 @@ class ShardWriter:
             self._prove_complete(set(ids_in), stage)
         reasons: dict[str, int] = {}
         for refused in self.refused:
-            reasons[refused.reason] = reasons.get(refused.reason, 0) + 1
+            reasons[str(refused.reason)] = reasons.get(str(refused.reason), 0) + 1
         receipt = Receipt(
             index=self.index,
             fingerprint=self.fingerprint,
@@ -155,7 +155,13 @@ class ShardWriter:
 
 
 def quarantine_line(refused: Refused, stage: str) -> str:
-    row = {"id": refused.id, "stage": stage, "reason": str(refused.reason), "detail": refused.detail, "row": refused.row}
+    row = {
+        "id": refused.id,
+        "stage": stage,
+        "reason": str(refused.reason),
+        "detail": refused.detail,
+        "row": refused.row,
+    }
     return json.dumps(row, ensure_ascii=True, default=str) + "\n"
 
 

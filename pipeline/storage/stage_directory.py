@@ -56,7 +56,9 @@ class StageDirectory:
         """Make the directory and say in stage.json what it depends on."""
         self.path.mkdir(parents=True, exist_ok=True)
         if read_json(self.path / "stage.json") is None:
-            write_json(self.path / "stage.json", {"stage": self.stage, "fingerprint": self.fingerprint, "identity": identity})
+            write_json(
+                self.path / "stage.json", {"stage": self.stage, "fingerprint": self.fingerprint, "identity": identity}
+            )
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -84,7 +86,11 @@ class StageDirectory:
     def receipts(self) -> dict[int, Receipt]:
         """The receipts of whole shards of this fingerprint; damaged and foreign files are as if absent."""
         found = (read_receipt(path) for path in self.shards())
-        return {r.index: r for r in found if r and r.fingerprint == self.fingerprint and self.quarantine_path(r.index).exists()}
+        return {
+            r.index: r
+            for r in found
+            if r and r.fingerprint == self.fingerprint and self.quarantine_path(r.index).exists()
+        }
 
     def tasks(self, upstream: StageDirectory) -> list[ShardTask]:
         """One task per upstream shard."""
@@ -140,7 +146,9 @@ class StageDirectory:
             if not path.is_file():
                 problems.append(f"{path} is missing")
             elif file_facts(path) != facts:
-                problems.append(f"{path} is damaged: {path.stat().st_size} bytes, {facts['size']} were written, or another sha256")
+                problems.append(
+                    f"{path} is damaged: {path.stat().st_size} bytes, {facts['size']} were written, or another sha256"
+                )
         return problems
 
     def prepare(self, upstream: dict[str, str]) -> None:
@@ -160,7 +168,9 @@ class StageDirectory:
         """Every file but the bookkeeping, checkpoints of a finished training, and the card, which is written again."""
         passing = {"stage.json", "upstream.json", "DONE.json", "lock", "README.md"}
         found = (path for path in sorted(self.path.rglob("*")) if path.is_file() and path.name not in passing)
-        return [path for path in found if not {"checkpoints", "tensorboard", "ray"} & set(path.relative_to(self.path).parts)]
+        return [
+            path for path in found if not {"checkpoints", "tensorboard", "ray"} & set(path.relative_to(self.path).parts)
+        ]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -199,7 +209,9 @@ def lock(path: Path, what: str) -> Iterator[None]:
             file.seek(0)
             holder = file.read().strip() or "unknown process"
             raise EnvironmentFault(
-                f"Another run holds {what}.", f"{path}, held by {holder}", "Wait for it or stop it, then run the same command again."
+                f"Another run holds {what}.",
+                f"{path}, held by {holder}",
+                "Wait for it or stop it, then run the same command again.",
             ) from None
         file.truncate(0)
         file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}))
