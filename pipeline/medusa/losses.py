@@ -132,8 +132,10 @@ def _walk(
     grad_hidden = torch.zeros_like(flat_hidden) if wants_hidden else None
     grad_lm_head = torch.zeros_like(lm_head) if wants_lm_head else None
 
-    num_rows = max(1, chunk_bytes // (vocab_size * (hidden_KND.element_size() + exact.itemsize)))
-    num_rows = min(num_rows, flat_labels.numel())
+    # Held per logit: itself (later its gradient), its log p, and, where these differ in dtype, the logit converted.
+    logit_bytes = hidden_KND.element_size() + exact.itemsize * (1 if hidden_KND.dtype == exact else 2)
+    num_rows = chunk_bytes // (vocab_size * logit_bytes)
+    num_rows = max(1, min(num_rows, flat_labels.numel()))
     logits_buffer = flat_hidden.new_empty(num_rows, vocab_size)
     log_p_buffer = logits_buffer.new_empty(num_rows, vocab_size, dtype=exact)
     for head, rows in _rows_by_lm_head(labels_KN, shared=lm_head.dim() == 2):

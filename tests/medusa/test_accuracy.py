@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.medusa.accuracy import rank_accuracies, topk_hits
+from pipeline.medusa.heads import HeadsConfig, MedusaHeads
+from pipeline.medusa.losses import IGNORED
+
+NUM_HEADS, NUM_ROWS, SIZE, VOCAB = 3, 29, 8, 13
+
+
+def case(tied: bool) -> tuple[MedusaHeads, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    heads = MedusaHeads(HeadsConfig(SIZE, VOCAB, NUM_HEADS, 1, tied))
+    for parameter in heads.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    labels = torch.randint(VOCAB, (NUM_HEADS, NUM_ROWS), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.4] = IGNORED
+    return heads, torch.randn(NUM_ROWS, SIZE, generator=generator), labels
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * VOCAB * 4, 1 << 20])
+def test_hits_count_labels_above_which_fewer_than_r_tokens_stand(tied: bool, chunk_bytes: int):
+    heads, hidden, labels = case(tied)
+    hits, counts = topk_hits(heads, hidden, labels, 5, chunk_bytes=chunk_bytes)
+    logits = heads(hidden)
+    for k in range(NUM_HEADS):
+        rows = [n for n in range(NUM_ROWS) if labels[k, n] != IGNORED]
+        ranks = [int((logits[k, n] > logits[k, n, labels[k, n]]).sum()) for n in rows]
+        assert counts[k] == len(rows)
+        assert hits[k].tolist() == [sum(rank <= r for rank in ranks) for r in range(5)]
+
+
+def test_rank_accuracies_are_shares_of_single_guesses():
+    accuracies = rank_accuracies(torch.tensor([[5, 7, 7], [0, 1, 4]]), torch.tensor([10, 8]))
+    assert accuracies == [[0.5, pytest.approx(0.2), 0.0], [0.0, 0.125, 0.375]]
+
+
+def test_a_head_without_labels_has_accuracy_zero():
+    assert rank_accuracies(torch.tensor([[0, 0]]), torch.tensor([0])) == [[0.0, 0.0]]
+
+
+def test_every_label_is_hit_when_all_tokens_are_guessed():
+    heads, hidden, labels = case(tied=False)
+    hits, counts = topk_hits(heads, hidden, labels, VOCAB + 2)
+    assert hits[:, VOCAB - 1].tolist() == counts.tolist() == hits[:, -1].tolist()
+
+
+def test_batches_add_up():
+    heads, hidden, labels = case(tied=False)
+    parts = [topk_hits(heads, hidden[rows], labels[:, rows], 4) for rows in (slice(0, 9), slice(9, None))]
+    hits, counts = topk_hits(heads, hidden, labels, 4)
+    assert torch.equal(sum(part[0] for part in parts), hits) and torch.equal(sum(part[1] for part in parts), counts)

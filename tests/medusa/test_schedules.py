@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import get_cosine_schedule_with_warmup
+
+from pipeline.medusa.schedules import cosine_with_warmup
+
+
+@pytest.mark.parametrize(("total", "warmup"), [(50, 10), (50, 0), (10, 10), (5, 20)])
+def test_cosine_with_warmup_is_that_of_transformers(total: int, warmup: int):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = get_cosine_schedule_with_warmup(optimizer, warmup, total)
+    for step in range(total + 1):
+        assert cosine_with_warmup(step, total, warmup) == pytest.approx(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+
+
+def test_rate_stays_at_zero_after_the_last_step():
+    assert cosine_with_warmup(61, 50, 10) == pytest.approx(0.0, abs=1e-12)
