@@ -27,6 +27,7 @@ from pipeline.errors import ConfigError
 
 __all__ = ["Completion", "Dialogue", "DialogueSettings", "GeneratedRow", "Request", "Sampling"]
 
+
 @dataclass(frozen=True)
 class DialogueSettings:
     """How a conversation is held; `generate` in the configuration.

@@ -84,8 +84,8 @@ def _sharegpt(row: Any) -> Turns:
 
 def _messages(row: Any) -> Turns:
     turns = [_turn(turn) for turn in _list(row, "messages")]
-    if isinstance(row.get("prompt"), str) and not any(role == "user" for role, _ in turns[:2]):
-        first = sum(role == "system" for role, _ in turns[:1])
+    first = sum(role == "system" for role, _ in turns[:1])
+    if isinstance(row.get("prompt"), str) and [role for role, _ in turns[first : first + 1]] != ["user"]:
         turns.insert(first, ("user", clean_text(row["prompt"])))
     return _with_system(row, turns)
 

@@ -164,9 +164,9 @@ def _readable(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
 
 
 def _lines(file: Iterable[bytes]) -> Iterator[str]:
-    """The lines that are not blank."""
+    """The lines that are not blank. A NUL is as undecodable as a bad byte: it comes from UTF-16 or from no text."""
     for line in file:
-        if text := line.decode("utf-8", "mark").strip("\ufeff \t\r\n"):
+        if text := line.decode("utf-8", "mark").replace("\0", UNDECODABLE_MARK).strip("\ufeff \t\r\n"):
             yield text
 
 
