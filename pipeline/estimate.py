@@ -1,4 +1,4 @@
-"""How large a run will be, from what is known already: seeds when they are there, the configuration's bounds otherwise."""
+"""How large a run will be: from what it has already, else from the configuration's bounds."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ class Estimate:
     """Upper bounds: every answer as long as it may be, until generate has run and the true counts are known."""
 
     conversations: str
-    tokens: int
-    positions: int
+    tokens: int  # to write, and to cache a state of each
     bytes_per_position: int
 
     @property
     def disk_bytes(self) -> int:
-        return self.positions * self.bytes_per_position
+        return self.tokens * self.bytes_per_position
 
 
 def estimate(run: RunDirectory, config: Config) -> Estimate:
-    """Tokens to write, positions to cache, bytes of each."""
+    """Tokens to write and to cache, and the bytes of each."""
     seeds, generated = run.latest("seeds"), run.latest("generate")
     rows = int((seeds.summary if seeds else {}).get("rows", 0))
     limits = [source.limit for source in config.seeds.sources]
@@ -41,4 +40,4 @@ def estimate(run: RunDirectory, config: Config) -> Estimate:
     except MedusaDistillError:
         hidden_size, width = ASSUMED_HIDDEN_SIZE, 2
     conversations = f"{rows:,}" if rows else f"at most {known_limit:,}" if known_limit else "an unknown number of"
-    return Estimate(conversations, written or bound, written or bound, hidden_size * width)
+    return Estimate(conversations, written or bound, hidden_size * width)

@@ -1,4 +1,4 @@
-"""What every test shares: no network, no usage reports, quiet engines, one thread per library unless a test asks for more."""
+"""What every test shares: no network, no usage reports, quiet engines."""
 
 from __future__ import annotations
 

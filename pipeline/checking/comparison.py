@@ -13,13 +13,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from pipeline.config import CheckConfig
 from pipeline.targets.loading import input_device
+from pipeline.targets.spec import TargetSpec
 
 GapAt = Callable[[list[int]], float]
 
 # Where the target's top-2 logit gap is below this, the choice is rounding's. In half precision one unit in the last
 # place of a logit of 16 is 0.016 (float16) or 0.125 (bfloat16).
 TIE_TOLERANCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.25}
+
+
+def tie_tolerance(target: TargetSpec, settings: CheckConfig) -> float:
+    """The configured tolerance, else the dtype's."""
+    return TIE_TOLERANCE[target.dtype] if settings.tie_tolerance is None else settings.tie_tolerance
 
 
 @dataclass

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pipeline.checking.comparison import TIE_TOLERANCE, compare, gap_of
+from pipeline.checking.comparison import compare, gap_of, tie_tolerance
 from pipeline.checking.prompts import Prompt
 from pipeline.checkpoints.medusa import read_export
 from pipeline.config import CheckConfig
@@ -53,13 +53,14 @@ def check_native(
     """Decode every prompt plainly and with the tree.
 
     Returns:
-        `native` and `target_text` of report.json, `samples` for its drawing, `differing` sequences (not ties), and the
-        plain sequences.
+        `native` and `target_text` of report.json, `samples` for its drawing, and the `differing` sequences that are
+        not ties.
     """
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     heads = load_exported_heads(export).to(input_device(model))
-    ends = {"eos_token_ids": eos_token_ids(target), "max_length": context_length(target)}
-    plain, medusa = plain_decoder(model, **ends), MedusaDecoder(model, heads, choices, **ends)
+    eos, room = eos_token_ids(target), context_length(target)
+    plain = plain_decoder(model, eos_token_ids=eos, max_length=room)
+    medusa = MedusaDecoder(model, heads, choices, eos_token_ids=eos, max_length=room)
     rule = acceptance_rule(settings.acceptance, settings.temperature, settings.typical_eps, settings.typical_delta)
 
     _decode_all(plain, medusa, prompts[:2], 16, rule)  # warm-up
@@ -71,7 +72,7 @@ def check_native(
         if rule is greedy_acceptance
         else [medusa.generate(p.ids, settings.max_new_tokens) for p in prompts]
     )
-    tolerance = TIE_TOLERANCE[target.dtype] if settings.tie_tolerance is None else settings.tie_tolerance
+    tolerance = tie_tolerance(target, settings)
     greedy_ids = [decoded.token_ids for decoded in greedy]
     match = compare([p.id for p in prompts], [p.ids for p in prompts], plain_ids, greedy_ids, gap_of(model), tolerance)
     return {
@@ -86,7 +87,6 @@ def check_native(
         "target_text": text_statistics(model, prompts, plain_ids),
         "samples": samples(load_tokenizer(target), prompts, first.medusa),
         "differing": match.differing,
-        "plain": plain_ids,
     }
 
 

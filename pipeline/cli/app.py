@@ -21,7 +21,7 @@ from pipeline.errors import Interrupted, MedusaDistillError
 
 app = typer.Typer(
     name="medusa-distill",
-    help="A chat model in, verified Medusa heads out: self-distillation, training, a check in the serving engine, upload.",
+    help="A chat model in, verified Medusa heads out: distill, train, check in the serving engine, publish.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -18,9 +18,9 @@ from pipeline.storage.run_directory import RunDirectory
 
 def plan(
     config: Annotated[Path, typer.Argument(help="A YAML file such as configs/zephyr-7b.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, as for `run`.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, as for run.")] = None,
 ) -> None:
-    """Say which stages would run and which are cached, with tokens, disk and workers. Starts nothing, writes nothing."""
+    """Say which stages would run and which are cached, with tokens, disk and workers. Starts and writes nothing."""
     settings = load_config(config, overrides or ())
     run = RunDirectory(settings.run.directory, settings.run.store)
     console = Console(width=None if Console().is_terminal else 120)
@@ -32,19 +32,14 @@ def plan(
     figures = estimate(run, settings)
     existing = next(path for path in (run.store, *run.store.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    console.print(
-        f"\n{figures.conversations} conversations, about {figures.tokens:,} tokens to write at most, {figures.positions:,} feature positions of "
-        f"{figures.bytes_per_position:,} bytes: up to {figures.disk_bytes / 1e9:,.1f} GB on disk, {free / 1e9:,.0f} GB free.",
-        highlight=False,
-        soft_wrap=True,
-    )
+    work = f"{figures.conversations} conversations, at most {figures.tokens:,} tokens to write and as many feature positions"
+    disk = f"{figures.bytes_per_position:,} bytes each: up to {figures.disk_bytes / 1e9:,.1f} GB, {free / 1e9:,.0f} GB free"
+    console.print(f"\n{work}, {disk}.", highlight=False, soft_wrap=True)
     placement = settings.placement
     for name in ("generate", "features", "train"):
         wanted = getattr(placement, name)
-        console.print(
-            f"{name}: {wanted.workers} worker(s), {_or_default(wanted.gpus_per_worker)} GPU and {_or_default(wanted.cpus_per_worker)} CPU each",
-            highlight=False,
-        )
+        gpus, cpus = _or_default(wanted.gpus_per_worker), _or_default(wanted.cpus_per_worker)
+        console.print(f"{name}: {wanted.workers} worker(s), {gpus} GPU and {cpus} CPU each", highlight=False)
     if figures.disk_bytes > free:
         console.print("[yellow]That does not fit: name a larger run.store, or fewer rows with limit.[/]")
 

@@ -13,7 +13,7 @@ from pipeline.storage.run_directory import STAGES, RunDirectory
 
 
 def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")]) -> None:
-    """Read every shard and weight file again and compare size and sha256 with DONE.json; exit 1 names what is damaged."""
+    """Compare every shard's and weight file's size and sha256 with DONE.json; exit 1 names what is damaged."""
     run, _ = RunDirectory.open(run_dir)
     console = Console(highlight=False)
     damaged: list[str] = []

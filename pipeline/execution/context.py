@@ -1,4 +1,4 @@
-"""What a stage is given: the configuration, the run, the finished stages before it, where to work, where to show progress."""
+"""What a stage is given: configuration, run, the stages before it, where to work, where to show progress."""
 
 from __future__ import annotations
 

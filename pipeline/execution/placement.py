@@ -1,4 +1,4 @@
-"""How many workers a stage gets and what each may use; refused before anything starts when the cluster can never fit it.
+"""How many workers a stage gets and what each may use; refused up front when the cluster can never fit it.
 
 Ray would wait forever for resources that no node has, so the sum is done here, in words that a person can follow.
 """
@@ -57,10 +57,11 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
         min(node_cpus // cpus, node_gpus // gpus if gpus else wanted.workers) for node_cpus, node_gpus in have.nodes
     )
     if fits < wanted.workers:
+        need = f"{wanted.workers * cpus} CPU and {wanted.workers * gpus} GPU"
         nodes = "; ".join(f"{c} CPU and {g} GPU" for c, g in have.nodes)
         raise EnvironmentFault(
-            f"The cluster cannot place {stage}: {wanted.workers} worker(s) of {cpus} CPU and {gpus} GPU need {wanted.workers * cpus} CPU "
-            f"and {wanted.workers * gpus} GPU, each worker on one node; the {len(have.nodes)} node(s) have {nodes}, room for {fits}.",
+            f"The cluster cannot place {stage}: {wanted.workers} worker(s) of {cpus} CPU and {gpus} GPU need {need}, "
+            f"each worker on one node; the {len(have.nodes)} node(s) have {nodes}: room for {fits}.",
             f"placement.{stage}",
             "Ask for less, or start a larger cluster.",
         )

@@ -62,7 +62,7 @@ class Meter:
         """Say how far it is; `note` is a rate or a loss."""
         self.done = done
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, note=note)
+            self._bar.update(self._task, completed=done, total=self.total, note=note)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
             self.console.print(

@@ -35,10 +35,10 @@ def run_sharded(
         unit: The receipt's statistic that the rate is shown in: `tokens` or `positions`.
 
     Returns:
-        Totals over all shards: rows, quarantined, reasons, and every statistic's sum; `tokens_per_second` counts only this run's shards.
+        Totals over all shards, see `totals`.
 
     Raises:
-        MedusaDistillError: A worker said that going on makes no sense; too much was quarantined; the disk is nearly full.
+        MedusaDistillError: A worker says so; too much was quarantined; the disk is nearly full.
     """
     tasks = stage.tasks(upstream)
     failures: Counter[int] = Counter()
@@ -100,8 +100,9 @@ def _after_failure(limits: LimitsConfig, stage: StageDirectory, outcome: Outcome
         raise outcome.error
     failures[outcome.index] += 1
     if failures[outcome.index] >= limits.max_consecutive_failures:
+        last = outcome.traceback.strip().splitlines()[-1]
         raise EnvironmentFault(
-            f"Shard {outcome.index} of {stage.stage} failed {failures[outcome.index]} times, the last time with: {outcome.traceback.strip().splitlines()[-1]}.",
+            f"Shard {outcome.index} of {stage.stage} failed {failures[outcome.index]} times, last with: {last}.",
             str(stage.path),
             "The full traceback is in events.jsonl. Everything that was committed is kept; the same command continues.",
         )
@@ -139,7 +140,8 @@ def check_quarantine(limits: LimitsConfig, stage: str, where: str, receipts: Any
     if seen and refused / seen > limits.max_quarantine_fraction and (final or seen >= 100):
         top = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(3))
         raise DataError(
-            f"{stage} refused {refused} of {seen} rows, more than limits.max_quarantine_fraction = {limits.max_quarantine_fraction}; top reasons: {top}.",
+            f"{stage} refused {refused} of {seen} rows, a fraction above limits.max_quarantine_fraction = "
+            f"{limits.max_quarantine_fraction}; top reasons: {top}.",
             where,
             "Read the quarantine files there, mend the input or raise the limit; what was committed is kept.",
         )

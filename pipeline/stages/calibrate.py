@@ -55,11 +55,12 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     accuracy_KR = rank_accuracies(hits_KR, counts_K)
     choices = _choices(settings, accuracy_KR)
     probabilities = [path_probability(accuracy_KR, path) for path in choices]
+    expected = expected_acceleration_rate(accuracy_KR, choices)
     tree = {
         "choices": [list(path) for path in choices],
         "probabilities": probabilities,
         "accuracies": accuracy_KR,
-        "expected_acceleration_rate": expected_acceleration_rate(accuracy_KR, choices),
+        "expected_acceleration_rate": expected,
     }
     write_json(stage.path / "tree.json", tree)
     return {
@@ -68,7 +69,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
             "nodes": len(choices),
             "depth": max(map(len, choices)),
             "source": "calibrate.choices" if settings.choices else "searched",
-            "expected_acceleration_rate": round(tree["expected_acceleration_rate"], 4),
+            "expected_acceleration_rate": round(expected, 4),
         },
         "positions": int(counts_K.max()),
     }
@@ -77,7 +78,8 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
 def one_line(summary: dict[str, Any]) -> str:
     tree = summary["tree"]
     accuracies = " ".join(f"{head['top1']:.0%}" for head in summary["heads"])
-    return f"top-1 {accuracies}; a tree of {tree['nodes']} nodes, expected acceleration rate {tree['expected_acceleration_rate']:.2f}"
+    rate = tree["expected_acceleration_rate"]
+    return f"top-1 {accuracies}; a tree of {tree['nodes']} nodes, expected acceleration rate {rate:.2f}"
 
 
 def _head(hits_R: list[int], count: int) -> dict[str, Any]:

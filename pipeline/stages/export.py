@@ -6,6 +6,7 @@ tree and model card together.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pipeline.checkpoints.card import model_card
@@ -13,7 +14,6 @@ from pipeline.checkpoints.layout import ExportConfig, check_vocabulary
 from pipeline.checkpoints.medusa import write_export
 from pipeline.execution.context import Context
 from pipeline.medusa.heads import to_named_tensors
-from pipeline.storage.durable import read_json
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import load_tokenizer, model_config
 from pipeline.training.checkpoints import load_heads
@@ -48,7 +48,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         format=settings.formats[0],
         dtype=spec.dtype if settings.dtype == "auto" else settings.dtype,
     )
-    tree = read_json(context.upstream["calibrate"].path / "tree.json")
+    tree = json.loads((context.upstream["calibrate"].path / "tree.json").read_text(encoding="utf-8"))
     recipe = context.config.model_dump(mode="json")
     files = write_export(
         stage.path,

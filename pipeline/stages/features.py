@@ -23,7 +23,7 @@ from pipeline.execution.sharded import run_sharded
 from pipeline.storage.rows import spans_of
 from pipeline.storage.schemas import FEATURES
 from pipeline.storage.shards import Receipt, ShardWriter, read_rows
-from pipeline.storage.stage_directory import ShardTask, StageDirectory
+from pipeline.storage.stage_directory import ShardTask, StageDirectory, shard_writer
 from pipeline.targets.engines import make_feature_engine
 from pipeline.targets.spec import TargetSpec
 
@@ -59,7 +59,8 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
 
 def one_line(summary: dict[str, Any]) -> str:
     speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
-    return f"{summary.get('positions', 0):,.0f} positions of {summary['bytes_per_position']:,.0f} bytes{speed}, {summary['quarantined']} quarantined"
+    positions = f"{summary.get('positions', 0):,.0f} positions of {summary['bytes_per_position']:,.0f} bytes"
+    return f"{positions}{speed}, {summary['quarantined']} quarantined"
 
 
 class Worker:
@@ -81,12 +82,9 @@ class Worker:
         rows = list(read_rows(task.source, ["id", "parent_id", "split", "input_ids", "spans"]))
         positions = 0
         with (
-            ShardWriter(
-                task.shard, task.quarantine, FEATURES, index=task.index, fingerprint=task.fingerprint, upstream=task.upstream,
-                footer=self.footer, codec=self.settings.codec,
-            ) as writer,
+            shard_writer(task, FEATURES, footer=self.footer, codec=self.settings.codec) as writer,
             ThreadPoolExecutor(1) as background,
-        ):  # fmt: skip
+        ):
             written: deque[Future[int]] = deque()
             states = self.engine.stream(row["input_ids"] for row in rows)
             for group in row_groups(zip(rows, states, strict=True)):
@@ -119,7 +117,7 @@ def row_groups(rows: Iterable[tuple[Row, torch.Tensor]]) -> Iterator[list[tuple[
 
 
 def write_group(writer: ShardWriter, group: list[tuple[Row, torch.Tensor]]) -> int:
-    """Write rows as one row group, quarantine those whose states are not finite; returns how many positions were kept."""
+    """Write rows as one row group, quarantine those with a state that is not finite; how many positions were kept."""
     finite: list[Row] = []
     num_positions = 0
     for row, hidden_ND in group:

@@ -21,8 +21,8 @@ from pipeline.execution.context import Context
 from pipeline.execution.sharded import run_sharded
 from pipeline.storage.rows import conversation_of, message_dicts
 from pipeline.storage.schemas import GENERATED
-from pipeline.storage.shards import Receipt, ShardWriter, read_rows
-from pipeline.storage.stage_directory import ShardTask, StageDirectory
+from pipeline.storage.shards import Receipt, read_rows
+from pipeline.storage.stage_directory import ShardTask, StageDirectory, shard_writer
 from pipeline.targets.engines import make_generation_engine
 from pipeline.targets.protocol import GenerationEngine
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
@@ -56,7 +56,8 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
 
 def one_line(summary: dict[str, Any]) -> str:
     speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
-    return f"{summary['rows']:,} rows, {summary.get('tokens', 0):,.0f} tokens written{speed}, {summary['quarantined']} quarantined"
+    written = f"{summary['rows']:,} rows, {summary.get('tokens', 0):,.0f} tokens written"
+    return f"{written}{speed}, {summary['quarantined']} quarantined"
 
 
 class Worker:
@@ -67,12 +68,10 @@ class Worker:
         self.settings, self.seed = settings, seed
         self.max_tokens = context_length(target)
         self.stop_token_ids = tuple(sorted(eos_token_ids(target)))
-        passthrough = settings.mode == "passthrough"
-        self.engine = (
-            None
-            if passthrough
-            else make_generation_engine(settings.engine, target, settings.engine_args, gpus, settings.batch_invariant)
-        )
+        self.engine: GenerationEngine | None = None  # passthrough asks for nothing
+        if settings.mode != "passthrough":
+            arguments = (settings.engine_args, gpus, settings.batch_invariant)
+            self.engine = make_generation_engine(settings.engine, target, *arguments)
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.monotonic()
@@ -83,14 +82,7 @@ class Worker:
         }
         converse(list(dialogues.values()), self.engine)
         counts: Counter[str] = Counter()
-        with ShardWriter(
-            task.shard,
-            task.quarantine,
-            GENERATED,
-            index=task.index,
-            fingerprint=task.fingerprint,
-            upstream=task.upstream,
-        ) as writer:
+        with shard_writer(task, GENERATED) as writer:
             rows: list[dict[str, Any]] = []
             for seed in seeds:
                 try:

@@ -141,7 +141,8 @@ def _require_enough(summary: dict[str, Any], stage: StageDirectory) -> None:
     fewest = min(summary.get(f"{split}_rows", 0) for split in ("train", "calibrate", "check"))
     if fewest < MIN_HELD_OUT:
         raise DataError(
-            f"{summary['rows']} usable conversations are too few: training, calibration and the check need at least {MIN_HELD_OUT} rows each.",
+            f"{summary['rows']} usable conversations are too few: training, calibration and the check need at least "
+            f"{MIN_HELD_OUT} rows each.",
             str(stage.path),
             "Name more or larger sources in seeds.sources, or raise seeds.holdout.",
         )

@@ -1,0 +1,60 @@
+"""train: the heads, from the cached features; the backbone is not run (Medusa-1, paper 2.2.1).
+
+Promises: trains on the `train` split alone; interrupted, it continues at the very next batch; one worker or many
+follow the same loss curve. With Ray, Ray Train starts the workers and restarts what dies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.execution.context import Context
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.targets.spec import model_config
+from pipeline.training.medusa1 import train_medusa1
+from pipeline.training.spec import TrainSpec
+
+NAME = "train"
+VERSION = 1
+UPSTREAM = ("features",)
+
+BOOKKEEPING = ("checkpoint_every", "keep_checkpoints")
+
+
+def identity(context: Context) -> dict[str, Any]:
+    """The recipe, the seed, and the target whose lm_head the heads start from."""
+    settings = context.config.train.model_dump(mode="json", exclude=set(BOOKKEEPING))
+    return {"settings": settings, "seed": context.config.run.seed, "target": context.target_identity}
+
+
+def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
+    """Train until heads.safetensors is there."""
+    features, placement = context.upstream["features"], context.placement(NAME)
+    text_config = model_config(context.target).get_text_config()
+    spec = TrainSpec(
+        shards=tuple(map(str, features.shards())),
+        fingerprint=features.fingerprint,
+        settings=context.config.train,
+        target=context.target,
+        hidden_size=text_config.hidden_size,
+        vocab_size=text_config.vocab_size,
+        seed=context.config.run.seed,
+        directory=str(stage.path),
+        device="cuda" if placement.gpus else "cpu",
+    )
+    with context.meter(NAME, 0, unit="steps") as meter:
+
+        def show(step: int, total: int, loss: float, rate: float) -> None:
+            meter.total = total
+            meter.update(step, f"loss {loss:.3f}, {rate:,.0f} positions/s")
+
+        if context.executor.name == "ray":
+            from pipeline.training.ray_entry import train_on_ray
+
+            return train_on_ray(spec, placement.workers, placement.cpus, placement.gpus, show)
+        return train_medusa1(spec, on_progress=show)
+
+
+def one_line(summary: dict[str, Any]) -> str:
+    steps = f"{summary['steps']:,} steps, loss {summary['final_loss']:.3f}"
+    return f"{steps}, {summary['tokens_per_second']:,.0f} positions/s"
