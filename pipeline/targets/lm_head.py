@@ -1,0 +1,89 @@
+"""The target's output embedding alone, out of its weight files: what the heads start from.
+
+Training from cached features needs [V, D] of a target and nothing else of it; reading one tensor takes a second where
+loading a 70B target would take minutes and 140 GB. Where the files leave any doubt, the model is loaded after all.
+
+Letters: D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from pipeline.targets import files
+from pipeline.targets.loading import lm_head_weight, load_causal_lm
+from pipeline.targets.spec import TargetSpec, model_config
+
+OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight", "output.weight")
+INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+
+
+def read_lm_head(spec: TargetSpec) -> Tensor:
+    """The weight [V, D] that turns the target's features into its logits, on the CPU, in the target's dtype.
+
+    Of a tied target this is the input embedding. On the Hub, only the file that holds it is downloaded.
+
+    Raises:
+        ConfigError: The target has no linear lm_head, or cannot be loaded.
+        EnvironmentFault: The Hub cannot be reached.
+    """
+    weight_VD = _from_files(spec)
+    if weight_VD is None:
+        weight_VD = lm_head_weight(load_causal_lm(spec)).clone()
+    return weight_VD.to(getattr(torch, spec.dtype))
+
+
+def _from_files(spec: TargetSpec) -> Tensor | None:
+    """The tensor, where exactly one fits by name and shape; None where only the model itself can tell."""
+    text = model_config(spec).get_text_config()
+    tied = bool(text.tie_word_embeddings)
+    file_of = _weight_map(spec)
+    inputs, outputs = _named(file_of, INPUT_EMBEDDINGS), _named(file_of, OUTPUT_EMBEDDINGS)
+    candidates = inputs if tied and not outputs else [] if tied else outputs
+    if len(candidates) != 1:
+        return None
+    path = file_of[candidates[0]]
+    weight = _read(path if isinstance(path, Path) else files.find_file(spec.model, spec.revision, path), candidates[0])
+    fits = weight is not None and weight.is_floating_point() and weight.shape == (text.vocab_size, text.hidden_size)
+    return weight if fits else None
+
+
+def _weight_map(spec: TargetSpec) -> dict[str, Path | str]:
+    """Where each tensor lies: a file here, or a name to find; empty where no file says so."""
+    for single, index in zip(files.SINGLE_WEIGHTS, files.WEIGHT_INDEXES, strict=True):
+        if (path := files.find_file(spec.model, spec.revision, single)) is not None:
+            return dict.fromkeys(_names(path), path)
+        if (path := files.find_file(spec.model, spec.revision, index)) is not None:
+            return json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    return {}
+
+
+def _named(names: Collection[str], endings: tuple[str, ...]) -> list[str]:
+    return [name for name in names if any(name == ending or name.endswith(f".{ending}") for ending in endings)]
+
+
+def _names(path: Path) -> list[str]:
+    if path.suffix != ".safetensors":
+        return list(_load_bin(path))
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+def _read(path: Path | None, name: str) -> Tensor | None:
+    if path is None:
+        return None
+    if path.suffix != ".safetensors":
+        return _load_bin(path)[name].clone()
+    with safe_open(path, "pt") as file:
+        return file.get_tensor(name)
+
+
+def _load_bin(path: Path) -> dict[str, Tensor]:
+    """An older checkpoint file, mapped and not read; the weights-only reader runs no code."""
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

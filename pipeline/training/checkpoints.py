@@ -1,0 +1,147 @@
+"""Checkpoints and trained heads: one safetensors file each, whole or absent; nothing is ever unpickled.
+
+A checkpoint holds all that a resume needs to end with the same weights: named tensors (heads, optimizer) and, in its
+header, a JSON state (step, running sums) and a digest. It is written in the background from a copy, since 8 GB of
+state take seconds; a damaged one (its digest disagrees) falls back to the one before. `heads.safetensors` is the end of
+a training: the heads and, in its header, their shape and the summary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pipeline.errors import DataError
+from pipeline.medusa.heads import HeadsConfig, MedusaHeads, from_named_tensors, to_named_tensors
+from pipeline.storage.durable import atomic_path
+
+State = dict[str, Any]
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """The checkpoints of one training directory; a context, so that leaving it awaits the last write."""
+
+    def __init__(self, directory: Path, keep: int):
+        self.directory, self.keep = directory, keep
+        self._background = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        self._background.shutdown()
+        if kind is None:
+            self.wait()
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:08d}.safetensors"
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, newest first."""
+        paths = self.directory.glob("step-*.safetensors")
+        return sorted((int(path.stem.removeprefix("step-")) for path in paths), reverse=True)
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: State) -> None:
+        """Copy everything now and write it in the background; awaits (and reports) the write before it.
+
+        Raises:
+            EnvironmentFault: The disk was full at the write before.
+        """
+        self.wait()
+        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        self._writing = self._background.submit(self._write, step, copies, json.dumps(state))
+
+    def wait(self) -> None:
+        """Until the last write is on disk."""
+        if self._writing:
+            self._writing.result()
+        self._writing = None
+
+    def newest(self) -> int:
+        """The newest step whose checkpoint is whole, 0 without one."""
+        return next((step for step in self.steps() if read_checkpoint(self.path(step))), 0)
+
+    def load(self, step: int, device: torch.device) -> tuple[dict[str, Tensor], State]:
+        """The tensors and the state of one step's checkpoint, as `newest` found it."""
+        found = read_checkpoint(self.path(step), device)
+        assert found is not None, f"the checkpoint of step {step} was whole a moment ago"
+        return found
+
+    def _write(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with atomic_path(self.path(step)) as temporary:
+            save_file(tensors, temporary, {"state": state, "sha256": digest(tensors, state)})
+        whole = [other for other in self.steps() if other <= step]  # later ones were damaged, or are another history's
+        for other in set(self.steps()) - set(whole[: self.keep]):
+            self.path(other).unlink(missing_ok=True)
+
+
+def read_checkpoint(path: Path, device: torch.device | None = None) -> tuple[dict[str, Tensor], State] | None:
+    """A checkpoint's tensors and state; None, with a warning, where it is damaged."""
+    with contextlib.suppress(OSError, SafetensorError, KeyError, ValueError), safe_open(path, "pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
+        if digest(tensors, metadata["state"]) == metadata["sha256"]:
+            return {name: tensor.to(device) for name, tensor in tensors.items()}, json.loads(metadata["state"])
+    log.warning("The checkpoint %s is damaged: the one before it is used.", path)
+    return None
+
+
+def digest(tensors: Mapping[str, Tensor], state: str) -> str:
+    """The sha256 (hex) of names, dtypes, shapes and bytes of CPU tensors, and of the state."""
+    total = hashlib.sha256(state.encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def write_heads(path: Path, heads: MedusaHeads, summary: dict[str, Any]) -> None:
+    """Write trained heads under the names that engines read (`{k}.{l}.linear.weight`, …), in their own dtype.
+
+    Tied heads keep their one lm_head single, as `0.{L}.weight`.
+    """
+    header = {"heads": json.dumps(asdict(heads.config)), "summary": json.dumps(summary)}
+    with atomic_path(path) as temporary:
+        save_file(to_named_tensors(heads, expand_tied=False), temporary, header)
+
+
+def load_heads(path: Path) -> MedusaHeads:
+    """Trained heads, on the CPU.
+
+    Raises:
+        DataError: There are none, or the file is damaged.
+    """
+    if (header := _header(path)) is None:
+        fix = "Run again with --fresh train."
+        raise DataError("There are no trained heads here, or they are damaged.", str(path), fix)
+    return from_named_tensors(HeadsConfig(**json.loads(header["heads"])), load_file(path), where=str(path))
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """What training said of the heads in this file; None where there are none yet."""
+    header = _header(path)
+    return json.loads(header["summary"]) if header else None
+
+
+def _header(path: Path) -> dict[str, str] | None:
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata()
+    except (OSError, SafetensorError):
+        return None

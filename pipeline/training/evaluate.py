@@ -1,0 +1,93 @@
+"""How well heads do on held-out conversations: each head's loss, and how often its first guesses are right.
+
+Letters: K heads, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pipeline.conversations.conversation import Role
+from pipeline.medusa.accuracy import topk_hits
+from pipeline.medusa.heads import MedusaHeads
+from pipeline.medusa.losses import summed_cross_entropy
+from pipeline.training.checkpoints import load_heads
+from pipeline.training.features import FeatureRows
+from pipeline.training.loading import load_batches
+from pipeline.training.plan import EpochPlan
+from pipeline.training.world import World
+
+SPLIT = "calibrate"
+MAX_POSITIONS = 131_072  # an accuracy's standard error is then under 0.15 %
+TOP = 5
+
+
+def evaluate(
+    heads: MedusaHeads, rows: FeatureRows, world: World, *, batch_tokens: int, dtype: torch.dtype
+) -> list[dict[str, float]]:
+    """Per head {loss, top1, …, top5} over the held-out rows, all workers together; empty where no row is held out.
+
+    Matrix products run in `dtype`. At most `MAX_POSITIONS` positions are looked at, always the same ones.
+    """
+    plan = EpochPlan(rows.lengths(SPLIT), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
+    losses_K, hits_KR, counts_K = _measure(heads, rows, plan, TOP, world, dtype)
+    means_KR = torch.cat([losses_K[:, None], hits_KR], 1) / counts_K.clamp(min=1)[:, None]
+    names = ["loss", *(f"top{rank + 1}" for rank in range(TOP))]
+    return [dict(zip(names, row, strict=True)) for row in means_KR.tolist()] if plan.num_steps else []
+
+
+def held_out_hits(
+    shards: Sequence[str],
+    fingerprint: str,
+    heads: str,
+    roles: Collection[Role],
+    split: str,
+    top: int,
+    batch_tokens: int,
+) -> tuple[Tensor, Tensor]:
+    """How often trained heads' first `top` guesses are right on a split: (hits [K, R] cumulative in R, labels [K]).
+
+    Args:
+        shards, fingerprint, roles: As in `FeatureRows`.
+        heads: Path of the trained heads.
+
+    At most `MAX_POSITIONS` positions are looked at. In fp32, on a GPU where there is one.
+    """
+    module = load_heads(Path(heads)).to("cuda" if torch.cuda.is_available() else "cpu")
+    config = module.config
+    rows = FeatureRows(
+        shards,
+        fingerprint=fingerprint,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_heads=config.num_heads,
+        roles=roles,
+    )
+    plan = EpochPlan(rows.lengths(split), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
+    _, hits_KR, counts_K = _measure(module, rows, plan, top, World(), torch.float32)
+    return hits_KR.cpu(), counts_K.cpu()
+
+
+@torch.no_grad()
+def _measure(
+    heads: MedusaHeads, rows: FeatureRows, plan: EpochPlan, top: int, world: World, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Over a plan's positions and all workers: summed CE [K], cumulative hits [K, R], labels [K]."""
+    device, num_heads = heads.block_weight.device, heads.config.num_heads
+    losses_K = torch.zeros(num_heads, dtype=torch.float64, device=device)
+    hits_KR = torch.zeros(num_heads, top, dtype=torch.int64, device=device)
+    counts_K = torch.zeros(num_heads, dtype=torch.int64, device=device)
+    steps = range(plan.num_steps)
+    for batch in load_batches(rows, plan, steps, rank=world.rank, world_size=world.size, device=device):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            hidden_KND = heads.hidden(batch.hidden_ND).to(dtype)
+            losses_K += summed_cross_entropy(hidden_KND, heads.lm_head, batch.labels_KN)[0]
+            hits, counts = topk_hits(heads, batch.hidden_ND, batch.labels_KN, top)
+        hits_KR += hits
+        counts_K += counts
+    world.sum_all([losses_K, hits_KR, counts_K])
+    return losses_K, hits_KR, counts_K

@@ -1,0 +1,174 @@
+"""The cached hidden states as torch tensors, straight out of the shards' Parquet pages.
+
+What a head learns from is decided here once more from the spans: a row's *learnable* positions are those at which head
+0 has a label (the others have none for any head). Lengths, plans and batches count these and nothing else.
+
+Limits: the unit of reading is a row group, verified page by page. States keep their stored dtype and are not copied.
+
+Letters: N positions, D hidden size, V vocabulary, K heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor
+
+from pipeline.conversations.conversation import Role
+from pipeline.conversations.spans import IGNORED, Span, head_labels
+from pipeline.errors import DataError
+from pipeline.storage.shards import open_shard
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+REDO = "Delete this file and run the same command again: it is made anew."
+
+
+@dataclass(frozen=True)
+class Row:
+    """One conversation's states and what the heads learn from them."""
+
+    hidden_ND: Tensor  # all stored positions
+    learnable: Tensor  # int64, which of them carry a label
+    labels_KN: npt.NDArray[np.int32]  # at the learnable positions alone
+
+
+class FeatureRows:
+    """The rows of feature shards, read by row group.
+
+    Args:
+        shards: The shards' paths, in order; all of one run.
+        fingerprint: The features stage's fingerprint, which every shard must carry.
+        hidden_size, vocab_size: The target's; every shard must agree.
+        num_heads: K.
+        roles: Whose spans give labels.
+
+    Raises:
+        DataError: A shard is damaged, of another run, or of another hidden size.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[str],
+        *,
+        fingerprint: str,
+        hidden_size: int,
+        vocab_size: int,
+        num_heads: int,
+        roles: Collection[Role],
+    ):
+        self.hidden_size, self.vocab_size, self.num_heads, self.roles = hidden_size, vocab_size, num_heads, tuple(roles)
+        self._groups: list[tuple[str, int]] = []
+        self._lengths: list[npt.NDArray[np.int64]] = []
+        self._splits: list[npt.NDArray[np.object_]] = []
+        dtypes: dict[torch.dtype, str] = {}
+        for path in shards:
+            with _readable(path), open_shard(Path(path)) as shard:
+                dtypes.setdefault(self._accept(path, shard, fingerprint), path)
+                for group in range(shard.num_row_groups):
+                    self._groups.append((path, group))
+                    table = shard.read_row_group(group, columns=["split", "spans"], use_threads=False)
+                    self._lengths.append(_num_learnable(table["spans"], self.roles))
+                    self._splits.append(table["split"].to_numpy())
+        if len(dtypes) > 1:
+            raise DataError(f"The shards hold states of different dtypes: {dtypes}.", None, REDO)
+        self.dtype = next(iter(dtypes), torch.float32)
+
+    def _accept(self, path: str, shard: pq.ParquetFile, fingerprint: str) -> torch.dtype:
+        """A shard's dtype, after its footer has proved that it belongs here."""
+        footer = {key.decode(): value.decode() for key, value in (shard.schema_arrow.metadata or {}).items()}
+        if footer.get("fingerprint") != fingerprint:
+            found = footer.get("fingerprint", "none")
+            raise DataError(f"This shard is of another run: its fingerprint is {found}, not {fingerprint}.", path, REDO)
+        size, dtype = footer.get("hidden_size", "unknown"), footer.get("dtype", "unknown")
+        if size != str(self.hidden_size):
+            what = f"This shard's states have size {size}, the target's have {self.hidden_size}"
+            raise DataError(f"{what}: these features are of another target.", path, REDO)
+        if dtype not in DTYPES:
+            raise DataError(f"This shard's states are {dtype}, which is none of {', '.join(DTYPES)}.", path, REDO)
+        return DTYPES[dtype]
+
+    def lengths(self, split: str) -> list[npt.NDArray[np.int64]]:
+        """Per row group, each row's number of learnable positions; 0 where it is of another split."""
+        return [np.where(splits == split, n, 0) for splits, n in zip(self._splits, self._lengths, strict=True)]
+
+    def read_group(self, index: int) -> RowGroup:
+        """One row group in memory.
+
+        Raises:
+            DataError: A page fails its checksum.
+        """
+        path, group = self._groups[index]
+        with _readable(path), open_shard(Path(path)) as shard:
+            table = shard.read_row_group(group, columns=["id", "input_ids", "spans", "hidden"], use_threads=False)
+        return RowGroup(self, path, table)
+
+
+class RowGroup:
+    """A row group's rows, each taken apart when it is first asked for."""
+
+    def __init__(self, rows: FeatureRows, path: str, table: pa.Table):
+        self._rows, self._path, self._table = rows, path, table
+        self._states = [states for chunk in table["hidden"].chunks for states in _values(chunk)]
+        self._taken: dict[int, Row] = {}
+
+    def __getitem__(self, index: int) -> Row:
+        if index not in self._taken:
+            self._taken[index] = self._take(index)
+        return self._taken[index]
+
+    def _take(self, index: int) -> Row:
+        ids = self._table["input_ids"][index].values.to_numpy()
+        spans = [Span(**span) for span in self._table["spans"][index].as_py()]
+        rows, num_positions = self._rows, sum(map(len, spans))
+        labels_KN = head_labels(ids, spans, rows.num_heads, rows.roles)
+        learnable = np.flatnonzero(labels_KN[0] != IGNORED)
+        where = f"{self._path}, row {self._table['id'][index]}"
+        if (largest := labels_KN.max(initial=0)) >= rows.vocab_size:
+            what = f"Token {largest} is outside the target's vocabulary of {rows.vocab_size}"
+            raise DataError(f"{what}: these features are of another target.", where, REDO)
+        num_bytes, found = num_positions * rows.hidden_size * rows.dtype.itemsize, len(self._states[index])
+        if found != num_bytes:
+            raise DataError(f"A row has {found} bytes of states instead of {num_bytes}.", where, REDO)
+        hidden_ND = self._states[index].view(rows.dtype).view(num_positions, rows.hidden_size)
+        return Row(hidden_ND, torch.from_numpy(learnable), labels_KN[:, learnable])
+
+
+def _num_learnable(spans: pa.ChunkedArray, roles: Sequence[Role]) -> npt.NDArray[np.int64]:
+    """Each row's number of learnable positions: a span's tokens, but for its last, in the roles that are learned."""
+    sizes = pc.list_value_length(spans).to_numpy()
+    flat = pc.list_flatten(spans)
+    starts, ends, role = (pc.struct_field(flat, name) for name in ("start", "end", "role"))
+    learned = pc.is_in(role, pa.array(roles)).to_numpy()
+    numbers = (ends.to_numpy() - starts.to_numpy() - 1) * learned
+    row = np.repeat(np.arange(len(sizes)), sizes)
+    return np.bincount(row, weights=numbers, minlength=len(sizes)).astype(np.int64)
+
+
+def _values(chunk: pa.LargeBinaryArray) -> list[Tensor]:
+    """Each value's bytes as a uint8 tensor over Arrow's own memory."""
+    _, offsets, data = chunk.buffers()
+    edges = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1].tolist()
+    if data is None or not data.size:
+        return [torch.empty(0, dtype=torch.uint8) for _ in range(len(chunk))]
+    # DLPack, since torch.frombuffer warns of memory that is read-only, and the warning cannot be silenced in a thread.
+    everything = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), data.size, [None, data]))
+    return [everything[start:stop] for start, stop in itertools.pairwise(edges)]
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Turn what Arrow says of a damaged or missing file into one readable error."""
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise DataError(f"A shard of features cannot be read: {error}.", path, REDO) from error

@@ -1,0 +1,218 @@
+"""Medusa-1: the heads learn from cached hidden states, the backbone is never run (paper 2.2.1).
+
+The loss is the sum over heads of 0.8^(k+1) CE_k, each CE over the labels of the whole batch, whichever worker holds
+them: one worker and many follow the same curve within the noise of a sum. Weights are fp32; with bf16, products are.
+A run that was interrupted continues from its newest whole checkpoint at the very next batch; on a CPU it ends with
+the same weights, bit for bit.
+
+Letters: N positions, D hidden size, V vocabulary, K heads.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from pipeline.errors import CheckFailed, ConfigError, DataError
+from pipeline.medusa.heads import HeadsConfig, MedusaHeads
+from pipeline.medusa.losses import IGNORED, summed_cross_entropy
+from pipeline.medusa.schedules import cosine_with_warmup
+from pipeline.targets.lm_head import read_lm_head
+from pipeline.training.checkpoints import Checkpoints, read_summary, write_heads
+from pipeline.training.evaluate import evaluate
+from pipeline.training.features import FeatureRows
+from pipeline.training.loading import Batch, load_batches
+from pipeline.training.metrics import MetricsLog
+from pipeline.training.optimizers import load_optimizer, make_optimizer, optimizer_tensors
+from pipeline.training.plan import EpochPlan
+from pipeline.training.spec import TrainSpec, choose_device, product_dtype
+from pipeline.training.world import World
+
+LAST_STEPS = 50  # `final_loss` is the mean over so many
+
+Progress = Callable[[int, int, float, float], None]  # (step, total steps, loss, positions per second)
+
+
+def train_medusa1(spec: TrainSpec, world: World | None = None, on_progress: Progress | None = None) -> dict[str, Any]:
+    """Train the heads; returns {steps, tokens, seconds, tokens_per_second, final_loss, held_out}.
+
+    Leaves `heads.safetensors`, `metrics.jsonl`, `tensorboard/` and `checkpoints/` in the directory. A run that is
+    finished already only returns its summary.
+
+    Raises:
+        CheckFailed: The loss or its gradient is no longer finite.
+        ConfigError: The target's lm_head has another size than its configuration says.
+        DataError: A shard is damaged or of another run or target, or there is nothing to learn.
+        EnvironmentFault: The GPU or bitsandbytes is missing, or the disk is full.
+    """
+    if summary := read_summary(spec.heads_path):
+        return summary
+    world = world or World()
+    settings, device = spec.settings, choose_device(spec)
+    dtype = product_dtype(spec, device)
+    rows = open_features(spec)
+    lengths = rows.lengths("train")
+    plan = EpochPlan(lengths, batch_tokens=settings.batch_tokens, seed=spec.seed)
+    total_steps = plan.num_steps * settings.epochs
+    warmup_steps = min(settings.warmup_steps, total_steps // 2)  # however few steps there are, lr is reached
+
+    heads = initial_heads(spec).to(device)
+    optimizer = make_optimizer(heads, settings)
+    with ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", settings.keep_checkpoints))
+        course = resume(checkpoints, heads, optimizer, world)
+        log = stack.enter_context(MetricsLog(spec.path, course.step)) if world.is_first else None
+
+        def held_out() -> list[dict[str, float]]:
+            return evaluate(heads, rows, world, batch_tokens=settings.batch_tokens, dtype=dtype)
+
+        if course.step == 0:
+            course.held_out = held_out()
+            if log:
+                log.write(0, {"held_out": course.held_out})
+        while course.step < total_steps:
+            epoch, first = divmod(course.step, plan.num_steps)
+            plan = EpochPlan(lengths, batch_tokens=settings.batch_tokens, seed=spec.seed, epoch=epoch)
+            steps = range(first, plan.num_steps)
+            started = time.monotonic()
+            for batch in load_batches(rows, plan, steps, rank=world.rank, world_size=world.size, device=device):
+                lr = settings.lr * cosine_with_warmup(course.step, total_steps, warmup_steps)
+                figures = learn(heads, optimizer, batch, lr, spec, world)
+                course.advance(figures["loss"], figures.pop("positions"), time.monotonic() - started)
+                figures |= {"tokens": course.tokens, "tokens_per_second": course.tokens_per_second}
+                if course.step % plan.num_steps == 0:
+                    figures["held_out"] = course.held_out = held_out()
+                if log:
+                    log.write(course.step, {"epoch": course.step / plan.num_steps, **figures})
+                if world.is_first and course.step % settings.checkpoint_every == 0:
+                    save(checkpoints, heads, optimizer, course)
+                if on_progress:
+                    on_progress(course.step, total_steps, figures["loss"], course.tokens_per_second)
+                started = time.monotonic()
+    if world.is_first:
+        write_heads(spec.heads_path, heads, course.summary())
+    return course.summary()
+
+
+@dataclass
+class Course:
+    """How far training has come; part of every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0  # positions learned from, over all workers
+    seconds: float = 0.0  # in steps, waiting for data included; without evaluation and start-up
+    losses: list[float] = field(default_factory=list)  # of the last steps
+    held_out: list[dict[str, float]] = field(default_factory=list)  # the last evaluation, one entry per head
+
+    def advance(self, loss: float, positions: int, seconds: float) -> None:
+        self.step, self.tokens, self.seconds = self.step + 1, self.tokens + positions, self.seconds + seconds
+        self.losses = [*self.losses, loss][-LAST_STEPS:]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "steps": self.step,
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "final_loss": sum(self.losses) / len(self.losses),
+            "held_out": self.held_out,
+        }
+
+
+def open_features(spec: TrainSpec) -> FeatureRows:
+    """The cached states, checked against the run and the target; raises DataError."""
+    rows = FeatureRows(
+        spec.shards,
+        fingerprint=spec.fingerprint,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        num_heads=spec.settings.num_heads,
+        roles=spec.settings.roles,
+    )
+    if not sum(int(lengths.sum()) for lengths in rows.lengths("train")):
+        what = f"No train row has target-written text of two tokens or more in the roles {spec.settings.roles}."
+        raise DataError(what, "train.roles", "Generate more or longer answers, or learn from other roles.")
+    return rows
+
+
+def initial_heads(spec: TrainSpec) -> MedusaHeads:
+    """Heads that predict what the target predicts (2.1.1), in fp32 on the CPU."""
+    lm_head_VD = read_lm_head(spec.target).float()
+    if lm_head_VD.shape != (spec.vocab_size, spec.hidden_size):
+        expected = f"{spec.vocab_size} x {spec.hidden_size}"
+        what = f"The target's lm_head is {' x '.join(map(str, lm_head_VD.shape))}, its configuration says {expected}."
+        raise ConfigError(what, spec.target.model, "Check the target's config.json against its weights.")
+    settings = spec.settings
+    shape = (spec.hidden_size, spec.vocab_size, settings.num_heads, settings.num_layers)
+    return MedusaHeads.from_lm_head(HeadsConfig(*shape, tied=settings.lm_head == "tied"), lm_head_VD)
+
+
+def learn(
+    heads: MedusaHeads, optimizer: torch.optim.Optimizer, batch: Batch, lr: float, spec: TrainSpec, world: World
+) -> dict[str, Any]:
+    """One optimizer step on one batch, of which this worker holds a share; returns the figures of the whole batch."""
+    settings, device = spec.settings, heads.block_weight.device
+    dtype = product_dtype(spec, device)
+    counts_K = (batch.labels_KN != IGNORED).sum(1)
+    positions = torch.tensor([batch.labels_KN.shape[1]], device=device)
+    world.sum_all([counts_K, positions])
+    decays_K = settings.decay ** torch.arange(1, settings.num_heads + 1, device=device)
+    weights_K = decays_K / counts_K.clamp(min=1)  # every worker divides by the whole batch's labels
+
+    optimizer.zero_grad(set_to_none=True)
+    with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+        hidden_KND = heads.hidden(batch.hidden_ND)
+    sums_K, _ = summed_cross_entropy(hidden_KND.to(dtype), heads.lm_head, batch.labels_KN)
+    (weights_K * sums_K).sum().backward()
+
+    parameters = [parameter for parameter in heads.parameters() if parameter.requires_grad]
+    sums_K = sums_K.detach()
+    world.sum_all([sums_K, *(parameter.grad for parameter in parameters if parameter.grad is not None)])
+    norm = torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
+    head_losses_K = sums_K / counts_K.clamp(min=1)
+    loss, grad_norm, *head_losses = torch.cat([(weights_K * sums_K).sum()[None], norm[None], head_losses_K]).tolist()
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        what = (
+            f"Training diverged: the loss is {loss}, its gradient's norm {grad_norm}, at a learning rate of {lr:.2g}."
+        )
+        raise CheckFailed(
+            what, spec.directory, "Lower train.lr, raise train.warmup_steps or set train.precision: fp32."
+        )
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    return {"loss": loss, "head_losses": head_losses, "grad_norm": grad_norm, "lr": lr, "positions": int(positions)}
+
+
+def save(checkpoints: Checkpoints, heads: MedusaHeads, optimizer: torch.optim.Optimizer, course: Course) -> None:
+    """Hand a copy of everything that a resume needs to the checkpoint writer."""
+    tensors, numbers = optimizer_tensors(optimizer)
+    trained = {f"heads/{name}": tensor for name, tensor in heads.named_parameters() if tensor.requires_grad}
+    state = {"course": asdict(course), "optimizer": numbers}
+    checkpoints.save(course.step, trained | {f"optimizer/{name}": tensor for name, tensor in tensors.items()}, state)
+
+
+def resume(checkpoints: Checkpoints, heads: MedusaHeads, optimizer: torch.optim.Optimizer, world: World) -> Course:
+    """Go back to the newest whole checkpoint, the first worker's choice; a fresh course where there is none."""
+    device = heads.block_weight.device
+    step = int(world.sum(torch.tensor(checkpoints.newest() if world.is_first else 0, device=device)))
+    if not step:
+        return Course()
+    tensors, state = checkpoints.load(step, device)
+    rooms: dict[str, dict[str, torch.Tensor]] = {"heads": {}, "optimizer": {}}
+    for name, tensor in tensors.items():
+        room, _, rest = name.partition("/")
+        rooms[room][rest] = tensor
+    heads.load_state_dict(rooms["heads"], strict=False)
+    load_optimizer(optimizer, rooms["optimizer"], state["optimizer"])
+    return Course(**state["course"])

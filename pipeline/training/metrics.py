@@ -1,0 +1,67 @@
+"""Where training's figures go: metrics.jsonl, one line per step, and TensorBoard; a resume repeats no step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.storage.durable import write_text
+
+FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends to a training directory's logs; a context.
+
+    Args:
+        directory: The training directory.
+        step: The step that training resumes from; lines of later steps are dropped, as they will be written again.
+            They go by a rename, so that a worker that outlived its driver cannot append to the new file.
+    """
+
+    def __init__(self, directory: Path, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        kept = [line for line in read_metrics(directory) if line["step"] <= step] if step else []
+        write_text(directory / FILE, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file = (directory / FILE).open("a", encoding="utf-8")
+        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else 0)
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+        self._board.close()
+
+    def write(self, step: int, figures: dict[str, Any]) -> None:
+        """One step's figures: numbers, lists with an entry per head, and dictionaries of these."""
+        self._file.write(json.dumps({"step": step, **figures}, allow_nan=False) + "\n")
+        self._file.flush()
+        for name, number in _scalars(figures):
+            self._board.add_scalar(name, number, step)
+
+
+def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
+    """The lines of metrics.jsonl; a last line that a kill cut short is left out."""
+    path = directory / FILE
+    if path.is_file():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return
+
+
+def _scalars(figures: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    """Flat names and numbers: `held_out/head_2/top1`."""
+    if isinstance(figures, dict):
+        for key, value in figures.items():
+            yield from _scalars(value, f"{name}/{key}" if name else key)
+    elif isinstance(figures, list):
+        for head, value in enumerate(figures):
+            yield from _scalars(value, f"{name}/head_{head}")
+    else:
+        yield name, figures

@@ -1,0 +1,59 @@
+"""What a training run is asked to do, as plain data that travels to its workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from pipeline.config import TrainConfig
+from pipeline.errors import EnvironmentFault
+from pipeline.targets.spec import TargetSpec
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """All that a worker needs to know; picklable."""
+
+    shards: tuple[str, ...]  # the features stage's shards, in order
+    fingerprint: str  # of the features stage
+    settings: TrainConfig
+    target: TargetSpec
+    hidden_size: int
+    vocab_size: int
+    seed: int
+    directory: str  # of the train stage, on storage that every worker sees
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+
+    @property
+    def path(self) -> Path:
+        return Path(self.directory)
+
+    @property
+    def heads_path(self) -> Path:
+        """Where the trained heads will be; the file's existence says that training is finished."""
+        return self.path / "heads.safetensors"
+
+
+def choose_device(spec: TrainSpec) -> torch.device:
+    """The worker's device; a GPU is the one that it was given.
+
+    Raises:
+        EnvironmentFault: A GPU is asked for and there is none.
+    """
+    has_gpu = torch.cuda.is_available()
+    if spec.device == "cuda" and not has_gpu:
+        fix = "Install torch with CUDA and check nvidia-smi, or set placement.train.gpus_per_worker: 0."
+        raise EnvironmentFault("Training is to run on a GPU, and none is visible.", "placement.train", fix)
+    if has_gpu and spec.device != "cpu":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:
+    """In what matrix products run; weights, sums and softmax are fp32 in any case."""
+    if spec.settings.precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[spec.settings.precision]

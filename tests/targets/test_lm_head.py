@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from pipeline.targets import lm_head
+from pipeline.targets.lm_head import read_lm_head
+from pipeline.targets.spec import TargetSpec
+
+V, D = 40, 32
+
+
+def llama(tied: bool = False) -> LlamaForCausalLM:
+    sizes = {"vocab_size": V, "hidden_size": D, "intermediate_size": 32, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, tie_word_embeddings=tied))
+
+
+def gpt2() -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=V, n_embd=D, n_layer=1, n_head=1, n_positions=16))
+
+
+def neox() -> GPTNeoXForCausalLM:
+    sizes = {"vocab_size": V, "hidden_size": D, "intermediate_size": 32, "num_hidden_layers": 1}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes, num_attention_heads=1))
+
+
+@pytest.fixture
+def no_loading(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(lm_head, "load_causal_lm", refuse)
+
+
+@pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), gpt2, neox], ids=["llama", "tied", "gpt2", "neox"])
+def test_the_lm_head_is_read_without_loading_the_model(make, tmp_path, no_loading):
+    model = make()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(read_lm_head(TargetSpec(str(tmp_path))), model.get_output_embeddings().weight)
+
+
+def test_of_a_sharded_checkpoint_only_the_file_that_holds_it_is_opened(tmp_path, no_loading):
+    model = llama()
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    holders = [path for path in tmp_path.glob("*.safetensors") if "lm_head.weight" in lm_head._names(path)]
+    others = set(tmp_path.glob("*.safetensors")) - set(holders)
+    assert len(holders) == 1 and others
+    for path in others:
+        path.write_bytes(b"not to be read")
+    assert torch.equal(read_lm_head(TargetSpec(str(tmp_path))), model.lm_head.weight)
+
+
+def test_an_older_bin_checkpoint_is_read_too(tmp_path, no_loading):
+    model = llama()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    assert torch.equal(read_lm_head(TargetSpec(str(tmp_path))), model.lm_head.weight)
+
+
+def test_the_lm_head_comes_in_the_dtype_that_the_target_runs_in(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path)
+    read = read_lm_head(TargetSpec(str(tmp_path), dtype="bfloat16"))
+    assert torch.equal(read, model.lm_head.weight.bfloat16())
+
+
+def test_a_target_whose_files_leave_a_doubt_is_loaded(tmp_path, monkeypatch):
+    model = llama()
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(lm_head, "OUTPUT_EMBEDDINGS", ("unheard_of.weight",))
+    assert torch.equal(read_lm_head(TargetSpec(str(tmp_path))), model.lm_head.weight)

@@ -1,0 +1,100 @@
+"""A tiny target that always knows the next token, and shards of features in which n is followed by 3n + 1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipeline.config import TrainConfig
+from pipeline.conversations.spans import Span, feature_positions
+from pipeline.storage.schemas import FEATURES
+from pipeline.storage.shards import ShardWriter
+from pipeline.targets.spec import TargetSpec
+from pipeline.training.spec import TrainSpec
+
+V, D, FINGERPRINT = 40, 32, "f" * 64
+STATES = torch.from_numpy(np.random.default_rng(7).normal(size=(V, D))).float()  # that say which token is next
+
+
+@pytest.fixture(scope="session")
+def target(tmp_path_factory) -> TargetSpec:
+    directory = tmp_path_factory.mktemp("target")
+    sizes = {"vocab_size": V, "hidden_size": D, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, tie_word_embeddings=False))
+    model.lm_head.weight.data = 0.3 * STATES
+    model.save_pretrained(directory)
+    return TargetSpec(str(directory))
+
+
+def feature_row(name: str, split: str, rng: np.random.Generator, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """A conversation of one to three spans in which one token follows from another, with a state for each."""
+    spans, ids = [], [0]
+    for role in ("assistant", "user", "assistant")[: rng.integers(1, 4)]:
+        start, length = len(ids) + int(rng.integers(1, 4)), int(rng.integers(1, 18))
+        ids += rng.integers(0, V, start - len(ids)).tolist()
+        for _ in range(length):
+            ids.append((3 * ids[-1] + 1) % V)
+        spans.append(Span(start, len(ids), role))
+    positions = feature_positions(spans)
+    hidden = STATES[torch.tensor(ids)[torch.from_numpy(positions).long() + 1]].to(dtype)
+    return {
+        "id": name,
+        "parent_id": name,
+        "split": split,
+        "input_ids": ids,
+        "spans": [vars(span) for span in spans],
+        "positions": positions,
+        "hidden": hidden.view(torch.uint8).numpy().tobytes(),
+    }
+
+
+def write_shard(path: Path, groups: list[list[dict[str, Any]]], **footer: str) -> Path:
+    footer = {"dtype": "float32", "hidden_size": str(D), "fingerprint": FINGERPRINT} | footer
+    name = footer.pop("fingerprint")
+    with ShardWriter(path, path.with_suffix(".jsonl"), FEATURES, index=0, fingerprint=name, footer=footer) as writer:
+        for group in groups:
+            writer.write(group)
+        writer.commit("features", None)
+    return path
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> tuple[str, ...]:
+    """Two shards of three row groups of five rows; every fifth row is held out."""
+    rng, directory = np.random.default_rng(0), tmp_path_factory.mktemp("features")
+    paths = []
+    for index in range(2):
+        rows = [feature_row(f"s:{index}-{i}", "calibrate" if i % 5 == 4 else "train", rng) for i in range(15)]
+        paths.append(write_shard(directory / f"{index:05d}.parquet", [rows[i : i + 5] for i in range(0, 15, 5)]))
+    return tuple(map(str, paths))
+
+
+MakeSpec = Callable[..., TrainSpec]
+
+
+@pytest.fixture
+def make_spec(tmp_path, shards, target) -> MakeSpec:
+    """A training of a few steps in a directory of its own; keywords change its settings."""
+
+    def make(name: str = "train", *, shards: tuple[str, ...] = shards, **settings: Any) -> TrainSpec:
+        usual = {"num_heads": 3, "epochs": 2, "batch_tokens": 40, "warmup_steps": 2, "lr": 1e-2, "checkpoint_every": 3}
+        (tmp_path / name).mkdir(exist_ok=True)
+        return TrainSpec(
+            shards=shards,
+            fingerprint=FINGERPRINT,
+            settings=TrainConfig(**{**usual, **settings}),
+            target=target,
+            hidden_size=D,
+            vocab_size=V,
+            seed=1,
+            directory=str(tmp_path / name),
+            device="cpu",
+        )
+
+    return make

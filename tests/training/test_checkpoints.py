@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.errors import EnvironmentFault
+from pipeline.medusa.heads import HeadsConfig, MedusaHeads
+from pipeline.training import checkpoints as room
+from pipeline.training.checkpoints import Checkpoints, load_heads, read_checkpoint, read_summary, write_heads
+
+CPU = torch.device("cpu")
+
+
+def tensors(value: float) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((3, 4), value), "b": torch.tensor(value), "c": torch.arange(5, dtype=torch.uint8)}
+
+
+def saved(directory: Path, *steps: int, keep: int = 2) -> Checkpoints:
+    with Checkpoints(directory, keep) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, tensors(step), {"step": step})
+    return checkpoints
+
+
+def test_tensors_and_state_come_back_as_they_were(tmp_path):
+    checkpoints = saved(tmp_path, 5)
+    found, state = checkpoints.load(checkpoints.newest(), CPU)
+    assert state == {"step": 5}
+    for name, tensor in tensors(5).items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
+
+
+def test_a_checkpoint_is_a_copy_that_later_steps_do_not_touch(tmp_path):
+    live = tensors(1)
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        checkpoints.save(1, live, {})
+        live["a"].zero_()
+    assert torch.equal(checkpoints.load(1, CPU)[0]["a"], tensors(1)["a"])
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    assert saved(tmp_path, 10, 20, 30, 40, keep=2).steps() == [40, 30]
+
+
+def test_a_flipped_bit_anywhere_falls_back_to_the_checkpoint_before(tmp_path):
+    checkpoints = saved(tmp_path, 1, 2)
+    path, whole = checkpoints.path(2), checkpoints.path(2).read_bytes()
+    for place in range(0, len(whole), 7):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+        newest = checkpoints.newest()
+        # A flip in the header's padding changes nothing that is read.
+        assert newest == 1 or torch.equal(checkpoints.load(2, CPU)[0]["a"], tensors(2)["a"])
+    path.write_bytes(whole[:-1])
+    assert checkpoints.newest() == 1
+
+
+def test_without_a_whole_checkpoint_training_starts_over(tmp_path):
+    checkpoints = saved(tmp_path, 1)
+    checkpoints.path(1).write_bytes(b"")
+    assert checkpoints.newest() == 0 and read_checkpoint(checkpoints.path(1)) is None
+
+
+def test_a_damaged_newest_never_crowds_out_what_training_saves_next(tmp_path):
+    checkpoints = saved(tmp_path, 10, 20, keep=1)
+    checkpoints.path(20).write_bytes(b"damaged")
+    assert saved(tmp_path, 15, keep=1).steps() == [15]
+
+
+def test_a_write_that_fails_leaves_the_checkpoint_before_and_says_why(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(room, "save_file", full)
+    with pytest.raises(EnvironmentFault, match="disk is full"):
+        saved(tmp_path, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.safetensors"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_trained_heads_come_back_with_their_summary(tmp_path, tied):
+    heads = MedusaHeads.from_lm_head(HeadsConfig(8, 12, 3, 2, tied), torch.randn(12, 8))
+    torch.nn.init.normal_(heads.block_weight)
+    path = tmp_path / "heads.safetensors"
+    assert read_summary(path) is None
+    write_heads(path, heads, {"steps": 7})
+    found = load_heads(path)
+    assert read_summary(path) == {"steps": 7} and found.config == heads.config
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
+from pipeline.medusa.heads import MedusaHeads
+from pipeline.medusa.losses import IGNORED, plain_summed_cross_entropy
+from pipeline.targets.lm_head import read_lm_head
+from pipeline.training.checkpoints import load_heads
+from pipeline.training.loading import Batch
+from pipeline.training.medusa1 import initial_heads, learn, open_features, train_medusa1
+from pipeline.training.metrics import read_metrics
+from pipeline.training.optimizers import make_optimizer
+from pipeline.training.spec import TrainSpec
+from pipeline.training.world import World
+
+ROOT = Path(__file__).parents[2]
+
+
+class Stopped(Exception):
+    """Stands for whatever ends a run early."""
+
+
+def stop_at(step: int):
+    def on_progress(done: int, *_: float) -> None:
+        if done == step:
+            raise Stopped
+
+    return on_progress
+
+
+def weights(spec: TrainSpec) -> dict[str, torch.Tensor]:
+    return load_file(spec.heads_path)
+
+
+def all_positions(spec: TrainSpec, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every learnable state and its labels, read row by row."""
+    rows = open_features(spec)
+    found = []
+    for group, lengths in enumerate(rows.lengths(split)):
+        taken = [rows.read_group(group)[row] for row in lengths.nonzero()[0]]
+        found += [(row.hidden_ND[row.learnable], torch.from_numpy(row.labels_KN)) for row in taken]
+    hidden, labels = zip(*found, strict=True)
+    return torch.cat(hidden), torch.cat(labels, 1).long()
+
+
+def test_training_starts_at_the_targets_own_prediction(make_spec):
+    spec = make_spec(epochs=1, batch_tokens=10_000, warmup_steps=0)
+    train_medusa1(spec)
+    hidden_ND, labels_KN = all_positions(spec, "train")
+    logits_NV = hidden_ND @ read_lm_head(spec.target).T
+    losses = [torch.nn.functional.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED) for labels_N in labels_KN]
+    expected = sum(0.8 ** (k + 1) * loss for k, loss in enumerate(losses))
+    first = next(line for line in read_metrics(spec.path) if line["step"] == 1)
+    assert first["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert first["head_losses"] == pytest.approx([float(loss) for loss in losses], rel=1e-5)
+
+
+@pytest.mark.parametrize("lm_head", ["untied", "tied"])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_heads_learn_what_can_be_learned(make_spec, lm_head, num_layers):
+    spec = make_spec(epochs=24, lm_head=lm_head, num_layers=num_layers)
+    summary = train_medusa1(spec)
+    before, after = next(read_metrics(spec.path))["held_out"], summary["held_out"]
+    assert all(end["loss"] < 0.5 * start["loss"] for start, end in zip(before, after, strict=True))
+    assert all(head["top1"] > 0.5 for head in after) and before[0]["top1"] < 0.1  # the target's own guess is t+1
+
+
+def test_tied_heads_never_train_the_lm_head(make_spec):
+    spec = make_spec(lm_head="tied")
+    train_medusa1(spec)
+    heads = load_heads(spec.heads_path)
+    assert heads.config.tied and torch.equal(heads.lm_head, read_lm_head(spec.target))
+    assert heads.block_weight.any()
+    assert not any("lm_head" in name for path in spec.path.glob("checkpoints/*") for name in load_file(path))
+
+
+@pytest.mark.parametrize("lm_head", ["untied", "tied"])
+def test_one_step_moves_the_weights_by_the_gradient_of_the_paper(make_spec, lm_head):
+    """Against autograd over all logits, and torch's own AdamW without fusing."""
+    spec = make_spec(lm_head=lm_head, max_grad_norm=0.5, lr=1e-3)
+    batch = Batch(*all_positions(spec, "train"))
+    heads, plain = initial_heads(spec), initial_heads(spec)
+    learn(heads, make_optimizer(heads, spec.settings), batch, 1e-3, spec, World())
+
+    sums_K = plain_summed_cross_entropy(plain.hidden(batch.hidden_ND), plain.lm_head, batch.labels_KN)
+    counts_K = (batch.labels_KN != IGNORED).sum(1)
+    loss = sum(0.8 ** (k + 1) * sums_K[k] / counts_K[k] for k in range(3))
+    trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
+    loss.backward()
+    norm = torch.sqrt(sum((parameter.grad**2).sum() for parameter in trained))
+    assert norm > 0.5
+    for parameter in trained:
+        parameter.grad *= 0.5 / norm
+    torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0, foreach=False, fused=False).step()
+    for (name, ours), (_, theirs) in zip(heads.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit"])
+@pytest.mark.parametrize("stop", [1, 3, 7])
+def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_spec, optimizer, stop):
+    whole, broken = make_spec("whole", optimizer=optimizer), make_spec("broken", optimizer=optimizer)
+    expected = train_medusa1(whole)
+    with pytest.raises(Stopped):
+        train_medusa1(broken, on_progress=stop_at(stop))
+    assert not broken.heads_path.exists()
+    found = train_medusa1(broken)
+    assert found["steps"] == expected["steps"] > 7 and found["tokens"] == expected["tokens"]
+    assert found["final_loss"] == expected["final_loss"] and found["held_out"] == expected["held_out"]
+    for name, tensor in weights(whole).items():
+        assert torch.equal(weights(broken)[name], tensor), name
+
+
+def test_metrics_have_every_step_once_after_a_resume(make_spec):
+    whole, broken = make_spec("whole"), make_spec("broken")
+    train_medusa1(whole)
+    for stop in (2, 5):
+        with pytest.raises(Stopped):
+            train_medusa1(broken, on_progress=stop_at(stop))
+    total = train_medusa1(broken)["steps"]
+    lines = list(read_metrics(broken.path))
+    assert [line["step"] for line in lines] == list(range(total + 1))
+    for line, expected in zip(lines, read_metrics(whole.path), strict=True):
+        assert line | {"tokens_per_second": 0} == expected | {"tokens_per_second": 0}
+
+
+@pytest.mark.slow
+def test_a_killed_process_resumes_from_its_newest_whole_checkpoint(make_spec, tmp_path):
+    whole, killed = make_spec("whole"), make_spec("killed")
+    train_medusa1(whole)
+    (tmp_path / "spec.pickle").write_bytes(pickle.dumps(killed))
+    script = (
+        "import os, pickle, sys, signal\n"
+        "from pipeline.training.medusa1 import train_medusa1\n"
+        "spec = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "train_medusa1(spec, on_progress=lambda step, *_: step == 8 and os.kill(os.getpid(), signal.SIGKILL))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, tmp_path / "spec.pickle"], cwd=ROOT, capture_output=True)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    assert list(killed.path.glob("checkpoints/step-*.safetensors"))
+    train_medusa1(killed)
+    assert all(torch.equal(weights(killed)[name], tensor) for name, tensor in weights(whole).items())
+
+
+def test_a_finished_run_called_again_does_nothing(make_spec):
+    spec = make_spec()
+    summary = train_medusa1(spec)
+    before = {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")}
+    assert train_medusa1(spec, on_progress=stop_at(1)) == summary
+    assert {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")} == before
+
+
+def test_every_position_with_a_label_is_learned_once_per_epoch(make_spec):
+    spec = make_spec(epochs=2)
+    assert train_medusa1(spec)["tokens"] == 2 * len(all_positions(spec, "train")[0])
+
+
+@pytest.mark.slow
+def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path):
+    """The second worker is another process; they meet over gloo."""
+    alone, together = make_spec("alone"), make_spec("together")
+    train_medusa1(alone)
+    (tmp_path / "spec.pickle").write_bytes(pickle.dumps(together))
+    meeting = f"file://{tmp_path}/meeting"
+    script = (
+        "import pickle, sys, torch.distributed as dist\n"
+        "from pipeline.training.medusa1 import train_medusa1\n"
+        "from pipeline.training.world import World\n"
+        "dist.init_process_group('gloo', init_method=sys.argv[2], rank=1, world_size=2)\n"
+        "train_medusa1(pickle.load(open(sys.argv[1], 'rb')), World(1, 2))\n"
+    )
+    other = subprocess.Popen([sys.executable, "-c", script, tmp_path / "spec.pickle", meeting], cwd=ROOT)
+    try:
+        torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=2)
+        train_medusa1(together, World(0, 2))
+    finally:
+        torch.distributed.destroy_process_group()
+        assert other.wait(60) == 0
+    for one, two in zip(read_metrics(alone.path), read_metrics(together.path), strict=True):
+        assert one["step"] == two["step"] and one.get("tokens") == two.get("tokens")
+        assert two.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-4)
+    for name, tensor in weights(alone).items():
+        torch.testing.assert_close(weights(together)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_loss_that_is_not_finite_stops_with_a_readable_error_and_spoils_no_checkpoint(make_spec, monkeypatch):
+    spec = make_spec(checkpoint_every=1)
+    spoil = iter([False, False, True])
+    hidden = MedusaHeads.hidden
+
+    def spoiled(self, states, *rest):
+        result = hidden(self, states, *rest)
+        return result * torch.inf if torch.is_grad_enabled() and next(spoil) else result
+
+    monkeypatch.setattr(MedusaHeads, "hidden", spoiled)
+    with pytest.raises(CheckFailed, match=r"diverged.*Lower train\.lr"):
+        train_medusa1(spec)
+    assert not spec.heads_path.exists()
+    newest = sorted(spec.path.glob("checkpoints/*"))[-1]
+    assert newest.name == "step-00000002.safetensors"
+    assert all(tensor.isfinite().all() for tensor in load_file(newest).values() if tensor.is_floating_point())
+
+
+def test_bf16_products_stay_close_to_fp32_and_weights_stay_fp32(make_spec):
+    full, half = make_spec("full"), make_spec("half", precision="bf16")
+    expected, found = train_medusa1(full), train_medusa1(half)
+    assert found["final_loss"] == pytest.approx(expected["final_loss"], rel=0.03)
+    assert found["final_loss"] != expected["final_loss"]
+    assert {tensor.dtype for tensor in weights(half).values()} == {torch.float32}
+
+
+def test_an_lm_head_of_another_size_than_the_configuration_says_is_refused(make_spec):
+    spec = make_spec()
+    wrong = TrainSpec(**{**vars(spec), "vocab_size": 41})
+    with pytest.raises(ConfigError, match=r"40 x 32.*41 x 32"):
+        train_medusa1(wrong)
+
+
+def test_rows_without_anything_to_learn_are_refused(make_spec):
+    spec = make_spec()
+    nothing = TrainSpec(**{**vars(spec), "shards": ()})
+    with pytest.raises(DataError, match="No train row"):
+        train_medusa1(nothing)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_missing_gpu_is_an_environment_fault(make_spec):
+    with pytest.raises(EnvironmentFault, match="GPU"):
+        train_medusa1(TrainSpec(**{**vars(make_spec()), "device": "cuda"}))
+
+
+def test_figures_reach_tensorboard(make_spec):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    spec = make_spec()
+    summary = train_medusa1(spec)
+    board = EventAccumulator(str(spec.path / "tensorboard")).Reload()
+    assert [event.step for event in board.Scalars("loss")] == list(range(1, summary["steps"] + 1))
+    last = board.Scalars("held_out/head_1/top1")[-1]
+    assert last.value == pytest.approx(summary["held_out"][1]["top1"])
+
+
+def test_the_trained_heads_say_what_they_are(make_spec):
+    spec = make_spec(num_heads=2, num_layers=2)
+    summary = train_medusa1(spec)
+    heads = load_heads(spec.heads_path)
+    assert (heads.config.num_heads, heads.config.num_layers, heads.config.tied) == (2, 2, False)
+    assert json.loads(json.dumps(summary)) == summary and os.path.getsize(spec.heads_path) > 0
+    spec.heads_path.write_bytes(spec.heads_path.read_bytes()[:100])
+    with pytest.raises(DataError, match="damaged"):
+        load_heads(spec.heads_path)

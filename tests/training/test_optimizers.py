@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.config import TrainConfig
+from pipeline.training.optimizers import load_optimizer, make_optimizer, optimizer_tensors
+
+
+class Stacks(nn.Module):
+    """Parameters in the shapes of stacked heads; large enough for 8-bit moments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(0)
+        self.block_weight = nn.Parameter(torch.randn(2, 3, 80, 80, generator=random))
+        self.block_bias = nn.Parameter(torch.randn(2, 3, 80, generator=random))
+        self.lm_head = nn.Parameter(torch.randn(3, 90, 80, generator=random))
+        self.frozen = nn.Parameter(torch.randn(3, 3, 3, generator=random), requires_grad=False)
+
+
+def step(module: Stacks, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    optimizer.zero_grad(set_to_none=True)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn(parameter.shape, generator=random)
+    optimizer.step()
+
+
+def settings(name: str, **more: float) -> TrainConfig:
+    return TrainConfig(optimizer=name, lr=1e-2, **more)
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-8bit"])
+def test_a_restored_optimizer_takes_the_same_steps(name):
+    whole, broken = Stacks(), Stacks()
+    optimizer, before = make_optimizer(whole, settings(name)), make_optimizer(broken, settings(name))
+    for seed in range(3):
+        step(whole, optimizer, seed)
+        step(broken, before, seed)
+    tensors, numbers = optimizer_tensors(before)
+    after = make_optimizer(broken, settings(name))
+    load_optimizer(after, {key: value.clone() for key, value in tensors.items()}, numbers)
+    for seed in range(3, 6):
+        step(whole, optimizer, seed)
+        step(broken, after, seed)
+    for ours, theirs in zip(whole.parameters(), broken.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_eight_bit_moments_follow_adamw_closely_in_a_quarter_of_the_memory():
+    exact, small = Stacks(), Stacks()
+    start = exact.lm_head.detach().clone()
+    optimizers = [make_optimizer(exact, settings("adamw")), make_optimizer(small, settings("adamw-8bit"))]
+    for seed in range(10):
+        step(exact, optimizers[0], seed)
+        step(small, optimizers[1], seed)
+    moved = (exact.lm_head - start).norm()
+    assert (exact.lm_head - small.lm_head).norm() < 0.1 * moved
+    sizes = [sum(t.nbytes for t in optimizer_tensors(optimizer)[0].values()) for optimizer in optimizers]
+    assert sizes[1] < 0.3 * sizes[0]
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-8bit"])
+def test_weights_decay_and_biases_and_frozen_parameters_do_not(name):
+    module = Stacks()
+    before = {key: value.detach().clone() for key, value in module.named_parameters()}
+    optimizer = make_optimizer(module, settings(name, weight_decay=0.5))
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    torch.testing.assert_close(module.block_weight, before["block_weight"] * (1 - 1e-2 * 0.5))
+    assert torch.equal(module.block_bias, before["block_bias"]) and torch.equal(module.frozen, before["frozen"])
+
+
+def test_dropping_gradients_frees_those_of_the_sliced_views_too():
+    module = Stacks()
+    optimizer = make_optimizer(module, settings("adamw-8bit"))
+    step(module, optimizer, 0)
+    optimizer.zero_grad(set_to_none=True)
+    held = [p.grad for group in optimizer.param_groups for p in group["params"]] + [p.grad for p in module.parameters()]
+    assert all(gradient is None for gradient in held)
