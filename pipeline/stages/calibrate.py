@@ -24,6 +24,8 @@ NAME = "calibrate"
 VERSION = 1
 UPSTREAM = ("features", "train")
 
+REPORTED_TOPS = 5
+
 
 def identity(context: Context) -> dict[str, Any]:
     """The budget, or the content of the user's tree."""
@@ -83,8 +85,9 @@ def one_line(summary: dict[str, Any]) -> str:
 
 
 def _head(hits_R: list[int], count: int) -> dict[str, Any]:
-    """top1, top2, … and how many labels they were measured on."""
-    return {**{f"top{rank + 1}": round(hits / count, 4) for rank, hits in enumerate(hits_R)}, "labels": count}
+    """top1 to top5 and how many labels they were measured on."""
+    tops = {f"top{rank + 1}": round(hits / count, 4) for rank, hits in enumerate(hits_R[:REPORTED_TOPS])}
+    return {**tops, "labels": count}
 
 
 def _choices(settings: CalibrateConfig, accuracy_KR: list[list[float]]) -> tuple[tuple[int, ...], ...]:
