@@ -51,7 +51,9 @@ def local_directory(model: str) -> Path:
         gguf = next(directory.glob("*.gguf"), None)
         found = f"only {gguf.name}, and GGUF is not read here" if gguf else "no config.json"
         raise ConfigError(
-            f"The target directory {model} holds {found}.", WHERE, "Give a directory that `save_pretrained` has written."
+            f"The target directory {model} holds {found}.",
+            WHERE,
+            "Give a directory that `save_pretrained` has written.",
         )
     return directory
 
@@ -116,7 +118,9 @@ def _weight_names(directory: Path, model: str) -> list[str]:
                     "Download it again.",
                 )
             return [index, *shards]
-    kinds = sorted({path.suffix for path in directory.iterdir() if path.suffix in {".gguf", ".pt", ".pth", ".safetensors"}})
+    kinds = sorted(
+        {path.suffix for path in directory.iterdir() if path.suffix in {".gguf", ".pt", ".pth", ".safetensors"}}
+    )
     raise ConfigError(
         f"The target {model} has no model.safetensors{f', only {kinds[0]} files' if kinds else ''}.",
         WHERE,
@@ -154,7 +158,9 @@ def hub_errors(model: str, revision: str | None) -> Iterator[None]:
         raise ConfigError(f"The target {model} is gated.", WHERE, fix) from error
     except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError) as error:
         fix = "Check the spelling; a private one needs `hf auth login`; a directory is written with ./ or /."
-        raise ConfigError(f"There is no target {model}{at}, neither as a directory nor on the Hub.", WHERE, fix) from error
+        raise ConfigError(
+            f"There is no target {model}{at}, neither as a directory nor on the Hub.", WHERE, fix
+        ) from error
     except OSError as error:  # offline, unreachable, a full disk: the client's other errors are all of this kind
         fix = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk, or give a local directory."
         what = f"The target {model}{at} can be neither read nor fetched now ({type(error).__name__})."

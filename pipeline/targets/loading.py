@@ -6,9 +6,13 @@ target's dtype, because the heads start as its copies.
 
 from __future__ import annotations
 
+import logging
+import sys
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets import files
@@ -34,7 +38,10 @@ def load_causal_lm(spec: TargetSpec, device: str | torch.device = "cpu", num_gpu
         EnvironmentFault: The GPU is missing or too small, or the weights cannot be read.
     """
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         require_gpus(num_gpus)
@@ -51,9 +58,15 @@ def load_causal_lm(spec: TargetSpec, device: str | torch.device = "cpu", num_gpu
         except torch.cuda.OutOfMemoryError as error:
             fix = "Raise gpus_per_worker, or set target.quantization to 8bit or 4bit."
             raise EnvironmentFault(f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", fix) from error
-        except (ValueError, KeyError, ImportError) as error:
-            fix = "Upgrade transformers, or check the target's files."
-            raise ConfigError(f"transformers cannot load {spec.model}: {error}", files.WHERE, fix) from error
+        except UnpicklingError as error:
+            fix = "Load it where you trust it, and `save_pretrained` it to a directory."
+            raise ConfigError(
+                f"{spec.model}: pickled weights that hold more than tensors.", files.WHERE, fix
+            ) from error
+        except (ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+            fix = "Upgrade transformers, or fetch the target's files again."
+            reason = str(error).strip().split("\n")[0].rstrip(".")
+            raise ConfigError(f"transformers cannot load {spec.model}: {reason}.", files.WHERE, fix) from error
     return model.eval().requires_grad_(False)
 
 
@@ -67,6 +80,7 @@ def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
         raise EnvironmentFault("bitsandbytes is not importable.", "target.quantization", fix) from error
     from transformers import BitsAndBytesConfig
 
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it repeats one warning per layer and forward
     if spec.quantization == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

@@ -95,7 +95,9 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
                 spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
         except (ValueError, KeyError) as error:
-            fix = "Upgrade transformers, or set target.trust_remote_code: true if you trust the code beside the weights."
+            fix = (
+                "Upgrade transformers, or set target.trust_remote_code: true if you trust the code beside the weights."
+            )
             raise ConfigError(f"transformers cannot read the target {spec.model}.", files.WHERE, fix) from error
 
 
@@ -125,16 +127,17 @@ def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> 
     """
     text = (config or model_config(spec)).get_text_config()
     own = next((value for key in CONTEXT_KEYS if (value := getattr(text, key, None))), None)
-    if own is None and spec.max_tokens is None:
+    longest = spec.max_tokens or own
+    if longest is None:
         raise ConfigError(f"The target {spec.model} does not say its context.", "target.max_tokens", "Set it.")
-    if own is not None and spec.max_tokens is not None and spec.max_tokens > own:
+    if own is not None and longest > own:
         fix = f"Set it to at most {own}."
-        raise ConfigError(f"{spec.max_tokens} tokens exceed the target's context of {own}.", "target.max_tokens", fix)
-    return int(spec.max_tokens or own)
+        raise ConfigError(f"{longest} tokens exceed the target's context of {own}.", "target.max_tokens", fix)
+    return longest
 
 
 def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
-    """The ids that end a text, sorted: generation_config's set, else the model's, else the tokenizer's; may be empty."""
+    """The ids that end a text, sorted: generation_config's set, else the model's, else the tokenizer's; or none."""
     for name in ("generation_config.json", "config.json"):
         value = files.read_json(spec.model, spec.revision, name).get("eos_token_id")
         if value is not None:

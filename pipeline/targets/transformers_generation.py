@@ -83,7 +83,9 @@ class TransformersGenerationEngine:
             return self._decode() if self._rows else []
         except torch.cuda.OutOfMemoryError as error:
             if len(self._rows) <= 1:
-                fix = "Lower target.max_tokens or generate.max_new_tokens, raise gpus_per_worker, or quantize the target."
+                fix = (
+                    "Lower target.max_tokens or generate.max_new_tokens, raise gpus_per_worker, or quantize the target."
+                )
                 raise EnvironmentFault("One conversation exceeds the GPU's memory.", "generate", fix) from error
         # a row starts again from its own seed and so loses only time
         self.max_batch_tokens //= 2

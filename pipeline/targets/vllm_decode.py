@@ -79,7 +79,9 @@ def _in_own_process(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         task_file, result_file = Path(directory, "task.json"), Path(directory, "result.json")
         task_file.write_text(json.dumps(tasks), encoding="utf-8")
         command = [sys.executable, "-m", __name__, str(task_file), str(result_file)]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+        process = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", check=False
+        )
         if not result_file.is_file():
             last = next((line for line in reversed(process.stderr.splitlines()) if line.strip()), "no output")
             fix = "Free memory, or take vllm out of check.engines."

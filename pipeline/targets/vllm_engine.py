@@ -11,6 +11,7 @@ has no bitsandbytes, so 4-bit and 8-bit targets go through transformers.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import warnings
 from collections.abc import Mapping
@@ -200,6 +201,7 @@ def import_vllm() -> Any:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # until it has configured its own
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

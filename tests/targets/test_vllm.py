@@ -1,0 +1,209 @@
+"""Real vLLM, in process, one engine of each kind; the decode check in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipeline.conversations.dialogue import Completion, Request
+from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.targets.loading import lm_head_weight, load_causal_lm
+from pipeline.targets.spec import TargetSpec
+from pipeline.targets.transformers_features import TransformersFeatureEngine
+from pipeline.targets.transformers_generation import TransformersGenerationEngine
+from pipeline.targets.vllm_decode import vllm_decode_check
+from pipeline.targets.vllm_engine import VLLMGenerationEngine, engine_arguments
+from pipeline.targets.vllm_features import VLLMFeatureEngine
+from tests.targets.conftest import CONTEXT, EOS
+
+pytestmark = pytest.mark.slow
+
+Engine = VLLMGenerationEngine | TransformersGenerationEngine
+Texts = dict[str, Completion]
+
+
+def run(engine: Engine, requests: list[Request]) -> Texts:
+    for request in requests:
+        engine.add(request)
+    assert engine.num_unfinished == len(requests)
+    completions: Texts = {}
+    while engine.num_unfinished:
+        completions |= {completion.id: completion for completion in engine.step()}
+    return completions
+
+
+@pytest.fixture(scope="module")
+def greedy(prompts: list[list[int]]) -> list[Request]:
+    long = Request("long", [9] * (CONTEXT - 3), 24)
+    return [Request(str(row), ids, 24) for row, ids in enumerate(prompts)] + [long]
+
+
+@pytest.fixture(scope="module")
+def sampled(prompts: list[list[int]]) -> list[Request]:
+    return [
+        Request(str(row), ids, 24, seed=row, temperature=0.8, top_p=1 - row / 30, stop_token_ids=(300,))
+        for row, ids in enumerate(prompts)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Written:
+    """All that one engine wrote before it was closed."""
+
+    greedy: Texts
+    sampled: Texts
+    alone: Texts
+    joining: Texts
+    refusals: list[str]
+    environment_before: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def written(random_target: TargetSpec, greedy: list[Request], sampled: list[Request]) -> Written:
+    before = dict(os.environ)
+    engine = VLLMGenerationEngine(random_target)
+    waiting, joining = list(sampled), {}
+    while waiting or engine.num_unfinished:
+        if waiting:
+            engine.add(waiting.pop())
+        joining |= {completion.id: completion for completion in engine.step()}
+    refusals = []
+    for ids in ([], [1] * CONTEXT):
+        with pytest.raises(ValueError, match="prompt tokens") as refusal:
+            engine.add(Request("bad", ids, 5))
+        refusals.append(str(refusal.value))
+    assert engine.step() == []
+    result = Written(
+        greedy=run(engine, greedy),
+        sampled=run(engine, sampled),
+        alone={request.id: run(engine, [request])[request.id] for request in sampled},
+        joining=joining,
+        refusals=refusals,
+        environment_before=before,
+    )
+    engine.close()
+    return result
+
+
+def test_greedy_text_is_that_of_the_transformers_engine(
+    written: Written, random_target: TargetSpec, greedy: list[Request]
+) -> None:
+    assert written.greedy == run(TransformersGenerationEngine(random_target), greedy)
+
+
+def test_a_seeded_text_does_not_depend_on_its_batch(written: Written) -> None:
+    assert written.sampled == written.alone == written.joining
+
+
+def test_a_stop_token_ends_a_text_and_is_its_last_id(written: Written) -> None:
+    for completion in written.sampled.values():
+        stops = [token in {*EOS, 300} for token in completion.token_ids]
+        assert stops[-1] == (completion.finished == "stop")
+        assert not any(stops[:-1])
+    assert {completion.finished for completion in written.sampled.values()} == {"stop", "length"}
+
+
+def test_a_text_ends_with_the_context(written: Written) -> None:
+    long = written.greedy["long"]
+    assert len(long.token_ids) == 3 or long.finished == "stop"
+
+
+def test_a_prompt_that_leaves_no_room_is_refused(written: Written) -> None:
+    assert len(written.refusals) == 2
+
+
+def test_states_equal_those_of_transformers(random_target: TargetSpec, prompts: list[list[int]]) -> None:
+    engine = VLLMFeatureEngine(random_target)
+    states = engine.hidden_states([*prompts, prompts[2]])  # a prefix cache would leave out the repeated row
+    engine.close()
+    expected = TransformersFeatureEngine(random_target).hidden_states([*prompts, prompts[2]])
+    assert (engine.hidden_size, engine.dtype) == (128, torch.float32)
+    for actual_TD, expected_TD in zip(states, expected, strict=True):
+        torch.testing.assert_close(actual_TD, expected_TD, rtol=1e-3, atol=1e-4)
+
+
+def test_a_closed_engine_leaves_the_process_as_it_was(written: Written) -> None:
+    assert "vllm" not in torch.set_num_threads.__module__
+    for name in ("LD_PRELOAD", "LOCAL_WORLD_SIZE"):
+        assert os.environ.get(name) == written.environment_before.get(name)
+    assert not torch.distributed.is_initialized()
+
+
+# --- the decode check
+
+
+@pytest.fixture
+def export(counting_target: TargetSpec, tmp_path: Path) -> Path:
+    """Three heads that are always right about the counting target: row t of head k's output is the embedding of
+    t - 2 - k, and its block adds nothing."""
+    lm_head = lm_head_weight(load_causal_lm(counting_target))
+    tensors = {}
+    for head in range(3):
+        tensors[f"{head}.0.linear.weight"] = torch.zeros(128, 128)
+        tensors[f"{head}.0.linear.bias"] = torch.zeros(128)
+        tensors[f"{head}.1.weight"] = lm_head.roll(head + 1, dims=0).contiguous()
+    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+    config = {"model_type": "medusa", "hidden_size": 128, "vocab_size": 512, "medusa_fc_bias": True}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "medusa_num_heads": 3, "medusa_num_layers": 1}))
+    return tmp_path
+
+
+def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: TargetSpec, export: Path) -> None:
+    prompts = [[100], [7, 7, 250], [300, 2, 17], [500]]
+    result = vllm_decode_check(counting_target, export, prompts, 33, 3)
+    expected = [[(ids[-1] + 1 + step) for step in range(33)] for ids in prompts[:3]] + [[*range(501, 512), 0, 1, 2]]
+    assert result["plain"]["token_ids"] == result["medusa"]["token_ids"] == expected
+    assert result["plain"]["num_tokens"] == 3 * 33 + 14
+    medusa = result["medusa"]
+    assert medusa["num_draft_tokens"] == 3 * medusa["num_drafts"]
+    assert sum(medusa["accepted_per_position"]) == medusa["num_accepted_tokens"]
+    # 32 tokens after the prefill's are 8 steps of four; a text's last step may be cut short
+    assert 3.5 < medusa["acceleration_rate"] <= 4
+
+
+# --- what cannot start
+
+
+def test_a_missing_vllm_says_how_to_install_it(random_target: TargetSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(EnvironmentFault, match="not importable.*engine: transformers"):
+        VLLMGenerationEngine(random_target)
+
+
+def test_an_unknown_engine_argument_is_a_configuration_error(random_target: TargetSpec) -> None:
+    with pytest.raises(ConfigError, match="num_wheels"):
+        VLLMGenerationEngine(random_target, engine_args={"num_wheels": 4})
+
+
+def test_an_engine_that_cannot_start_says_why(random_target: TargetSpec) -> None:
+    with pytest.raises(EnvironmentFault, match="max_model_len"):
+        VLLMGenerationEngine(random_target, engine_args={"max_model_len": 10 * CONTEXT})
+
+
+def test_a_quantized_target_is_sent_to_transformers(random_target: TargetSpec) -> None:
+    with pytest.raises(ConfigError, match="engine: transformers"):
+        VLLMGenerationEngine(dataclasses.replace(random_target, quantization="4bit"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that must be missing")
+def test_a_missing_gpu_is_an_environment_fault(random_target: TargetSpec) -> None:
+    with pytest.raises(EnvironmentFault, match="1 GPUs are asked for"):
+        VLLMGenerationEngine(random_target, gpus=1)
+
+
+def test_the_users_engine_arguments_override_ours(random_target: TargetSpec) -> None:
+    arguments = engine_arguments(random_target, {"enforce_eager": False, "max_num_seqs": 8}, gpus=0)
+    assert (arguments["enforce_eager"], arguments["max_num_seqs"]) == (False, 8)
+
+
+def test_prompts_are_prefilled_whole_on_a_cpu(random_target: TargetSpec) -> None:
+    arguments = engine_arguments(random_target, {}, gpus=0)
+    assert arguments["enable_chunked_prefill"] is False
+    assert arguments["max_num_batched_tokens"] >= arguments["max_model_len"] == CONTEXT
