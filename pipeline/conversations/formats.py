@@ -129,11 +129,16 @@ def _turn(turn: Any) -> tuple[Role, str]:
     """A turn's role and clean text."""
     if not isinstance(turn, dict):
         raise Refusal(Reason.UNKNOWN_FORMAT, f"A turn is {describe(turn)}; expected an object with a role and a text.")
-    name = turn.get("from", turn.get("role"))
+    name = _either(turn, "from", "role")
     role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
         raise Refusal(Reason.UNKNOWN_FORMAT, f"A turn's role is {str(name)[:40]!r}; known are {', '.join(ROLES)}.")
-    return role, clean_text(_joined_parts(turn.get("value", turn.get("content"))))
+    return role, clean_text(_joined_parts(_either(turn, "value", "content")))
+
+
+def _either(turn: dict[str, Any], key: str, other: str) -> Any:
+    """The value under one of two keys; a table of mixed dumps has both, one of them null."""
+    return turn.get(other) if turn.get(key) is None else turn[key]
 
 
 def _joined_parts(content: Any) -> Any:

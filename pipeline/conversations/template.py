@@ -123,7 +123,7 @@ class ChatTemplate:
     def rewrites_history(self, messages: Sequence[Message]) -> bool:
         """Whether the prompt for `messages`, which end with an answer and a question, does not extend the last one."""
         *asked, answer, _ = messages
-        before = self.render(asked, asks=True).rstrip()
+        before = self.render(asked, asks=True)
         after = self.render(messages, asks=True)
         return not (after.startswith(before) and after[len(before) :].lstrip().startswith(answer.content.strip()))
 

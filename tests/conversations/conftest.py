@@ -73,7 +73,8 @@ TEMPLATES = {
 }
 
 # A space before each text, as Vicuna has, and a token after it, as ChatML has.
-SPACED = """{% for message in messages %}{{ message['role'].upper() + ': ' + message['content'] + eos_token }}{% endfor %}\
+SPACED = """{% for message in messages %}\
+{{ message['role'].upper() + ': ' + message['content'] + eos_token }}{% endfor %}\
 {% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"""
 
 # As Qwen3 does: thoughts are kept in the last answer only.

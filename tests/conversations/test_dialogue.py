@@ -171,6 +171,13 @@ def test_a_first_prompt_longer_than_the_context_is_refused(chatml):
     assert caught.value.reason is Reason.TOO_LONG
 
 
+def test_a_prompt_that_fills_the_context_is_refused_and_one_that_leaves_a_token_is_asked(chatml):
+    num_tokens = len(Dialogue(SEED, chatml, SETTINGS).next_request().prompt_ids)
+    assert Dialogue(SEED, chatml, replace(SETTINGS, max_tokens=num_tokens)).next_request() is None
+    request = Dialogue(SEED, chatml, replace(SETTINGS, max_tokens=num_tokens + 1)).next_request()
+    assert request.max_new_tokens == 1
+
+
 @pytest.mark.parametrize("policy", ["keep", "drop-turn", "quarantine"])
 def test_replay_that_reaches_the_contexts_end_keeps_its_finished_turns(policy, chatml, hold):
     dialogue = Dialogue(SEED, chatml, SETTINGS)
@@ -334,6 +341,21 @@ def test_a_rewritten_history_gives_one_row_per_turn_each_with_the_prompt_that_is
         )
         assert row.input_ids[: row.spans[0].start] == served["input_ids"]
         assert tokenizer.decode(row.input_ids[row.spans[0].start :]) == answers[turn] + "<|im_end|>"
+
+
+def test_self_talk_goes_on_in_a_new_row_where_history_is_rewritten(tokenizer, templates, hold):
+    template = ChatTemplate(tokenizer, templates["forgetful"])
+    dialogue = Dialogue(SEED, template, replace(SETTINGS, mode="self-talk", rounds=2))
+    hold(dialogue, "<think>\nHm.\n</think>\n\nOne.", "A question?", "Two.")
+    assert dialogue.next_request() is None
+    first, second = dialogue.rows()
+    assert tokenizer.decode(first.input_ids).endswith("<think>\nHm.\n</think>\n\nOne.<|im_end|>")
+    assert tokenizer.decode(second.input_ids) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\nOne.<|im_end|>\n"
+        "<|im_start|>user\nA question?<|im_end|>\n<|im_start|>assistant\nTwo.<|im_end|>"
+    )
+    assert [tokenizer.decode(second.input_ids[s.start : s.end]) for s in second.spans] == ["Two.<|im_end|>"]
 
 
 def test_a_history_that_is_not_rewritten_stays_one_row_under_its_own_id(tokenizer, templates, hold):

@@ -101,6 +101,17 @@ def test_system_prompts_are_kept_wherever_a_dump_has_them(row):
     assert contents(read(row)) == [("system", "Be kind."), ("user", "Hello?")]
 
 
+def test_a_system_prompt_among_the_turns_goes_before_the_one_beside_them():
+    row = {"system": "Be terse.", **sharegpt(("system", "Be kind."), ("human", "Hello?"))}
+    assert contents(read(row)) == [("system", "Be kind."), ("user", "Hello?")]
+
+
+def test_null_columns_of_a_table_of_mixed_dumps_are_no_content():
+    turn = {"from": None, "value": None, "role": "user", "content": "Hello?"}
+    row = {"conversations": None, "data": None, "messages": [turn], "system": None, "id": None, "prompt_id": 5}
+    assert read(row) == Conversation("seeds:0", (Message("user", "Hello?"),), "5")
+
+
 # Mended: the meaning is plain.
 
 A, B = ("human", "Hello?"), ("gpt", "Hi.")

@@ -6,6 +6,7 @@ the answers before they are "sampled" out of that reference.
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -108,6 +109,26 @@ def test_role_headers_let_the_target_write_both_sides_as_transformers_would_rend
 @pytest.mark.parametrize("family", ["llama-2", "vicuna"])
 def test_a_user_text_that_only_text_ends_has_no_end_token(family, tokenizer, templates):
     assert ChatTemplate(tokenizer, templates[family]).end_of_user_ids == ()
+
+
+def test_a_mark_behind_text_is_no_end_of_a_user_text(tokenizer, templates):
+    marked_later = templates["llama-2"].replace("' [/INST]'", "' [/INST]<|im_start|>'")
+    assert ChatTemplate(tokenizer, marked_later).end_of_user_ids == ()
+
+
+def test_a_line_break_that_is_a_token_of_its_own_ends_no_turn(tokenizer, templates):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.add_tokens(["\n"])
+    broken_line = templates["chatml"].replace("'<|im_end|>'", "'\\n<|im_end|>'")
+    found = ChatTemplate(tokenizer, broken_line).end_of_turn_ids
+    assert tokenizer.convert_ids_to_tokens(found) == ["<|im_end|>"]
+
+
+def test_a_recited_last_answer_ends_even_if_the_template_ends_only_the_others(tokenizer, templates):
+    open_end = templates["chatml"].replace("'<|im_end|>' + '\n'", "('' if loop.last else '<|im_end|>\n')")
+    assert open_end != templates["chatml"]
+    ids = ChatTemplate(tokenizer, open_end).recite(CHAT[:2], "Fine.")
+    assert tokenizer.decode(ids) == "Fine.<|im_end|>"
 
 
 @both_systems
