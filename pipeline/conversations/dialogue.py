@@ -134,7 +134,7 @@ class Dialogue:
         text = self._template.decode(text_ids)
         context_left = self._settings.max_tokens - len(draft.ids) - len(ids)
         if flaw := self._flaw(text_ids, text, finish, context_left):
-            self._end(*flaw)
+            self._ending = flaw
             return
         self._draft = draft.written(ids, finish, Message(self._writer, text))
         if self._writer == "assistant":
@@ -171,23 +171,17 @@ class Dialogue:
         ends = template.end_of_turn_ids if self._writer == "assistant" else template.end_of_user_ids
         return tuple(sorted({*self._settings.sampling.stop_token_ids, *ends}))
 
-    def _end(self, reason: Reason, detail: str) -> None:
-        self._ending = Refusal(reason, detail)
-
     def _request(self) -> Request | None:
         assert self._pending is None, "the last request has no answer yet"
-        settings, sampling = self._settings, self._settings.sampling
+        if self._ending is not None:
+            return None
         try:
-            draft = self._prompt() if self._ending is None else None
-        except Refusal as refusal:
-            self._ending = refusal
-        if self._ending is not None or draft is None:
+            draft = self._prompt()
+            room = self._room(draft)
+        except Refusal as ending:
+            self._ending = ending
             return None
-        room = settings.max_tokens - len(draft.ids)
-        if room < 1:
-            reason = Reason.CONTEXT_FULL if self._rows else Reason.TOO_LONG
-            self._end(reason, f"The prompt has {len(draft.ids)} tokens, the context {settings.max_tokens}.")
-            return None
+        settings, sampling = self._settings, self._settings.sampling
         turn, self._num_requests, self._pending = self._num_requests, self._num_requests + 1, draft
         return Request(
             id=f"{self._conversation.id}/{turn}",
@@ -200,12 +194,11 @@ class Dialogue:
             top_k=sampling.top_k,
         )
 
-    def _prompt(self) -> _Draft | None:
-        """Everything up to where the next text begins; None, with an ending, when there is nothing left to ask."""
+    def _prompt(self) -> _Draft:
+        """Everything up to where the next text begins; a refusal when there is nothing left to ask."""
         draft, template = self._draft, self._template
         if self._num_answers == self._settings.rounds:
-            self._end(Reason.NOTHING_GENERATED, "All rounds are over.")
-            return None
+            raise Refusal(Reason.NOTHING_GENERATED, "All rounds are over.")
         if draft is not None and self._writer == "user":
             return draft.read(template.role_header(draft.messages[:-1], draft.ended))
         if draft is not None and draft.messages[-1].role == "user":  # the target asked itself
@@ -214,8 +207,7 @@ class Dialogue:
             return draft.read(template.role_footer(draft.messages[:-1], draft.ended))
         turn = next(self._turns, None)
         if turn is None:
-            self._end(Reason.NOTHING_GENERATED, "The seed has no question, or for passthrough no answer.")
-            return None
+            raise Refusal(Reason.NOTHING_GENERATED, "The seed has no question, or for passthrough no answer.")
         self._seed_answer = turn.answer
         if draft is None:
             return self._new_row((*self._conversation.system, turn.question))
@@ -227,20 +219,28 @@ class Dialogue:
     def _new_row(self, messages: tuple[Message, ...]) -> _Draft:
         return _Draft(self._num_answers, self._template.opening(messages), messages)
 
-    def _flaw(self, ids: list[int], text: str, finish: Finish, context_left: int) -> tuple[Reason, str] | None:
+    def _room(self, draft: _Draft) -> int:
+        """How many tokens the context has left for a text."""
+        num_tokens, max_tokens = len(draft.ids), self._settings.max_tokens
+        if num_tokens >= max_tokens:
+            reason = Reason.CONTEXT_FULL if self._rows else Reason.TOO_LONG
+            raise Refusal(reason, f"The prompt has {num_tokens} tokens, the context {max_tokens}.")
+        return max_tokens - num_tokens
+
+    def _flaw(self, ids: list[int], text: str, finish: Finish, context_left: int) -> Refusal | None:
         """Why the text just written ends the conversation, if it does."""
         policy = self._settings.on_truncated
         if degenerate_loop(ids):
-            return Reason.DEGENERATE_LOOP, f"The {self._writer}'s text ends in a loop."
+            return Refusal(Reason.DEGENERATE_LOOP, f"The {self._writer}'s text ends in a loop.")
         if not text:
-            return Reason.NOTHING_GENERATED, f"The {self._writer}'s text is empty."
+            return Refusal(Reason.NOTHING_GENERATED, f"The {self._writer}'s text is empty.")
         if finish == "stop" or policy == "keep":
             return None
         if context_left < 1:
-            return Reason.CONTEXT_FULL, "The context ended within the text."
+            return Refusal(Reason.CONTEXT_FULL, "The context ended within the text.")
         if policy == "quarantine":
             self._rows.clear()
-        return Reason.TRUNCATED, f"The {self._writer}'s text was cut after {len(ids)} tokens."
+        return Refusal(Reason.TRUNCATED, f"The {self._writer}'s text was cut after {len(ids)} tokens.")
 
     def _recite(self, request: Request) -> Completion:
         """The seed's own answer, as if the target had written it."""

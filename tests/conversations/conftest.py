@@ -12,6 +12,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.conversations.template import ChatTemplate
+
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 SPECIAL += ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -106,6 +108,11 @@ def tokenizers() -> dict[str, PreTrainedTokenizerFast]:
 @pytest.fixture(scope="session")
 def tokenizer(tokenizers) -> PreTrainedTokenizerFast:
     return tokenizers["byte-level"]
+
+
+@pytest.fixture(scope="session")
+def chatml(tokenizer, templates) -> ChatTemplate:
+    return ChatTemplate(tokenizer, templates["chatml"])
 
 
 def _byte_level() -> PreTrainedTokenizerFast:
