@@ -75,6 +75,7 @@ def _count(directory: StageDirectory, context: Context | None = None, stage: Any
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Which settings made a stage stale, by name."""
     changed = sorted(_changed_keys(before.get("settings"), json.loads(json.dumps(now["settings"]))))
+    changed = [key.removeprefix("settings.") for key in changed]
     if changed:
         return "changed: " + ", ".join(changed[:4])
     return "what comes before it changed" if before.get("upstream") != now["upstream"] else "the stage's code changed"
@@ -83,5 +84,7 @@ def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
 def _changed_keys(before: Any, now: Any, prefix: str = "") -> set[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         keys = before.keys() | now.keys()
-        return set().union(*(_changed_keys(before.get(key), now.get(key), f"{prefix}.{key}".strip(".")) for key in keys))
+        return set().union(
+            *(_changed_keys(before.get(key), now.get(key), f"{prefix}.{key}".strip(".")) for key in keys)
+        )
     return set() if before == now else {prefix}

@@ -16,7 +16,7 @@ import click
 import typer
 from rich.console import Console
 
-from pipeline.cli import inspect, plan, push, run, status, verify
+from pipeline.cli import inspect, keys, plan, push, run, status, verify
 from pipeline.errors import Interrupted, MedusaDistillError
 
 app = typer.Typer(
@@ -27,7 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run.run, plan.plan, status.status, verify.verify, inspect.inspect, push.push):
+for command in (run.run, plan.plan, status.status, verify.verify, inspect.inspect, push.push, keys.keys):
     app.command()(command)
 
 

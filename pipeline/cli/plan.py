@@ -33,7 +33,7 @@ def plan(
     existing = next(path for path in (run.store, *run.store.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     work = f"{figures.conversations} conversations, at most {figures.tokens:,} tokens to write and as many positions"
-    disk = f"{figures.bytes_per_position:,} bytes each, {figures.disk_bytes / 1e9:,.1f} GB; {free / 1e9:,.0f} GB are free"
+    disk = f"{figures.bytes_per_position:,} bytes each, {figures.disk_bytes / 1e9:,.1f} GB; {free / 1e9:,.0f} GB free"
     console.print(f"\n{work}, {disk}.", highlight=False, soft_wrap=True)
     placement = settings.placement
     for name in ("generate", "features", "train"):
