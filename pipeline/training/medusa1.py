@@ -58,8 +58,8 @@ def train_medusa1(spec: TrainSpec, world: World | None = None, on_progress: Prog
     dtype = product_dtype(spec, device)
     rows = open_features(spec)
     lengths = rows.lengths("train")
-    plan = EpochPlan(lengths, batch_tokens=settings.batch_tokens, seed=spec.seed)
-    total_steps = plan.num_steps * settings.epochs
+    total_steps = count_steps(spec, rows)
+    steps_per_epoch = total_steps // settings.epochs
     warmup_steps = min(settings.warmup_steps, total_steps // 2)  # however few steps there are, lr is reached
 
     heads = initial_heads(spec).to(device)
@@ -77,19 +77,19 @@ def train_medusa1(spec: TrainSpec, world: World | None = None, on_progress: Prog
             if log:
                 log.write(0, {"held_out": course.held_out})
         while course.step < total_steps:
-            epoch, first = divmod(course.step, plan.num_steps)
+            epoch, first = divmod(course.step, steps_per_epoch)
             plan = EpochPlan(lengths, batch_tokens=settings.batch_tokens, seed=spec.seed, epoch=epoch)
-            steps = range(first, plan.num_steps)
+            steps = range(first, steps_per_epoch)
             started = time.monotonic()
             for batch in load_batches(rows, plan, steps, rank=world.rank, world_size=world.size, device=device):
                 lr = settings.lr * cosine_with_warmup(course.step, total_steps, warmup_steps)
                 figures = learn(heads, optimizer, batch, lr, spec, world)
                 course.advance(figures["loss"], figures.pop("positions"), time.monotonic() - started)
                 figures |= {"tokens": course.tokens, "tokens_per_second": course.tokens_per_second}
-                if course.step % plan.num_steps == 0:
+                if course.step % steps_per_epoch == 0:
                     figures["held_out"] = course.held_out = held_out()
                 if log:
-                    log.write(course.step, {"epoch": course.step / plan.num_steps, **figures})
+                    log.write(course.step, {"epoch": course.step / steps_per_epoch, **figures})
                 if world.is_first and course.step % settings.checkpoint_every == 0:
                     save(checkpoints, heads, optimizer, course)
                 if on_progress:
@@ -143,6 +143,12 @@ def open_features(spec: TrainSpec) -> FeatureRows:
         what = f"No train row has target-written text of two tokens or more in the roles {spec.settings.roles}."
         raise DataError(what, "train.roles", "Generate more or longer answers, or learn from other roles.")
     return rows
+
+
+def count_steps(spec: TrainSpec, rows: FeatureRows) -> int:
+    """Optimizer steps of the whole training."""
+    plan = EpochPlan(rows.lengths("train"), batch_tokens=spec.settings.batch_tokens, seed=spec.seed)
+    return plan.num_steps * spec.settings.epochs
 
 
 def initial_heads(spec: TrainSpec) -> MedusaHeads:

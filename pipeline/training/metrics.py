@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from pipeline.storage.durable import write_text
 
 FILE = "metrics.jsonl"
+TAIL_BYTES = 65_536
 
 
 class MetricsLog:
@@ -53,6 +55,30 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
             except ValueError:
                 return
+
+
+def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The training's curve and the held-out one, as the report's plot takes them: rows of step and head_losses."""
+    lines = list(read_metrics(directory))
+    trained = [line for line in lines if "loss" in line]
+    held_out = [
+        {"step": line["step"], "head_losses": [head["loss"] for head in line["held_out"]]}
+        for line in lines
+        if line.get("held_out")
+    ]
+    return trained, held_out
+
+
+def last_metrics(directory: Path) -> dict[str, Any] | None:
+    """The newest whole line of metrics.jsonl, or None; reads only the file's end."""
+    try:
+        with (directory / FILE).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            *lines, _ = file.read().split(b"\n")  # what follows the last newline is nothing, or not whole yet
+            return json.loads(lines[-1])
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _scalars(figures: Any, name: str = "") -> Iterator[tuple[str, float]]:

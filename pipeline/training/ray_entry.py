@@ -1,0 +1,123 @@
+"""Training on a Ray cluster: Ray Train starts the workers, forms their process group, and restarts them when one dies.
+
+Resume is ours: the workers report no checkpoint to Ray, so a restarted group (or a new driver) reads on from the newest
+whole checkpoint in the stage directory. Ray's own bookkeeping therefore has a name of its own in every call and is
+removed afterwards. Each worker computes on one device, however many GPUs it reserves.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import uuid
+from typing import Any
+
+from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.v2.api.config import LoggingConfig
+
+from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault, MedusaDistillError
+from pipeline.training.checkpoints import read_summary
+from pipeline.training.medusa1 import Progress, count_steps, open_features, train_medusa1
+from pipeline.training.metrics import last_metrics
+from pipeline.training.spec import TrainSpec
+from pipeline.training.world import World
+
+MAX_FAILURES = 3  # restarts of the group, each from the newest checkpoint
+MAX_START_FAILURES = 10  # a minute each: a cluster that scales up needs some
+SECONDS_BETWEEN_LOOKS = 0.5
+
+
+def train_on_ray(
+    spec: TrainSpec, workers: int, cpus: int, gpus: int, on_progress: Progress | None = None
+) -> dict[str, Any]:
+    """`train_medusa1` on `workers` workers with `cpus` cores and `gpus` GPUs each; returns the first worker's summary.
+
+    Ray is initialised already. A finished run only returns its summary: Ray Train would start workers for nothing.
+
+    Raises:
+        MedusaDistillError: What a worker raised, as it is.
+        EnvironmentFault: Workers died too often.
+    """
+    if summary := read_summary(spec.heads_path):
+        return summary
+    total_steps = count_steps(spec, open_features(spec))  # also: bad data is refused here, before anything is started
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(SECONDS_BETWEEN_LOOKS))
+    bookkeeping = spec.path / "ray"
+    resources = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+    trainer = TorchTrainer(
+        _worker,
+        train_loop_config={"spec": spec, "cpus": cpus},
+        torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources),
+        run_config=RunConfig(
+            name=uuid.uuid4().hex[:12],
+            storage_path=str(bookkeeping.absolute()),
+            failure_config=FailureConfig(max_failures=MAX_FAILURES, controller_failure_limit=MAX_START_FAILURES),
+            logging_config=LoggingConfig(log_level="ERROR"),
+        ),
+    )
+    try:
+        return _follow(trainer, spec, total_steps, on_progress)
+    finally:
+        shutil.rmtree(bookkeeping, ignore_errors=True)
+
+
+def _worker(config: dict[str, Any]) -> tuple[dict[str, Any], MedusaDistillError | None]:
+    """What every worker runs; Ray has formed the process group and chosen the GPU.
+
+    An error that a restart would only repeat is handed back. Where this worker may be the only one to meet it, it is
+    raised instead: the others wait for this one, and Ray has to end them.
+    """
+    import torch
+
+    torch.set_num_threads(config["cpus"])
+    context = get_context()
+    world = World(context.get_world_rank(), context.get_world_size())
+    try:
+        return train_medusa1(config["spec"], world), None
+    except MedusaDistillError as error:
+        if world.size > 1 and not isinstance(error, CheckFailed | ConfigError):
+            raise
+        return {}, error
+
+
+def _follow(trainer: TorchTrainer, spec: TrainSpec, total_steps: int, on_progress: Progress | None) -> dict[str, Any]:
+    """Fit in a thread, so that this one shows progress and stays open to signals (Ray would take SIGINT for itself)."""
+    outcome: dict[str, Any] = {}
+
+    def fit() -> None:
+        try:
+            outcome["result"] = trainer.fit()
+        except Exception as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=fit, daemon=True)
+    thread.start()
+    shown = -1
+    while thread.is_alive():
+        thread.join(SECONDS_BETWEEN_LOOKS)
+        line = last_metrics(spec.path) or {}
+        if on_progress and "loss" in line and line["step"] != shown:
+            shown = line["step"]
+            on_progress(shown, total_steps, line["loss"], line["tokens_per_second"])
+    if "error" in outcome:
+        raise _readable(outcome["error"], spec)
+    summary, error = outcome["result"].return_value
+    if error:
+        raise error
+    return summary
+
+
+def _readable(error: Exception, spec: TrainSpec) -> Exception:
+    """The error that a worker meant for the user, or what Ray says of its end."""
+    failures = list(getattr(error, "worker_failures", {}).values())
+    for failure in failures:
+        if isinstance(failure, MedusaDistillError):
+            return failure
+    said = str(failures[0] if failures else error).strip().splitlines() or [repr(error)]
+    fix = "If memory ran out, lower train.batch_tokens. The same command continues from the newest checkpoint."
+    fault = EnvironmentFault(f"Training workers died too often: {said[-1].rstrip('.')}.", spec.directory, fix)
+    fault.__cause__ = error
+    return fault

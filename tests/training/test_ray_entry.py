@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.errors import DataError
+from pipeline.training.medusa1 import train_medusa1
+from pipeline.training.metrics import read_metrics
+from pipeline.training.spec import TrainSpec
+
+ray = pytest.importorskip("ray")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=128 * 1024**2)
+    yield
+    ray.shutdown()
+
+
+def training_workers() -> list[psutil.Process]:
+    """The processes that this test's own cluster trains in."""
+    family = psutil.Process().children(recursive=True)
+    return [process for process in family if "TrainWorker" in " ".join(process.cmdline())]
+
+
+@pytest.mark.slow
+def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(cluster, make_spec):
+    from pipeline.training.ray_entry import train_on_ray
+
+    alone, together = (make_spec(name, epochs=40, checkpoint_every=10) for name in ("alone", "together"))
+    expected = train_medusa1(alone)
+    killed, shown = [], []
+
+    def on_progress(step: int, total: int, loss: float, rate: float) -> None:
+        shown.append((step, total))
+        if step > 10 and not killed:
+            killed.append(training_workers()[-1])
+            killed[0].kill()
+
+    found = train_on_ray(together, workers=2, cpus=1, gpus=0, on_progress=on_progress)
+    assert killed and not killed[0].is_running()
+    assert found["steps"] == expected["steps"] == shown[-1][1] and found["tokens"] == expected["tokens"]
+    assert found["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-2)
+    assert [line["step"] for line in read_metrics(together.path)] == list(range(expected["steps"] + 1))
+    ours, theirs = load_file(together.heads_path), load_file(alone.heads_path)
+    assert all(torch.allclose(ours[name], tensor, atol=0.02) for name, tensor in theirs.items())
+    assert not (together.path / "ray").exists()
+    assert train_on_ray(together, workers=2, cpus=1, gpus=0) == found and not training_workers()
+
+
+def test_bad_data_is_refused_before_workers_start(make_spec):
+    from pipeline.training.ray_entry import train_on_ray
+
+    spec = TrainSpec(**{**vars(make_spec()), "fingerprint": "e" * 64})
+    with pytest.raises(DataError, match="another run"):
+        train_on_ray(spec, workers=1, cpus=1, gpus=0)
+
+
+@pytest.mark.slow
+def test_an_error_meant_for_the_user_comes_out_of_a_worker_as_it_is(cluster, make_spec):
+    from pipeline.training.ray_entry import train_on_ray
+
+    spec = make_spec()
+    wrong = TrainSpec(**{**vars(spec), "vocab_size": 20})  # which only shows where rows are taken apart
+    with pytest.raises(Exception, match="lm_head is 40 x 32") as error:
+        train_on_ray(wrong, workers=1, cpus=1, gpus=0)
+    assert type(error.value).__name__ == "ConfigError"
