@@ -21,7 +21,9 @@ STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "chec
 def main() -> None:
     name, *overrides = sys.argv[1:] or ["vicuna-7b"]
     if "=" in name:
-        raise ConfigError("The first word names the configuration.", name, "Write vicuna-7b or vicuna-33b before the overrides.")
+        raise ConfigError(
+            "The first word names the configuration.", name, "Write vicuna-7b or vicuna-33b before the overrides."
+        )
     run_flow(load_config(CONFIGS / f"{name}.yaml", overrides), STAGES)
 
 

@@ -20,9 +20,14 @@ class Section(BaseModel):
 
 
 class RunConfig(Section):
-    name: str = Field(description="Name of the run; its directory is root/name.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(
+        description="Name of the run; its directory is root/name.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+    )
     root: Path = Field(Path("~/medusa-runs"), description="Directory of all runs; on storage that every worker sees.")
-    store: Path | None = Field(None, description="Where stage directories live; runs that name one store share them. Default: the run directory.")
+    store: Path | None = Field(
+        None,
+        description="Where stage directories live; runs that name one store share them. Default: the run directory.",
+    )
     seed: int = Field(0, description="Seed of sampling, splits and training.", ge=0)
 
     @property
@@ -34,10 +39,16 @@ class TargetConfig(Section):
     model: str = Field(description="Hub id or local directory of the chat model to accelerate.")
     revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
     dtype: Dtype = Field("auto", description="Weights' dtype; auto: the model's own on a GPU, float32 on a CPU.")
-    quantization: Literal["4bit", "8bit"] | None = Field(None, description="Load the target through bitsandbytes in 4 or 8 bit.")
-    max_tokens: PositiveInt | None = Field(None, description="Longest conversation in tokens. Default: the model's context.")
+    quantization: Literal["4bit", "8bit"] | None = Field(
+        None, description="Load the target through bitsandbytes in 4 or 8 bit."
+    )
+    max_tokens: PositiveInt | None = Field(
+        None, description="Longest conversation in tokens. Default: the model's context."
+    )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the weights.")
-    chat_template: str | None = Field(None, description="Jinja chat template, as text or as a path; for targets that ship none.")
+    chat_template: str | None = Field(
+        None, description="Jinja chat template, as text or as a path; for targets that ship none."
+    )
 
 
 class SeedSource(Section):
@@ -57,9 +68,13 @@ class SeedSource(Section):
 
 
 class SeedsConfig(Section):
-    sources: tuple[SeedSource, ...] = Field(description="Where the prompts come from; `seeds.sources=PATH` is shorthand for one.")
+    sources: tuple[SeedSource, ...] = Field(
+        description="Where the prompts come from; `seeds.sources=PATH` is shorthand for one."
+    )
     rows_per_shard: PositiveInt = Field(512, description="Conversations per shard, the unit of work and of resume.")
-    holdout: Fraction = Field(0.1, description="Fraction never trained on: half calibrates, half checks (at least 8 rows each).", gt=0, lt=1)
+    holdout: Fraction = Field(
+        0.1, description="Fraction never trained on: half calibrates, half checks (at least 8 rows each).", gt=0, lt=1
+    )
     max_characters: PositiveInt = Field(200_000, description="Longer conversations are quarantined as too-long.")
 
     @field_validator("sources", mode="before")
@@ -77,16 +92,24 @@ class SeedsConfig(Section):
 
 class GenerateConfig(Section):
     mode: Literal["replay", "self-talk", "passthrough"] = Field(
-        "replay", description="replay: the seed's user turns, the target's answers; self-talk: the target writes both roles; passthrough: keep the seed's answers."
+        "replay",
+        description="replay: the seed's user turns, the target's answers; self-talk: the target writes both roles; "
+        "passthrough: the seed's own answers.",
     )
     engine: Literal["vllm", "transformers"] = Field("vllm", description="Which engine decodes.")
     temperature: float = Field(0.7, description="Sampling temperature of training rows; 0 is greedy.", ge=0)
     top_p: float = Field(1.0, description="Nucleus of training rows.", gt=0, le=1)
     max_new_tokens: PositiveInt = Field(1024, description="Longest answer, in tokens.")
     rounds: PositiveInt = Field(8, description="Most answers per conversation.")
-    holdout_temperature: float = Field(0.0, description="Temperature of held-out rows; greedy predicts greedy decoding.", ge=0)
-    on_truncated: Literal["keep", "drop-turn", "quarantine"] = Field("keep", description="What becomes of an answer cut at max_new_tokens.")
-    batch_invariant: bool = Field(False, description="vLLM's batch-invariant mode on a GPU (beta): the same tokens in any batch.")
+    holdout_temperature: float = Field(
+        0.0, description="Temperature of held-out rows; greedy predicts greedy decoding.", ge=0
+    )
+    on_truncated: Literal["keep", "drop-turn", "quarantine"] = Field(
+        "keep", description="What becomes of an answer cut at max_new_tokens."
+    )
+    batch_invariant: bool = Field(
+        False, description="vLLM's batch-invariant mode on a GPU (beta): the same tokens in any batch."
+    )
     engine_args: dict[str, Any] = Field(default_factory=dict, description="Passed to the engine as they are.")
 
 
@@ -98,20 +121,30 @@ class FeaturesConfig(Section):
 
 
 class TrainConfig(Section):
-    method: Literal["medusa-1"] = Field("medusa-1", description="medusa-1: heads on the frozen backbone, from the cache.")
+    method: Literal["medusa-1"] = Field(
+        "medusa-1", description="medusa-1: heads on the frozen backbone, from the cache."
+    )
     num_heads: int = Field(5, description="K: how many tokens ahead of the next the heads guess.", ge=1)
     num_layers: int = Field(1, description="L: residual blocks per head.", ge=1)
-    lm_head: Literal["untied", "tied"] = Field("untied", description="untied: each head trains its own copy; tied: all share the target's, frozen.")
+    lm_head: Literal["untied", "tied"] = Field(
+        "untied", description="untied: each head trains its own copy; tied: all share the target's, frozen."
+    )
     decay: float = Field(0.8, description="Head k's loss weighs decay^(k+1).", gt=0, le=1)
-    roles: tuple[Literal["assistant", "user"], ...] = Field(("assistant",), description="Whose target-written text is learned.", min_length=1)
+    roles: tuple[Literal["assistant", "user"], ...] = Field(
+        ("assistant",), description="Whose target-written text is learned.", min_length=1
+    )
     lr: PositiveFloat = Field(1e-3, description="Peak learning rate.")
     epochs: PositiveInt = Field(2, description="Passes over the features.")
     batch_tokens: PositiveInt = Field(16_384, description="Positions per optimizer step, over all workers.")
     warmup_steps: int = Field(40, description="Linear warmup; then cosine to 0.", ge=0)
-    optimizer: Literal["adamw", "adamw-8bit"] = Field("adamw", description="adamw-8bit keeps its moments in 8 bit (bitsandbytes).")
+    optimizer: Literal["adamw", "adamw-8bit"] = Field(
+        "adamw", description="adamw-8bit keeps its moments in 8 bit (bitsandbytes)."
+    )
     weight_decay: float = Field(0.0, description="AdamW's weight decay.", ge=0)
     max_grad_norm: PositiveFloat = Field(1.0, description="Gradient clipping by global norm.")
-    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 on a GPU, fp32 on a CPU. Master weights stay fp32.")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="auto: bf16 on a GPU, fp32 on a CPU. Master weights stay fp32."
+    )
     checkpoint_every: PositiveInt = Field(200, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = Field(2, description="How many of the newest checkpoints stay on disk.")
 
@@ -126,7 +159,10 @@ class CalibrateConfig(Section):
 class ExportConfig(Section):
     dtype: Dtype = Field("auto", description="Dtype of the exported heads; auto: the target's.")
     formats: tuple[Literal["expanded", "shared"], ...] = Field(
-        ("expanded",), description="expanded: K lm_heads, every engine loads it; shared: one for tied heads, smaller (vLLM, TGI).", min_length=1, max_length=1
+        ("expanded",),
+        description="expanded: K lm_heads, every engine loads it; shared: one for tied heads, smaller (vLLM, TGI).",
+        min_length=1,
+        max_length=1,
     )
 
 
@@ -137,23 +173,32 @@ class CheckConfig(Section):
     acceptance: Literal["greedy", "typical"] = Field("greedy", description="Rule by which candidates are accepted.")
     typical_eps: float = Field(0.09, description="Typical acceptance: p > min(eps, delta exp(-H)).", gt=0, le=1)
     typical_delta: float = Field(0.3, description="Typical acceptance: delta, the paper's sqrt(eps).", gt=0)
-    engines: tuple[Literal["native", "vllm"], ...] = Field(("native", "vllm"), description="Where the export is decoded.", min_length=1)
+    engines: tuple[Literal["native", "vllm"], ...] = Field(
+        ("native", "vllm"), description="Where the export is decoded.", min_length=1
+    )
     repeats: PositiveInt = Field(1, description="Timed repetitions; the median is reported.")
     min_acceleration_rate: float = Field(1.0, description="The check fails below it.", ge=0)
     tie_tolerance: float | None = Field(
-        None, description="A greedy difference is a tie where the target's top-2 logits are closer. Default: 1e-4 in float32, 0.03 in float16, 0.25 in bfloat16.", ge=0
+        None,
+        description="A greedy difference is a tie where the target's top-2 logits are closer; default 1e-4 in float32, "
+        "0.03 in float16, 0.25 in bfloat16.",
+        ge=0,
     )
 
 
 class PushConfig(Section):
     repo_id: str | None = Field(None, description="USER/NAME on the Hub; without it nothing is pushed.")
     private: bool = Field(False, description="Make the repository private.")
-    base_model: str | None = Field(None, description="The target's Hub id, needed where target.model is a local directory.")
+    base_model: str | None = Field(
+        None, description="The target's Hub id, needed where target.model is a local directory."
+    )
 
 
 class PlacementOf(Section):
     workers: PositiveInt = Field(1, description="Worker processes.")
-    gpus_per_worker: int | None = Field(None, description="GPUs of each; default 1 where the cluster has GPUs, else 0.", ge=0)
+    gpus_per_worker: int | None = Field(
+        None, description="GPUs of each; default 1 where the cluster has GPUs, else 0.", ge=0
+    )
     cpus_per_worker: PositiveInt | None = Field(None, description="CPU cores of each; default: an equal share.")
 
 
@@ -164,7 +209,9 @@ class PlacementConfig(Section):
 
 
 class LimitsConfig(Section):
-    max_quarantine_fraction: Fraction = Field(0.2, description="A stage stops (exit 3) when it refuses more; duplicates do not count.", ge=0, le=1)
+    max_quarantine_fraction: Fraction = Field(
+        0.2, description="A stage stops (exit 3) when it refuses more; duplicates do not count.", ge=0, le=1
+    )
     min_free_disk_gb: float = Field(1.0, description="A stage stops (exit 4) before the disk has less.", ge=0)
     max_consecutive_failures: PositiveInt = Field(3, description="A stage stops when a shard fails this often.")
 

@@ -32,11 +32,17 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError("There is no such configuration file.", str(file), "Name a YAML file, such as one of configs/.") from None
+        raise ConfigError(
+            "There is no such configuration file.", str(file), "Name a YAML file, such as one of configs/."
+        ) from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"The configuration cannot be read: {error}", str(file), "It must be a YAML file of sections.") from None
+        raise ConfigError(
+            f"The configuration cannot be read: {error}", str(file), "It must be a YAML file of sections."
+        ) from None
     if not isinstance(settings, dict):
-        raise ConfigError("The configuration is not a mapping of sections.", str(file), "See configs/demo.yaml for one.")
+        raise ConfigError(
+            "The configuration is not a mapping of sections.", str(file), "See configs/demo.yaml for one."
+        )
     settings = _resolve(settings, path.resolve().parent)
     for word in overrides:
         _override(settings, word, Path.cwd())
@@ -61,7 +67,9 @@ def _override(settings: dict[str, Any], word: str, base: Path) -> None:
     key, equals, text = word.partition("=")
     names = tuple(key.split("."))
     if not equals or len(names) < 2 or not all(names):
-        raise ConfigError(f"'{word}' is not an override.", "command line", "Write section.key=value, such as train.lr=1e-3.")
+        raise ConfigError(
+            f"'{word}' is not an override.", "command line", "Write section.key=value, such as train.lr=1e-3."
+        )
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -74,7 +82,9 @@ def _override(settings: dict[str, Any], word: str, base: Path) -> None:
     for name in names[:-1]:
         node, resolved = node.setdefault(name, {}), resolved[name]
         if not isinstance(node, dict):
-            raise ConfigError(f"{key} reaches into a value that has no keys.", "command line", "Set the whole section's key instead.")
+            raise ConfigError(
+                f"{key} reaches into a value that has no keys.", "command line", "Set the whole section's key instead."
+            )
     node[names[-1]] = resolved[names[-1]]
 
 
@@ -113,7 +123,11 @@ def _read_template(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"The chat template cannot be read: {error}.", "target.chat_template", "Give a Jinja file or the template's text.") from None
+        raise ConfigError(
+            f"The chat template cannot be read: {error}.",
+            "target.chat_template",
+            "Give a Jinja file or the template's text.",
+        ) from None
 
 
 def _absolute(value: str, base: Path) -> str:
@@ -122,7 +136,11 @@ def _absolute(value: str, base: Path) -> str:
 
 def _absolute_if_path(value: str, base: Path) -> str:
     looks_like_one = value.startswith((".", "/", "~"))
-    return _absolute(value, base) if looks_like_one or (len(value) < 4096 and "\n" not in value and (base / value).exists()) else value
+    return (
+        _absolute(value, base)
+        if looks_like_one or (len(value) < 4096 and "\n" not in value and (base / value).exists())
+        else value
+    )
 
 
 def _problem(error: Any) -> str:
@@ -130,7 +148,9 @@ def _problem(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         parent, name = error["loc"][:-1], str(error["loc"][-1])
         near = difflib.get_close_matches(name, known_keys(parent), n=1)
-        return f"there is no key '{location}'" + (f"; did you mean '{'.'.join([*map(str, parent), near[0]])}'?" if near else "")
+        return f"there is no key '{location}'" + (
+            f"; did you mean '{'.'.join([*map(str, parent), near[0]])}'?" if near else ""
+        )
     if error["type"] == "missing":
         return f"'{location}' is needed"
     given = f", not {error['input']!r}" if not isinstance(error["input"], dict | list) else ""

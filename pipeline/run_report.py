@@ -30,7 +30,7 @@ SUMMARY_KEYS = (
 
 
 def publish_report(context: Context) -> dict[str, Any]:
-    """Write report.json, report.md and report.html into the run, renew the export's model card, and print the report."""
+    """Write report.json, .md and .html into the run, renew the export's model card, and print the report."""
     report, extras = assemble(context.run, context.config)
     write_report(context.run.path, report, extras)
     if export := context.run.latest("export"):

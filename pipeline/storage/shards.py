@@ -28,7 +28,7 @@ Codec = Literal["zstd", "lz4", "none"]
 
 @dataclass(frozen=True)
 class Receipt:
-    """That a shard exists, and of what. `fingerprint` ties it to its stage, `upstream` to the shard it was made from."""
+    """That a shard exists, and of what: `fingerprint` ties it to its stage, `upstream` to what it was made from."""
 
     index: int
     fingerprint: str

@@ -19,10 +19,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from pipeline.errors import EnvironmentFault
 from pipeline.storage.durable import read_json, sweep_temporary, write_json
 from pipeline.storage.fingerprint import fingerprint
-from pipeline.storage.shards import Receipt, read_receipt
+from pipeline.storage.shards import Receipt, ShardWriter, read_receipt
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,19 @@ class ShardTask:
     shard: str
     quarantine: str
     fingerprint: str
+
+
+def shard_writer(task: ShardTask, schema: pa.Schema, **more: Any) -> ShardWriter:
+    """A writer of the shard that a task asks for."""
+    return ShardWriter(
+        task.shard,
+        task.quarantine,
+        schema,
+        index=task.index,
+        fingerprint=task.fingerprint,
+        upstream=task.upstream,
+        **more,
+    )
 
 
 class StageDirectory:

@@ -22,7 +22,9 @@ def make_generation_engine(
         return VLLMGenerationEngine(target, engine_args=engine_args, gpus=gpus, batch_invariant=batch_invariant)
     from pipeline.targets.transformers_generation import TransformersGenerationEngine
 
-    return TransformersGenerationEngine(target, gpus=gpus, **_known(engine_args, "generate.engine_args", {"max_batch_tokens"}))
+    return TransformersGenerationEngine(
+        target, gpus=gpus, **_known(engine_args, "generate.engine_args", {"max_batch_tokens"})
+    )
 
 
 def make_feature_engine(

@@ -16,7 +16,13 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
 
 
 def row(row_id: str, text: str = "hello") -> dict:
-    return {"id": row_id, "source_id": None, "category": None, "split": "train", "messages": [{"role": "user", "content": text}]}
+    return {
+        "id": row_id,
+        "source_id": None,
+        "category": None,
+        "split": "train",
+        "messages": [{"role": "user", "content": text}],
+    }
 
 
 def write(folder, rows, refused=(), *, ids_in=None, fingerprint="f" * 64, groups=1):
@@ -72,7 +78,10 @@ def test_a_split_row_counts_for_its_parent(tmp_path):
 
 
 def test_a_shard_that_was_not_committed_leaves_nothing(tmp_path):
-    with pytest.raises(KeyboardInterrupt), ShardWriter(tmp_path / "0.parquet", tmp_path / "q.jsonl", SEEDS, index=0, fingerprint="f") as writer:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        ShardWriter(tmp_path / "0.parquet", tmp_path / "q.jsonl", SEEDS, index=0, fingerprint="f") as writer,
+    ):
         writer.write([row("a")])
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []

@@ -17,9 +17,24 @@ from pipeline.storage.stage_directory import StageDirectory
 def fill(stage: StageDirectory, indices, *, text="hello", upstream=""):
     for index in indices:
         with ShardWriter(
-            stage.shard_path(index), stage.quarantine_path(index), SEEDS, index=index, fingerprint=stage.fingerprint, upstream=upstream
+            stage.shard_path(index),
+            stage.quarantine_path(index),
+            SEEDS,
+            index=index,
+            fingerprint=stage.fingerprint,
+            upstream=upstream,
         ) as writer:
-            writer.write([{"id": f"s:{index}", "source_id": None, "category": None, "split": "train", "messages": [{"role": "user", "content": text}]}])
+            writer.write(
+                [
+                    {
+                        "id": f"s:{index}",
+                        "source_id": None,
+                        "category": None,
+                        "split": "train",
+                        "messages": [{"role": "user", "content": text}],
+                    }
+                ]
+            )
             writer.commit(stage.stage, None)
 
 
