@@ -1,7 +1,6 @@
 # Two commands on a fresh machine: `make demo`, `make test`. Everything is installed into .venv from a full lock file.
 
 ACCELERATOR ?= cpu
-METHOD ?= medusa-1
 PYTHON ?= python3.11
 PIP_FLAGS ?=
 VENV := .venv
@@ -23,7 +22,7 @@ $(STAMP): $(LOCK) pyproject.toml
 	touch $@
 
 demo: install       ## the main job, end to end, with a small target that it trains first
-	$(BIN)/python flows/demo.py train.method=$(METHOD)
+	$(BIN)/python flows/demo.py
 
 test: install       ## all tests
 	$(BIN)/python -m pytest

@@ -43,7 +43,7 @@ class TargetConfig(Section):
         None, description="Load the target through bitsandbytes in 4 or 8 bit."
     )
     max_tokens: PositiveInt | None = Field(
-        None, description="Longest conversation in tokens. Default: the model's context."
+        None, description="Longest conversation in tokens; never beyond the model's context, which is the default."
     )
     trust_remote_code: bool = Field(False, description="Run model code that comes with the weights.")
     chat_template: str | None = Field(

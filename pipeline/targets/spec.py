@@ -120,20 +120,17 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
 
 
 def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> int:
-    """Longest conversation in tokens: target.max_tokens, else the model's own context.
+    """Longest conversation in tokens: the model's own context, or target.max_tokens where that is shorter.
 
     Raises:
-        ConfigError: max_tokens exceeds the context, or neither is known.
+        ConfigError: Neither is known.
     """
     text = (config or model_config(spec)).get_text_config()
     own = next((value for key in CONTEXT_KEYS if (value := getattr(text, key, None))), None)
-    longest = spec.max_tokens or own
-    if longest is None:
+    known = [length for length in (own, spec.max_tokens) if length]
+    if not known:
         raise ConfigError(f"The target {spec.model} does not say its context.", "target.max_tokens", "Set it.")
-    if own is not None and longest > own:
-        fix = f"Set it to at most {own}."
-        raise ConfigError(f"{longest} tokens exceed the target's context of {own}.", "target.max_tokens", fix)
-    return longest
+    return min(known)
 
 
 def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
