@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # Texts after which a template's own text is tokenized, so that no tokenizer takes it for the start of a text.
 ANCHORS = ("a", ".", "\n")
+CONTEXT_CHARACTERS = 64  # of the prompt, where its real text is at hand: no token reaches further back
 
 
 class ChatTemplate:
@@ -114,9 +115,10 @@ class ChatTemplate:
         word = _unused_word(messages)
         tail = self._after(word, self.render([*messages, Message("assistant", word)], asks=False))
         text = whole.removeprefix(before) if whole.startswith(before) and whole.endswith(tail) else answer + tail
-        ids = self._tokenize_after(text, before)
+        context = before[-CONTEXT_CHARACTERS:]
+        ids = self._tokenize_after(text, context)
         if not self._first_mark(tail):  # the template ends a turn only when another one follows
-            return self._tokenize_after(text.removesuffix(tail), before) + list(self.end_of_turn_ids)
+            return self._tokenize_after(text.removesuffix(tail), context) + list(self.end_of_turn_ids)
         last_end = max(index for index, id in enumerate(ids) if id in self._first_mark(tail))
         return ids[: last_end + 1]
 
@@ -154,7 +156,8 @@ class ChatTemplate:
         return ()
 
     def _tokenize(self, text: str) -> list[int]:
-        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        # verbose: a text longer than the context is refused with a reason, not warned of
+        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
         """Ids of a text that continues another one: without the space that some tokenizers put before a beginning."""
