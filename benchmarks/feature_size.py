@@ -1,0 +1,48 @@
+"""Claim: a cached position costs little more than its state: at most 1.02 times 4·D bytes in fp32, 2·D in bf16.
+
+Measured: the size of the shards that the features stage's worker commits (ids, spans, positions, checksums and receipt
+among it) over the positions in them, against the raw size of a state. Random backbones' states stand for real ones: after
+the final norm their mantissas are as random. The default codec compresses their exponents; without a codec nothing is
+compressed, which is the most that any target's states can cost.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from benchmarks import rows, targets
+from benchmarks.claims import Claim, Result
+from pipeline.config import FeaturesConfig
+from pipeline.stages.features import Worker
+from pipeline.storage.shards import Codec
+
+AIM = 1.02
+HIDDEN_SIZES = (256, 4096)  # the demo's, and a 7B model's
+DTYPES = ("float32", "bfloat16")
+CODECS: tuple[Codec, ...] = ("zstd", "none")
+
+
+def measure(*, tiny: bool = False) -> Result:
+    """Every hidden size, dtype and codec; one layer is enough, since depth changes no state's size."""
+    num_rows = 2 if tiny else 64
+    claims = []
+    for hidden_size in (64,) if tiny else HIDDEN_SIZES:
+        shape = targets.TINY | {"hidden_size": hidden_size, "num_hidden_layers": 1, "vocab_size": 4096}
+        made = rows.ragged_rows(num_rows, 64, 512, shape["vocab_size"])
+        for dtype in DTYPES:
+            with tempfile.TemporaryDirectory() as temporary:
+                target = targets.random_target(Path(temporary) / "target", shape, dtype)
+                claims += [_claim(Path(temporary) / codec, target, hidden_size, made, codec) for codec in CODECS]
+    return Result(claims, {"rows": num_rows, "written_share": rows.WRITTEN_SHARE})
+
+
+def _claim(directory: Path, target: targets.TargetSpec, hidden_size: int, made: list[rows.Row], codec: Codec) -> Claim:
+    (task,) = rows.features_tasks(directory, [made])
+    receipt = Worker(target, FeaturesConfig(tokens_per_batch=4096, codec=codec), gpus=0)(task)
+    state = hidden_size * getattr(torch, target.dtype).itemsize
+    position = Path(task.shard).stat().st_size / receipt.stats["positions"]
+    name = f"bytes per position over the state's own, D = {hidden_size:,}, {target.dtype}, codec {codec}"
+    return Claim(name, position / state, aim=AIM, at_most=True, sides={"bytes": position, "state": state})

@@ -1,0 +1,94 @@
+"""Claim: the features stage costs little beside the backbone's forward: at least 0.85 of its tokens per second.
+
+Measured: the stage's own worker, loaded, over shards of ragged conversations: reading rows, batching, forward, picking
+positions, compressing, writing, committing. Against: the bare forward, `base_model(input_ids)`, over the very batches
+that the worker made, recorded at its model's door. Both count the conversations' tokens, padding not counted. A random
+backbone of 50M parameters stands for a real target; the demo's, whose forward is ten times cheaper, is the hard case.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from benchmarks import rows, targets
+from benchmarks.claims import Claim, Result, in_turns, speed_ratio
+from pipeline.config import FeaturesConfig
+from pipeline.stages.features import Worker
+from pipeline.storage.stage_directory import ShardTask
+from pipeline.targets.spec import TargetSpec, model_config
+
+AIM = 0.85
+TOKENS_PER_BATCH = 8192  # the demo's
+NUM_SHARDS = 2
+
+
+def measure(*, tiny: bool = False) -> Result:
+    """Two backbones, three rounds each."""
+    claims: list[Claim] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        shape, lengths = (targets.TINY, (8, 24)) if tiny else (targets.BACKBONE, (64, 512))
+        large = targets.random_target(directory / "large", shape)
+        claims.append(_claim("a random backbone of 50M parameters", large, directory, 4 if tiny else 48, *lengths))
+        demo = targets.demo_target(directory / "demo")
+        claims.append(_claim("the demo's backbone", demo, directory, 4 if tiny else 256, *lengths))
+    facts = {"tokens_per_batch": TOKENS_PER_BATCH, "shards": NUM_SHARDS, "row_tokens": lengths}
+    return Result(claims, facts | {"written_share": rows.WRITTEN_SHARE, "threads": torch.get_num_threads()})
+
+
+def _claim(what: str, target: TargetSpec, directory: Path, rows_per_shard: int, shortest: int, longest: int) -> Claim:
+    vocab_size = model_config(target).get_text_config().vocab_size
+    made = rows.ragged_rows(NUM_SHARDS * rows_per_shard, shortest, longest, vocab_size)
+    shards = [made[first : first + rows_per_shard] for first in range(0, len(made), rows_per_shard)]
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        tasks = rows.features_tasks(Path(place), shards)
+        worker = Worker(target, FeaturesConfig(tokens_per_batch=TOKENS_PER_BATCH), gpus=0)
+        seconds = sides_in_turns(worker, tasks, rounds=3)
+    num_tokens = sum(len(row["input_ids"]) for row in made)
+    return speed_ratio(f"whole stage over bare forward, {what}", seconds, num_tokens, "tokens", AIM)
+
+
+def sides_in_turns(worker: Worker, tasks: Sequence[ShardTask], rounds: int) -> dict[str, list[float]]:
+    """Seconds of the whole stage and of the bare forward over the same batches, round by round."""
+    batches = record_batches(worker, tasks)
+    return in_turns(
+        {"whole stage": lambda: stage_seconds(worker, tasks), "bare forward": lambda: forward_seconds(worker, batches)},
+        rounds,
+    )
+
+
+def record_batches(worker: Worker, tasks: Sequence[ShardTask]) -> list[torch.Tensor]:
+    """Run the worker once and keep what its backbone was given."""
+    seen: list[torch.Tensor] = []
+    backbone = worker.engine.model.base_model
+    hook = backbone.register_forward_pre_hook(
+        lambda _, __, given: seen.append(given["input_ids"].clone()), with_kwargs=True
+    )
+    stage_seconds(worker, tasks)
+    hook.remove()
+    return seen
+
+
+def stage_seconds(worker: Worker, tasks: Sequence[ShardTask]) -> float:
+    """The whole worker, shard after shard."""
+    started = perf_counter()
+    for task in tasks:
+        worker(task)
+    return perf_counter() - started
+
+
+@torch.inference_mode()
+def forward_seconds(worker: Worker, batches: Sequence[torch.Tensor]) -> float:
+    """The backbone alone, and nothing kept of what it says."""
+    backbone = worker.engine.model.base_model
+    started = perf_counter()
+    for ids_BT in batches:
+        backbone(input_ids=ids_BT, use_cache=False)
+    if batches[0].is_cuda:
+        torch.cuda.synchronize()
+    return perf_counter() - started

@@ -1,0 +1,102 @@
+"""Claim: training reads the cache at 300 MB/s per core or more, every page's checksum verified.
+
+Measured: training's own reader (`load_batches`: Parquet, checksum, decompression, labels, shuffled batches) over all
+steps of an epoch, in bytes of states per second of CPU time: what one core does, however many share the work. Against:
+the same files' bytes read by `read_bytes` and nothing else, in turns. Files are in the page cache. States are random
+normal numbers, so compression finds as little in them as in real ones.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter, process_time
+
+import torch
+
+from benchmarks import rows
+from benchmarks.claims import Claim, Result, in_turns
+from pipeline.stages.features import row_groups, write_group
+from pipeline.storage.schemas import FEATURES
+from pipeline.storage.shards import ShardWriter
+from pipeline.training.features import FeatureRows
+from pipeline.training.loading import load_batches
+from pipeline.training.plan import EpochPlan
+
+AIM = 300.0
+VOCAB_SIZE, NUM_HEADS, BATCH_TOKENS = 4096, 5, 16_384
+CASES = ((512, torch.float32), (4096, torch.bfloat16))  # hidden size and dtype: a small model's, a 7B model's
+
+
+def measure(*, tiny: bool = False) -> Result:
+    """Two kinds of states, five rounds each, about half a GB of them."""
+    torch.set_num_threads(1)  # copies of rows are not what a thread pool is for
+    claims = []
+    for hidden_size, dtype in ((32, torch.float32),) if tiny else CASES:
+        with tempfile.TemporaryDirectory() as temporary:
+            num_rows = 8 if tiny else (512 << 20) // (hidden_size * dtype.itemsize * 384)
+            path = Path(temporary) / "00000.parquet"
+            positions = write_states(path, num_rows, hidden_size, dtype)
+            claims.append(_claim(path, positions, hidden_size, dtype))
+    return Result(claims, {"heads": NUM_HEADS, "batch_tokens": BATCH_TOKENS})
+
+
+def write_states(path: Path, num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
+    """A shard of random states, written as the features stage writes; its number of positions."""
+    made = rows.equal_rows(num_rows, num_turns=2, per_turn=256, vocab_size=VOCAB_SIZE)
+    footer = {"dtype": str(dtype).removeprefix("torch."), "hidden_size": str(hidden_size)}
+    quarantine, name = path.with_suffix(".jsonl"), rows.FINGERPRINT
+    with ShardWriter(path, quarantine, FEATURES, index=0, fingerprint=name, footer=footer) as writer:
+        positions = sum(write_group(writer, group) for group in row_groups(_with_states(made, hidden_size, dtype)))
+        writer.commit("features", None)
+    return positions
+
+
+def _with_states(made: list[rows.Row], hidden_size: int, dtype: torch.dtype) -> Iterator[tuple[rows.Row, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    for row in made:
+        yield row, torch.randn(len(row["input_ids"]), hidden_size, generator=generator).to(dtype)
+
+
+def _claim(path: Path, positions: int, hidden_size: int, dtype: torch.dtype) -> Claim:
+    features = FeatureRows(
+        [str(path)],
+        fingerprint=rows.FINGERPRINT,
+        hidden_size=hidden_size,
+        vocab_size=VOCAB_SIZE,
+        num_heads=NUM_HEADS,
+        roles=("assistant",),
+    )
+    wall: list[float] = []
+
+    def read() -> float:
+        plan = EpochPlan(features.lengths("train"), batch_tokens=BATCH_TOKENS, seed=0, epoch=len(wall))
+        started, started_cpu = perf_counter(), process_time()
+        for _ in load_batches(features, plan, range(plan.num_steps)):
+            pass
+        wall.append(perf_counter() - started)
+        return process_time() - started_cpu
+
+    def read_plainly() -> float:
+        started_cpu = process_time()
+        path.read_bytes()
+        return process_time() - started_cpu
+
+    seconds = in_turns({"reader": read, "plain": read_plainly}, rounds=5)
+    megabytes = positions * hidden_size * dtype.itemsize / 1e6
+    rates = [megabytes / one for one in seconds["reader"]]
+    name = str(dtype).removeprefix("torch.")
+    return Claim(
+        f"states read per core-second, D = {hidden_size:,}, {name}",
+        statistics.median(rates),
+        unit="MB/s",
+        aim=AIM,
+        spread=(min(rates), max(rates)),
+        sides={
+            "by the clock, MB/s": megabytes / statistics.median(wall[1:]),
+            "plain read of the file, MB/s": path.stat().st_size / 1e6 / statistics.median(seconds["plain"]),
+            "file over states": path.stat().st_size / 1e6 / megabytes,
+        },
+    )

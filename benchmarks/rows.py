@@ -1,0 +1,71 @@
+"""Rows to measure with: conversations of random tokens as `generate` leaves them, and the features stage's shards of
+them. How long a row is and how much of it the target wrote is all that speed and size depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.conversations.spans import Span
+from pipeline.storage.schemas import GENERATED
+from pipeline.storage.shards import ShardWriter
+from pipeline.storage.stage_directory import ShardTask
+
+FINGERPRINT = "benchmark"
+WRITTEN_SHARE = 0.75  # of a row's tokens are the target's: about what replayed chat seeds give
+
+Row = dict[str, Any]
+
+
+def generated_row(name: str, turns: Sequence[tuple[int, int]], vocab_size: int, rng: np.random.Generator) -> Row:
+    """A conversation of turns (tokens asked, tokens answered), of random ids."""
+    spans, end = [], 0
+    for asked, answered in turns:
+        spans.append(Span(end + asked, end + asked + answered, "assistant"))
+        end += asked + answered
+    return {
+        "id": name,
+        "parent_id": name,
+        "split": "train",
+        "input_ids": rng.integers(2, vocab_size, end).tolist(),
+        "spans": [vars(span) for span in spans],
+        "finish": ["stop"] * len(spans),
+        "messages": [],
+    }
+
+
+def ragged_rows(num_rows: int, shortest: int, longest: int, vocab_size: int, seed: int = 0) -> list[Row]:
+    """Conversations of one to four turns and about `shortest` to `longest` tokens, three quarters of them written."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for index in range(num_rows):
+        num_turns = int(rng.integers(1, 5))
+        per_turn = max(8, int(rng.integers(shortest, longest + 1)) // num_turns)
+        asked = round(per_turn * (1 - WRITTEN_SHARE))
+        rows.append(generated_row(f"r:{index}", [(asked, per_turn - asked)] * num_turns, vocab_size, rng))
+    return rows
+
+
+def equal_rows(num_rows: int, num_turns: int, per_turn: int, vocab_size: int, seed: int = 0) -> list[Row]:
+    """Conversations of one length."""
+    rng = np.random.default_rng(seed)
+    asked = round(per_turn * (1 - WRITTEN_SHARE))
+    turns = [(asked, per_turn - asked)] * num_turns
+    return [generated_row(f"r:{index}", turns, vocab_size, rng) for index in range(num_rows)]
+
+
+def features_tasks(directory: Path, shards: Iterable[Sequence[Row]]) -> list[ShardTask]:
+    """Write shards of generated rows; one features task for each, into `directory`/features."""
+    tasks = []
+    for index, rows in enumerate(shards):
+        source, made = directory / "generate" / f"{index:05d}.parquet", directory / "features" / f"{index:05d}.parquet"
+        with ShardWriter(source, source.with_suffix(".jsonl"), GENERATED, index=index, fingerprint="rows") as writer:
+            writer.write(rows)
+            receipt = writer.commit("generate", None)
+        quarantine = str(made.with_suffix(".jsonl"))
+        tasks.append(ShardTask(index, str(source), receipt.content_sha256, str(made), quarantine, FINGERPRINT))
+    return tasks

@@ -1,0 +1,87 @@
+"""Run the benchmarks and write what they measured.
+
+    python -m benchmarks.run                 # all, each in a process of its own: `make bench`
+    python -m benchmarks.run features train  # some
+    python -m benchmarks.run --tiny          # do the scripts run? tiny sizes; the figures mean nothing, none is kept
+
+Needs a machine that does nothing else. A missed aim is no failure: the exit code is 1 only when a benchmark crashed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from benchmarks.results import DIRECTORY, one_line, write_result, write_table
+
+NEEDS_GPU = "gpu"
+BENCHMARKS = {
+    "generate": "conversation-wise generation",
+    "features": "the features stage",
+    "feature_size": "bytes of features",
+    "train": "training from the cache",
+    "reading": "reading the cache",
+    NEEDS_GPU: "features, training and decoding of a Mistral-7B-shaped target: needs a GPU, and none was to be had",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the named benchmarks, or all; the number of those that crashed, at most 1."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure the claims about speed.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("--tiny", action="store_true", help="try the scripts; the figures mean nothing, none is kept")
+    asked = parser.parse_args(arguments)
+    if unknown := sorted(set(asked.names) - set(BENCHMARKS)):
+        parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+    if len(asked.names) == 1:
+        run_one(asked.names[0], tiny=asked.tiny)
+        return 0
+    crashed = [name for name in asked.names or BENCHMARKS if not _in_own_process(name, tiny=asked.tiny)]
+    if crashed:
+        print(f"crashed: {', '.join(crashed)}; their results are as they were before", file=sys.stderr)
+    return min(1, len(crashed))
+
+
+def run_one(name: str, *, tiny: bool = False) -> None:
+    """Measure one in this process, print its claims and, unless it is `tiny`, write its results."""
+    if name == NEEDS_GPU and not tiny and not _has_gpu():
+        print(f"{name}: not measured, this machine has no GPU", flush=True)
+    else:
+        started = time.perf_counter()
+        result = importlib.import_module(f"benchmarks.{name}").measure(tiny=tiny)
+        seconds, memory = time.perf_counter() - started, _peak_memory_gb()
+        for claim in result.claims:
+            print(f"{name}: {one_line(claim)}")
+        print(f"{name}: {seconds:.0f} s, {memory:.1f} GB{' (tiny: figures mean nothing)' if tiny else ''}", flush=True)
+        if tiny:
+            return
+        write_result(DIRECTORY, name, result, seconds, memory)
+    if not tiny:
+        write_table(DIRECTORY, BENCHMARKS)
+
+
+def _in_own_process(name: str, *, tiny: bool) -> bool:
+    """So that no benchmark meets the threads, the memory or the settings that another left (vLLM leaves some)."""
+    command = [sys.executable, "-m", "benchmarks.run", name, *(["--tiny"] if tiny else [])]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def _peak_memory_gb() -> float:
+    """The most that this process or one of its children has held in RAM."""
+    who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(one).ru_maxrss for one in who) * 1024 / 1e9
+
+
+if __name__ == "__main__":
+    sys.exit(main())

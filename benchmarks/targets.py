@@ -1,0 +1,71 @@
+"""Targets to measure with: random weights, on disk as any target is. Speed depends on a model's shape alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.utils import logging
+
+from pipeline.config import SeedSource
+from pipeline.conversations.conversation import Conversation
+from pipeline.conversations.readers import read_source
+from pipeline.targets.demo import new_model, train_tokenizer
+from pipeline.targets.spec import TargetSpec
+
+ROOT = Path(__file__).parent.parent
+DEMO_TARGET = ROOT / "runs" / "demo-target"
+SEEDS = ROOT / "data" / "seeds.sharegpt.jsonl"
+
+# 54.5M parameters in its layers, embeddings and lm_head not counted.
+BACKBONE = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 2048,
+}
+TINY = BACKBONE | {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+
+
+def random_target(directory: Path, shape: dict[str, int], dtype: str = "float32") -> TargetSpec:
+    """A Llama of that shape, without a tokenizer, written to `directory`."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).to(getattr(torch, dtype))
+    return _saved(model, directory, dtype)
+
+
+def random_demo_target(directory: Path) -> TargetSpec:
+    """The demo's target as it is before training: its shape, its tokenizer, its chat template."""
+    torch.manual_seed(0)
+    tokenizer = train_tokenizer(bundled_conversations())
+    tokenizer.save_pretrained(directory)
+    return _saved(new_model(tokenizer), directory)
+
+
+def demo_target(directory: Path) -> TargetSpec:
+    """The demo's own target where `make demo` has trained it, else a random one of its shape in `directory`."""
+    trained = (DEMO_TARGET / "config.json").is_file()
+    return TargetSpec(str(DEMO_TARGET)) if trained else random_demo_target(directory)
+
+
+def bundled_conversations() -> list[Conversation]:
+    """The seeds that come with the project."""
+    rows = read_source(SeedSource(path=SEEDS), SEEDS.stem, max_characters=10**6)
+    return [row for row in rows if isinstance(row, Conversation)]
+
+
+def num_layer_parameters(model: Any) -> int:
+    """Parameters of the backbone's layers: embeddings and lm_head do not make a forward slower, so they do not count."""
+    return sum(p.numel() for name, p in model.base_model.named_parameters() if "embed" not in name)
+
+
+def _saved(model: LlamaForCausalLM, directory: Path, dtype: str = "float32") -> TargetSpec:
+    logging.disable_progress_bar()
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=1, pad_token_id=1)
+    model.save_pretrained(directory)
+    return TargetSpec(str(directory), dtype=dtype)

@@ -1,0 +1,147 @@
+"""Claim: training heads from the cache is at least twice as fast as with the backbone's forward in every step.
+
+Measured: positions learned per second in `train_medusa1` from a feature cache (waiting for data included). Against: a
+loop that, as the reference implementation does, runs the frozen backbone over each step's conversations and learns from
+what it says: same heads, same optimizer step, the very same batches (the step's loss agrees: `largest_loss_difference`).
+Rows are of one length, so the online loop pads nothing, and each batch holds whole rows.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import rows, targets
+from benchmarks.claims import Claim, Result, in_turns, speed_ratio
+from pipeline.config import FeaturesConfig, TrainConfig
+from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
+from pipeline.medusa.schedules import cosine_with_warmup
+from pipeline.stages.features import Worker
+from pipeline.storage.rows import spans_of
+from pipeline.targets.loading import load_causal_lm
+from pipeline.targets.spec import TargetSpec, model_config
+from pipeline.training.loading import Batch
+from pipeline.training.medusa1 import initial_heads, learn, open_features, train_medusa1
+from pipeline.training.metrics import read_metrics
+from pipeline.training.optimizers import make_optimizer
+from pipeline.training.plan import LANES, EpochPlan
+from pipeline.training.spec import TrainSpec
+from pipeline.training.world import World
+
+AIM = 2.0
+ROUNDS = 3
+
+
+def measure(*, tiny: bool = False) -> Result:
+    """A random backbone of 50M parameters, which carries the aim, and the demo's target with the demo's recipe."""
+    steps = 2 if tiny else 4
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        large = targets.random_target(directory / "large", targets.TINY if tiny else targets.BACKBONE)
+        demo = targets.demo_target(directory / "demo")
+        shape = {"num_turns": 1, "per_turn": 32} if tiny else {"num_turns": 2, "per_turn": 128}
+        cases = [
+            ("a random backbone of 50M parameters, 5 heads", large, 5, AIM),
+            ("the demo's target, 4 heads", demo, 4, None),
+        ]
+        found = [_claim(what, target, heads, steps, shape, aim, directory) for what, target, heads, aim in cases]
+    differences = {claim.what: difference for claim, difference in found}
+    facts = {"steps": steps, "rows_per_step": LANES, "rows": shape, "written_share": rows.WRITTEN_SHARE}
+    return Result([claim for claim, _ in found], facts | {"largest_loss_difference": differences})
+
+
+def _claim(
+    what: str,
+    target: TargetSpec,
+    num_heads: int,
+    num_steps: int,
+    shape: dict[str, int],
+    aim: float | None,
+    directory: Path,
+) -> tuple[Claim, float]:
+    text = model_config(target).get_text_config()
+    # As many rows per step as the plan has lanes, all of one length: then a batch is made of whole rows.
+    made = rows.equal_rows(LANES * num_steps, vocab_size=text.vocab_size, **shape)
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        (task,) = rows.features_tasks(Path(place), [made])
+        Worker(target, FeaturesConfig(tokens_per_batch=4096), gpus=0)(task)
+        per_row = int((head_labels(made[0]["input_ids"], spans_of(made[0]), 1, ("assistant",)) != IGNORED).sum())
+        spec = TrainSpec(
+            shards=(task.shard,),
+            fingerprint=rows.FINGERPRINT,
+            settings=TrainConfig(num_heads=num_heads, batch_tokens=LANES * per_row, epochs=1, warmup_steps=0),
+            target=target,
+            hidden_size=text.hidden_size,
+            vocab_size=text.vocab_size,
+            seed=0,
+            directory=place,
+            device="cpu",
+        )
+        cached, online = CachedLoop(spec, Path(place)), OnlineLoop(spec, made)
+        seconds = in_turns({"from the cache": cached.run, "online": online.run}, ROUNDS)
+    claim = speed_ratio(f"from the cache over online, {what}", seconds, per_row * len(made), "positions", aim)
+    return claim, max(abs(ours - theirs) for ours, theirs in zip(cached.losses, online.losses, strict=True))
+
+
+class CachedLoop:
+    """The project's training, each time in a new directory."""
+
+    def __init__(self, spec: TrainSpec, directory: Path):
+        self.spec = spec
+        self.losses: list[float] = []
+        self._directories = (directory / f"train-{number}" for number in count())
+
+    def run(self) -> float:
+        directory = next(self._directories)
+        directory.mkdir()
+        summary = train_medusa1(replace(self.spec, directory=str(directory)))
+        self.losses = [line["loss"] for line in read_metrics(directory) if "loss" in line]
+        return summary["seconds"]
+
+
+class OnlineLoop:
+    """The same steps with the backbone in memory, each state computed when it is needed and then forgotten."""
+
+    def __init__(self, spec: TrainSpec, made: Sequence[rows.Row]):
+        self.spec, self.rows = spec, made
+        self.backbone = load_causal_lm(spec.target).base_model
+        self.losses: list[float] = []
+        lengths = open_features(spec).lengths("train")
+        self._first_row = np.cumsum([0, *map(len, lengths)])  # of each row group
+        self._plan = EpochPlan(lengths, batch_tokens=spec.settings.batch_tokens, seed=spec.seed)
+
+    def run(self) -> float:
+        spec, num_steps = self.spec, self._plan.num_steps
+        heads = initial_heads(spec)
+        optimizer = make_optimizer(heads, spec.settings)
+        self.losses = []
+        started = perf_counter()
+        for step in range(num_steps):
+            lr = spec.settings.lr * cosine_with_warmup(step, num_steps, 0)
+            self.losses.append(learn(heads, optimizer, self._batch(step), lr, spec, World())["loss"])
+        return perf_counter() - started
+
+    @torch.no_grad()
+    def _batch(self, step: int) -> Batch:
+        """The step's rows through the backbone; the states and labels at the positions that are learned from."""
+        chosen = [self.rows[self._first_row[piece.group] + piece.row] for piece in self._plan.pieces(step)]
+        hidden_BTD = self.backbone(
+            input_ids=torch.tensor([row["input_ids"] for row in chosen]), use_cache=False
+        ).last_hidden_state
+        states, labels = zip(*map(self._learned, hidden_BTD, chosen), strict=True)
+        return Batch(torch.cat(states), torch.cat(labels, 1))
+
+    def _learned(self, hidden_TD: torch.Tensor, row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+        settings, spans = self.spec.settings, spans_of(row)
+        labels_KN = head_labels(row["input_ids"], spans, settings.num_heads, settings.roles)
+        learnable = labels_KN[0] != IGNORED
+        positions_N = torch.from_numpy(feature_positions(spans)[learnable]).long()
+        return hidden_TD[positions_N], torch.from_numpy(labels_KN[:, learnable]).long()
