@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.errors import EnvironmentFault
-from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.loading import input_device, load_causal_lm, verify_tap
 from pipeline.targets.spec import TargetSpec
 
 # B batch, T positions (of the longest row), D hidden
@@ -29,17 +29,18 @@ class TransformersFeatureEngine:
     """The FeatureEngine for everything that transformers loads, 4-bit and 8-bit targets included.
 
     Args:
-        target: What to load, or a model that is loaded already (it is used as it is).
+        target: What to load and verify (`verify_tap`), or a model that is loaded already (it is used as it is).
         tokens_per_batch: Most tokens of one forward, padding counted. A longer row runs alone.
         gpus: GPUs that the target spans; 0 runs on the CPU. Only for loading.
 
     Raises:
-        ConfigError, EnvironmentFault: As `load_causal_lm` does.
+        ConfigError, EnvironmentFault: As `load_causal_lm` and `verify_tap` do.
     """
 
     def __init__(self, target: TargetSpec | PreTrainedModel, *, tokens_per_batch: int = 16_384, gpus: int = 0):
         if isinstance(target, TargetSpec):
             target = load_causal_lm(target, "cuda" if gpus else "cpu", max(gpus, 1))
+            verify_tap(target)
         self.model: PreTrainedModel = target
         self.tokens_per_batch = tokens_per_batch
         self.hidden_size: int = target.config.get_text_config().hidden_size

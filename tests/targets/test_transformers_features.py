@@ -9,8 +9,9 @@ from bitsandbytes.nn import Linear4bit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.errors import EnvironmentFault
-from pipeline.targets.loading import lm_head_weight, verify_tap
+from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.targets import transformers_features
+from pipeline.targets.loading import lm_head_weight, load_causal_lm, verify_tap
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.transformers_features import TransformersFeatureEngine
 
@@ -33,6 +34,16 @@ def test_lm_head_of_the_states_is_the_targets_logits(
     for ids, states_TD in zip(prompts, engine.hidden_states(prompts), strict=True):
         logits_TV = engine.model(input_ids=torch.tensor([ids])).logits[0]
         torch.testing.assert_close(states_TD @ lm_head_weight(engine.model).T, logits_TV, rtol=1e-4, atol=1e-4)
+
+
+def test_an_engine_that_would_tap_the_wrong_state_does_not_start(
+    random_target: TargetSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_causal_lm(random_target)
+    model.lm_head.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+    monkeypatch.setattr(transformers_features, "load_causal_lm", lambda *_: model)
+    with pytest.raises(ConfigError, match="not what its lm_head reads"):
+        TransformersFeatureEngine(random_target)
 
 
 def test_a_stream_reads_no_further_ahead_than_a_window(engine: TransformersFeatureEngine) -> None:
@@ -87,7 +98,6 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 def test_an_8_bit_target_gives_states_near_the_full_ones(random_target: TargetSpec, prompts: list[list[int]]) -> None:
     full = TransformersFeatureEngine(random_target).hidden_states(prompts)
     quantized = TransformersFeatureEngine(dataclasses.replace(random_target, quantization="8bit"))
-    verify_tap(quantized.model)
     for actual_TD, expected_TD in zip(quantized.hidden_states(prompts), full, strict=True):
         assert actual_TD.dtype == quantized.dtype
         assert 0 < relative_error(actual_TD, expected_TD) < 0.1  # twice two layers of activations rounded to 1/127
@@ -96,7 +106,7 @@ def test_an_8_bit_target_gives_states_near_the_full_ones(random_target: TargetSp
 def test_a_4_bit_target_gives_the_states_of_its_dequantized_weights(
     random_target: TargetSpec, prompts: list[list[int]]
 ) -> None:
-    quantized = TransformersFeatureEngine(dataclasses.replace(random_target, quantization="4bit"))
+    quantized = TransformersFeatureEngine(load_causal_lm(dataclasses.replace(random_target, quantization="4bit")))
     full = TransformersFeatureEngine(random_target)
     assert torch.equal(lm_head_weight(quantized.model), lm_head_weight(full.model))
     num_replaced = 0

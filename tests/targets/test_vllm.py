@@ -173,7 +173,7 @@ def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: 
 
 def test_a_missing_vllm_says_how_to_install_it(random_target: TargetSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(EnvironmentFault, match="not importable.*engine: transformers"):
+    with pytest.raises(EnvironmentFault, match=r"not importable.*engine: transformers"):
         VLLMGenerationEngine(random_target)
 
 
