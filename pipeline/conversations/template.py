@@ -116,11 +116,13 @@ class ChatTemplate:
         tail = self._after(word, self.render([*messages, Message("assistant", word)], asks=False))
         text = whole.removeprefix(before) if whole.startswith(before) and whole.endswith(tail) else answer + tail
         context = before[-CONTEXT_CHARACTERS:]
-        ids = self._tokenize_after(text, context)
-        if not self._first_mark(tail):  # the template ends a turn only when another one follows
+        end = self._first_mark(tail)
+        if not end:  # the template ends a turn only when another one follows
             return self._tokenize_after(text.removesuffix(tail), context) + list(self.end_of_turn_ids)
-        last_end = max(index for index, id in enumerate(ids) if id in self._first_mark(tail))
-        return ids[: last_end + 1]
+        ids = self._tokenize_after(text, context)
+        while ids[-1] not in end:
+            ids.pop()
+        return ids
 
     def rewrites_history(self, messages: Sequence[Message]) -> bool:
         """Whether the prompt for `messages`, which end with an answer and a question, does not extend the last one."""
