@@ -1,0 +1,122 @@
+"""Compose the bundled seed conversations from the topics beside this file, the same bytes every time.
+
+A topic (topics/*.yaml) is a page of our own writing: `subjects` to talk about, `words` that vary, and exchanges: an
+`opening`, `more` to follow and a `closing`. A conversation picks one subject, one word of each kind, an opening and one
+to four further exchanges. In a text, `{slot}` is a value of that subject or a word, `{slot^}` capitalises it, and lists read
+`{slot#}` (numbered lines), `{slot*}` (bullets), `{slot,}` or `{slot、}` (in a sentence), `{slot1}` (one entry). `sums` are computed.
+
+    python data/compose.py        # writes seeds.sharegpt.jsonl and seeds.ultrachat.jsonl beside itself
+"""
+
+from __future__ import annotations
+
+import json
+import operator
+import random
+import re
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).parent
+SLOT = re.compile(r"\{([a-z_]+)([\^#*,、]|\d?)\}")
+OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+NUM_FOLLOW_UPS = (1, 1, 2, 2, 2, 3, 3, 4)
+SYSTEM_SHARE, CLOSING_SHARE = 0.4, 0.35
+
+
+def in_sentence(items: list[str], comma: str) -> str:
+    """Join items as a sentence does: "a, b and c", or with the Chinese enumeration comma throughout."""
+    if comma == "、":
+        return "、".join(items)
+    return f"{', '.join(items[:-1])} and {items[-1]}"
+
+
+def render(value: Any, form: str) -> str:
+    """One slot's value in the form that its text asks for."""
+    match form:
+        case "":
+            return str(value)
+        case "^":
+            return value[:1].upper() + value[1:]
+        case "#":
+            return "\n".join(f"{number}. {item}" for number, item in enumerate(value, 1))
+        case "*":
+            return "\n".join(f"- {item}" for item in value)
+        case "," | "、":
+            return in_sentence(value, form)
+        case _:
+            return str(value[int(form) - 1])
+
+
+def fill(text: str, slots: dict[str, Any]) -> str:
+    """Replace every slot of a text; a slot that the topic lacks is a KeyError."""
+    return SLOT.sub(lambda match: render(slots[match[1]], match[2]), text)
+
+
+def choose_slots(topic: dict[str, Any], subject: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """The values of one conversation: a subject's own, one word of each kind, and the sums over them."""
+    slots = dict(subject) | {kind: rng.choice(words) for kind, words in topic.get("words", {}).items()}
+    for name, (left, operation, right) in topic.get("sums", {}).items():
+        slots[name] = OPERATIONS[operation](*(slots[side] if isinstance(side, str) else side for side in (left, right)))
+    return slots
+
+
+def compose_one(topic: dict[str, Any], subject: dict[str, Any], rng: random.Random) -> tuple[str | None, list[str]]:
+    """One conversation: its system prompt if it has one, and its turns, user and assistant in alternation."""
+    slots = choose_slots(topic, subject, rng)
+    exchanges = [rng.choice(topic["opening"]), *rng.sample(topic["more"], rng.choice(NUM_FOLLOW_UPS))]
+    if rng.random() < CLOSING_SHARE and len(exchanges) < 5:
+        exchanges.append(rng.choice(topic["closing"]))
+    turns = [fill(text, slots) for each in exchanges for text in (rng.choice(each["ask"]), each["say"])]
+    return (rng.choice(topic["system"]) if rng.random() < SYSTEM_SHARE else None), turns
+
+
+def compose_topic(name: str, topic: dict[str, Any]) -> Iterator[tuple[str, str, str | None, list[str]]]:
+    """Every conversation of a topic as (id, category, system prompt, turns): subjects in rotation, none twice."""
+    rng = random.Random(name)
+    seen: set[tuple[str, ...]] = set()
+    while len(seen) < topic["conversations"]:
+        subject = topic["subjects"][len(seen) % len(topic["subjects"])]
+        system, turns = compose_one(topic, subject, rng)
+        if tuple(turns) not in seen:
+            yield f"{name}-{len(seen):03d}", topic["category"], system, turns
+            seen.add(tuple(turns))
+
+
+def as_sharegpt(identifier: str, category: str, system: str | None, turns: list[str]) -> dict[str, Any]:
+    """The row in ShareGPT form."""
+    messages = [{"from": "system", "value": system}] if system else []
+    messages += [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(turns)]
+    return {"id": identifier, "category": category, "conversations": messages}
+
+
+def as_ultrachat(identifier: str, category: str, system: str | None, turns: list[str]) -> dict[str, Any]:
+    """The row in UltraChat form, which has no place for a system prompt."""
+    return {"id": identifier, "category": category, "data": turns}
+
+
+def take_turns(topics: list[list[Any]]) -> list[Any]:
+    """The topics' conversations in rounds, so that a file's first rows already are a fair sample of it."""
+    return [row for each in zip_longest(*topics) for row in each if row is not None]
+
+
+def compose() -> dict[str, str]:
+    """Both files' content by name: the first half of each topic in ShareGPT form, the second in UltraChat form."""
+    topics = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in sorted((HERE / "topics").glob("*.yaml"))}
+    rows = [list(compose_topic(name, topic)) for name, topic in topics.items()]
+    files = {
+        "seeds.sharegpt.jsonl": [as_sharegpt(*row) for row in take_turns([each[: len(each) // 2] for each in rows])],
+        "seeds.ultrachat.jsonl": [as_ultrachat(*row) for row in take_turns([each[len(each) // 2 :] for each in rows])],
+    }
+    return {
+        name: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content) for name, content in files.items()
+    }
+
+
+if __name__ == "__main__":
+    for file_name, content in compose().items():
+        (HERE / file_name).write_text(content, "utf-8")
