@@ -93,6 +93,17 @@ class _Draft:
         return replace(self.read(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish))
 
 
+def require_both_sides(template: ChatTemplate, mode: str) -> None:
+    """Refuse self-talk with a template in which no token ends a user's text: nothing would stop the target there.
+
+    Raises:
+        ConfigError: It cannot be done.
+    """
+    if mode == "self-talk" and not template.end_of_user_ids:
+        what = "The target cannot write the user's side: in its chat template no token ends a user's text."
+        raise ConfigError(what, "generate.mode: self-talk", "Use generate.mode=replay.")
+
+
 class Dialogue:
     """One conversation's state.
 
@@ -101,9 +112,7 @@ class Dialogue:
     """
 
     def __init__(self, conversation: Conversation, template: ChatTemplate, settings: DialogueSettings):
-        if settings.mode == "self-talk" and not template.end_of_user_ids:
-            what = "The target cannot write the user's side: in its chat template no token ends a user's text."
-            raise ConfigError(what, "generate.mode: self-talk", "Use generate.mode=replay.")
+        require_both_sides(template, settings.mode)
         self._conversation, self._template, self._settings = conversation, template, settings
         turns = _turns(conversation)
         if settings.mode == "passthrough":
