@@ -31,7 +31,7 @@ from pipeline.training.loading import Batch, load_batches
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.optimizers import load_optimizer, make_optimizer, optimizer_tensors
 from pipeline.training.plan import EpochPlan
-from pipeline.training.spec import TrainSpec, choose_device, product_dtype
+from pipeline.training.spec import TrainSpec, choose_device, memory_errors, product_dtype
 from pipeline.training.world import World
 
 LAST_STEPS = 50  # `final_loss` is the mean over so many
@@ -62,9 +62,10 @@ def train_medusa1(spec: TrainSpec, world: World | None = None, on_progress: Prog
     steps_per_epoch = total_steps // settings.epochs
     warmup_steps = min(settings.warmup_steps, total_steps // 2)  # however few steps there are, lr is reached
 
-    heads = initial_heads(spec).to(device)
-    optimizer = make_optimizer(heads, settings)
     with ExitStack() as stack:
+        stack.enter_context(memory_errors(spec))
+        heads = initial_heads(spec).to(device)
+        optimizer = make_optimizer(heads, settings)
         checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", settings.keep_checkpoints))
         course = resume(checkpoints, heads, optimizer, world)
         log = stack.enter_context(MetricsLog(spec.path, course.step)) if world.is_first else None
@@ -169,9 +170,7 @@ def learn(
     """One optimizer step on one batch, of which this worker holds a share; returns the figures of the whole batch."""
     settings, device = spec.settings, heads.block_weight.device
     dtype = product_dtype(spec, device)
-    counts_K = (batch.labels_KN != IGNORED).sum(1)
-    positions = torch.tensor([batch.labels_KN.shape[1]], device=device)
-    world.sum_all([counts_K, positions])
+    counts_K = world.sum((batch.labels_KN != IGNORED).sum(1))  # head 0 has a label at every position
     decays_K = settings.decay ** torch.arange(1, settings.num_heads + 1, device=device)
     weights_K = decays_K / counts_K.clamp(min=1)  # every worker divides by the whole batch's labels
 
@@ -185,15 +184,12 @@ def learn(
     sums_K = sums_K.detach()
     world.sum_all([sums_K, *(parameter.grad for parameter in parameters if parameter.grad is not None)])
     norm = torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
-    head_losses_K = sums_K / counts_K.clamp(min=1)
-    loss, grad_norm, *head_losses = torch.cat([(weights_K * sums_K).sum()[None], norm[None], head_losses_K]).tolist()
+    scalars = torch.stack([(weights_K * sums_K).sum(), norm, counts_K[0]])
+    loss, grad_norm, positions, *head_losses = torch.cat([scalars, sums_K / counts_K.clamp(min=1)]).tolist()
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        what = (
-            f"Training diverged: the loss is {loss}, its gradient's norm {grad_norm}, at a learning rate of {lr:.2g}."
-        )
-        raise CheckFailed(
-            what, spec.directory, "Lower train.lr, raise train.warmup_steps or set train.precision: fp32."
-        )
+        what = f"Training diverged: at a learning rate of {lr:.2g} the loss is {loss}, its gradient's norm {grad_norm}."
+        fix = "Lower train.lr, raise train.warmup_steps or set train.precision: fp32."
+        raise CheckFailed(what, spec.directory, fix)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()

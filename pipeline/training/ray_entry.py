@@ -11,6 +11,7 @@ import os
 import shutil
 import threading
 import uuid
+from dataclasses import replace
 from typing import Any
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
@@ -43,6 +44,7 @@ def train_on_ray(
     if summary := read_summary(spec.heads_path):
         return summary
     total_steps = count_steps(spec, open_features(spec))  # also: bad data is refused here, before anything is started
+    spec = _absolute(spec)
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(SECONDS_BETWEEN_LOOKS))
     bookkeeping = spec.path / "ray"
     resources = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
@@ -53,7 +55,7 @@ def train_on_ray(
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources),
         run_config=RunConfig(
             name=uuid.uuid4().hex[:12],
-            storage_path=str(bookkeeping.absolute()),
+            storage_path=str(bookkeeping),
             failure_config=FailureConfig(max_failures=MAX_FAILURES, controller_failure_limit=MAX_START_FAILURES),
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
@@ -62,6 +64,12 @@ def train_on_ray(
         return _follow(trainer, spec, total_steps, on_progress)
     finally:
         shutil.rmtree(bookkeeping, ignore_errors=True)
+
+
+def _absolute(spec: TrainSpec) -> TrainSpec:
+    """The same with absolute paths: Ray Train moves its workers to a directory of its own."""
+    shards = tuple(os.path.abspath(shard) for shard in spec.shards)
+    return replace(spec, shards=shards, directory=os.path.abspath(spec.directory))
 
 
 def _worker(config: dict[str, Any]) -> tuple[dict[str, Any], MedusaDistillError | None]:

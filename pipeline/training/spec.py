@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -50,6 +52,16 @@ def choose_device(spec: TrainSpec) -> torch.device:
     if has_gpu and spec.device != "cpu":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def memory_errors(spec: TrainSpec) -> Iterator[None]:
+    """Turn "out of memory" on a GPU into one readable error."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        fix = "Lower train.batch_tokens, or set train.optimizer: adamw-8bit or train.lm_head: tied."
+        raise EnvironmentFault("The GPU's memory is too small for this training.", spec.directory, fix) from error
 
 
 def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:

@@ -64,15 +64,26 @@ def write_shard(path: Path, groups: list[list[dict[str, Any]]], **footer: str) -
     return path
 
 
-@pytest.fixture(scope="session")
-def shards(tmp_path_factory) -> tuple[str, ...]:
+def write_shards(directory: Path, dtype: torch.dtype) -> tuple[str, ...]:
     """Two shards of three row groups of five rows; every fifth row is held out."""
-    rng, directory = np.random.default_rng(0), tmp_path_factory.mktemp("features")
+    rng, name = np.random.default_rng(0), str(dtype).removeprefix("torch.")
     paths = []
     for index in range(2):
-        rows = [feature_row(f"s:{index}-{i}", "calibrate" if i % 5 == 4 else "train", rng) for i in range(15)]
-        paths.append(write_shard(directory / f"{index:05d}.parquet", [rows[i : i + 5] for i in range(0, 15, 5)]))
+        rows = [feature_row(f"s:{index}-{i}", "calibrate" if i % 5 == 4 else "train", rng, dtype) for i in range(15)]
+        groups = [rows[i : i + 5] for i in range(0, 15, 5)]
+        paths.append(write_shard(directory / f"{index:05d}.parquet", groups, dtype=name))
     return tuple(map(str, paths))
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory) -> tuple[str, ...]:
+    return write_shards(tmp_path_factory.mktemp("features"), torch.float32)
+
+
+@pytest.fixture(scope="session")
+def half_shards(tmp_path_factory) -> tuple[str, ...]:
+    """The same in bfloat16."""
+    return write_shards(tmp_path_factory.mktemp("half"), torch.bfloat16)
 
 
 MakeSpec = Callable[..., TrainSpec]

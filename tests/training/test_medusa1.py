@@ -220,6 +220,15 @@ def test_bf16_products_stay_close_to_fp32_and_weights_stay_fp32(make_spec):
     assert {tensor.dtype for tensor in weights(half).values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_states_in_half_precision_train_fp32_heads(make_spec, half_shards, precision):
+    spec = make_spec(shards=half_shards, precision=precision)
+    train_medusa1(spec)
+    first, *_, last = [line["loss"] for line in read_metrics(spec.path) if "loss" in line]
+    assert last < 0.8 * first
+    assert {tensor.dtype for tensor in weights(spec).values()} == {torch.float32}
+
+
 def test_an_lm_head_of_another_size_than_the_configuration_says_is_refused(make_spec):
     spec = make_spec()
     wrong = TrainSpec(**{**vars(spec), "vocab_size": 41})

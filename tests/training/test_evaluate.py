@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipeline.conversations.spans import IGNORED
+from pipeline.medusa.heads import MedusaHeads
+from pipeline.training import evaluate as room
+from pipeline.training.checkpoints import write_heads
+from pipeline.training.evaluate import evaluate, held_out_hits
+from pipeline.training.features import FeatureRows
+from pipeline.training.medusa1 import initial_heads, open_features
+from pipeline.training.world import World
+
+
+@pytest.fixture
+def heads(make_spec) -> MedusaHeads:
+    """Heads that are neither the target's nor trained, so that their ranks are mixed."""
+    heads = initial_heads(make_spec())
+    torch.nn.init.normal_(heads.block_weight, generator=torch.Generator().manual_seed(0))
+    return heads
+
+
+@torch.no_grad()
+def by_definition(heads: MedusaHeads, rows: FeatureRows, split: str) -> tuple[list[float], list[list[int]], list[int]]:
+    """Each head's mean loss, its hits within the first 1 … 5 guesses, and its labels: one position at a time."""
+    losses, hits, counts = [], [[0] * 5 for _ in range(3)], [0] * 3
+    for k in range(3):
+        total = 0.0
+        for group, lengths in enumerate(rows.lengths(split)):
+            for index in lengths.nonzero()[0]:
+                row = rows.read_group(group)[index]
+                for state_D, label in zip(row.hidden_ND[row.learnable], row.labels_KN[k], strict=True):
+                    if label == IGNORED:
+                        continue
+                    logits_V = heads(state_D[None])[k, 0]
+                    rank = int((logits_V > logits_V[label]).sum())
+                    total += float(torch.logsumexp(logits_V, 0) - logits_V[label])
+                    counts[k] += 1
+                    for r in range(rank, 5):
+                        hits[k][r] += 1
+        losses.append(total / counts[k])
+    return losses, hits, counts
+
+
+def test_held_out_figures_are_those_of_their_definition(heads, make_spec):
+    rows = open_features(make_spec())
+    losses, hits, counts = by_definition(heads, rows, "calibrate")
+    found = evaluate(heads, rows, World(), batch_tokens=16, dtype=torch.float32)
+    for k, head in enumerate(found):
+        assert head["loss"] == pytest.approx(losses[k], rel=1e-5)
+        assert [head[f"top{r + 1}"] for r in range(5)] == pytest.approx([hit / counts[k] for hit in hits[k]])
+
+
+def test_the_tree_search_gets_the_same_counts_from_the_saved_heads(heads, make_spec, tmp_path):
+    spec = make_spec()
+    write_heads(tmp_path / "heads.safetensors", heads, {})
+    _, hits, counts = by_definition(heads, open_features(spec), "calibrate")
+    found = held_out_hits(
+        spec.shards, spec.fingerprint, str(tmp_path / "heads.safetensors"), ("assistant",), "calibrate", 5, 16
+    )
+    assert found[0].tolist() == hits and found[1].tolist() == counts
+
+
+def test_a_sample_of_the_positions_is_enough_and_always_the_same(heads, make_spec, monkeypatch):
+    rows = open_features(make_spec())
+    whole = evaluate(heads, rows, World(), batch_tokens=16, dtype=torch.float32)
+    monkeypatch.setattr(room, "MAX_POSITIONS", 20)
+    one, other = (evaluate(heads, rows, World(), batch_tokens=size, dtype=torch.float32) for size in (20, 7))
+    assert [head["top5"] for head in one] == [head["top5"] for head in other]
+    assert one != whole
+
+
+def test_without_held_out_rows_there_are_no_figures(heads, make_spec, monkeypatch):
+    monkeypatch.setattr(room, "SPLIT", "nothing")
+    assert evaluate(heads, open_features(make_spec()), World(), batch_tokens=16, dtype=torch.float32) == []

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from pipeline.training.metrics import FILE, MetricsLog, last_metrics, read_curves, read_metrics
+
+
+def write(directory, step: int, *steps: int) -> None:
+    with MetricsLog(directory, step) as log:
+        for number in steps:
+            log.write(number, {"loss": float(number), "head_losses": [1.0, 2.0]})
+
+
+def test_a_resume_drops_what_it_will_write_again(tmp_path):
+    write(tmp_path, 0, 0, 1, 2, 3, 4)
+    write(tmp_path, 2, 3, 4, 5)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1, 2, 3, 4, 5]
+    write(tmp_path, 0, 0, 1)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1]
+
+
+def test_a_worker_that_outlived_its_driver_cannot_write_into_the_new_log(tmp_path):
+    with MetricsLog(tmp_path, 0) as orphan:
+        orphan.write(1, {"loss": 1.0})
+        with MetricsLog(tmp_path, 1) as log:
+            orphan.write(2, {"loss": 9.0})
+            log.write(2, {"loss": 2.0})
+            orphan.write(3, {"loss": 9.0})
+    assert [line["loss"] for line in read_metrics(tmp_path)] == [1.0, 2.0]
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
+    write(tmp_path, 0, 1, 2)
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    last = last_metrics(tmp_path)
+    assert last is not None and last["step"] == 2
+
+
+def test_progress_reads_the_last_line_of_a_long_file(tmp_path):
+    assert last_metrics(tmp_path) is None
+    write(tmp_path, 0)
+    assert last_metrics(tmp_path) is None
+    write(tmp_path, 0, *range(3000))
+    last = last_metrics(tmp_path)
+    assert last is not None and last["step"] == 2999
+
+
+def test_the_reports_curves_are_losses_per_head_by_step(tmp_path):
+    with MetricsLog(tmp_path, 0) as log:
+        log.write(0, {"held_out": [{"loss": 3.0, "top1": 0.1}, {"loss": 4.0, "top1": 0.2}]})
+        log.write(1, {"loss": 2.0, "head_losses": [1.0, 2.0]})
+        log.write(2, {"loss": 1.0, "head_losses": [0.5, 1.0], "held_out": [{"loss": 1.0}, {"loss": 2.0}]})
+    trained, held_out = read_curves(tmp_path)
+    assert [(line["step"], line["head_losses"]) for line in trained] == [(1, [1.0, 2.0]), (2, [0.5, 1.0])]
+    assert held_out == [{"step": 0, "head_losses": [3.0, 4.0]}, {"step": 2, "head_losses": [1.0, 2.0]}]
+
+
+def test_a_figure_that_is_no_number_is_never_written(tmp_path):
+    with pytest.raises(ValueError), MetricsLog(tmp_path, 0) as log:
+        log.write(1, {"loss": float("nan")})
