@@ -115,6 +115,7 @@ def _fitted_heads(model: PreTrainedModel, ids: list[int], num_heads: int, known:
         kept = torch.rand(len(labels), generator=generator) <= known
         one_hot = torch.nn.functional.one_hot(labels, VOCAB).double()
         heads.lm_head[k] = torch.linalg.lstsq(hidden[kept], one_hot[kept]).solution.T
+    heads.lm_head += 1e-3 * torch.randn(heads.lm_head.shape, generator=generator)  # no two guesses exactly as good
     return heads
 
 

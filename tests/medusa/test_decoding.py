@@ -28,7 +28,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 def with_a_wrong_best_guess(heads: MedusaHeads, text: list[int]) -> MedusaHeads:
     """Makes a token that the text lacks every head's best guess, so that the accepted rows are never the first."""
     wrong = next(token for token in range(heads.config.vocab_size) if token not in text)
-    heads.lm_head.data[:, wrong] = 4 * heads.lm_head.data.sum(1)  # one-hot logits sum to 1
+    heads.lm_head.data[:, wrong] = 4 * heads.lm_head.data.sum(1)  # one-hot logits sum to about 1
     return heads
 
 
@@ -205,7 +205,7 @@ def written_by_the_papers_words(model, heads, choices, prompt, num_tokens, tempe
     hidden, logits = read(prompt)
     text = [int(logits[-1].argmax())]
     while len(text) < num_tokens:
-        guesses = heads(hidden[-1:])[:, 0].topk(4).indices
+        guesses = heads(hidden[-1:])[:, 0].topk(8).indices
         best, kept = (0, 0.0), []
         for path in choices:
             tokens = [int(guesses[depth, rank]) for depth, rank in enumerate(path)]
@@ -213,7 +213,7 @@ def written_by_the_papers_words(model, heads, choices, prompt, num_tokens, tempe
             length, likelihood = 0, 0.0
             for token, row in zip(tokens, logits[-1 - len(tokens) : -1], strict=True):
                 p = torch.softmax(row / temperature, 0)
-                entropy = -(p * p.log()).sum()
+                entropy = -sum(each * math.log(each) for each in p.tolist() if each > 0)
                 if not p[token] > min(eps, delta * math.exp(-entropy)):
                     break
                 length, likelihood = length + 1, likelihood + math.log(p[token])
@@ -225,15 +225,15 @@ def written_by_the_papers_words(model, heads, choices, prompt, num_tokens, tempe
     return text[:num_tokens]
 
 
-@pytest.mark.parametrize(("temperature", "differs"), [(0.5, False), (4.0, True)])
-def test_typical_decoding_follows_the_paper_step_by_step(temperature, differs, target_of, continuation, fitted_heads):
+@pytest.mark.parametrize("temperature", [0.1, 4.0])
+def test_typical_decoding_follows_the_paper_step_by_step(temperature, target_of, continuation, fitted_heads):
     model = target_of("qwen2")
-    heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40)[:20], 3)
-    choices = ((0,), (1,), (2,), (0, 0), (1, 0), (2, 1), (0, 0, 0))
+    heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3, known=0.1)
+    choices = (*cartesian_tree((6, 3)), (0, 0, 0), (1, 0, 0))
     expected = written_by_the_papers_words(model, heads, choices, PROMPT, 10, temperature, 0.09, 0.3)
     decoder = MedusaDecoder(model, heads, choices, eos_token_ids=())
     assert decoder.generate(PROMPT, 10, TypicalAcceptance(temperature)).token_ids == expected
-    assert differs is (decoder.generate(PROMPT, 10).token_ids != expected)
+    assert decoder.generate(PROMPT, 10).token_ids != expected, "the case must see more accepted than greedily"
 
 
 def test_heads_of_another_vocabulary_or_size_are_refused(target_of):
