@@ -15,7 +15,13 @@ from typing import Any
 
 from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Refusal, Refused
-from pipeline.conversations.dialogue import Dialogue, DialogueSettings, GeneratedRow, Sampling, require_both_sides
+from pipeline.conversations.dialogue import (
+    Dialogue,
+    DialogueSettings,
+    GeneratedRow,
+    Sampling,
+    require_both_sides,
+)
 from pipeline.conversations.template import ChatTemplate
 from pipeline.execution.context import Context
 from pipeline.execution.sharded import run_sharded
@@ -44,3 +50,106 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     settings = context.config.generate
     template = ChatTemplate(load_tokenizer(context.target), context.target.chat_template)
     require_both_sides(template, settings.mode)  # told here, before a worker starts
+    arguments = {
+        "target": context.target,
+        "settings": settings,
+        "seed": context.config.run.seed,
+        "gpus": placement.gpus,
+    }
+    return run_sharded(context, stage, context.upstream["seeds"], Worker, arguments, placement, unit="tokens")
+
+
+def one_line(summary: dict[str, Any]) -> str:
+    speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
+    written = f"{summary['rows']:,} rows, {summary.get('tokens', 0):,.0f} tokens written"
+    return f"{written}{speed}, {summary['quarantined']} quarantined"
+
+
+class Worker:
+    """Holds an engine; turns one shard of seeds into one shard of generated rows."""
+
+    def __init__(self, target: TargetSpec, settings: GenerateConfig, seed: int, gpus: int):
+        self.template = ChatTemplate(load_tokenizer(target), target.chat_template)
+        self.settings, self.seed = settings, seed
+        self.max_tokens = context_length(target)
+        self.stop_token_ids = tuple(sorted(eos_token_ids(target)))
+        self.engine: GenerationEngine | None = None  # passthrough asks for nothing
+        if settings.mode != "passthrough":
+            arguments = (settings.engine_args, gpus, settings.batch_invariant)
+            self.engine = make_generation_engine(settings.engine, target, *arguments)
+
+    def __call__(self, task: ShardTask) -> Receipt:
+        started = time.monotonic()
+        seeds = list(read_rows(task.source))
+        dialogues = {
+            row["id"]: Dialogue(conversation_of(row), self.template, self._dialogue_settings(row["split"]))
+            for row in seeds
+        }
+        converse(list(dialogues.values()), self.engine)
+        counts: Counter[str] = Counter()
+        with shard_writer(task, GENERATED) as writer:
+            rows: list[dict[str, Any]] = []
+            for seed in seeds:
+                try:
+                    generated = dialogues[seed["id"]].rows()
+                except Refusal as refusal:
+                    writer.refuse(Refused(seed["id"], refusal.reason, refusal.detail, seed))
+                    continue
+                rows += [generated_row(row, seed["split"]) for row in generated]
+                counts.update(
+                    tokens=sum(row.num_generated for row in generated), turns=sum(len(row.spans) for row in generated)
+                )
+            writer.write(rows)
+            stats = {**counts, "busy_seconds": time.monotonic() - started}
+            return writer.commit(NAME, [seed["id"] for seed in seeds], stats)
+
+    def _dialogue_settings(self, split: str) -> DialogueSettings:
+        settings = self.settings
+        temperature = settings.temperature if split == "train" else settings.holdout_temperature
+        return DialogueSettings(
+            mode=settings.mode,
+            sampling=Sampling(
+                temperature=temperature,
+                top_p=settings.top_p,
+                max_new_tokens=settings.max_new_tokens,
+                stop_token_ids=self.stop_token_ids,
+            ),
+            max_tokens=self.max_tokens,
+            rounds=settings.rounds,
+            on_truncated=settings.on_truncated,
+            seed=self.seed,
+        )
+
+
+def converse(dialogues: Sequence[Dialogue], engine: GenerationEngine | None) -> None:
+    """Hold all conversations at once: each one's next request is made the moment its last one is answered."""
+    waiting = {request.id: dialogue for dialogue, request in _openings(dialogues, engine)}
+    while waiting:
+        assert engine is not None, "passthrough asks for nothing"
+        for completion in engine.step():
+            dialogue = waiting.pop(completion.id)
+            dialogue.receive(completion)
+            if request := dialogue.next_request():
+                waiting[request.id] = dialogue
+                engine.add(request)
+
+
+def _openings(dialogues: Sequence[Dialogue], engine: GenerationEngine | None) -> Iterator[tuple[Dialogue, Any]]:
+    for dialogue in dialogues:
+        if request := dialogue.next_request():
+            assert engine is not None, "passthrough asks for nothing"
+            engine.add(request)
+            yield dialogue, request
+
+
+def generated_row(row: GeneratedRow, split: str) -> dict[str, Any]:
+    """A finished conversation as a row of this stage."""
+    return {
+        "id": row.id,
+        "parent_id": row.parent_id,
+        "split": split,
+        "input_ids": row.input_ids,
+        "spans": [{"start": span.start, "end": span.end, "role": span.role} for span in row.spans],
+        "finish": row.finish,
+        "messages": message_dicts(row.messages),
+    }
