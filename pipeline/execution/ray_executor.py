@@ -19,6 +19,8 @@ from pipeline.execution.executor import LazyWorker, Outcome, ShardWorker
 from pipeline.execution.placement import Placement, Resources
 from pipeline.storage.stage_directory import ShardTask
 
+# Idle threads that spin take the cores from their neighbours: vLLM beside a busy core made half its tokens.
+WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 OBJECT_STORE_BYTES = 256 * 1024**2  # descriptors and receipts only
 
 
@@ -59,7 +61,11 @@ class RayExecutor:
         logging.getLogger("ray.data").setLevel(logging.ERROR)
 
     def _start(self) -> None:
-        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+        quiet: dict[str, Any] = {
+            "logging_level": logging.ERROR,
+            "log_to_driver": False,
+            "runtime_env": {"env_vars": WORKER_ENVIRONMENT},
+        }
         try:
             if os.environ.get("RAY_ADDRESS"):
                 self._ray.init(**quiet)

@@ -84,17 +84,6 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
-def read_lines(path: Path) -> list[Any]:
-    """The JSON values of a file of lines; a last line that a kill cut off is left out."""
-    values = []
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            values.append(json.loads(line))
-    except (OSError, ValueError):
-        pass
-    return values
-
-
 def sync_directory(path: Path) -> None:
     """Make a rename in this directory survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
