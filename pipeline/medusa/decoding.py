@@ -155,7 +155,9 @@ class MedusaDecoder:
                 self._propose(hidden_1D, token)
                 hidden_1D, token, step = self._verify(forward, rule, with_gaps)
 
-    def _prefill(self, forward: Forward, prompt_ids: Sequence[int], room: int, with_gaps: bool):
+    def _prefill(
+        self, forward: Forward, prompt_ids: Sequence[int], room: int, with_gaps: bool
+    ) -> tuple[Tensor, Tensor, Step]:
         """The prompt's forward and the target's first own token."""
         num_tokens = len(prompt_ids)
         self._cache.begin(num_tokens + room + len(self._tokens_N))
@@ -171,11 +173,12 @@ class MedusaDecoder:
         self._tokens_N[0] = token
         if self.tree.num_nodes:
             assert self.heads is not None
+            hidden_1D = hidden_1D.to(self.heads.block_weight.device)  # a target over several GPUs ends on another
             logits_KV = self.heads(hidden_1D, self.tree.max_depth)[:, 0]
             guesses_KR = logits_KV.topk(self.tree.top).indices
             self._tokens_N[1:] = guesses_KR.flatten()[self.tree.guess.to(guesses_KR.device)]
 
-    def _verify(self, forward: Forward, rule: AcceptanceRule, with_gaps: bool):
+    def _verify(self, forward: Forward, rule: AcceptanceRule, with_gaps: bool) -> tuple[Tensor, Tensor, Step]:
         """One forward over the tree; keeps the accepted path; one transfer from the device."""
         tree, prefix = self.tree, self._cache.length
         positions_N = tree.depth + prefix

@@ -75,7 +75,9 @@ class MedusaHeads(nn.Module):
     def hidden(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
         """What each head's lm_head reads: [N, D] to [K, N, D], or the first `num_heads` heads' only."""
         num_heads = self.config.num_heads if num_heads is None else num_heads
-        hidden_ND = hidden_ND.to(self.block_weight.dtype)
+        device = hidden_ND.device.type
+        autocast = torch.is_autocast_enabled(device)  # the sums x + SiLU(…) then stay in its dtype, as the products do
+        hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device) if autocast else self.block_weight.dtype)
         hidden_KND = hidden_ND.expand(num_heads, *hidden_ND.shape)
         for weight_KDD, bias_KD in zip(self.block_weight, self.block_bias, strict=True):
             weight_KDD, bias_K1D = weight_KDD[:num_heads], bias_KD[:num_heads, None]

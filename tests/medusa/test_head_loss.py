@@ -158,6 +158,18 @@ def test_fp32_master_weights_take_gradients_of_bfloat16_products():
     torch.testing.assert_close(master.grad, lm_head.grad.float(), rtol=2e-2, atol=5e-2)
 
 
+def test_under_autocast_hidden_states_stay_in_its_dtype_and_gradients_in_the_weights_own():
+    heads, (_, _, labels) = random_heads().float(), case(tied=False)
+    hidden = torch.randn(NUM_ROWS, SIZE)
+    exact = head_loss(heads, hidden, labels).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        assert heads.hidden(hidden).dtype == torch.bfloat16
+        loss = head_loss(heads, hidden, labels).loss
+    loss.backward()
+    assert heads.lm_head.grad.dtype == heads.block_weight.grad.dtype == torch.float32
+    torch.testing.assert_close(loss, exact, rtol=2e-2, atol=0)
+
+
 def test_gradients_are_handed_out_once():
     hidden, lm_head, labels = case(tied=False)
     loss = summed_cross_entropy(hidden, lm_head, labels)[0].sum()
