@@ -7,7 +7,6 @@ files are as it says and whose upstream still has the content it was made from i
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +57,7 @@ def run_flow(
     check_config(config)
     run = RunDirectory.create(config)
     with run.locked():
+        run.write_config(config)
         context = Context(config, run, console, executor)
         run.event("run-started", stages=wanted, executor=executor)
         try:
@@ -72,12 +72,12 @@ def run_flow(
 def advance(context: Context, stage: ModuleType, *, fresh: bool = False) -> StageDirectory:
     """Bring one stage up to date and link it as the latest."""
     directory = locate(context, stage)
-    if fresh:
-        shutil.rmtree(directory.path, ignore_errors=True)
     directory.create(identity_of(context, stage))
     context.run.link_latest(directory)
     upstream = {name: context.upstream[name].content for name in stage.UPSTREAM}
     with directory.locked():
+        if fresh:
+            directory.drop()
         if directory.is_current(upstream):
             context.console.print(f"[green]✓[/] {stage.NAME:<10} kept       {directory.path.name}", highlight=False)
         else:

@@ -31,7 +31,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: Config) -> RunDirectory:
-        """The directory that a configuration names, made if need be, with its run.yaml written."""
+        """The directory that a configuration names, made if need be."""
         run = cls(config.run.directory, config.run.store)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
@@ -40,8 +40,11 @@ class RunDirectory:
             raise EnvironmentFault(
                 f"The run directory cannot be made: {error}.", str(run.path), "Set run.root to a writable place."
             ) from None
-        write_text(run.path / "run.yaml", dump_config(config))
         return run
+
+    def write_config(self, config: Config) -> None:
+        """Write run.yaml, for whoever holds the lock."""
+        write_text(self.path / "run.yaml", dump_config(config))
 
     @classmethod
     def open(cls, path: Path) -> tuple[RunDirectory, Config]:

@@ -174,10 +174,14 @@ class StageDirectory:
         made_from = read_json(self.path / "upstream.json")
         (self.path / "DONE.json").unlink(missing_ok=True)
         if made_from is not None and made_from != upstream:
-            for path in self.path.iterdir():
-                if path.name not in ("stage.json", "lock", "shards", "quarantine"):
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+            self.drop(keep=("shards", "quarantine"))
         write_json(self.path / "upstream.json", upstream)
+
+    def drop(self, keep: Sequence[str] = ()) -> None:
+        """Throw away what was made, for whoever holds the lock; what the directory is for stays."""
+        for path in self.path.iterdir():
+            if path.name not in ("stage.json", "lock", *keep):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _lasting_files(self) -> list[Path]:
         """Every file but the bookkeeping, checkpoints of a finished training, and the card, which is written again."""

@@ -1,0 +1,174 @@
+"""A target, seeds and a finished run so small that the whole flow takes seconds: what the flow's tests share.
+
+The target is a random Llama with a real tokenizer and chat template. Its weights are wide enough that its greedy
+choices are no ties, and it has several end-of-sequence ids, so that some of its answers end by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.config import Config
+from pipeline.configuration import validate
+from pipeline.storage.run_directory import RunDirectory
+
+NUM_SEEDS, ROWS_PER_SHARD = 40, 10
+CONTEXT = 192
+TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
+WORDS = "red green blue cat dog moon river stone why how what sings runs sleeps old new".split()
+
+MakeConfig = Callable[..., Config]
+
+
+def save_target(directory: Path, *, template: str | None = TEMPLATE, vocab_size: int | None = None) -> Path:
+    """Write the target; another `vocab_size` pads its lm_head."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator([" ".join(WORDS)] * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size or len(tokenizer),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.2,
+        bos_token_id=0,
+        eos_token_id=1,
+        dtype="float32",
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(bos_token_id=0, eos_token_id=[1, *range(100, 108)])
+    model.save_pretrained(directory)
+    return directory
+
+
+def save_seeds(path: Path, number: int = NUM_SEEDS) -> Path:
+    """Conversations of two questions each, in ShareGPT form."""
+    rng = random.Random(0)
+
+    def text() -> str:
+        return " ".join(rng.choices(WORDS, k=rng.randint(2, 8)))
+
+    roles = ("human", "gpt", "human", "gpt")
+    rows = [{"id": "same", "conversations": [{"from": r, "value": text()} for r in roles]} for _ in range(number)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Settings with `section__key=value` changes."""
+    out = {section: dict(keys) for section, keys in settings.items()}
+    for name, value in changes.items():
+        section, key = name.split("__")
+        out.setdefault(section, {})[key] = value
+    return out
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 64 dimensions and 2 layers on disk."""
+    return save_target(tmp_path_factory.mktemp("tiny") / "target")
+
+
+@pytest.fixture(scope="session")
+def tiny_seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 conversations on disk."""
+    return save_seeds(tmp_path_factory.mktemp("tiny-seeds") / "seeds.jsonl")
+
+
+@pytest.fixture(scope="session")
+def make_settings(tiny_target: Path, tiny_seeds: Path) -> Callable[..., dict[str, Any]]:
+    """Settings of a run that finishes in seconds: `make_settings(root, section__key=value, …)`."""
+
+    def make(root: Path, **changes: Any) -> dict[str, Any]:
+        usual: dict[str, Any] = {
+            "run": {"name": "run", "root": str(root)},
+            "target": {"model": str(tiny_target)},
+            "seeds": {"sources": [{"path": str(tiny_seeds)}], "rows_per_shard": ROWS_PER_SHARD},
+            "generate": {"engine": "transformers", "max_new_tokens": 16, "rounds": 2},
+            "train": {"num_heads": 3, "epochs": 1, "batch_tokens": 256, "warmup_steps": 1, "lr": 1e-2},
+            "calibrate": {"nodes": 8},
+            "check": {"prompts": 8, "max_new_tokens": 12, "engines": ["native"]},
+            "limits": {"min_free_disk_gb": 0},
+        }
+        return merged(usual, changes)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_config(make_settings: Callable[..., dict[str, Any]]) -> MakeConfig:
+    """The same as a configuration."""
+    return lambda root, **changes: validate(make_settings(root, **changes), "test")
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory, make_config: MakeConfig) -> RunDirectory:
+    """The whole flow, run once in this process. Nobody writes into it: see `copied_run`."""
+    from rich.console import Console
+
+    from pipeline.flow import run_flow
+
+    return run_flow(make_config(tmp_path_factory.mktemp("finished")), executor="inline", console=Console(quiet=True))
+
+
+@pytest.fixture
+def copied_run(tmp_path: Path, finished_run: RunDirectory) -> RunDirectory:
+    """The finished run at `tmp_path/run`, to be run again or damaged."""
+    shutil.copytree(finished_run.path, tmp_path / "run", symlinks=True)
+    return RunDirectory(tmp_path / "run")
+
+
+def last_events(run: RunDirectory) -> list[dict[str, Any]]:
+    """What happened in the newest run of this directory."""
+    events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().split("\n")[:-1]]
+    newest = max(index for index, event in enumerate(events) if event["event"] == "run-started")
+    return events[newest:]
+
+
+def stages_run(run: RunDirectory) -> list[str]:
+    """The stages that the newest run did not keep."""
+    return [event["stage"] for event in last_events(run) if event["event"] == "stage-started"]
+
+
+def shards_made(run: RunDirectory) -> list[tuple[str, int]]:
+    """The shards that the newest run committed."""
+    return [(event["stage"], event["shard"]) for event in last_events(run) if event["event"] == "shard"]
+
+
+def contents(run: RunDirectory, *stages: str) -> dict[str, list[str]]:
+    """Content hashes of the shards of each stage, in order."""
+    found = {name: run.latest(name) for name in stages}
+    return {
+        name: [receipt.content_sha256 for _, receipt in sorted(stage.receipts().items())]
+        for name, stage in found.items()
+        if stage
+    }
