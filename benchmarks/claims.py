@@ -6,9 +6,9 @@ judges by an exception: an aim that was missed is written down like one that was
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 Side = Callable[[], float]  # does its work once, by its own clock, and returns the seconds
@@ -24,7 +24,7 @@ class Claim:
     aim: float | None = None
     at_most: bool = False
     spread: tuple[float, float] | None = None  # least and most over the rounds
-    sides: dict[str, float] = field(default_factory=dict)  # what the ratio was taken of, with their unit in the name
+    sides: Mapping[str, float] = field(default_factory=dict)  # what it was taken from, each with its unit in its name
 
     @property
     def met(self) -> bool | None:
@@ -41,24 +41,32 @@ class Result:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def in_turns(sides: Mapping[str, Side], rounds: int) -> dict[str, list[float]]:
+def in_turns(sides: Mapping[str, Side], rounds: int, *, warm_up: bool = True) -> dict[str, list[float]]:
     """Every side's seconds in each of `rounds` rounds; one round before them warms up and does not count."""
-    for side in sides.values():
-        side()
+    if warm_up:
+        for side in sides.values():
+            side()
     timed = [{name: side() for name, side in sides.items()} for _ in range(rounds)]
     return {name: [one[name] for one in timed] for name in sides}
+
+
+def rates(work: float, seconds: Sequence[float]) -> list[float]:
+    """`work` per second, round by round."""
+    return [work / each for each in seconds]
+
+
+def ratio(what: str, ours: Sequence[float], theirs: Sequence[float], sides: Mapping[str, float], **more: Any) -> Claim:
+    """Our median rate over theirs, and the least and the most of the rounds; in percent where `unit` says so."""
+    scale = 100.0 if more.get("unit") == "%" else 1.0
+    per_round = [scale * one / other for one, other in zip(ours, theirs, strict=True)]
+    measured = scale * median(ours) / median(theirs)
+    return Claim(what, measured, spread=(min(per_round), max(per_round)), sides=sides, **more)
 
 
 def speed_ratio(
     what: str, seconds: Mapping[str, Sequence[float]], work: float, unit: str, aim: float | None = None
 ) -> Claim:
     """How many times as fast the first of two sides did the same `work` (counted in `unit`) as the second."""
-    (name, ours), (baseline_name, baseline) = seconds.items()
-    per_round = [theirs / own for own, theirs in zip(ours, baseline, strict=True)]
-    return Claim(
-        what,
-        statistics.median(baseline) / statistics.median(ours),
-        aim=aim,
-        spread=(min(per_round), max(per_round)),
-        sides={f"{side}, {unit}/s": work / statistics.median(seconds[side]) for side in (name, baseline_name)},
-    )
+    by_side = {name: rates(work, each) for name, each in seconds.items()}
+    ours, theirs = by_side.values()
+    return ratio(what, ours, theirs, {f"{name}, {unit}/s": median(each) for name, each in by_side.items()}, aim=aim)

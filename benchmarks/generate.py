@@ -2,9 +2,9 @@
 
 Measured: the stage's own loop (`converse`: a conversation's next turn is asked for the moment its last one ended) on
 vLLM. Against: one `LLM.generate()` call per turn over all conversations that have such a turn, which waits for the
-slowest answer before the next turn begins. Same engine, same conversations, same settings, the prefix cache emptied before
-each run; both write the same tokens (`same_tokens`). 60 ragged conversations: 1 to 8 turns, answers of 4 to 96 tokens, the
-lengths drawn beforehand. The target has the demo's shape and random weights.
+slowest answer before the next turn begins. Same engine, conversations and settings, the prefix cache emptied before
+each run; both write the same tokens (`same_tokens`). 60 ragged conversations: 1 to 8 turns, answers of 4 to 96 tokens,
+the lengths drawn beforehand. The target has the demo's shape and random weights.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pipeline.targets.vllm_engine import VLLMGenerationEngine, sampling_params
 
 AIM = 1.25
 NUM_CONVERSATIONS, MAX_TURNS, ANSWER_TOKENS = 60, 8, (4, 96)
-ROUNDS = 5
+ROUNDS = 4
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """One target, five rounds."""
+    """One target, four rounds."""
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as temporary:
         target = targets.random_demo_target(Path(temporary))

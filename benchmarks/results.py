@@ -68,7 +68,13 @@ def write_table(directory: Path, names: dict[str, str]) -> None:
             continue
         ran.append(content := json.loads(path.read_text(encoding="utf-8")))
         lines += [_table_row(name, claim) for claim in content["claims"]]
-    lines += ["", "## Where", "", "| benchmark | machine | versions | date | took | memory |", "|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "## Where",
+        "",
+        "| benchmark | machine | versions | date | took | memory |",
+        "|---|---|---|---|---|---|",
+    ]
     lines += [_machine_row(content) for content in ran]
     (directory / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 

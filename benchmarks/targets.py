@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -57,11 +56,6 @@ def bundled_conversations() -> list[Conversation]:
     """The seeds that come with the project."""
     rows = read_source(SeedSource(path=SEEDS), SEEDS.stem, max_characters=10**6)
     return [row for row in rows if isinstance(row, Conversation)]
-
-
-def num_layer_parameters(model: Any) -> int:
-    """Parameters of the backbone's layers: embeddings and lm_head do not make a forward slower, so they do not count."""
-    return sum(p.numel() for name, p in model.base_model.named_parameters() if "embed" not in name)
 
 
 def _saved(model: LlamaForCausalLM, directory: Path, dtype: str = "float32") -> TargetSpec:

@@ -1,0 +1,74 @@
+"""Floating-point operations that the work needs, by formula, and what the machine does at most, by measurement.
+
+Only needed operations count: no padding, no masked half of causal attention, no label that is -100, no gradient that
+nobody asks for. A share of the peak is therefore never flattered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from time import perf_counter
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from pipeline.medusa.heads import HeadsConfig
+
+PEAK_PRODUCTS = 20
+
+
+def backbone_flops(model: PreTrainedModel, lengths: Iterable[int]) -> float:
+    """One forward of the backbone, without the lm_head, over conversations of these lengths."""
+    text = model.config.get_text_config()
+    per_token = 2 * sum(part.weight.numel() for part in model.base_model.modules() if isinstance(part, nn.Linear))
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    attention = 2 * text.num_hidden_layers * text.num_attention_heads * head_dim  # two products, half of each masked
+    return float(sum(per_token * length + attention * length**2 for length in lengths))
+
+
+def training_flops(config: HeadsConfig, num_positions: float, num_labels: float) -> float:
+    """Medusa-1, forward and backward, over `num_positions` states with `num_labels` labels, all heads together.
+
+    A trained lm_head takes three products per label (logits, its input's gradient, its own), a frozen one two; a first
+    block needs no gradient of its input, the states.
+    """
+    size = config.hidden_size
+    lm_head = (4 if config.tied else 6) * config.vocab_size * size * num_labels
+    blocks = (6 * config.num_layers - 2) * size**2 * config.num_heads * num_positions
+    return lm_head + blocks
+
+
+class Peak:
+    """The device's best rate, by products of two large random matrices; a side to be timed in turns with others."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, size: int):
+        self._left, self._right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        self._out = torch.empty_like(self._left)
+        self.flops = float(PEAK_PRODUCTS * 2 * size**3)
+
+    def run(self) -> float:
+        """Seconds of `flops` operations."""
+        synchronize(self._out.device)
+        started = perf_counter()
+        for _ in range(PEAK_PRODUCTS):
+            torch.mm(self._left, self._right, out=self._out)
+        synchronize(self._out.device)
+        return perf_counter() - started
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU; a CPU has nothing under way."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin to look for a GPU's peak anew."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The most GPU memory that tensors have taken since then; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0

@@ -1,0 +1,59 @@
+"""Native decoding on a GPU: what a step with a tree costs over a plain one, by the tree's size.
+
+The heads are untrained, on a random target: hardly a guess is accepted, and the acceleration rate says nothing. What a
+step costs does not depend on what is accepted, so the overhead is that of trained heads; it is reported without an aim.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.arithmetic import peak_memory_gb, reset_peak_memory
+from benchmarks.claims import Claim, Result
+from pipeline.checking.native import Pass, speed
+from pipeline.medusa.decoding import Decoded, MedusaDecoder, plain_decoder
+from pipeline.medusa.heads import HeadsConfig, MedusaHeads
+from pipeline.medusa.tree import greedy_tree
+from pipeline.targets.loading import lm_head_weight
+
+if TYPE_CHECKING:
+    from benchmarks.gpu import Size
+
+NUM_HEADS, WARM_UP_TOKENS = 5, 4
+# Only to give trees a usual form: how often head k's i-th guess is right.
+ACCURACY_KR = [[0.6 * 0.8**k / (i + 1) ** 1.5 for i in range(10)] for k in range(4)]
+
+
+def measure_decoding(model: PreTrainedModel, size: Size) -> Result:
+    """Every prompt plainly and with every tree, in turns."""
+    text = model.config.get_text_config()
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(2, text.vocab_size, (size.num_prompts, size.prompt_tokens), generator=generator).tolist()
+    reset_peak_memory(size.device)
+    heads = MedusaHeads.from_lm_head(HeadsConfig(text.hidden_size, text.vocab_size, NUM_HEADS), lm_head_weight(model))
+    decoders = {0: plain_decoder(model, eos_token_ids=())}
+    for num_nodes in size.tree_nodes:
+        decoders[num_nodes] = MedusaDecoder(model, heads, greedy_tree(ACCURACY_KR, num_nodes), eos_token_ids=())
+    for decoder in decoders.values():
+        decoder.generate(prompts[0], WARM_UP_TOKENS)
+    decoded: dict[int, list[Decoded]] = {num_nodes: [] for num_nodes in decoders}
+    for prompt in prompts:
+        for num_nodes, decoder in decoders.items():
+            decoded[num_nodes].append(decoder.generate(prompt, size.new_tokens))
+    memory, plain = peak_memory_gb(size.device), decoded.pop(0)
+    claims, facts = [], {}
+    for num_nodes, with_tree in decoded.items():
+        figures = speed([Pass(plain, with_tree)])
+        identical = sum(one.token_ids == other.token_ids for one, other in zip(plain, with_tree, strict=True))
+        facts[f"{num_nodes} nodes"] = figures | {"identical_sequences": identical}
+        sides = {
+            "Medusa, tokens/s": figures["tokens_per_second"],
+            "plain, tokens/s": figures["baseline_tokens_per_second"],
+            "peak GPU memory, GB": memory,
+        }
+        claims.append(Claim(f"overhead of a step with a tree of {num_nodes} nodes", figures["overhead"], sides=sides))
+    facts |= {"prompts": len(prompts), "prompt_tokens": size.prompt_tokens, "new_tokens": size.new_tokens}
+    return Result(claims, facts)

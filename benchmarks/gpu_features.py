@@ -1,0 +1,97 @@
+"""The features stage on a GPU: its share of the card's peak, and whether writing shards could hold it up."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks import rows
+from benchmarks.arithmetic import Peak, backbone_flops, peak_memory_gb, reset_peak_memory
+from benchmarks.claims import Claim, Result, in_turns, rates, ratio
+from benchmarks.features import AIM as AIM_OVER_FORWARD
+from benchmarks.features import forward_seconds, record_batches, stage_seconds
+from pipeline.config import FeaturesConfig
+from pipeline.stages.features import Worker, row_groups, write_group
+from pipeline.storage.rows import spans_of
+from pipeline.storage.schemas import FEATURES
+from pipeline.storage.shards import ShardWriter
+from pipeline.storage.stage_directory import ShardTask
+
+if TYPE_CHECKING:
+    from benchmarks.gpu import Size
+
+AIM = 70.0  # percent of the peak
+SAMPLE_TOKENS = 131_072  # whose states are written alone
+
+
+def measure_features(
+    model: PreTrainedModel, tasks: Sequence[ShardTask], made: Sequence[rows.Row], size: Size
+) -> Result:
+    """Peak, bare forward, whole stage and writing alone, in turns."""
+    reset_peak_memory(size.device)
+    # The worker hands its target on to the engine, which takes a loaded model as well as the name of one.
+    worker = Worker(model, FeaturesConfig(tokens_per_batch=size.batch_tokens), gpus=int(size.device.type == "cuda"))
+    batches = record_batches(worker, tasks)
+    memory = peak_memory_gb(size.device)
+    peak = Peak(size.device, torch.bfloat16, size.peak_size)
+    with tempfile.TemporaryDirectory() as place:
+        writing = WritingAlone(worker, made, Path(place) / "alone.parquet")
+        sides = {
+            "peak": peak.run,
+            "bare forward": lambda: forward_seconds(worker, batches),
+            "whole stage": lambda: stage_seconds(worker, tasks),
+            "writing": writing.run,
+        }
+        seconds = in_turns(sides, size.rounds)
+
+    lengths = [len(row["input_ids"]) for row in made]
+    num_positions = sum(len(span) for row in made for span in spans_of(row))
+    kept_bytes = num_positions * worker.engine.hidden_size * worker.engine.dtype.itemsize
+    peaks = rates(peak.flops, seconds["peak"])
+    facts = {"tokens": sum(lengths), "kept_positions": num_positions, "batches": len(batches)}
+    facts |= {"peak_gpu_memory_gb": memory, "peak_tflops": median(peaks) / 1e12, "seconds": seconds}
+    flops, claims = backbone_flops(model, lengths), []
+    tokens = {name: rates(sum(lengths), seconds[name]) for name in ("whole stage", "bare forward")}
+    in_sides = {f"{name}, tokens/s": median(each) for name, each in tokens.items()}
+    for name, aim in (("whole stage", AIM), ("bare forward", None)):
+        achieved = {"TFLOP/s": flops / median(seconds[name]) / 1e12, "peak, TFLOP/s": median(peaks) / 1e12}
+        what = f"features, {name}: share of the bf16 peak"
+        claims.append(ratio(what, rates(flops, seconds[name]), peaks, in_sides | achieved, unit="%", aim=aim))
+    claims.append(ratio("features, whole stage over bare forward", *tokens.values(), in_sides, aim=AIM_OVER_FORWARD))
+    return Result([*claims, _writing_claim(writing, seconds, kept_bytes)], facts)
+
+
+def _writing_claim(writing: WritingAlone, seconds: dict[str, list[float]], kept_bytes: int) -> Claim:
+    able = rates(writing.num_bytes / 1e6, seconds["writing"])
+    needed = rates(kept_bytes / 1e6, seconds["bare forward"])
+    sides = {"writing alone, MB/s": median(able), "the forward's states, MB/s": median(needed)}
+    return ratio("features, shards written over states computed", able, needed, sides, aim=1.0)
+
+
+class WritingAlone:
+    """What the stage's one background thread does, with states that are there already."""
+
+    def __init__(self, worker: Worker, made: Sequence[rows.Row], path: Path):
+        totals = accumulate(len(row["input_ids"]) for row in made)
+        number = next((n for n, total in enumerate(totals, 1) if total >= SAMPLE_TOKENS), len(made))
+        states = worker.engine.stream(row["input_ids"] for row in made[:number])
+        self._groups = list(row_groups(zip(made[:number], states, strict=True)))
+        self._path = path
+        self.num_bytes = sum(hidden_ND.nbytes for group in self._groups for _, hidden_ND in group)
+
+    def run(self) -> float:
+        started = perf_counter()
+        quarantine = self._path.with_suffix(".jsonl")
+        with ShardWriter(self._path, quarantine, FEATURES, index=0, fingerprint=rows.FINGERPRINT) as writer:
+            for group in self._groups:
+                write_group(writer, group)
+            writer.commit("features", None)
+        return perf_counter() - started

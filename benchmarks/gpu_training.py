@@ -1,0 +1,123 @@
+"""Medusa-1 training on a GPU: its share of the card's peak, its memory, and whether reading could hold it up."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+from benchmarks import rows
+from benchmarks.arithmetic import Peak, peak_memory_gb, reset_peak_memory, synchronize, training_flops
+from benchmarks.claims import Claim, Result, in_turns, rates, ratio
+from pipeline.config import TrainConfig
+from pipeline.conversations.spans import IGNORED, head_labels
+from pipeline.medusa.heads import HeadsConfig
+from pipeline.storage.rows import spans_of
+from pipeline.storage.stage_directory import ShardTask
+from pipeline.targets.spec import TargetSpec
+from pipeline.training.loading import load_batches
+from pipeline.training.medusa1 import open_features, train_medusa1
+from pipeline.training.metrics import read_metrics
+from pipeline.training.plan import EpochPlan
+from pipeline.training.spec import TrainSpec, product_dtype
+
+if TYPE_CHECKING:
+    from benchmarks.gpu import Size
+
+AIM = 55.0  # percent of the peak
+NUM_HEADS = 5
+
+
+def measure_training(
+    target: TargetSpec, tasks: Sequence[ShardTask], made: Sequence[rows.Row], directory: Path, size: Size
+) -> Result:
+    """Peak, reading alone, untied and tied heads, in turns."""
+    trainings = {kind: Training(_spec(target, tasks, directory, size, kind), size) for kind in ("untied", "tied")}
+    spec = trainings["untied"].spec
+    peak = Peak(size.device, product_dtype(spec, size.device), size.peak_size)
+    reading = ReadingAlone(spec, size)
+    peak.run(), reading.run()  # warm; a training leaves its own first steps out
+    sides = {"peak": peak.run, "reading": reading.run} | {kind: each.run for kind, each in trainings.items()}
+    seconds = in_turns(sides, size.rounds, warm_up=False)
+
+    peaks, reads = rates(peak.flops, seconds["peak"]), rates(reading.num_positions, seconds["reading"])
+    labels_per_position = _labels_per_position(made)
+    claims: list[Claim] = []
+    for kind, training in trainings.items():
+        config = HeadsConfig(spec.hidden_size, spec.vocab_size, NUM_HEADS, tied=kind == "tied")
+        learned = rates(training.num_positions, seconds[kind])
+        done = [each * training_flops(config, 1, labels_per_position) for each in learned]
+        sides_of = {
+            "positions/s": median(learned),
+            "TFLOP/s": median(done) / 1e12,
+            "peak, TFLOP/s": median(peaks) / 1e12,
+        }
+        sides_of["peak GPU memory, GB"] = training.memory_gb
+        what = f"training {NUM_HEADS} {kind} heads"
+        claims.append(ratio(f"{what}: share of the peak", done, peaks, sides_of, unit="%", aim=AIM))
+        sides_of = {"reading alone, positions/s": median(reads), "training, positions/s": median(learned)}
+        claims.append(ratio(f"{what}: shards read over states learned", reads, learned, sides_of, aim=1.0))
+    facts = {"batch_tokens": size.batch_tokens, "epochs": size.epochs, "left_out_steps": size.warm_steps}
+    return Result(claims, facts | {"seconds": seconds, "optimizer": spec.settings.optimizer})
+
+
+class Training:
+    """`train_medusa1`, each time from the start; its first steps, in which a GPU warms up, are not timed."""
+
+    def __init__(self, spec: TrainSpec, size: Size):
+        self.spec, self._size = spec, size
+        self.num_positions, self.memory_gb = 0, 0.0
+
+    def run(self) -> float:
+        """Seconds of the steps that count, in which `num_positions` are learned."""
+        reset_peak_memory(self._size.device)
+        self.spec.path.mkdir()
+        train_medusa1(self.spec)
+        lines = [line for line in read_metrics(self.spec.path) if "loss" in line]
+        shutil.rmtree(self.spec.path)  # gigabytes of heads
+        self.memory_gb = peak_memory_gb(self._size.device)
+        first, last = lines[self._size.warm_steps - 1], lines[-1]
+        self.num_positions = last["tokens"] - first["tokens"]
+        return last["tokens"] / last["tokens_per_second"] - first["tokens"] / first["tokens_per_second"]
+
+
+class ReadingAlone:
+    """The batches of one epoch, brought to the device and not used."""
+
+    def __init__(self, spec: TrainSpec, size: Size):
+        self._rows, self._device = open_features(spec), size.device
+        self._plan = EpochPlan(self._rows.lengths("train"), batch_tokens=size.batch_tokens, seed=spec.seed)
+        self.num_positions = self._plan.num_positions
+
+    def run(self) -> float:
+        started = perf_counter()
+        for _ in load_batches(self._rows, self._plan, range(self._plan.num_steps), device=self._device):
+            pass
+        synchronize(self._device)
+        return perf_counter() - started
+
+
+def _spec(target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size: Size, lm_head: str) -> TrainSpec:
+    settings = TrainConfig(
+        num_heads=NUM_HEADS, lm_head=lm_head, batch_tokens=size.batch_tokens, epochs=size.epochs, checkpoint_every=10**9
+    )
+    return TrainSpec(
+        shards=tuple(task.shard for task in tasks),
+        fingerprint=rows.FINGERPRINT,
+        settings=settings,
+        target=target,
+        hidden_size=size.shape["hidden_size"],
+        vocab_size=size.shape["vocab_size"],
+        seed=0,
+        directory=str(directory / f"train-{lm_head}"),
+        device="cuda" if size.device.type == "cuda" else "cpu",
+    )
+
+
+def _labels_per_position(made: Sequence[rows.Row]) -> float:
+    """Labels of all heads per position that is learned from: a little under their number, for spans end."""
+    labels = [head_labels(row["input_ids"], spans_of(row), NUM_HEADS, ("assistant",)) != IGNORED for row in made]
+    return sum(int(each.sum()) for each in labels) / sum(int(each[0].sum()) for each in labels)
