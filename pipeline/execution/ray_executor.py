@@ -6,6 +6,7 @@ private cluster is started unless RAY_ADDRESS (which `ray job submit` sets) name
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -66,14 +67,13 @@ class RayExecutor:
             "log_to_driver": False,
             "runtime_env": {"env_vars": WORKER_ENVIRONMENT},
         }
+        local = {"num_cpus": len(os.sched_getaffinity(0)), "object_store_memory": OBJECT_STORE_BYTES}
         try:
-            if os.environ.get("RAY_ADDRESS"):
-                self._ray.init(**quiet)
-            else:
-                cores = len(os.sched_getaffinity(0))
-                self._ray.init(
-                    "local", num_cpus=cores, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet
-                )
+            with without_stderr():
+                if os.environ.get("RAY_ADDRESS"):
+                    self._ray.init(**quiet)
+                else:
+                    self._ray.init("local", include_dashboard=False, **local, **quiet)
         except Exception as error:
             raise EnvironmentFault(
                 f"Ray did not start: {error}.",
@@ -120,6 +120,19 @@ class RayExecutor:
     def close(self) -> None:
         if self._started:
             self._ray.shutdown()
+
+
+@contextlib.contextmanager
+def without_stderr() -> Iterator[None]:
+    """Drop what C++ code writes to the terminal: Ray's greets every start with the log level that it was given."""
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def run_and_carry_errors(
