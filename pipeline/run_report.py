@@ -36,7 +36,7 @@ def publish_report(context: Context) -> dict[str, Any]:
     write_report(context.run.path, report, extras)
     if export := context.run.latest("export"):
         write_text(export.path / "README.md", card(report, context.config))
-    print_report(report, context.console)
+    print_report(report, context.console, extras)
     return report
 
 
