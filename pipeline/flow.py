@@ -82,6 +82,7 @@ def advance(context: Context, stage: ModuleType, *, fresh: bool = False) -> Stag
             context.console.print(f"[green]✓[/] {stage.NAME:<10} kept       {directory.path.name}", highlight=False)
         else:
             _run_stage(context, stage, directory, upstream)
+        directory.require_own_shards()
     context.upstream[stage.NAME] = directory
     if stage is check:
         publish_report(context)

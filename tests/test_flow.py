@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.conversations.conversation import Reason
-from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_receipt, read_rows
@@ -202,6 +202,19 @@ def test_a_shard_of_another_run_in_the_place_of_ours_is_replaced(copied_run, mak
     run = run_again(make_config(tmp_path))
     assert shards_made(run) == [("generate", 1)]
     assert contents(run, "generate") == before
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_shard_of_another_run_beside_ours_is_named_and_never_read(copied_run, make_config, tmp_path, name):
+    changes = {"seeds__holdout": 0.5, "generate__temperature": 1.5}
+    other = run_again(make_config(tmp_path, run__name="other", **changes), until=name)
+    foreign = latest(copied_run, name).shard_path(9)
+    shutil.copy(latest(other, name).shard_path(0), foreign)
+    with pytest.raises(DataError, match=f"another run.*{foreign}.*Delete this file") as caught:
+        run_again(make_config(tmp_path, check__prompts=30))
+    assert caught.value.exit_code == 3 and stages_run(copied_run) == []
+    foreign.unlink()
+    assert stages_run(run_again(make_config(tmp_path))) == []
 
 
 def test_until_stops_after_a_stage_and_the_next_run_goes_on_from_there(make_config, tmp_path):

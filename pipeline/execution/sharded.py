@@ -41,11 +41,13 @@ def run_sharded(
         MedusaDistillError: A worker says so; too much was quarantined; the disk is nearly full.
     """
     tasks = stage.tasks(upstream)
+    for index in stage.receipts().keys() - {task.index for task in tasks}:  # upstream had more shards once
+        stage.shard_path(index).unlink()
+        stage.quarantine_path(index).unlink()
     failures: Counter[int] = Counter()
     pending = stage.pending(tasks)
-    receipts = {
-        index: receipt for index, receipt in stage.receipts().items() if index not in {task.index for task in pending}
-    }
+    not_yet = {task.index for task in pending}
+    receipts = {index: receipt for index, receipt in stage.receipts().items() if index not in not_yet}
     started, fresh = time.monotonic(), 0.0
     with context.meter(stage.stage, len(tasks), done=len(receipts)) as meter:
         while pending:

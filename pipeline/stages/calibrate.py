@@ -6,16 +6,13 @@ the product of accuracies (paper 2.3.3), or is the user's own when `calibrate.ch
 
 from __future__ import annotations
 
-import hashlib
-import json
-from pathlib import Path
 from typing import Any
 
-from pipeline.config import CalibrateConfig
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import DataError
 from pipeline.execution.context import Context
+from pipeline.execution.preflight import read_choices
 from pipeline.medusa.accuracy import rank_accuracies
-from pipeline.medusa.tree import check_choices, expected_acceleration_rate, greedy_tree, path_probability
+from pipeline.medusa.tree import expected_acceleration_rate, greedy_tree, path_probability
 from pipeline.storage.durable import write_json
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.evaluate import held_out_hits
@@ -30,8 +27,8 @@ REPORTED_TOPS = 5
 def identity(context: Context) -> dict[str, Any]:
     """The budget, or the content of the user's tree."""
     settings = context.config.calibrate
-    choices = _read_choices(settings.choices) if settings.choices else None
-    return {"nodes": settings.nodes, "depth": settings.depth, "top": settings.top, "choices": _digest(choices)}
+    choices = read_choices(context.config) if settings.choices else None
+    return {"nodes": settings.nodes, "depth": settings.depth, "top": settings.top, "choices": choices}
 
 
 def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
@@ -55,7 +52,9 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
             "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers be longer.",
         )
     accuracy_KR = rank_accuracies(hits_KR, counts_K)
-    choices = _choices(settings, accuracy_KR)
+    searched = not settings.choices
+    choices = greedy_tree(accuracy_KR, settings.nodes, settings.depth) if searched else read_choices(context.config)
+    choices = choices or ((0,),)  # heads that are never right
     probabilities = [path_probability(accuracy_KR, path) for path in choices]
     expected = expected_acceleration_rate(accuracy_KR, choices)
     tree = {
@@ -70,7 +69,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         "tree": {
             "nodes": len(choices),
             "depth": max(map(len, choices)),
-            "source": "calibrate.choices" if settings.choices else "searched",
+            "source": "searched" if searched else "calibrate.choices",
             "expected_acceleration_rate": round(expected, 4),
         },
         "positions": int(counts_K.max()),
@@ -88,29 +87,3 @@ def _head(hits_R: list[int], count: int) -> dict[str, Any]:
     """top1 to top5 and how many labels they were measured on."""
     tops = {f"top{rank + 1}": round(hits / count, 4) for rank, hits in enumerate(hits_R[:REPORTED_TOPS])}
     return {**tops, "labels": count}
-
-
-def _choices(settings: CalibrateConfig, accuracy_KR: list[list[float]]) -> tuple[tuple[int, ...], ...]:
-    if settings.choices:
-        return check_choices(_read_choices(settings.choices), len(accuracy_KR), settings.top)
-    return greedy_tree(accuracy_KR, settings.nodes, settings.depth) or ((0,),)
-
-
-def _read_choices(path: Path) -> Any:
-    try:
-        choices = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"The tree cannot be read: {error}.",
-            "calibrate.choices",
-            "Give a JSON list of paths such as [[0], [0, 0], [1]].",
-        ) from None
-    if not isinstance(choices, list):
-        raise ConfigError(
-            "The tree is not a list of paths.", str(path), "Give a JSON list of paths such as [[0], [0, 0], [1]]."
-        )
-    return choices
-
-
-def _digest(choices: Any) -> str | None:
-    return None if choices is None else hashlib.sha256(json.dumps(choices).encode()).hexdigest()

@@ -15,6 +15,7 @@ from pipeline.checking.served import check_served
 from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import CheckFailed, DataError
 from pipeline.execution.context import Context
+from pipeline.execution.preflight import require_questions
 from pipeline.storage.durable import read_json
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import context_length, load_tokenizer
@@ -26,6 +27,7 @@ UPSTREAM = ("generate", "export")
 
 def identity(context: Context) -> dict[str, Any]:
     """Everything that is asked, the questions' content among it."""
+    require_questions(context.config)
     settings = context.config.check.model_dump(mode="json")
     if isinstance(context.config.check.prompts, Path):
         settings["prompts"] = context.digests.of(context.config.check.prompts)

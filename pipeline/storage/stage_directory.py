@@ -21,7 +21,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.errors import EnvironmentFault
+from pipeline.errors import DataError, EnvironmentFault
 from pipeline.storage.durable import read_json, sweep_temporary, write_json
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.shards import Receipt, ShardWriter, read_receipt
@@ -106,6 +106,18 @@ class StageDirectory:
             for r in found
             if r and r.fingerprint == self.fingerprint and self.quarantine_path(r.index).exists()
         }
+
+    def require_own_shards(self) -> None:
+        """Refuse to go on while a file that is no whole shard of this stage lies among its shards.
+
+        Raises:
+            DataError: Names the file.
+        """
+        ours = {self.shard_path(index) for index in self.receipts()}
+        for path in self.shards():
+            if path not in ours:
+                fix = "Delete this file and run the same command again: what is missing is made anew."
+                raise DataError("This shard is of another run, or damaged.", str(path), fix)
 
     def tasks(self, upstream: StageDirectory) -> list[ShardTask]:
         """One task per upstream shard."""

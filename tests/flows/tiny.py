@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
-WORDS = "red green blue cat dog moon river stone why how what sings runs sleeps old new".split()
+WORDS = ["red", "green", "blue", "cat", "dog", "moon", "river", "stone", "why", "how", "what", "sings", "runs", "old"]
 
 MakeConfig = Callable[..., Config]
 

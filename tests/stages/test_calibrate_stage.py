@@ -1,0 +1,130 @@
+"""Accuracies are those of held-out rows, calculated here once more; the tree is searched from them, or the user's."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from rich.console import Console
+from safetensors.numpy import load_file
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.flow import run_flow
+from pipeline.storage.shards import read_rows
+from tests.flows.tiny import stages_run
+
+
+def run_again(config, until="calibrate"):
+    return run_flow(config, until=until, executor="inline", console=Console(quiet=True))
+
+
+def guesses(heads: dict[str, np.ndarray], head: int, hidden_ND: np.ndarray) -> np.ndarray:
+    """A head's tokens from likeliest to least, by the paper's formula in numpy: x + SiLU(W1 x + b1), then W2."""
+    z_ND = hidden_ND @ heads[f"{head}.0.linear.weight"].T + heads[f"{head}.0.linear.bias"]
+    logits_NV = (hidden_ND + z_ND / (1 + np.exp(-z_ND))) @ heads[f"{head}.1.weight"].T
+    return np.argsort(-logits_NV, axis=1, kind="stable")
+
+
+def rank_counts(run, split: str, num_heads: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """How often each head's i-th guess is right over a split's rows, and of how many labels."""
+    heads = load_file(run.latest("train").path / "heads.safetensors")
+    right_KR, labels_K = np.zeros((num_heads, 300)), np.zeros(num_heads, int)
+    for path in run.latest("features").shards():
+        for row in read_rows(path):
+            if row["split"] != split:
+                continue
+            hidden_ND = np.frombuffer(row["hidden"], np.float32).reshape(-1, 64)
+            at = {position: number for number, position in enumerate(row["positions"])}
+            for head in range(num_heads):
+                order_NV = guesses(heads, head, hidden_ND)
+                for span in row["spans"]:
+                    # t+1 and t+2+k lie in [start, end)
+                    for t in range(span["start"] - 1, span["end"] - 2 - head):
+                        rank = int(np.flatnonzero(order_NV[at[t]] == row["input_ids"][t + 2 + head])[0])
+                        right_KR[head, rank] += 1
+                        labels_K[head] += 1
+    return right_KR, labels_K
+
+
+def test_accuracies_are_those_of_the_calibrate_split_and_no_other(finished_run):
+    right_KR, labels_K = rank_counts(finished_run, "calibrate")
+    tree = json.loads((finished_run.path / "latest/calibrate/tree.json").read_text())
+    np.testing.assert_allclose(tree["accuracies"], (right_KR / labels_K[:, None])[:, :10], atol=1e-9)
+    heads = finished_run.latest("calibrate").summary["heads"]
+    for head, figures in enumerate(heads):
+        for top in (1, 5):
+            assert figures[f"top{top}"] == pytest.approx(right_KR[head, :top].sum() / labels_K[head], abs=1e-4)
+    train_KR, train_K = rank_counts(finished_run, "train")
+    assert train_KR[0, 0] / train_K[0] != pytest.approx(tree["accuracies"][0][0], abs=1e-3)
+
+
+def test_the_tree_is_the_best_of_its_size_and_expects_what_its_accuracies_say(finished_run):
+    tree = json.loads((finished_run.path / "latest/calibrate/tree.json").read_text())
+    accuracy_KR, choices = tree["accuracies"], [tuple(path) for path in tree["choices"]]
+    values = [np.prod([accuracy_KR[depth][rank] for depth, rank in enumerate(path)]) for path in choices]
+    assert len(choices) == len(set(choices)) == 8 == finished_run.latest("calibrate").summary["tree"]["nodes"]
+    assert all(len(path) == 1 or path[:-1] in choices for path in choices)
+    np.testing.assert_allclose(tree["probabilities"], values)
+    assert tree["expected_acceleration_rate"] == pytest.approx(1 + sum(values))
+    every = sorted(
+        (np.prod([accuracy_KR[depth][rank] for depth, rank in enumerate(path)]) for path in _all_paths(3, 10)),
+        reverse=True,
+    )
+    assert sorted(values, reverse=True) == pytest.approx(every[:8]), "products only fall along a path: greedy is best"
+
+
+def _all_paths(depth: int, ranks: int) -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = [()]
+    for start, end in pairwise([0, *(sum(ranks**d for d in range(n + 1)) for n in range(depth))]):
+        paths += [(*path, rank) for path in paths[start:end] for rank in range(ranks)]
+    return paths[1:]
+
+
+def test_a_tree_of_the_user_s_own_is_taken_as_it_is(copied_run, make_config, tmp_path):
+    choices = [[0], [1], [0, 0], [0, 0, 2]]
+    (tmp_path / "choices.json").write_text(json.dumps(choices))
+    run = run_again(make_config(tmp_path, calibrate__choices=str(tmp_path / "choices.json")), until="check")
+    assert stages_run(run) == ["calibrate", "export", "check"]
+    assert json.loads((run.path / "latest/export/medusa_choices.json").read_text()) == choices
+    tree = run.latest("calibrate").summary["tree"]
+    assert (tree["nodes"], tree["depth"], tree["source"]) == (4, 3, "calibrate.choices")
+    accuracy_KR = json.loads((run.path / "latest/calibrate/tree.json").read_text())["accuracies"]
+    a = [row[0] for row in accuracy_KR]
+    expected = 1 + a[0] + accuracy_KR[0][1] + a[0] * a[1] + a[0] * a[1] * accuracy_KR[2][2]
+    assert tree["expected_acceleration_rate"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_another_tree_in_the_same_file_is_noticed(copied_run, make_config, tmp_path):
+    file = tmp_path / "choices.json"
+    config = make_config(tmp_path, calibrate__choices=str(file))
+    for choices in ([[0]], [[0], [1]]):
+        file.write_text(json.dumps(choices))
+        assert run_again(config).latest("calibrate").summary["tree"]["nodes"] == len(choices)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "cannot be read"),
+        ("[[0], [0", "cannot be read"),
+        ('{"a": 1}', "not a list"),
+        ("[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]]", "heads"),
+        ("[[0], [1, 0]]", "parent|prefix"),
+        ('[["a"]]', "rank|path"),
+        ("[[99]]", "guess|rank|top"),
+        ("[]", "no nodes"),
+    ],
+)
+def test_a_tree_that_cannot_be_used_is_told_before_anything_is_started(make_config, tmp_path, text, says):
+    if text is not None:
+        (tmp_path / "choices.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"(?i)({says})") as caught:
+        run_again(make_config(tmp_path, calibrate__choices=str(tmp_path / "choices.json")))
+    assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_answers_too_short_for_the_last_head_are_named(make_config, tmp_path):
+    with pytest.raises(DataError, match="Head 2 has nothing to be measured on"):
+        run_again(make_config(tmp_path, generate__max_new_tokens=3))

@@ -1,0 +1,65 @@
+"""The export holds the trained heads bit for bit, whichever way their lm_head is trained and stored."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline.checkpoints.medusa import read_export
+from pipeline.flow import run_flow
+from tests.flows.tiny import stages_run
+
+
+def run_again(config, until="check"):
+    return run_flow(config, until=until, executor="inline", console=Console(quiet=True))
+
+
+def test_the_export_read_back_is_the_heads_that_were_trained(finished_run):
+    trained = load_file(finished_run.path / "latest/train/heads.safetensors")
+    config, tensors = read_export(finished_run.path / "latest/export")
+    assert (config.num_heads, config.num_layers, config.hidden_size, config.vocab_size) == (3, 1, 64, 300)
+    assert tensors.keys() == trained.keys()
+    assert all(torch.equal(tensors[name], trained[name]) for name in trained)
+
+
+def test_the_export_is_what_servers_ask_for(finished_run, tiny_target):
+    export = finished_run.path / "latest/export"
+    config = json.loads((export / "config.json").read_text())
+    assert config["model_type"] == "medusa" and config["medusa_fc_bias"] is True
+    assert config["base_model_name_or_path"] == str(tiny_target)
+    assert "architectures" not in config and "num_hidden_layers" not in config
+    ours, theirs = AutoTokenizer.from_pretrained(export), AutoTokenizer.from_pretrained(tiny_target)
+    assert ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
+    choices = json.loads((export / "medusa_choices.json").read_text())
+    assert choices == json.loads((finished_run.path / "latest/calibrate/tree.json").read_text())["choices"]
+
+
+def test_the_model_card_is_renewed_with_the_checked_figures_and_nothing_else_changes(finished_run):
+    export = finished_run.latest("export")
+    rate = json.loads((finished_run.path / "report.json").read_text())["check"]["native"]["acceleration_rate"]
+    assert f"{rate:.2f}" in (export.path / "README.md").read_text()
+    assert export.verify() == []
+
+
+@pytest.mark.parametrize("form", ["expanded", "shared"])
+def test_tied_heads_carry_the_target_s_own_lm_head(copied_run, make_config, tmp_path, tiny_target, form):
+    run = run_again(make_config(tmp_path, train__lm_head="tied", export__formats=[form]))
+    assert stages_run(run) == ["train", "calibrate", "export", "check"]
+    stored = load_file(run.path / "latest/export/medusa_lm_head.safetensors")
+    lm_heads = [name for name in stored if name.endswith(".1.weight")]
+    assert len(lm_heads) == (3 if form == "expanded" else 1)
+    lm_head_VD = AutoModelForCausalLM.from_pretrained(tiny_target).lm_head.weight
+    assert all(torch.equal(stored[name], lm_head_VD) for name in lm_heads)
+
+
+def test_another_dtype_is_exported_from_the_same_heads(copied_run, make_config, tmp_path):
+    run = run_again(make_config(tmp_path, export__dtype="bfloat16"), until="export")
+    assert stages_run(run) == ["export"]
+    trained = load_file(run.path / "latest/train/heads.safetensors")
+    stored = load_file(run.path / "latest/export/medusa_lm_head.safetensors")
+    assert all(torch.equal(stored[name], trained[name].bfloat16()) for name in trained)

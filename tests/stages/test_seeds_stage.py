@@ -1,0 +1,132 @@
+"""Every seed is kept once or quarantined, and has a split that nothing but its id decides."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pipeline.conversations.conversation import Conversation, Message, Reason, Refused
+from pipeline.errors import DataError
+from pipeline.flow import run_flow
+from pipeline.stages import seeds
+from pipeline.storage.shards import read_rows
+from tests.flows.tiny import save_seeds
+
+
+def conversation(name: str) -> Conversation:
+    return Conversation(name, (Message("user", "hello"),))
+
+
+def refused(name: str) -> Refused:
+    return Refused(name, Reason.EMPTY, "", None)
+
+
+def splits(rows, holdout: float) -> dict[str, str]:
+    pairs = list(seeds.split_rows(rows, holdout))
+    return {row.id: split for row, split in pairs if isinstance(row, Conversation)}
+
+
+def place(name: str) -> float:
+    """An id's place in [0, 1), calculated anew."""
+    return int(hashlib.sha256(f"split:{name}".encode()).hexdigest()[:16], 16) / 16**16
+
+
+@given(number=st.integers(24, 400), holdout=st.floats(0.001, 0.6))
+def test_a_small_set_holds_out_at_least_eight_rows_each_and_exactly_the_fraction_asked_for(number, holdout):
+    counts = Counter(splits([conversation(f"s:{i}") for i in range(number)], holdout).values())
+    each = min(max(8, round(number * holdout / 2)), number // 2)
+    assert (counts["calibrate"], counts["check"], counts["train"]) == (each, each, number - 2 * each)
+
+
+@given(number=st.integers(0, 80), bad=st.sets(st.integers(0, 79)), seed=st.randoms(use_true_random=False))
+def test_a_split_depends_on_the_ids_and_not_on_their_order_or_on_refused_rows(number, bad, seed):
+    rows = [conversation(f"s:{i}") for i in range(number)]
+    expected = splits(rows, 0.2)
+    mixed = [*rows, *(refused(f"bad:{i}") for i in bad)]
+    seed.shuffle(mixed)
+    assert splits(mixed, 0.2) == expected
+
+
+@given(number=st.integers(65, 300), holdout=st.floats(0.01, 0.9))
+def test_in_a_large_set_each_row_s_own_hash_decides(number, holdout):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seeds, "SMALL_SET", 64)
+        found = splits([conversation(f"s:{i}") for i in range(number)], holdout)
+    for name, split in found.items():
+        expected = "calibrate" if place(name) <= holdout / 2 else "check" if place(name) <= holdout else "train"
+        assert split == expected
+
+
+def test_a_large_set_is_streamed(monkeypatch):
+    monkeypatch.setattr(seeds, "SMALL_SET", 64)
+    taken = []
+
+    def rows():
+        for i in range(1000):
+            taken.append(i)
+            yield conversation(f"s:{i}")
+
+    next(seeds.split_rows(rows(), 0.1))
+    assert len(taken) == 65
+
+
+def test_a_set_as_large_as_the_limit_is_still_counted_out(monkeypatch):
+    monkeypatch.setattr(seeds, "SMALL_SET", 64)
+    counts = Counter(splits([conversation(f"s:{i}") for i in range(64)], 0.01).values())
+    assert counts == {"train": 48, "calibrate": 8, "check": 8}
+
+
+def run_seeds(config):
+    run = run_flow(config, until="seeds", executor="inline", console=Console(quiet=True))
+    stage = run.latest("seeds")
+    kept = [row for path in stage.shards() for row in read_rows(path)]
+    files = sorted((stage.path / "quarantine").iterdir())
+    return stage, kept, [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_duplicates_across_sources_are_quarantined_and_name_the_first(make_config, tmp_path):
+    one, other = save_seeds(tmp_path / "a.jsonl"), save_seeds(tmp_path / "b.jsonl", 45)
+    sources = [{"path": str(one)}, {"path": str(other)}]
+    stage, kept, quarantined = run_seeds(make_config(tmp_path, seeds__sources=sources))
+    assert [row["id"] for row in kept] == [f"a:{i}" for i in range(40)] + [f"b:{i}" for i in range(40, 45)]
+    assert [row["id"] for row in quarantined] == [f"b:{i}" for i in range(40)]
+    assert {row["reason"] for row in quarantined} == {"duplicate"}
+    assert all(f"a:{i}" in row["detail"] for i, row in enumerate(quarantined))
+    assert stage.summary["rows"] == 45 and stage.summary["reasons"] == {"duplicate": 40}
+
+
+def test_every_row_of_a_dirty_file_is_accounted_for(make_config, tmp_path):
+    path = save_seeds(tmp_path / "seeds.jsonl")
+    dirty = ['{"broken', '{"conversations": []}', '{"what": 1}', json.dumps({"conversations": [{"from": "gpt"}]})]
+    path.write_text("\n".join([*dirty, path.read_text()]))
+    stage, kept, quarantined = run_seeds(make_config(tmp_path, seeds__sources=[{"path": str(path)}]))
+    assert {row["id"] for row in quarantined} == {f"seeds:{i}" for i in range(4)}
+    assert {row["id"] for row in kept} == {f"seeds:{i}" for i in range(4, 44)}
+    assert sum(stage.summary[f"{split}_rows"] for split in ("train", "calibrate", "check")) == len(kept)
+
+
+@pytest.mark.parametrize(("number", "enough"), [(23, False), (24, True)])
+def test_too_few_rows_for_three_splits_are_refused(make_config, tmp_path, number, enough):
+    config = make_config(tmp_path, seeds__sources=[{"path": str(save_seeds(tmp_path / "few.jsonl", number))}])
+    if enough:
+        _, kept, _ = run_seeds(config)
+        assert Counter(row["split"] for row in kept) == {"train": 8, "calibrate": 8, "check": 8}
+    else:
+        with pytest.raises(DataError, match="23 usable conversations are too few"):
+            run_seeds(config)
+
+
+def test_fewer_seeds_than_before_leave_no_stray_shard(make_config, tmp_path):
+    """A Hub data set may lose rows under the same name; a file's content is part of the fingerprint."""
+    config = make_config(tmp_path)
+    stage, kept, _ = run_seeds(config)
+    stray = stage.shard_path(4)
+    stray.write_bytes(stage.shard_path(3).read_bytes())
+    (stage.path / "DONE.json").unlink()
+    assert run_seeds(config)[1] == kept and not stray.exists()
