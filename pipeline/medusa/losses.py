@@ -1,4 +1,4 @@
-"""The Medusa-1 loss, without ever holding the [K, N, V] logits.
+"""Each head's cross entropy, without ever holding the [K, N, V] logits.
 
 At K = 5, V = 32,000 and 16,384 rows the logits alone would be 10 GB in fp32. Here the forward pass walks chunks of
 rows that carry a label, and computes loss and gradients of a chunk while its logits exist: two buffers of one chunk
@@ -11,77 +11,32 @@ Letters: N rows (positions), C rows of a chunk, D hidden size, V vocabulary, K h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from pipeline.medusa.heads import MedusaHeads
+from pipeline.conversations.spans import IGNORED
 
-IGNORED = -100
 # A GPU wants few, large products; a CPU wants a chunk that stays in its cache.
 _CHUNK_BYTES = {"cuda": 2 << 30, "cpu": 32 << 20}
 
 
-@dataclass(frozen=True)
-class HeadLosses:
-    """The weighted loss, differentiable; detached, for logs: each head's summed CE, number of labels, top-1 hits."""
-
-    loss: Tensor
-    sums_K: Tensor
-    counts_K: Tensor
-    hits_K: Tensor | None
-
-
-def head_loss(
-    heads: MedusaHeads,
-    hidden_ND: Tensor,
-    labels_KN: Tensor,
-    *,
-    decay: float = 0.8,
-    denominators_K: Sequence[float] | Tensor | None = None,
-    count_hits: bool = False,
-    chunk_bytes: int | None = None,
-) -> HeadLosses:
-    """The Medusa-1 loss: sum over heads of decay^(k+1) · CE_k (paper 2.2.1).
-
-    CE_k is head k's summed cross entropy over `denominators_K[k]`, by default its own number of labels; give the number
-    over all workers and accumulated batches to get the loss of the whole batch. A head with denominator 0 counts 0.
-    `labels_KN` int64, -100 where a head has nothing to learn. `chunk_bytes` bounds the logits held at a time.
-    """
-    hidden_KND = heads.hidden(hidden_ND)
-    sums_K, hits_K = summed_cross_entropy(
-        hidden_KND, heads.lm_head, labels_KN, count_hits=count_hits, chunk_bytes=chunk_bytes
-    )
-    counts_K = (labels_KN != IGNORED).sum(1)
-    denominators = torch.as_tensor(counts_K if denominators_K is None else denominators_K)
-    denominators = denominators.to(device=sums_K.device, dtype=sums_K.dtype, non_blocking=True)
-    decays = decay ** torch.arange(1, len(sums_K) + 1, device=sums_K.device, dtype=sums_K.dtype)
-    weights = torch.where(denominators > 0, decays / denominators, 0.0)
-    return HeadLosses((weights * sums_K).sum(), sums_K.detach(), counts_K, hits_K)
-
-
 def summed_cross_entropy(
-    hidden_KND: Tensor,
-    lm_head: Tensor,
-    labels_KN: Tensor,
-    *,
-    count_hits: bool = False,
-    chunk_bytes: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Each head's cross entropy, summed over its labels, and its top-1 hits when asked for: [K] and [K] or None.
+    hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor, *, chunk_bytes: int | None = None
+) -> Tensor:
+    """Each head's cross entropy, summed over its labels: [K], weighted by the caller (paper 2.2.1).
 
-    The sums are differentiable in the hidden states and in `lm_head`, which is [K, V, D], or one [V, D] that all heads
-    share and that must be frozen.
+    Differentiable in the hidden states and in `lm_head`, which is [K, V, D], or one [V, D] that all heads share and
+    that must be frozen (else ValueError). `labels_KN` int64, -100 where a head has nothing to learn. `chunk_bytes`
+    bounds the logits held at a time.
     """
     if lm_head.dim() == 2 and lm_head.requires_grad:
         raise ValueError("a shared lm_head is frozen; detach it, or give every head its own")
     chunk_bytes = chunk_bytes or _CHUNK_BYTES.get(hidden_KND.device.type, 1 << 30)
-    sums_K, hits_K = _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, count_hits, chunk_bytes)
-    return sums_K, hits_K if count_hits else None
+    return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, chunk_bytes)
 
 
 def plain_summed_cross_entropy(hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor) -> Tensor:
@@ -93,17 +48,15 @@ def plain_summed_cross_entropy(hidden_KND: Tensor, lm_head: Tensor, labels_KN: T
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor, count_hits: bool, chunk_bytes: int):
+    def forward(ctx: Any, hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor, chunk_bytes: int) -> Tensor:
         with torch.autocast(hidden_KND.device.type, enabled=False):
-            losses_KN, hits_KN, ctx.grad_hidden_KND, ctx.grad_lm_head = _walk(
-                hidden_KND, lm_head, labels_KN, ctx.needs_input_grad[:2], count_hits, chunk_bytes
+            losses_KN, ctx.grad_hidden_KND, ctx.grad_lm_head = _walk(
+                hidden_KND, lm_head, labels_KN, ctx.needs_input_grad[:2], chunk_bytes
             )
-        hits_K = hits_KN.sum(1)
-        ctx.mark_non_differentiable(hits_K)
-        return losses_KN.sum(1), hits_K
+        return losses_KN.sum(1)
 
     @staticmethod
-    def backward(ctx: Any, grad_sums_K: Tensor, _: Tensor):
+    def backward(ctx: Any, grad_sums_K: Tensor):
         grad_hidden_KND, grad_lm_head = ctx.grad_hidden_KND, ctx.grad_lm_head
         ctx.grad_hidden_KND = ctx.grad_lm_head = None  # scaled in place, so good for one backward only
         if grad_hidden_KND is None and grad_lm_head is None:
@@ -111,24 +64,18 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for grad in (grad_hidden_KND, grad_lm_head):
             if grad is not None:
                 grad.mul_(grad_sums_K[:, None, None])
-        return grad_hidden_KND, grad_lm_head, None, None, None
+        return grad_hidden_KND, grad_lm_head, None, None
 
 
 def _walk(
-    hidden_KND: Tensor,
-    lm_head: Tensor,
-    labels_KN: Tensor,
-    wants: tuple[bool, ...],
-    count_hits: bool,
-    chunk_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Losses [K, N], hits [K, N] and the gradients of the losses' plain sum, chunk by chunk."""
+    hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor, wants: tuple[bool, ...], chunk_bytes: int
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Losses [K, N] and the gradients of the losses' plain sum, chunk by chunk."""
     vocab_size, size = lm_head.shape[-2:]
     exact = torch.float64 if hidden_KND.dtype == torch.float64 else torch.float32
     wants_hidden, wants_lm_head = wants
     flat_hidden, flat_labels = hidden_KND.reshape(-1, size), labels_KN.flatten()
     losses = torch.zeros(labels_KN.shape, dtype=exact, device=hidden_KND.device)
-    hits = torch.zeros(labels_KN.shape, dtype=torch.bool, device=hidden_KND.device)
     grad_hidden = torch.zeros_like(flat_hidden) if wants_hidden else None
     grad_lm_head = torch.zeros_like(lm_head) if wants_lm_head else None
 
@@ -144,8 +91,6 @@ def _walk(
             hidden_CD, labels_C1 = flat_hidden[rows_C], flat_labels[rows_C, None]
             logits_CV, log_p_CV = logits_buffer[: len(rows_C)], log_p_buffer[: len(rows_C)]
             torch.mm(hidden_CD, weight_VD.t(), out=logits_CV)
-            if count_hits:
-                hits.view(-1)[rows_C] = logits_CV.argmax(1) == labels_C1[:, 0]
             torch.log_softmax(logits_CV, 1, dtype=exact, out=log_p_CV)
             label_log_p_C1 = log_p_CV.gather(1, labels_C1)
             losses.view(-1)[rows_C] = -label_log_p_C1[:, 0]
@@ -159,7 +104,7 @@ def _walk(
                 grad_hidden[rows_C] = grad_CV @ weight_VD
             if grad_lm_head is not None and head is not None:
                 _add_product(grad_lm_head[head], grad_CV, hidden_CD)
-    return losses, hits, None if grad_hidden is None else grad_hidden.view_as(hidden_KND), grad_lm_head
+    return losses, None if grad_hidden is None else grad_hidden.view_as(hidden_KND), grad_lm_head
 
 
 def _rows_by_lm_head(labels_KN: Tensor, *, shared: bool) -> Iterator[tuple[int | None, Tensor]]:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from pipeline.conversations.conversation import Role
-from pipeline.medusa.accuracy import topk_hits
+from pipeline.medusa.accuracy import Score, score
 from pipeline.medusa.heads import MedusaHeads
-from pipeline.medusa.losses import summed_cross_entropy
 from pipeline.training.checkpoints import load_heads
 from pipeline.training.features import FeatureRows
 from pipeline.training.loading import load_batches
@@ -33,11 +32,12 @@ def evaluate(
 
     Matrix products run in `dtype`. At most `MAX_POSITIONS` positions are looked at, always the same ones.
     """
-    plan = EpochPlan(rows.lengths(SPLIT), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
-    losses_K, hits_KR, counts_K = _measure(heads, rows, plan, TOP, world, dtype)
+    losses_K, hits_KR, counts_K = _score(heads, rows, SPLIT, TOP, batch_tokens, world, dtype)
+    if not counts_K.any():
+        return []
     means_KR = torch.cat([losses_K[:, None], hits_KR], 1) / counts_K.clamp(min=1)[:, None]
     names = ["loss", *(f"top{rank + 1}" for rank in range(TOP))]
-    return [dict(zip(names, row, strict=True)) for row in means_KR.tolist()] if plan.num_steps else []
+    return [dict(zip(names, row, strict=True)) for row in means_KR.tolist()]
 
 
 def held_out_hits(
@@ -67,27 +67,28 @@ def held_out_hits(
         num_heads=config.num_heads,
         roles=roles,
     )
-    plan = EpochPlan(rows.lengths(split), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
-    _, hits_KR, counts_K = _measure(module, rows, plan, top, World(), torch.float32)
+    _, hits_KR, counts_K = _score(module, rows, split, top, batch_tokens, World(), torch.float32)
     return hits_KR.cpu(), counts_K.cpu()
 
 
-@torch.no_grad()
-def _measure(
-    heads: MedusaHeads, rows: FeatureRows, plan: EpochPlan, top: int, world: World, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Over a plan's positions and all workers: summed CE [K], cumulative hits [K, R], labels [K]."""
+def _score(
+    heads: MedusaHeads,
+    rows: FeatureRows,
+    split: str,
+    top: int,
+    batch_tokens: int,
+    world: World,
+    dtype: torch.dtype,
+) -> Score:
+    """The score over a split's positions and all workers."""
     device, num_heads = heads.block_weight.device, heads.config.num_heads
-    losses_K = torch.zeros(num_heads, dtype=torch.float64, device=device)
-    hits_KR = torch.zeros(num_heads, top, dtype=torch.int64, device=device)
-    counts_K = torch.zeros(num_heads, dtype=torch.int64, device=device)
+    plan = EpochPlan(rows.lengths(split), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
+    total = Score.zero(num_heads, top, device)
     steps = range(plan.num_steps)
     for batch in load_batches(rows, plan, steps, rank=world.rank, world_size=world.size, device=device):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            hidden_KND = heads.hidden(batch.hidden_ND).to(dtype)
-            losses_K += summed_cross_entropy(hidden_KND, heads.lm_head, batch.labels_KN)[0]
-            hits, counts = topk_hits(heads, batch.hidden_ND, batch.labels_KN, top)
-        hits_KR += hits
-        counts_K += counts
-    world.sum_all([losses_K, hits_KR, counts_K])
-    return losses_K, hits_KR, counts_K
+            part = score(heads, batch.hidden_ND, batch.labels_KN, top)
+        for sums, more in zip(total, part, strict=True):
+            sums += more
+    world.sum_all(total)
+    return total

@@ -19,9 +19,10 @@ from typing import Any
 
 import torch
 
+from pipeline.conversations.spans import IGNORED
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads
-from pipeline.medusa.losses import IGNORED, summed_cross_entropy
+from pipeline.medusa.losses import summed_cross_entropy
 from pipeline.medusa.schedules import cosine_with_warmup
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training.checkpoints import Checkpoints, read_summary, write_heads
@@ -177,7 +178,7 @@ def learn(
     optimizer.zero_grad(set_to_none=True)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
         hidden_KND = heads.hidden(batch.hidden_ND)
-    sums_K, _ = summed_cross_entropy(hidden_KND.to(dtype), heads.lm_head, batch.labels_KN)
+    sums_K = summed_cross_entropy(hidden_KND.to(dtype), heads.lm_head, batch.labels_KN)
     (weights_K * sums_K).sum().backward()
 
     parameters = [parameter for parameter in heads.parameters() if parameter.requires_grad]

@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.medusa.accuracy import rank_accuracies, topk_hits
+from pipeline.conversations.spans import IGNORED
+from pipeline.medusa.accuracy import rank_accuracies, score
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads
-from pipeline.medusa.losses import IGNORED
+from pipeline.medusa.losses import plain_summed_cross_entropy
 
 NUM_HEADS, NUM_ROWS, SIZE, VOCAB = 3, 29, 8, 13
 
@@ -24,13 +25,31 @@ def case(tied: bool) -> tuple[MedusaHeads, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * VOCAB * 4, 1 << 20])
 def test_hits_count_labels_above_which_fewer_than_r_tokens_stand(tied: bool, chunk_bytes: int):
     heads, hidden, labels = case(tied)
-    hits, counts = topk_hits(heads, hidden, labels, 5, chunk_bytes=chunk_bytes)
+    _, hits, counts = score(heads, hidden, labels, 5, chunk_bytes=chunk_bytes)
     logits = heads(hidden)
     for k in range(NUM_HEADS):
         rows = [n for n in range(NUM_ROWS) if labels[k, n] != IGNORED]
         ranks = [int((logits[k, n] > logits[k, n, labels[k, n]]).sum()) for n in rows]
         assert counts[k] == len(rows)
         assert hits[k].tolist() == [sum(rank <= r for rank in ranks) for r in range(5)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * VOCAB * 4, 1 << 20])
+def test_losses_are_the_summed_cross_entropy(tied: bool, chunk_bytes: int):
+    heads, hidden, labels = case(tied)
+    losses, _, _ = score(heads, hidden, labels, 5, chunk_bytes=chunk_bytes)
+    expected = plain_summed_cross_entropy(heads.hidden(hidden), heads.lm_head, labels)
+    torch.testing.assert_close(losses.float(), expected.detach())
+
+
+def test_under_autocast_losses_stay_within_the_rounding_of_its_dtype():
+    heads, hidden, labels = case(tied=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = score(heads, hidden, labels, 5)
+    exact = score(heads, hidden, labels, 5)
+    torch.testing.assert_close(found.losses_K, exact.losses_K, rtol=2e-2, atol=0)
+    assert not torch.equal(found.losses_K, exact.losses_K)
 
 
 def test_rank_accuracies_are_shares_of_single_guesses():
@@ -44,12 +63,12 @@ def test_a_head_without_labels_has_accuracy_zero():
 
 def test_every_label_is_hit_when_all_tokens_are_guessed():
     heads, hidden, labels = case(tied=False)
-    hits, counts = topk_hits(heads, hidden, labels, VOCAB + 2)
+    _, hits, counts = score(heads, hidden, labels, VOCAB + 2)
     assert hits[:, VOCAB - 1].tolist() == counts.tolist() == hits[:, -1].tolist()
 
 
 def test_batches_add_up():
     heads, hidden, labels = case(tied=False)
-    parts = [topk_hits(heads, hidden[rows], labels[:, rows], 4) for rows in (slice(0, 9), slice(9, None))]
-    hits, counts = topk_hits(heads, hidden, labels, 4)
-    assert torch.equal(sum(part[0] for part in parts), hits) and torch.equal(sum(part[1] for part in parts), counts)
+    parts = [score(heads, hidden[rows], labels[:, rows], 4) for rows in (slice(0, 9), slice(9, None))]
+    for whole, *sums in zip(score(heads, hidden, labels, 4), *parts, strict=True):
+        torch.testing.assert_close(sum(sums), whole)

@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.conversations.spans import IGNORED
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.medusa.heads import MedusaHeads
-from pipeline.medusa.losses import IGNORED, plain_summed_cross_entropy
+from pipeline.medusa.losses import plain_summed_cross_entropy
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training.checkpoints import load_heads
 from pipeline.training.loading import Batch
@@ -105,6 +106,18 @@ def test_one_step_moves_the_weights_by_the_gradient_of_the_paper(make_spec, lm_h
     torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0, foreach=False, fused=False).step()
     for (name, ours), (_, theirs) in zip(heads.named_parameters(), plain.named_parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_head_without_labels_adds_nothing_and_does_not_move(make_spec):
+    spec = make_spec(lr=1e-3)
+    batch = Batch(*all_positions(spec, "train"))
+    batch.labels_KN[2] = IGNORED
+    heads, start = initial_heads(spec), initial_heads(spec)
+    figures = learn(heads, make_optimizer(heads, spec.settings), batch, 1e-3, spec, World())
+    assert figures["loss"] == pytest.approx(sum(0.8 ** (k + 1) * figures["head_losses"][k] for k in range(2)))
+    assert figures["head_losses"][2] == 0
+    moved_K = heads.lm_head.ne(start.lm_head).flatten(1).any(1) & heads.block_weight[0].any((1, 2))
+    assert moved_K.tolist() == [True, True, False]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit"])
