@@ -42,20 +42,8 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
         EnvironmentFault: The cluster can never schedule it; the sum is spelled out.
     """
     gpus = wanted.gpus_per_worker if wanted.gpus_per_worker is not None else min(1, have.gpus)
-    if wanted.cpus_per_worker is not None:
-        cpus = wanted.cpus_per_worker
-    elif gpus:
-        cpus = max(
-            1,
-            min(cpus // max(1, node_gpus // gpus) for cpus, node_gpus in have.nodes if node_gpus >= gpus)
-            if any(g >= gpus for _, g in have.nodes)
-            else 1,
-        )
-    else:
-        cpus = max(1, have.cpus // wanted.workers)
-    fits = sum(
-        min(node_cpus // cpus, node_gpus // gpus if gpus else wanted.workers) for node_cpus, node_gpus in have.nodes
-    )
+    cpus = wanted.cpus_per_worker or _share(wanted.workers, gpus, have)
+    fits = _room(have, cpus, gpus)
     if fits < wanted.workers:
         need = f"{wanted.workers * cpus} CPU and {wanted.workers * gpus} GPU"
         nodes = "; ".join(f"{c} CPU and {g} GPU" for c, g in have.nodes)
@@ -66,3 +54,19 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
             "Ask for less, or start a larger cluster.",
         )
     return Placement(wanted.workers, cpus, gpus)
+
+
+def _share(workers: int, gpus: int, have: Resources) -> int:
+    """CPU cores of each worker: those that come with its GPUs on the poorest node, else an equal share that fits."""
+    if gpus:
+        shares = [node_cpus // (node_gpus // gpus) for node_cpus, node_gpus in have.nodes if node_gpus >= gpus]
+        return max(1, min(shares, default=1))
+    fitting = (cpus for cpus in range(have.cpus // workers, 0, -1) if _room(have, cpus, 0) >= workers)
+    return next(fitting, 1)
+
+
+def _room(have: Resources, cpus: int, gpus: int) -> int:
+    """How many workers of that size fit at once."""
+    return sum(
+        min(node_cpus // cpus, node_gpus // gpus) if gpus else node_cpus // cpus for node_cpus, node_gpus in have.nodes
+    )

@@ -25,7 +25,7 @@ class Meter:
     Args:
         console: Where to show it.
         name: The stage.
-        total: Units of work (shards, steps, prompts), what is already done included.
+        total: Units of work (shards, steps, prompts), what is already done included; 0 while it is unknown.
         done: Units that an earlier run committed.
         unit: What a unit is called.
     """
@@ -49,7 +49,7 @@ class Meter:
             )
             self._bar = Progress(*columns, console=self.console, transient=True)
             self._bar.start()
-            self._task = self._bar.add_task(self.name, total=self.total, completed=self.done, note="")
+            self._task = self._bar.add_task(self.name, total=self.total or None, completed=self.done, note="")
         return self
 
     def __exit__(
@@ -62,14 +62,11 @@ class Meter:
         """Say how far it is; `note` is a rate or a loss."""
         self.done = done
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, total=self.total, note=note)
+            self._bar.update(self._task, completed=done, total=self.total or None, note=note)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()
-            self.console.print(
-                f"{self.name}: {done} of {self.total} {self.unit}, {self._time_left()}{', ' + note if note else ''}",
-                highlight=False,
-                soft_wrap=True,
-            )
+            far = f"{done} of {self.total} {self.unit}, {self._time_left()}" if self.total else f"{done} {self.unit}"
+            self.console.print(f"{self.name}: {far}{', ' + note if note else ''}", highlight=False, soft_wrap=True)
 
     def advance(self, note: str = "") -> None:
         self.update(self.done + 1, note)

@@ -144,7 +144,7 @@ def test_a_template_that_rewrites_its_history_gives_one_row_per_turn_and_every_s
 ):
     """A mark stands before the last question alone."""
     forgetful = (
-        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + ('now ' if loop.last else '') + m['content'] + eos_token }}"
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' }}{{ 'now ' if loop.last }}{{ m['content'] + eos_token }}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
     rows = rows_of(make_config(tmp_path, target__chat_template=forgetful))

@@ -1,0 +1,76 @@
+"""What is placed fits, and what can never fit is refused with its sum."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import PlacementOf
+from pipeline.errors import EnvironmentFault
+from pipeline.execution.placement import Resources, place
+
+CORES = st.integers(0, 5) | st.integers(0, 64)
+WITHOUT_GPUS = st.lists(st.tuples(CORES, st.just(0)), min_size=1, max_size=4)
+NODES = WITHOUT_GPUS | st.lists(st.tuples(CORES, st.integers(0, 8)), min_size=1, max_size=4)
+WANTED = st.builds(
+    PlacementOf,
+    workers=st.integers(1, 12),
+    gpus_per_worker=st.none() | st.integers(0, 9),
+    cpus_per_worker=st.none() | st.integers(1, 20),
+)
+
+
+def can_place(nodes, workers: int, cpus: int, gpus: int) -> bool:
+    """Put workers down one by one, each on the first node with room for it."""
+    left = [list(node) for node in nodes]
+    for _ in range(workers):
+        node = next((node for node in left if node[0] >= cpus and node[1] >= gpus), None)
+        if node is None:
+            return False
+        node[0] -= cpus
+        node[1] -= gpus
+    return True
+
+
+@given(nodes=NODES, wanted=WANTED)
+def test_a_placement_is_given_if_and_only_if_every_worker_fits_on_some_node(nodes, wanted):
+    have = Resources(tuple(nodes))
+    try:
+        given_ = place("generate", wanted, have)
+    except EnvironmentFault as refusal:
+        gpus = wanted.gpus_per_worker if wanted.gpus_per_worker is not None else min(1, have.gpus)
+        assert not can_place(nodes, wanted.workers, wanted.cpus_per_worker or 1, gpus)
+        assert "placement.generate" in str(refusal) and "\n" not in str(refusal)
+        return
+    assert can_place(nodes, given_.workers, given_.cpus, given_.gpus)
+    assert given_.workers == wanted.workers
+    assert wanted.gpus_per_worker in (None, given_.gpus) and wanted.cpus_per_worker in (None, given_.cpus)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "wanted", "expected"),
+    [
+        (((2, 0),), {}, (1, 2, 0)),  # a laptop: all its cores
+        (((8, 0),), {"workers": 4}, (4, 2, 0)),
+        (((16, 1),), {}, (1, 16, 1)),  # a GPU: one each, and its share of the cores
+        (((64, 8),), {"workers": 8}, (8, 8, 1)),
+        (((64, 8),), {"workers": 2, "gpus_per_worker": 4}, (2, 32, 4)),
+        (((2, 0), (64, 8)), {"workers": 8}, (8, 8, 1)),  # a head node without GPUs
+        (((16, 1),), {"gpus_per_worker": 0}, (1, 16, 0)),
+        (((8, 0), (8, 0)), {}, (1, 8, 0)),  # a worker lies on one node
+        (((8, 0), (2, 0)), {"workers": 3}, (3, 2, 0)),
+    ],
+)
+def test_defaults_come_from_what_the_cluster_has(nodes, wanted, expected):
+    found = place("train", PlacementOf(**wanted), Resources(nodes))
+    assert (found.workers, found.cpus, found.gpus) == expected
+
+
+def test_the_sum_is_spelled_out():
+    with pytest.raises(EnvironmentFault) as caught:
+        place("generate", PlacementOf(workers=3, gpus_per_worker=2, cpus_per_worker=4), Resources(((8, 2), (2, 4))))
+    said = str(caught.value)
+    assert "3 worker(s) of 4 CPU and 2 GPU need 12 CPU and 6 GPU" in said
+    assert "the 2 node(s) have 8 CPU and 2 GPU; 2 CPU and 4 GPU: room for 1" in said
+    assert caught.value.exit_code == 4
