@@ -14,6 +14,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from transformers import PreTrainedModel
 
 from benchmarks import rows, targets
 from benchmarks.claims import Claim, Result, in_turns, speed_ratio
@@ -21,6 +22,7 @@ from pipeline.config import FeaturesConfig
 from pipeline.stages.features import Worker
 from pipeline.storage.stage_directory import ShardTask
 from pipeline.targets.spec import TargetSpec, model_config
+from pipeline.targets.transformers_features import TransformersFeatureEngine
 
 AIM = 0.85
 TOKENS_PER_BATCH = 8192  # the demo's
@@ -70,8 +72,7 @@ def sides_in_turns(worker: Worker, tasks: Sequence[ShardTask], rounds: int) -> d
 def record_batches(worker: Worker, tasks: Sequence[ShardTask]) -> list[torch.Tensor]:
     """Run the worker once and keep what its backbone was given."""
     seen: list[torch.Tensor] = []
-    backbone = worker.engine.model.base_model
-    hook = backbone.register_forward_pre_hook(
+    hook = backbone(worker).register_forward_pre_hook(
         lambda _, __, given: seen.append(given["input_ids"].clone()), with_kwargs=True
     )
     stage_seconds(worker, tasks)
@@ -90,10 +91,16 @@ def stage_seconds(worker: Worker, tasks: Sequence[ShardTask]) -> float:
 @torch.inference_mode()
 def forward_seconds(worker: Worker, batches: Sequence[torch.Tensor]) -> float:
     """The backbone alone, and nothing kept of what it says."""
-    backbone = worker.engine.model.base_model
+    forward = backbone(worker)
     started = perf_counter()
     for ids_BT in batches:
-        backbone(input_ids=ids_BT, use_cache=False)
+        forward(input_ids=ids_BT, use_cache=False)
     if batches[0].is_cuda:
         torch.cuda.synchronize()
     return perf_counter() - started
+
+
+def backbone(worker: Worker) -> PreTrainedModel:
+    """The very module that the worker runs."""
+    assert isinstance(worker.engine, TransformersFeatureEngine)
+    return worker.engine.model.base_model

@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from benchmarks import targets
 from benchmarks.claims import Result, in_turns, speed_ratio
 from pipeline.conversations.conversation import Conversation, Message
 from pipeline.conversations.dialogue import Completion, Dialogue, DialogueSettings, Request, Sampling
+from pipeline.conversations.exchange import Finish
 from pipeline.conversations.template import ChatTemplate
 from pipeline.stages.generate import converse
 from pipeline.targets.protocol import GenerationEngine
@@ -121,7 +123,7 @@ def limited(request: Request, lengths: dict[str, int]) -> Request:
     return replace(request, max_new_tokens=min(request.max_new_tokens, lengths[request.id]))
 
 
-def by_turn(dialogues: Iterable[Dialogue], llm: object, lengths: dict[str, int], eos: tuple[int, ...]) -> None:
+def by_turn(dialogues: Iterable[Dialogue], llm: Any, lengths: dict[str, int], eos: tuple[int, ...]) -> None:
     """One `LLM.generate()` call for all conversations' first turns, one for all second turns, and so on."""
     asking = [(dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())]
     while asking:
@@ -132,6 +134,6 @@ def by_turn(dialogues: Iterable[Dialogue], llm: object, lengths: dict[str, int],
         )
         for (dialogue, request), output in zip(asking, outputs, strict=True):
             text = output.outputs[0]
-            finished = "stop" if text.finish_reason == "stop" else "length"
+            finished: Finish = "stop" if text.finish_reason == "stop" else "length"
             dialogue.receive(Completion(request.id, list(text.token_ids), finished))
         asking = [(dialogue, request) for dialogue, _ in asking if (request := dialogue.next_request())]

@@ -6,7 +6,7 @@ step costs does not depend on what is accepted, so the overhead is that of train
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -44,7 +44,8 @@ def measure_decoding(model: PreTrainedModel, size: Size) -> Result:
         for num_nodes, decoder in decoders.items():
             decoded[num_nodes].append(decoder.generate(prompt, size.new_tokens))
     memory, plain = peak_memory_gb(size.device), decoded.pop(0)
-    claims, facts = [], {}
+    claims: list[Claim] = []
+    facts: dict[str, Any] = {}
     for num_nodes, with_tree in decoded.items():
         figures = speed([Pass(plain, with_tree)])
         identical = sum(one.token_ids == other.token_ids for one, other in zip(plain, with_tree, strict=True))

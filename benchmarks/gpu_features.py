@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -56,7 +56,7 @@ def measure_features(
     num_positions = sum(len(span) for row in made for span in spans_of(row))
     kept_bytes = num_positions * worker.engine.hidden_size * worker.engine.dtype.itemsize
     peaks = rates(peak.flops, seconds["peak"])
-    facts = {"tokens": sum(lengths), "kept_positions": num_positions, "batches": len(batches)}
+    facts: dict[str, Any] = {"tokens": sum(lengths), "kept_positions": num_positions, "batches": len(batches)}
     facts |= {"peak_gpu_memory_gb": memory, "peak_tflops": median(peaks) / 1e12, "seconds": seconds}
     flops, claims = backbone_flops(model, lengths), []
     tokens = {name: rates(sum(lengths), seconds[name]) for name in ("whole stage", "bare forward")}
@@ -65,7 +65,8 @@ def measure_features(
         achieved = {"TFLOP/s": flops / median(seconds[name]) / 1e12, "peak, TFLOP/s": median(peaks) / 1e12}
         what = f"features, {name}: share of the bf16 peak"
         claims.append(ratio(what, rates(flops, seconds[name]), peaks, in_sides | achieved, unit="%", aim=aim))
-    claims.append(ratio("features, whole stage over bare forward", *tokens.values(), in_sides, aim=AIM_OVER_FORWARD))
+    stage, forward = tokens.values()
+    claims.append(ratio("features, whole stage over bare forward", stage, forward, in_sides, aim=AIM_OVER_FORWARD))
     return Result([*claims, _writing_claim(writing, seconds, kept_bytes)], facts)
 
 

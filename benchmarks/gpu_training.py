@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from benchmarks import rows
 from benchmarks.arithmetic import Peak, peak_memory_gb, reset_peak_memory, synchronize, training_flops
@@ -27,6 +27,8 @@ from pipeline.training.spec import TrainSpec, product_dtype
 if TYPE_CHECKING:
     from benchmarks.gpu import Size
 
+Kind = Literal["untied", "tied"]
+
 AIM = 55.0  # percent of the peak
 NUM_HEADS = 5
 
@@ -35,7 +37,8 @@ def measure_training(
     target: TargetSpec, tasks: Sequence[ShardTask], made: Sequence[rows.Row], directory: Path, size: Size
 ) -> Result:
     """Peak, reading alone, untied and tied heads, in turns."""
-    trainings = {kind: Training(_spec(target, tasks, directory, size, kind), size) for kind in ("untied", "tied")}
+    kinds: tuple[Kind, ...] = ("untied", "tied")
+    trainings = {kind: Training(_spec(target, tasks, directory, size, kind), size) for kind in kinds}
     spec = trainings["untied"].spec
     peak = Peak(size.device, product_dtype(spec, size.device), size.peak_size)
     reading = ReadingAlone(spec, size)
@@ -100,7 +103,7 @@ class ReadingAlone:
         return perf_counter() - started
 
 
-def _spec(target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size: Size, lm_head: str) -> TrainSpec:
+def _spec(target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size: Size, lm_head: Kind) -> TrainSpec:
     settings = TrainConfig(
         num_heads=NUM_HEADS, lm_head=lm_head, batch_tokens=size.batch_tokens, epochs=size.epochs, checkpoint_every=10**9
     )
@@ -119,5 +122,5 @@ def _spec(target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size:
 
 def _labels_per_position(made: Sequence[rows.Row]) -> float:
     """Labels of all heads per position that is learned from: a little under their number, for spans end."""
-    labels = [head_labels(row["input_ids"], spans_of(row), NUM_HEADS, ("assistant",)) != IGNORED for row in made]
+    labels = [head_labels(row["input_ids"], spans_of(row), NUM_HEADS, rows.ROLES) != IGNORED for row in made]
     return sum(int(each.sum()) for each in labels) / sum(int(each[0].sum()) for each in labels)

@@ -31,7 +31,7 @@ CASES = ((512, torch.float32), (4096, torch.bfloat16))  # hidden size and dtype:
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Two kinds of states, five rounds each, about half a GB of them."""
+    """Two kinds of states, about half a GB of each, five rounds."""
     torch.set_num_threads(1)  # copies of rows are not what a thread pool is for
     claims = []
     for hidden_size, dtype in ((32, torch.float32),) if tiny else CASES:
@@ -67,7 +67,7 @@ def _claim(path: Path, positions: int, hidden_size: int, dtype: torch.dtype) -> 
         hidden_size=hidden_size,
         vocab_size=VOCAB_SIZE,
         num_heads=NUM_HEADS,
-        roles=("assistant",),
+        roles=rows.ROLES,
     )
     wall: list[float] = []
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import Span
 from pipeline.storage.schemas import GENERATED
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import ShardTask
 
 FINGERPRINT = "benchmark"
+ROLES: tuple[Role, ...] = ("assistant",)  # whose text is learned
 WRITTEN_SHARE = 0.75  # of a row's tokens are the target's: about what replayed chat seeds give
 
 Row = dict[str, Any]

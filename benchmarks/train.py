@@ -2,7 +2,7 @@
 
 Measured: positions learned per second in `train_medusa1` from a feature cache, waiting for data included. Against: a
 loop that, as the reference implementation does, runs the frozen backbone over each step's conversations and learns from
-what it says: same heads, same optimizer step, the very same batches (`largest_loss_difference` of their steps shows it).
+what it says: same heads, optimizer and batches, as the losses of the steps show (`largest_loss_difference`).
 Rows are of one length, so that the online loop pads nothing and each batch holds whole rows.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -40,45 +40,46 @@ AIM = 2.0
 ROUNDS = 3
 
 
+@dataclass(frozen=True)
+class Case:
+    """What is trained: `num_steps` of as many rows as the plan has lanes, each of `num_turns` turns."""
+
+    what: str
+    target: TargetSpec
+    num_heads: int
+    num_steps: int
+    num_turns: int
+    turn_tokens: int
+    aim: float | None = None
+
+
 def measure(*, tiny: bool = False) -> Result:
     """A random backbone of 50M parameters, which carries the aim, and the demo's target with the demo's recipe."""
-    steps = 2 if tiny else 3
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         large = targets.random_target(directory / "large", targets.TINY if tiny else targets.BACKBONE)
         demo = targets.demo_target(directory / "demo")
-        shape = {"num_turns": 1, "per_turn": 32} if tiny else {"num_turns": 2, "per_turn": 128}
         cases = [
-            ("a random backbone of 50M parameters, 5 heads", large, 5, AIM),
-            ("the demo's target, 4 heads", demo, 4, None),
+            Case("a random backbone of 50M parameters, 5 heads", large, 5, *((2, 1, 32) if tiny else (3, 2, 128)), AIM),
+            Case("the demo's target and batch, 4 heads", demo, 4, *((2, 1, 32) if tiny else (40, 1, 86))),
         ]
-        found = [_claim(what, target, heads, steps, shape, aim, directory) for what, target, heads, aim in cases]
-    differences = {claim.what: difference for claim, difference in found}
-    facts = {"steps": steps, "rows_per_step": LANES, "rows": shape, "written_share": rows.WRITTEN_SHARE}
-    return Result([claim for claim, _ in found], facts | {"largest_loss_difference": differences})
+        claims, facts = zip(*(_measured(case, directory) for case in cases), strict=True)
+    return Result(claims, {"written_share": rows.WRITTEN_SHARE, "cases": facts})
 
 
-def _claim(
-    what: str,
-    target: TargetSpec,
-    num_heads: int,
-    num_steps: int,
-    shape: dict[str, int],
-    aim: float | None,
-    directory: Path,
-) -> tuple[Claim, float]:
-    text = model_config(target).get_text_config()
+def _measured(case: Case, directory: Path) -> tuple[Claim, dict[str, Any]]:
+    text = model_config(case.target).get_text_config()
     # As many rows per step as the plan has lanes, all of one length: then a batch is made of whole rows.
-    made = rows.equal_rows(LANES * num_steps, vocab_size=text.vocab_size, **shape)
+    made = rows.equal_rows(LANES * case.num_steps, case.num_turns, case.turn_tokens, text.vocab_size)
     with tempfile.TemporaryDirectory(dir=directory) as place:
         (task,) = rows.features_tasks(Path(place), [made])
-        Worker(target, FeaturesConfig(tokens_per_batch=4096), gpus=0)(task)
-        per_row = int((head_labels(made[0]["input_ids"], spans_of(made[0]), 1, ("assistant",)) != IGNORED).sum())
+        Worker(case.target, FeaturesConfig(tokens_per_batch=4096), gpus=0)(task)
+        per_row = int((head_labels(made[0]["input_ids"], spans_of(made[0]), 1, rows.ROLES) != IGNORED).sum())
         spec = TrainSpec(
             shards=(task.shard,),
             fingerprint=rows.FINGERPRINT,
-            settings=TrainConfig(num_heads=num_heads, batch_tokens=LANES * per_row, epochs=1, warmup_steps=0),
-            target=target,
+            settings=TrainConfig(num_heads=case.num_heads, batch_tokens=LANES * per_row, epochs=1, warmup_steps=0),
+            target=case.target,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,
             seed=0,
@@ -88,8 +89,17 @@ def _claim(
         cached, online = CachedLoop(spec, Path(place)), OnlineLoop(spec, made)
         # No warm-up: every run starts from the beginning, new heads and a new optimizer among it.
         seconds = in_turns({"from the cache": cached.run, "online": online.run}, ROUNDS, warm_up=False)
-    claim = speed_ratio(f"from the cache over online, {what}", seconds, per_row * len(made), "positions", aim)
-    return claim, max(abs(ours - theirs) for ours, theirs in zip(cached.losses, online.losses, strict=True))
+    difference = max(abs(ours - theirs) for ours, theirs in zip(cached.losses, online.losses, strict=True))
+    facts = {
+        "case": case.what,
+        "layer_parameters": sum(each.numel() for each in online.backbone.layers.parameters()),
+        "steps": case.num_steps,
+        "batch_positions": LANES * per_row,
+        "row_tokens": case.num_turns * case.turn_tokens,
+        "largest_loss_difference": difference,
+    }
+    what = f"from the cache over online, {case.what}"
+    return speed_ratio(what, seconds, per_row * len(made), "positions", case.aim), facts
 
 
 class CachedLoop:

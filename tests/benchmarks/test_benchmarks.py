@@ -1,0 +1,96 @@
+"""The benchmarks run, and say what they measured: at tiny sizes, where the figures mean nothing."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.arithmetic import backbone_flops, training_flops
+from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
+from benchmarks.results import write_result, write_table
+from benchmarks.run import BENCHMARKS, main
+from pipeline.medusa.heads import HeadsConfig, MedusaHeads
+from pipeline.medusa.losses import plain_summed_cross_entropy
+
+IN_SECONDS = [name for name in BENCHMARKS if name != "generate"]  # which starts vLLM
+
+
+@pytest.mark.parametrize("name", [*IN_SECONDS, pytest.param("generate", marks=pytest.mark.slow)])
+def test_every_benchmark_runs_on_a_cpu_at_a_tiny_size(name, monkeypatch, tmp_path):
+    monkeypatch.setattr("benchmarks.targets.DEMO_TARGET", tmp_path)  # a random target of its shape, trained or not
+    threads = torch.get_num_threads()
+    try:
+        result = importlib.import_module(f"benchmarks.{name}").measure(tiny=True)
+    finally:
+        torch.set_num_threads(threads)
+    assert result.claims
+    assert all(math.isfinite(claim.measured) and claim.measured > 0 for claim in result.claims)
+    json.dumps(result.facts)
+
+
+def test_training_from_the_cache_and_online_learn_the_same(monkeypatch, tmp_path):
+    monkeypatch.setattr("benchmarks.targets.DEMO_TARGET", tmp_path)
+    cases = importlib.import_module("benchmarks.train").measure(tiny=True).facts["cases"]
+    assert all(case["largest_loss_difference"] < 1e-4 for case in cases)
+
+
+def test_sides_take_turns_after_a_round_that_does_not_count():
+    calls = []
+    sides = {name: (lambda name=name: calls.append(name) or float(len(calls))) for name in "ab"}
+    assert in_turns(sides, 2) == {"a": [3.0, 5.0], "b": [4.0, 6.0]}
+    assert "".join(calls) == "ababab"
+
+
+def test_a_ratio_is_of_medians_and_its_spread_of_rounds():
+    claim = speed_ratio("x", {"ours": [1.0, 2.0, 4.0], "theirs": [3.0, 4.0, 6.0]}, 12, "tokens", aim=3)
+    assert (claim.measured, claim.spread, claim.met) == (2.0, (1.5, 3.0), False)
+    assert claim.sides == {"ours, tokens/s": 6.0, "theirs, tokens/s": 3.0}
+    percent = ratio("x", rates(1, [2.0]), rates(1, [1.0]), {}, unit="%", aim=50)
+    assert (percent.measured, percent.met) == (50.0, True)
+    assert Claim("size", 1.03, aim=1.02, at_most=True).met is False
+
+
+def test_the_table_is_made_of_the_files_and_says_what_is_missing(tmp_path):
+    claims = [Claim("a claim", 0.5, aim=0.85, sides={"a side, tokens/s": 1234.5}), Claim("a figure", 12.0, unit="MB/s")]
+    write_result(tmp_path, "one", Result(claims), seconds=1.0, peak_memory_gb=0.5)
+    write_table(tmp_path, {"one": "never read", "two": "needs a GPU"})
+    table = (tmp_path / "README.md").read_text()
+    assert "| one | a claim | 0.500× | ≥ 0.85× | **no** | a side, tokens/s: 1,234 |" in table
+    assert "| one | a figure | 12.0 MB/s |  |  |  |" in table
+    assert "| two | needs a GPU | not measured | | | |" in table
+
+
+def test_an_unknown_name_is_refused_with_those_that_exist(capsys):
+    with pytest.raises(SystemExit):
+        main(["featurse"])
+    assert "there is no benchmark featurse" in capsys.readouterr().err
+
+
+def test_the_backbones_operations_are_those_that_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    shape = {"vocab_size": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, attn_implementation="eager")).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.model(input_ids=torch.zeros(2, 40, dtype=torch.long), use_cache=False)
+    masked_half = 2 * 3 * 2 * 64 * 40**2  # torch counts it too: 2 D T² in each layer of each row
+    assert backbone_flops(model, [40, 40]) == counter.get_total_flops() - masked_half
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_trainings_operations_are_those_that_torch_counts(tied, num_layers):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = HeadsConfig(24, 40, 3, num_layers, tied)
+    heads = MedusaHeads.from_lm_head(config, torch.randn(40, 24))
+    hidden_ND, labels_KN = torch.randn(10, 24), torch.randint(0, 40, (3, 10))
+    with FlopCounterMode(display=False) as counter:
+        plain_summed_cross_entropy(heads.hidden(hidden_ND), heads.lm_head, labels_KN).sum().backward()
+    assert training_flops(config, 10, 30) == counter.get_total_flops()
