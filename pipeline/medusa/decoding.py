@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,8 +36,7 @@ class Decoded:
     """One decoded sequence.
 
     `token_ids`: the new tokens, an end token included; `accepted`: how many of them each step after the prefill gave,
-    after cuts; the prefill gave the first. `gaps`, when asked for: how far the target's best logit was above its
-    second where it chose each token. Seconds are wall time, `seconds` without the prefill.
+    after cuts; the prefill gave the first. Seconds are wall time, `seconds` without the prefill.
     """
 
     token_ids: list[int]
@@ -45,7 +44,6 @@ class Decoded:
     accepted: list[int]
     seconds_prefill: float
     seconds: float
-    gaps: list[float] | None = None
 
     @property
     def num_steps(self) -> int:
@@ -60,13 +58,6 @@ def acceleration_rate(decoded: Iterable[Decoded]) -> float:
     """
     steps = [kept for one in decoded for kept in one.accepted]
     return sum(steps) / len(steps) if steps else float("nan")
-
-
-class Step(NamedTuple):
-    """What one forward gave: the tokens kept, and the top-2 gap of each where asked for."""
-
-    token_ids: list[int]
-    gaps: list[float]
 
 
 class MedusaDecoder:
@@ -108,65 +99,50 @@ class MedusaDecoder:
         self._tokens_N = torch.zeros(self.tree.num_nodes + 1, dtype=torch.int64, device=device)
 
     def generate(
-        self,
-        prompt_ids: Sequence[int],
-        max_new_tokens: int,
-        rule: AcceptanceRule = greedy_acceptance,
-        *,
-        with_gaps: bool = False,
+        self, prompt_ids: Sequence[int], max_new_tokens: int, rule: AcceptanceRule = greedy_acceptance
     ) -> Decoded:
         """Decodes until an end token, `max_new_tokens` or `max_length`; ValueError when the prompt leaves no room."""
         token_ids: list[int] = []
-        gaps: list[float] = []
         accepted: list[int] = []
         start = first = perf_counter()
-        for step in self.stream(prompt_ids, max_new_tokens, rule, with_gaps=with_gaps):
+        for new_ids in self.stream(prompt_ids, max_new_tokens, rule):
             if not token_ids:
                 first = perf_counter()
             else:
-                accepted.append(len(step.token_ids))
-            token_ids += step.token_ids
-            gaps += step.gaps
+                accepted.append(len(new_ids))
+            token_ids += new_ids
         finished: Literal["stop", "length"] = "stop" if token_ids[-1] in self.eos_token_ids else "length"
-        seconds = perf_counter() - first
-        return Decoded(token_ids, finished, accepted, first - start, seconds, gaps if with_gaps else None)
+        return Decoded(token_ids, finished, accepted, first - start, perf_counter() - first)
 
     @torch.inference_mode()
     def stream(
-        self,
-        prompt_ids: Sequence[int],
-        max_new_tokens: int,
-        rule: AcceptanceRule = greedy_acceptance,
-        *,
-        with_gaps: bool = False,
-    ) -> Iterator[Step]:
+        self, prompt_ids: Sequence[int], max_new_tokens: int, rule: AcceptanceRule = greedy_acceptance
+    ) -> Iterator[list[int]]:
         """The same, step by step: first the prefill's token, then what each forward adds, already cut."""
         room = min(max_new_tokens, self.max_length - len(prompt_ids))
         if not prompt_ids or room < 1:
             raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room within {self.max_length}")
         with reading(self.model) as forward:
-            hidden_1D, token, step = self._prefill(forward, prompt_ids, room, with_gaps)
+            hidden_1D, token = self._prefill(forward, prompt_ids, room)
+            new_ids = [int(token)]
             while True:
-                step = self._cut(step, room)
-                room -= len(step.token_ids)
-                yield step
-                if room == 0 or step.token_ids[-1] in self.eos_token_ids:
+                new_ids = self._cut(new_ids, room)
+                room -= len(new_ids)
+                yield new_ids
+                if room == 0 or new_ids[-1] in self.eos_token_ids:
                     return
                 self._propose(hidden_1D, token)
-                hidden_1D, token, step = self._verify(forward, rule, with_gaps)
+                hidden_1D, token, new_ids = self._verify(forward, rule)
 
-    def _prefill(
-        self, forward: Forward, prompt_ids: Sequence[int], room: int, with_gaps: bool
-    ) -> tuple[Tensor, Tensor, Step]:
-        """The prompt's forward and the target's first own token."""
+    def _prefill(self, forward: Forward, prompt_ids: Sequence[int], room: int) -> tuple[Tensor, Tensor]:
+        """The prompt's forward: the state that the heads read next, and the target's first own token."""
         num_tokens = len(prompt_ids)
         self._cache.begin(num_tokens + room + len(self._tokens_N))
         ids_T = torch.tensor(prompt_ids, device=self._tokens_N.device)
         positions_T = torch.arange(num_tokens, device=ids_T.device)
         hidden_1D, logits_1V = forward(ids_T, positions_T, None, self._cache, last_only=True)
         self._cache.keep_prompt(num_tokens)
-        token = logits_1V[0].argmax()
-        return hidden_1D, token, Step([int(token)], _top2_gaps(logits_1V, [0]) if with_gaps else [])
+        return hidden_1D, logits_1V[0].argmax()
 
     def _propose(self, hidden_1D: Tensor, token: Tensor) -> None:
         """Writes the next root and, below it, the heads' guesses into the tree's rows."""
@@ -178,7 +154,7 @@ class MedusaDecoder:
             guesses_KR = logits_KV.topk(self.tree.top).indices
             self._tokens_N[1:] = guesses_KR.flatten()[self.tree.guess.to(guesses_KR.device)]
 
-    def _verify(self, forward: Forward, rule: AcceptanceRule, with_gaps: bool) -> tuple[Tensor, Tensor, Step]:
+    def _verify(self, forward: Forward, rule: AcceptanceRule) -> tuple[Tensor, Tensor, list[int]]:
         """One forward over the tree; keeps the accepted path; one transfer from the device."""
         tree, prefix = self.tree, self._cache.length
         positions_N = tree.depth + prefix
@@ -196,32 +172,11 @@ class MedusaDecoder:
             rows, hidden_1D = tree.lineages[chosen], hidden_ND[chosen : chosen + 1]
             new_ids = [*path[1 : len(rows)], path[-1]]
         self._cache.keep(rows, tree.lineage[rows[-1]])
-        return hidden_1D, token, Step(new_ids, _top2_gaps(logits_NV, rows) if with_gaps else [])
+        return hidden_1D, token, new_ids
 
-    def _cut(self, step: Step, room: int) -> Step:
-        """The step's tokens up to and with the first end token, at most `room`."""
-        ids = step.token_ids
-        end = next((i + 1 for i, token in enumerate(ids[:room]) if token in self.eos_token_ids), room)
-        return Step(ids[:end], step.gaps[:end])
-
-
-def _top2_gaps(logits_NV: Tensor, rows: list[int]) -> list[float]:
-    best_T2 = logits_NV[rows].topk(2).values
-    return (best_T2[:, 0] - best_T2[:, 1]).tolist()
-
-
-def plain_generate(
-    model: PreTrainedModel,
-    prompt_ids: Sequence[int],
-    max_new_tokens: int,
-    *,
-    eos_token_ids: Collection[int],
-    max_length: int | None = None,
-    with_gaps: bool = False,
-) -> Decoded:
-    """Greedy decoding of the target alone; for many prompts keep a `plain_decoder`, which reuses its cache."""
-    decoder = plain_decoder(model, eos_token_ids=eos_token_ids, max_length=max_length)
-    return decoder.generate(prompt_ids, max_new_tokens, with_gaps=with_gaps)
+    def _cut(self, ids: list[int], room: int) -> list[int]:
+        """The tokens up to and with the first end token, at most `room`."""
+        return ids[: next((i + 1 for i, token in enumerate(ids[:room]) if token in self.eos_token_ids), room)]
 
 
 def plain_decoder(

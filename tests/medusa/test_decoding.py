@@ -8,7 +8,7 @@ from transformers import DynamicCache
 
 from pipeline.errors import ConfigError
 from pipeline.medusa.acceptance import TypicalAcceptance
-from pipeline.medusa.decoding import MedusaDecoder, acceleration_rate, plain_decoder, plain_generate
+from pipeline.medusa.decoding import MedusaDecoder, acceleration_rate, plain_decoder
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads
 from pipeline.medusa.tree import cartesian_tree, check_choices
 
@@ -38,7 +38,7 @@ def test_greedy_tree_decoding_writes_what_transformers_writes(family, target_of,
     expected = continuation(model, PROMPT, 40)
     heads = fitted_heads(model, PROMPT + expected, 3, known=0.7)
     decoded = MedusaDecoder(model, heads, SPARSE, eos_token_ids=()).generate(PROMPT, 40)
-    plain = plain_generate(model, PROMPT, 40, eos_token_ids=())
+    plain = plain_decoder(model, eos_token_ids=()).generate(PROMPT, 40)
     assert decoded.token_ids == plain.token_ids == expected
     assert {1, 3} <= set(decoded.accepted), "the case must see guesses accepted and refused"
     assert plain.accepted == [1] * 39
@@ -63,8 +63,8 @@ def test_cache_after_compaction_is_that_of_the_accepted_tokens_alone(family, tar
     heads = with_a_wrong_best_guess(fitted_heads(model, PROMPT + text, 3), text)
     decoder = MedusaDecoder(model, heads, cartesian_tree((2, 2, 2)), eos_token_ids=())
     ids = list(PROMPT)
-    for step in decoder.stream(PROMPT, 40):
-        ids += step.token_ids
+    for new_ids in decoder.stream(PROMPT, 40):
+        ids += new_ids
         cache = decoder._cache
         assert cache.length == len(ids) - 1
         if len(ids) < len(PROMPT) + 12:
@@ -109,7 +109,7 @@ def test_an_end_token_inside_an_accepted_path_ends_the_text_there(position, targ
     decoded = MedusaDecoder(model, heads, CHAIN, eos_token_ids=ends).generate(PROMPT, 24)
     assert decoded.token_ids == continuation(model, PROMPT, 24, ends) == text[: text.index(text[position]) + 1]
     assert decoded.finished == "stop"
-    assert plain_generate(model, PROMPT, 24, eos_token_ids=ends).token_ids == decoded.token_ids
+    assert plain_decoder(model, eos_token_ids=ends).generate(PROMPT, 24).token_ids == decoded.token_ids
     assert sum(decoded.accepted) == len(decoded.token_ids) - 1
 
 
@@ -146,7 +146,7 @@ def test_text_ends_with_the_context_even_where_positions_are_a_table(target_of, 
 @pytest.mark.parametrize("prompt", [[], list(range(20)) * 5])
 def test_a_prompt_without_room_is_refused(prompt, target_of):
     with pytest.raises(ValueError, match="no room"):
-        plain_generate(target_of("llama"), prompt, 4, eos_token_ids=())
+        plain_decoder(target_of("llama"), eos_token_ids=()).generate(prompt, 4)
 
 
 def test_a_decoder_forgets_the_last_prompt(target_of, continuation, fitted_heads):
@@ -167,19 +167,6 @@ def test_cache_grows_for_a_longer_sequence(target_of, continuation, monkeypatch)
     assert plain._cache.num_slots == len(PROMPT) * 3 + 12 + 1
 
 
-def test_gaps_are_those_between_the_targets_two_best_logits(target_of, continuation, fitted_heads):
-    model = target_of("gemma2-both-windows")
-    text = continuation(model, PROMPT, 40)[:20]
-    with torch.no_grad():
-        best = model(input_ids=torch.tensor([PROMPT + text])).logits[0, len(PROMPT) - 1 : -1].topk(2).values
-    expected = (best[:, 0] - best[:, 1]).tolist()
-    heads = fitted_heads(model, PROMPT + text, 3, known=0.7)
-    decoded = MedusaDecoder(model, heads, SPARSE, eos_token_ids=()).generate(PROMPT, 20, with_gaps=True)
-    assert decoded.gaps == pytest.approx(expected, abs=1e-4)
-    assert plain_generate(model, PROMPT, 20, eos_token_ids=(), with_gaps=True).gaps == pytest.approx(expected, abs=1e-4)
-    assert plain_generate(model, PROMPT, 20, eos_token_ids=()).gaps is None
-
-
 def test_acceleration_rate_is_pooled_over_sequences_without_the_prefills_token(target_of, continuation, fitted_heads):
     model = target_of("llama")
     heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3)
@@ -187,7 +174,7 @@ def test_acceleration_rate_is_pooled_over_sequences_without_the_prefills_token(t
     decoded = [decoder.generate(PROMPT, 21), decoder.generate([5, 6], 8), decoder.generate(PROMPT, 1)]
     steps = sum(one.num_steps for one in decoded)
     assert acceleration_rate(decoded) == pytest.approx((20 + 7 + 0) / steps)
-    assert acceleration_rate([plain_generate(model, PROMPT, 9, eos_token_ids=())]) == 1.0
+    assert acceleration_rate([plain_decoder(model, eos_token_ids=()).generate(PROMPT, 9)]) == 1.0
     assert math.isnan(acceleration_rate(decoded[2:]))
 
 
