@@ -55,6 +55,9 @@ def check_native(
     Returns:
         `native` and `target_text` of report.json, `samples` for its drawing, and the `differing` sequences that are
         not ties.
+
+    Raises:
+        ConfigError: No answer took a step.
     """
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     heads = load_exported_heads(export).to(input_device(model))
@@ -66,6 +69,12 @@ def check_native(
     _decode_all(plain, medusa, prompts[:2], 16, rule)  # warm-up
     passes = [_decode_all(plain, medusa, prompts, settings.max_new_tokens, rule) for _ in range(settings.repeats)]
     first = passes[0]
+    if not any(decoded.num_steps for decoded in first.medusa):
+        raise ConfigError(
+            "Every answer ended with its first token, so that there is no step to measure.",
+            "check.max_new_tokens",
+            "Raise it, or check with other prompts.",
+        )
     plain_ids = [decoded.token_ids for decoded in first.plain]
     greedy = (
         first.medusa
@@ -159,12 +168,6 @@ def _decode_all(
     for prompt in prompts:
         one.plain.append(plain.generate(prompt.ids, num_tokens))
         one.medusa.append(medusa.generate(prompt.ids, num_tokens, rule))
-    if not any(decoded.num_steps for decoded in one.medusa):
-        raise ConfigError(
-            "Every answer ended with its first token, so that there is no step to measure.",
-            "check.max_new_tokens",
-            "Raise it, or check with other prompts.",
-        )
     return one
 
 
