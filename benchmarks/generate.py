@@ -22,8 +22,8 @@ import numpy as np
 from benchmarks import targets
 from benchmarks.claims import Result, in_turns, speed_ratio
 from pipeline.conversations.conversation import Conversation, Message
-from pipeline.conversations.dialogue import Completion, Dialogue, DialogueSettings, Request, Sampling
-from pipeline.conversations.exchange import Finish
+from pipeline.conversations.dialogue import Dialogue, DialogueSettings
+from pipeline.conversations.exchange import Completion, Finish, Request, Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.stages.generate import converse
 from pipeline.targets.protocol import GenerationEngine

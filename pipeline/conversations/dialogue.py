@@ -15,17 +15,15 @@ answer; a self-written message of the user that is empty or has no answer is dro
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.conversations.conversation import Conversation, Message, Reason, Refusal
+from pipeline.conversations.draft import Draft, GeneratedRow
 from pipeline.conversations.exchange import Completion, Finish, Request, Sampling, sample_seed
 from pipeline.conversations.quality import degenerate_loop
-from pipeline.conversations.spans import Span
 from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import ConfigError
-
-__all__ = ["Completion", "Dialogue", "DialogueSettings", "GeneratedRow", "Request", "Sampling"]
 
 
 @dataclass(frozen=True)
@@ -46,51 +44,6 @@ class DialogueSettings:
     rounds: int | None = None
     on_truncated: Literal["keep", "drop-turn", "quarantine"] = "keep"
     seed: int = 0
-
-
-@dataclass(frozen=True)
-class GeneratedRow:
-    """A row for the heads to learn from: token ids, which of them the target wrote, and the same as text.
-
-    `finish` has one entry per span. A conversation whose template rewrites history gives several rows, called
-    `<parent_id>#<turn>`; otherwise `id` is `parent_id`.
-    """
-
-    id: str
-    parent_id: str
-    input_ids: list[int]
-    spans: list[Span]
-    finish: list[Finish]
-    messages: tuple[Message, ...]
-
-    @property
-    def num_generated(self) -> int:
-        """How many of the tokens the target wrote."""
-        return sum(map(len, self.spans))
-
-
-@dataclass(frozen=True)
-class _Draft:
-    """A row in the making. Every step makes a new one, so that a dropped turn leaves no trace."""
-
-    first_turn: int
-    ids: list[int]
-    messages: tuple[Message, ...]
-    spans: tuple[Span, ...] = ()
-    finish: tuple[Finish, ...] = ()
-
-    @property
-    def ended(self) -> bool:
-        return self.finish[-1] == "stop"
-
-    def read(self, ids: list[int], *messages: Message) -> _Draft:
-        """With tokens that the target did not write."""
-        return replace(self, ids=self.ids + ids, messages=self.messages + messages)
-
-    def written(self, ids: list[int], finish: Finish, message: Message) -> _Draft:
-        """With a text that the target wrote."""
-        span = Span(len(self.ids), len(self.ids) + len(ids), message.role)
-        return replace(self.read(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish))
 
 
 def require_both_sides(template: ChatTemplate, mode: str) -> None:
@@ -120,9 +73,9 @@ class Dialogue:
         self._turns = iter(turns)
         self._seed_answer: str | None = None
         self._writer: Literal["user", "assistant"] = "assistant"
-        self._draft: _Draft | None = None  # everything said so far
-        self._pending: _Draft | None = None  # the same, up to where the requested text begins
-        self._rows: dict[int, _Draft] = {}  # what will stay, by the turn that a row begins with
+        self._draft: Draft | None = None  # everything said so far
+        self._pending: Draft | None = None  # the same, up to where the requested text begins
+        self._rows: dict[int, Draft] = {}  # what will stay, by the turn that a row begins with
         self._num_requests = self._num_answers = 0
         self._ending: Refusal | None = None
 
@@ -162,17 +115,7 @@ class Dialogue:
         if not self._rows:
             raise self._ending
         parent, split = self._conversation.id, len(self._rows) > 1
-        return [
-            GeneratedRow(
-                id=f"{parent}#{turn}" if split else parent,
-                parent_id=parent,
-                input_ids=row.ids,
-                spans=list(row.spans),
-                finish=list(row.finish),
-                messages=row.messages,
-            )
-            for turn, row in self._rows.items()
-        ]
+        return [draft.row(f"{parent}#{turn}" if split else parent, parent) for turn, draft in self._rows.items()]
 
     @property
     def _stop_token_ids(self) -> tuple[int, ...]:
@@ -200,10 +143,9 @@ class Dialogue:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             stop_token_ids=self._stop_token_ids,
-            top_k=sampling.top_k,
         )
 
-    def _prompt(self) -> _Draft:
+    def _prompt(self) -> Draft:
         """Everything up to where the next text begins; a refusal when there is nothing left to ask."""
         draft, template = self._draft, self._template
         if self._num_answers == self._settings.rounds:
@@ -225,10 +167,10 @@ class Dialogue:
             return self._new_row(messages)
         return draft.read(template.glue(draft.messages[:-1], draft.ended, turn.question.content), turn.question)
 
-    def _new_row(self, messages: tuple[Message, ...]) -> _Draft:
-        return _Draft(self._num_answers, self._template.opening(messages), messages)
+    def _new_row(self, messages: tuple[Message, ...]) -> Draft:
+        return Draft(self._num_answers, self._template.opening(messages), messages)
 
-    def _room(self, draft: _Draft) -> int:
+    def _room(self, draft: Draft) -> int:
         """How many tokens the context has left for a text."""
         num_tokens, max_tokens = len(draft.ids), self._settings.max_tokens
         if num_tokens >= max_tokens:

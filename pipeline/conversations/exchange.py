@@ -11,11 +11,10 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's next token is drawn; temperature 0 is greedy, top_k 0 and top_p 1 are off."""
+    """How the target's next token is drawn; temperature 0 is greedy, top_p 1 is off."""
 
     temperature: float = 0.0
     top_p: float = 1.0
-    top_k: int = 0
     max_new_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
 
@@ -31,7 +30,6 @@ class Request:
     temperature: float = 0.0
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
-    top_k: int = 0
 
 
 @dataclass(frozen=True)

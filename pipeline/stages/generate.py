@@ -15,13 +15,9 @@ from typing import Any
 
 from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Refusal, Refused
-from pipeline.conversations.dialogue import (
-    Dialogue,
-    DialogueSettings,
-    GeneratedRow,
-    Sampling,
-    require_both_sides,
-)
+from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
+from pipeline.conversations.draft import GeneratedRow
+from pipeline.conversations.exchange import Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.execution.context import Context
 from pipeline.execution.sharded import run_sharded

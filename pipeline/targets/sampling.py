@@ -1,7 +1,7 @@
 """The next token of each row of a batch, each row by its own settings and its own random stream.
 
-A row's draw depends on its logits and its generator alone, never on its neighbours. Temperature first, then top-k, then
-top-p, as vLLM and transformers have it.
+A row's draw depends on its logits and its generator alone, never on its neighbours. Temperature first, then top-p, as
+vLLM and transformers have it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pipeline.conversations.dialogue import Request
+from pipeline.conversations.exchange import Request
 
 # B batch, V vocabulary
 
@@ -36,19 +36,16 @@ def sample_tokens(
 
 
 def truncated_probabilities(logits_BV: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    """What each row is drawn from: softmax at its temperature, cut to its top_k and its top_p nucleus, unnormalised."""
+    """What each row is drawn from: softmax at its temperature, cut to its top_p nucleus, unnormalised."""
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, device=logits_BV.device, dtype=logits_BV.dtype)[:, None]
 
     probabilities_BV = (logits_BV / column([request.temperature for request in requests])).softmax(dim=-1)
-    if all(request.top_p >= 1 and request.top_k <= 0 for request in requests):
+    if all(request.top_p >= 1 for request in requests):
         return probabilities_BV
     sorted_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True)
-    vocab_size = logits_BV.shape[-1]
-    top_k = column([request.top_k if request.top_k > 0 else vocab_size for request in requests])
-    sorted_BV = sorted_BV.masked_fill(torch.arange(vocab_size, device=logits_BV.device) >= top_k, 0.0)
     before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
-    nucleus = column([request.top_p for request in requests]) * sorted_BV.sum(dim=-1, keepdim=True)
-    sorted_BV = sorted_BV.masked_fill((before_BV >= nucleus) & (before_BV > 0), 0.0)
+    nucleus_B1 = column([request.top_p for request in requests])
+    sorted_BV = sorted_BV.masked_fill((before_BV >= nucleus_B1) & (before_BV > 0), 0.0)
     return torch.zeros_like(sorted_BV).scatter(-1, order_BV, sorted_BV)

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from pipeline.conversations.dialogue import Completion, Finish, Request
+from pipeline.conversations.exchange import Completion, Finish, Request
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.sampling import sample_tokens

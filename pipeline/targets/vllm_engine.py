@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from pipeline.conversations.dialogue import Completion, Request
+from pipeline.conversations.exchange import Completion, Request
 from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.targets import files
 from pipeline.targets.loading import require_gpus
@@ -106,7 +106,6 @@ def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
     return SamplingParams(
         temperature=request.temperature,
         top_p=request.top_p,
-        top_k=request.top_k,
         seed=request.seed,
         max_tokens=request.max_new_tokens,
         stop_token_ids=[*eos, *request.stop_token_ids],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pipeline.conversations.conversation import Conversation, Message
-from pipeline.conversations.dialogue import Completion, Dialogue, DialogueSettings, GeneratedRow, Request, Sampling
+from pipeline.conversations.dialogue import Dialogue, DialogueSettings
+from pipeline.conversations.draft import GeneratedRow
+from pipeline.conversations.exchange import Completion, Request, Sampling
 
 SEED = Conversation(
     "seeds:7",

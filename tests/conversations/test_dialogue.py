@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.conversations.conversation import Reason, Refusal
-from pipeline.conversations.dialogue import Completion, Dialogue, Sampling
-from pipeline.conversations.exchange import sample_seed
+from pipeline.conversations.dialogue import Dialogue
+from pipeline.conversations.exchange import Completion, Sampling, sample_seed
 from pipeline.conversations.spans import Span
 from pipeline.conversations.template import ChatTemplate
 from tests.conversations.scripted_target import LOOP, SEED, SETTINGS, answers, hold, ids_of, only_row, written
@@ -181,7 +181,7 @@ def test_a_seed_that_the_template_refuses_is_refused_before_anything_is_asked(te
 
 
 def test_a_samples_seed_depends_on_the_run_the_row_and_the_turn_alone(chatml, tokenizer):
-    sampled = replace(SETTINGS, sampling=Sampling(temperature=0.7, top_p=0.9, top_k=5))
+    sampled = replace(SETTINGS, sampling=Sampling(temperature=0.7, top_p=0.9))
     seeds = [request.seed for request in hold(Dialogue(SEED, chatml, sampled), tokenizer, "One.", "Two.", "Three.")]
     again = [request.seed for request in hold(Dialogue(SEED, chatml, sampled), tokenizer, "Other.", "Words.", "Here.")]
     assert seeds == again
@@ -197,9 +197,9 @@ def test_a_samples_seed_depends_on_the_run_the_row_and_the_turn_alone(chatml, to
 
 def test_greedy_requests_have_no_seed_and_sampling_settings_reach_the_request(chatml):
     assert Dialogue(SEED, chatml, SETTINGS).next_request().seed is None
-    sampling = Sampling(temperature=0.7, top_p=0.9, top_k=5, max_new_tokens=17)
+    sampling = Sampling(temperature=0.7, top_p=0.9, max_new_tokens=17)
     request = Dialogue(SEED, chatml, replace(SETTINGS, sampling=sampling)).next_request()
-    assert (request.temperature, request.top_p, request.top_k, request.max_new_tokens) == (0.7, 0.9, 5, 17)
+    assert (request.temperature, request.top_p, request.max_new_tokens) == (0.7, 0.9, 17)
 
 
 @given(st.integers(0, 2**40), st.text(), st.integers(0, 100))

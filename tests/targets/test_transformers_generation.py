@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
-from pipeline.conversations.dialogue import Completion, Request
+from pipeline.conversations.exchange import Completion, Request
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.sampling import sample_tokens, truncated_probabilities
 from pipeline.targets.spec import TargetSpec
@@ -36,7 +36,7 @@ def greedy(prompts: list[list[int]], num_tokens: int = 24) -> list[Request]:
 
 def sampled(prompts: list[list[int]]) -> list[Request]:
     return [
-        Request(str(row), ids, 24, seed=row, temperature=0.5 + row / 10, top_p=1 - row / 30, top_k=row * 9)
+        Request(str(row), ids, 24, seed=row, temperature=0.5 + row / 10, top_p=1 - row / 30)
         for row, ids in enumerate(prompts)
     ]
 
@@ -156,17 +156,14 @@ def test_an_overfull_gpu_halves_the_budget_and_loses_nothing(
 @settings(max_examples=60, deadline=None)
 @given(
     temperature=st.floats(0.1, 2.0),
-    top_k=st.integers(0, 60),
     top_p=st.sampled_from([0.05, 0.3, 0.9, 0.999, 1.0]),
     seed=st.integers(0, 99),
 )
-def test_truncation_is_that_of_transformers_warpers(temperature: float, top_k: int, top_p: float, seed: int) -> None:
+def test_truncation_is_that_of_transformers_warpers(temperature: float, top_p: float, seed: int) -> None:
     logits_BV = torch.randn(3, 50, generator=torch.Generator().manual_seed(seed)) * 3
     warped_BV = TemperatureLogitsWarper(temperature)(None, logits_BV)
-    if top_k:
-        warped_BV = TopKLogitsWarper(top_k)(None, warped_BV)
     warped_BV = TopPLogitsWarper(top_p)(None, warped_BV)
-    settings_ = Request("a", [1], 1, temperature=temperature, top_p=top_p, top_k=top_k)
+    settings_ = Request("a", [1], 1, temperature=temperature, top_p=top_p)
     actual_BV = truncated_probabilities(logits_BV, [settings_] * 3)
     actual_BV = actual_BV / actual_BV.sum(dim=-1, keepdim=True)
     torch.testing.assert_close(actual_BV, warped_BV.softmax(dim=-1), rtol=1e-4, atol=1e-5)
