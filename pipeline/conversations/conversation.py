@@ -63,15 +63,13 @@ class Reason(StrEnum):
     NO_USER_TURN = "no-user-turn"
     TOO_LONG = "too-long"  # in characters when read, in tokens against the target's context
     DUPLICATE = "duplicate"
-    # What can happen to it in generation.
+    # What can happen to it in the target.
     TEMPLATE_REFUSED = "template-refused"  # the chat template raised, for example on a system prompt
     TRUNCATED = "truncated"
     CONTEXT_FULL = "context-full"
     DEGENERATE_LOOP = "degenerate-loop"
     NOTHING_GENERATED = "nothing-generated"
-    # What can happen to it in a worker.
-    NON_FINITE = "non-finite"
-    WORKER_CRASH = "worker-crash"
+    NON_FINITE = "non-finite"  # its hidden states
 
 
 class Refusal(Exception):

@@ -62,10 +62,10 @@ def run_sharded(
                 _check_limits(context.config.limits, stage, receipts, final=len(receipts) == len(tasks))
             pending = stage.pending(tasks)
     _check_limits(context.config.limits, stage, receipts, final=True)
-    return totals(receipts, unit)
+    return totals(receipts)
 
 
-def totals(receipts: dict[int, Receipt], unit: str) -> dict[str, Any]:
+def totals(receipts: dict[int, Receipt]) -> dict[str, Any]:
     """Sums over receipts; the rate is per worker-second of `busy_seconds`, so that it survives a resume."""
     sums: Counter[str] = Counter()
     reasons: Counter[str] = Counter()

@@ -72,7 +72,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     for stray in [path for path in stage.shards() if int(path.stem) not in receipts]:
         stray.unlink()
     check_quarantine(context.config.limits, NAME, str(stage.path), receipts.values(), final=True)
-    summary = totals(receipts, "rows")
+    summary = totals(receipts)
     _require_enough(summary, stage)
     return summary | {"seconds": round(time.monotonic() - started, 3)}
 

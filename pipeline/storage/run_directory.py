@@ -60,7 +60,10 @@ class RunDirectory:
                 "Name the directory that `run` printed, such as runs/demo.",
             )
         config = load_config(path / "run.yaml")
-        return cls(path.resolve(), config.run.store), config
+        run = cls(path.resolve(), config.run.store)
+        if first := run.latest(STAGES[0]):
+            run.store = first.path.parent  # where it lies now: the store may have been copied along
+        return run, config
 
     def stage(self, name: str, fingerprint: str) -> StageDirectory:
         return StageDirectory(self.store, name, fingerprint)
@@ -78,10 +81,6 @@ class RunDirectory:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(os.path.relpath(stage.path, links), target_is_directory=True)
         os.replace(temporary, links / stage.stage)
-
-    def unlink_latest(self, name: str) -> None:
-        """Drop the link of a stage that this run's settings no longer reach."""
-        (self.path / "latest" / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

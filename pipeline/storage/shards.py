@@ -179,9 +179,9 @@ def read_receipt(path: str | Path) -> Receipt | None:
         return None
 
 
-def open_shard(path: str | Path, *, memory_map: bool = False) -> pq.ParquetFile:
+def open_shard(path: str | Path) -> pq.ParquetFile:
     """A shard for reading; every page's checksum is verified as it is read."""
-    return pq.ParquetFile(path, page_checksum_verification=True, memory_map=memory_map, pre_buffer=False)
+    return pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False)
 
 
 def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:

@@ -48,8 +48,5 @@ class FeatureEngine(Protocol):
         A tensor may be a view of a buffer that its neighbours share: copy what is to be kept.
         """
 
-    def hidden_states(self, batch: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """`stream`, all at once."""
-
     def close(self) -> None:
         """Give the memory back. The engine is not used again."""

@@ -71,10 +71,6 @@ class TransformersFeatureEngine:
         for index in sorted(done):
             yield done.pop(index)
 
-    def hidden_states(self, batch: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """`stream`, all at once."""
-        return list(self.stream(batch))
-
     def close(self) -> None:
         """Give the model's memory back."""
         del self.model

@@ -39,7 +39,6 @@ def vllm_decode_check(
     max_new_tokens: int,
     num_speculative_tokens: int,
     *,
-    engine_args: Mapping[str, Any] | None = None,
     gpus: int = 0,
 ) -> dict[str, Any]:
     """What vLLM decodes greedily from `prompts`, without the heads and with them.
@@ -57,7 +56,6 @@ def vllm_decode_check(
         "spec": asdict(spec),
         "prompts": [list(ids) for ids in prompts],
         "max_new_tokens": max_new_tokens,
-        "engine_args": dict(engine_args or {}),
         "gpus": gpus,
     }
     medusa = {
@@ -98,7 +96,7 @@ def decode(task: Mapping[str, Any]) -> dict[str, Any]:
     spec = TargetSpec(**task["spec"])
     ours = {"disable_log_stats": False, "enable_prefix_caching": True}
     speculative = {"speculative_config": task["speculative_config"]} if task["speculative_config"] else {}
-    running = RunningEngine(spec, {**ours, **task["engine_args"], **speculative}, task["gpus"])
+    running = RunningEngine(spec, {**ours, **speculative}, task["gpus"])
     eos, context = eos_token_ids(spec), context_length(spec)
     requests = [
         Request(str(row), ids, min(task["max_new_tokens"], context - len(ids)))

@@ -60,13 +60,9 @@ class VLLMFeatureEngine:
         """The states [T_i, D] of each row on the host, in order, 64 rows at a time."""
         remaining = iter(rows)
         while taken := list(islice(remaining, ROWS_PER_CALL)):
-            yield from self.hidden_states(taken)
-
-    def hidden_states(self, batch: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """The states [T_i, D] of each row on the host, all at once."""
-        prompts = [{"prompt_token_ids": list(ids)} for ids in batch]
-        outputs = self._running.llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
-        return [output.outputs.data.to("cpu", self.dtype) for output in outputs]
+            prompts = [{"prompt_token_ids": list(ids)} for ids in taken]
+            outputs = self._running.llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
+            yield from (output.outputs.data.to("cpu", self.dtype) for output in outputs)
 
     def close(self) -> None:
         """Shut the engine down and give its memory back."""

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.medusa.acceptance import TypicalAcceptance, acceptance_rule, greedy_acceptance
-from pipeline.medusa.tree import Tree, cartesian_tree, greedy_tree
+from pipeline.medusa.tree import Tree, greedy_tree
+from tests.medusa.conftest import cartesian_tree
 
 VOCAB = 5
 EPS, DELTA = 0.09, 0.3

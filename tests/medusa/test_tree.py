@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import ConfigError
-from pipeline.medusa.tree import Tree, cartesian_tree, check_choices, expected_acceleration_rate, greedy_tree
+from pipeline.medusa.tree import Tree, check_choices, expected_acceleration_rate, greedy_tree
 
 quick = settings(deadline=None, max_examples=40)
 
@@ -79,11 +79,6 @@ def test_expected_rate_is_the_mean_of_simulated_steps(choices, accuracy):
             chance *= row[right] if right < 4 else max(0.0, 1 - sum(row))
         total += chance * (1 + max((len(path) for path in choices if path == outcome[: len(path)]), default=0))
     assert expected_acceleration_rate(accuracy, choices) == pytest.approx(total)
-
-
-def test_cartesian_tree_is_the_full_product():
-    assert cartesian_tree((2, 3)) == ((0,), (1,), *product(range(2), range(3)))
-    assert cartesian_tree(()) == ()
 
 
 @quick

@@ -121,9 +121,9 @@ def test_a_prompt_that_leaves_no_room_is_refused(written: Written) -> None:
 
 def test_states_equal_those_of_transformers(random_target: TargetSpec, prompts: list[list[int]]) -> None:
     engine = VLLMFeatureEngine(random_target)
-    states = engine.hidden_states([*prompts, prompts[2]])  # a prefix cache would leave out the repeated row
+    states = list(engine.stream([*prompts, prompts[2]]))  # a prefix cache would leave out the repeated row
     engine.close()
-    expected = TransformersFeatureEngine(random_target).hidden_states([*prompts, prompts[2]])
+    expected = TransformersFeatureEngine(random_target).stream([*prompts, prompts[2]])
     assert (engine.hidden_size, engine.dtype) == (128, torch.float32)
     for actual_TD, expected_TD in zip(states, expected, strict=True):
         torch.testing.assert_close(actual_TD, expected_TD, rtol=1e-3, atol=1e-4)
