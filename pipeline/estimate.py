@@ -1,13 +1,15 @@
-"""How large a run will be: from what it has already, else from the configuration's bounds."""
+"""How large a run will be: from what it has already, else from the seeds and the configuration's bounds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.config import Config
+from pipeline.conversations.conversation import Conversation
+from pipeline.conversations.readers import read_source
 from pipeline.errors import MedusaDistillError
-from pipeline.storage.run_directory import RunDirectory
-from pipeline.targets.spec import model_config, resolve
+from pipeline.targets.spec import context_length, model_config, resolve
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's; said only while the target cannot be looked up
@@ -17,27 +19,42 @@ ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's; said only while the target cannot be
 class Estimate:
     """Upper bounds: every answer as long as it may be, until generate has run and the true counts are known."""
 
-    conversations: str
-    tokens: int  # to write, and to cache a state of each
+    conversations: int | None  # None where only reading a data set on the Hub would tell
+    tokens: int | None  # to write, and to cache a state of each
     bytes_per_position: int
 
     @property
-    def disk_bytes(self) -> int:
-        return self.tokens * self.bytes_per_position
+    def disk_bytes(self) -> int | None:
+        return None if self.tokens is None else self.tokens * self.bytes_per_position
 
 
-def estimate(run: RunDirectory, config: Config) -> Estimate:
-    """Tokens to write and to cache, and the bytes of each."""
-    seeds, generated = run.latest("seeds"), run.latest("generate")
-    rows = int((seeds.summary if seeds else {}).get("rows", 0))
-    limits = [source.limit for source in config.seeds.sources]
-    known_limit = sum(limit for limit in limits if limit) if all(limits) else 0
-    bound = (rows or known_limit) * config.generate.rounds * config.generate.max_new_tokens
-    written = int((generated.summary if generated else {}).get("tokens", 0))
+def estimate(config: Config, seeds: dict[str, Any] | None, generated: dict[str, Any] | None) -> Estimate:
+    """Tokens to write and to cache, and the bytes of each.
+
+    Args:
+        seeds, generated: The summaries of these stages, where they are done.
+    """
+    longest = config.generate.rounds * config.generate.max_new_tokens
     try:
         spec = resolve(config.target)
-        hidden_size, width = model_config(spec).hidden_size, BYTES_OF[spec.dtype]
+        hidden_size, width = model_config(spec).get_text_config().hidden_size, BYTES_OF[spec.dtype]
+        longest = min(longest, context_length(spec))
     except MedusaDistillError:
         hidden_size, width = ASSUMED_HIDDEN_SIZE, 2
-    conversations = f"{rows:,}" if rows else f"at most {known_limit:,}" if known_limit else "an unknown number of"
-    return Estimate(conversations, written or bound, hidden_size * width)
+    rows = int(seeds["rows"]) if seeds else _count(config)
+    bound = None if rows is None else rows * longest
+    return Estimate(rows, int(generated.get("tokens", 0)) if generated else bound, hidden_size * width)
+
+
+def _count(config: Config) -> int | None:
+    """The conversations in local files, and those that limits allow of the Hub's."""
+    total = 0
+    for source in config.seeds.sources:
+        if source.path is not None:
+            rows = read_source(source, "seeds", max_characters=config.seeds.max_characters)
+            total += sum(isinstance(row, Conversation) for row in rows)
+        elif source.limit is None:
+            return None
+        else:
+            total += source.limit
+    return total

@@ -18,6 +18,7 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.errors import ConfigError
 from pipeline.execution.context import Context
+from pipeline.execution.executor import check_executor
 from pipeline.execution.preflight import check_config
 from pipeline.execution.progress import duration
 from pipeline.run_report import publish_report
@@ -54,6 +55,7 @@ def run_flow(
     """
     console = console or Console(stderr=False)
     wanted = _wanted(config, stages, until, fresh)
+    check_executor(executor)
     check_config(config)
     run = RunDirectory.create(config)
     with run.locked():
@@ -162,4 +164,7 @@ def _wanted(config: Config, stages: Sequence[str], until: str | None, fresh: str
         if name is not None and name not in stages:
             raise ConfigError(f"There is no stage '{name}'.", option, f"The stages are {', '.join(stages)}.")
     wanted = [name for name in stages if name != "push" or config.push.repo_id]
-    return wanted[: wanted.index(until) + 1] if until in wanted else wanted
+    wanted = wanted[: wanted.index(until) + 1] if until in wanted else wanted
+    if fresh is not None and fresh not in wanted:
+        raise ConfigError(f"The stage '{fresh}' is not part of this run.", "--fresh", f"It runs {', '.join(wanted)}.")
+    return wanted

@@ -28,7 +28,7 @@ class StageState:
 
 def stage_states(run: RunDirectory, config: Config) -> dict[str, StageState]:
     """Every stage's state, upstream first. A target or seeds that are not there leave what the links say."""
-    context = Context(config, run, Console(quiet=True))
+    context = Context(config, run, Console(quiet=True), read_only=True)
     states: dict[str, StageState] = {}
     obstacle: MedusaDistillError | None = None
     for name, stage in STAGES.items():

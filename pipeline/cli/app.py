@@ -12,7 +12,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-import click
 import typer
 from rich.console import Console
 
@@ -40,7 +39,12 @@ def ends_well(story: Callable[[], Any]) -> int:
     """Run a command or a flow and return its exit code, with errors told as a person reads them."""
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGINT, _stop)
-    errors = Console(stderr=True, soft_wrap=True, highlight=False)
+    errors = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+
+    def tell(what: str) -> None:
+        errors.print("[red]error:[/] ", end="")
+        errors.print(" ".join(what.split()), markup=False)  # whatever it quotes, one paragraph
+
     try:
         result = story()
         return result if isinstance(result, int) else 0
@@ -48,17 +52,14 @@ def ends_well(story: Callable[[], Any]) -> int:
         errors.print(f"[yellow]stopped:[/] {stop}")
         return stop.exit_code
     except MedusaDistillError as error:
-        errors.print("[red]error:[/] ", end="")
-        errors.print(str(error), markup=False)
+        tell(str(error))
         if os.environ.get("MEDUSA_DISTILL_TRACEBACK"):
             errors.print_exception()
         return error.exit_code
-    except click.exceptions.Exit as leave:
-        return leave.exit_code
-    except click.ClickException as error:
-        errors.print("[red]error:[/] ", end="")
-        errors.print(f"{error.format_message()} See --help.", markup=False)
-        return 2
+    except typer.TyperException as error:
+        if said := error.format_message():  # without any words the help was shown
+            tell(f"{said.rstrip('.')}. See --help.")
+        return error.exit_code
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.errors import ConfigError
+from pipeline.config import Config
+from pipeline.errors import ConfigError, MedusaDistillError
 from pipeline.storage.rows import spans_of
 from pipeline.storage.run_directory import STAGES, RunDirectory
 from pipeline.storage.shards import read_footer, read_rows
@@ -40,12 +41,9 @@ def inspect(
     console.print(f"[bold]{found['id']}[/]  split {found.get('split')}  {directory.path.name}")
     if "input_ids" not in found:
         for message in found["messages"]:
-            console.print(f"[bold]{message['role']}:[/] ", end="")
-            console.print(message["content"], markup=False)
+            console.print(Text.assemble((f"{message['role']}:", "bold"), " ", message["content"]))
         return
-    from pipeline.targets.spec import load_tokenizer, resolve
-
-    console.print(coloured(found, load_tokenizer(resolve(config.target))))
+    console.print(coloured(found, _tokenizer(run, config)))
     if "positions" in found:
         footer = read_footer(directory.shards()[0])
         console.print(
@@ -65,12 +63,24 @@ def coloured(row: dict[str, Any], tokenizer: Any) -> Text:
     return text
 
 
+def _tokenizer(run: RunDirectory, config: Config) -> Any:
+    """The target's; the export's copy where the run was moved away from its target."""
+    from pipeline.targets.spec import TargetSpec, load_tokenizer, resolve
+
+    try:
+        return load_tokenizer(resolve(config.target))
+    except MedusaDistillError:
+        if (export := run.latest("export")) is None or not export.done:
+            raise
+        return load_tokenizer(TargetSpec(str(export.path)))
+
+
 def _find(directory: StageDirectory, row: str | None) -> dict[str, Any]:
     wanted = row or "0"
     number = 0
     for path in directory.shards():
         for candidate in read_rows(path):
-            if candidate["id"] == wanted or (wanted.isdigit() and number == int(wanted)):
+            if candidate["id"] == wanted or (wanted.isdecimal() and number == int(wanted)):
                 return candidate
             number += 1
     raise ConfigError(

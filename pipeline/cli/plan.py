@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pipeline.configuration import load_config
 from pipeline.estimate import estimate
-from pipeline.states import stage_states
+from pipeline.states import StageState, stage_states
 from pipeline.storage.run_directory import RunDirectory
 
 
@@ -25,23 +25,33 @@ def plan(
     run = RunDirectory(settings.run.directory, settings.run.store)
     console = Console(width=None if Console().is_terminal else 120)
     table = Table("stage", "what", "shards", "why", box=None, header_style="bold")
-    for name, state in stage_states(run, settings).items():
+    states = stage_states(run, settings)
+    for name, state in states.items():
         if name != "push" or settings.push.repo_id:
             table.add_row(name, "kept" if state.word == "done" else "run", state.shards, state.why)
     console.print(table)
-    figures = estimate(run, settings)
+    figures = estimate(settings, _summary(states["seeds"]), _summary(states["generate"]))
     existing = next(path for path in (run.store, *run.store.parents) if path.exists())
     free = shutil.disk_usage(existing).free
-    work = f"{figures.conversations} conversations, at most {figures.tokens:,} tokens to write and as many positions"
-    disk = f"{figures.bytes_per_position:,} bytes each, {figures.disk_bytes / 1e9:,.1f} GB; {free / 1e9:,.0f} GB free"
-    console.print(f"\n{work}, {disk}.", highlight=False, soft_wrap=True)
+    if figures.conversations is None or figures.tokens is None or figures.disk_bytes is None:
+        work = "An unknown number of conversations: the Hub says it only while they are read, or give a limit"
+        need = f"{figures.bytes_per_position:,} bytes for each token that the target will write"
+    else:
+        work = f"{figures.conversations:,} conversations, at most {figures.tokens:,} tokens to write"
+        need = f"as many positions of {figures.bytes_per_position:,} bytes each, {figures.disk_bytes / 1e9:,.1f} GB"
+    console.print(f"\n{work}, {need}; {free / 1e9:,.0f} GB are free.", highlight=False, soft_wrap=True)
     placement = settings.placement
     for name in ("generate", "features", "train"):
         wanted = getattr(placement, name)
         gpus, cpus = _or_default(wanted.gpus_per_worker), _or_default(wanted.cpus_per_worker)
         console.print(f"{name}: {wanted.workers} worker(s), {gpus} GPU and {cpus} CPU each", highlight=False)
-    if figures.disk_bytes > free:
+    if (figures.disk_bytes or 0) > free:
         console.print("[yellow]That does not fit: name a larger run.store, or fewer rows with limit.[/]")
+
+
+def _summary(state: StageState) -> dict[str, Any] | None:
+    """What a stage that is done says of itself."""
+    return state.directory.summary if state.word == "done" and state.directory else None
 
 
 def _or_default(value: int | None) -> str:

@@ -29,5 +29,5 @@ def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such
         raise CheckFailed(
             "Damaged: " + "; ".join(damaged) + ".",
             str(run.path),
-            "Run the same configuration again: what is damaged is made anew.",
+            "Delete these files and run the same configuration again: they are made anew.",
         )

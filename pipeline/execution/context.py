@@ -20,12 +20,13 @@ from pipeline.targets.spec import TargetSpec, resolve, weight_files
 
 @dataclass
 class Context:
-    """Shared by the stages of one run. `upstream` fills up as stages finish."""
+    """Shared by the stages of one run. `upstream` fills up as stages finish; `read_only` leaves no trace in the run."""
 
     config: Config
     run: RunDirectory
     console: Console
     executor_name: str = "ray"
+    read_only: bool = False
     upstream: dict[str, StageDirectory] = field(default_factory=dict)
 
     @functools.cached_property
@@ -40,7 +41,7 @@ class Context:
 
     @functools.cached_property
     def digests(self) -> FileDigests:
-        return FileDigests(self.run.store / "digests.json")
+        return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
     @functools.cached_property
     def target(self) -> TargetSpec:

@@ -110,6 +110,12 @@ class InlineExecutor:
         pass
 
 
+def check_executor(name: str) -> None:
+    """Raise ConfigError where no executor has that name."""
+    if name not in ("ray", "inline"):
+        raise ConfigError(f"There is no executor '{name}'.", "--executor", "It is ray or inline.")
+
+
 def make_executor(name: str) -> Executor:
     """The executor of that name, `ray` or `inline`.
 
@@ -117,10 +123,9 @@ def make_executor(name: str) -> Executor:
         ConfigError: There is none.
         EnvironmentFault: Ray cannot be started or reached.
     """
+    check_executor(name)
     if name == "inline":
         return InlineExecutor()
-    if name != "ray":
-        raise ConfigError(f"There is no executor '{name}'.", "--executor", "It is ray or inline.")
     from pipeline.execution.ray_executor import RayExecutor
 
     return RayExecutor()

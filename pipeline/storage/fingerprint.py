@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pipeline.storage.durable import write_text
+
 
 def fingerprint(parts: dict[str, Any]) -> str:
     """The sha256 (hex) of JSON-able parts, independent of the order of keys."""
@@ -33,10 +35,11 @@ class FileDigests:
 
     Hashing 140 GB of weights takes minutes; a second run should not pay for it. A file that changes behind the same
     path changes one of the three and is hashed again. The file's position in a directory counts, not its path.
+    `read_only` remembers nothing for the next time.
     """
 
-    def __init__(self, cache: Path):
-        self.cache = cache
+    def __init__(self, cache: Path, *, read_only: bool = False):
+        self.cache, self.read_only = cache, read_only
         try:
             self.known: dict[str, str] = json.loads(cache.read_text())
         except (OSError, ValueError):
@@ -49,8 +52,8 @@ class FileDigests:
         if key not in self.known:
             with path.open("rb") as file:
                 self.known[key] = hashlib.file_digest(file, "sha256").hexdigest()
-            self.cache.parent.mkdir(parents=True, exist_ok=True)
-            self.cache.write_text(json.dumps(self.known))
+            if not self.read_only:
+                write_text(self.cache, json.dumps(self.known))
         return self.known[key]
 
     def of_all(self, paths: Iterable[Path]) -> dict[str, str]:

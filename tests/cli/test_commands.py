@@ -1,0 +1,295 @@
+"""Each command says what a person needs, and ends with the exit code that fits."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+from rich.console import Console
+from rich.control import strip_control_codes
+
+from pipeline.cli.inspect import COLOURS, coloured
+from pipeline.flow import run_flow
+from pipeline.storage.shards import read_rows
+from pipeline.targets.spec import TargetSpec, load_tokenizer
+from tests.flows.tiny import stages_run
+
+STAGES = ["seeds", "generate", "features", "train", "calibrate", "export", "check"]
+
+
+def states(out: str) -> dict[str, str]:
+    """The second column of a table by the first."""
+    lines = (line.split() for line in out.splitlines())
+    return {words[0]: words[1] for words in lines if len(words) > 1 and words[0] in [*STAGES, "push"]}
+
+
+def line_of(stage: str, out: str) -> str:
+    return next(line for line in out.splitlines() if line.split()[:1] == [stage])
+
+
+def one_paragraph(text: str) -> str:
+    assert text.startswith("error: ") and text.count("\n") == 1 and "Traceback" not in text
+    return text.removeprefix("error: ").strip()
+
+
+def test_help_names_every_command(command):
+    ended = command("--help")
+    assert ended.code == 0
+    for name in ("run", "plan", "status", "verify", "inspect", "push"):
+        assert re.search(rf"\b{name}\b", ended.out), name
+    assert command("run", "-h").code == 0
+
+
+@pytest.mark.parametrize("words", [(), ("rum",), ("run",), ("run", "--what"), ("status", "--deep", "x")])
+def test_a_wrong_command_line_is_exit_code_2(command, words):
+    ended = command(*words)
+    assert ended.code == 2
+    assert "Usage" in ended.out if not words else one_paragraph(ended.err).endswith("See --help.")
+
+
+def test_run_prints_one_line_per_stage_and_the_report(command, config_file):
+    ended = command("run", config_file, "--executor", "inline")
+    assert ended.code == 0, ended.err
+    ticked = [line.split()[1] for line in ended.out.splitlines() if line.startswith("✓")]
+    assert ticked == STAGES
+    assert "Acceleration rate" in ended.out and "\x1b" not in ended.out
+    again = command("run", config_file, "--executor", "inline")
+    assert [line.split()[2] for line in again.out.splitlines() if line.startswith("✓")] == ["kept"] * 7
+
+
+def test_run_takes_overrides_until_and_fresh(command, config_file, copied_run):
+    words = ("run", config_file, "--executor", "inline", "train.lr=2e-2")
+    assert command(*words, "--until", "features").code == 0 and stages_run(copied_run) == []
+    assert command(*words, "--until", "train").code == 0 and stages_run(copied_run) == ["train"]
+    assert command(*words, "--until", "train", "--fresh", "train").code == 0 and stages_run(copied_run) == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("train.num_haeds=3",), "did you mean 'train.num_heads'?"),
+        (("--until", "trian"), "no stage 'trian'"),
+        (("--executor", "slurm"), "no executor 'slurm'"),
+        (("--until", "generate", "--fresh", "train"), "--fresh"),
+    ],
+)
+def test_a_mistake_in_the_words_of_run_starts_nothing(command, config_file, tmp_path, words, says):
+    ended = command("run", config_file, *(("--executor", "inline") if "--executor" not in words else ()), *words)
+    assert ended.code == 2 and says in one_paragraph(ended.err)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_yaml_error_of_many_lines_is_told_in_one(command, tmp_path):
+    (tmp_path / "bad.yaml").write_text("run: {name: x\nseeds: [")
+    ended = command("run", tmp_path / "bad.yaml")
+    assert ended.code == 2 and "bad.yaml" in one_paragraph(ended.err)
+
+
+def test_a_failed_check_is_exit_code_1_after_the_report(command, config_file, copied_run):
+    ended = command("run", config_file, "check.min_acceleration_rate=9", "--executor", "inline")
+    assert ended.code == 1 and "acceleration rate" in one_paragraph(ended.err)
+    assert "check failed" in ended.out
+
+
+def test_plan_starts_and_writes_nothing(command, config_file, tmp_path):
+    ended = command("plan", config_file)
+    assert ended.code == 0, ended.err
+    assert states(ended.out) == dict.fromkeys(STAGES, "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+def test_plan_says_what_is_kept_and_which_setting_makes_the_rest_run_again(command, config_file, copied_run):
+    before = {path: path.stat().st_mtime_ns for path in copied_run.path.rglob("*") if path.is_file()}
+    ended = command("plan", config_file, "train.lr=0.5")
+    assert states(ended.out) == dict.fromkeys(STAGES[:3], "kept") | dict.fromkeys(STAGES[3:], "run")
+    assert "changed: lr" in line_of("train", ended.out)
+    assert {path: path.stat().st_mtime_ns for path in copied_run.path.rglob("*") if path.is_file()} == before
+
+
+def test_plan_counts_the_seeds_and_bounds_their_tokens_by_the_settings_or_the_context(command, config_file):
+    """2 answers of 16 tokens each, or 192 tokens of context; 64 states of 4 bytes each."""
+    out = command("plan", config_file).out
+    assert f"40 conversations, at most {40 * 2 * 16:,} tokens to write" in out and "of 256 bytes each" in out
+    out = command("plan", config_file, "generate.rounds=99", "generate.max_new_tokens=99").out
+    assert f"at most {40 * 192:,} tokens" in out
+
+
+def test_plan_takes_the_true_numbers_of_what_is_done_and_of_nothing_else(command, config_file, copied_run):
+    rows = [row for path in copied_run.latest("generate").shards() for row in read_rows(path)]
+    tokens = sum(span["end"] - span["start"] for row in rows for span in row["spans"])
+    assert f"at most {tokens:,} tokens" in command("plan", config_file).out
+    assert f"at most {40 * 2 * 24:,} tokens" in command("plan", config_file, "generate.max_new_tokens=24").out
+
+
+def test_plan_of_a_hub_data_set_without_a_limit_claims_no_number(command, config_file):
+    assert "unknown number of conversations" in command("plan", config_file, "seeds.sources=[{hub: a/b}]").out
+    out = command("plan", config_file, "seeds.sources=[{hub: a/b, limit: 100}]").out
+    assert f"100 conversations, at most {100 * 32:,} tokens" in out
+
+
+def test_plan_names_a_target_that_is_not_there_and_still_plans(command, config_file, tmp_path):
+    ended = command("plan", config_file, f"target.model={tmp_path / 'absent'}")
+    assert ended.code == 0 and states(ended.out)["generate"] == "run"
+    assert "absent" in ended.out
+
+
+def test_status_of_a_finished_run(command, finished_run):
+    ended = command("status", finished_run.path)
+    assert ended.code == 0
+    assert states(ended.out) == dict.fromkeys(STAGES, "done") | {"push": "not"}
+    generate = line_of("generate", ended.out)
+    summary = finished_run.latest("generate").summary
+    for part in ("4/4", str(summary["rows"]), f"{summary['tokens_per_second']:,.1f}", "generate-"):
+        assert part in generate
+
+
+def test_status_tells_partial_from_stale_from_never_run(command, copied_run):
+    generate = copied_run.latest("generate")
+    (generate.path / "DONE.json").unlink()
+    generate.shard_path(1).unlink()
+    shutil.rmtree(copied_run.latest("check").path)
+    (copied_run.path / "latest/check").unlink()
+    settings = (copied_run.path / "run.yaml").read_text()
+    (copied_run.path / "run.yaml").write_text(settings.replace("nodes: 8", "nodes: 7"))
+    found = states(command("status", copied_run.path).out)
+    assert (found["seeds"], found["generate"], found["calibrate"]) == ("done", "partial", "stale")
+    assert found["check"] == "not"
+    assert "3/4" in line_of("generate", command("status", copied_run.path).out)
+
+
+def test_a_run_reads_as_it_lies_copied_elsewhere_without_its_target_and_seeds(
+    command, make_config, tmp_path, tiny_target, tiny_seeds
+):
+    target, seeds = tmp_path / "target", tmp_path / "seeds.jsonl"
+    shutil.copytree(tiny_target, target)
+    shutil.copy(tiny_seeds, seeds)
+    here = make_config(tmp_path / "here", target__model=str(target), seeds__sources=[{"path": str(seeds)}])
+    run = run_flow(here, executor="inline", console=Console(quiet=True))
+    shutil.copytree(run.path, tmp_path / "there", symlinks=True)
+    for path in (run.path, target):
+        shutil.rmtree(path)
+    seeds.unlink()
+    there = tmp_path / "there"
+    ended = command("status", there)
+    assert ended.code == 0 and states(ended.out) == dict.fromkeys(STAGES, "done") | {"push": "not"}
+    assert command("verify", there).code == 0
+    for stage in STAGES:
+        ended = command("inspect", there, stage)
+        assert ended.code == 0 and ended.out.strip(), (stage, ended.err)
+    assert "<|assistant|>" in command("inspect", there, "generate").out
+
+
+def test_a_run_with_a_store_reads_as_it_lies_when_both_were_copied(command, make_config, tmp_path):
+    home = tmp_path / "home"
+    config = make_config(home, run__store=str(home / "store"))
+    run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
+    shutil.move(home, tmp_path / "moved")
+    found = states(command("status", tmp_path / "moved/run").out)
+    assert (found["seeds"], found["generate"], found["features"]) == ("done", "done", "not")
+    assert command("verify", tmp_path / "moved/run").code == 0
+
+
+def test_status_writes_nothing_into_a_run(command, copied_run):
+    (copied_run.path / "digests.json").unlink()
+    before = sorted(copied_run.path.rglob("*"))
+    assert command("status", copied_run.path).code == 0
+    assert sorted(copied_run.path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", ["status", "verify", "inspect", "push"])
+def test_a_directory_that_is_no_run_is_named(command, tmp_path, name):
+    words = [name, tmp_path, *(["seeds"] if name == "inspect" else [])]
+    ended = command(*words)
+    assert ended.code == 2 and "no run.yaml" in one_paragraph(ended.err)
+
+
+def test_inspect_shows_a_row_as_it_was_said(command, finished_run):
+    row = next(read_rows(finished_run.latest("seeds").shards()[0]))
+    ended = command("inspect", finished_run.path, "seeds", row["id"])
+    assert ended.code == 0
+    for message in row["messages"]:
+        assert f"{message['role']}: {message['content']}" in ended.out
+
+
+def test_inspect_prints_texts_as_they_are(command, make_config, tmp_path):
+    texts = [f"[bold]{number}[/bold] :smile: [/]" for number in range(30)]
+    (tmp_path / "seeds.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    config = make_config(tmp_path, seeds__sources=[{"path": str(tmp_path / "seeds.jsonl")}])
+    run = run_flow(config, until="seeds", executor="inline", console=Console(quiet=True))
+    assert f"user: {texts[7]}\n" in command("inspect", run.path, "seeds", "seeds:7").out
+
+
+def test_inspect_finds_a_row_by_number_and_by_id(command, finished_run):
+    rows = [row for path in finished_run.latest("generate").shards() for row in read_rows(path)]
+    by_number = command("inspect", finished_run.path, "generate", 17).out
+    assert rows[17]["id"] in by_number.splitlines()[0]
+    assert command("inspect", finished_run.path, "generate", rows[17]["id"]).out == by_number
+
+
+def test_inspect_colours_what_the_target_wrote_and_nothing_else(finished_run, tiny_target):
+    tokenizer = load_tokenizer(TargetSpec(str(tiny_target)))
+    row = next(read_rows(finished_run.latest("generate").shards()[0]))
+    text = coloured(row, tokenizer)
+    assert text.plain.startswith("<|user|>")
+    green = [text.plain[span.start : span.end] for span in text.spans if span.style == COLOURS["assistant"]]
+    answers = [tokenizer.decode(row["input_ids"][span["start"] : span["end"]]) for span in row["spans"]]
+    assert green == [strip_control_codes(answer) for answer in answers]
+
+
+def test_inspect_says_what_features_are(command, finished_run):
+    row = next(read_rows(finished_run.latest("features").shards()[0]))
+    out = command("inspect", finished_run.path, "features").out
+    assert f"{len(row['positions'])} positions of 64 × float32, last hidden state after the final norm" in out
+
+
+def test_inspect_shows_the_summary_of_a_stage_without_rows(command, finished_run):
+    out = command("inspect", finished_run.path, "calibrate").out
+    assert json.loads(out)["tree"]["nodes"] == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("seeds", "seeds:4000"), "no row 'seeds:4000' among the 40 rows"),
+        (("seeds", "4000"), "no row '4000'"),
+        (("seeds", "²"), "no row '²'"),
+        (("sedes",), "no stage 'sedes'"),
+        (("push",), "has not reached push"),
+    ],
+)
+def test_inspect_names_what_is_not_there(command, finished_run, words, says):
+    ended = command("inspect", finished_run.path, *words)
+    assert ended.code == 2 and says in one_paragraph(ended.err)
+
+
+def test_verify_of_a_whole_run_is_ok(command, finished_run):
+    ended = command("verify", finished_run.path)
+    assert ended.code == 0
+    assert [line.split()[:2] for line in ended.out.splitlines()] == [["ok", name] for name in STAGES]
+
+
+def test_verify_names_what_is_damaged_and_its_advice_mends_it(command, copied_run, config_file):
+    """A flipped bit in a shard's rows and one in the heads, which no file size shows; and a file that is gone."""
+    shard = copied_run.latest("features").shard_path(1)
+    heads = copied_run.path / "latest/train/heads.safetensors"
+    tree = copied_run.path / "latest/calibrate/tree.json"
+    for path in (shard, heads):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 4
+        path.write_bytes(data)
+    tree.unlink()
+    ended = command("verify", copied_run.path)
+    assert ended.code == 1
+    told = one_paragraph(ended.err)
+    for path in (shard, heads.resolve(), tree.resolve()):
+        assert str(path) in told
+    assert [line.split()[:2] for line in ended.out.splitlines() if "damaged" in line] == [
+        ["damaged", name] for name in ("features", "train", "calibrate")
+    ]
+    assert "Delete" in told
+    shard.unlink()
+    heads.unlink()
+    assert command("run", config_file, "--executor", "inline").code == 0
+    assert command("verify", copied_run.path).code == 0
