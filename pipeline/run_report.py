@@ -12,7 +12,8 @@ from typing import Any
 from pipeline.checkpoints.card import model_card
 from pipeline.config import Config
 from pipeline.execution.context import Context
-from pipeline.report.report import print_report, write_report
+from pipeline.report.report import write_report
+from pipeline.report.terminal import print_report
 from pipeline.storage.durable import read_json, write_text
 from pipeline.storage.run_directory import STAGES, RunDirectory
 from pipeline.training.metrics import read_curves

@@ -13,9 +13,6 @@ from pathlib import Path
 
 from pipeline.report.facts import finite, in_order
 from pipeline.report.markdown import markdown
-from pipeline.report.terminal import print_report
-
-__all__ = ["print_report", "write_report"]
 
 
 def write_report(directory: Path, report: dict, extras: dict) -> None:

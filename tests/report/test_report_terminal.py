@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from pipeline.report.report import print_report
+from pipeline.report.terminal import print_report
 
 
 def _printed(report: dict, extras: dict | None = None, **options) -> str:
