@@ -47,10 +47,13 @@ class Context:
     def target(self) -> TargetSpec:
         """The target, with what the configuration leaves open filled in from the model.
 
+        `dtype: auto` depends on whether workers have GPUs: what placement says, else what this machine has.
+
         Raises:
             ConfigError: There is no such target, or it cannot be accelerated by tree verification.
         """
-        return resolve(self.config.target)
+        gpus = self.config.placement.features.gpus_per_worker
+        return resolve(self.config.target, on_gpu=None if gpus is None else gpus > 0)
 
     @functools.cached_property
     def target_identity(self) -> dict[str, Any]:
