@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.errors import ConfigError
+from pipeline.errors import CheckFailed, ConfigError
 from pipeline.execution.context import Context
 from pipeline.execution.executor import check_executor
 from pipeline.execution.preflight import check_config
@@ -119,7 +119,7 @@ def push_run(
     """Push a finished run's export, as the push stage would; `dry_run` only says what would go.
 
     Raises:
-        CheckFailed: The check failed or has not run.
+        CheckFailed: The check failed, or was of other heads.
         ConfigError: There is no export, or no repo_id.
     """
     run, config = RunDirectory.open(path)
@@ -140,6 +140,11 @@ def push_run(
                 f"Run it first: medusa-distill run {path / 'run.yaml'}",
             )
         context.upstream[name] = stage
+    export, checked = (context.upstream[name] for name in push.UPSTREAM)
+    check.verdict(checked)
+    if (checked.done or {})["upstream"].get(export.stage) != export.content:
+        fix = f"Run it: medusa-distill run {path / 'run.yaml'}"
+        raise CheckFailed("The check has not seen these heads.", str(export.path), fix)
     if dry_run:
         receipt = push.push(context, dry_run=True)
         push.print_dry_run(console, receipt)

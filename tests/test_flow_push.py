@@ -1,0 +1,151 @@
+"""Heads go to the Hub after a passed check of these very heads, and never otherwise."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import huggingface_hub.constants
+import pytest
+from huggingface_hub import close_session
+from rich.console import Console
+
+from pipeline.cli.app import app, ends_well
+from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault
+from pipeline.flow import push_run, run_flow
+from tests.checkpoints.hub_stand_in import TOKEN, HubStandIn
+from tests.flows.tiny import stages_run
+
+HUB_IDS = {"push__repo_id": "me/heads", "push__base_model": "owner/target"}
+EXPORTED = {
+    "README.md",
+    "chat_template.jinja",
+    "config.json",
+    "medusa_choices.json",
+    "medusa_lm_head.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+}
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    close_session()
+    with HubStandIn() as stand_in:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", stand_in.endpoint)
+        yield stand_in
+    close_session()
+
+
+def run_again(config, **options):
+    return run_flow(config, executor="inline", console=Console(quiet=True), **options)
+
+
+def push_again(run, **changes):
+    usual = {"repo_id": "me/heads", "private": False, "base_model": "owner/target", "dry_run": False}
+    return push_run(run.path, **{**usual, **changes}, console=Console(quiet=True))
+
+
+def test_a_passed_check_is_followed_by_one_commit_and_its_receipt(copied_run, make_config, tmp_path, hub):
+    run = run_again(make_config(tmp_path, **HUB_IDS))
+    assert stages_run(run) == ["push"]
+    repository = hub.repositories["me/heads"]
+    assert repository.files.keys() == EXPORTED and len(repository.commits) == 2
+    receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
+    assert receipt["commit"] == repository.sha and receipt["repo"] == "me/heads"
+    export = run.path / "latest/export"
+    assert repository.files["medusa_lm_head.safetensors"] == (export / "medusa_lm_head.safetensors").read_bytes()
+    assert json.loads(repository.files["config.json"])["base_model_name_or_path"] == "owner/target"
+    rate = json.loads((run.path / "report.json").read_text())["check"]["native"]["acceleration_rate"]
+    card = repository.files["README.md"].decode()
+    assert f"{rate:.2f}" in card and "owner/target" in card and str(tmp_path) not in card
+
+
+def test_the_same_run_again_does_not_push_again(copied_run, make_config, tmp_path, hub):
+    config = make_config(tmp_path, **HUB_IDS)
+    run_again(config)
+    requests = len(hub.requests)
+    assert stages_run(run_again(config)) == [] and len(hub.requests) == requests
+
+
+def test_a_failed_check_keeps_everything_at_home(copied_run, make_config, tmp_path, hub):
+    config = make_config(tmp_path, check__min_acceleration_rate=9, **HUB_IDS)
+    with pytest.raises(CheckFailed, match="Nothing was pushed"):
+        run_again(config)
+    for dry_run in (True, False):
+        with pytest.raises(CheckFailed, match=r"acceleration rate 1\.\d\d is below"):
+            push_again(copied_run, dry_run=dry_run)
+    assert hub.requests == [] and copied_run.latest("push") is None
+
+
+def test_heads_that_the_check_has_not_seen_are_not_pushed(copied_run, make_config, tmp_path, hub):
+    run_again(make_config(tmp_path, export__dtype="bfloat16"), until="export")
+    for dry_run in (True, False):
+        with pytest.raises(CheckFailed, match="check") as caught:
+            push_again(copied_run, dry_run=dry_run)
+        assert caught.value.exit_code == 1
+    assert hub.requests == []
+    run_again(make_config(tmp_path, export__dtype="bfloat16"))
+    assert push_again(copied_run)["repo"] == "me/heads"
+
+
+def test_a_run_without_a_finished_check_is_told_what_to_do(make_config, tmp_path, hub):
+    run = run_again(make_config(tmp_path), until="export")
+    with pytest.raises(ConfigError, match=r"no finished check stage.*medusa-distill run"):
+        push_again(run)
+
+
+def test_the_push_command_pushes_a_finished_run_once(copied_run, hub):
+    first = push_again(copied_run)
+    assert hub.repositories["me/heads"].sha == first["commit"]
+    push_again(copied_run)
+    assert len(hub.repositories["me/heads"].commits) == 2
+    assert push_again(copied_run, repo_id="me/other", private=True)["repo"] == "me/other"
+    assert hub.repositories["me/other"].private
+
+
+def test_a_dry_run_shows_what_would_go_and_touches_nothing(copied_run, hub, monkeypatch, capsys):
+    monkeypatch.delenv("HF_TOKEN")
+    handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    before = sorted(copied_run.path.rglob("*"))
+    words = ["push", str(copied_run.path), "--repo-id", "me/heads", "--dry-run"]
+    code = ends_well(lambda: app(words, standalone_mode=False))
+    for name, handler in handlers.items():
+        signal.signal(name, handler)
+    out = capsys.readouterr().out
+    assert code == 0 and hub.requests == [] and sorted(copied_run.path.rglob("*")) == before
+    assert all(f"  {name}" in out for name in EXPORTED) and "push.base_model" in out
+
+
+def test_a_local_target_is_never_named_to_the_hub(copied_run, hub, tmp_path):
+    with pytest.raises(ConfigError, match=r"push\.base_model"):
+        push_again(copied_run, base_model=None)
+    assert hub.requests == []
+
+
+def test_without_a_token_nothing_is_lost_and_the_same_command_pushes_later(
+    copied_run, make_config, tmp_path, hub, monkeypatch
+):
+    config = make_config(tmp_path, **HUB_IDS)
+    with monkeypatch.context() as patched:
+        patched.delenv("HF_TOKEN")
+        with pytest.raises(EnvironmentFault, match="no Hub token"):
+            run_again(config)
+    assert hub.requests == []
+    assert stages_run(run_again(config)) == ["push"]
+    assert "me/heads" in hub.repositories
+
+
+def test_a_hub_that_fails_is_tried_again_by_the_same_command(copied_run, make_config, tmp_path, hub):
+    config = make_config(tmp_path, **HUB_IDS)
+    hub.failures = {"POST /api/models/me/heads/commit": 400}
+    with pytest.raises(EnvironmentFault, match="answered 400") as caught:
+        run_again(config)
+    assert TOKEN not in str(caught.value)
+    hub.failures = {}
+    assert stages_run(run_again(config)) == ["push"]
