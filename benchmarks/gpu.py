@@ -10,7 +10,6 @@ wrote; and writing and reading those shards alone. Then native decoding, plain a
 
 from __future__ import annotations
 
-import gc
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -91,7 +90,6 @@ def measure(*, tiny: bool = False) -> Result:
         target = lm_head_alone(model, directory / "target")
         parts = [measure_features(model, tasks, made, size), measure_decoding(model, size)]
         del model
-        free()
         parts.append(measure_training(target, tasks, made, directory, size))
     facts = {name: part.facts for name, part in zip(("features", "decoding", "training"), parts, strict=True)}
     return Result([claim for part in parts for claim in part.claims], facts)
@@ -111,13 +109,6 @@ def lm_head_alone(model: PreTrainedModel, directory: Path) -> TargetSpec:
     model.config.save_pretrained(directory)
     save_file({"lm_head.weight": lm_head_weight(model).cpu()}, directory / "model.safetensors", {"format": "pt"})
     return TargetSpec(str(directory), dtype="bfloat16")
-
-
-def free() -> None:
-    """Give back what nobody refers to any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
