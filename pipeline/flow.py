@@ -23,6 +23,7 @@ from pipeline.execution.preflight import check_config
 from pipeline.execution.progress import duration
 from pipeline.run_report import publish_report
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
+from pipeline.storage.durable import disk_errors
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
@@ -58,7 +59,7 @@ def run_flow(
     check_executor(executor)
     check_config(config)
     run = RunDirectory.create(config)
-    with run.locked():
+    with disk_errors(run.path), run.locked():
         run.write_config(config)
         context = Context(config, run, console, executor)
         run.event("run-started", stages=wanted, executor=executor)

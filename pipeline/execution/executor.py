@@ -10,10 +10,12 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from pipeline.errors import ConfigError, MedusaDistillError
 from pipeline.execution.placement import Placement, Resources
+from pipeline.storage.durable import disk_errors
 from pipeline.storage.shards import Receipt
 from pipeline.storage.stage_directory import ShardTask
 
@@ -75,7 +77,8 @@ class LazyWorker:
     def run(self, task: ShardTask) -> Outcome:
         try:
             self._worker = self._worker or self._make(**self._arguments)
-            return Outcome(task.index, receipt=self._worker(task))
+            with disk_errors(Path(task.shard)):
+                return Outcome(task.index, receipt=self._worker(task))
         except MedusaDistillError as error:
             return Outcome(task.index, error=error)
         except Exception:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import EnvironmentFault
+from pipeline.errors import EnvironmentFault, MedusaDistillError
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 
@@ -51,11 +51,13 @@ def publish(temporary: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn "no space left" from any library below into one readable error."""
+    """Turn "no space left" from any library below into one readable error; some do not even raise OSError for it."""
     try:
         yield
-    except OSError as error:
-        if error.errno in DISK_ERRORS or "No space left" in str(error):
+    except MedusaDistillError:
+        raise
+    except Exception as error:
+        if getattr(error, "errno", None) in DISK_ERRORS or "No space left" in str(error):
             raise EnvironmentFault(
                 "The disk is full.",
                 str(path),

@@ -73,7 +73,8 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         self._temporary = temporary_beside(self.path)
-        with disk_errors(self.path):
+        with contextlib.ExitStack() as undo, disk_errors(self.path):
+            undo.callback(self._temporary.unlink, missing_ok=True)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.quarantine_path.parent.mkdir(parents=True, exist_ok=True)
             self._writer = pq.ParquetWriter(
@@ -85,6 +86,7 @@ class ShardWriter:
                 write_statistics=False,
                 write_page_checksum=True,
             )
+            undo.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
