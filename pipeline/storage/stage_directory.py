@@ -236,7 +236,10 @@ def lock(path: Path, what: str) -> Iterator[None]:
     with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if not isinstance(error, BlockingIOError):
+                fix = "Put run.root and run.store on a file system with locks (on NFS, with its lock daemon)."
+                raise EnvironmentFault(f"The file system takes no lock: {error.strerror}.", str(path), fix) from None
             file.seek(0)
             holder = file.read().strip() or "unknown process"
             raise EnvironmentFault(

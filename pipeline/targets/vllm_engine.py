@@ -201,6 +201,8 @@ def import_vllm() -> Any:
         EnvironmentFault: It is not installed, or does not import beside this torch.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    # require_gpus has asked CUDA for its devices by now, and a child that is forked after that cannot use them.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # until it has configured its own
