@@ -6,6 +6,7 @@ and returns the receipt. It knows nothing of Ray.
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -84,6 +85,12 @@ class LazyWorker:
         except Exception:
             return Outcome(task.index, traceback=traceback.format_exc())
 
+    def close(self) -> None:
+        """Let the worker give back what it holds: an engine's memory, which the next stage needs."""
+        if close := getattr(self._worker, "close", None):
+            close()
+        self._worker = None
+
 
 class InlineExecutor:
     """Everything in the calling process: for a debugger, a notebook, or a machine without Ray."""
@@ -103,14 +110,30 @@ class InlineExecutor:
         placement: Placement,
     ) -> Iterator[Outcome]:
         lazy = LazyWorker(worker, arguments)
-        for task in tasks:
-            yield lazy.run(task)
+        try:
+            for task in tasks:
+                yield lazy.run(task)
+        finally:
+            lazy.close()
+            free_gpu_memory()
 
     def call(self, function: Callable[..., Any], arguments: dict[str, Any], placement: Placement) -> Any:
-        return function(**arguments)
+        try:
+            return function(**arguments)
+        finally:
+            free_gpu_memory()
 
     def close(self) -> None:
         pass
+
+
+def free_gpu_memory() -> None:
+    """Give back what torch keeps of memory that nobody uses any more: other processes may need it."""
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def check_executor(name: str) -> None:

@@ -99,6 +99,9 @@ class Worker:
             }
             return writer.commit(NAME, [row["id"] for row in rows], stats)
 
+    def close(self) -> None:
+        self.engine.close()
+
 
 def row_groups(rows: Iterable[tuple[Row, torch.Tensor]]) -> Iterator[list[tuple[Row, torch.Tensor]]]:
     """Each row with its states at the kept positions, in groups of about `ROW_GROUP_BYTES`."""

@@ -99,6 +99,10 @@ class Worker:
             stats = {**counts, "busy_seconds": time.monotonic() - started}
             return writer.commit(NAME, [seed["id"] for seed in seeds], stats)
 
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+
     def _dialogue_settings(self, split: str) -> DialogueSettings:
         settings = self.settings
         temperature = settings.temperature if split == "train" else settings.holdout_temperature

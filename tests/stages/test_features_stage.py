@@ -92,6 +92,9 @@ def test_a_row_whose_states_are_not_finite_is_quarantined_and_its_neighbours_are
                     hidden_TD[-3] = torch.nan if ids == poisoned[0] else torch.inf
                 yield hidden_TD
 
+        def close(self):
+            self.engine.close()
+
     monkeypatch.setattr(features, "make_feature_engine", lambda *arguments: Poisoned(real(*arguments)))
     config = make_config(tmp_path, features__codec="lz4")
     run = run_flow(config, until="features", executor="inline", console=Console(quiet=True))
