@@ -2,8 +2,10 @@
 
 A topic (topics/*.yaml) is a page of our own writing: `subjects` to talk about, `words` that vary, and exchanges: an
 `opening`, `more` to follow and a `closing`. A conversation picks one subject, one word of each kind, an opening and one
-to four further exchanges. In a text, `{slot}` is a value of that subject or a word, `{slot^}` capitalises it, and lists read
-`{slot#}` (numbered lines), `{slot*}` (bullets), `{slot,}` or `{slot、}` (in a sentence), `{slot1}` (one entry). `sums` are computed.
+to four further exchanges. `sums` are computed.
+
+In a text `{slot}` stands for a value of the subject, or a word, and `{slot^}` capitalises it. Lists are written as
+numbered lines `{slot#}`, as bullets `{slot*}`, within a sentence `{slot,}` or `{slot、}`, or as one entry `{slot1}`.
 
     python data/compose.py        # writes seeds.sharegpt.jsonl and seeds.ultrachat.jsonl beside itself
 """
