@@ -260,7 +260,7 @@ def test_files_that_engines_do_not_load_may_stay(export, hub):
     assert hub.repositories["me/heads"].files.keys() == EXPORTED | {".gitattributes", "LICENSE"}
 
 
-@pytest.mark.parametrize("repo_id", ["heads", "me/heads/x", "me/..", "", "/work/heads"])
+@pytest.mark.parametrize("repo_id", ["heads", "me/heads/x", "me/..", "", "/models/heads"])
 def test_a_repository_needs_owner_and_name(export, hub, repo_id):
     with pytest.raises(ConfigError):
         push(export, hub, repo_id=repo_id)
