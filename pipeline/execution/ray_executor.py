@@ -11,6 +11,9 @@ import json
 import logging
 import os
 import pickle
+import signal
+import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +26,7 @@ from pipeline.storage.stage_directory import ShardTask
 # Idle threads that spin take the cores from their neighbours: vLLM beside a busy core made half its tokens.
 WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 OBJECT_STORE_BYTES = 256 * 1024**2  # descriptors and receipts only
+MAX_DEATHS = 3  # of workers on one shard: Ray would try for ever what takes more memory than there is
 
 
 class ShardActor:
@@ -59,7 +63,7 @@ class RayExecutor:
         context.enable_progress_bars = False
         context.print_on_execution_start = False
         context.enable_operator_progress_bars = False
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are raised: they need no traceback too
 
     def _start(self) -> None:
         quiet: dict[str, Any] = {
@@ -69,7 +73,7 @@ class RayExecutor:
         }
         local = {"num_cpus": len(os.sched_getaffinity(0)), "object_store_memory": OBJECT_STORE_BYTES}
         try:
-            with without_stderr():
+            with without_stderr(), own_signals():
                 if os.environ.get("RAY_ADDRESS"):
                     self._ray.init(**quiet)
                 else:
@@ -96,30 +100,57 @@ class RayExecutor:
         descriptors = data.from_items(
             [{"task": json.dumps(asdict(task))} for task in tasks], override_num_blocks=len(tasks)
         )
-        outcomes = descriptors.map_batches(
-            ShardActor,
-            fn_constructor_kwargs={"worker": worker, "arguments": arguments},
-            batch_size=1,
-            compute=data.ActorPoolStrategy(size=min(placement.workers, len(tasks))),
-            num_cpus=placement.cpus,
-            num_gpus=placement.gpus,
-        )
-        for row in outcomes.iter_rows():
-            yield pickle.loads(row["outcome"])
+        with warnings.catch_warnings():  # until 2.64 Ray only says that it will want the retries elsewhere, not where
+            warnings.filterwarnings("ignore", message=".*ray_remote_args")
+            outcomes = descriptors.map_batches(
+                ShardActor,
+                fn_constructor_kwargs={"worker": worker, "arguments": arguments},
+                batch_size=1,
+                compute=data.ActorPoolStrategy(size=min(placement.workers, len(tasks))),
+                num_cpus=placement.cpus,
+                num_gpus=placement.gpus,
+                max_task_retries=MAX_DEATHS - 1,
+            )
+        with self._faults():
+            for row in outcomes.iter_rows():
+                yield pickle.loads(row["outcome"])
 
     def call(self, function: Callable[..., Any], arguments: dict[str, Any], placement: Placement) -> Any:
         # max_calls=1: the process ends with the call, and with it what an engine holds of memory and GPU.
         remote = self._ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1)(
             run_and_carry_errors
         )
-        result, error = self._ray.get(remote.remote(function, arguments))
+        with self._faults():
+            result, error = self._ray.get(remote.remote(function, arguments))
         if error:
             raise error
         return result
 
+    @contextlib.contextmanager
+    def _faults(self) -> Iterator[None]:
+        """Say in one line how a worker died, or what it raised that was meant for nobody."""
+        try:
+            yield
+        except self._ray.exceptions.RayError as error:
+            said = str(error).strip().splitlines() or [type(error).__name__]
+            fix = "If memory ran out, use smaller batches or more GPUs. What was committed is kept; run it again."
+            raise EnvironmentFault(f"A worker died: {said[-1].rstrip('.')}.", "Ray", fix) from error
+
     def close(self) -> None:
         if self._started:
             self._ray.shutdown()
+
+
+@contextlib.contextmanager
+def own_signals() -> Iterator[None]:
+    """Keep how this process stops: Ray's handler of SIGTERM would end it without a word."""
+    kept = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():  # elsewhere Ray sets none, and nor may we
+            for signum, handler in kept.items():
+                signal.signal(signum, handler)
 
 
 @contextlib.contextmanager
