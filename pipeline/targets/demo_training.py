@@ -6,7 +6,7 @@ starts at zero (1.3 against 2.2). Steps are small, and bfloat16 is used where th
 
 Conversations follow one another in one stream that is cut into rows; attention runs across them. Some rows are as long
 as the context, so that no position stays unseen. Training ends after `num_steps`, which makes it repeatable on one
-machine, or at the deadline, whichever comes first; the learning rate follows the larger of the two shares.
+machine, or at the deadline, whichever comes first; the learning rate falls as the nearer of the two ends requires.
 
 Muon: Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon. Not torch's own: that one computes in bfloat16
 whatever the processor, which takes 20 times as long where it is emulated.
@@ -65,8 +65,9 @@ def train(
     num_tokens = 0
     model.train()
     for ids_BT, labels_BT in batches(documents):
-        share = max(len(losses) / num_steps, (time.monotonic() - begun) / max(deadline - begun, 1e-9))
-        if share >= 1:
+        steps_share = len(losses) / num_steps
+        time_share = (time.monotonic() - begun) / max(deadline - begun, 1e-9)
+        if max(steps_share, time_share) >= 1:
             break
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
             logits_BTV = model(input_ids=ids_BT, use_cache=False).logits
@@ -75,7 +76,7 @@ def train(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * learning_rate_share(share)
+                group["lr"] = group["peak_lr"] * learning_rate_share(steps_share, time_share)
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
@@ -157,9 +158,12 @@ def orthogonalize(matrices_NRC: torch.Tensor, dtype: torch.dtype, num_iterations
     return (x_NRC if wide else x_NRC.mT).to(matrices_NRC.dtype)
 
 
-def learning_rate_share(share: float) -> float:
-    """The peak's share after `share` of the training: a short warm-up, a plateau, a linear decay to nearly nothing."""
-    return min(1.0, (share + 0.001) / WARMUP_SHARE, max(0.02, (1 - share) / DECAY_SHARE))
+def learning_rate_share(steps_share: float, time_share: float) -> float:
+    """The peak's share so far into the steps and the time: a short warm-up, a plateau, a linear decay to nearly nothing.
+
+    As long as the steps are ahead of the clock when the decay begins, and stay there, the clock changes nothing.
+    """
+    return min(1.0, (steps_share + 0.001) / WARMUP_SHARE, max(0.02, (1 - max(steps_share, time_share)) / DECAY_SHARE))
 
 
 def batches(documents: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
