@@ -7,12 +7,20 @@ are the reference; the README's table of keys is made from them, and a test comp
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Fraction = float
 
 
 class Section(BaseModel):
@@ -72,7 +80,7 @@ class SeedsConfig(Section):
         description="Where the prompts come from; `seeds.sources=PATH` is shorthand for one."
     )
     rows_per_shard: PositiveInt = Field(512, description="Conversations per shard, the unit of work and of resume.")
-    holdout: Fraction = Field(
+    holdout: float = Field(
         0.1, description="Fraction never trained on: half calibrates, half checks (at least 8 rows each).", gt=0, lt=1
     )
     max_characters: PositiveInt = Field(200_000, description="Longer conversations are quarantined as too-long.")
@@ -88,6 +96,17 @@ class SeedsConfig(Section):
         if not value:
             raise ValueError("name at least one source")
         return value
+
+
+def without_secrets(engine_args: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what must not stand in a run's files, where every setting does."""
+    for name in engine_args:
+        if name.endswith(("token", "password", "api_key")):
+            raise ValueError(f"{name} would be written to run.yaml; give it in the environment (HF_TOKEN) instead")
+    return engine_args
+
+
+EngineArgs = Annotated[dict[str, Any], AfterValidator(without_secrets)]
 
 
 class GenerateConfig(Section):
@@ -110,14 +129,14 @@ class GenerateConfig(Section):
     batch_invariant: bool = Field(
         False, description="vLLM's batch-invariant mode on a GPU (beta): the same tokens in any batch."
     )
-    engine_args: dict[str, Any] = Field(default_factory=dict, description="Passed to the engine as they are.")
+    engine_args: EngineArgs = Field(default_factory=dict, description="Passed to the engine as they are.")
 
 
 class FeaturesConfig(Section):
     engine: Literal["transformers", "vllm"] = Field("transformers", description="Which engine runs the backbone.")
     tokens_per_batch: PositiveInt = Field(16_384, description="Token budget of one forward, padding included.")
     codec: Literal["zstd", "lz4", "none"] = Field("zstd", description="Parquet compression of the states.")
-    engine_args: dict[str, Any] = Field(default_factory=dict, description="Passed to vLLM as they are.")
+    engine_args: EngineArgs = Field(default_factory=dict, description="Passed to vLLM as they are.")
 
 
 class TrainConfig(Section):
@@ -180,8 +199,8 @@ class CheckConfig(Section):
     min_acceleration_rate: float = Field(1.0, description="The check fails below it.", ge=0)
     tie_tolerance: float | None = Field(
         None,
-        description="A greedy difference is a tie where the target's top-2 logits are closer; default 1e-4 in float32, "
-        "0.03 in float16, 0.25 in bfloat16.",
+        description="A greedy difference is a tie where the target's top-2 logits are this close; 1e-4 in float32, "
+        "0.0625 in float16 and 0.5 in bfloat16 by default.",
         ge=0,
     )
 
@@ -209,7 +228,7 @@ class PlacementConfig(Section):
 
 
 class LimitsConfig(Section):
-    max_quarantine_fraction: Fraction = Field(
+    max_quarantine_fraction: float = Field(
         0.2, description="A stage stops (exit 3) when it refuses more; duplicates do not count.", ge=0, le=1
     )
     min_free_disk_gb: float = Field(1.0, description="A stage stops (exit 4) before the disk has less.", ge=0)

@@ -59,6 +59,7 @@ def test_a_hub_id_stays_a_hub_id(file):
         ("run.name.x=1", "reaches into a value"),
         ("generate.mode=reply", "'generate.mode'"),
         ("seeds.sources=[]", "at least one source"),
+        ("generate.engine_args={hf_token: hf_abc}", "hf_token would be written to run.yaml"),
     ],
 )
 def test_a_mistake_is_named_in_one_paragraph_with_exit_code_2(file, word, says):

@@ -19,9 +19,9 @@ from pipeline.targets.spec import TargetSpec
 
 GapAt = Callable[[list[int]], float]
 
-# Where the target's top-2 logit gap is below this, the choice is rounding's. In half precision one unit in the last
-# place of a logit of 16 is 0.016 (float16) or 0.125 (bfloat16).
-TIE_TOLERANCE = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.25}
+# Where the target's top-2 logit gap is not above this, the choice is rounding's. In half precision logits themselves
+# lie on a grid; this is four of its steps at logits of 16 to 32, where chat models' best ones are.
+TIE_TOLERANCE = {"float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5}
 
 
 def tie_tolerance(target: TargetSpec, settings: CheckConfig) -> float:
@@ -54,7 +54,7 @@ def compare(
 
     Args:
         gap_at: The target's own top-2 logit gap after a prefix; asked only where sequences differ.
-        tolerance: A smaller gap is a tie.
+        tolerance: A gap up to it is a tie.
     """
     match = GreedyMatch(len(plain))
     for name, prompt, left, right in zip(ids, prompts, plain, other, strict=True):
@@ -65,7 +65,7 @@ def compare(
             (i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right))
         )
         gap = gap_at(prompt + left[:place])
-        if gap < tolerance:
+        if gap <= tolerance:
             match.ties += 1
         else:
             match.differing.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,12 +48,16 @@ class Context:
     def target(self) -> TargetSpec:
         """The target, with what the configuration leaves open filled in from the model.
 
-        `dtype: auto` depends on whether workers have GPUs: what placement says, else what this machine has.
+        `dtype: auto` depends on whether workers have GPUs: what placement says, else the cluster that RAY_ADDRESS
+        names, else this machine.
 
         Raises:
             ConfigError: There is no such target, or it cannot be accelerated by tree verification.
         """
         gpus = self.config.placement.features.gpus_per_worker
+        on_cluster = self.executor_name == "ray" and os.environ.get("RAY_ADDRESS") and not self.read_only
+        if gpus is None and on_cluster:
+            gpus = self.executor.resources().gpus
         return resolve(self.config.target, on_gpu=None if gpus is None else gpus > 0)
 
     @functools.cached_property

@@ -61,6 +61,7 @@ def run_sharded(
                 meter.advance(_note(receipts, fresh, unit, time.monotonic() - started))
                 _check_limits(context.config.limits, stage, receipts, final=len(receipts) == len(tasks))
             pending = stage.pending(tasks)
+            _after_unseen(context.config.limits, stage, [t.index for t in pending if t.index in receipts], failures)
     _check_limits(context.config.limits, stage, receipts, final=True)
     return totals(receipts)
 
@@ -95,6 +96,17 @@ def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
         )
     else:
         context.run.event("shard-failed", **facts, error=str(outcome.error or outcome.traceback))
+
+
+def _after_unseen(limits: LimitsConfig, stage: StageDirectory, unseen: list[int], failures: Counter[int]) -> None:
+    """A worker committed a shard that this process cannot see: say so instead of making it for ever."""
+    failures.update(unseen)
+    if any(failures[index] >= limits.max_consecutive_failures for index in unseen):
+        raise EnvironmentFault(
+            f"Workers committed shards of {stage.stage} that are not to be seen here, {unseen[:3]} among them.",
+            str(stage.path),
+            "run.root and run.store must be on storage that every node sees.",
+        )
 
 
 def _after_failure(limits: LimitsConfig, stage: StageDirectory, outcome: Outcome, failures: Counter[int]) -> None:

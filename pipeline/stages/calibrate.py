@@ -35,6 +35,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     """Measure the heads and search the tree."""
     features, train = context.upstream["features"], context.upstream["train"]
     settings, trained = context.config.calibrate, context.config.train
+    placement = context.placement("train")
     arguments = {
         "shards": tuple(map(str, features.shards())),
         "fingerprint": features.fingerprint,
@@ -42,9 +43,9 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         "roles": trained.roles,
         "split": "calibrate",
         "top": settings.top,
-        "batch_tokens": trained.batch_tokens,
+        "device": "cuda" if placement.gpus else "cpu",
     }
-    hits_KR, counts_K = context.executor.call(held_out_hits, arguments, context.placement("train"))
+    hits_KR, counts_K = context.executor.call(held_out_hits, arguments, placement)
     if int(counts_K.min()) == 0:
         raise DataError(
             f"Head {int(counts_K.argmin())} has nothing to be measured on: the held-out answers are too short for it.",

@@ -25,7 +25,7 @@ from pipeline.storage.rows import conversation_of, message_dicts
 from pipeline.storage.schemas import GENERATED
 from pipeline.storage.shards import Receipt, read_rows
 from pipeline.storage.stage_directory import ShardTask, StageDirectory, shard_writer
-from pipeline.targets.engines import make_generation_engine
+from pipeline.targets.engines import make_generation_engine, semantic_arguments
 from pipeline.targets.protocol import GenerationEngine
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
 
@@ -37,6 +37,7 @@ UPSTREAM = ("seeds",)
 def identity(context: Context) -> dict[str, Any]:
     """Every setting shapes the text, and so do the target and the run's seed."""
     settings = context.config.generate.model_dump(mode="json")
+    settings["engine_args"] = semantic_arguments(settings["engine_args"])
     return {"settings": settings, "seed": context.config.run.seed, "target": context.target_identity}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ class FileDigests:
             self.known = {}
 
     def of(self, path: Path) -> str:
-        """The file's sha256 (hex)."""
+        """The file's sha256 (hex); the Hub's cache names large files by it already."""
+        blob = path.resolve()
+        if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name):
+            return blob.name
         stat = path.stat()
         key = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}:{path.name}"
         if key not in self.known:

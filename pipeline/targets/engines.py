@@ -12,6 +12,24 @@ from pipeline.targets.spec import TargetSpec
 EngineName = Literal["vllm", "transformers"]
 
 
+# Arguments of engines that say how much they may use, not what they compute: a run that was stopped for want of
+# memory continues with smaller ones.
+PLACEMENT_ARGUMENTS = {
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "max_batch_tokens",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "swap_space",
+    "tensor_parallel_size",
+}
+
+
+def semantic_arguments(engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine arguments that count in a fingerprint."""
+    return {name: value for name, value in engine_args.items() if name not in PLACEMENT_ARGUMENTS}
+
+
 def make_generation_engine(
     name: EngineName, target: TargetSpec, engine_args: Mapping[str, Any], gpus: int, batch_invariant: bool = False
 ) -> GenerationEngine:

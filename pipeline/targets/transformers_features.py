@@ -22,7 +22,7 @@ from pipeline.targets.spec import TargetSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-WINDOW_BATCHES = 8
+WINDOW_BATCHES = 16
 
 
 class TransformersFeatureEngine:
@@ -106,6 +106,7 @@ class TransformersFeatureEngine:
         for row, ids in zip(ids_BT, rows, strict=True):
             row[: len(ids)] = torch.as_tensor(ids)
         hidden_BTD = self.model.base_model(input_ids=ids_BT.to(self._device), use_cache=False).last_hidden_state
+        hidden_BTD = hidden_BTD.to(self.dtype)  # what the shard's footer says
         if hidden_BTD.device.type != "cuda":
             return _Batch(indices, lengths, hidden_BTD, None)
         host_BTD = torch.empty(hidden_BTD.shape, dtype=hidden_BTD.dtype, pin_memory=True)

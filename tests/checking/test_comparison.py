@@ -28,7 +28,7 @@ def test_equal_texts_ask_the_target_nothing():
     assert match.as_dict() == {"sequences": 1, "identical": 1, "ties": 0} and asked == []
 
 
-@pytest.mark.parametrize(("gap", "ties"), [(0.0, 1), (0.99e-4, 1), (1e-4, 0), (3.0, 0)])
+@pytest.mark.parametrize(("gap", "ties"), [(0.0, 1), (1e-4, 1), (1.01e-4, 0), (3.0, 0)])
 def test_texts_that_part_are_judged_by_the_gap_before_their_first_difference(gap, ties):
     match, asked = judged([1, 2, 3, 4, 9], [1, 2, 5, 4, 1], gap)
     assert asked == [[7, 8, 1, 2]]
