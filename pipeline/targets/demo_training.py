@@ -159,7 +159,7 @@ def orthogonalize(matrices_NRC: torch.Tensor, dtype: torch.dtype, num_iterations
 
 
 def learning_rate_share(steps_share: float, time_share: float) -> float:
-    """The peak's share so far into the steps and the time: a short warm-up, a plateau, a linear decay to nearly nothing.
+    """The peak's share so far into the steps and the time: short warm-up, plateau, linear decay to nearly nothing.
 
     As long as the steps are ahead of the clock when the decay begins, and stay there, the clock changes nothing.
     """
@@ -183,7 +183,7 @@ def batches(documents: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch
 
 
 def pad(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [B, T] and, for the token after each, labels [B, T]; -100 where there is none."""
+    """Ids [B, T], and for the token after each, labels [B, T]; -100 where there is none."""
     ids_BT = pad_sequence(rows, batch_first=True)
     labels_BT = pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=-100)
     return ids_BT, F.pad(labels_BT, (0, 1), value=-100)
