@@ -37,31 +37,35 @@ def main() -> None:
 
 def ends_well(story: Callable[[], Any]) -> int:
     """Run a command or a flow and return its exit code, with errors told as a person reads them."""
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
-    errors = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+    console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+    stops: list[Interrupted] = []
 
-    def tell(what: str) -> None:
-        errors.print("[red]error:[/] ", end="")
-        errors.print(" ".join(what.split()), markup=False)  # whatever it quotes, one paragraph
+    def stop(signum: int, frame: FrameType | None) -> None:
+        signal.signal(signum, signal.SIG_DFL)  # a second one is not polite any more
+        stops.append(Interrupted(signum, "Stopped.", "What was committed is kept; the same command continues."))
+        raise stops[0]
 
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
     try:
         result = story()
         return result if isinstance(result, int) else 0
-    except Interrupted as stop:
-        errors.print(f"[yellow]stopped:[/] {stop}")
-        return stop.exit_code
-    except MedusaDistillError as error:
-        tell(str(error))
-        if os.environ.get("MEDUSA_DISTILL_TRACEBACK"):
-            errors.print_exception()
-        return error.exit_code
-    except typer.TyperException as error:
-        if said := error.format_message():  # without any words the help was shown
-            tell(f"{said.rstrip('.')}. See --help.")
-        return error.exit_code
+    except Exception as error:
+        return _told(stops[0] if stops else error, console)  # whatever a stop was taken for on its way up
 
 
-def _stop(signum: int, frame: FrameType | None) -> None:
-    signal.signal(signum, signal.SIG_DFL)  # a second one is not polite any more
-    raise Interrupted(signum, "Stopped.", "What was committed is kept; the same command continues.")
+def _told(error: Exception, console: Console) -> int:
+    """Say an error in one paragraph and return its exit code; one that is meant for nobody is raised."""
+    if isinstance(error, typer.TyperException):
+        said, code = f"{error.format_message().rstrip('.')}. See --help.", error.exit_code
+        if not error.format_message():  # no command was given, and the help has been shown
+            return code
+    elif isinstance(error, MedusaDistillError):
+        said, code = str(error), error.exit_code
+    else:
+        raise error
+    console.print("[yellow]stopped:[/] " if isinstance(error, Interrupted) else "[red]error:[/] ", end="")
+    console.print(" ".join(said.split()), markup=False)  # whatever it quotes, one paragraph
+    if os.environ.get("MEDUSA_DISTILL_TRACEBACK"):
+        console.print_exception()
+    return code

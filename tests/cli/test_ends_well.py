@@ -1,0 +1,74 @@
+"""However a command ends, its exit code is the promised one and what it says is one paragraph on stderr."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from pipeline.cli.app import ends_well
+from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
+
+
+@pytest.fixture(autouse=True)
+def signals_as_they_were():
+    handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for name, handler in handlers.items():
+        signal.signal(name, handler)
+
+
+def raising(error: Exception):
+    def story() -> None:
+        raise error
+
+    return story
+
+
+def test_a_story_that_ends_is_exit_code_0(capsys):
+    assert ends_well(lambda: None) == 0 and ends_well(lambda: "anything") == 0
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("kind", "code"), [(CheckFailed, 1), (ConfigError, 2), (DataError, 3), (EnvironmentFault, 4)])
+def test_each_error_has_its_exit_code_and_says_what_where_and_what_to_do(kind, code, capsys):
+    assert ends_well(raising(kind("It broke.", "in here", "Mend it."))) == code
+    assert capsys.readouterr() == ("", "error: It broke (in here). Mend it.\n")
+
+
+def test_what_an_error_quotes_is_said_as_it_is_and_in_one_line(capsys):
+    long = "word " * 100
+    ends_well(raising(ConfigError(f"Bad:\n  [bold]x[/bold] :smile:\n\t{long}", "a[0]/[/]", "Mend\nit.")))
+    said = capsys.readouterr().err
+    assert said == f"error: Bad: [bold]x[/bold] :smile: {long.strip()} (a[0]/[/]). Mend it.\n"
+
+
+def test_a_traceback_is_there_for_who_asks(capsys, monkeypatch):
+    monkeypatch.setenv("MEDUSA_DISTILL_TRACEBACK", "1")
+    ends_well(raising(ConfigError("It broke.")))
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_defect_is_not_dressed_up(capsys):
+    with pytest.raises(ZeroDivisionError):
+        ends_well(raising(ZeroDivisionError()))
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("taken_for", [None, EnvironmentFault, RuntimeError])
+def test_a_signal_is_a_stop_whatever_a_library_takes_it_for(sent, code, taken_for, capsys):
+    def story() -> None:
+        try:
+            os.kill(os.getpid(), sent)
+            time.sleep(10)
+        except Exception as error:
+            if taken_for is None:
+                raise
+            raise taken_for("The engine cannot start.") from error
+
+    assert ends_well(story) == code
+    said = capsys.readouterr().err
+    assert said == f"stopped: Stopped ({sent.name}). What was committed is kept; the same command continues.\n"
+    assert signal.getsignal(sent) is signal.SIG_DFL, "a second one ends it at once"
