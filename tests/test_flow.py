@@ -280,6 +280,36 @@ def test_an_interrupted_run_goes_on_with_the_pending_shards_and_ends_with_the_sa
     assert latest(run, name).summary["rows"] == latest(finished_run, name).summary["rows"]
 
 
+def test_an_interrupted_training_goes_on_from_its_checkpoint_and_ends_with_the_same_weights(
+    finished_run, copied_run, make_config, tmp_path, monkeypatch
+):
+    from safetensors.torch import load_file
+
+    from pipeline.stages import train
+
+    real, steps = train.train_medusa1, []
+
+    def watched(spec, on_progress, stop_after=99):
+        def on_step(step, *figures):
+            steps.append(step)
+            if step == stop_after:
+                raise KeyboardInterrupt
+            on_progress(step, *figures)
+
+        return real(spec, on_progress=on_step)
+
+    shutil.rmtree(latest(copied_run, "train").path)
+    config = make_config(tmp_path, train__checkpoint_every=1)
+    monkeypatch.setattr(train, "train_medusa1", lambda spec, on_progress: watched(spec, on_progress, stop_after=2))
+    with pytest.raises(KeyboardInterrupt):
+        run_again(config)
+    monkeypatch.setattr(train, "train_medusa1", watched)
+    run = run_again(config)
+    assert steps == [1, 2, 3] and stages_run(run)[0] == "train"
+    ours, theirs = (load_file(of.path / "latest/train/heads.safetensors") for of in (run, finished_run))
+    assert all((ours[name] == tensor).all() for name, tensor in theirs.items())
+
+
 def test_what_a_killed_writer_left_behind_is_swept_and_never_taken_for_a_shard(copied_run, make_config, tmp_path):
     stage = latest(copied_run, "generate")
     orphan = stage.path / "shards" / "00001.parquet.0123456789ab.tmp"

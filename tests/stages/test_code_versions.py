@@ -1,0 +1,80 @@
+"""A stage's code version is part of its fingerprint: whoever changes what it makes of the same input raises it.
+
+When one of these fails and the new result is meant: raise the stage's VERSION, and write version and hash down here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from pipeline.config import FeaturesConfig, GenerateConfig
+from pipeline.flow import run_flow
+from pipeline.stages import features, generate, seeds
+from pipeline.storage.shards import read_rows
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.targets.spec import TargetSpec
+from tests.flows.tiny import SPECIAL, TEMPLATE, WORDS
+
+GOLDEN = {
+    "seeds": (1, "785eb7a6bc9b3519"),
+    "generate": (1, "2dc0ecd70232d03e"),
+    "features": (1, "394633c587b0567d"),
+}
+
+
+class Echo:
+    """States that say which token and which position they are of."""
+
+    dtype, hidden_size = torch.float32, 2
+
+    def stream(self, rows):
+        for ids in rows:
+            yield torch.stack([torch.tensor(ids), torch.arange(len(ids))], 1).float()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory, make_config) -> dict[str, StageDirectory]:
+    """The three stages that write shards, without a model: the seeds' own answers, and states that are made up."""
+    root = tmp_path_factory.mktemp("golden")
+    spec = TargetSpec(str(root / "target"))
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL, *WORDS])}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<s>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    tokenizer.add_special_tokens({"additional_special_tokens": SPECIAL[2:]})
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(spec.model)
+    LlamaConfig(max_position_embeddings=64, eos_token_id=1).save_pretrained(spec.model)
+
+    stages = {"seeds": run_flow(make_config(root), until="seeds", executor="inline", console=Console(quiet=True))}
+    found = {"seeds": stages["seeds"].latest("seeds")}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(features, "make_feature_engine", lambda *arguments: Echo())
+        workers = {
+            "generate": generate.Worker(spec, GenerateConfig(mode="passthrough"), seed=0, gpus=0),
+            "features": features.Worker(spec, FeaturesConfig(), gpus=0),
+        }
+    for (name, worker), upstream in zip(workers.items(), ("seeds", "generate"), strict=True):
+        found[name] = StageDirectory(root, name, "0" * 64)
+        for task in found[name].tasks(found[upstream]):
+            worker(task)
+    return found
+
+
+def digest(stage: StageDirectory) -> str:
+    rows = [row for path in stage.shards() for row in read_rows(path)]
+    assert len(rows) == 40
+    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=bytes.hex).encode()).hexdigest()[:16]
+
+
+@pytest.mark.parametrize("stage", [seeds, generate, features], ids=lambda stage: stage.NAME)
+def test_what_a_stage_makes_of_the_same_input_changes_only_with_its_version(made, stage):
+    assert (stage.VERSION, digest(made[stage.NAME])) == GOLDEN[stage.NAME]
