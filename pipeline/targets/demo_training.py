@@ -29,7 +29,8 @@ from torch.nn.utils.rnn import pad_sequence
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-ROWS_PER_STEP, POOL_SIZE = 4, 32
+ROWS_PER_STEP, POOL_SIZE = 4, 64
+LENGTH_MULTIPLE = 64
 LONG_ROW_LENGTH = 1024  # one row per pool, of many conversations, so that no position stays unseen
 MATRIX_LR, EMBEDDING_LR, OTHER_LR = 0.03, 0.12, 0.006
 WARMUP_SHARE, DECAY_SHARE = 0.02, 0.6
@@ -183,7 +184,11 @@ def batches(documents: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch
 
 
 def pad(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids [B, T], and for the token after each, labels [B, T]; -100 where there is none."""
+    """Ids [B, T], and for the token after each, labels [B, T]; -100 where there is none.
+
+    T is a multiple of 64: the CPU's kernels are prepared, and kept, for every new shape.
+    """
     ids_BT = pad_sequence(rows, batch_first=True)
     labels_BT = pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=-100)
-    return ids_BT, F.pad(labels_BT, (0, 1), value=-100)
+    missing = -ids_BT.shape[1] % LENGTH_MULTIPLE
+    return F.pad(ids_BT, (0, missing)), F.pad(labels_BT, (0, missing + 1), value=-100)
