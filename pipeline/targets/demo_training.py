@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
-ROWS_PER_STEP, POOL_SIZE = 4, 64
+ROWS_PER_STEP, POOL_SIZE = 4, 32
 LENGTH_MULTIPLE = 64
 LONG_ROW_LENGTH = 1024  # one row per pool, of many conversations, so that no position stays unseen
 MATRIX_LR, EMBEDDING_LR, OTHER_LR = 0.03, 0.12, 0.006

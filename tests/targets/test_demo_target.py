@@ -157,16 +157,17 @@ def test_no_conversations_are_bad_data(tmp_path):
 
 
 def test_every_conversation_is_learned_once_a_round_from_its_first_token():
-    documents = [torch.arange(1, length) + 100 * length for length in range(3, 41)]
+    longest = demo_training.POOL_SIZE + 10  # more documents than a pool has
+    documents = [torch.arange(1, length) + 100 * length for length in range(3, longest)]
     rows = []
     for ids_BT, labels_BT in demo_training.batches(documents):
         assert torch.equal(labels_BT[labels_BT >= 0], ids_BT[:, 1:][labels_BT[:, :-1] >= 0])
         rows += [row[: int((labels >= 0).sum()) + 1].tolist() for row, labels in zip(ids_BT, labels_BT, strict=True)]
-        short = [row for row in rows if len(row) < 40]
+        short = [row for row in rows if len(row) < longest]
         if len(short) == len(documents):
             break
     assert sorted(short) == sorted(document.tolist() for document in documents)
-    assert max(map(len, rows)) > 40  # and some rows are long, of several conversations
+    assert max(map(len, rows)) > longest  # and some rows are long, of several conversations
 
 
 def test_muon_steps_as_torchs_own_does():
