@@ -4,9 +4,10 @@ What makes the minute suffice, measured on the bundled seeds in held-out nats pe
 are trained with Muon (0.56 against AdamW's 1.09); embeddings start at unit size and learn fast, and what the blocks add
 starts at zero (1.3 against 2.2). Steps are small, and bfloat16 is used where the processor multiplies it.
 
-Conversations follow one another in one stream that is cut into rows; attention runs across them. Some rows are as long
-as the context, so that no position stays unseen. Training ends after `num_steps`, which makes it repeatable on one
-machine, or at the deadline, whichever comes first; the learning rate falls as the nearer of the two ends requires.
+A row is one conversation from its first token, as the model will meet it; after eight such batches comes one row as
+long as the context, of several conversations, so that no position stays unseen. Training ends after `num_steps`, which
+makes it repeatable on one machine, or at the deadline, whichever comes first; the learning rate falls in time for the
+nearer of the two.
 
 Muon: Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon. Not torch's own: that one computes in bfloat16
 whatever the processor, which takes 20 times as long where it is emulated.
