@@ -43,18 +43,20 @@ def ends_well(story: Callable[[], Any]) -> int:
     def stop(signum: int, frame: FrameType | None) -> None:
         signal.signal(signum, signal.SIG_DFL)  # a second one is not polite any more
         stops.append(Interrupted(signum, "Stopped.", "What was committed is kept; the same command continues."))
-        raise stops[0]
+        raise KeyboardInterrupt  # Ray lets no other exception out of where it waits
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     try:
         result = story()
-        return result if isinstance(result, int) else 0
-    except Exception as error:
-        return _told(stops[0] if stops else error, console)  # whatever a stop was taken for on its way up
+    except (Exception, KeyboardInterrupt) as error:
+        return _told(stops[0] if stops else error, console)
+    if stops:  # whatever it was taken for on its way up
+        return _told(stops[0], console)
+    return result if isinstance(result, int) else 0
 
 
-def _told(error: Exception, console: Console) -> int:
+def _told(error: BaseException, console: Console) -> int:
     """Say an error in one paragraph and return its exit code; one that is meant for nobody is raised."""
     if isinstance(error, typer.TyperException):
         said, code = f"{error.format_message().rstrip('.')}. See --help.", error.exit_code

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 
 import pytest
 from rich.console import Console
@@ -32,6 +34,12 @@ def line_of(stage: str, out: str) -> str:
 def one_paragraph(text: str) -> str:
     assert text.startswith("error: ") and text.count("\n") == 1 and "Traceback" not in text
     return text.removeprefix("error: ").strip()
+
+
+def test_a_signal_that_typer_would_take_for_its_own_is_told_too(command, finished_run, monkeypatch):
+    monkeypatch.setattr("pipeline.cli.status.stage_states", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    ended = command("status", finished_run.path)
+    assert ended.code == 143 and ended.err.startswith("stopped: Stopped (SIGTERM).")
 
 
 def test_help_names_every_command(command):
