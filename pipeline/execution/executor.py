@@ -131,8 +131,8 @@ def free_gpu_memory() -> None:
     """Give back what torch keeps of memory that nobody uses any more: other processes may need it."""
     import torch
 
-    gc.collect()
     if torch.cuda.is_initialized():
+        gc.collect()
         torch.cuda.empty_cache()
 
 

@@ -145,12 +145,17 @@ class RayExecutor:
 def own_signals() -> Iterator[None]:
     """Keep how this process stops: Ray's handler of SIGTERM would end it without a word."""
     kept = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
+    stopped = False
     try:
         yield
+    except SystemExit:
+        stopped = True
     finally:
         if threading.current_thread() is threading.main_thread():  # elsewhere Ray sets none, and nor may we
             for signum, handler in kept.items():
                 signal.signal(signum, handler)
+    if stopped:
+        signal.raise_signal(signal.SIGTERM)
 
 
 @contextlib.contextmanager

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import time
 
 import pytest
 
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.executor import InlineExecutor, make_executor
 from pipeline.execution.placement import Placement
+from pipeline.execution.ray_executor import own_signals
 from pipeline.storage.shards import Receipt
 from pipeline.storage.stage_directory import ShardTask
 
@@ -94,6 +97,26 @@ def outcomes_are_as_promised(executor) -> None:
 
 def test_inline_gives_every_outcome_and_raises_the_user_s_errors():
     outcomes_are_as_promised(InlineExecutor())
+
+
+@pytest.fixture
+def stopping():
+    """A handler of our own for SIGTERM, as `ends_well` sets one."""
+
+    def stop(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    yield stop
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_that_comes_while_ray_starts_is_still_ours(stopping):
+    with pytest.raises(KeyboardInterrupt), own_signals():
+        signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(signum))  # as ray.init does
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    assert signal.getsignal(signal.SIGTERM) is stopping
 
 
 @pytest.mark.slow
