@@ -186,7 +186,7 @@ class ExportConfig(Section):
 
 
 class CheckConfig(Section):
-    prompts: int | Path = Field(32, description="How many held-out rows, or a file of questions.")
+    prompts: int | Path = Field(32, description="How many held-out rows, at least 1, or a file of questions.")
     max_new_tokens: PositiveInt = Field(64, description="Tokens decoded per prompt.")
     temperature: float = Field(0.0, description="Temperature of typical acceptance.", ge=0)
     acceptance: Literal["greedy", "typical"] = Field("greedy", description="Rule by which candidates are accepted.")
@@ -203,6 +203,13 @@ class CheckConfig(Section):
         "0.0625 in float16 and 0.5 in bfloat16 by default.",
         ge=0,
     )
+
+    @field_validator("prompts")
+    @classmethod
+    def asks_something(cls, value: int | Path) -> int | Path:
+        if isinstance(value, int) and value < 1:
+            raise ValueError("ask at least one held-out row, or name a file of questions")
+        return value
 
 
 class PushConfig(Section):

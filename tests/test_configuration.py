@@ -59,6 +59,8 @@ def test_a_hub_id_stays_a_hub_id(file):
         ("run.name.x=1", "reaches into a value"),
         ("generate.mode=reply", "'generate.mode'"),
         ("seeds.sources=[]", "at least one source"),
+        ("check.prompts=0", "'check.prompts': ask at least one held-out row, or name a file of questions, not 0"),
+        ("check.prompts=-3", "'check.prompts': ask at least one held-out row, or name a file of questions, not -3"),
         ("generate.engine_args={hf_token: hf_abc}", "hf_token would be written to run.yaml"),
     ],
 )

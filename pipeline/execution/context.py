@@ -33,7 +33,7 @@ class Context:
     @functools.cached_property
     def executor(self) -> Executor:
         """Started when the first stage needs it: a run that is finished already starts nothing."""
-        return make_executor(self.executor_name)
+        return make_executor(self.executor_name, self.config.limits.max_consecutive_failures)
 
     def close(self) -> None:
         """Give back what was started."""

@@ -142,8 +142,11 @@ def check_executor(name: str) -> None:
         raise ConfigError(f"There is no executor '{name}'.", "--executor", "It is ray or inline.")
 
 
-def make_executor(name: str) -> Executor:
+def make_executor(name: str, max_failures: int) -> Executor:
     """The executor of that name, `ray` or `inline`.
+
+    Args:
+        max_failures: How often one shard may kill its worker; inline there is none to kill.
 
     Raises:
         ConfigError: There is none.
@@ -154,4 +157,4 @@ def make_executor(name: str) -> Executor:
         return InlineExecutor()
     from pipeline.execution.ray_executor import RayExecutor
 
-    return RayExecutor()
+    return RayExecutor(max_failures)

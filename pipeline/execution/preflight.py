@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from pipeline.checkpoints.layout import check_num_heads, check_repo_id, is_local
 from pipeline.config import Config, PushConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.medusa.tree import Path as TreePath
 from pipeline.medusa.tree import check_choices
+from pipeline.storage.run_directory import STAGES
 
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it in a submitted job's entry point
 
 
-def check_config(config: Config) -> None:
-    """Refuse settings that a later stage could not carry out.
+def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
+    """Refuse settings that a later stage could not carry out; `stages` are those that are to run.
 
     Raises:
         ConfigError: Names the key.
+        EnvironmentFault: A package that a stage needs is not installed.
     """
     check_num_heads(config.train.num_heads)
     if config.calibrate.depth is not None and config.calibrate.depth > config.train.num_heads:
@@ -41,6 +46,8 @@ def check_config(config: Config) -> None:
         _check_push(config.push, config.target.model)
     if os.environ.get(SUBMITTED_JOB):
         _check_lasting(config)
+    if not os.environ.get("RAY_ADDRESS"):  # on a cluster, what the workers have installed decides
+        _check_packages(config, stages)
 
 
 def read_choices(config: Config) -> tuple[TreePath, ...]:
@@ -76,6 +83,38 @@ def _check_push(push: PushConfig, target: str) -> None:
     elif is_local(target):
         fix = "Publish the target and name it there, or leave push.repo_id unset."
         raise ConfigError("Nobody else can load heads for a target that is only here.", "push.base_model", fix)
+
+
+def _check_packages(config: Config, stages: Collection[str]) -> None:
+    """Look for the packages that the settings ask for, without importing them.
+
+    A stage that the store has a finished result of may be kept, made on another machine: it is left to say so itself.
+    """
+    store = (config.run.store or config.run.directory).expanduser()
+    for stage, package, key, fix in _needed_packages(config):
+        made_before = any(store.glob(f"{stage}-*/DONE.json"))
+        if stage in stages and not made_before and not _is_installed(package):
+            name = {"vllm": "vLLM"}.get(package, package)
+            raise EnvironmentFault(f"{name} is not installed here, and {stage} needs it.", key, fix)
+
+
+def _is_installed(package: str) -> bool:
+    return bool(sys.modules.get(package) or importlib.util.find_spec(package))
+
+
+def _needed_packages(config: Config) -> Iterator[tuple[str, str, str, str]]:
+    """Stage, package, the key that asks for it, and what to do without it."""
+    install = "Install it with the right lock (`make install`), or set"
+    if config.generate.engine == "vllm" and config.generate.mode != "passthrough":
+        yield "generate", "vllm", "generate.engine", f"{install} generate.engine to transformers."
+    if config.features.engine == "vllm":
+        yield "features", "vllm", "features.engine", f"{install} features.engine to transformers."
+    if "vllm" in config.check.engines:
+        yield "check", "vllm", "check.engines", f"{install} check.engines to [native]."
+    if config.train.optimizer == "adamw-8bit":
+        yield "train", "bitsandbytes", "train.optimizer", f"{install} train.optimizer to adamw."
+    if config.target.quantization:
+        yield "features", "bitsandbytes", "target.quantization", "Install it, or leave target.quantization unset."
 
 
 def _check_lasting(config: Config) -> None:

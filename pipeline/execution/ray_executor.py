@@ -26,7 +26,6 @@ from pipeline.storage.stage_directory import ShardTask
 # Idle threads that spin take the cores from their neighbours: vLLM beside a busy core made half its tokens.
 WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 OBJECT_STORE_BYTES = 256 * 1024**2  # descriptors and receipts only
-MAX_DEATHS = 3  # of workers on one shard: Ray would try for ever what takes more memory than there is
 
 
 class ShardActor:
@@ -41,11 +40,15 @@ class ShardActor:
 
 
 class RayExecutor:
-    """Workers are Ray actors and tasks."""
+    """Workers are Ray actors and tasks.
+
+    `max_failures` is how often a shard may kill its worker; Ray would always retry what takes more memory than there is.
+    """
 
     name = "ray"
 
-    def __init__(self) -> None:
+    def __init__(self, max_failures: int) -> None:
+        self._max_failures = max_failures
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its C++ side warns of what is meant
         try:
@@ -100,7 +103,9 @@ class RayExecutor:
         descriptors = data.from_items(
             [{"task": json.dumps(asdict(task))} for task in tasks], override_num_blocks=len(tasks)
         )
-        with warnings.catch_warnings():  # until 2.64 Ray only says that it will want the retries elsewhere, not where
+        with (
+            warnings.catch_warnings()
+        ):  # of max_task_retries, which Ray takes nowhere else; pyproject.toml keeps below 2.64
             warnings.filterwarnings("ignore", message=".*ray_remote_args")
             outcomes = descriptors.map_batches(
                 ShardActor,
@@ -109,7 +114,7 @@ class RayExecutor:
                 compute=data.ActorPoolStrategy(size=min(placement.workers, len(tasks))),
                 num_cpus=placement.cpus,
                 num_gpus=placement.gpus,
-                max_task_retries=MAX_DEATHS - 1,
+                max_task_retries=self._max_failures - 1,
             )
         with self._faults():
             for row in outcomes.iter_rows():

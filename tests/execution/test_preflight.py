@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import pytest
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.preflight import SUBMITTED_JOB, check_config
 
 HUB = {"target__model": "owner/model"}
@@ -55,3 +59,64 @@ def test_a_submitted_job_keeps_nothing_in_its_uploaded_copy(make_config, tmp_pat
         check_config(make_config(inside))
     with pytest.raises(ConfigError, match=r"run\.store"):
         check_config(make_config(outside, run__store=str(inside)))
+
+
+WANTS = [
+    ({"generate__engine": "vllm"}, "vllm", "generate.engine", "generate"),
+    ({"features__engine": "vllm"}, "vllm", "features.engine", "features"),
+    ({"check__engines": ["native", "vllm"]}, "vllm", "check.engines", "check"),
+    ({"train__optimizer": "adamw-8bit"}, "bitsandbytes", "train.optimizer", "train"),
+    ({"target__quantization": "8bit"}, "bitsandbytes", "target.quantization", "features"),
+]
+
+
+@pytest.fixture
+def own_machine(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.parametrize(("changes", "package", "key", "stage"), WANTS)
+def test_a_package_that_is_not_installed_is_named_before_anything_is_made(
+    make_config, tmp_path, monkeypatch, own_machine, changes, package, key, stage
+):
+    config = make_config(tmp_path / "runs", **changes)
+    check_config(config)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(EnvironmentFault, match=f"not installed here, and {stage} needs it.*{key}") as caught:
+        check_config(config)
+    assert "\n" not in str(caught.value) and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("changes", "package", "key", "stage"), WANTS)
+def test_a_package_is_not_asked_for_where_it_is_not_needed_here(
+    make_config, tmp_path, monkeypatch, own_machine, changes, package, key, stage
+):
+    """By a stage that is not to run, by one that was made elsewhere, or on a cluster, whose nodes have their own."""
+    config = make_config(tmp_path, **changes)
+    monkeypatch.setitem(sys.modules, package, None)
+    check_config(config, {"seeds", "generate", "features", "train", "check"} - {stage})
+    with monkeypatch.context() as on_cluster:
+        on_cluster.setenv("RAY_ADDRESS", "auto")
+        check_config(config)
+    made = config.run.directory / f"{stage}-0123abcd"
+    made.mkdir(parents=True)
+    with pytest.raises(EnvironmentFault):
+        check_config(config)  # begun, and not finished
+    (made / "DONE.json").write_text("{}")
+    check_config(config)
+
+
+def test_replies_that_the_seeds_bring_need_no_engine(make_config, tmp_path, monkeypatch, own_machine):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    check_config(make_config(tmp_path, generate__engine="vllm", generate__mode="passthrough"))
+
+
+def test_looking_for_a_package_does_not_import_it(make_settings, tmp_path):
+    settings = make_settings(tmp_path, generate__engine="vllm", target__quantization="4bit")
+    script = (
+        "import json, sys; from pipeline.configuration import validate; from pipeline.execution.preflight import *;"
+        "check_config(validate(json.loads(sys.argv[1]), 'test'));"
+        "print([name for name in ('vllm', 'bitsandbytes') if name in sys.modules])"
+    )
+    said = subprocess.run([sys.executable, "-c", script, json.dumps(settings)], capture_output=True, text=True)
+    assert said.stdout.strip() == "[]", said.stderr
