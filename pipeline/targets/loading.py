@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -53,11 +53,10 @@ def load_causal_lm(spec: TargetSpec, device: str | torch.device = "cpu", num_gpu
                 trust_remote_code=spec.trust_remote_code,
                 dtype=getattr(torch, spec.dtype),
                 quantization_config=_quantization(spec),
-                device_map="auto" if on_gpu and num_gpus > 1 else {"": device},
+                **_devices(device, num_gpus if on_gpu else 1),
             )
         except torch.cuda.OutOfMemoryError as error:
-            fix = "Raise gpus_per_worker, or set target.quantization to 8bit or 4bit."
-            raise EnvironmentFault(f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", fix) from error
+            raise _too_large(spec, num_gpus) from error
         except UnpicklingError as error:
             fix = "Load it where you trust it, and `save_pretrained` it to a directory."
             raise ConfigError(
@@ -67,7 +66,21 @@ def load_causal_lm(spec: TargetSpec, device: str | torch.device = "cpu", num_gpu
             fix = "Upgrade transformers, or fetch the target's files again."
             reason = str(error).strip().split("\n")[0].rstrip(".")
             raise ConfigError(f"transformers cannot load {spec.model}: {reason}.", files.WHERE, fix) from error
+    if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) and on_gpu:
+        raise _too_large(spec, num_gpus)  # it would run, a hundred times too slowly
     return model.eval().requires_grad_(False)
+
+
+def _devices(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
+    """Where transformers puts the weights: all on `device`, or spread over the first `num_gpus` GPUs and no other."""
+    if num_gpus <= 1:
+        return {"device_map": {"": device}}
+    return {"device_map": "auto", "max_memory": {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}}
+
+
+def _too_large(spec: TargetSpec, num_gpus: int) -> EnvironmentFault:
+    fix = "Raise gpus_per_worker, or set target.quantization to 8bit or 4bit."
+    return EnvironmentFault(f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", fix)
 
 
 def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:

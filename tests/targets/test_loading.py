@@ -74,6 +74,46 @@ def test_states_that_overflow_are_refused(random_target: TargetSpec) -> None:
         verify_tap(model)
 
 
+FREE = {0: 900_000, 1: 800_000, 2: 700_000, 3: 600_000}  # bytes
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as a loader asks before it hands over to transformers."""
+    monkeypatch.setattr("pipeline.targets.loading.require_gpus", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (FREE[gpu], 10**9))
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("num_gpus", [2, 3])
+def test_a_target_is_spread_over_the_first_gpus_and_no_other(
+    random_target: TargetSpec, monkeypatch: pytest.MonkeyPatch, num_gpus: int
+) -> None:
+    """accelerate places on the devices of `max_memory` alone, and takes every visible one where it is given none."""
+    model, asked = load_causal_lm(random_target), {}
+    monkeypatch.setattr(
+        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **said: asked.update(said) or model
+    )
+    load_causal_lm(random_target, "cuda", num_gpus)
+    assert asked["device_map"] == "auto"
+    assert asked["max_memory"] == {gpu: FREE[gpu] for gpu in range(num_gpus)}
+    asked.clear()
+    load_causal_lm(random_target, "cuda", 1)
+    assert asked["device_map"] == {"": "cuda"} and "max_memory" not in asked
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize("elsewhere", ["cpu", "disk"])
+def test_a_target_that_overflows_its_gpus_is_refused(
+    random_target: TargetSpec, monkeypatch: pytest.MonkeyPatch, elsewhere: str
+) -> None:
+    model = load_causal_lm(random_target)
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers": elsewhere}
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: model)
+    with pytest.raises(EnvironmentFault, match=r"does not fit.*2 GPU.*Raise gpus_per_worker"):
+        load_causal_lm(random_target, "cuda", num_gpus=2)
+
+
 @without_gpu
 def test_a_missing_gpu_is_an_environment_fault(random_target: TargetSpec) -> None:
     require_gpus(0)
