@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -151,22 +150,6 @@ def check_vocabulary(heads_vocab_size: int, target_vocab_size: int) -> None:
             "vocab_size",
             "Train the heads on this very target: a padded, resized or pruned vocabulary does not load in vLLM.",
         )
-
-
-def check_choices(choices: Sequence[Sequence[int]], config: ExportConfig) -> None:
-    """Refuse a tree that engines would misread: empty, repeated or orphaned paths, deeper than there are heads."""
-    paths = {tuple(path) for path in choices}
-    problem = None
-    if not paths or len(paths) != len(choices) or () in paths:
-        problem = "it is empty, or a path is empty or occurs twice"
-    elif (depth := max(map(len, paths))) > config.num_heads:
-        problem = f"its deepest path needs {depth} heads, and there are {config.num_heads}"
-    elif orphans := [path for path in paths if len(path) > 1 and path[:-1] not in paths]:
-        problem = f"the path {list(min(orphans))} has no parent in the tree"
-    elif not all(0 <= rank < config.vocab_size for path in paths for rank in path):
-        problem = f"a rank lies outside the vocabulary of {config.vocab_size}"
-    if problem:
-        raise ConfigError(f"The tree cannot be exported: {problem}.", "calibrate.choices", "Calibrate again.")
 
 
 def is_local(base_model: str) -> bool:

@@ -31,7 +31,6 @@ from pipeline.checkpoints.layout import (
     WEIGHT_SUFFIXES,
     WEIGHTS_FILE,
     ExportConfig,
-    check_choices,
     check_vocabulary,
     read_config,
 )
@@ -55,7 +54,7 @@ def write_export(
         tensors: `{k}.{l}.linear.weight` [D, D], `.bias` [D] and `{k}.{L}.weight` [V, D] for every head k; tied heads
             name one tensor K times. Any device, any float dtype.
         tokenizer: Anything with `save_pretrained(directory)`.
-        choices: The tree's paths.
+        choices: The tree's paths, checked already.
         card: The text of `README.md`.
 
     Returns the files. Raises ConfigError for what cannot be exported, DataError for tensors that are not those heads,
@@ -63,7 +62,6 @@ def write_export(
     """
     directory = Path(directory)
     saved = tensors_as_saved(tensors, config)
-    check_choices(choices, config)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
     try:
@@ -100,11 +98,6 @@ def read_export(directory: str | os.PathLike[str]) -> tuple[ExportConfig, dict[s
             return config, {name: file.get_tensor(name) for name in names}
         tensors = {name: file.get_tensor(name) for name in names if name not in lm_heads}
         return config, tensors | dict.fromkeys(lm_heads, file.get_tensor(lm_heads[0]))
-
-
-def verify_export(directory: str | os.PathLike[str], tensors: Mapping[str, Tensor], config: ExportConfig) -> None:
-    """Compare an export, bit for bit, with the heads and settings that `write_export` took; DataError if it differs."""
-    _compare(Path(directory), tensors_as_saved(tensors, config), config)
 
 
 def tensors_as_saved(tensors: Mapping[str, Tensor], config: ExportConfig) -> dict[str, Tensor]:

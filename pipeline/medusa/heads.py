@@ -93,44 +93,51 @@ class MedusaHeads(nn.Module):
         return (self.lm_head[: len(hidden_KND)] @ hidden_KND.mT).mT
 
 
-def tensor_shapes(config: HeadsConfig, *, expand_tied: bool = True) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every exported tensor: `{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`.
-
-    Tied heads have K equal lm_heads, or, with `expand_tied=False`, the single `0.{L}.weight` that vLLM and TGI accept.
-    """
-    num_copies = 1 if config.tied and not expand_tied else config.num_heads
-    size, last = config.hidden_size, config.num_layers
-    blocks = [f"{k}.{block}.linear" for k in range(config.num_heads) for block in range(last)]
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (size, size) for name in blocks}
-    shapes |= {f"{name}.bias": (size,) for name in blocks}
-    return shapes | {f"{k}.{last}.weight": (config.vocab_size, size) for k in range(num_copies)}
-
-
 def to_named_tensors(heads: MedusaHeads, *, expand_tied: bool = True) -> dict[str, Tensor]:
     """The heads under the consumers' names: contiguous detached tensors on the CPU, none sharing memory with another.
 
-    `expand_tied=False` keeps tied heads' one lm_head single, as `0.{L}.weight`.
+    `expand_tied=False` keeps tied heads' one lm_head single, as the `0.{L}.weight` that vLLM and TGI accept.
     """
-    named: dict[str, Tensor] = {}
-    for name in tensor_shapes(heads.config, expand_tied=expand_tied):
-        head, block, *rest = name.split(".")
-        if int(block) == heads.config.num_layers:
-            tensor = heads.lm_head if heads.config.tied else heads.lm_head[int(head)]
-        else:
-            stack = heads.block_bias if rest[-1] == "bias" else heads.block_weight
-            tensor = stack[int(block), int(head)]
-        named[name] = tensor.detach().to("cpu", copy=True).contiguous()
-    return named
+    views = _named_views(heads, expand_tied=expand_tied)
+    return {name: view.detach().to("cpu", copy=True).contiguous() for name, view in views.items()}
 
 
 def from_named_tensors(config: HeadsConfig, tensors: Mapping[str, Tensor], *, where: str | None = None) -> MedusaHeads:
     """Heads from the consumers' tensors, the inverse of `to_named_tensors`, in the tensors' own dtype.
 
-    Tied heads are read from K equal lm_heads or from one. Raises DataError, naming `where`, when a tensor is missing,
-    unknown or of another shape, or when tied heads' lm_heads differ.
+    Tied heads are read from K equal lm_heads or from one, whose storage they share. Raises DataError, naming `where`,
+    when a tensor is missing, unknown or of another shape, or when tied heads' lm_heads differ.
     """
     single = config.tied and f"1.{config.num_layers}.weight" not in tensors
-    expected = tensor_shapes(config, expand_tied=not single)
+    _check_names_and_shapes(config, tensors, where, expand_tied=not single)
+    lm_head, *others = (tensors[f"{k}.{config.num_layers}.weight"] for k in range(1 if single else config.num_heads))
+    if config.tied and not all(torch.equal(lm_head, other) for other in others):
+        fix = "Read them as untied heads."
+        raise DataError("The heads are said to be tied, but their lm_heads differ.", where, fix)
+    heads = MedusaHeads(config, dtype=lm_head.dtype, device=lm_head.device)
+    for name, view in _named_views(heads, expand_tied=False).items():
+        if not (config.tied and tensors[name] is lm_head):
+            view.data.copy_(tensors[name])
+    if config.tied:
+        heads._fill_lm_head(lm_head)
+    return heads
+
+
+def _named_views(heads: MedusaHeads, *, expand_tied: bool = True) -> dict[str, Tensor]:
+    """Views of the parameters as engines name them: `{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`."""
+    config = heads.config
+    blocks = [(f"{k}.{block}.linear", block, k) for k in range(config.num_heads) for block in range(config.num_layers)]
+    views = {f"{name}.weight": heads.block_weight[block, k] for name, block, k in blocks}
+    views |= {f"{name}.bias": heads.block_bias[block, k] for name, block, k in blocks}
+    lm_heads = [heads.lm_head] * (config.num_heads if expand_tied else 1) if config.tied else heads.lm_head
+    return views | {f"{k}.{config.num_layers}.weight": lm_head for k, lm_head in enumerate(lm_heads)}
+
+
+def _check_names_and_shapes(
+    config: HeadsConfig, tensors: Mapping[str, Tensor], where: str | None, *, expand_tied: bool
+) -> None:
+    empty = MedusaHeads(config, device=torch.device("meta"))
+    expected = {name: tuple(view.shape) for name, view in _named_views(empty, expand_tied=expand_tied).items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if found != expected:
         wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
@@ -140,14 +147,3 @@ def from_named_tensors(config: HeadsConfig, tensors: Mapping[str, Tensor], *, wh
             where,
             "Read the heads with the configuration that they were exported with.",
         )
-    lm_heads = [tensors[f"{k}.{config.num_layers}.weight"] for k in range(1 if single else config.num_heads)]
-    if config.tied and not all(torch.equal(lm_heads[0], other) for other in lm_heads[1:]):
-        fix = "Read them as untied heads."
-        raise DataError("The heads are said to be tied, but their lm_heads differ.", where, fix)
-    heads = MedusaHeads(config, dtype=lm_heads[0].dtype, device=lm_heads[0].device)
-    heads._fill_lm_head(lm_heads[0] if config.tied else torch.stack(lm_heads))
-    for k in range(config.num_heads):
-        for block in range(config.num_layers):
-            heads.block_weight.data[block, k] = tensors[f"{k}.{block}.linear.weight"]
-            heads.block_bias.data[block, k] = tensors[f"{k}.{block}.linear.bias"]
-    return heads

@@ -14,6 +14,7 @@ from pipeline.checkpoints.layout import ExportConfig, check_vocabulary
 from pipeline.checkpoints.medusa import write_export
 from pipeline.execution.context import Context
 from pipeline.medusa.heads import to_named_tensors
+from pipeline.medusa.tree import check_choices
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import load_tokenizer, model_config
 from pipeline.training.checkpoints import load_heads
@@ -55,7 +56,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         to_named_tensors(heads),
         config,
         tokenizer=load_tokenizer(spec),
-        choices=tree["choices"],
+        choices=check_choices(tree["choices"], config.num_heads, config.vocab_size),
         card=model_card({}, base_model=spec.model, repo_id=None, recipe=recipe),
     )
     return {
