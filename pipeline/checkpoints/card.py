@@ -32,12 +32,7 @@ TRAIN_SETTINGS = (
 
 
 def model_card(
-    report: Mapping[str, Any],
-    *,
-    base_model: str | None,
-    repo_id: str | None,
-    recipe: Mapping[str, Any],
-    license: str | None = None,
+    report: Mapping[str, Any], *, base_model: str | None, repo_id: str | None, recipe: Mapping[str, Any]
 ) -> str:
     """The card as Markdown with the Hub's YAML front matter.
 
@@ -46,7 +41,6 @@ def model_card(
         base_model: The target's Hub id; for None or a local path the card says "a local model".
         repo_id: Where the heads are, or will be; None before that is known.
         recipe: The run's resolved configuration as plain data.
-        license: A Hub licence identifier; None declares none.
     """
     base = None if base_model is None or is_local(base_model) else base_model
     section = {name: recipe.get(name) or {} for name in ("target", "seeds", "generate", "train", "export")}
@@ -57,12 +51,11 @@ def model_card(
         "report": report,
         "base": base,
         "here": here,
-        "license": license,
         "num_heads": num_heads,
         "train": section["train"],
         "generate": section["generate"],
         "shared": "shared" in (section["export"].get("formats") or ()),
-        "front_matter": _front_matter(base, license, _data_sets(sources)),
+        "front_matter": _front_matter(base, _data_sets(sources)),
         "speculative_config": json.dumps(
             {"method": "medusa", "model": here, "num_speculative_tokens": num_heads or "K"}
         ),
@@ -77,10 +70,9 @@ def model_card(
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
-def _front_matter(base: str | None, license: str | None, data_sets: list[str]) -> str:
+def _front_matter(base: str | None, data_sets: list[str]) -> str:
     data = ModelCardData(
         base_model=base,
-        license=license,
         datasets=data_sets or None,
         pipeline_tag="text-generation",
         tags=["medusa", "speculative-decoding", "self-distillation"],

@@ -130,7 +130,5 @@ Seeds: {{ sources | join(", ") }}.
   batches gains less, or loses.
 - vLLM drafts the top-1 chain and never the tree, so that its acceleration rate is the lower one.
 - Greedy output is the target's own but for ties within numerical noise. Typical acceptance alters the distribution.
-{% if not license %}
 - No licence is declared for the heads; the target's own terms apply.
-{% endif %}
 """

@@ -42,7 +42,6 @@ def push_export(
     recipe: Mapping[str, Any],
     private: bool = False,
     base_model: str | None = None,
-    license: str | None = None,
     token: str | None = None,
     dry_run: bool = False,
     endpoint: str | None = None,
@@ -56,7 +55,6 @@ def push_export(
         recipe: The run's resolved configuration as plain data, for the card.
         private: Make the repository private; an existing public one is refused, an existing private one stays private.
         base_model: The target's Hub id; needed where the export names a local directory.
-        license: The card's licence identifier.
         token: A Hub token that may write; default HF_TOKEN or what `hf auth login` stored.
         dry_run: Only list what would go. Touches no network and needs no token.
         endpoint: Another Hub; default HF_ENDPOINT.
@@ -82,7 +80,7 @@ def push_export(
     else:
         check_repo_id(base, "push.base_model")
 
-    card = model_card(report, base_model=base, repo_id=repo_id, recipe=recipe, license=license)
+    card = model_card(report, base_model=base, repo_id=repo_id, recipe=recipe)
     config = json.dumps(replace(exported, base_model_name_or_path=base).to_json(), indent=2) + "\n"
     files: dict[str, Path | bytes] = {name: directory / name for name in _names(directory)}
     files |= {CARD_FILE: card.encode(), CONFIG_FILE: config.encode()}

@@ -41,7 +41,6 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         "fingerprint": features.fingerprint,
         "heads": str(train.path / "heads.safetensors"),
         "roles": trained.roles,
-        "split": "calibrate",
         "top": settings.top,
         "device": "cuda" if placement.gpus else "cpu",
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -55,7 +54,6 @@ def _source_identity(context: Context, source: SeedSource) -> dict[str, Any]:
 def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     """Read every source and write the shards."""
     settings = context.config.seeds
-    started = time.monotonic()
     receipts: dict[int, Receipt] = {}
     with context.meter(NAME, 0, unit="rows") as meter:
         rows = split_rows(_read(context), settings.holdout)
@@ -74,7 +72,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     check_quarantine(context.config.limits, NAME, str(stage.path), receipts.values(), final=True)
     summary = totals(receipts)
     _require_enough(summary, stage)
-    return summary | {"seconds": round(time.monotonic() - started, 3)}
+    return summary
 
 
 def one_line(summary: dict[str, Any]) -> str:

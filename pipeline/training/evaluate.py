@@ -33,7 +33,7 @@ def evaluate(
 
     Matrix products run in `dtype`. At most `MAX_POSITIONS` positions are looked at, always the same ones.
     """
-    losses_K, hits_KR, counts_K = _score(heads, rows, SPLIT, TOP, batch_tokens, world, dtype)
+    losses_K, hits_KR, counts_K = _score(heads, rows, TOP, batch_tokens, world, dtype)
     if not counts_K.any():
         return []
     means_KR = torch.cat([losses_K[:, None], hits_KR], 1) / counts_K.clamp(min=1)[:, None]
@@ -46,11 +46,10 @@ def held_out_hits(
     fingerprint: str,
     heads: str,
     roles: Collection[Role],
-    split: str,
     top: int,
     device: str,
 ) -> tuple[Tensor, Tensor]:
-    """How often trained heads' first `top` guesses are right on a split: (hits [K, R] cumulative in R, labels [K]).
+    """How often trained heads' first `top` guesses are right on held-out rows: (hits [K, R], cumulative, labels [K]).
 
     Args:
         shards, fingerprint, roles: As in `FeatureRows`.
@@ -68,22 +67,16 @@ def held_out_hits(
         num_heads=config.num_heads,
         roles=roles,
     )
-    _, hits_KR, counts_K = _score(module, rows, split, top, BATCH_TOKENS, World(), torch.float32)
+    _, hits_KR, counts_K = _score(module, rows, top, BATCH_TOKENS, World(), torch.float32)
     return hits_KR.cpu(), counts_K.cpu()
 
 
 def _score(
-    heads: MedusaHeads,
-    rows: FeatureRows,
-    split: str,
-    top: int,
-    batch_tokens: int,
-    world: World,
-    dtype: torch.dtype,
+    heads: MedusaHeads, rows: FeatureRows, top: int, batch_tokens: int, world: World, dtype: torch.dtype
 ) -> Score:
-    """The score over a split's positions and all workers."""
+    """The score over the held-out positions of all workers."""
     device, num_heads = heads.block_weight.device, heads.config.num_heads
-    plan = EpochPlan(rows.lengths(split), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
+    plan = EpochPlan(rows.lengths(SPLIT), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
     total = Score.zero(num_heads, top, device)
     steps = range(plan.num_steps)
     for batch in load_batches(rows, plan, steps, rank=world.rank, world_size=world.size, device=device):

@@ -56,9 +56,7 @@ def test_the_tree_search_gets_the_same_counts_from_the_saved_heads(heads, make_s
     spec = make_spec()
     write_heads(tmp_path / "heads.safetensors", heads, {})
     _, hits, counts = by_definition(heads, open_features(spec), "calibrate")
-    found = held_out_hits(
-        spec.shards, spec.fingerprint, str(tmp_path / "heads.safetensors"), ("assistant",), "calibrate", 5, "cpu"
-    )
+    found = held_out_hits(spec.shards, spec.fingerprint, str(tmp_path / "heads.safetensors"), ("assistant",), 5, "cpu")
     assert found[0].tolist() == hits and found[1].tolist() == counts
 
 
