@@ -16,8 +16,11 @@ TIED_AND_FORMAT = [(False, "expanded"), (True, "expanded"), (True, "shared")]
 
 
 class TokenizerStub:
+    def __init__(self, text: str = "{}"):
+        self.text = text
+
     def save_pretrained(self, directory: str) -> None:
-        Path(directory, "tokenizer.json").write_text("{}")
+        Path(directory, "tokenizer.json").write_text(self.text)
 
 
 def config_of(**changes) -> ExportConfig:
