@@ -12,7 +12,7 @@ from pipeline.errors import MedusaDistillError
 from pipeline.targets.spec import context_length, model_config, resolve
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
-ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's; said only while the target cannot be looked up
+ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, while the target cannot be looked up
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Estimate:
     conversations: int | None  # None where only reading a data set on the Hub would tell
     tokens: int | None  # to write, and to cache a state of each
     bytes_per_position: int
+    assumed: str = ""  # what was taken for granted, as a sentence
 
     @property
     def disk_bytes(self) -> int | None:
@@ -35,15 +36,17 @@ def estimate(config: Config, seeds: dict[str, Any] | None, generated: dict[str, 
         seeds, generated: The summaries of these stages, where they are done.
     """
     longest = config.generate.rounds * config.generate.max_new_tokens
+    gpus, assumed = config.placement.features.gpus_per_worker, ""
     try:
-        spec = resolve(config.target)
+        spec = resolve(config.target, on_gpu=None if gpus is None else gpus > 0)
         hidden_size, width = model_config(spec).get_text_config().hidden_size, BYTES_OF[spec.dtype]
         longest = min(longest, context_length(spec))
-    except MedusaDistillError:
+    except MedusaDistillError as error:
         hidden_size, width = ASSUMED_HIDDEN_SIZE, 2
+        assumed = f"{error.what} So states of {hidden_size:,} numbers in 16 bits are assumed, as 7B models have them."
     rows = int(seeds["rows"]) if seeds else _count(config)
     bound = None if rows is None else rows * longest
-    return Estimate(rows, int(generated.get("tokens", 0)) if generated else bound, hidden_size * width)
+    return Estimate(rows, int(generated.get("tokens", 0)) if generated else bound, hidden_size * width, assumed)
 
 
 def _count(config: Config) -> int | None:

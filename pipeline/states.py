@@ -49,12 +49,13 @@ def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError | Non
     why = obstacle.what if obstacle else ""
     if linked is None:
         return StageState("not run", why)
-    return StageState("done" if linked.done else "partial", "", linked, _count(linked))
+    why = f"taken to be unchanged: {why}" if why else ""
+    return StageState("done" if linked.done else "partial", why, linked, _count(linked))
 
 
 def _state(context: Context, linked: StageDirectory | None, wanted: StageDirectory, stage: Any) -> StageState:
     upstream = {name: context.upstream[name].content for name in stage.UPSTREAM}
-    if wanted.is_current(upstream):
+    if wanted.is_current(upstream) and wanted.fits:
         return StageState("done", "", wanted, _count(wanted, context, stage))
     if wanted.path.exists():
         why = "unfinished" if wanted.done is None else "what it was made from has changed, or a file is missing"

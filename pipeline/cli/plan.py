@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -9,9 +10,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from pipeline.config import Config, PlacementOf
 from pipeline.configuration import load_config
+from pipeline.errors import EnvironmentFault
 from pipeline.estimate import estimate
+from pipeline.execution.executor import InlineExecutor
+from pipeline.execution.placement import place
 from pipeline.states import StageState, stage_states
 from pipeline.storage.run_directory import RunDirectory
 
@@ -20,7 +26,10 @@ def plan(
     config: Annotated[Path, typer.Argument(help="A YAML file such as configs/zephyr-7b.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, as for run.")] = None,
 ) -> None:
-    """Say which stages would run and which are cached, with tokens, disk and workers. Starts and writes nothing."""
+    """Say which stages would run and which are cached, with tokens, disk and workers.
+
+    Starts and writes nothing; of a target on the Hub it fetches the configuration alone.
+    """
     settings = load_config(config, overrides or ())
     run = RunDirectory(settings.run.directory, settings.run.store)
     console = Console(width=None if Console().is_terminal else 120)
@@ -28,7 +37,7 @@ def plan(
     states = stage_states(run, settings)
     for name, state in states.items():
         if name != "push" or settings.push.repo_id:
-            table.add_row(name, "kept" if state.word == "done" else "run", state.shards, state.why)
+            table.add_row(name, "kept" if state.word == "done" else "run", state.shards, Text(state.why))
     console.print(table)
     figures = estimate(settings, _summary(states["seeds"]), _summary(states["generate"]))
     existing = next(path for path in (run.store, *run.store.parents) if path.exists())
@@ -40,11 +49,10 @@ def plan(
         work = f"{figures.conversations:,} conversations, at most {figures.tokens:,} tokens to write"
         need = f"as many positions of {figures.bytes_per_position:,} bytes each, {figures.disk_bytes / 1e9:,.1f} GB"
     console.print(f"\n{work}, {need}; {free / 1e9:,.0f} GB are free.", highlight=False, soft_wrap=True)
-    placement = settings.placement
+    if figures.assumed:
+        console.print(figures.assumed, highlight=False, markup=False, soft_wrap=True)
     for name in ("generate", "features", "train"):
-        wanted = getattr(placement, name)
-        gpus, cpus = _or_default(wanted.gpus_per_worker), _or_default(wanted.cpus_per_worker)
-        console.print(f"{name}: {wanted.workers} worker(s), {gpus} GPU and {cpus} CPU each", highlight=False)
+        console.print(f"{name}: {_workers(name, settings)}", highlight=False, markup=False, soft_wrap=True)
     if (figures.disk_bytes or 0) > free:
         console.print("[yellow]That does not fit: name a larger run.store, or fewer rows with limit.[/]")
 
@@ -54,5 +62,17 @@ def _summary(state: StageState) -> dict[str, Any] | None:
     return state.directory.summary if state.word == "done" and state.directory else None
 
 
-def _or_default(value: int | None) -> str:
-    return "default" if value is None else str(value)
+def _workers(stage: str, config: Config) -> str:
+    """What a stage's workers get: on this machine the numbers, on a cluster those that are settled already."""
+    wanted: PlacementOf = getattr(config.placement, stage)
+    if os.environ.get("RAY_ADDRESS"):
+        gpus, cpus = (
+            "as the cluster has" if value is None else str(value)
+            for value in (wanted.gpus_per_worker, wanted.cpus_per_worker)
+        )
+        return f"{wanted.workers} worker(s), GPU each: {gpus}, CPU each: {cpus}"
+    try:
+        placed = place(stage, wanted, InlineExecutor().resources())
+    except EnvironmentFault as error:
+        return f"not on this machine. {error.what}"
+    return f"{placed.workers} worker(s), {placed.gpus} GPU and {placed.cpus} CPU each"

@@ -14,6 +14,7 @@ from pipeline.execution.executor import Executor, make_executor
 from pipeline.execution.placement import Placement, place
 from pipeline.execution.progress import Meter
 from pipeline.storage.fingerprint import FileDigests
+from pipeline.storage.locks import Lock
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, resolve, weight_files
@@ -21,7 +22,10 @@ from pipeline.targets.spec import TargetSpec, resolve, weight_files
 
 @dataclass
 class Context:
-    """Shared by the stages of one run. `upstream` fills up as stages finish; `read_only` leaves no trace in the run."""
+    """Shared by the stages of one run. `upstream` fills up as stages finish.
+
+    `read_only` leaves no trace in the run and downloads no weights.
+    """
 
     config: Config
     run: RunDirectory
@@ -29,14 +33,24 @@ class Context:
     executor_name: str = "ray"
     read_only: bool = False
     upstream: dict[str, StageDirectory] = field(default_factory=dict)
+    locks: dict[str, Lock] = field(default_factory=dict)
 
     @functools.cached_property
     def executor(self) -> Executor:
         """Started when the first stage needs it: a run that is finished already starts nothing."""
         return make_executor(self.executor_name, self.config.limits.max_consecutive_failures)
 
+    def lock(self, stage: StageDirectory) -> Lock:
+        """The lock of a stage's directory, which the run keeps until its end: what it has read, nobody throws away."""
+        held = self.locks.get(stage.stage)
+        if held is None or held.path.parent != stage.path:
+            self.locks[stage.stage] = stage.lock()
+        return self.locks[stage.stage]
+
     def close(self) -> None:
-        """Give back what was started."""
+        """Give back what was started and what is held."""
+        for lock in self.locks.values():
+            lock.release()
         if "executor" in self.__dict__:
             self.executor.close()
 
@@ -62,10 +76,14 @@ class Context:
 
     @functools.cached_property
     def target_identity(self) -> dict[str, Any]:
-        """What of the target counts in a fingerprint: its files' content, never where they lie."""
+        """What of the target counts in a fingerprint: its files' content, never where they lie.
+
+        Raises:
+            EnvironmentFault: Its weights would have to be downloaded first, and the context is read-only.
+        """
         spec = self.target
         return {
-            "files": self.digests.of_all(weight_files(spec)),
+            "files": self.digests.of_all(weight_files(spec, fetch=not self.read_only)),
             "dtype": spec.dtype,
             "quantization": spec.quantization,
             "max_tokens": spec.max_tokens,

@@ -42,7 +42,8 @@ class ShardActor:
 class RayExecutor:
     """Workers are Ray actors and tasks.
 
-    `max_failures` is how often a shard may kill its worker; Ray would always retry what takes more memory than there is.
+    `max_failures` is how often a shard may kill its worker: what takes more memory than there is, Ray would retry for
+    ever.
     """
 
     name = "ray"

@@ -89,15 +89,24 @@ def read_json(model: str, revision: str | None, name: str) -> dict[str, Any]:
         raise ConfigError(f"{path} is not JSON: {error}.", WHERE, "Download or save the target again.") from error
 
 
-def identifying_files(model: str, revision: str | None, *, with_code: bool) -> list[Path]:
+def identifying_files(model: str, revision: str | None, *, with_code: bool, fetch: bool = True) -> list[Path]:
     """Local files whose content identifies the target: weights, configuration, tokenizer, template; sorted by name.
 
     A Hub target is downloaded. Its files are links into the Hub cache, named there by the content's hash.
 
+    Args:
+        fetch: False looks only at what was downloaded before.
+
     Raises:
         ConfigError: The target holds no weights that can be read.
+        EnvironmentFault: Its weights are not here, and `fetch` is False.
     """
-    directory = local_directory(model) if is_local(model) else _download(model, revision, with_code=with_code)
+    if is_local(model):
+        directory = local_directory(model)
+    elif fetch:
+        directory = _download(model, revision, with_code=with_code)
+    else:
+        directory = _downloaded(model, revision)
     code = sorted(path.name for path in directory.glob("*.py")) if with_code else []
     names = {*DESCRIBING_FILES, *code, *_weight_names(directory, model)}
     return [path for name in sorted(names) if (path := directory / name).is_file()]
@@ -136,6 +145,18 @@ def _download(model: str, revision: str | None, *, with_code: bool) -> Path:
     patterns = [*DESCRIBING_FILES, weights, *(["*.py"] if with_code else [])]
     with hub_errors(model, revision):
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+
+
+def _downloaded(model: str, revision: str | None) -> Path:
+    """The directory that an earlier `_download` has filled."""
+    snapshot = _cached_snapshot(model, revision)
+    try:
+        if snapshot is not None and _weight_names(snapshot, model):
+            return snapshot
+    except ConfigError:  # so far there is only a part of it
+        pass
+    what = f"The target {model} is not on this machine yet; a run downloads it."
+    raise EnvironmentFault(what, WHERE, "Run it, or download the target first.")
 
 
 def _cached_snapshot(model: str, revision: str | None) -> Path | None:

@@ -139,16 +139,19 @@ def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
     return () if value is None else (value,)
 
 
-def weight_files(spec: TargetSpec) -> list[Path]:
+def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
     """Local files whose content identifies the target: weights, configuration, tokenizer, template; sorted by name.
 
     A Hub target is downloaded. Its files are links into the Hub cache, named there by the content's hash.
 
+    Args:
+        fetch: False downloads nothing.
+
     Raises:
         ConfigError: The target holds no weights that can be read.
-        EnvironmentFault: The Hub cannot be reached.
+        EnvironmentFault: The Hub cannot be reached, or without `fetch` the weights are not here.
     """
-    return files.identifying_files(spec.model, spec.revision, with_code=spec.trust_remote_code)
+    return files.identifying_files(spec.model, spec.revision, with_code=spec.trust_remote_code, fetch=fetch)
 
 
 def require_verifiable(config: PretrainedConfig) -> None:

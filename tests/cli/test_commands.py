@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -10,30 +9,10 @@ import signal
 
 import pytest
 from rich.console import Console
-from rich.control import strip_control_codes
 
-from pipeline.cli.inspect import COLOURS, coloured
 from pipeline.flow import run_flow
-from pipeline.storage.shards import read_rows
-from pipeline.targets.spec import TargetSpec, load_tokenizer
+from tests.cli.tables import STAGES, line_of, one_paragraph, states
 from tests.flows.tiny import stages_run
-
-STAGES = ["seeds", "generate", "features", "train", "calibrate", "export", "check"]
-
-
-def states(out: str) -> dict[str, str]:
-    """The second column of a table by the first."""
-    lines = (line.split() for line in out.splitlines())
-    return {words[0]: words[1] for words in lines if len(words) > 1 and words[0] in [*STAGES, "push"]}
-
-
-def line_of(stage: str, out: str) -> str:
-    return next(line for line in out.splitlines() if line.split()[:1] == [stage])
-
-
-def one_paragraph(text: str) -> str:
-    assert text.startswith("error: ") and text.count("\n") == 1 and "Traceback" not in text
-    return text.removeprefix("error: ").strip()
 
 
 def test_a_signal_that_typer_would_take_for_its_own_is_told_too(command, finished_run, monkeypatch):
@@ -99,48 +78,6 @@ def test_a_failed_check_is_exit_code_1_after_the_report(command, config_file, co
     ended = command("run", config_file, "check.min_acceleration_rate=9", "--executor", "inline")
     assert ended.code == 1 and "acceleration rate" in one_paragraph(ended.err)
     assert "check failed" in ended.out
-
-
-def test_plan_starts_and_writes_nothing(command, config_file, tmp_path):
-    ended = command("plan", config_file)
-    assert ended.code == 0, ended.err
-    assert states(ended.out) == dict.fromkeys(STAGES, "run")
-    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
-
-
-def test_plan_says_what_is_kept_and_which_setting_makes_the_rest_run_again(command, config_file, copied_run):
-    before = {path: path.stat().st_mtime_ns for path in copied_run.path.rglob("*") if path.is_file()}
-    ended = command("plan", config_file, "train.lr=0.5")
-    assert states(ended.out) == dict.fromkeys(STAGES[:3], "kept") | dict.fromkeys(STAGES[3:], "run")
-    assert "changed: lr" in line_of("train", ended.out)
-    assert {path: path.stat().st_mtime_ns for path in copied_run.path.rglob("*") if path.is_file()} == before
-
-
-def test_plan_counts_the_seeds_and_bounds_their_tokens_by_the_settings_or_the_context(command, config_file):
-    """2 answers of 16 tokens each, or 192 tokens of context; 64 states of 4 bytes each."""
-    out = command("plan", config_file).out
-    assert f"40 conversations, at most {40 * 2 * 16:,} tokens to write" in out and "of 256 bytes each" in out
-    out = command("plan", config_file, "generate.rounds=99", "generate.max_new_tokens=99").out
-    assert f"at most {40 * 192:,} tokens" in out
-
-
-def test_plan_takes_the_true_numbers_of_what_is_done_and_of_nothing_else(command, config_file, copied_run):
-    rows = [row for path in copied_run.latest("generate").shards() for row in read_rows(path)]
-    tokens = sum(span["end"] - span["start"] for row in rows for span in row["spans"])
-    assert f"at most {tokens:,} tokens" in command("plan", config_file).out
-    assert f"at most {40 * 2 * 24:,} tokens" in command("plan", config_file, "generate.max_new_tokens=24").out
-
-
-def test_plan_of_a_hub_data_set_without_a_limit_claims_no_number(command, config_file):
-    assert "unknown number of conversations" in command("plan", config_file, "seeds.sources=[{hub: a/b}]").out
-    out = command("plan", config_file, "seeds.sources=[{hub: a/b, limit: 100}]").out
-    assert f"100 conversations, at most {100 * 32:,} tokens" in out
-
-
-def test_plan_names_a_target_that_is_not_there_and_still_plans(command, config_file, tmp_path):
-    ended = command("plan", config_file, f"target.model={tmp_path / 'absent'}")
-    assert ended.code == 0 and states(ended.out)["generate"] == "run"
-    assert "absent" in ended.out
 
 
 def test_status_of_a_finished_run(command, finished_run):
@@ -211,65 +148,6 @@ def test_a_directory_that_is_no_run_is_named(command, tmp_path, name):
     words = [name, tmp_path, *(["seeds"] if name == "inspect" else [])]
     ended = command(*words)
     assert ended.code == 2 and "no run.yaml" in one_paragraph(ended.err)
-
-
-def test_inspect_shows_a_row_as_it_was_said(command, finished_run):
-    row = next(read_rows(finished_run.latest("seeds").shards()[0]))
-    ended = command("inspect", finished_run.path, "seeds", row["id"])
-    assert ended.code == 0
-    for message in row["messages"]:
-        assert f"{message['role']}: {message['content']}" in ended.out
-
-
-def test_inspect_prints_texts_as_they_are(command, make_config, tmp_path):
-    texts = [f"[bold]{number}[/bold] :smile: [/]" for number in range(30)]
-    (tmp_path / "seeds.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    config = make_config(tmp_path, seeds__sources=[{"path": str(tmp_path / "seeds.jsonl")}])
-    run = run_flow(config, until="seeds", executor="inline", console=Console(quiet=True))
-    assert f"user: {texts[7]}\n" in command("inspect", run.path, "seeds", "seeds:7").out
-
-
-def test_inspect_finds_a_row_by_number_and_by_id(command, finished_run):
-    rows = [row for path in finished_run.latest("generate").shards() for row in read_rows(path)]
-    by_number = command("inspect", finished_run.path, "generate", 17).out
-    assert rows[17]["id"] in by_number.splitlines()[0]
-    assert command("inspect", finished_run.path, "generate", rows[17]["id"]).out == by_number
-
-
-def test_inspect_colours_what_the_target_wrote_and_nothing_else(finished_run, tiny_target):
-    tokenizer = load_tokenizer(TargetSpec(str(tiny_target)))
-    row = next(read_rows(finished_run.latest("generate").shards()[0]))
-    text = coloured(row, tokenizer)
-    assert text.plain.startswith("<|user|>")
-    green = [text.plain[span.start : span.end] for span in text.spans if span.style == COLOURS["assistant"]]
-    answers = [tokenizer.decode(row["input_ids"][span["start"] : span["end"]]) for span in row["spans"]]
-    assert green == [strip_control_codes(answer) for answer in answers]
-
-
-def test_inspect_says_what_features_are(command, finished_run):
-    row = next(read_rows(finished_run.latest("features").shards()[0]))
-    out = command("inspect", finished_run.path, "features").out
-    assert f"{len(row['positions'])} positions of 64 × float32, last hidden state after the final norm" in out
-
-
-def test_inspect_shows_the_summary_of_a_stage_without_rows(command, finished_run):
-    out = command("inspect", finished_run.path, "calibrate").out
-    assert json.loads(out)["tree"]["nodes"] == 8
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("seeds", "seeds:4000"), "no row 'seeds:4000' among the 40 rows"),
-        (("seeds", "4000"), "no row '4000'"),
-        (("seeds", "²"), "no row '²'"),
-        (("sedes",), "no stage 'sedes'"),
-        (("push",), "has not reached push"),
-    ],
-)
-def test_inspect_names_what_is_not_there(command, finished_run, words, says):
-    ended = command("inspect", finished_run.path, *words)
-    assert ended.code == 2 and says in one_paragraph(ended.err)
 
 
 def test_verify_of_a_whole_run_is_ok(command, finished_run):

@@ -1,0 +1,22 @@
+"""Reading what the commands print."""
+
+from __future__ import annotations
+
+STAGES = ["seeds", "generate", "features", "train", "calibrate", "export", "check"]
+
+
+def states(out: str) -> dict[str, str]:
+    """The second column of a table by the first."""
+    lines = (line.split() for line in out.splitlines())
+    return {words[0]: words[1] for words in lines if len(words) > 1 and words[0] in [*STAGES, "push"]}
+
+
+def line_of(stage: str, out: str) -> str:
+    """The table's line that begins with `stage`."""
+    return next(line for line in out.splitlines() if line.split()[:1] == [stage])
+
+
+def one_paragraph(text: str) -> str:
+    """What an error says, if that is one line and nothing else."""
+    assert text.startswith("error: ") and text.count("\n") == 1 and "Traceback" not in text
+    return text.removeprefix("error: ").strip()

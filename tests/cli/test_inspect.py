@@ -1,0 +1,74 @@
+"""`inspect` shows a row as a person reads it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+from rich.control import strip_control_codes
+
+from pipeline.cli.inspect import COLOURS, coloured
+from pipeline.flow import run_flow
+from pipeline.storage.shards import read_rows
+from pipeline.targets.spec import TargetSpec, load_tokenizer
+from tests.cli.tables import one_paragraph
+
+
+def test_inspect_shows_a_row_as_it_was_said(command, finished_run):
+    row = next(read_rows(finished_run.latest("seeds").shards()[0]))
+    ended = command("inspect", finished_run.path, "seeds", row["id"])
+    assert ended.code == 0
+    for message in row["messages"]:
+        assert f"{message['role']}: {message['content']}" in ended.out
+
+
+def test_inspect_prints_texts_as_they_are(command, make_config, tmp_path):
+    texts = [f"[bold]{number}[/bold] :smile: [/]" for number in range(30)]
+    (tmp_path / "seeds.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    config = make_config(tmp_path, seeds__sources=[{"path": str(tmp_path / "seeds.jsonl")}])
+    run = run_flow(config, until="seeds", executor="inline", console=Console(quiet=True))
+    assert f"user: {texts[7]}\n" in command("inspect", run.path, "seeds", "seeds:7").out
+
+
+def test_inspect_finds_a_row_by_number_and_by_id(command, finished_run):
+    rows = [row for path in finished_run.latest("generate").shards() for row in read_rows(path)]
+    by_number = command("inspect", finished_run.path, "generate", 17).out
+    assert rows[17]["id"] in by_number.splitlines()[0]
+    assert command("inspect", finished_run.path, "generate", rows[17]["id"]).out == by_number
+
+
+def test_inspect_colours_what_the_target_wrote_and_nothing_else(finished_run, tiny_target):
+    tokenizer = load_tokenizer(TargetSpec(str(tiny_target)))
+    row = next(read_rows(finished_run.latest("generate").shards()[0]))
+    text = coloured(row, tokenizer)
+    assert text.plain.startswith("<|user|>")
+    green = [text.plain[span.start : span.end] for span in text.spans if span.style == COLOURS["assistant"]]
+    answers = [tokenizer.decode(row["input_ids"][span["start"] : span["end"]]) for span in row["spans"]]
+    assert green == [strip_control_codes(answer) for answer in answers]
+
+
+def test_inspect_says_what_features_are(command, finished_run):
+    row = next(read_rows(finished_run.latest("features").shards()[0]))
+    out = command("inspect", finished_run.path, "features").out
+    assert f"{len(row['positions'])} positions of 64 × float32, last hidden state after the final norm" in out
+
+
+def test_inspect_shows_the_summary_of_a_stage_without_rows(command, finished_run):
+    out = command("inspect", finished_run.path, "calibrate").out
+    assert json.loads(out)["tree"]["nodes"] == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("seeds", "seeds:4000"), "no row 'seeds:4000' among the 40 rows"),
+        (("seeds", "4000"), "no row '4000'"),
+        (("seeds", "²"), "no row '²'"),
+        (("sedes",), "no stage 'sedes'"),
+        (("push",), "has not reached push"),
+    ],
+)
+def test_inspect_names_what_is_not_there(command, finished_run, words, says):
+    ended = command("inspect", finished_run.path, *words)
+    assert ended.code == 2 and says in one_paragraph(ended.err)

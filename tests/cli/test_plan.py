@@ -1,0 +1,147 @@
+"""`plan` says what a run would do, and does nothing of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.storage.shards import read_rows
+from tests.cli.hub_to_read import REPOSITORY, HubToRead, serve
+from tests.cli.tables import STAGES, line_of, states
+
+
+@pytest.fixture(autouse=True)
+def own_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def test_plan_starts_and_writes_nothing(command, config_file, tmp_path):
+    ended = command("plan", config_file)
+    assert ended.code == 0, ended.err
+    assert states(ended.out) == dict.fromkeys(STAGES, "run")
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"]
+
+
+def test_plan_says_what_is_kept_and_which_setting_makes_the_rest_run_again(command, config_file, copied_run):
+    before = {path: path.stat().st_mtime_ns for path in copied_run.path.rglob("*") if path.is_file()}
+    ended = command("plan", config_file, "train.lr=0.5")
+    assert states(ended.out) == dict.fromkeys(STAGES[:3], "kept") | dict.fromkeys(STAGES[3:], "run")
+    assert "changed: lr" in line_of("train", ended.out)
+    assert {path: path.stat().st_mtime_ns for path in copied_run.path.rglob("*") if path.is_file()} == before
+
+
+def test_plan_counts_the_seeds_and_bounds_their_tokens_by_the_settings_or_the_context(command, config_file):
+    """2 answers of 16 tokens each, or 192 tokens of context; 64 states of 4 bytes each."""
+    out = command("plan", config_file).out
+    assert f"40 conversations, at most {40 * 2 * 16:,} tokens to write" in out and "of 256 bytes each" in out
+    out = command("plan", config_file, "generate.rounds=99", "generate.max_new_tokens=99").out
+    assert f"at most {40 * 192:,} tokens" in out
+
+
+def test_plan_takes_the_true_numbers_of_what_is_done_and_of_nothing_else(command, config_file, copied_run):
+    rows = [row for path in copied_run.latest("generate").shards() for row in read_rows(path)]
+    tokens = sum(span["end"] - span["start"] for row in rows for span in row["spans"])
+    assert f"at most {tokens:,} tokens" in command("plan", config_file).out
+    assert f"at most {40 * 2 * 24:,} tokens" in command("plan", config_file, "generate.max_new_tokens=24").out
+
+
+def test_plan_of_a_hub_data_set_without_a_limit_claims_no_number(command, config_file):
+    assert "unknown number of conversations" in command("plan", config_file, "seeds.sources=[{hub: a/b}]").out
+    out = command("plan", config_file, "seeds.sources=[{hub: a/b, limit: 100}]").out
+    assert f"100 conversations, at most {100 * 32:,} tokens" in out
+
+
+def test_plan_names_a_target_that_is_not_there_and_what_it_assumes_of_it(command, config_file, tmp_path):
+    """4,096 states of 2 bytes each."""
+    ended = command("plan", config_file, f"target.model={tmp_path / 'absent'}")
+    assert ended.code == 0 and states(ended.out)["generate"] == "run"
+    assert "absent" in ended.out and "4,096 numbers in 16 bits are assumed" in ended.out
+    assert "of 8,192 bytes each" in ended.out
+
+
+def test_plan_says_that_what_is_kept_is_taken_for_granted_where_the_target_is_not_there(
+    command, config_file, copied_run, tmp_path
+):
+    out = command("plan", config_file, f"target.model={tmp_path / 'absent'}").out
+    assert states(out)["generate"] == "kept" and "taken to be unchanged" in line_of("generate", out)
+    assert "taken to be unchanged" not in command("plan", config_file).out
+
+
+@pytest.mark.parametrize(("gpus", "width"), [(0, 4), (1, 2)])
+def test_plan_sizes_the_states_for_where_the_features_are_to_be_made(
+    command, config_file, tiny_target, tmp_path, gpus, width
+):
+    """64 numbers each: the model's own 16 bits on a GPU, float32 on a CPU, whatever this machine has."""
+    target = shutil.copytree(tiny_target, tmp_path / "half")
+    config = (target / "config.json").read_text()
+    (target / "config.json").write_text(config.replace('"float32"', '"bfloat16"'))
+    words = (f"target.model={target}", f"placement.features.gpus_per_worker={gpus}")
+    assert f"of {64 * width} bytes each" in command("plan", config_file, *words).out
+
+
+def test_plan_prints_the_workers_that_this_machine_would_get(command, config_file):
+    cores, gpus = len(os.sched_getaffinity(0)), min(1, torch.cuda.device_count())
+    out = command("plan", config_file, "placement.train.workers=2", "placement.train.cpus_per_worker=1").out
+    if not gpus:
+        assert f"generate: 1 worker(s), 0 GPU and {cores} CPU each" in out
+        assert ("train: 2 worker(s), 0 GPU and 1 CPU each" in out) == (cores > 1)
+    assert "default" not in out
+
+
+def test_plan_says_what_does_not_fit_on_this_machine_and_goes_on(command, config_file):
+    ended = command("plan", config_file, "placement.generate.gpus_per_worker=999")
+    assert ended.code == 0
+    assert re.search(r"generate: not on this machine\. The cluster cannot place generate: .*999 GPU", ended.out)
+    assert "features: 1 worker(s)" in ended.out
+
+
+def test_plan_leaves_a_cluster_s_numbers_to_the_cluster(command, config_file, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "ray.example:6379")
+    out = command("plan", config_file, "placement.generate.gpus_per_worker=4").out
+    assert "generate: 1 worker(s), GPU each: 4, CPU each: as the cluster has" in out
+
+
+@pytest.fixture
+def hub(tiny_target: Path) -> Iterator[HubToRead]:
+    with serve(tiny_target) as served:
+        yield served
+
+
+@pytest.fixture
+def elsewhere(hub: HubToRead, tmp_path: Path) -> Callable[..., str]:
+    """Run a Python process whose Hub is the stand-in and whose cache is empty at first."""
+    home = tmp_path / "hf"
+    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+
+    def run(*words: object) -> str:
+        line = [sys.executable, *map(str, words)]
+        ended = subprocess.run(line, env=environment, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
+
+    return run
+
+
+@pytest.mark.slow
+def test_plan_downloads_no_weights(config_file, hub, elsewhere):
+    plan = ("-m", "pipeline.cli", "plan", config_file, f"target.model={REPOSITORY}")
+    out = elsewhere(*plan)
+    assert set(hub.fetched) == {"config.json"}
+    assert f"The target {REPOSITORY} is not on this machine yet" in line_of("generate", out)
+    assert states(out)["seeds"] == states(out)["generate"] == "run"
+    assert "of 256 bytes each" in out and "assumed" not in out, "its configuration says how large a state is"
+
+    download = "from pipeline.targets.spec import *; print(weight_files(TargetSpec('owner/model')))"
+    assert "model.safetensors" in elsewhere("-c", download)
+    assert "model.safetensors" in hub.fetched
+    hub.fetched.clear()
+    assert "never run" in line_of("generate", elsewhere(*plan)), "now its content is known"
+    assert hub.fetched == []
