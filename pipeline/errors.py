@@ -49,6 +49,15 @@ class DataError(MedusaDistillError, ValueError):
     exit_code = 3
 
 
+class DamagedShard(DataError):
+    """A shard cannot be read, whatever its receipt said; the run makes it anew."""
+
+    def __init__(self, path: str, detail: str):
+        fix = "Delete this file and run the same command again: it is made anew."
+        super().__init__(f"A shard cannot be read: {detail.rstrip('.')}.", path, fix)
+        self.args = (path, detail)
+
+
 class EnvironmentFault(MedusaDistillError, RuntimeError):
     """The machine cannot do it now: disk, GPU, engine, cluster, network, a held lock."""
 

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.errors import CheckFailed, ConfigError
+from pipeline.errors import CheckFailed, ConfigError, DamagedShard
 from pipeline.execution.context import Context
 from pipeline.execution.executor import check_executor
 from pipeline.execution.preflight import check_config
@@ -64,33 +64,71 @@ def run_flow(
         context = Context(config, run, console, executor)
         run.event("run-started", stages=wanted, executor=executor)
         try:
-            for name in wanted:
-                advance(context, STAGES[name], fresh=name == fresh)
+            advance_all(context, wanted, fresh)
         finally:
             context.close()
         run.event("run-finished")
     return run
 
 
+def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> None:
+    """Bring stages up to date, one after another; a shard that turns out damaged when it is read is made again."""
+    discarded: set[str] = set()
+    position = 0
+    while position < len(wanted):
+        name = wanted[position]
+        try:
+            advance(context, STAGES[name], fresh=name == fresh)
+            position += 1
+        except DamagedShard as damaged:
+            owner = _owner(context, damaged)
+            if owner is None or str(damaged.where) in discarded:
+                raise
+            discarded.add(str(damaged.where))
+            context.lock(owner).own()
+            _discard(context, owner, [Path(str(damaged.where))])
+            position, fresh = wanted.index(owner.stage), None
+
+
 def advance(context: Context, stage: ModuleType, *, fresh: bool = False) -> StageDirectory:
-    """Bring one stage up to date and link it as the latest."""
+    """Bring one stage up to date and link it as the latest; from then on the run holds it against being changed."""
     directory = locate(context, stage)
     directory.create(identity_of(context, stage))
     context.run.link_latest(directory)
     upstream = {name: context.upstream[name].content for name in stage.UPSTREAM}
-    with directory.locked():
+    lock = context.lock(directory)
+    lock.share()
+    directory.clean()
+    if fresh or not directory.is_current(upstream) or directory.examine():
+        lock.own()
         if fresh:
             directory.drop()
-        if directory.is_current(upstream):
-            context.console.print(f"[green]✓[/] {stage.NAME:<10} kept       {directory.path.name}", highlight=False)
-        else:
-            _run_stage(context, stage, directory, upstream)
-        directory.require_own_shards()
+        elif damaged := directory.examine():
+            _discard(context, directory, damaged)
+        _run_stage(context, stage, directory, upstream)
+        lock.share()
+    else:
+        context.console.print(f"[green]✓[/] {stage.NAME:<10} kept       {directory.path.name}", highlight=False)
+    directory.require_own_shards()
     context.upstream[stage.NAME] = directory
     if stage is check:
         publish_report(context)
         check.verdict(directory)
     return directory
+
+
+def _owner(context: Context, damaged: DamagedShard) -> StageDirectory | None:
+    """The stage that made a shard, if it is one of this run's."""
+    folder = Path(str(damaged.where)).parent.parent
+    return next((stage for stage in context.upstream.values() if stage.path == folder), None)
+
+
+def _discard(context: Context, stage: StageDirectory, damaged: Sequence[Path]) -> None:
+    names = [str(path.relative_to(stage.path)) for path in damaged]
+    context.run.event("damaged", stage=stage.stage, files=names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    context.console.print(f"[yellow]![/] {stage.stage:<10} damaged, made again: {', '.join(names[:3])}{more}")
+    stage.discard(damaged)
 
 
 def _run_stage(context: Context, stage: ModuleType, directory: StageDirectory, upstream: dict[str, str]) -> None:
@@ -151,7 +189,10 @@ def push_run(
         push.print_dry_run(console, receipt)
         return receipt
     with run.locked():
-        return advance(context, push).summary
+        try:
+            return advance(context, push).summary
+        finally:
+            context.close()
 
 
 def locate(context: Context, stage: ModuleType) -> StageDirectory:

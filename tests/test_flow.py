@@ -157,8 +157,10 @@ def test_runs_that_name_one_store_share_the_feature_cache(copied_run, make_confi
 
 def test_a_second_run_in_a_store_is_refused_while_the_first_is_in_the_same_stage(copied_run, make_config, tmp_path):
     recipe = make_config(tmp_path, run__name="recipe", run__store=str(copied_run.path), train__lr=3e-2)
-    with latest(copied_run, "features").locked(), pytest.raises(EnvironmentFault, match="holds the features stage"):
-        run_again(recipe)
+    with latest(copied_run, "features").lock() as lock:
+        lock.own()
+        with pytest.raises(EnvironmentFault, match="holds the features stage"):
+            run_again(recipe)
     assert stages_run(run_again(recipe))[0] == "train"
 
 
@@ -235,8 +237,10 @@ def test_fresh_makes_a_stage_again_and_keeps_what_follows_when_it_is_the_same(co
 
 def test_fresh_does_not_throw_away_what_another_run_is_working_on(copied_run, make_config, tmp_path):
     features = latest(copied_run, "features")
-    with features.locked(), pytest.raises(EnvironmentFault, match="holds the features stage"):
-        run_again(make_config(tmp_path), fresh="features")
+    with features.lock() as lock:
+        lock.share()  # as a run does that trains from it
+        with pytest.raises(EnvironmentFault, match="holds the features stage"):
+            run_again(make_config(tmp_path), fresh="features")
     assert features.verify() == [] and len(features.shards()) == 4
 
 

@@ -67,20 +67,24 @@ def run_sharded(
 
 
 def totals(receipts: dict[int, Receipt]) -> dict[str, Any]:
-    """Sums over receipts; the rate is per worker-second of `busy_seconds`, so that it survives a resume."""
+    """Sums over receipts; the rate is per second that a worker was busy, so that it survives a resume."""
     sums: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
+    tokens = busy_seconds = 0.0
     for receipt in receipts.values():
         sums.update(receipt.stats)
         reasons.update(receipt.reasons)
+        if receipt.note and receipt.note.busy_seconds:
+            tokens += receipt.stats.get("tokens", 0)
+            busy_seconds += receipt.note.busy_seconds
     out: dict[str, Any] = {
         "rows": sum(r.num_rows for r in receipts.values()),
         "quarantined": sum(r.num_quarantined for r in receipts.values()),
         "reasons": dict(reasons),
         **{key: value for key, value in sorted(sums.items())},
     }
-    if sums.get("busy_seconds"):
-        out["tokens_per_second"] = round(sums["tokens"] / sums["busy_seconds"], 1)
+    if busy_seconds:
+        out["tokens_per_second"] = round(tokens / busy_seconds, 1)
     return out
 
 
@@ -93,6 +97,7 @@ def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
             rows=outcome.receipt.num_rows,
             quarantined=outcome.receipt.num_quarantined,
             **outcome.receipt.stats,
+            **({"busy_seconds": outcome.receipt.note.busy_seconds} if outcome.receipt.note else {}),
         )
     else:
         context.run.event("shard-failed", **facts, error=str(outcome.error or outcome.traceback))

@@ -93,12 +93,8 @@ class Worker:
                 if len(written) > 1:  # one group is written while the next is computed, no more are held
                     positions += written.popleft().result()
             positions += sum(writing.result() for writing in written)
-            stats = {
-                "positions": float(positions),
-                "tokens": float(sum(len(row["input_ids"]) for row in rows)),
-                "busy_seconds": time.monotonic() - started,
-            }
-            return writer.commit(NAME, [row["id"] for row in rows], stats)
+            stats = {"positions": float(positions), "tokens": float(sum(len(row["input_ids"]) for row in rows))}
+            return writer.commit(NAME, [row["id"] for row in rows], stats, time.monotonic() - started)
 
     def close(self) -> None:
         self.engine.close()

@@ -83,7 +83,7 @@ class Worker:
             for row in seeds
         }
         converse(list(dialogues.values()), self.engine)
-        counts: Counter[str] = Counter()
+        counts: Counter[str] = Counter(tokens=0, turns=0)
         with shard_writer(task, GENERATED) as writer:
             rows: list[dict[str, Any]] = []
             for seed in seeds:
@@ -97,8 +97,7 @@ class Worker:
                     tokens=sum(row.num_generated for row in generated), turns=sum(len(row.spans) for row in generated)
                 )
             writer.write(rows)
-            stats = {**counts, "busy_seconds": time.monotonic() - started}
-            return writer.commit(NAME, [seed["id"] for seed in seeds], stats)
+            return writer.commit(NAME, [seed["id"] for seed in seeds], dict(counts), time.monotonic() - started)
 
     def close(self) -> None:
         if self.engine is not None:

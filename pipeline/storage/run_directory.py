@@ -17,7 +17,8 @@ from pipeline.config import Config
 from pipeline.configuration import dump_config, load_config
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.storage.durable import write_text
-from pipeline.storage.stage_directory import StageDirectory, lock
+from pipeline.storage.locks import Lock
+from pipeline.storage.stage_directory import StageDirectory
 
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
@@ -85,7 +86,8 @@ class RunDirectory:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run for one driver."""
-        with lock(self.path / "lock", f"the run '{self.path.name}'"):
+        with Lock(self.path / "lock", f"the run '{self.path.name}'") as lock:
+            lock.own()
             yield
 
     def event(self, kind: str, **facts: Any) -> None:

@@ -1,17 +1,21 @@
 """A shard: one Parquet file of a stage, committed by one rename.
 
-The order is: quarantine file (also when empty), then the shard. The Parquet footer carries the receipt (fingerprint,
-ids, counts, content hash, the upstream shard's content hash), so a shard that can be opened says itself whether it
-is the one that is wanted. Page checksums are written and verified: without them a flipped bit reads back silently.
+The order is: quarantine file (also when empty), then the shard, then a note beside it. The Parquet footer carries the
+receipt (fingerprint, ids, counts, content hash, the upstream shard's content hash), so a shard that can be opened says
+itself whether it is the one that is wanted; equal content makes equal bytes, whoever wrote them and when. The note
+(`receipts/00017.json`) has what cannot stand in the file itself: its sha256, and how long the work took. Page checksums
+are written and verified: without them a flipped bit reads back silently.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -19,7 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.conversations.conversation import Refused
-from pipeline.storage.durable import atomic_path, disk_errors, publish, temporary_beside
+from pipeline.errors import DamagedShard, EnvironmentFault
+from pipeline.storage.durable import atomic_path, disk_errors, publish, read_json, temporary_beside, write_json
+from pipeline.storage.file_facts import FileFacts, HashedFile
 from pipeline.storage.fingerprint import ids_digest
 
 RECEIPT_KEY = b"medusa-distill.receipt"
@@ -38,7 +44,17 @@ class Receipt:
     ids_sha256: str
     content_sha256: str
     reasons: dict[str, int] = field(default_factory=dict)  # quarantined rows by reason
-    stats: dict[str, float] = field(default_factory=dict)  # what the stage counts: tokens, positions, seconds
+    stats: dict[str, float] = field(default_factory=dict)  # what the stage counts: tokens, positions
+    note: Note | None = None  # None where its writer was killed before it, or the file was not written by this receipt
+
+
+@dataclass(frozen=True)
+class Note:
+    """What stands beside a shard: the file as it was written, and the seconds that a worker was busy with it."""
+
+    content_sha256: str
+    file: FileFacts
+    busy_seconds: float
 
 
 class ShardWriter:
@@ -73,12 +89,14 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         self._temporary = temporary_beside(self.path)
+        self._threads = ThreadPoolExecutor(2)  # one hashes the content, one the file
         with contextlib.ExitStack() as undo, disk_errors(self.path):
             undo.callback(self._temporary.unlink, missing_ok=True)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.quarantine_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = HashedFile(self._temporary, self._threads)
             self._writer = pq.ParquetWriter(
-                self._temporary,
+                pa.PythonFile(self._file, mode="w"),
                 self.schema.with_metadata({**self.footer, "fingerprint": self.fingerprint}),
                 compression=self.codec,
                 compression_level=1 if self.codec == "zstd" else None,
@@ -93,6 +111,8 @@ class ShardWriter:
         """Without a commit before it, leave nothing behind."""
         with contextlib.suppress(OSError):
             self._writer.close()
+        self._file.close()
+        self._threads.shutdown()
         self._temporary.unlink(missing_ok=True)
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
@@ -101,19 +121,28 @@ class ShardWriter:
             return
         batch = pa.RecordBatch.from_pylist(list(rows), schema=self.schema)
         self.ids += batch.column("id").to_pylist()
-        self._content.update(memoryview(batch.serialize()))
+        hashing = self._threads.submit(self._content.update, memoryview(batch.serialize()))
         with disk_errors(self.path):
             self._writer.write_batch(batch, row_group_size=len(rows))
+        hashing.result()
 
     def refuse(self, refused: Refused) -> None:
         """Quarantine one row."""
         self.refused.append(refused)
 
-    def commit(self, stage: str, ids_in: Iterable[str] | None, stats: dict[str, float] | None = None) -> Receipt:
+    def commit(
+        self,
+        stage: str,
+        ids_in: Iterable[str] | None,
+        stats: dict[str, float] | None = None,
+        busy_seconds: float = 0.0,
+    ) -> Receipt:
         """Prove that no row was lost, then make the shard exist.
 
         Args:
             ids_in: The upstream rows' ids; every one must be kept (itself, or as `id#turn`) or quarantined, once.
+            stats: What of the content is worth counting; no times, for equal content has equal stats.
+            busy_seconds: How long a worker was busy with the shard.
 
         Raises:
             AssertionError: A row is missing or stands twice; a defect of the stage, never of the data.
@@ -138,11 +167,15 @@ class ShardWriter:
         with atomic_path(self.quarantine_path) as temporary:
             lines = (quarantine_line(refused, stage) for refused in self.refused)
             temporary.write_text("".join(lines), encoding="utf-8")
-        self._writer.add_key_value_metadata({RECEIPT_KEY.decode(): json.dumps(asdict(receipt))})
+        said = {name: value for name, value in asdict(receipt).items() if name != "note"}
+        self._writer.add_key_value_metadata({RECEIPT_KEY.decode(): json.dumps(said)})
         with disk_errors(self.path):
             self._writer.close()
+            facts = FileFacts.of(self._temporary, self._file.sync())
             publish(self._temporary, self.path)
-        return receipt
+        note = Note(receipt.content_sha256, facts, float(busy_seconds))
+        write_note(self.path, note)
+        return replace(receipt, note=note)
 
     def _prove_complete(self, ids_in: set[str], stage: str) -> None:
         """ids(in) = ids(kept) + ids(quarantined); a split row `<id>#<turn>` counts for its parent."""
@@ -172,18 +205,51 @@ def parent_of(row_id: str) -> str:
     return row_id.partition("#")[0]
 
 
+def note_path(shard: str | Path) -> Path:
+    """Where a shard's note lies: beside the directory of shards, in one of its own."""
+    shard = Path(shard)
+    return shard.parent.with_name("receipts") / f"{shard.stem}.json"
+
+
 def read_receipt(path: str | Path) -> Receipt | None:
-    """The receipt in a shard's footer, or None where there is no whole shard."""
+    """The receipt in a shard's footer with the note that fits it, or None where there is no whole shard."""
     try:
         metadata = pq.read_metadata(path).metadata or {}
-        return Receipt(**json.loads(metadata[RECEIPT_KEY]))
+        receipt = Receipt(**json.loads(metadata[RECEIPT_KEY]))
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
         return None
+    note = read_note(path)
+    return replace(receipt, note=note) if note and note.content_sha256 == receipt.content_sha256 else receipt
 
 
-def open_shard(path: str | Path) -> pq.ParquetFile:
-    """A shard for reading; every page's checksum is verified as it is read."""
-    return pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False)
+def read_note(shard: str | Path) -> Note | None:
+    """The note beside a shard, or None where its writer was killed before it."""
+    match read_json(note_path(shard)):
+        case {"content_sha256": str(content), "file": dict(file), "busy_seconds": float(seconds)}:
+            return Note(content, FileFacts(**file), seconds)
+    return None
+
+
+def write_note(shard: str | Path, note: Note) -> None:
+    """Write the note beside a shard."""
+    write_json(note_path(shard), asdict(note))
+
+
+@contextlib.contextmanager
+def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
+    """A shard for reading; every page's checksum is verified as it is read.
+
+    Raises:
+        DamagedShard: It is missing or damaged, found here or while the caller reads on.
+        EnvironmentFault: The file system refuses to read it.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as shard:
+            yield shard
+    except (OSError, pa.ArrowException) as error:
+        if getattr(error, "errno", None) in (None, errno.ENOENT):  # Arrow's own findings carry no number
+            raise DamagedShard(str(path), str(error)) from error
+        raise EnvironmentFault(f"A shard cannot be read: {error}.", str(path)) from error
 
 
 def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:

@@ -1,30 +1,29 @@
 """One stage's directory: `<stage>-<fingerprint[:8]>/` with its shards, their quarantine files, and DONE.json.
 
 A stage directory belongs to one fingerprint and is never overwritten by another meaning. Which shards exist is read
-from their footers, never counted or remembered; DONE.json adds each file's size and sha256, for `verify`.
+from their footers, never counted or remembered; DONE.json adds each file's size, time and sha256, so that damage is
+found: by `verify`, which reads everything, and by `run`, which reads again what another time says was touched.
 """
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
-import json
-import os
 import shutil
-import socket
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from pipeline.errors import DataError, EnvironmentFault
+from pipeline.errors import DataError
 from pipeline.storage.durable import read_json, sweep_temporary, write_json
+from pipeline.storage.file_facts import FileFacts
 from pipeline.storage.fingerprint import fingerprint
-from pipeline.storage.shards import Receipt, ShardWriter, read_receipt
+from pipeline.storage.locks import Lock
+from pipeline.storage.shards import Receipt, ShardWriter, note_path, read_note, read_receipt, write_note
+
+SHARDED = ("shards", "quarantine", "receipts")
+UNCOUNTED = {"receipts", "checkpoints", "tensorboard", "ray"}  # of no account once the stage is done
 
 
 @dataclass(frozen=True)
@@ -100,11 +99,14 @@ class StageDirectory:
 
     def receipts(self) -> dict[int, Receipt]:
         """The receipts of whole shards of this fingerprint; damaged and foreign files are as if absent."""
-        found = (read_receipt(path) for path in self.shards())
+        found = ((path, read_receipt(path)) for path in self.shards())
         return {
-            r.index: r
-            for r in found
-            if r and r.fingerprint == self.fingerprint and self.quarantine_path(r.index).exists()
+            receipt.index: receipt
+            for path, receipt in found
+            if receipt
+            and receipt.fingerprint == self.fingerprint
+            and (receipt.note is None or receipt.note.file.fit(path))
+            and self.quarantine_path(receipt.index).exists()
         }
 
     def require_own_shards(self) -> None:
@@ -139,14 +141,19 @@ class StageDirectory:
         return [task for task in tasks if task.index not in have or have[task.index].upstream != task.upstream]
 
     def finish(self, summary: dict[str, Any], upstream: dict[str, str]) -> None:
-        """Write DONE.json: the summary, what it was made from, and size and sha256 of every file that counts."""
-        files = {str(path.relative_to(self.path)): file_facts(path) for path in self._lasting_files()}
+        """Write DONE.json: the summary, what it was made from, and the facts of every file that counts.
+
+        Shards are not read for it: who wrote them took their sha256.
+        """
+        receipts = [receipt for _, receipt in sorted(self.receipts().items())]
+        known = {self.shard_path(receipt.index): receipt.note.file for receipt in receipts if receipt.note}
+        facts = {path: known.get(path) or FileFacts.of(path) for path in self._lasting_files()}
         done = {
             "stage": self.stage,
             "fingerprint": self.fingerprint,
             "upstream": upstream,
-            "shards": [asdict(receipt) for _, receipt in sorted(self.receipts().items())],
-            "files": files,
+            "shards": [asdict(receipt) for receipt in receipts],
+            "files": {str(path.relative_to(self.path)): asdict(fact) for path, fact in facts.items()},
             "summary": summary,
         }
         write_json(self.path / "DONE.json", done)
@@ -159,34 +166,71 @@ class StageDirectory:
         return fingerprint({"made": [shard["content_sha256"] for shard in done.get("shards", [])] or files})
 
     def is_current(self, upstream: dict[str, str]) -> bool:
-        """Whether the stage is finished, was made from this upstream content, and has all its files in full size."""
+        """Whether the stage is finished and was made from this upstream content."""
         done = self.done
-        if done is None or done.get("fingerprint") != self.fingerprint or done.get("upstream") != upstream:
-            return False
-        return all(_size(self.path / name) == facts["size"] for name, facts in done["files"].items())
+        return done is not None and done.get("fingerprint") == self.fingerprint and done.get("upstream") == upstream
+
+    @property
+    def fits(self) -> bool:
+        """Whether every file that counts is there in full size; nothing is read."""
+        return all(facts.fit(path) for path, facts in self._facts())
+
+    def examine(self) -> list[Path]:
+        """The files that are missing or not as they were written; read are those whose time has moved.
+
+        What is whole is believed next time: its new time is remembered. For whoever holds the lock.
+        """
+        damaged, moved = [], {}
+        for path, facts in self._facts():
+            now = facts.renewed(path)
+            if now is None:
+                damaged.append(path)
+            elif now != facts:
+                moved[path] = now
+        if moved and (done := self.done):
+            done["files"] |= {str(path.relative_to(self.path)): asdict(facts) for path, facts in moved.items()}
+            write_json(self.path / "DONE.json", done)
+        else:
+            for path, facts in moved.items():
+                if note := read_note(path):
+                    write_note(path, replace(note, file=facts))
+        return damaged
+
+    def discard(self, damaged: Sequence[Path]) -> None:
+        """Forget that the stage is done and drop what is damaged, for whoever holds the lock.
+
+        A shard goes with its quarantine file and is made again alone; any other file takes all but the shards along.
+        """
+        (self.path / "DONE.json").unlink(missing_ok=True)
+        indices = {int(path.stem) for path in damaged if path.parent.name in ("shards", "quarantine")}
+        for index in indices:
+            for path in (self.shard_path(index), self.quarantine_path(index), note_path(self.shard_path(index))):
+                path.unlink(missing_ok=True)
+        if any(path.parent.name not in ("shards", "quarantine") for path in damaged):
+            self.drop(keep=SHARDED)
 
     def verify(self) -> list[str]:
-        """Read every file again and say what is missing or damaged, one line each."""
-        problems = []
-        for name, facts in (self.done or {}).get("files", {}).items():
-            path = self.path / name
-            if not path.is_file():
-                problems.append(f"{path} is missing")
-            elif file_facts(path) != facts:
-                problems.append(
-                    f"{path} is damaged: {path.stat().st_size} bytes, {facts['size']} were written, or another sha256"
-                )
-        return problems
+        """Read every file again and say what is missing, damaged or foreign, one line each."""
+        expected = dict(self._facts())
+        foreign = [f"{path} is of another run, or damaged" for path in self.shards() if path not in expected]
+        return foreign + [problem for path, facts in expected.items() if (problem := _problem(path, facts))]
+
+    def _facts(self) -> list[tuple[Path, FileFacts]]:
+        """What the files that count are: of a finished stage DONE.json says it, else the notes beside the shards."""
+        if done := self.done:
+            return [(self.path / name, FileFacts(**facts)) for name, facts in done["files"].items()]
+        return [(path, note.file) for path in self.shards() if (note := read_note(path))]
 
     def prepare(self, upstream: dict[str, str]) -> None:
-        """Get ready to run: forget DONE.json, and drop what was made from other upstream content.
+        """Get ready to run, alone: forget DONE.json, drop leftovers and what was made from other upstream content.
 
         Shards name their upstream shard one by one and are kept where it is unchanged.
         """
+        sweep_temporary(self.path)
         made_from = read_json(self.path / "upstream.json")
         (self.path / "DONE.json").unlink(missing_ok=True)
         if made_from is not None and made_from != upstream:
-            self.drop(keep=("shards", "quarantine"))
+            self.drop(keep=SHARDED)
         write_json(self.path / "upstream.json", upstream)
 
     def drop(self, keep: Sequence[str] = ()) -> None:
@@ -196,61 +240,25 @@ class StageDirectory:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _lasting_files(self) -> list[Path]:
-        """Every file but the bookkeeping, checkpoints of a finished training, and the card, which is written again."""
+        """Every file but the bookkeeping, what is of no account any more, and the card, which is written again."""
         passing = {"stage.json", "upstream.json", "DONE.json", "lock", "README.md"}
         found = (path for path in sorted(self.path.rglob("*")) if path.is_file() and path.name not in passing)
-        return [
-            path for path in found if not {"checkpoints", "tensorboard", "ray"} & set(path.relative_to(self.path).parts)
-        ]
+        return [path for path in found if not UNCOUNTED & set(path.relative_to(self.path).parts)]
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the directory for one driver, and clean up after a killed one.
+    def lock(self) -> Lock:
+        """The directory's lock, not yet held."""
+        return Lock(self.path / "lock", f"the {self.stage} stage")
 
-        Raises:
-            EnvironmentFault: Another living process holds it.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with lock(self.path / "lock", f"the {self.stage} stage"):
-            sweep_temporary(self.path)
-            yield
+    def clean(self) -> None:
+        """Remove what killed workers left half-written, for whoever holds the lock, alone or not."""
+        for folder in SHARDED:
+            sweep_temporary(self.path / folder)
 
 
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
-
-
-def file_facts(path: Path) -> dict[str, Any]:
-    """Size and sha256 of a file."""
-    with path.open("rb") as file:
-        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-@contextlib.contextmanager
-def lock(path: Path, what: str) -> Iterator[None]:
-    """Hold an advisory lock; the kernel drops it with its process, so a dead holder never blocks.
-
-    Raises:
-        EnvironmentFault: Another living process holds it.
-    """
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if not isinstance(error, BlockingIOError):
-                fix = "Put run.root and run.store on a file system with locks (on NFS, with its lock daemon)."
-                raise EnvironmentFault(f"The file system takes no lock: {error.strerror}.", str(path), fix) from None
-            file.seek(0)
-            holder = file.read().strip() or "unknown process"
-            raise EnvironmentFault(
-                f"Another run holds {what}.",
-                f"{path}, held by {holder}",
-                "Wait for it or stop it, then run the same command again.",
-            ) from None
-        file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}))
-        file.flush()
-        try:
-            yield
-        finally:
-            file.truncate(0)
+def _problem(path: Path, written: FileFacts) -> str | None:
+    if not path.is_file():
+        return f"{path} is missing"
+    found = FileFacts.of(path)
+    if found.sha256 == written.sha256:
+        return None
+    return f"{path} is damaged: {found.size} bytes, {written.size} were written, or another sha256"

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.conversations.conversation import Reason, Refused
+from pipeline.errors import DamagedShard
 from pipeline.storage.schemas import SEEDS
 from pipeline.storage.shards import ShardWriter, open_shard, read_receipt, read_rows
 
@@ -110,5 +111,5 @@ def test_a_flipped_bit_in_a_page_is_noticed_when_it_is_read(tmp_path):
     data = bytearray(path.read_bytes())
     data[column.data_page_offset + column.total_compressed_size // 2] ^= 0x10
     path.write_bytes(data)
-    with pytest.raises(OSError, match=r"(?i)crc|checksum"):
+    with pytest.raises(DamagedShard, match=r"(?i)crc|checksum"):
         list(read_rows(path))

@@ -9,6 +9,7 @@ import pytest
 from pipeline.errors import EnvironmentFault
 from pipeline.storage.durable import atomic_path, sweep_temporary, write_json
 from pipeline.storage.fingerprint import FileDigests, fingerprint, ids_digest
+from pipeline.storage.locks import Lock
 from pipeline.storage.schemas import SEEDS
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
@@ -85,7 +86,7 @@ def test_a_finished_stage_is_current_until_a_file_or_its_upstream_changes(pair):
     assert down.is_current(upstream) and down.summary == {"rows": 3} and down.verify() == []
     assert not down.is_current({"seeds": "something else"})
     down.shard_path(0).write_bytes(b"")
-    assert not down.is_current(upstream)
+    assert not down.fits and down.examine() == [down.shard_path(0)]
     assert "damaged" in down.verify()[0]
 
 
@@ -102,7 +103,8 @@ def test_results_of_other_upstream_content_are_dropped_but_shards_are_kept(pair)
 
 
 def hold(path, ready, release):
-    with StageDirectory(path, "train", "d" * 64).locked():
+    with StageDirectory(path, "train", "d" * 64).lock() as lock:
+        lock.own()
         ready.set()
         release.wait(60)
 
@@ -114,12 +116,13 @@ def test_a_second_driver_is_told_who_holds_the_lock_and_a_dead_one_holds_nothing
     holder.start()
     assert ready.wait(60)
     stage = StageDirectory(tmp_path, "train", "d" * 64)
-    with pytest.raises(EnvironmentFault, match=str(holder.pid)), stage.locked():
-        pass
+    for take in (Lock.own, Lock.share):
+        with pytest.raises(EnvironmentFault, match=f"process {holder.pid} on"), stage.lock() as lock:
+            take(lock)
     holder.kill()
     holder.join()
-    with stage.locked():
-        pass
+    with stage.lock() as lock:
+        lock.own()
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path):
