@@ -3,7 +3,8 @@
 A checkpoint holds all that a resume needs to end with the same weights: named tensors (heads, optimizer) and, in its
 header, a JSON state (step, running sums) and a digest. It is written in the background from a copy, since 8 GB of
 state take seconds; a damaged one (its digest disagrees) falls back to the one before. `heads.safetensors` is the end of
-a training: the heads and, in its header, their shape and the summary.
+a training: the heads and, in its header, their shape. What training says of them, timings among it, lies beside it in
+`summary.jsonl`, a log: equal heads are equal files, and nothing that is made from them is stale.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from torch import Tensor
 
 from pipeline.errors import DataError
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads, from_named_tensors, to_named_tensors
-from pipeline.storage.durable import atomic_path
+from pipeline.storage.durable import atomic_path, read_json, write_text
+
+SUMMARY_FILE = "summary.jsonl"
 
 State = dict[str, Any]
 log = logging.getLogger(__name__)
@@ -112,13 +115,13 @@ def digest(tensors: Mapping[str, Tensor], state: str) -> str:
 
 
 def write_heads(path: Path, heads: MedusaHeads, summary: dict[str, Any]) -> None:
-    """Write trained heads under the names that engines read (`{k}.{l}.linear.weight`, …), in their own dtype.
+    """Write trained heads under the names that engines read (`{k}.{l}.linear.weight`, …), after their summary.
 
     Tied heads keep their one lm_head single, as `0.{L}.weight`.
     """
-    header = {"heads": json.dumps(asdict(heads.config)), "summary": json.dumps(summary)}
+    write_text(path.with_name(SUMMARY_FILE), json.dumps(summary) + "\n")
     with atomic_path(path) as temporary:
-        save_file(to_named_tensors(heads, expand_tied=False), temporary, header)
+        save_file(to_named_tensors(heads, expand_tied=False), temporary, {"heads": json.dumps(asdict(heads.config))})
 
 
 def load_heads(path: Path) -> MedusaHeads:
@@ -127,21 +130,33 @@ def load_heads(path: Path) -> MedusaHeads:
     Raises:
         DataError: There are none, or the file is damaged.
     """
-    if (header := _header(path)) is None:
+    if (config := _heads_config(path)) is None:
         fix = "Run again with --fresh train."
         raise DataError("There are no trained heads here, or they are damaged.", str(path), fix)
-    return from_named_tensors(HeadsConfig(**json.loads(header["heads"])), load_file(path), where=str(path))
+    return from_named_tensors(config, load_file(path), where=str(path))
 
 
-def read_summary(path: Path) -> dict[str, Any] | None:
-    """What training said of the heads in this file; None where there are none yet."""
-    header = _header(path)
-    return json.loads(header["summary"]) if header else None
+def read_summary(path: Path, config: HeadsConfig) -> dict[str, Any] | None:
+    """What training said of the heads in this file; None where there are none yet, or they are damaged.
 
-
-def _header(path: Path) -> dict[str, str] | None:
-    try:
-        with safe_open(path, "pt") as file:
-            return file.metadata()
-    except (OSError, SafetensorError):
+    Raises:
+        DataError: They have another shape than `config`, so they are another training's.
+    """
+    if (found := _heads_config(path)) is None:
         return None
+    if found != config:
+        what = f"The heads here have {_described(found)}; this training's have {_described(config)}."
+        raise DataError(what, str(path), "Move them elsewhere, or run again with --fresh train.")
+    return read_json(path.with_name(SUMMARY_FILE))
+
+
+def _described(config: HeadsConfig) -> str:
+    heads = f"{config.num_heads} {'tied' if config.tied else 'untied'} lm_heads, {config.num_layers} block(s) each"
+    return f"{heads}, a hidden size of {config.hidden_size} and a vocabulary of {config.vocab_size}"
+
+
+def _heads_config(path: Path) -> HeadsConfig | None:
+    """The shape that the file's header gives; None where the file is absent, damaged, or of another writer."""
+    with contextlib.suppress(OSError, SafetensorError, KeyError, TypeError, ValueError), safe_open(path, "pt") as file:
+        return HeadsConfig(**json.loads(file.metadata()["heads"]))
+    return None

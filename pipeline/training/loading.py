@@ -9,6 +9,7 @@ Letters: N positions, D hidden size, K heads.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,7 +21,7 @@ from torch import Tensor
 from pipeline.training.features import FeatureRows, RowGroup
 from pipeline.training.plan import EpochPlan, Piece
 
-NUM_READERS = 2
+NUM_READERS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))  # the other cores compute
 BATCHES_AHEAD = 2  # assembled batches that wait for the loop
 STEPS_AHEAD = 4  # steps whose row groups are being read already
 

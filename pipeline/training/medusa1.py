@@ -21,7 +21,7 @@ import torch
 
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import CheckFailed, ConfigError, DataError
-from pipeline.medusa.heads import HeadsConfig, MedusaHeads
+from pipeline.medusa.heads import MedusaHeads
 from pipeline.medusa.losses import summed_cross_entropy
 from pipeline.medusa.schedules import cosine_with_warmup
 from pipeline.targets.lm_head import read_lm_head
@@ -43,16 +43,17 @@ Progress = Callable[[int, int, float, float], None]  # (step, total steps, loss,
 def train_medusa1(spec: TrainSpec, world: World | None = None, on_progress: Progress | None = None) -> dict[str, Any]:
     """Train the heads; returns {steps, tokens, seconds, tokens_per_second, final_loss, held_out}.
 
-    Leaves `heads.safetensors`, `metrics.jsonl`, `tensorboard/` and `checkpoints/` in the directory. A run that is
-    finished already only returns its summary.
+    Leaves `heads.safetensors`, `summary.jsonl`, `metrics.jsonl`, `tensorboard/` and `checkpoints/` in the directory. A
+    run that is finished already only returns its summary.
 
     Raises:
         CheckFailed: The loss or its gradient is no longer finite.
         ConfigError: The target's lm_head has another size than its configuration says.
-        DataError: A shard is damaged or of another run or target, or there is nothing to learn.
+        DataError: A shard is damaged or of another run or target, there is nothing to learn, or heads of another shape
+            lie where these are to be.
         EnvironmentFault: The GPU or bitsandbytes is missing, or the disk is full.
     """
-    if summary := read_summary(spec.heads_path):
+    if summary := read_summary(spec.heads_path, spec.heads_config):
         return summary
     world = world or World()
     settings, device = spec.settings, choose_device(spec)
@@ -160,9 +161,7 @@ def initial_heads(spec: TrainSpec) -> MedusaHeads:
         expected = f"{spec.vocab_size} x {spec.hidden_size}"
         what = f"The target's lm_head is {' x '.join(map(str, lm_head_VD.shape))}, its configuration says {expected}."
         raise ConfigError(what, spec.target.model, "Check the target's config.json against its weights.")
-    settings = spec.settings
-    shape = (spec.hidden_size, spec.vocab_size, settings.num_heads, settings.num_layers)
-    return MedusaHeads.from_lm_head(HeadsConfig(*shape, tied=settings.lm_head == "tied"), lm_head_VD)
+    return MedusaHeads.from_lm_head(spec.heads_config, lm_head_VD)
 
 
 def learn(

@@ -41,7 +41,7 @@ def train_on_ray(
         MedusaDistillError: What a worker raised, as it is.
         EnvironmentFault: Workers died too often.
     """
-    if summary := read_summary(spec.heads_path):
+    if summary := read_summary(spec.heads_path, spec.heads_config):
         return summary
     total_steps = count_steps(spec, open_features(spec))  # also: bad data is refused here, before anything is started
     spec = _absolute(spec)

@@ -12,6 +12,7 @@ import torch
 
 from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
+from pipeline.medusa.heads import HeadsConfig
 from pipeline.targets.spec import TargetSpec
 
 
@@ -35,8 +36,15 @@ class TrainSpec:
 
     @property
     def heads_path(self) -> Path:
-        """Where the trained heads will be; the file's existence says that training is finished."""
+        """Where the trained heads will be; heads of `heads_config` there say that training is finished."""
         return self.path / "heads.safetensors"
+
+    @property
+    def heads_config(self) -> HeadsConfig:
+        """The shape of the heads that are asked for."""
+        settings = self.settings
+        shape = (self.hidden_size, self.vocab_size, settings.num_heads, settings.num_layers)
+        return HeadsConfig(*shape, tied=settings.lm_head == "tied")
 
 
 def choose_device(spec: TrainSpec) -> torch.device:
