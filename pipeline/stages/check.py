@@ -15,6 +15,7 @@ from pipeline.checking.served import check_served
 from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import CheckFailed, DataError
 from pipeline.execution.context import Context
+from pipeline.execution.hardware import with_hardware
 from pipeline.execution.preflight import require_questions
 from pipeline.storage.durable import read_json
 from pipeline.storage.stage_directory import StageDirectory
@@ -50,13 +51,16 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     }
     result: dict[str, Any] = {"skipped_prompts": prompts.skipped}
     if "native" in settings.engines:
-        result |= context.executor.call(check_native, {**shared, "choices": choices}, placement)
+        result |= context.executor.call(
+            with_hardware, {"function": check_native, **shared, "choices": choices}, placement
+        )
         result["native"]["skipped_prompts"] = prompts.skipped
     if "vllm" in settings.engines:
         heads = context.config.train.num_heads
         placement = context.placement("generate")
-        served = context.executor.call(check_served, {**shared, "gpus": placement.gpus, "num_heads": heads}, placement)
-        result["vllm"] = served["vllm"]
+        arguments = {"function": check_served, **shared, "gpus": placement.gpus, "num_heads": heads}
+        served = context.executor.call(with_hardware, arguments, placement)
+        result = {"hardware": served["hardware"], **result, "vllm": served["vllm"]}
         result["differing"] = result.get("differing", []) + served["differing"]
     result["failures"] = failures(result, settings.min_acceleration_rate)
     return result | {"passed": not result["failures"]}

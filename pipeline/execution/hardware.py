@@ -1,0 +1,30 @@
+"""What a process runs on, for the report: asked where the work is done, which on a cluster is not where it is read."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable
+from typing import Any
+
+
+def hardware() -> dict[str, Any]:
+    """This process's machine: the CPU's name, its cores that may be used, memory in GB, the names of visible GPUs."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "memory_gb": round(memory / 1e9), "gpus": gpus}
+
+
+def with_hardware(function: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
+    """What a function returns, and under `hardware` what it ran on: for an executor's `call`."""
+    return {**function(**arguments), "hardware": hardware()}
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
