@@ -8,29 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from pipeline.config import Config
 from pipeline.conversations.conversation import Reason
-from pipeline.errors import ConfigError, DataError, EnvironmentFault
-from pipeline.flow import run_flow
+from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import read_receipt, read_rows
-from pipeline.storage.stage_directory import StageDirectory
-from tests.flows.tiny import contents, last_events, shards_made, stages_run
-
-STAGES = ["seeds", "generate", "features", "train", "calibrate", "export", "check"]
-SHARDED = ("seeds", "generate", "features")
-
-
-def run_again(config: Config, **options: object) -> RunDirectory:
-    return run_flow(config, executor="inline", console=Console(quiet=True), **options)
-
-
-def latest(run: RunDirectory, name: str) -> StageDirectory:
-    stage = run.latest(name)
-    assert stage is not None
-    return stage
+from pipeline.storage.shards import read_rows
+from tests.flows.tiny import SHARDED, STAGES, contents, latest, run_again, shards_made, stages_run
 
 
 def test_a_run_leaves_what_the_run_directory_promises(finished_run):
@@ -164,61 +147,6 @@ def test_a_second_run_in_a_store_is_refused_while_the_first_is_in_the_same_stage
     assert stages_run(run_again(recipe))[0] == "train"
 
 
-@pytest.mark.parametrize("damage", ["delete", "truncate", "lose its quarantine file"])
-@pytest.mark.parametrize("name", SHARDED)
-def test_a_lost_shard_is_redone_alone_and_dependants_are_kept_as_its_content_is_equal(
-    copied_run, make_config, tmp_path, name, damage
-):
-    before = contents(copied_run, *SHARDED)
-    stage = latest(copied_run, name)
-    if damage == "delete":
-        stage.shard_path(2).unlink()
-    elif damage == "truncate":
-        stage.shard_path(2).write_bytes(stage.shard_path(2).read_bytes()[:-100])
-    else:
-        stage.quarantine_path(2).unlink()
-    run = run_again(make_config(tmp_path))
-    assert stages_run(run) == [name]
-    if name != "seeds":  # which reads its sources from the beginning
-        assert shards_made(run) == [(name, 2)]
-    assert contents(run, *SHARDED) == before
-    assert all(latest(run, other).verify() == [] for other in STAGES)
-
-
-def test_lost_heads_are_trained_again_to_the_same_weights(copied_run, make_config, tmp_path):
-    from safetensors.torch import load_file
-
-    heads = latest(copied_run, "train").path / "heads.safetensors"
-    before = {name: tensor.clone() for name, tensor in load_file(heads).items()}
-    heads.unlink()
-    run = run_again(make_config(tmp_path))
-    assert stages_run(run)[0] == "train"
-    after = load_file(heads)
-    assert all((after[name] == tensor).all() for name, tensor in before.items())
-
-
-def test_a_shard_of_another_run_in_the_place_of_ours_is_replaced(copied_run, make_config, tmp_path):
-    other = run_again(make_config(tmp_path, run__name="other", generate__temperature=1.5), until="generate")
-    ours, before = latest(copied_run, "generate"), contents(copied_run, "generate")
-    shutil.copy(latest(other, "generate").shard_path(1), ours.shard_path(1))
-    run = run_again(make_config(tmp_path))
-    assert shards_made(run) == [("generate", 1)]
-    assert contents(run, "generate") == before
-
-
-@pytest.mark.parametrize("name", SHARDED)
-def test_a_shard_of_another_run_beside_ours_is_named_and_never_read(copied_run, make_config, tmp_path, name):
-    changes = {"seeds__holdout": 0.5, "generate__temperature": 1.5}
-    other = run_again(make_config(tmp_path, run__name="other", **changes), until=name)
-    foreign = latest(copied_run, name).shard_path(9)
-    shutil.copy(latest(other, name).shard_path(0), foreign)
-    with pytest.raises(DataError, match=f"another run.*{foreign}.*Delete this file") as caught:
-        run_again(make_config(tmp_path, check__prompts=30))
-    assert caught.value.exit_code == 3 and stages_run(copied_run) == []
-    foreign.unlink()
-    assert stages_run(run_again(make_config(tmp_path))) == []
-
-
 def test_until_stops_after_a_stage_and_the_next_run_goes_on_from_there(make_config, tmp_path):
     run = run_again(make_config(tmp_path), until="generate")
     assert stages_run(run) == ["seeds", "generate"]
@@ -258,70 +186,6 @@ def test_a_stage_that_does_not_exist_is_named(make_config, tmp_path, option):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["generate", "features"])
-def test_an_interrupted_run_goes_on_with_the_pending_shards_and_ends_with_the_same_content(
-    finished_run, make_config, tmp_path, monkeypatch, name
-):
-    from pipeline.stages import features, generate
-
-    worker = {"generate": generate, "features": features}[name].Worker
-
-    class InterruptedWorker(worker):  # type: ignore[valid-type, misc]
-        def __call__(self, task):
-            if task.index == 2:
-                raise KeyboardInterrupt
-            return super().__call__(task)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(f"pipeline.stages.{name}.Worker", InterruptedWorker)
-        with pytest.raises(KeyboardInterrupt):
-            run_again(make_config(tmp_path))
-    run = RunDirectory(tmp_path / "run")
-    assert latest(run, name).done is None and sorted(latest(run, name).receipts()) == [0, 1]
-    run = run_again(make_config(tmp_path))
-    assert [index for stage, index in shards_made(run) if stage == name] == [2, 3]
-    assert contents(run, *SHARDED) == contents(finished_run, *SHARDED)
-    assert latest(run, name).summary["rows"] == latest(finished_run, name).summary["rows"]
-
-
-def test_an_interrupted_training_goes_on_from_its_checkpoint_and_ends_with_the_same_weights(
-    finished_run, copied_run, make_config, tmp_path, monkeypatch
-):
-    from safetensors.torch import load_file
-
-    from pipeline.stages import train
-
-    real, steps = train.train_medusa1, []
-
-    def watched(spec, on_progress, stop_after=99):
-        def on_step(step, *figures):
-            steps.append(step)
-            if step == stop_after:
-                raise KeyboardInterrupt
-            on_progress(step, *figures)
-
-        return real(spec, on_progress=on_step)
-
-    shutil.rmtree(latest(copied_run, "train").path)
-    config = make_config(tmp_path, train__checkpoint_every=1)
-    monkeypatch.setattr(train, "train_medusa1", lambda spec, on_progress: watched(spec, on_progress, stop_after=2))
-    with pytest.raises(KeyboardInterrupt):
-        run_again(config)
-    monkeypatch.setattr(train, "train_medusa1", watched)
-    run = run_again(config)
-    assert steps == [1, 2, 3] and stages_run(run)[0] == "train"
-    ours, theirs = (load_file(of.path / "latest/train/heads.safetensors") for of in (run, finished_run))
-    assert all((ours[name] == tensor).all() for name, tensor in theirs.items())
-
-
-def test_what_a_killed_writer_left_behind_is_swept_and_never_taken_for_a_shard(copied_run, make_config, tmp_path):
-    stage = latest(copied_run, "generate")
-    orphan = stage.path / "shards" / "00001.parquet.0123456789ab.tmp"
-    orphan.write_bytes(stage.shard_path(1).read_bytes()[:100])
-    assert stages_run(run_again(make_config(tmp_path))) == []
-    assert not orphan.exists()
-
-
 def test_the_split_and_the_number_of_shards_do_not_change_what_the_target_wrote(finished_run, make_config, tmp_path):
     run = run_again(make_config(tmp_path, seeds__rows_per_shard=17), until="generate")
 
@@ -339,15 +203,6 @@ def test_a_run_that_was_copied_elsewhere_goes_on_there(copied_run, make_config, 
     run = run_again(make_config(elsewhere))
     assert stages_run(run) == []
     assert latest(run, "features").path.parent == elsewhere / "run"
-
-
-def test_a_store_that_lost_a_receipt_file_reads_it_from_the_shards_themselves(copied_run, make_config, tmp_path):
-    stage = latest(copied_run, "generate")
-    (stage.path / "DONE.json").unlink()
-    assert all(read_receipt(path) for path in stage.shards())
-    run = run_again(make_config(tmp_path))
-    assert stages_run(run) == ["generate"] and shards_made(run) == []
-    assert last_events(run)[-1]["event"] == "run-finished"
 
 
 def test_another_target_behind_the_same_path_makes_everything_that_saw_it_anew(

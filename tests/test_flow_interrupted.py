@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from rich.console import Console
 
 from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
-from tests.flows.tiny import contents, shards_made
+from tests.flows.tiny import SHARDED, contents, latest, run_again, shards_made, stages_run
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,3 +60,59 @@ def test_a_signal_keeps_what_was_committed_and_the_same_command_continues(
     run = run_flow(make_config(tmp_path), until="generate", executor="inline", console=Console(quiet=True))
     assert shards_made(run) == [("generate", index) for index in (1, 2, 3)]
     assert contents(run, "seeds", "generate") == contents(finished_run, "seeds", "generate")
+
+
+@pytest.mark.parametrize("name", ["generate", "features"])
+def test_an_interrupted_run_goes_on_with_the_pending_shards_and_ends_with_the_same_content(
+    finished_run, make_config, tmp_path, monkeypatch, name
+):
+    from pipeline.stages import features, generate
+
+    worker = {"generate": generate, "features": features}[name].Worker
+
+    class InterruptedWorker(worker):  # type: ignore[valid-type, misc]
+        def __call__(self, task):
+            if task.index == 2:
+                raise KeyboardInterrupt
+            return super().__call__(task)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"pipeline.stages.{name}.Worker", InterruptedWorker)
+        with pytest.raises(KeyboardInterrupt):
+            run_again(make_config(tmp_path))
+    run = RunDirectory(tmp_path / "run")
+    assert latest(run, name).done is None and sorted(latest(run, name).receipts()) == [0, 1]
+    run = run_again(make_config(tmp_path))
+    assert [index for stage, index in shards_made(run) if stage == name] == [2, 3]
+    assert contents(run, *SHARDED) == contents(finished_run, *SHARDED)
+    assert latest(run, name).summary["rows"] == latest(finished_run, name).summary["rows"]
+
+
+def test_an_interrupted_training_goes_on_from_its_checkpoint_and_ends_with_the_same_weights(
+    finished_run, copied_run, make_config, tmp_path, monkeypatch
+):
+    from safetensors.torch import load_file
+
+    from pipeline.stages import train
+
+    real, steps = train.train_medusa1, []
+
+    def watched(spec, on_progress, stop_after=99):
+        def on_step(step, *figures):
+            steps.append(step)
+            if step == stop_after:
+                raise KeyboardInterrupt
+            on_progress(step, *figures)
+
+        return real(spec, on_progress=on_step)
+
+    shutil.rmtree(latest(copied_run, "train").path)
+    config = make_config(tmp_path, train__checkpoint_every=1)
+    monkeypatch.setattr(train, "train_medusa1", lambda spec, on_progress: watched(spec, on_progress, stop_after=2))
+    with pytest.raises(KeyboardInterrupt):
+        run_again(config)
+    monkeypatch.setattr(train, "train_medusa1", watched)
+    run = run_again(config)
+    assert steps == [1, 2, 3] and stages_run(run)[0] == "train"
+    ours, theirs = (load_file(of.path / "latest/train/heads.safetensors") for of in (run, finished_run))
+    assert all((ours[name] == tensor).all() for name, tensor in theirs.items())

@@ -18,7 +18,10 @@ import pytest
 from pipeline.config import Config
 from pipeline.configuration import validate
 from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.stage_directory import StageDirectory
 
+STAGES = ["seeds", "generate", "features", "train", "calibrate", "export", "check"]
+SHARDED = ("seeds", "generate", "features")
 NUM_SEEDS, ROWS_PER_SHARD = 40, 10
 CONTEXT = 192
 TEMPLATE = (
@@ -145,6 +148,22 @@ def copied_run(tmp_path: Path, finished_run: RunDirectory) -> RunDirectory:
     """The finished run at `tmp_path/run`, to be run again or damaged."""
     shutil.copytree(finished_run.path, tmp_path / "run", symlinks=True)
     return RunDirectory(tmp_path / "run")
+
+
+def run_again(config: Config, **options: object) -> RunDirectory:
+    """Run the flow in this process, without a word."""
+    from rich.console import Console
+
+    from pipeline.flow import run_flow
+
+    return run_flow(config, executor="inline", console=Console(quiet=True), **options)
+
+
+def latest(run: RunDirectory, name: str) -> StageDirectory:
+    """A stage that the run has reached."""
+    stage = run.latest(name)
+    assert stage is not None
+    return stage
 
 
 def last_events(run: RunDirectory) -> list[dict[str, Any]]:

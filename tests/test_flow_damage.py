@@ -1,0 +1,160 @@
+"""Damage is found, named and mended, and nothing whole is done twice for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from pipeline.errors import DataError
+from pipeline.storage import file_facts
+from pipeline.storage.file_facts import sha256_of
+from pipeline.storage.shards import read_receipt
+from tests.flows.tiny import SHARDED, STAGES, contents, last_events, latest, run_again, shards_made, stages_run
+
+
+@pytest.mark.parametrize("damage", ["delete", "truncate", "lose its quarantine file"])
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_lost_shard_is_redone_alone_and_dependants_are_kept_as_its_content_is_equal(
+    copied_run, make_config, tmp_path, name, damage
+):
+    before = contents(copied_run, *SHARDED)
+    stage = latest(copied_run, name)
+    if damage == "delete":
+        stage.shard_path(2).unlink()
+    elif damage == "truncate":
+        stage.shard_path(2).write_bytes(stage.shard_path(2).read_bytes()[:-100])
+    else:
+        stage.quarantine_path(2).unlink()
+    run = run_again(make_config(tmp_path))
+    assert stages_run(run) == [name]
+    if name != "seeds":  # which reads its sources from the beginning
+        assert shards_made(run) == [(name, 2)]
+    assert contents(run, *SHARDED) == before
+    assert all(latest(run, other).verify() == [] for other in STAGES)
+
+
+def flip_a_bit(path: Path, *, keep_time: bool) -> None:
+    """In the largest column's middle, as a bad disk does (which leaves the time alone) or a bad hand."""
+    with pq.ParquetFile(path) as shard:
+        group = shard.metadata.row_group(0)
+        column = max(map(group.column, range(group.num_columns)), key=lambda c: c.total_compressed_size)
+    stat, data = path.stat(), bytearray(path.read_bytes())
+    data[column.data_page_offset + column.total_compressed_size // 2] ^= 0x10
+    path.write_bytes(data)
+    if keep_time:
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_flipped_bit_is_found_by_verify_and_redone_by_run_and_nothing_else_is(
+    copied_run, make_config, tmp_path, name
+):
+    before, stage = contents(copied_run, *SHARDED), latest(copied_run, name)
+    flip_a_bit(stage.shard_path(1), keep_time=False)
+    assert [problem.partition(" ")[0] for problem in stage.verify()] == [str(stage.shard_path(1))]
+    run = run_again(make_config(tmp_path))
+    assert stages_run(run) == [name] and contents(run, *SHARDED) == before
+    assert name == "seeds" or shards_made(run) == [(name, 1)]
+    assert [event["files"] for event in last_events(run) if event["event"] == "damaged"] == [["shards/00001.parquet"]]
+    assert stage.verify() == [] and stages_run(run_again(make_config(tmp_path))) == []
+
+
+@pytest.mark.parametrize(("name", "reader"), [("generate", "features"), ("features", "train")])
+def test_a_bit_that_rotted_in_place_is_found_when_it_is_read_and_the_run_mends_it_and_goes_on(
+    copied_run, make_config, tmp_path, name, reader
+):
+    before, stage = contents(copied_run, *SHARDED), latest(copied_run, name)
+    flip_a_bit(stage.shard_path(1), keep_time=True)
+    assert len(stage.verify()) == 1
+    assert stages_run(run_again(make_config(tmp_path))) == [], "what nobody reads costs nothing"
+    run = run_again(make_config(tmp_path), fresh=reader, until=reader)
+    assert stages_run(run) == [reader, name, reader]
+    assert [made for made in shards_made(run) if made[0] == name] == [(name, 1)]
+    assert contents(run, *SHARDED) == before and stage.verify() == []
+
+
+@pytest.mark.parametrize(("name", "file"), [("train", "heads.safetensors"), ("calibrate", "tree.json")])
+def test_another_damaged_file_is_made_again_to_the_same_bytes_and_what_follows_is_kept(
+    copied_run, make_config, tmp_path, name, file
+):
+    path = latest(copied_run, name).path / file
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"?")
+    assert len(latest(copied_run, name).verify()) == 1
+    assert stages_run(run_again(make_config(tmp_path))) == [name]
+    assert path.read_bytes() == whole
+
+
+def test_a_copy_that_lost_its_times_is_read_once_and_then_believed(copied_run, make_config, tmp_path, monkeypatch):
+    for path in copied_run.path.rglob("*"):
+        os.utime(path, follow_symlinks=False)
+    read: list[Path] = []
+    monkeypatch.setattr(file_facts, "sha256_of", lambda path: read.append(path) or sha256_of(path))
+    assert stages_run(run_again(make_config(tmp_path))) == []
+    assert {path.name for path in read} >= {"00000.parquet", "heads.safetensors"}
+    read.clear()
+    assert stages_run(run_again(make_config(tmp_path))) == [] and read == []
+
+
+def test_verify_of_a_half_done_stage_names_its_damaged_shard_and_run_redoes_it(copied_run, make_config, tmp_path):
+    stage = latest(copied_run, "features")
+    (stage.path / "DONE.json").unlink()
+    assert stage.verify() == []
+    flip_a_bit(stage.shard_path(3), keep_time=False)
+    assert [problem.partition(" ")[0] for problem in stage.verify()] == [str(stage.shard_path(3))]
+    assert shards_made(run_again(make_config(tmp_path))) == [("features", 3)]
+
+
+def test_lost_heads_are_trained_again_to_the_same_weights(copied_run, make_config, tmp_path):
+    from safetensors.torch import load_file
+
+    heads = latest(copied_run, "train").path / "heads.safetensors"
+    before = {name: tensor.clone() for name, tensor in load_file(heads).items()}
+    heads.unlink()
+    run = run_again(make_config(tmp_path))
+    assert stages_run(run)[0] == "train"
+    after = load_file(heads)
+    assert all((after[name] == tensor).all() for name, tensor in before.items())
+
+
+def test_a_shard_of_another_run_in_the_place_of_ours_is_replaced(copied_run, make_config, tmp_path):
+    other = run_again(make_config(tmp_path, run__name="other", generate__temperature=1.5), until="generate")
+    ours, before = latest(copied_run, "generate"), contents(copied_run, "generate")
+    shutil.copy(latest(other, "generate").shard_path(1), ours.shard_path(1))
+    run = run_again(make_config(tmp_path))
+    assert shards_made(run) == [("generate", 1)]
+    assert contents(run, "generate") == before
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_shard_of_another_run_beside_ours_is_named_and_never_read(copied_run, make_config, tmp_path, name):
+    changes = {"seeds__holdout": 0.5, "generate__temperature": 1.5}
+    other = run_again(make_config(tmp_path, run__name="other", **changes), until=name)
+    foreign = latest(copied_run, name).shard_path(9)
+    shutil.copy(latest(other, name).shard_path(0), foreign)
+    with pytest.raises(DataError, match=f"another run.*{foreign}.*Delete this file") as caught:
+        run_again(make_config(tmp_path, check__prompts=30))
+    assert caught.value.exit_code == 3 and stages_run(copied_run) == []
+    foreign.unlink()
+    assert stages_run(run_again(make_config(tmp_path))) == []
+
+
+def test_what_a_killed_writer_left_behind_is_swept_and_never_taken_for_a_shard(copied_run, make_config, tmp_path):
+    stage = latest(copied_run, "generate")
+    orphan = stage.path / "shards" / "00001.parquet.0123456789ab.tmp"
+    orphan.write_bytes(stage.shard_path(1).read_bytes()[:100])
+    assert stages_run(run_again(make_config(tmp_path))) == []
+    assert not orphan.exists()
+
+
+def test_a_store_that_lost_a_receipt_file_reads_it_from_the_shards_themselves(copied_run, make_config, tmp_path):
+    stage = latest(copied_run, "generate")
+    (stage.path / "DONE.json").unlink()
+    assert all(read_receipt(path) for path in stage.shards())
+    run = run_again(make_config(tmp_path))
+    assert stages_run(run) == ["generate"] and shards_made(run) == []
+    assert last_events(run)[-1]["event"] == "run-finished"
