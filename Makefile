@@ -1,21 +1,24 @@
 # Two commands on a fresh machine: `make demo`, `make test`. Everything is installed into .venv from a full lock file.
 
-ACCELERATOR ?= cpu
+VENV := .venv
+INSTALLED := $(patsubst $(VENV)/.installed-%,%,$(wildcard $(VENV)/.installed-*))
+ACCELERATOR ?= $(or $(firstword $(INSTALLED)),cpu)
 PYTHON ?= python3.11
 PIP_FLAGS ?=
-VENV := .venv
 BIN := $(VENV)/bin
 LOCK := requirements-$(ACCELERATOR).lock
 STAMP := $(VENV)/.installed-$(ACCELERATOR)
+OTHER := $(filter-out $(ACCELERATOR),$(INSTALLED))
 
 .PHONY: help install demo test check bench format clean
 
 help:               ## this list
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-install: $(STAMP)   ## install into .venv (ACCELERATOR=cpu or cuda)
+install: $(STAMP)   ## install into .venv (ACCELERATOR=cpu or cuda; by default what is there, else cpu)
 
 $(STAMP): $(LOCK) pyproject.toml
+	@test -z "$(OTHER)" || { echo "$(VENV) holds the $(OTHER) build, and two of vLLM do not share one: rm -rf $(VENV) first"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-deps $(PIP_FLAGS) -r $(LOCK)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
