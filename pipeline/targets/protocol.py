@@ -6,7 +6,7 @@ engine are apart because they are loaded at different times and place memory dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -34,6 +34,14 @@ class GenerationEngine(Protocol):
 
     def close(self) -> None:
         """Give the memory back. The engine is not used again."""
+
+
+def check_request(request: Request, context: int, under_way: Container[str]) -> None:
+    """Raise the ValueError that `GenerationEngine.add` promises."""
+    if not 0 < len(request.prompt_ids) < context:
+        raise ValueError(f"{request.id}: {len(request.prompt_ids)} prompt tokens in a context of {context}")
+    if request.id in under_way:
+        raise ValueError(f"{request.id} is under way")
 
 
 class FeatureEngine(Protocol):

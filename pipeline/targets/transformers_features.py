@@ -50,7 +50,7 @@ class TransformersFeatureEngine:
     def stream(self, rows: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
         """The states [T_i, D] of each row on the host, in order, one batch always under way while the caller works.
 
-        Rows are taken in windows of eight batches' tokens, each window sorted by length; so at most one window of
+        Rows are taken in windows of sixteen batches' tokens, each window sorted by length; so at most one window of
         states, and the next batch, are held. A tensor is a view into its batch's buffer.
 
         Raises:

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from pipeline.conversations.exchange import Completion, Finish, Request
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.protocol import check_request
 from pipeline.targets.sampling import sample_tokens
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 
@@ -63,10 +64,7 @@ class TransformersGenerationEngine:
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        if not 0 < len(request.prompt_ids) < self._context:
-            raise ValueError(f"{request.id}: {len(request.prompt_ids)} prompt tokens in a context of {self._context}")
-        if request.id in self._ids:
-            raise ValueError(f"{request.id} is under way")
+        check_request(request, self._context, self._ids)
         self._ids.add(request.id)
         self._waiting.append(request)
 

@@ -24,6 +24,7 @@ from pipeline.conversations.exchange import Completion, Request
 from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.targets import files
 from pipeline.targets.loading import require_gpus
+from pipeline.targets.protocol import check_request
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, model_config
 
 if TYPE_CHECKING:
@@ -71,10 +72,7 @@ class VLLMGenerationEngine:
 
     def add(self, request: Request) -> None:
         """Submit a request; it runs from the next step on."""
-        if not 0 < len(request.prompt_ids) < self._context:
-            raise ValueError(f"{request.id}: {len(request.prompt_ids)} prompt tokens in a context of {self._context}")
-        if request.id in self._ids:
-            raise ValueError(f"{request.id} is under way")
+        check_request(request, self._context, self._ids)
         self._ids.add(request.id)
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
         self._engine.add_request(request.id, prompt, sampling_params(request, self._eos))

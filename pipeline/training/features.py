@@ -132,15 +132,17 @@ class RowGroup:
         rows, num_positions = self._rows, sum(map(len, spans))
         labels_KN = head_labels(ids, spans, rows.num_heads, rows.roles)
         learnable = np.flatnonzero(labels_KN[0] != IGNORED)
-        where = f"{self._path}, row {self._table['id'][index]}"
         if (largest := labels_KN.max(initial=0)) >= rows.vocab_size:
             what = f"Token {largest} is outside the target's vocabulary of {rows.vocab_size}"
-            raise DataError(f"{what}: these features are of another target.", where, REDO)
+            raise DataError(f"{what}: these features are of another target.", self._where(index), REDO)
         num_bytes, found = num_positions * rows.hidden_size * rows.dtype.itemsize, len(self._states[index])
         if found != num_bytes:
-            raise DataError(f"A row has {found} bytes of states instead of {num_bytes}.", where, REDO)
+            raise DataError(f"A row has {found} bytes of states instead of {num_bytes}.", self._where(index), REDO)
         hidden_ND = self._states[index].view(rows.dtype).view(num_positions, rows.hidden_size)
         return Row(hidden_ND, torch.from_numpy(learnable), labels_KN[:, learnable])
+
+    def _where(self, index: int) -> str:
+        return f"{self._path}, row {self._table['id'][index]}"
 
 
 def _num_learnable(spans: pa.ChunkedArray, roles: Sequence[Role]) -> npt.NDArray[np.int64]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from html.parser import HTMLParser
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -124,10 +123,3 @@ def test_any_extra_may_be_missing(report, extras, part):
     del extras[part]
     Reader(page(report, extras))
     Reader(page(report, {part: []}))
-
-
-def test_style_and_page_lie_beside_the_code():
-    import pipeline.report.html as html
-
-    folder = Path(html.__file__).parent
-    assert (folder / "page.html").is_file() and (folder / "page.css").is_file()

@@ -53,7 +53,7 @@ def test_the_workers_shares_make_up_the_batch(rows, plan, world_size):
         assert torch.equal(torch.cat([part.labels_KN for part in parts], 1), batch.labels_KN)
 
 
-def test_each_row_group_is_read_once_when_few_are_needed_at_a_time(rows, plan, monkeypatch):
+def test_a_row_group_is_read_at_most_twice(rows, plan, monkeypatch):
     read: list[int] = []
     original = rows.read_group
     monkeypatch.setattr(rows, "read_group", lambda group: (read.append(group), original(group))[1])
