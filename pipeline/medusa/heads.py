@@ -94,16 +94,21 @@ class MedusaHeads(nn.Module):
 
 
 def to_named_tensors(heads: MedusaHeads, *, expand_tied: bool = True) -> dict[str, Tensor]:
-    """The heads under the consumers' names: contiguous detached tensors on the CPU, none sharing memory with another.
+    """Detached views of the heads as engines name them: `{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`.
 
-    `expand_tied=False` keeps tied heads' one lm_head single, as the `0.{L}.weight` that vLLM and TGI accept.
+    Tied heads name their one lm_head K times, or, with `expand_tied=False`, once: `0.{L}.weight`.
     """
-    views = _named_views(heads, expand_tied=expand_tied)
-    return {name: view.detach().to("cpu", copy=True).contiguous() for name, view in views.items()}
+    config = heads.config
+    blocks = [(f"{k}.{block}.linear", block, k) for k in range(config.num_heads) for block in range(config.num_layers)]
+    views = {f"{name}.weight": heads.block_weight[block, k] for name, block, k in blocks}
+    views |= {f"{name}.bias": heads.block_bias[block, k] for name, block, k in blocks}
+    lm_heads = [heads.lm_head] * (config.num_heads if expand_tied else 1) if config.tied else heads.lm_head
+    views |= {f"{k}.{config.num_layers}.weight": lm_head for k, lm_head in enumerate(lm_heads)}
+    return {name: view.detach() for name, view in views.items()}
 
 
 def from_named_tensors(config: HeadsConfig, tensors: Mapping[str, Tensor], *, where: str | None = None) -> MedusaHeads:
-    """Heads from the consumers' tensors, the inverse of `to_named_tensors`, in the tensors' own dtype.
+    """Heads from the engines' tensors, the inverse of `to_named_tensors`, in the tensors' own dtype.
 
     Tied heads are read from K equal lm_heads or from one, whose storage they share. Raises DataError, naming `where`,
     when a tensor is missing, unknown or of another shape, or when tied heads' lm_heads differ.
@@ -115,29 +120,19 @@ def from_named_tensors(config: HeadsConfig, tensors: Mapping[str, Tensor], *, wh
         fix = "Read them as untied heads."
         raise DataError("The heads are said to be tied, but their lm_heads differ.", where, fix)
     heads = MedusaHeads(config, dtype=lm_head.dtype, device=lm_head.device)
-    for name, view in _named_views(heads, expand_tied=False).items():
+    for name, view in to_named_tensors(heads, expand_tied=False).items():
         if not (config.tied and tensors[name] is lm_head):
-            view.data.copy_(tensors[name])
+            view.copy_(tensors[name])
     if config.tied:
         heads._fill_lm_head(lm_head)
     return heads
-
-
-def _named_views(heads: MedusaHeads, *, expand_tied: bool = True) -> dict[str, Tensor]:
-    """Views of the parameters as engines name them: `{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`."""
-    config = heads.config
-    blocks = [(f"{k}.{block}.linear", block, k) for k in range(config.num_heads) for block in range(config.num_layers)]
-    views = {f"{name}.weight": heads.block_weight[block, k] for name, block, k in blocks}
-    views |= {f"{name}.bias": heads.block_bias[block, k] for name, block, k in blocks}
-    lm_heads = [heads.lm_head] * (config.num_heads if expand_tied else 1) if config.tied else heads.lm_head
-    return views | {f"{k}.{config.num_layers}.weight": lm_head for k, lm_head in enumerate(lm_heads)}
 
 
 def _check_names_and_shapes(
     config: HeadsConfig, tensors: Mapping[str, Tensor], where: str | None, *, expand_tied: bool
 ) -> None:
     empty = MedusaHeads(config, device=torch.device("meta"))
-    expected = {name: tuple(view.shape) for name, view in _named_views(empty, expand_tied=expand_tied).items()}
+    expected = {name: tuple(view.shape) for name, view in to_named_tensors(empty, expand_tied=expand_tied).items()}
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if found != expected:
         wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))

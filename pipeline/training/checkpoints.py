@@ -121,7 +121,8 @@ def write_heads(path: Path, heads: MedusaHeads, summary: dict[str, Any]) -> None
     """
     write_text(path.with_name(SUMMARY_FILE), json.dumps(summary) + "\n")
     with atomic_path(path) as temporary:
-        save_file(to_named_tensors(heads, expand_tied=False), temporary, {"heads": json.dumps(asdict(heads.config))})
+        tensors = {n: view.cpu().contiguous() for n, view in to_named_tensors(heads, expand_tied=False).items()}
+        save_file(tensors, temporary, {"heads": json.dumps(asdict(heads.config))})
 
 
 def load_heads(path: Path) -> MedusaHeads:

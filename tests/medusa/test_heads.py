@@ -64,7 +64,7 @@ def test_untied_heads_leave_the_targets_lm_head_alone():
 def test_heads_survive_a_safetensors_file(tmp_path, tied: bool, expand: bool):
     heads = random_heads(3, 2, tied)
     tensors = to_named_tensors(heads, expand_tied=expand)
-    save_file(tensors, tmp_path / "heads.safetensors")
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "heads.safetensors")
     read = from_named_tensors(heads.config, load_file(tmp_path / "heads.safetensors"))
     for name, parameter in heads.named_parameters():
         assert torch.equal(read.get_parameter(name), parameter), name
@@ -79,6 +79,13 @@ def test_names_and_shapes_are_those_that_the_engines_read(tied: bool, expand: bo
     expected |= {f"{k}.{i}.linear.bias": (SIZE,) for k in range(3) for i in range(num_layers)}
     expected |= {f"{k}.{num_layers}.weight": (VOCAB, SIZE) for k in range(num_stored)}
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_naming_the_tensors_copies_none_of_them(tied: bool):
+    heads = random_heads(3, 2, tied)
+    stores = {parameter.untyped_storage().data_ptr() for parameter in heads.parameters()}
+    assert {tensor.untyped_storage().data_ptr() for tensor in to_named_tensors(heads).values()} == stores
 
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
