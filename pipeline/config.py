@@ -38,6 +38,11 @@ class RunConfig(Section):
     )
     seed: int = Field(0, description="Seed of sampling, splits and training.", ge=0)
 
+    @field_validator("root", "store")
+    @classmethod
+    def home(cls, value: Path | None) -> Path | None:
+        return value and value.expanduser()
+
     @property
     def directory(self) -> Path:
         return self.root / self.name

@@ -84,6 +84,13 @@ def test_a_missing_file_is_refused(tmp_path):
         load_config(tmp_path / "absent.yaml")
 
 
+def test_runs_go_into_the_home_directory_where_no_root_is_given(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "run": {"name": "x"}}))
+    config = load_config(file)
+    assert config.run.directory == tmp_path / "home" / "medusa-runs" / "x"
+
+
 def test_a_chat_template_may_be_a_path_or_the_text_itself(file):
     (file.parent / "chat.jinja").write_text("{{ messages }}")
     assert (

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from pipeline.config import Config
+from pipeline.errors import ConfigError
 
 
 def keys(section: Annotated[str | None, typer.Argument(help="Only this section, such as train.")] = None) -> None:
@@ -21,7 +22,13 @@ def keys(section: Annotated[str | None, typer.Argument(help="Only this section, 
 
 
 def reference(section: str | None = None) -> str:
-    """The table of keys, one row each."""
+    """The table of keys, one row each.
+
+    Raises:
+        ConfigError: There is no such section.
+    """
+    if section is not None and section not in Config.model_fields:
+        raise ConfigError(f"There is no section '{section}'.", "keys", f"They are {', '.join(Config.model_fields)}.")
     rows = [row for name, row in _rows(Config) if section is None or name.split(".")[0] == section]
     return "\n".join(["| key | values | default | meaning |", "|---|---|---|---|", *rows])
 

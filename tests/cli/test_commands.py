@@ -36,6 +36,13 @@ def test_a_wrong_command_line_is_exit_code_2(command, words):
     assert "Usage" in ended.out if not words else one_paragraph(ended.err).endswith("See --help.")
 
 
+def test_keys_of_one_section_and_of_none(command):
+    rows = command("keys", "push").out.splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == ["push.repo_id", "push.private", "push.base_model"]
+    ended = command("keys", "trian")
+    assert ended.code == 2 and "no section 'trian'" in one_paragraph(ended.err)
+
+
 def test_run_prints_one_line_per_stage_and_the_report(command, config_file):
     ended = command("run", config_file, "--executor", "inline")
     assert ended.code == 0, ended.err
