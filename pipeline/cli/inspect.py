@@ -38,7 +38,7 @@ def inspect(
         console.print_json(data=directory.summary)
         return
     found = _find(directory, row)
-    console.print(Text.assemble((found["id"], "bold"), f"  split {found.get('split')}  {directory.path.name}"))
+    console.print(f"[bold]{found['id']}[/]  split {found.get('split')}  {directory.path.name}")
     if "input_ids" not in found:
         for message in found["messages"]:
             console.print(Text.assemble((f"{message['role']}:", "bold"), " ", message["content"]))
