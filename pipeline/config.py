@@ -24,7 +24,13 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def nothing_is_the_defaults(cls, value: Any) -> Any:
+        """A section whose every line is commented out."""
+        return {} if value is None else value
 
 
 class RunConfig(Section):
@@ -209,10 +215,11 @@ class CheckConfig(Section):
         ge=0,
     )
 
-    @field_validator("prompts")
+    @field_validator("prompts", mode="before")
     @classmethod
-    def asks_something(cls, value: int | Path) -> int | Path:
-        if isinstance(value, int) and value < 1:
+    def asks_something(cls, value: Any) -> Any:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if not isinstance(value, str | Path) and not (is_number and value >= 1):
             raise ValueError("ask at least one held-out row, or name a file of questions")
         return value
 
@@ -244,7 +251,14 @@ class LimitsConfig(Section):
         0.2, description="A stage stops (exit 3) when it refuses more; duplicates do not count.", ge=0, le=1
     )
     min_free_disk_gb: float = Field(1.0, description="A stage stops (exit 4) before the disk has less.", ge=0)
-    max_consecutive_failures: PositiveInt = Field(3, description="A stage stops when a shard fails this often.")
+    max_consecutive_failures: PositiveInt = Field(
+        3,
+        description="A stage stops when a shard fails this often; one that ends its worker's process this often is "
+        "searched for the rows that do it, which are quarantined.",
+    )
+    max_hours_per_shard: float = Field(
+        6.0, description="A worker that takes longer for one shard is ended, and the shard given to another.", gt=0
+    )
 
 
 class Config(Section):

@@ -80,7 +80,9 @@ def _override(settings: dict[str, Any], word: str, base: Path) -> None:
     resolved = _resolve(nested, base)
     node = settings
     for name in names[:-1]:
-        node, resolved = node.setdefault(name, {}), resolved[name]
+        if node.get(name) is None:
+            node[name] = {}
+        node, resolved = node[name], resolved[name]
         if not isinstance(node, dict):
             raise ConfigError(
                 f"{key} reaches into a value that has no keys.", "command line", "Set the whole section's key instead."

@@ -61,6 +61,9 @@ def test_a_hub_id_stays_a_hub_id(file):
         ("seeds.sources=[]", "at least one source"),
         ("check.prompts=0", "'check.prompts': ask at least one held-out row, or name a file of questions, not 0"),
         ("check.prompts=-3", "'check.prompts': ask at least one held-out row, or name a file of questions, not -3"),
+        ("check.prompts=1.5", "'check.prompts': ask at least one held-out row, or name a file of questions, not 1.5"),
+        ("check.prompts=true", "'check.prompts': ask at least one held-out row, or name a file of questions, not True"),
+        ("train.lr=.inf", "'train.lr'"),
         ("generate.engine_args={hf_token: hf_abc}", "hf_token would be written to run.yaml"),
     ],
 )
@@ -82,6 +85,14 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path, content):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no such configuration"):
         load_config(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("words", [[], ["train.lr=0.5", "placement.train.workers=2"]])
+def test_an_empty_section_has_its_defaults(file, words):
+    file.write_text(file.read_text() + "train:\nplacement: {train: }\n")
+    config = load_config(file, words)
+    expected = (0.5, 2) if words else (declarations.TrainConfig().lr, 1)
+    assert (config.train.lr, config.placement.train.workers) == expected
 
 
 def test_runs_go_into_the_home_directory_where_no_root_is_given(file, tmp_path, monkeypatch):
