@@ -23,7 +23,7 @@ from pipeline.stages.features import Worker, row_groups, write_group
 from pipeline.storage.rows import spans_of
 from pipeline.storage.schemas import FEATURES
 from pipeline.storage.shards import ShardWriter
-from pipeline.storage.stage_directory import ShardTask
+from pipeline.storage.tasks import ShardTask
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Size

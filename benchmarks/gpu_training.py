@@ -16,7 +16,7 @@ from pipeline.config import TrainConfig
 from pipeline.conversations.spans import IGNORED, head_labels
 from pipeline.medusa.heads import HeadsConfig
 from pipeline.storage.rows import spans_of
-from pipeline.storage.stage_directory import ShardTask
+from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.loading import load_batches
 from pipeline.training.medusa1 import open_features, train_medusa1

@@ -14,7 +14,7 @@ from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import Span
 from pipeline.storage.schemas import GENERATED
 from pipeline.storage.shards import ShardWriter
-from pipeline.storage.stage_directory import ShardTask
+from pipeline.storage.tasks import ShardTask
 
 FINGERPRINT = "benchmark"
 ROLES: tuple[Role, ...] = ("assistant",)  # whose text is learned

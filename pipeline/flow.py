@@ -57,7 +57,7 @@ def run_flow(
     console = console or Console(stderr=False)
     wanted = _wanted(config, stages, until, fresh)
     check_executor(executor)
-    check_config(config)
+    check_config(config, wanted)
     run = RunDirectory.create(config)
     with disk_errors(run.path), run.locked():
         run.write_config(config)

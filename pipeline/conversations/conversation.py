@@ -70,6 +70,7 @@ class Reason(StrEnum):
     DEGENERATE_LOOP = "degenerate-loop"
     NOTHING_GENERATED = "nothing-generated"
     NON_FINITE = "non-finite"  # its hidden states
+    KILLED_WORKER = "killed-worker"  # the process that worked on it ended, each time and on no other row
 
 
 class Refusal(Exception):

@@ -38,7 +38,7 @@ class Context:
     @functools.cached_property
     def executor(self) -> Executor:
         """Started when the first stage needs it: a run that is finished already starts nothing."""
-        return make_executor(self.executor_name, self.config.limits.max_consecutive_failures)
+        return make_executor(self.executor_name)
 
     def lock(self, stage: StageDirectory) -> Lock:
         """The lock of a stage's directory, which the run keeps until its end: what it has read, nobody throws away."""

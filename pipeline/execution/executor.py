@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import os
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,17 +19,18 @@ from pipeline.errors import ConfigError, MedusaDistillError
 from pipeline.execution.placement import Placement, Resources
 from pipeline.storage.durable import disk_errors
 from pipeline.storage.shards import Receipt
-from pipeline.storage.stage_directory import ShardTask
+from pipeline.storage.tasks import ShardTask
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one shard: a receipt, an error for the user, or a worker's traceback."""
+    """What became of one shard: a receipt, an error for the user, a worker's traceback, or how its process ended."""
 
-    index: int
+    task: ShardTask
     receipt: Receipt | None = None
     error: MedusaDistillError | None = None
     traceback: str = ""
+    death: str = ""
 
 
 class ShardWorker(Protocol):
@@ -50,10 +52,16 @@ class Executor(Protocol):
         self,
         worker: Callable[..., ShardWorker],
         arguments: dict[str, Any],
-        tasks: Sequence[ShardTask],
+        tasks: deque[ShardTask],
         placement: Placement,
+        seconds_per_task: float,
     ) -> Iterator[Outcome]:
-        """Run `worker(**arguments)` over tasks; outcomes come as they finish, in any order."""
+        """Run `worker(**arguments)` over tasks; outcomes come as they finish, in any order.
+
+        Args:
+            tasks: Used up. Whoever iterates may append more, such as one that failed, and the same workers do it.
+            seconds_per_task: A worker that takes longer is ended and counts as dead.
+        """
         ...
 
     def call(self, function: Callable[..., Any], arguments: dict[str, Any], placement: Placement) -> Any:
@@ -79,11 +87,11 @@ class LazyWorker:
         try:
             self._worker = self._worker or self._make(**self._arguments)
             with disk_errors(Path(task.shard)):
-                return Outcome(task.index, receipt=self._worker(task))
+                return Outcome(task, receipt=self._worker(task))
         except MedusaDistillError as error:
-            return Outcome(task.index, error=error)
+            return Outcome(task, error=error)
         except Exception:
-            return Outcome(task.index, traceback=traceback.format_exc())
+            return Outcome(task, traceback=traceback.format_exc())
 
     def close(self) -> None:
         """Let the worker give back what it holds: an engine's memory, which the next stage needs."""
@@ -93,7 +101,10 @@ class LazyWorker:
 
 
 class InlineExecutor:
-    """Everything in the calling process: for a debugger, a notebook, or a machine without Ray."""
+    """Everything in the calling process: for a debugger, a notebook, or a machine without Ray.
+
+    A shard that kills its worker kills the run, and one that hangs hangs it: nobody is left to notice.
+    """
 
     name = "inline"
 
@@ -106,13 +117,14 @@ class InlineExecutor:
         self,
         worker: Callable[..., ShardWorker],
         arguments: dict[str, Any],
-        tasks: Sequence[ShardTask],
+        tasks: deque[ShardTask],
         placement: Placement,
+        seconds_per_task: float,
     ) -> Iterator[Outcome]:
         lazy = LazyWorker(worker, arguments)
         try:
-            for task in tasks:
-                yield lazy.run(task)
+            while tasks:
+                yield lazy.run(tasks.popleft())
         finally:
             lazy.close()
             free_gpu_memory()
@@ -142,11 +154,8 @@ def check_executor(name: str) -> None:
         raise ConfigError(f"There is no executor '{name}'.", "--executor", "It is ray or inline.")
 
 
-def make_executor(name: str, max_failures: int) -> Executor:
+def make_executor(name: str) -> Executor:
     """The executor of that name, `ray` or `inline`.
-
-    Args:
-        max_failures: How often one shard may kill its worker; inline there is none to kill.
 
     Raises:
         ConfigError: There is none.
@@ -157,4 +166,4 @@ def make_executor(name: str, max_failures: int) -> Executor:
         return InlineExecutor()
     from pipeline.execution.ray_executor import RayExecutor
 
-    return RayExecutor(max_failures)
+    return RayExecutor()

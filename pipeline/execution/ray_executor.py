@@ -1,60 +1,80 @@
-"""Ray does the distributing: Ray Data maps actors over shard descriptors, a Ray task runs a single function.
+"""Ray does the distributing: actors take shards one by one, a Ray task runs a single function.
 
-Tensors never travel through the object store: an actor reads and writes its own shards and returns a receipt. A
-private cluster is started unless RAY_ADDRESS (which `ray job submit` sets) names one.
+Tensors never travel through the object store: an actor is told which shard, reads and writes it itself, and returns a
+receipt. The pool of actors is ours, and not Ray Data's, for the sake of its failures: it knows which shard ended its
+worker's process, the other workers go on meanwhile, and a failed shard is given to a worker that has its model loaded.
+A private cluster is started unless RAY_ADDRESS (which `ray job submit` sets) names one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import faulthandler
 import logging
 import os
-import pickle
 import signal
 import threading
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.execution.executor import LazyWorker, Outcome, ShardWorker
 from pipeline.execution.placement import Placement, Resources
-from pipeline.storage.stage_directory import ShardTask
+from pipeline.storage.tasks import ShardTask
 
 # Idle threads that spin take the cores from their neighbours: vLLM beside a busy core made half its tokens.
 WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
-OBJECT_STORE_BYTES = 256 * 1024**2  # descriptors and receipts only
+OBJECT_STORE_BYTES = 256 * 1024**2  # tasks and receipts only
+MAX_FAILED_STARTS = 3  # of workers, one after another, that end before they are given a shard
+SECONDS_TO_CLOSE = 30.0
 
 
 class ShardActor:
-    """What Ray Data runs: one batch is one shard descriptor, one outcome."""
+    """A worker in a process of its own."""
 
-    def __init__(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any]):
-        self._lazy = LazyWorker(worker, arguments)
+    def __init__(self, work: tuple[Callable[..., ShardWorker], dict[str, Any]], seconds_per_task: float):
+        self._lazy = LazyWorker(*work)
+        self._seconds_per_task = seconds_per_task
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        outcomes = [self._lazy.run(ShardTask(**json.loads(text))) for text in batch["task"]]
-        return {"outcome": [pickle.dumps(outcome) for outcome in outcomes]}
+    def ready(self) -> None:
+        """Returns once the process stands: only then is it given a shard."""
+
+    def run(self, task: ShardTask) -> Outcome:
+        with ending_what_hangs(task, self._seconds_per_task):
+            return self._lazy.run(task)
+
+    def close(self) -> None:
+        self._lazy.close()
+
+
+@contextlib.contextmanager
+def ending_what_hangs(task: ShardTask, seconds: float) -> Iterator[None]:
+    """End this process when the shard takes longer, and leave in its log where every thread was.
+
+    The clock is a C thread's: it also ends a process that never lets go of Python's lock.
+    """
+    path = task.attempt_log
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as log:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=log)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    path.unlink(missing_ok=True)
 
 
 class RayExecutor:
-    """Workers are Ray actors and tasks.
-
-    `max_failures` is how often a shard may kill its worker: what takes more memory than there is, Ray would retry for
-    ever.
-    """
+    """Workers are Ray actors and tasks."""
 
     name = "ray"
 
-    def __init__(self, max_failures: int) -> None:
-        self._max_failures = max_failures
+    def __init__(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its C++ side warns of what is meant
         try:
             import ray
-            import ray.data
         except ImportError as error:
             raise EnvironmentFault(
                 f"Ray cannot be imported: {error}.", fix="Install it, or run with --executor inline."
@@ -63,11 +83,6 @@ class RayExecutor:
         self._started = not ray.is_initialized()
         if self._started:
             self._start()
-        context = ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
-        context.print_on_execution_start = False
-        context.enable_operator_progress_bars = False
-        logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # its errors are raised: they need no traceback too
 
     def _start(self) -> None:
         quiet: dict[str, Any] = {
@@ -97,54 +112,92 @@ class RayExecutor:
         self,
         worker: Callable[..., ShardWorker],
         arguments: dict[str, Any],
-        tasks: Sequence[ShardTask],
+        tasks: deque[ShardTask],
         placement: Placement,
+        seconds_per_task: float,
     ) -> Iterator[Outcome]:
-        data = self._ray.data
-        descriptors = data.from_items(
-            [{"task": json.dumps(asdict(task))} for task in tasks], override_num_blocks=len(tasks)
-        )
-        with (
-            warnings.catch_warnings()
-        ):  # of max_task_retries, which Ray takes nowhere else; pyproject.toml keeps below 2.64
-            warnings.filterwarnings("ignore", message=".*ray_remote_args")
-            outcomes = descriptors.map_batches(
-                ShardActor,
-                fn_constructor_kwargs={"worker": worker, "arguments": arguments},
-                batch_size=1,
-                compute=data.ActorPoolStrategy(size=min(placement.workers, len(tasks))),
-                num_cpus=placement.cpus,
-                num_gpus=placement.gpus,
-                max_task_retries=self._max_failures - 1,
-            )
-        with self._faults():
-            for row in outcomes.iter_rows():
-                yield pickle.loads(row["outcome"])
+        actor_class = self._ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus)(ShardActor)
+        work = self._ray.put((worker, arguments))
+        doing: dict[Any, tuple[Any, ShardTask | None]] = {}  # by what Ray will answer; without a task: starting
+        idle: list[Any] = []
+        failed_starts = 0
+
+        def employ() -> None:
+            """Give tasks to idle workers; start as many more as there is work for."""
+            while tasks and idle:
+                actor, task = idle.pop(), tasks.popleft()
+                doing[actor.run.remote(task)] = (actor, task)
+            starting = sum(task is None for _, task in doing.values())
+            while starting < len(tasks) and len(doing) < placement.workers:
+                actor = actor_class.remote(work, seconds_per_task)
+                doing[actor.ready.remote()] = (actor, None)
+                starting += 1
+
+        try:
+            employ()
+            while doing:
+                (answer, *_), _ = self._ray.wait(list(doing))
+                actor, task = doing.pop(answer)
+                outcome, death = None, ""
+                try:
+                    outcome = self._ray.get(answer)
+                    idle.append(actor)
+                    failed_starts = 0
+                except self._ray.exceptions.RayError as error:
+                    death = _said(error)
+                    failed_starts += task is None
+                    if failed_starts == MAX_FAILED_STARTS:
+                        raise self._died(error) from error
+                employ()  # before anyone looks at the outcome: no worker waits for that
+                if task is not None:
+                    yield outcome or Outcome(task, death=last_words(task) or death)
+                    employ()
+        finally:
+            self._dismiss(idle, [actor for actor, _ in doing.values()])
+
+    def _dismiss(self, idle: list[Any], busy: list[Any]) -> None:
+        """End workers: idle ones give back an engine's memory first, busy ones have lost their reader."""
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.get([actor.close.remote() for actor in idle], timeout=SECONDS_TO_CLOSE)
+        for actor in (*idle, *busy):
+            self._ray.kill(actor)
 
     def call(self, function: Callable[..., Any], arguments: dict[str, Any], placement: Placement) -> Any:
         # max_calls=1: the process ends with the call, and with it what an engine holds of memory and GPU.
         remote = self._ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1)(
             run_and_carry_errors
         )
-        with self._faults():
+        try:
             result, error = self._ray.get(remote.remote(function, arguments))
+        except self._ray.exceptions.RayError as death:
+            raise self._died(death) from death
         if error:
             raise error
         return result
 
-    @contextlib.contextmanager
-    def _faults(self) -> Iterator[None]:
-        """Say in one line how a worker died, or what it raised that was meant for nobody."""
-        try:
-            yield
-        except self._ray.exceptions.RayError as error:
-            said = str(error).strip().splitlines() or [type(error).__name__]
-            fix = "If memory ran out, use smaller batches or more GPUs. What was committed is kept; run it again."
-            raise EnvironmentFault(f"A worker died: {said[-1].rstrip('.')}.", "Ray", fix) from error
+    def _died(self, error: Exception) -> EnvironmentFault:
+        fix = "If memory ran out, use smaller batches or more GPUs. What was committed is kept; run it again."
+        return EnvironmentFault(f"A worker died: {_said(error)}.", "Ray", fix)
 
     def close(self) -> None:
         if self._started:
             self._ray.shutdown()
+
+
+def _said(error: Exception) -> str:
+    """The last line of what Ray says of a worker's end."""
+    said = str(error).strip().splitlines() or [type(error).__name__]
+    return said[-1].strip().rstrip(".")
+
+
+def last_words(task: ShardTask) -> str:
+    """What a worker left that was ended because it hung: where each of its threads was."""
+    try:
+        text = task.attempt_log.read_text(encoding="utf-8")
+        task.attempt_log.unlink()
+    except OSError:
+        return ""
+    return f"It hung and was ended. {text}" if text else ""
 
 
 @contextlib.contextmanager

@@ -23,8 +23,9 @@ from pipeline.execution.context import Context
 from pipeline.execution.sharded import run_sharded
 from pipeline.storage.rows import spans_of
 from pipeline.storage.schemas import FEATURES
-from pipeline.storage.shards import Receipt, ShardWriter, read_rows
-from pipeline.storage.stage_directory import ShardTask, StageDirectory, shard_writer
+from pipeline.storage.shards import Receipt, ShardWriter
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from pipeline.targets.engines import make_feature_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec
 
@@ -80,7 +81,7 @@ class Worker:
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.monotonic()
-        rows = list(read_rows(task.source, ["id", "parent_id", "split", "input_ids", "spans"]))
+        rows = task_rows(task, ["id", "parent_id", "split", "input_ids", "spans"])
         positions = 0
         with (
             shard_writer(task, FEATURES, footer=self.footer, codec=self.settings.codec) as writer,
@@ -94,7 +95,8 @@ class Worker:
                     positions += written.popleft().result()
             positions += sum(writing.result() for writing in written)
             stats = {"positions": float(positions), "tokens": float(sum(len(row["input_ids"]) for row in rows))}
-            return writer.commit(NAME, [row["id"] for row in rows], stats, time.monotonic() - started)
+            ids_in = [*task.poison, *(row["id"] for row in rows)]
+            return writer.commit(NAME, ids_in, stats, time.monotonic() - started)
 
     def close(self) -> None:
         self.engine.close()

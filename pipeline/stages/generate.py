@@ -23,8 +23,9 @@ from pipeline.execution.context import Context
 from pipeline.execution.sharded import run_sharded
 from pipeline.storage.rows import conversation_of, message_dicts
 from pipeline.storage.schemas import GENERATED
-from pipeline.storage.shards import Receipt, read_rows
-from pipeline.storage.stage_directory import ShardTask, StageDirectory, shard_writer
+from pipeline.storage.shards import Receipt
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from pipeline.targets.engines import make_generation_engine, semantic_arguments
 from pipeline.targets.protocol import GenerationEngine
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
@@ -77,7 +78,7 @@ class Worker:
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.monotonic()
-        seeds = list(read_rows(task.source))
+        seeds = task_rows(task)
         dialogues = {
             row["id"]: Dialogue(conversation_of(row), self.template, self._dialogue_settings(row["split"]))
             for row in seeds
@@ -97,7 +98,8 @@ class Worker:
                     tokens=sum(row.num_generated for row in generated), turns=sum(len(row.spans) for row in generated)
                 )
             writer.write(rows)
-            return writer.commit(NAME, [seed["id"] for seed in seeds], dict(counts), time.monotonic() - started)
+            ids_in = [*task.poison, *(seed["id"] for seed in seeds)]
+            return writer.commit(NAME, ids_in, dict(counts), time.monotonic() - started)
 
     def close(self) -> None:
         if self.engine is not None:

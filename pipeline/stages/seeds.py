@@ -17,7 +17,7 @@ from pipeline.conversations.conversation import Conversation, Deduplicator, Refu
 from pipeline.conversations.readers import name_sources, read_source, source_files
 from pipeline.errors import DataError
 from pipeline.execution.context import Context
-from pipeline.execution.sharded import check_quarantine, totals
+from pipeline.execution.tally import Tally
 from pipeline.storage.rows import seed_row
 from pipeline.storage.schemas import SEEDS
 from pipeline.storage.shards import Receipt, ShardWriter
@@ -67,10 +67,10 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
                 quarantined=receipts[index].num_quarantined,
             )
             meter.update(meter.done + len(chunk))
-    for stray in [path for path in stage.shards() if int(path.stem) not in receipts]:
-        stray.unlink()
-    check_quarantine(context.config.limits, NAME, str(stage.path), receipts.values(), final=True)
-    summary = totals(receipts)
+    stage.drop_shards_but(receipts)
+    tally = Tally(receipts.values())
+    tally.check_quarantine(NAME, str(stage.path), context.config.limits.max_quarantine_fraction, final=True)
+    summary = tally.summary()
     _require_enough(summary, stage)
     return summary
 

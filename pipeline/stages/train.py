@@ -51,7 +51,8 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         if context.executor.name == "ray":
             from pipeline.training.ray_entry import train_on_ray
 
-            return train_on_ray(spec, placement.workers, placement.cpus, placement.gpus, show)
+            limit = context.config.limits.max_consecutive_failures
+            return train_on_ray(spec, placement.workers, placement.cpus, placement.gpus, limit, show)
         return train_medusa1(spec, on_progress=show)
 
 

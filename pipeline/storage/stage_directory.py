@@ -8,47 +8,21 @@ found: by `verify`, which reads everything, and by `run`, which reads again what
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
 
 from pipeline.errors import DataError
 from pipeline.storage.durable import read_json, sweep_temporary, write_json
 from pipeline.storage.file_facts import FileFacts
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.locks import Lock
-from pipeline.storage.shards import Receipt, ShardWriter, note_path, read_note, read_receipt, write_note
+from pipeline.storage.shards import Receipt, note_path, read_note, read_receipt, write_note
+from pipeline.storage.tasks import ShardTask
 
 SHARDED = ("shards", "quarantine", "receipts")
-UNCOUNTED = {"receipts", "checkpoints", "tensorboard", "ray"}  # of no account once the stage is done
-
-
-@dataclass(frozen=True)
-class ShardTask:
-    """One unit of work, picklable: which upstream shard to read, which shard to write."""
-
-    index: int
-    source: str  # path of the upstream shard
-    upstream: str  # its content hash
-    shard: str
-    quarantine: str
-    fingerprint: str
-
-
-def shard_writer(task: ShardTask, schema: pa.Schema, **more: Any) -> ShardWriter:
-    """A writer of the shard that a task asks for."""
-    return ShardWriter(
-        task.shard,
-        task.quarantine,
-        schema,
-        index=task.index,
-        fingerprint=task.fingerprint,
-        upstream=task.upstream,
-        **more,
-    )
+UNCOUNTED = {"receipts", "attempts", "isolation", "checkpoints", "tensorboard", "ray"}  # of no account once it is done
 
 
 class StageDirectory:
@@ -140,6 +114,18 @@ class StageDirectory:
         have = self.receipts()
         return [task for task in tasks if task.index not in have or have[task.index].upstream != task.upstream]
 
+    def drop_shards_but(self, indices: Collection[int]) -> None:
+        """Drop our shards of indices that upstream has no longer, whole or damaged; another run's are not ours."""
+        wanted = {self.shard_path(index) for index in indices}
+        for path in self.shards():
+            receipt = read_receipt(path) if path not in wanted else None
+            if path not in wanted and (receipt is None or receipt.fingerprint == self.fingerprint):
+                self._drop_shard(path)
+
+    def _drop_shard(self, shard: Path) -> None:
+        for path in (shard, self.path / "quarantine" / f"{shard.stem}.jsonl", note_path(shard)):
+            path.unlink(missing_ok=True)
+
     def finish(self, summary: dict[str, Any], upstream: dict[str, str]) -> None:
         """Write DONE.json: the summary, what it was made from, and the facts of every file that counts.
 
@@ -202,10 +188,8 @@ class StageDirectory:
         A shard goes with its quarantine file and is made again alone; any other file takes all but the shards along.
         """
         (self.path / "DONE.json").unlink(missing_ok=True)
-        indices = {int(path.stem) for path in damaged if path.parent.name in ("shards", "quarantine")}
-        for index in indices:
-            for path in (self.shard_path(index), self.quarantine_path(index), note_path(self.shard_path(index))):
-                path.unlink(missing_ok=True)
+        for name in {path.stem for path in damaged if path.parent.name in ("shards", "quarantine")}:
+            self._drop_shard(self.path / "shards" / f"{name}.parquet")
         if any(path.parent.name not in ("shards", "quarantine") for path in damaged):
             self.drop(keep=SHARDED)
 

@@ -25,16 +25,16 @@ from pipeline.training.metrics import last_metrics
 from pipeline.training.spec import TrainSpec
 from pipeline.training.world import World
 
-MAX_FAILURES = 3  # restarts of the group, each from the newest checkpoint
 MAX_START_FAILURES = 10  # a minute each: a cluster that scales up needs some
 SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def train_on_ray(
-    spec: TrainSpec, workers: int, cpus: int, gpus: int, on_progress: Progress | None = None
+    spec: TrainSpec, workers: int, cpus: int, gpus: int, max_failures: int, on_progress: Progress | None = None
 ) -> dict[str, Any]:
     """`train_medusa1` on `workers` workers with `cpus` cores and `gpus` GPUs each; returns the first worker's summary.
 
+    A worker's death restarts the group from the newest checkpoint, all in all less than `max_failures` times.
     Ray is initialised already. A finished run only returns its summary: Ray Train would start workers for nothing.
 
     Raises:
@@ -56,7 +56,7 @@ def train_on_ray(
         run_config=RunConfig(
             name=uuid.uuid4().hex[:12],
             storage_path=str(bookkeeping),
-            failure_config=FailureConfig(max_failures=MAX_FAILURES, controller_failure_limit=MAX_START_FAILURES),
+            failure_config=FailureConfig(max_failures=max_failures - 1, controller_failure_limit=MAX_START_FAILURES),
             logging_config=LoggingConfig(log_level="ERROR"),
         ),
     )

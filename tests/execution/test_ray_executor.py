@@ -6,6 +6,8 @@ import os
 import signal
 import sys
 import time
+from collections import Counter, deque
+from pathlib import Path
 
 import pytest
 
@@ -14,12 +16,12 @@ from pipeline.execution.executor import InlineExecutor, make_executor
 from pipeline.execution.placement import Placement
 from pipeline.execution.ray_executor import own_signals
 from pipeline.storage.shards import Receipt
-from pipeline.storage.stage_directory import ShardTask
+from pipeline.storage.tasks import ShardTask
 
 ONE = Placement(1, 1, 0)
 
 
-class Counter:
+class Counting:
     """A worker that says how often it was called; it fails on some shards."""
 
     def __init__(self, start: int):
@@ -44,18 +46,21 @@ class NotToBeMade:
         raise AssertionError("it was never made")
 
 
-class Dying:
-    """A worker that one shard kills, as when it takes more memory than there is."""
+class Mortal:
+    """A worker that some shards end: one is killed each time, one the first time, one hangs the first time."""
 
-    def __init__(self, log: str):
-        self.log = log
+    def __init__(self, diary: str):
+        self.diary = Path(diary)
 
     def __call__(self, task: ShardTask) -> Receipt:
-        if task.index == 1:
-            with open(self.log, "a") as file:
-                file.write("1\n")
-            os._exit(9)
-        return Receipt(task.index, "f", "", 0, 0, "", "")
+        with self.diary.open("a") as file:
+            file.write(f"{task.index}\n")
+        first = self.diary.read_text().split().count(str(task.index)) == 1
+        if task.index == 1 or (task.index == 2 and first):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if task.index == 4 and first:
+            time.sleep(120)
+        return Receipt(task.index, "f", "", os.getpid(), 0, "", "")
 
 
 def add(one: int, other: int) -> int:
@@ -70,17 +75,24 @@ def die() -> None:
     os._exit(7)
 
 
-def tasks(number: int) -> list[ShardTask]:
-    return [ShardTask(index, "source", "upstream", "shard", "quarantine", "f") for index in range(number)]
+def tasks(number: int, root: Path) -> deque[ShardTask]:
+    shards = (str(root / "shards" / str(index)) for index in range(number))
+    return deque(ShardTask(index, "source", "upstream", path, "quarantine", "f") for index, path in enumerate(shards))
 
 
 def test_an_executor_of_another_name_is_refused():
     with pytest.raises(ConfigError, match="ray or inline"):
-        make_executor("slurm", 3)
+        make_executor("slurm")
 
 
-def outcomes_are_as_promised(executor) -> None:
-    found = {outcome.index: outcome for outcome in executor.map(Counter, {"start": 10}, tasks(7), ONE)}
+def outcomes_are_as_promised(executor, root) -> None:
+    given, again = tasks(7, root), tasks(1, root)
+    found = {}
+    for outcome in executor.map(Counting, {"start": 10}, given, ONE, 60):
+        found[outcome.task.index] = outcome
+        given.extend(again)  # whoever iterates may add to them
+        again.clear()
+    assert not given
     assert sorted(found) == list(range(7))
     assert isinstance(found[3].error, ConfigError) and found[3].error.fix == "Take four."
     assert "ZeroDivisionError: five" in found[5].traceback and found[5].error is None
@@ -88,15 +100,15 @@ def outcomes_are_as_promised(executor) -> None:
     assert [receipt.index for receipt in receipts] == [0, 1, 2, 4, 6]
     assert {receipt.stats["tokens"] for receipt in receipts} == {1.5}
     assert sorted(receipt.num_rows for receipt in receipts)[-1] > 14, "one worker does them all"
-    (failed,) = executor.map(NotToBeMade, {}, tasks(1), ONE)
+    (failed,) = executor.map(NotToBeMade, {}, tasks(1, root), ONE, 60)
     assert isinstance(failed.error, EnvironmentFault) and failed.error.what == "No engine."
     assert executor.call(add, {"one": 1, "other": 2}, ONE) == 3
     with pytest.raises(ConfigError, match="Say yes"):
         executor.call(refuse, {}, ONE)
 
 
-def test_inline_gives_every_outcome_and_raises_the_user_s_errors():
-    outcomes_are_as_promised(InlineExecutor())
+def test_inline_gives_every_outcome_and_raises_the_user_s_errors(tmp_path):
+    outcomes_are_as_promised(InlineExecutor(), tmp_path)
 
 
 @pytest.fixture
@@ -124,20 +136,42 @@ def test_ray_does_the_same_in_other_processes_outlives_their_death_and_keeps_our
     def ours(signum: int, frame: object) -> None: ...
 
     before = {name: signal.signal(name, ours) for name in (signal.SIGTERM, signal.SIGINT)}
-    executor = make_executor("ray", max_failures=2)
+    executor = make_executor("ray")
     try:
         assert {signal.getsignal(name) for name in before} == {ours}
         assert executor.resources().cpus == len(os.sched_getaffinity(0))
-        outcomes_are_as_promised(executor)
+        outcomes_are_as_promised(executor, tmp_path)
         with pytest.raises(EnvironmentFault) as caught:
             executor.call(die, {}, ONE)
         assert "\n" not in str(caught.value)
-        deaths = tmp_path / "deaths"
-        with pytest.raises(EnvironmentFault) as caught:
-            list(executor.map(Dying, {"log": str(deaths)}, tasks(3), ONE))
-        assert "\n" not in str(caught.value)
-        assert deaths.read_text() == "1\n" * 2, "it is tried again, and as often as the limit says"
+        deaths_are_outlived(executor, tmp_path)
     finally:
         executor.close()
         for name, handler in before.items():
             signal.signal(name, handler)
+
+
+def deaths_are_outlived(executor, root) -> None:
+    """Each death is told with its shard, the others are done meanwhile, what is added is tried again."""
+    given, deaths, done = tasks(6, root), Counter(), {}
+    for outcome in executor.map(Mortal, {"diary": str(root / "diary")}, given, ONE, 3):
+        if outcome.receipt:
+            done[outcome.task.index] = outcome.receipt.num_rows
+            continue
+        deaths[outcome.task.index] += 1
+        assert outcome.death and not outcome.error and not outcome.traceback
+        if outcome.task.index == 4:
+            assert "It hung" in outcome.death and "in __call__" in outcome.death, "it says where"
+        if deaths[outcome.task.index] < 2:
+            given.append(outcome.task)
+    assert deaths == {1: 2, 2: 1, 4: 1} and sorted(done) == [0, 2, 3, 4, 5]
+    assert list((root / "attempts").iterdir()) == []
+    with pytest.raises(EnvironmentFault, match="worker died"):
+        list(executor.map(Counting, {"start": Unreadable()}, tasks(1, root), ONE, 60))
+
+
+class Unreadable:
+    """An argument that no other process can load, so that a worker ends before it is given a shard."""
+
+    def __reduce__(self):
+        return die, ()

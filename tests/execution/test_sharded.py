@@ -16,7 +16,8 @@ from pipeline.execution.sharded import run_sharded
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.schemas import SEEDS
 from pipeline.storage.shards import ShardWriter, read_rows
-from pipeline.storage.stage_directory import ShardTask, StageDirectory, shard_writer
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.tasks import ShardTask, shard_writer
 
 ROWS = 10
 CALLS: Counter[int] = Counter()

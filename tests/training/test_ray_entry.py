@@ -41,7 +41,7 @@ def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(clus
             killed.append(training_workers()[-1])
             killed[0].kill()
 
-    found = train_on_ray(together, workers=2, cpus=1, gpus=0, on_progress=on_progress)
+    found = train_on_ray(together, workers=2, cpus=1, gpus=0, max_failures=3, on_progress=on_progress)
     assert killed and not killed[0].is_running()
     assert found["steps"] == expected["steps"] == shown[-1][1] and found["tokens"] == expected["tokens"]
     assert found["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-2)
@@ -50,7 +50,7 @@ def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(clus
     assert all(torch.allclose(ours[name], tensor, atol=0.02) for name, tensor in theirs.items())
     assert not (together.path / "ray").exists()
     monkeypatch.delattr(ray_entry, "TorchTrainer")  # a finished run called again starts nothing
-    assert train_on_ray(together, workers=2, cpus=1, gpus=0) == found
+    assert train_on_ray(together, workers=2, cpus=1, gpus=0, max_failures=3) == found
 
 
 def test_bad_data_is_refused_before_workers_start(make_spec):
@@ -58,7 +58,7 @@ def test_bad_data_is_refused_before_workers_start(make_spec):
 
     spec = TrainSpec(**{**vars(make_spec()), "fingerprint": "e" * 64})
     with pytest.raises(DataError, match="another run"):
-        train_on_ray(spec, workers=1, cpus=1, gpus=0)
+        train_on_ray(spec, workers=1, cpus=1, gpus=0, max_failures=3)
 
 
 @pytest.mark.slow
@@ -68,5 +68,5 @@ def test_an_error_meant_for_the_user_comes_out_of_a_worker_as_it_is(cluster, mak
     spec = make_spec()
     wrong = TrainSpec(**{**vars(spec), "vocab_size": 20})  # which only shows where rows are taken apart
     with pytest.raises(Exception, match="lm_head is 40 x 32") as error:
-        train_on_ray(wrong, workers=1, cpus=1, gpus=0)
+        train_on_ray(wrong, workers=1, cpus=1, gpus=0, max_failures=3)
     assert type(error.value).__name__ == "ConfigError"

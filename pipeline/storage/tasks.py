@@ -1,0 +1,61 @@
+"""One unit of work: which upstream shard to read, which shard to write, and which of its rows are given up."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.conversations.conversation import Reason, Refused
+from pipeline.storage.shards import ShardWriter, read_rows
+
+
+@dataclass(frozen=True)
+class ShardTask:
+    """Picklable, and all that a worker is told."""
+
+    index: int
+    source: str  # path of the upstream shard
+    upstream: str  # its content hash
+    shard: str
+    quarantine: str
+    fingerprint: str
+    poison: dict[str, str] = field(default_factory=dict)  # ids of rows that kill their worker, and how
+    rows: tuple[int, int] | None = None  # only rows [start, stop), where the culprit is still looked for
+
+    @property
+    def attempt_log(self) -> Path:
+        """Where a worker that hangs leaves its last words."""
+        return Path(self.shard).parent.with_name("attempts") / f"{self.index:05d}.txt"
+
+
+def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """The upstream rows that a worker has to do, in order."""
+    rows = list(read_rows(task.source, columns))
+    chosen = rows if task.rows is None else rows[slice(*task.rows)]
+    return [row for row in chosen if row["id"] not in task.poison]
+
+
+@contextlib.contextmanager
+def shard_writer(task: ShardTask, schema: pa.Schema, **more: Any) -> Iterator[ShardWriter]:
+    """A writer of the shard that a task asks for, in which the rows that kill their worker are quarantined already.
+
+    `commit` it with the ids of `task_rows` and of `task.poison`.
+    """
+    with ShardWriter(
+        task.shard,
+        task.quarantine,
+        schema,
+        index=task.index,
+        fingerprint=task.fingerprint,
+        upstream=task.upstream,
+        **more,
+    ) as writer:
+        for row in read_rows(task.source) if task.poison else ():
+            if row["id"] in task.poison:
+                writer.refuse(Refused(row["id"], Reason.KILLED_WORKER, task.poison[row["id"]], row))
+        yield writer

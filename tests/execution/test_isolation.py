@@ -1,0 +1,88 @@
+"""Bisection finds the rows that kill their worker, all of them and no other, in few trials."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import EnvironmentFault
+from pipeline.execution.executor import Outcome
+from pipeline.execution.isolation import find_poison
+from pipeline.execution.placement import Placement
+from pipeline.storage.schemas import SEEDS
+from pipeline.storage.shards import Receipt, ShardWriter
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.tasks import ShardTask
+
+
+class Graveyard:
+    """An executor whose workers die of what `kills` says of the rows' numbers; it counts its trials."""
+
+    def __init__(self, kills):
+        self.kills, self.trials = kills, 0
+
+    def map(self, worker, arguments, tasks, placement, seconds_per_task):
+        while tasks:
+            task = tasks.popleft()
+            self.trials += 1
+            receipt = Receipt(0, "f", "", 0, 0, "", "")
+            yield Outcome(task, death="gone.") if self.kills(range(*task.rows)) else Outcome(task, receipt=receipt)
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory):
+    """Makes an upstream shard of n rows and the task that died on it."""
+
+    def make(number: int) -> tuple[StageDirectory, Outcome]:
+        root = tmp_path_factory.mktemp("isolation")
+        with ShardWriter(root / "in.parquet", root / "in.jsonl", SEEDS, index=0, fingerprint="f") as writer:
+            empty = {"source_id": None, "category": None, "split": "train", "messages": []}
+            writer.write([{"id": f"s:{i}", **empty} for i in range(number)])
+            writer.commit("seeds", None)
+        stage = StageDirectory(root, "generate", "a" * 64)
+        task = ShardTask(0, str(root / "in.parquet"), "", str(stage.shard_path(0)), str(stage.quarantine_path(0)), "f")
+        return stage, Outcome(task, death="Killed.\nMore of it.")
+
+    return make
+
+
+def search(stage: StageDirectory, died: Outcome, executor: Graveyard, max_deaths: int = 2) -> dict[str, str]:
+    return find_poison(
+        executor, object, {}, died, Placement(1, 1, 0), stage=stage, max_deaths=max_deaths, seconds_per_task=9
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(number=st.integers(1, 70), data=st.data())
+def test_every_deadly_row_is_found_and_no_other(shard, number, data):
+    deadly = data.draw(st.sets(st.integers(0, number - 1), min_size=1, max_size=5))
+    executor = Graveyard(lambda rows: bool(deadly & set(rows)))
+    stage, died = shard(number)
+    found = search(stage, died, executor)
+    assert set(found) == {f"s:{i}" for i in deadly}
+    assert executor.trials <= len(deadly) * (2 * math.ceil(math.log2(max(number, 2))) + 1)
+    assert not (stage.path / "isolation").exists()
+
+
+def test_rows_that_are_too_much_together_accuse_nobody(shard):
+    stage, died = shard(32)
+    with pytest.raises(EnvironmentFault, match=r"Shard 0 of generate .* none of its rows does alone: Killed") as caught:
+        search(stage, died, Graveyard(lambda rows: len(rows) > 8))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_row_whose_worker_died_by_chance_is_not_given_up(shard):
+    stage, died = shard(16)
+    bad_luck = deque([True] * 4)  # of the trials of 8, of 4, of 2 rows and of row 11 itself
+    executor = Graveyard(lambda rows: 3 in rows or (11 in rows and bad_luck and bad_luck.pop()))
+    assert set(search(stage, died, executor, max_deaths=3)) == {"s:3"} and not bad_luck
+
+
+def test_what_was_found_before_stays_found(shard):
+    stage, died = shard(4)
+    died.task.poison["s:0"] = "before"
+    assert set(search(stage, died, Graveyard(lambda rows: 2 in rows))) == {"s:0", "s:2"}
