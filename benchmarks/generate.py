@@ -3,8 +3,9 @@
 Measured: the stage's own loop (`converse`: a conversation's next turn is asked for the moment its last one ended) on
 vLLM. Against: one `LLM.generate()` call per turn over all conversations that have such a turn, which waits for the
 slowest answer before the next turn begins. Same engine, conversations and settings, the prefix cache emptied before
-each run; both write the same tokens (`same_tokens`). 60 ragged conversations: 1 to 8 turns, answers of 4 to 96 tokens,
-the lengths drawn beforehand. The target has the demo's shape and random weights.
+each run; both write the same tokens (`same_tokens`). 60 ragged conversations: 1 to 8 turns, and answers whose lengths,
+drawn beforehand, spread log-normally (median 32 tokens, sigma 0.85, which is the spread of the answers in
+MT-Bench-101). The target has the demo's shape and random weights.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer
 from pipeline.targets.vllm_engine import VLLMGenerationEngine, sampling_params
 
 AIM = 1.25
-NUM_CONVERSATIONS, MAX_TURNS, ANSWER_TOKENS = 60, 8, (4, 96)
+NUM_CONVERSATIONS, MAX_TURNS = 60, 8
+MEDIAN_TOKENS, SIGMA, MOST_TOKENS = 32, 0.85, 384
 ROUNDS = 4
 
 
@@ -43,7 +45,7 @@ def measure(*, tiny: bool = False) -> Result:
         template = ChatTemplate(load_tokenizer(target))
         conversations = _conversations(6 if tiny else NUM_CONVERSATIONS, rng)
         lengths = {
-            f"{each.id}/{turn}": int(rng.integers(ANSWER_TOKENS[0], ANSWER_TOKENS[1] + 1))
+            f"{each.id}/{turn}": min(MOST_TOKENS, 1 + int(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA)))
             for each in conversations
             for turn in range(MAX_TURNS)
         }
