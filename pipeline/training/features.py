@@ -10,11 +10,9 @@ Letters: N positions, D hidden size, V vocabulary, K heads.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +51,8 @@ class FeatureRows:
         roles: Whose spans give labels.
 
     Raises:
-        DataError: A shard is damaged, of another run, or of another hidden size.
+        DamagedShard: A shard cannot be read.
+        DataError: A shard is of another run, or of another hidden size.
     """
 
     def __init__(
@@ -72,7 +71,7 @@ class FeatureRows:
         self._splits: list[npt.NDArray[np.object_]] = []
         dtypes: dict[torch.dtype, str] = {}
         for path in shards:
-            with _readable(path), open_shard(Path(path)) as shard:
+            with open_shard(path) as shard:
                 dtypes.setdefault(self._accept(path, shard, fingerprint), path)
                 for group in range(shard.num_row_groups):
                     self._groups.append((path, group))
@@ -105,10 +104,10 @@ class FeatureRows:
         """One row group in memory.
 
         Raises:
-            DataError: A page fails its checksum.
+            DamagedShard: A page fails its checksum, or the file is gone.
         """
         path, group = self._groups[index]
-        with _readable(path), open_shard(Path(path)) as shard:
+        with open_shard(path) as shard:
             table = shard.read_row_group(group, columns=["id", "input_ids", "spans", "hidden"], use_threads=False)
         return RowGroup(self, path, table)
 
@@ -165,12 +164,3 @@ def _values(chunk: pa.LargeBinaryArray) -> list[Tensor]:
     # DLPack, since torch.frombuffer warns of memory that is read-only, and the warning cannot be silenced in a thread.
     everything = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), data.size, [None, data]))
     return [everything[start:stop] for start, stop in itertools.pairwise(edges)]
-
-
-@contextlib.contextmanager
-def _readable(path: str) -> Iterator[None]:
-    """Turn what Arrow says of a damaged or missing file into one readable error."""
-    try:
-        yield
-    except (OSError, pa.ArrowException) as error:
-        raise DataError(f"A shard of features cannot be read: {error}.", path, REDO) from error
