@@ -103,10 +103,16 @@ class Worker:
 
 
 def row_groups(rows: Iterable[tuple[Row, torch.Tensor]]) -> Iterator[list[tuple[Row, torch.Tensor]]]:
-    """Each row with its states at the kept positions, in groups of about `ROW_GROUP_BYTES`."""
+    """Each row with its states at the kept positions, in groups of one split and about `ROW_GROUP_BYTES`.
+
+    Who wants the few held-out rows reads them alone, and not the hundred times larger rest with them.
+    """
     group: list[tuple[Row, torch.Tensor]] = []
     size = 0
     for row, hidden_TD in rows:
+        if group and group[-1][0]["split"] != row["split"]:
+            yield group
+            group, size = [], 0
         positions_N = feature_positions(spans_of(row))
         kept_ND = hidden_TD[torch.from_numpy(positions_N).long()]
         group.append(({**row, "positions": positions_N}, kept_ND))

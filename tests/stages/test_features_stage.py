@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import numpy as np
@@ -125,14 +126,18 @@ def test_small_row_groups_hold_the_same_rows(copied_run, make_config, tmp_path, 
     lengths=st.lists(st.integers(2, 30), max_size=20),
     limit=st.integers(1, 4000),
     starts=st.integers(1, 5),
+    held_out=st.sets(st.integers(0, 19)),
 )
-def test_grouping_keeps_every_row_once_in_order_and_closes_a_group_as_soon_as_it_is_large(lengths, limit, starts):
+def test_grouping_keeps_every_row_once_in_order_and_closes_a_group_when_it_is_large_or_of_another_split(
+    lengths, limit, starts, held_out
+):
     rows = []
     for number, length in enumerate(lengths):
         start = min(starts, length - 1)
         spans = [{"start": start, "end": length, "role": "assistant"}]
         hidden_TD = torch.full((length, 4), float(number)) + torch.arange(length)[:, None] / 100
-        rows.append(({"id": str(number), "spans": spans}, hidden_TD))
+        split = "check" if number in held_out else "train"
+        rows.append(({"id": str(number), "spans": spans, "split": split}, hidden_TD))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features, "ROW_GROUP_BYTES", limit)
         groups = list(features.row_groups(rows))
@@ -140,6 +145,8 @@ def test_grouping_keeps_every_row_once_in_order_and_closes_a_group_as_soon_as_it
     assert [row["id"] for row, _ in flat] == [str(number) for number in range(len(lengths))]
     for (row, kept_ND), (_, hidden_TD) in zip(flat, rows, strict=True):
         assert torch.equal(kept_ND, hidden_TD[row["positions"]])
-    for group in groups[:-1]:
+    for group, following in itertools.zip_longest(groups, groups[1:]):
         sizes = [kept_ND.nbytes for _, kept_ND in group]
-        assert sum(sizes) >= limit > sum(sizes[:-1])
+        assert limit > sum(sizes[:-1])
+        (split,) = {row["split"] for row, _ in group}
+        assert following is None or sum(sizes) >= limit or following[0][0]["split"] != split
