@@ -3,8 +3,9 @@
 One step is one forward of the target over the token that it chose last (the root) and a tree of the heads' guesses,
 under an explicit mask and explicit positions; the longest accepted path is kept, in the tokens and in the KV cache
 (paper 2.1.2, 2.3.1). The heads read one hidden state per step: the last accepted one, exactly as the lm_head reads
-it. No model code is touched. Plain decoding is the same loop with no tree. Greedy acceptance writes what plain
-decoding writes, up to ties within rounding.
+it. No model code is touched. Plain decoding is the same loop with no tree. The acceptance rule decides every token,
+the prefill's too: greedy acceptance writes what greedy decoding writes, and rejection sampling what plain sampling
+writes with a generator in the same state, both up to ties within rounding.
 
 Limits: one sequence at a time; attention by sdpa or eager (others take no custom mask); rotary or learned positions.
 Where the rotary frequencies depend on the length (dynamic NTK, longrope), text that crosses their switch may differ.
@@ -28,6 +29,7 @@ from pipeline.medusa.cache import TreeCache, num_cached_layers
 from pipeline.medusa.heads import MedusaHeads
 from pipeline.medusa.masks import TreeMasks, attention_windows
 from pipeline.medusa.readout import Forward, check_pair, reading
+from pipeline.medusa.sampling import Noise
 from pipeline.medusa.tree import Path, Tree
 
 
@@ -99,13 +101,21 @@ class MedusaDecoder:
         self._tokens_N = torch.zeros(self.tree.num_nodes + 1, dtype=torch.int64, device=device)
 
     def generate(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, rule: AcceptanceRule = greedy_acceptance
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        rule: AcceptanceRule = greedy_acceptance,
+        generator: torch.Generator | None = None,
     ) -> Decoded:
-        """Decodes until an end token, `max_new_tokens` or `max_length`; ValueError when the prompt leaves no room."""
+        """Decodes until an end token, `max_new_tokens` or `max_length`.
+
+        A rule that samples draws from `generator`, best a freshly seeded one per text and on the target's device: it
+        is left some positions ahead of the text's end. ValueError when it lacks one or the prompt leaves no room.
+        """
         token_ids: list[int] = []
         accepted: list[int] = []
         start = first = perf_counter()
-        for new_ids in self.stream(prompt_ids, max_new_tokens, rule):
+        for new_ids in self.stream(prompt_ids, max_new_tokens, rule, generator):
             if not token_ids:
                 first = perf_counter()
             else:
@@ -116,33 +126,42 @@ class MedusaDecoder:
 
     @torch.inference_mode()
     def stream(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, rule: AcceptanceRule = greedy_acceptance
+        self,
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
+        rule: AcceptanceRule = greedy_acceptance,
+        generator: torch.Generator | None = None,
     ) -> Iterator[list[int]]:
         """The same, step by step: first the prefill's token, then what each forward adds, already cut."""
         room = min(max_new_tokens, self.max_length - len(prompt_ids))
         if not prompt_ids or room < 1:
             raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room within {self.max_length}")
+        if rule.samples and generator is None:
+            raise ValueError("a rule that samples needs a generator")
+        noise = Noise(generator if rule.samples else None)
         with reading(self.model) as forward:
-            hidden_1D, token = self._prefill(forward, prompt_ids, room)
+            hidden_1D, logits_1V = self._prefill(forward, prompt_ids, room)
+            token = rule.choose(logits_1V, noise.ahead(1, logits_1V))[0]
             new_ids = [int(token)]
             while True:
+                noise.advance(len(new_ids))
                 new_ids = self._cut(new_ids, room)
                 room -= len(new_ids)
                 yield new_ids
                 if room == 0 or new_ids[-1] in self.eos_token_ids:
                     return
                 self._propose(hidden_1D, token)
-                hidden_1D, token, new_ids = self._verify(forward, rule)
+                hidden_1D, token, new_ids = self._verify(forward, rule, noise)
 
     def _prefill(self, forward: Forward, prompt_ids: Sequence[int], room: int) -> tuple[Tensor, Tensor]:
-        """The prompt's forward: the state that the heads read next, and the target's first own token."""
+        """The prompt's forward: the state that the heads read next, and the logits of the first token."""
         num_tokens = len(prompt_ids)
         self._cache.begin(num_tokens + room + len(self._tokens_N))
         ids_T = torch.tensor(prompt_ids, device=self._tokens_N.device)
         positions_T = torch.arange(num_tokens, device=ids_T.device)
         hidden_1D, logits_1V = forward(ids_T, positions_T, None, self._cache, last_only=True)
         self._cache.keep_prompt(num_tokens)
-        return hidden_1D, logits_1V[0].argmax()
+        return hidden_1D, logits_1V
 
     def _propose(self, hidden_1D: Tensor, token: Tensor) -> None:
         """Writes the next root and, below it, the heads' guesses into the tree's rows."""
@@ -154,7 +173,7 @@ class MedusaDecoder:
             guesses_KR = logits_KV.topk(self.tree.top).indices
             self._tokens_N[1:] = guesses_KR.flatten()[self.tree.guess.to(guesses_KR.device)]
 
-    def _verify(self, forward: Forward, rule: AcceptanceRule) -> tuple[Tensor, Tensor, list[int]]:
+    def _verify(self, forward: Forward, rule: AcceptanceRule, noise: Noise) -> tuple[Tensor, Tensor, list[int]]:
         """One forward over the tree; keeps the accepted path; one transfer from the device."""
         tree, prefix = self.tree, self._cache.length
         positions_N = tree.depth + prefix
@@ -162,11 +181,12 @@ class MedusaDecoder:
             positions_N.clamp_(max=self.max_length - 1)
         mask = self._masks.after(prefix) if tree.num_nodes else None
         hidden_ND, logits_NV = forward(self._tokens_N, positions_N, mask, self._cache)
+        noise_TV = noise.ahead(tree.max_depth + 1, logits_NV)
         if not tree.num_nodes:
-            token = logits_NV[0].argmax()
+            token = rule.choose(logits_NV, noise_TV)[0]
             rows, new_ids, hidden_1D = [0], [int(token)], hidden_ND
         else:
-            row, token = rule(logits_NV, self._tokens_N, tree)
+            row, token = rule.judge(logits_NV, self._tokens_N, tree, noise_TV)
             path_ids = self._tokens_N[tree.lineage[row]]
             chosen, *path = torch.cat((row[None], path_ids, token[None])).tolist()
             rows, hidden_1D = tree.lineages[chosen], hidden_ND[chosen : chosen + 1]

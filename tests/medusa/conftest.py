@@ -48,6 +48,9 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-eager": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation="eager")),
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=5)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+    "qwen2-tied-mixed-windows": lambda: Qwen2ForCausalLM(  # the first layer sees all, the second slides
+        Qwen2Config(**SHAPE, tie_word_embeddings=True, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    ),
     "qwen3-head-dim": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=20, tie_word_embeddings=True)),
     "gemma2-both-windows": lambda: Gemma2ForCausalLM(  # every other layer slides; logits are soft-capped
         Gemma2Config(

@@ -14,7 +14,7 @@ from pipeline.medusa.tree import check_choices
 from tests.medusa.conftest import cartesian_tree
 
 FAMILIES = ["llama", "llama-eager", "mistral-window", "qwen2", "qwen3-head-dim", "gemma2-both-windows"]
-FAMILIES += ["cohere-scaled", "gpt2-positions"]
+FAMILIES += ["qwen2-tied-mixed-windows", "cohere-scaled", "gpt2-positions"]
 CHAIN = ((0,), (0, 0), (0, 0, 0))
 SPARSE = ((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1))
 TREES = {

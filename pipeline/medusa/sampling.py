@@ -1,0 +1,80 @@
+"""Drawing tokens from the target's distribution, so that one seed writes one text, whatever the tree.
+
+A token is drawn as argmax(z / temperature + g) over the logits z, where g = -log(-log u) with uniform u: the Gumbel-max
+form of softmax sampling. The noise g belongs to a position of the text and not to a step: a step that looks at several
+positions takes the noise of each, and what lies behind the last token that it keeps waits for the next step. So the
+tree changes what a step costs, but neither the law of the text nor, up to rounding, the text itself.
+
+The nucleus at top_p is the smallest set of likeliest tokens that holds at least that probability (Holtzman et al.,
+arXiv 1904.09751), as in transformers and vLLM: a token belongs to it when all tokens ahead of it, the likelier ones
+and of equally likely ones those with lower ids, hold less than top_p together. The likeliest token always belongs.
+
+Letters: N rows, T positions, V vocabulary; leading dimensions, shown as …, pass through.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Noise:
+    """The Gumbel noise of one text's next positions, from a generator that is this text's alone; none without one.
+
+    Each position takes V numbers from the generator, in the text's order. They are made in float64: with the 2^-24
+    steps of a float32 draw the rare tokens of a large vocabulary would be off. A generator on the target's device
+    spares a copy per token.
+    """
+
+    def __init__(self, generator: torch.Generator | None):
+        self._generator = generator
+        self._waiting: list[Tensor] = []
+
+    def ahead(self, num_positions: int, logits_NV: Tensor) -> Tensor | None:
+        """The noise [T, V] of the next positions, on the logits' device and in the precision they are judged in."""
+        if self._generator is None:
+            return None
+        while len(self._waiting) < num_positions:
+            self._waiting.append(_draw_noise(self._generator, logits_NV))
+        return torch.stack(self._waiting[:num_positions])
+
+    def advance(self, num_tokens: int) -> None:
+        """Leaves these positions behind: their tokens are written."""
+        del self._waiting[:num_tokens]
+
+
+def draw(logits_V: Tensor, noise_V: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
+    """A token [...] of the distribution softmax(logits [..., V] / temperature) within its nucleus."""
+    scaled_V = widened(logits_V) / temperature
+    if top_p < 1:
+        scaled_V = scaled_V.masked_fill(~nucleus(scaled_V, top_p), -torch.inf)
+    return (scaled_V + noise_V).argmax(-1)
+
+
+def nucleus(logits_V: Tensor, top_p: float) -> Tensor:
+    """The tokens [..., V] of the nucleus of softmax(logits [..., V])."""
+    p_V, ids_V = logits_V.softmax(-1).sort(dim=-1, descending=True, stable=True)
+    ahead_V = p_V.cumsum(-1) - p_V
+    inside_V = ahead_V < top_p
+    inside_V[..., 0] = True
+    return torch.zeros_like(inside_V).scatter(-1, ids_V, inside_V)
+
+
+def mass_ahead(p_NV: Tensor, tokens_N: Tensor) -> Tensor:
+    """The probability [..., N] ahead of one token [..., N] of each distribution [..., N, V], without sorting any."""
+    p_N1, tokens_N1 = p_NV.gather(-1, tokens_N[..., None]), tokens_N[..., None]
+    ids_V = torch.arange(p_NV.shape[-1], device=p_NV.device)
+    is_ahead_NV = (p_NV > p_N1) | ((p_NV == p_N1) & (ids_V < tokens_N1))
+    return torch.where(is_ahead_NV, p_NV, 0.0).sum(-1)
+
+
+def widened(logits_V: Tensor) -> Tensor:
+    """Logits in at least float32: half precision is too coarse for probabilities."""
+    return logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
+
+
+def _draw_noise(generator: torch.Generator, logits_NV: Tensor) -> Tensor:
+    shape, device = logits_NV.shape[-1:], generator.device
+    uniform_V = torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
+    race_V = uniform_V.log_().neg_().to(logits_NV.device, torch.promote_types(logits_NV.dtype, torch.float32))
+    return race_V.log_().neg_()
