@@ -22,6 +22,7 @@ class Estimate:
     conversations: int | None  # None where only reading a data set on the Hub would tell
     tokens: int | None  # to write, and to cache a state of each
     bytes_per_position: int
+    written: bool = False  # whether the tokens are there already, and counted
     assumed: str = ""  # what was taken for granted, as a sentence
 
     @property
@@ -46,7 +47,8 @@ def estimate(config: Config, seeds: dict[str, Any] | None, generated: dict[str, 
         assumed = f"{error.what} So states of {hidden_size:,} numbers in 16 bits are assumed, as 7B models have them."
     rows = int(seeds["rows"]) if seeds else _count(config)
     bound = None if rows is None else rows * longest
-    return Estimate(rows, int(generated.get("tokens", 0)) if generated else bound, hidden_size * width, assumed)
+    tokens = int(generated.get("tokens", 0)) if generated else bound
+    return Estimate(rows, tokens, hidden_size * width, bool(generated), assumed)
 
 
 def _count(config: Config) -> int | None:

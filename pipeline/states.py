@@ -11,6 +11,7 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.errors import MedusaDistillError
 from pipeline.execution.context import Context
+from pipeline.execution.tally import Tally
 from pipeline.flow import STAGES, identity_of, locate
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
@@ -18,12 +19,24 @@ from pipeline.storage.stage_directory import StageDirectory
 
 @dataclass(frozen=True)
 class StageState:
-    """One stage: `word` is done, partial, stale (other settings or inputs were used last time) or not run."""
+    """One stage: `word` is done, partial (some of it must be made), stale (made from something else) or not run.
+
+    `made` counts the shards that a run would keep, `expected` all that it would have at its end; both are 0 for a
+    stage without shards, and `expected` is None while nobody can know it.
+    """
 
     word: str
     why: str
     directory: StageDirectory | None = None
-    shards: str = ""
+    made: int = 0
+    expected: int | None = 0
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What a finished stage says of itself, and of an unfinished one the sums over its shards."""
+        if self.directory is None:
+            return {}
+        return self.directory.summary or (Tally(self.directory.receipts().values()).summary() if self.made else {})
 
 
 def stage_states(run: RunDirectory, config: Config) -> dict[str, StageState]:
@@ -40,7 +53,7 @@ def stage_states(run: RunDirectory, config: Config) -> dict[str, StageState]:
         if wanted is None:
             states[name] = _as_linked(run.latest(name), obstacle)
             continue
-        states[name] = _state(context, run.latest(name), wanted, stage)
+        states[name] = _state(context, run.latest(name), wanted, stage, states)
         context.upstream[name] = wanted
     return states
 
@@ -48,29 +61,54 @@ def stage_states(run: RunDirectory, config: Config) -> dict[str, StageState]:
 def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError | None) -> StageState:
     why = obstacle.what if obstacle else ""
     if linked is None:
-        return StageState("not run", why)
+        return StageState("not run", why, expected=None)
     why = f"taken to be unchanged: {why}" if why else ""
-    return StageState("done" if linked.done else "partial", why, linked, _count(linked))
+    made = len(linked.shards())
+    return StageState("done" if linked.done else "partial", why, linked, made, made if linked.done else None)
 
 
-def _state(context: Context, linked: StageDirectory | None, wanted: StageDirectory, stage: Any) -> StageState:
+def _state(
+    context: Context, linked: StageDirectory | None, wanted: StageDirectory, stage: Any, before: dict[str, StageState]
+) -> StageState:
     upstream = {name: context.upstream[name].content for name in stage.UPSTREAM}
     if wanted.is_current(upstream) and wanted.fits:
-        return StageState("done", "", wanted, _count(wanted, context, stage))
-    if wanted.path.exists():
-        why = "unfinished" if wanted.done is None else "what it was made from has changed, or a file is missing"
-        return StageState("partial" if wanted.done is None else "stale", why, wanted, _count(wanted, context, stage))
-    if linked is not None:
-        return StageState("stale", _difference(linked.identity, identity_of(context, stage)), linked, _count(linked))
-    return StageState("not run", "never run")
+        made = len((wanted.done or {}).get("shards", ()))
+        return StageState("done", "", wanted, made, made)
+    made, expected = _made(context, wanted, stage), _expected(stage, before)
+    if not wanted.path.exists():
+        if linked is None:
+            return StageState("not run", "never run", expected=expected)
+        return StageState("stale", _difference(linked.identity, identity_of(context, stage)), linked, 0, expected)
+    unready = [name for name in stage.UPSTREAM if before[name].word != "done"]
+    if wanted.done is None:
+        return StageState("partial", "unfinished", wanted, made, expected)
+    if not wanted.fits:
+        files = [str(path.relative_to(wanted.path)) for path in wanted.misfits()]
+        more = f" and {len(files) - 2} more" if len(files) > 2 else ""
+        return StageState("partial", f"damaged: {', '.join(files[:2])}{more}", wanted, made, expected)
+    if unready:
+        return StageState("stale", f"{unready[0]} comes first; kept if that comes out the same", wanted, made, expected)
+    return StageState("stale", "what it was made from has changed", wanted, made, expected)
 
 
-def _count(directory: StageDirectory, context: Context | None = None, stage: Any = None) -> str:
-    """Committed of expected shards, for stages that have shards."""
-    committed = len(directory.shards())
-    source = context.upstream.get(stage.UPSTREAM[0]) if context and stage and stage.UPSTREAM else None
-    expected = len(source.shards()) if source and committed else committed
-    return f"{committed}/{expected}" if committed else ""
+def _made(context: Context, wanted: StageDirectory, stage: Any) -> int:
+    """The shards that are whole and, where there is something to compare with, made from what is there now."""
+    have = wanted.receipts()
+    source = context.upstream[stage.UPSTREAM[0]].done if stage.UPSTREAM else None
+    if not source or not source.get("shards"):
+        return len(have)
+    content = {shard["index"]: shard["content_sha256"] for shard in source["shards"]}
+    return sum(receipt.upstream == content.get(index) for index, receipt in have.items())
+
+
+def _expected(stage: Any, before: dict[str, StageState]) -> int | None:
+    """One shard for each of the stage before; how many seeds there are, only reading them tells."""
+    if stage.NAME not in SHARDED:
+        return 0
+    return before[stage.UPSTREAM[0]].expected if stage.UPSTREAM else None
+
+
+SHARDED = ("seeds", "generate", "features")
 
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:

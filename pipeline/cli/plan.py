@@ -37,29 +37,52 @@ def plan(
     states = stage_states(run, settings)
     for name, state in states.items():
         if name != "push" or settings.push.repo_id:
-            table.add_row(name, "kept" if state.word == "done" else "run", state.shards, Text(state.why))
+            table.add_row(name, "kept" if state.word == "done" else "run", _shards(state), Text(state.why))
     console.print(table)
     figures = estimate(settings, _summary(states["seeds"]), _summary(states["generate"]))
+    features = states["features"]
+    cached = sum(path.stat().st_size for path in features.directory.shards()) if features.directory else 0
+    cached = cached if features.made else 0
     existing = next(path for path in (run.store, *run.store.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if figures.conversations is None or figures.tokens is None or figures.disk_bytes is None:
         work = "An unknown number of conversations: the Hub says it only while they are read, or give a limit"
         need = f"{figures.bytes_per_position:,} bytes for each token that the target will write"
     else:
-        work = f"{figures.conversations:,} conversations, at most {figures.tokens:,} tokens to write"
-        need = f"as many positions of {figures.bytes_per_position:,} bytes each, {figures.disk_bytes / 1e9:,.1f} GB"
-    console.print(f"\n{work}, {need}; {free / 1e9:,.0f} GB are free.", highlight=False, soft_wrap=True)
+        tokens = f"{figures.tokens:,} tokens"
+        work = f"{figures.conversations:,} conversations, "
+        work += f"{tokens} written" if figures.written else f"at most {tokens} to write"
+        need = f"as many positions of {figures.bytes_per_position:,} bytes each, {size(figures.disk_bytes)}"
+    here = f", of which {size(cached)} are on the disk" if cached else ""
+    console.print(f"\n{work}, {need}{here}; {size(free)} are free.", highlight=False, soft_wrap=True)
     if figures.assumed:
         console.print(figures.assumed, highlight=False, markup=False, soft_wrap=True)
     for name in ("generate", "features", "train"):
         console.print(f"{name}: {_workers(name, settings)}", highlight=False, markup=False, soft_wrap=True)
-    if (figures.disk_bytes or 0) > free:
+    if features.word != "done" and (figures.disk_bytes or 0) - cached > free:
         console.print("[yellow]That does not fit: name a larger run.store, or fewer rows with limit.[/]")
 
 
 def _summary(state: StageState) -> dict[str, Any] | None:
     """What a stage that is done says of itself."""
     return state.directory.summary if state.word == "done" and state.directory else None
+
+
+def _shards(state: StageState) -> str:
+    """How many shards are made and how many are left to make, as far as that is known."""
+    pending = (state.expected or 0) - state.made
+    parts = [f"{state.made} done"] if state.made else []
+    parts += [f"{pending} pending"] if pending > 0 else []
+    return ", ".join(parts)
+
+
+def size(num_bytes: float) -> str:
+    """Bytes as a person says them: 279 kB, 1.5 GB, 650 GB."""
+    for unit, bytes_of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= bytes_of:
+            value = num_bytes / bytes_of
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:,.1f} {unit}"
+    return f"{num_bytes:,.0f} bytes"
 
 
 def _workers(stage: str, config: Config) -> str:

@@ -8,34 +8,33 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from pipeline.states import stage_states
+from pipeline.states import StageState, stage_states
 from pipeline.storage.run_directory import RunDirectory
 
 
 def status(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")]) -> None:
-    """Per stage: done, partial, stale or not run; rows, quarantined rows, seconds, tokens per second."""
+    """Per stage: done, partial, stale or not run, and why; rows, quarantined rows, seconds, tokens per second."""
     run, config = RunDirectory.open(run_dir)
-    table = Table(
-        "stage",
-        "state",
-        "shards",
-        "rows",
-        "quarantined",
-        "seconds",
-        "tokens/s",
-        "directory",
-        box=None,
-        header_style="bold",
-    )
+    headers = ("stage", "state", "shards", "rows", "quarantined", "seconds", "tokens/s", "directory", "why")
+    table = Table(*headers, box=None, header_style="bold")
     for name, state in stage_states(run, config).items():
-        summary = state.directory.summary if state.directory else {}
+        summary = state.summary
         cells = [summary.get(key) for key in ("rows", "quarantined", "seconds", "tokens_per_second")]
         table.add_row(
             name,
             state.word,
-            state.shards,
+            shards_in_words(state),
             *("" if cell is None else f"{cell:,.0f}" if isinstance(cell, int) else f"{cell:,.1f}" for cell in cells),
             state.directory.path.name if state.directory else "",
+            Text("" if state.word == "not run" else state.why),
         )
-    Console(width=None if Console().is_terminal else 120).print(table)
+    Console(width=None if Console().is_terminal else 160).print(table)
+
+
+def shards_in_words(state: StageState) -> str:
+    """Shards that are made, of all that are to be."""
+    if state.directory is None or not (state.made or state.expected):
+        return ""
+    return f"{state.made}/{'?' if state.expected is None else state.expected}"

@@ -20,10 +20,13 @@ def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such
     for name in STAGES:
         stage = run.latest(name)
         if stage is None:
+            if (link := run.path / "latest" / name).is_symlink():
+                damaged.append(f"{name}: {link.readlink().name} is missing")
+                console.print(f"[red]damaged[/]  {name:<10} no directory")
             continue
         problems = stage.verify()
         damaged += [f"{name}: {problem}" for problem in problems]
-        state = "unfinished" if stage.done is None else f"{len(stage.done['files'])} files"
+        state = f"{len(stage.done['files'])} files" if stage.done else f"{len(stage.shards())} shards, unfinished"
         console.print(f"{'[red]damaged[/]' if problems else '[green]ok[/]'}  {name:<10} {state}")
     if damaged:
         raise CheckFailed(

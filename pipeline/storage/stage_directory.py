@@ -13,12 +13,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import DataError
+from pipeline.errors import DamagedShard, DataError
 from pipeline.storage.durable import read_json, sweep_temporary, write_json
 from pipeline.storage.file_facts import FileFacts
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.locks import Lock
-from pipeline.storage.shards import Receipt, note_path, read_note, read_receipt, write_note
+from pipeline.storage.shards import Receipt, note_path, read_note, read_receipt, read_rows, write_note
 from pipeline.storage.tasks import ShardTask
 
 SHARDED = ("shards", "quarantine", "receipts")
@@ -159,7 +159,11 @@ class StageDirectory:
     @property
     def fits(self) -> bool:
         """Whether every file that counts is there in full size; nothing is read."""
-        return all(facts.fit(path) for path, facts in self._facts())
+        return not self.misfits()
+
+    def misfits(self) -> list[Path]:
+        """The files that count and are missing or of another size."""
+        return [path for path, facts in self._facts() if not facts.fit(path)]
 
     def examine(self) -> list[Path]:
         """The files that are missing or not as they were written; read are those whose time has moved.
@@ -195,9 +199,17 @@ class StageDirectory:
 
     def verify(self) -> list[str]:
         """Read every file again and say what is missing, damaged or foreign, one line each."""
-        expected = dict(self._facts())
-        foreign = [f"{path} is of another run, or damaged" for path in self.shards() if path not in expected]
-        return foreign + [problem for path, facts in expected.items() if (problem := _problem(path, facts))]
+        written = dict(self._facts())
+        problems = {path: _problem(path, facts) for path, facts in written.items()}
+        for path in self.shards():
+            receipt, rows = read_receipt(path), self.path / "quarantine" / f"{path.stem}.jsonl"
+            if receipt is None or receipt.fingerprint != self.fingerprint or (self.done and path not in written):
+                problems[path] = problems.get(path) or f"{path} is of another run, or damaged"
+            elif path not in written:  # its writer was killed before the note
+                problems[path] = _unreadable(path)
+            if not self.done and not rows.is_file():
+                problems[rows] = f"{rows} is missing"
+        return [problem for problem in problems.values() if problem]
 
     def _facts(self) -> list[tuple[Path, FileFacts]]:
         """What the files that count are: of a finished stage DONE.json says it, else the notes beside the shards."""
@@ -237,6 +249,16 @@ class StageDirectory:
         """Remove what killed workers left half-written, for whoever holds the lock, alone or not."""
         for folder in SHARDED:
             sweep_temporary(self.path / folder)
+
+
+def _unreadable(path: Path) -> str | None:
+    """What reading all of a shard finds: its pages have checksums."""
+    try:
+        for _ in read_rows(path):
+            pass
+    except DamagedShard as damaged:
+        return f"{path} is damaged: {damaged.what}"
+    return None
 
 
 def _problem(path: Path, written: FileFacts) -> str | None:

@@ -1,0 +1,158 @@
+"""`plan`, `status` and `verify` on runs that are half done, damaged, or changed: what is there, what is left, and why."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+
+import pytest
+
+from pipeline.cli.plan import size
+from tests.cli.tables import STAGES, line_of, one_paragraph, states
+from tests.flows.tiny import last_events, latest, run_again
+
+
+@pytest.fixture
+def half_done(copied_run):
+    """Killed in features after three shards of four, one of them before its note was written."""
+    features = latest(copied_run, "features")
+    (features.path / "DONE.json").unlink()
+    features.shard_path(3).unlink()
+    for name in ("quarantine/00003.jsonl", "receipts/00003.json", "receipts/00002.json"):
+        (features.path / name).unlink()
+    for name in STAGES[3:]:
+        shutil.rmtree(latest(copied_run, name).path)
+        (copied_run.path / "latest" / name).unlink()
+    return copied_run
+
+
+@pytest.fixture
+def damaged(copied_run):
+    """A shard cut short, and a tree that is gone."""
+    shard = latest(copied_run, "generate").shard_path(1)
+    shard.write_bytes(shard.read_bytes()[:-9])
+    (copied_run.path / "latest/calibrate/tree.json").unlink()
+    return copied_run
+
+
+def test_status_of_a_half_done_run_counts_what_is_there(command, half_done):
+    out = command("status", half_done.path).out
+    assert states(out) == dict.fromkeys(STAGES[:2], "done") | {"features": "partial"} | dict.fromkeys(
+        [*STAGES[3:], "push"], "not"
+    )
+    rows = sum(receipt.num_rows for receipt in latest(half_done, "features").receipts().values())
+    assert line_of("features", out).split()[1:5] == ["partial", "3/4", str(rows), "0"]
+    assert line_of("features", out).endswith("unfinished ")
+
+
+def test_verify_of_a_half_done_run_takes_a_shard_without_its_note_for_what_it_is(command, half_done):
+    ended = command("verify", half_done.path)
+    assert ended.code == 0, ended.err
+    assert "3 shards, unfinished" in line_of("ok", ended.out.splitlines()[-1])
+
+
+@pytest.mark.parametrize("damage", ["bit", "truncated", "foreign", "foreign with its note", "quarantine"])
+def test_verify_of_a_half_done_run_names_the_file_that_is_not_whole(command, half_done, make_config, tmp_path, damage):
+    features = latest(half_done, "features")
+    bad = features.shard_path(1 if "note" in damage else 2)
+    if damage == "quarantine":
+        bad = features.quarantine_path(2)
+        bad.unlink()
+    elif damage.startswith("foreign"):
+        changes = {"run__name": "other", "generate__temperature": 1.5}
+        other = latest(run_again(make_config(tmp_path, **changes), until="features"), "features")
+        shutil.copy2(other.path / "shards" / bad.name, bad)
+        if "note" in damage:
+            shutil.copy2(other.path / "receipts/00001.json", features.path / "receipts/00001.json")
+    else:
+        data = bytearray(bad.read_bytes())
+        data[100] ^= 1
+        bad.write_bytes(data if damage == "bit" else data[:-20])
+    ended = command("verify", half_done.path)
+    assert ended.code == 1
+    assert re.findall(r"\S+\.(?:parquet|jsonl)", one_paragraph(ended.err)) == [str(bad)]
+
+
+def test_verify_names_a_stage_whose_directory_is_gone_and_run_makes_it_again(command, copied_run, config_file):
+    gone = latest(copied_run, "check").path
+    shutil.rmtree(gone)
+    ended = command("verify", copied_run.path)
+    assert ended.code == 1 and f"{gone.name} is missing" in one_paragraph(ended.err)
+    assert command("run", config_file, "--executor", "inline").code == 0
+    assert command("verify", copied_run.path).code == 0
+
+
+def test_plan_of_a_half_done_run_says_what_is_pending_and_what_is_on_the_disk(command, half_done, config_file):
+    out = command("plan", config_file).out
+    assert states(out) == dict.fromkeys(STAGES[:2], "kept") | dict.fromkeys(STAGES[2:], "run")
+    assert "3 done, 1 pending" in line_of("features", out) and "4 done " in line_of("generate", out)
+    features = latest(half_done, "features")
+    cached, free = sum(path.stat().st_size for path in features.shards()), r"[\d,.]+ [GM]B are free"
+    assert re.search(rf"of which {re.escape(size(cached))} are on the disk; {free}", out)
+
+
+def test_plan_and_status_of_a_damaged_run_name_the_file_and_only_what_it_costs(command, damaged, config_file):
+    out = command("plan", config_file).out
+    assert states(out) == dict.fromkeys(STAGES, "kept") | dict.fromkeys(("generate", "calibrate"), "run")
+    assert "3 done, 1 pending" in line_of("generate", out)
+    for table in (out, command("status", damaged.path).out):
+        assert "damaged: shards/00001.parquet" in line_of("generate", table)
+        assert "damaged: tree.json" in line_of("calibrate", table)
+    assert states(command("status", damaged.path).out)["generate"] == "partial"
+    made = run_again_of(command, config_file, damaged)
+    assert made == ["generate", "calibrate"], "plan and run agree"
+
+
+def run_again_of(command, config_file, run) -> list[str]:
+    assert command("run", config_file, "--executor", "inline").code == 0
+    return [event["stage"] for event in last_events(run) if event["event"] == "stage-started"]
+
+
+def test_plan_of_a_changed_setting_counts_no_shard_that_was_made_with_the_old_one(command, copied_run, config_file):
+    out = command("plan", config_file, "generate.temperature=1.5").out
+    assert " 4 pending" in line_of("generate", out) and "changed: temperature" in line_of("generate", out)
+    assert " 4 pending" in line_of("features", out) and "what comes before it changed" in line_of("features", out)
+    assert "done" not in line_of("features", out) and "on the disk" not in out
+
+
+def test_plan_of_nothing_yet_knows_no_shards(command, config_file):
+    out = command("plan", config_file).out
+    assert "pending" not in out and "never run" in line_of("features", out)
+
+
+def test_plan_says_when_the_states_do_not_fit_and_counts_those_that_are_there(
+    command, half_done, config_file, monkeypatch
+):
+    free = type("Usage", (), {"free": 100_000})
+    monkeypatch.setattr("pipeline.cli.plan.shutil.disk_usage", lambda _: free)
+    assert "does not fit" not in command("plan", config_file).out, "three quarters are there"
+    assert "does not fit" in command("plan", config_file, "generate.temperature=1.5").out
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(0, "0 bytes"), (999, "999 bytes"), (328_000, "328 kB"), (1_540_000, "1.5 MB"), (655_360_000_000, "655 GB")],
+)
+def test_a_size_is_said_in_its_own_unit(number, words):
+    assert size(number) == words
+
+
+def test_events_have_one_line_for_every_shard_and_every_attempt(copied_run, make_config, tmp_path, monkeypatch):
+    from pipeline.stages import generate
+
+    class Unsteady(generate.Worker):
+        failed = False
+
+        def __call__(self, task):
+            if task.index == 2 and not Unsteady.failed:
+                Unsteady.failed = True
+                raise RuntimeError("not this time\nnor in one line")
+            return super().__call__(task)
+
+    monkeypatch.setattr(generate, "Worker", Unsteady)
+    run = run_again(make_config(tmp_path, generate__temperature=1.5), until="generate")
+    said = [(event["event"], event["shard"]) for event in last_events(run) if "shard" in event]
+    assert sorted(said) == [("shard", 0), ("shard", 1), ("shard", 2), ("shard", 3), ("shard-failed", 2)]
+    for line in (run.path / "events.jsonl").read_text().splitlines():
+        assert json.loads(line)["time"] > 0
