@@ -1,6 +1,6 @@
 """How good the heads' guesses are: what the report shows and the tree search reads (paper 2.3.3).
 
-Sums are over labelled positions only and add up over batches and workers; accuracies are taken from the sums.
+Sums are over labelled positions only and add up over batches and workers.
 
 Letters: N rows, C rows of a chunk, D hidden size, V vocabulary, K heads, R ranks (guesses per head).
 """
@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from pipeline.conversations.spans import IGNORED
 from pipeline.medusa.heads import MedusaHeads
+from pipeline.medusa.tree_search import MISS, NO_LABEL
 
 
 class Score(NamedTuple):
@@ -53,7 +54,22 @@ def score(heads: MedusaHeads, hidden_ND: Tensor, labels_KN: Tensor, top: int, *,
     return total._replace(hits_KR=total.hits_KR.cumsum(1))
 
 
-def rank_accuracies(hits_KR: Tensor, counts_K: Tensor) -> list[list[float]]:
-    """a_k(i): the share of labels that head k's i-th guess alone hits, from cumulative hits; 0 without labels."""
-    alone_KR = torch.diff(hits_KR.double(), dim=1, prepend=torch.zeros_like(hits_KR[:, :1], dtype=torch.float64))
-    return (alone_KR / counts_K.clamp(min=1)[:, None]).tolist()
+@torch.no_grad()
+def label_ranks(
+    heads: MedusaHeads, hidden_ND: Tensor, labels_KN: Tensor, top: int, *, chunk_bytes: int = 256 << 20
+) -> Tensor:
+    """Where each label stands among its head's guesses, uint8 [K, N]: 0 is the best, see `tree_search` for the others.
+
+    Guesses are ranked by the very `topk` that decoding uses; logits of one head and at most `chunk_bytes` are held.
+    """
+    hidden_KND, vocab_size = heads.hidden(hidden_ND), heads.config.vocab_size
+    num_rows = max(1, chunk_bytes // (vocab_size * hidden_KND.element_size()))
+    ranks_KN = torch.full(labels_KN.shape, NO_LABEL, dtype=torch.uint8, device=hidden_ND.device)
+    for head, (hidden, labels_N) in enumerate(zip(hidden_KND, labels_KN, strict=True)):
+        weight_VD = (heads.lm_head if heads.config.tied else heads.lm_head[head]).to(hidden.dtype)
+        for rows_C in (labels_N != IGNORED).nonzero()[:, 0].split(num_rows):
+            guesses_CR = (hidden[rows_C] @ weight_VD.t()).topk(min(top, vocab_size)).indices
+            hit_CR = guesses_CR == labels_N[rows_C, None]
+            ranks_C = torch.where(hit_CR.any(1), hit_CR.int().argmax(1), MISS)
+            ranks_KN[head, rows_C] = ranks_C.to(torch.uint8)
+    return ranks_KN

@@ -1,27 +1,45 @@
 """calibrate: how often each head's guesses are right on held-out rows, and the tree that makes the most of them.
 
-Promises: accuracies come from the `calibrate` split alone, which nothing was trained on; the tree grows greedily by
-the product of accuracies (paper 2.3.3), or is the user's own when `calibrate.choices` names one.
+Promises: everything comes from the `calibrate` split alone, which nothing was trained on. Two trees grow greedily on
+one half of it, by the product of accuracies (paper 2.3.3) and by how often whole paths were right; the one with the
+higher acceleration rate on the other half is used. With `calibrate.nodes: auto` the node budget is the one with the
+highest speedup, by the overhead of each size that is measured on this device. Or the tree is the user's own.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from pipeline.checking.overhead import overhead_curve
 from pipeline.errors import DataError
 from pipeline.execution.context import Context
 from pipeline.execution.preflight import read_choices
-from pipeline.medusa.accuracy import rank_accuracies
-from pipeline.medusa.tree import expected_acceleration_rate, greedy_tree, path_probability
+from pipeline.medusa.tree import Path as TreePath
+from pipeline.medusa.tree_search import (
+    HeldOutRanks,
+    choose_tree,
+    path_frequencies,
+    rank_accuracies,
+    search_trees,
+    simulated_acceleration_rate,
+    sizes_up_to,
+)
 from pipeline.storage.durable import write_json
+from pipeline.storage.shards import read_rows
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.training.evaluate import held_out_hits
+from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.spec import TargetSpec, context_length
+from pipeline.training.checkpoints import load_heads
+from pipeline.training.evaluate import held_out_ranks
 
 NAME = "calibrate"
 VERSION = 1
 UPSTREAM = ("features", "train")
 
 REPORTED_TOPS = 5
+MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+USUAL_PROMPT = 64  # tokens, behind which a step is measured
 
 
 def identity(context: Context) -> dict[str, Any]:
@@ -32,48 +50,91 @@ def identity(context: Context) -> dict[str, Any]:
 
 
 def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
-    """Measure the heads and search the tree."""
-    features, train = context.upstream["features"], context.upstream["train"]
-    settings, trained = context.config.calibrate, context.config.train
-    placement = context.placement("train")
-    arguments = {
-        "shards": tuple(map(str, features.shards())),
-        "fingerprint": features.fingerprint,
-        "heads": str(train.path / "heads.safetensors"),
-        "roles": trained.roles,
-        "top": settings.top,
-        "device": "cuda" if placement.gpus else "cpu",
-    }
-    hits_KR, counts_K = context.executor.call(held_out_hits, arguments, placement)
+    """Measure the heads, search the tree, choose its size."""
+    settings, features = context.config.calibrate, context.upstream["features"]
+    ranks = _held_out_ranks(context)
+    hits_KR, counts_K = ranks.hits(settings.top)
     if int(counts_K.min()) == 0:
         raise DataError(
             f"Head {int(counts_K.argmin())} has nothing to be measured on: the held-out answers are too short for it.",
             str(features.path),
             "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers be longer.",
         )
-    accuracy_KR = rank_accuracies(hits_KR, counts_K)
-    searched = not settings.choices
-    choices = greedy_tree(accuracy_KR, settings.nodes, settings.depth) if searched else read_choices(context.config)
-    choices = choices or ((0,),)  # heads that are never right
-    probabilities = [path_probability(accuracy_KR, path) for path in choices]
-    expected = expected_acceleration_rate(accuracy_KR, choices)
-    tree = {
+    searched_on, judged_on = ranks.halves()
+    tree: dict[str, Any] = {}
+    if settings.choices:
+        source, choices = "calibrate.choices", read_choices(context.config)
+    else:
+        budget = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
+        trees = search_trees(searched_on, budget, settings.depth, settings.top)
+        overheads = _measured(context, trees["joint"]) if settings.nodes == "auto" else {}
+        sizes = sizes_up_to(budget) if settings.nodes == "auto" else [budget]
+        source, size = choose_tree(trees, judged_on, sizes, overheads)
+        choices = trees[source][:size]
+        rates = {name: simulated_acceleration_rate(judged_on, found[:size]) for name, found in trees.items()}
+        tree = {"searches": rates, "overheads": [[nodes, overheads[nodes]] for nodes in sorted(overheads)]}
+    expected = simulated_acceleration_rate(judged_on, choices)
+    tree |= {
         "choices": [list(path) for path in choices],
-        "probabilities": probabilities,
-        "accuracies": accuracy_KR,
+        "probabilities": path_frequencies(judged_on, choices),
+        "accuracies": rank_accuracies(hits_KR, counts_K),
         "expected_acceleration_rate": expected,
     }
     write_json(stage.path / "tree.json", tree)
     return {
-        "heads": [_head(hits, int(count)) for hits, count in zip(hits_KR.tolist(), counts_K, strict=True)],
+        "heads": [_head(hits, int(count)) for hits, count in zip(hits_KR.cumsum(1).tolist(), counts_K, strict=True)],
         "tree": {
             "nodes": len(choices),
             "depth": max(map(len, choices)),
-            "source": "searched" if searched else "calibrate.choices",
+            "source": source,
             "expected_acceleration_rate": round(expected, 4),
+            **{key: tree[key] for key in ("searches", "overheads") if tree.get(key)},
         },
         "positions": int(counts_K.max()),
     }
+
+
+def _held_out_ranks(context: Context) -> HeldOutRanks:
+    features, train = context.upstream["features"], context.upstream["train"]
+    placement = context.placement("train")
+    arguments = {
+        "shards": tuple(map(str, features.shards())),
+        "fingerprint": features.fingerprint,
+        "heads": str(train.path / "heads.safetensors"),
+        "roles": context.config.train.roles,
+        "top": context.config.calibrate.top,
+        "device": "cuda" if placement.gpus else "cpu",
+    }
+    return context.executor.call(held_out_ranks, arguments, placement)
+
+
+def _measured(context: Context, choices: tuple[TreePath, ...]) -> dict[int, float]:
+    """The overhead of trees of several sizes where the target decodes."""
+    placement = context.placement("features")
+    arguments = {
+        "target": context.target,
+        "heads": str(context.upstream["train"].path / "heads.safetensors"),
+        "trees": {size: choices[:size] for size in MEASURED_SIZES if size <= len(choices)},
+        "prompt_ids": _usual_prompt(context.upstream["features"]),
+        "gpus": placement.gpus,
+    }
+    return context.executor.call(measure_overheads, arguments, placement)
+
+
+def measure_overheads(
+    target: TargetSpec, heads: str, trees: dict[int, tuple[TreePath, ...]], prompt_ids: list[int], gpus: int
+) -> dict[int, float]:
+    """`overhead_curve` of trained heads on the target, loaded here."""
+    model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
+    module = load_heads(Path(heads)).to(input_device(model), model.dtype)
+    return overhead_curve(model, module, trees, prompt_ids, context_length(target))
+
+
+def _usual_prompt(features: StageDirectory) -> list[int]:
+    """The beginning of a held-out row."""
+    rows = (row for path in features.shards() for row in read_rows(path, ["split", "input_ids"]))
+    ids = next(row["input_ids"] for row in rows if row["split"] == "calibrate")
+    return ids[: min(USUAL_PROMPT, max(1, len(ids) // 2))]
 
 
 def one_line(summary: dict[str, Any]) -> str:

@@ -5,15 +5,18 @@ Letters: K heads, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from torch import Tensor
 
 from pipeline.conversations.conversation import Role
-from pipeline.medusa.accuracy import Score, score
+from pipeline.medusa.accuracy import Score, label_ranks, score
 from pipeline.medusa.heads import MedusaHeads
+from pipeline.medusa.tree_search import HeldOutRanks
 from pipeline.training.checkpoints import load_heads
 from pipeline.training.features import FeatureRows
 from pipeline.training.loading import load_batches
@@ -23,7 +26,6 @@ from pipeline.training.world import World
 SPLIT = "calibrate"
 MAX_POSITIONS = 131_072  # an accuracy's standard error is then under 0.15 %
 TOP = 5
-BATCH_TOKENS = 8192  # of `held_out_hits`; in fp32 its states and one head's logits fit beside any heads
 
 
 def evaluate(
@@ -41,21 +43,16 @@ def evaluate(
     return [dict(zip(names, row, strict=True)) for row in means_KR.tolist()]
 
 
-def held_out_hits(
-    shards: Sequence[str],
-    fingerprint: str,
-    heads: str,
-    roles: Collection[Role],
-    top: int,
-    device: str,
-) -> tuple[Tensor, Tensor]:
-    """How often trained heads' first `top` guesses are right on held-out rows: (hits [K, R], cumulative, labels [K]).
+def held_out_ranks(
+    shards: Sequence[str], fingerprint: str, heads: str, roles: Collection[Role], top: int, device: str
+) -> HeldOutRanks:
+    """Where the tokens of held-out rows stand among trained heads' first `top` guesses.
 
     Args:
         shards, fingerprint, roles: As in `FeatureRows`.
         heads: Path of the trained heads.
 
-    At most `MAX_POSITIONS` positions are looked at, in fp32 on `device`.
+    At most about `MAX_POSITIONS` positions are looked at, of rows from all over the data, in fp32 on `device`.
     """
     module = load_heads(Path(heads)).to(device)
     config = module.config
@@ -67,8 +64,35 @@ def held_out_hits(
         num_heads=config.num_heads,
         roles=roles,
     )
-    _, hits_KR, counts_K = _score(module, rows, top, BATCH_TOKENS, World(), torch.float32)
-    return hits_KR.cpu(), counts_K.cpu()
+    parts_KN = [np.empty((config.num_heads, 0), np.uint8)]
+    starts = [np.empty(0, np.int64)]
+    num_positions = 0
+    for group, chosen in _sample(rows.lengths(SPLIT)):
+        opened = rows.read_group(group)
+        for index in chosen:
+            row = opened[index]
+            labels_KN = torch.from_numpy(row.labels_KN).to(device, torch.int64)
+            hidden_ND = row.hidden_ND[row.learnable].to(device, torch.float32)
+            parts_KN.append(label_ranks(module, hidden_ND, labels_KN, top).cpu().numpy())
+            # A span's last state has nothing to learn: where one is left out, the next span begins.
+            starts.append(num_positions + np.flatnonzero(np.diff(row.learnable.numpy(), prepend=-2) != 1))
+            num_positions += len(row.learnable)
+    return HeldOutRanks(np.concatenate(parts_KN, axis=1), np.concatenate(starts))
+
+
+def _sample(lengths: Sequence[npt.NDArray[np.int64]]) -> Iterator[tuple[int, list[int]]]:
+    """Rows until `MAX_POSITIONS` are reached, from all over the data, always the same ones: by group, in order."""
+    places = [(group, int(row)) for group, found in enumerate(lengths) for row in np.flatnonzero(found)]
+    taken: defaultdict[int, list[int]] = defaultdict(list)
+    positions = 0
+    for place in np.random.default_rng(0).permutation(len(places)):
+        group, row = places[place]
+        taken[group].append(row)
+        positions += int(lengths[group][row])
+        if positions >= MAX_POSITIONS:
+            break
+    for group in sorted(taken):
+        yield group, sorted(taken[group])
 
 
 def _score(

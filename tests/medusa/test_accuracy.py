@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.medusa.accuracy import rank_accuracies, score
+from pipeline.medusa.accuracy import label_ranks, score
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads
 from pipeline.medusa.losses import plain_summed_cross_entropy
+from pipeline.medusa.tree_search import MISS, NO_LABEL, HeldOutRanks
 
 NUM_HEADS, NUM_ROWS, SIZE, VOCAB = 3, 29, 8, 13
 
@@ -52,13 +56,19 @@ def test_under_autocast_losses_stay_within_the_rounding_of_its_dtype():
     assert not torch.equal(found.losses_K, exact.losses_K)
 
 
-def test_rank_accuracies_are_shares_of_single_guesses():
-    accuracies = rank_accuracies(torch.tensor([[5, 7, 7], [0, 1, 4]]), torch.tensor([10, 8]))
-    assert accuracies == [[0.5, pytest.approx(0.2), 0.0], [0.0, 0.125, 0.375]]
-
-
-def test_a_head_without_labels_has_accuracy_zero():
-    assert rank_accuracies(torch.tensor([[0, 0]]), torch.tensor([0])) == [[0.0, 0.0]]
+def test_ranks_say_of_every_label_where_it_stands_and_give_the_hits_that_the_score_counts():
+    heads, hidden, labels = case(tied=False)
+    ranks_KN = label_ranks(heads, hidden, labels, 5).numpy()
+    logits_KNV = heads(hidden)
+    for k, n in itertools.product(*map(range, labels.shape)):
+        if labels[k, n] == IGNORED:
+            assert ranks_KN[k, n] == NO_LABEL
+            continue
+        rank = int((logits_KNV[k, n] > logits_KNV[k, n, labels[k, n]]).sum())
+        assert ranks_KN[k, n] == (rank if rank < 5 else MISS)
+    alone_KR, counts_K = HeldOutRanks(ranks_KN, np.array([0])).hits(5)
+    found = score(heads, hidden, labels, 5)
+    assert alone_KR.cumsum(1).tolist() == found.hits_KR.tolist() and counts_K.tolist() == found.counts_K.tolist()
 
 
 def test_every_label_is_hit_when_all_tokens_are_guessed():

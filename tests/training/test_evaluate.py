@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from pipeline.conversations.spans import IGNORED
 from pipeline.medusa.heads import MedusaHeads
+from pipeline.storage.shards import read_rows
 from pipeline.training import evaluate as room
 from pipeline.training.checkpoints import write_heads
-from pipeline.training.evaluate import evaluate, held_out_hits
+from pipeline.training.evaluate import evaluate, held_out_ranks
 from pipeline.training.features import FeatureRows
 from pipeline.training.medusa1 import initial_heads, open_features
 from pipeline.training.world import World
@@ -56,8 +58,20 @@ def test_the_tree_search_gets_the_same_counts_from_the_saved_heads(heads, make_s
     spec = make_spec()
     write_heads(tmp_path / "heads.safetensors", heads, {})
     _, hits, counts = by_definition(heads, open_features(spec), "calibrate")
-    found = held_out_hits(spec.shards, spec.fingerprint, str(tmp_path / "heads.safetensors"), ("assistant",), 5, "cpu")
-    assert found[0].tolist() == hits and found[1].tolist() == counts
+    path = str(tmp_path / "heads.safetensors")
+    found = held_out_ranks(spec.shards, spec.fingerprint, path, ("assistant",), 5, "cpu")
+    alone_KR, counts_K = found.hits(5)
+    assert alone_KR.cumsum(1).tolist() == hits and counts_K.tolist() == counts
+
+
+def test_spans_begin_where_the_target_began_to_write(heads, make_spec, tmp_path):
+    spec = make_spec()
+    write_heads(tmp_path / "heads.safetensors", heads, {})
+    path = str(tmp_path / "heads.safetensors")
+    found = held_out_ranks(spec.shards, spec.fingerprint, path, ("assistant",), 5, "cpu")
+    rows = [row for shard in spec.shards for row in read_rows(shard) if row["split"] == "calibrate"]
+    lengths = [span["end"] - span["start"] - 1 for row in rows for span in row["spans"] if span["role"] == "assistant"]
+    assert np.diff(found.starts, append=len(found)).tolist() == [length for length in lengths if length]
 
 
 def test_a_sample_of_the_positions_is_enough_and_always_the_same(heads, make_spec, monkeypatch):
