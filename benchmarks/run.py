@@ -1,6 +1,6 @@
 """Run the benchmarks and write what they measured.
 
-    python -m benchmarks.run                 # all, each in a process of its own: `make bench`
+    python -m benchmarks.run                 # all but the soak, each in a process of its own: `make bench`
     python -m benchmarks.run features train  # some
     python -m benchmarks.run --tiny          # do the scripts run? tiny sizes; the figures mean nothing, none is kept
 
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from benchmarks.claims import Result
 from benchmarks.results import DIRECTORY, one_line, write_result, write_table
 
 NEEDS_GPU = "gpu"
@@ -26,14 +27,17 @@ BENCHMARKS = {
     "feature_size": "bytes of features",
     "train": "training from the cache",
     "reading": "reading the cache",
+    "scheduling": "what a shard costs besides its work",
     NEEDS_GPU: "features, training and decoding of a Mistral-7B-shaped target: needs a GPU, and none was to be had",
+    "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",
 }
+WHEN_ASKED = {"soak"}  # too long to belong to all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the named benchmarks, or all; the number of those that crashed, at most 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure the claims about speed.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all but soak")
     parser.add_argument("--tiny", action="store_true", help="try the scripts; the figures mean nothing, none is kept")
     asked = parser.parse_args(arguments)
     if unknown := sorted(set(asked.names) - set(BENCHMARKS)):
@@ -41,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(asked.names) == 1:
         run_one(asked.names[0], tiny=asked.tiny)
         return 0
-    crashed = [name for name in asked.names or BENCHMARKS if not _in_own_process(name, tiny=asked.tiny)]
+    names = asked.names or [name for name in BENCHMARKS if name not in WHEN_ASKED]
+    crashed = [name for name in names if not _in_own_process(name, tiny=asked.tiny)]
     if crashed:
         print(f"crashed: {', '.join(crashed)}; their results are as they were before", file=sys.stderr)
     return min(1, len(crashed))
@@ -51,17 +56,21 @@ def run_one(name: str, *, tiny: bool = False) -> None:
     """Measure one in this process, print its claims and, unless it is `tiny`, write its results."""
     if name == NEEDS_GPU and not tiny and not _has_gpu():
         print(f"{name}: not measured, this machine has no GPU", flush=True)
+        write_table(DIRECTORY, BENCHMARKS)
     else:
         started = time.perf_counter()
         result = importlib.import_module(f"benchmarks.{name}").measure(tiny=tiny)
-        seconds, memory = time.perf_counter() - started, _peak_memory_gb()
-        for claim in result.claims:
-            print(f"{name}: {one_line(claim)}")
-        print(f"{name}: {seconds:.0f} s, {memory:.1f} GB{' (tiny: figures mean nothing)' if tiny else ''}", flush=True)
-        if tiny:
-            return
-        write_result(DIRECTORY, name, result, seconds, memory)
+        keep(name, result, time.perf_counter() - started, tiny=tiny)
+
+
+def keep(name: str, result: Result, seconds: float, *, tiny: bool = False) -> None:
+    """Print claims and, unless they are of a `tiny` try, write them down."""
+    memory = _peak_memory_gb()
+    for claim in result.claims:
+        print(f"{name}: {one_line(claim)}")
+    print(f"{name}: {seconds:.0f} s, {memory:.1f} GB{' (tiny: figures mean nothing)' if tiny else ''}", flush=True)
     if not tiny:
+        write_result(DIRECTORY, name, result, seconds, memory)
         write_table(DIRECTORY, BENCHMARKS)
 
 

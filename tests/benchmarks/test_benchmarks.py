@@ -17,10 +17,11 @@ from benchmarks.run import BENCHMARKS, main
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads
 from pipeline.medusa.losses import plain_summed_cross_entropy
 
-IN_SECONDS = [name for name in BENCHMARKS if name != "generate"]  # which starts vLLM
+SLOW = ("generate", "scheduling", "soak")  # they start vLLM, Ray, and a run again and again
+IN_SECONDS = [name for name in BENCHMARKS if name not in SLOW]
 
 
-@pytest.mark.parametrize("name", [*IN_SECONDS, pytest.param("generate", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [*IN_SECONDS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 def test_every_benchmark_runs_on_a_cpu_at_a_tiny_size(name, monkeypatch, tmp_path):
     monkeypatch.setattr("benchmarks.targets.DEMO_TARGET", tmp_path)  # a random target of its shape, trained or not
     threads = torch.get_num_threads()

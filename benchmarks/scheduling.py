@@ -1,0 +1,212 @@
+"""Claim: what a shard costs besides its work is the same for 100 shards and for 10,000, and so is the driver's memory.
+
+One worker sleeps a millisecond instead of computing. Through `RayExecutor.map` alone it returns a receipt of nothing;
+through `run_sharded` it commits a shard of one row, and the driver reads receipts, writes events and looks at the disk.
+Overhead is the time by the clock less the worker's own and less the start of its process, per shard. Beside it: the
+driver's CPU time, and the time to see that all shards are there already, which is what a resumed run begins with.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from benchmarks.claims import Claim, Result
+from pipeline.configuration import validate
+from pipeline.execution.context import Context
+from pipeline.execution.executor import Executor, Outcome, make_executor
+from pipeline.execution.placement import Placement
+from pipeline.execution.sharded import run_sharded
+from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.schemas import SEEDS
+from pipeline.storage.shards import Receipt, ShardWriter
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
+
+SIZES, TINY_SIZES = (100, 1_000, 10_000), (4, 8, 16)
+SLEEP_SECONDS = 0.001
+PLACEMENT = Placement(workers=1, cpus=1, gpus=0)
+HOUR = 3600.0
+AIM_OVERHEAD, AIM_MEMORY = 1.5, 1.2  # of the most shards over the fewest
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a number of shards cost besides their work."""
+
+    milliseconds: float  # per shard, by the clock
+    cpu_milliseconds: float  # per shard, of the driver
+    peak_mb: float  # of the driver
+    seen_milliseconds: float = 0.0  # per shard, where all are there already
+
+
+def measure(*, tiny: bool = False) -> Result:
+    """100, 1,000 and 10,000 shards, through the executor alone and through `run_sharded`."""
+    sizes = TINY_SIZES if tiny else SIZES
+    executor = make_executor("ray")
+    try:
+        _mapped(executor, sizes[0])  # what is loaded once, is loaded here
+        mapped = {size: _mapped(executor, size) for size in sizes}
+        staged = {size: _staged(executor, size) for size in sizes}
+    finally:
+        executor.close()
+    claims = [*_claims("RayExecutor.map", mapped), *_claims("run_sharded", staged), _seen(staged)]
+    facts = {"map": mapped, "run_sharded": staged}
+    return Result(claims, {name: {size: vars(cost) for size, cost in costs.items()} for name, costs in facts.items()})
+
+
+class Sleeper:
+    """Does nothing for a millisecond, and says that it has."""
+
+    def __call__(self, task: ShardTask) -> Receipt:
+        time.sleep(SLEEP_SECONDS)
+        return Receipt(task.index, task.fingerprint, task.upstream, 1, 0, "", "", stats={"busy": SLEEP_SECONDS})
+
+
+class Copier:
+    """Sleeps as long, and commits a copy of the shard. Its receipt counts all of that as work."""
+
+    def __call__(self, task: ShardTask) -> Receipt:
+        started = time.perf_counter()
+        time.sleep(SLEEP_SECONDS)
+        rows = task_rows(task)
+        with shard_writer(task, SEEDS) as writer:
+            writer.write(rows)
+            receipt = writer.commit("copy", [row["id"] for row in rows])
+        return replace(receipt, stats={"busy": time.perf_counter() - started})
+
+
+class Stopwatch:
+    """An executor that notes when its first worker stood and how long the workers were at work after that."""
+
+    name = "ray"
+
+    def __init__(self, executor: Executor):
+        self.executor, self.start_seconds, self.busy_seconds = executor, 0.0, 0.0
+
+    def map(self, *arguments: Any) -> Iterator[Outcome]:
+        started, first = time.perf_counter(), True
+        for outcome in self.executor.map(*arguments):
+            assert outcome.receipt is not None, outcome
+            if first:
+                self.start_seconds, first = time.perf_counter() - started, False
+            else:
+                self.busy_seconds += outcome.receipt.stats["busy"]
+            yield outcome
+
+
+def _mapped(executor: Executor, size: int) -> Cost:
+    with tempfile.TemporaryDirectory() as temporary:
+        paths = (f"{temporary}/shards/{index:05d}.parquet" for index in range(size))
+        tasks = deque(ShardTask(index, "", "", path, "", "f") for index, path in enumerate(paths))
+        return _cost(executor, size, lambda watch: deque(watch.map(Sleeper, {}, tasks, PLACEMENT, HOUR), maxlen=0))
+
+
+def _staged(executor: Executor, size: int) -> Cost:
+    with tempfile.TemporaryDirectory() as temporary:
+        upstream = StageDirectory(Path(temporary), "seeds", "a" * 64)
+        for index in range(size):
+            _write_seed(upstream, index)
+        stage = StageDirectory(Path(temporary), "copy", "b" * 64)
+        stage.create({})
+        nothing = {"target": {"model": "none"}, "seeds": {"sources": "none"}}
+        settings = nothing | {"run": {"name": "run", "root": temporary}, "limits": {"min_free_disk_gb": 0}}
+        context = Context(validate(settings, "scheduling"), RunDirectory(Path(temporary)), Console(quiet=True))
+
+        def run(watch: Stopwatch) -> None:
+            context.__dict__["executor"] = watch
+            totals = run_sharded(context, stage, upstream, Copier, {}, PLACEMENT, unit="tokens")
+            stage.finish(totals, {})
+            assert totals["rows"] == size
+
+        cost = _cost(executor, size, run)
+        started = time.perf_counter()
+        assert not stage.examine()
+        run(Stopwatch(executor))
+        return replace(cost, seen_milliseconds=1e3 * (time.perf_counter() - started) / size)
+
+
+def _cost(executor: Executor, size: int, work: Callable[[Stopwatch], Any]) -> Cost:
+    watch = Stopwatch(executor)
+    with peak_memory() as peak:
+        started, started_cpu = time.perf_counter(), time.process_time()
+        work(watch)
+        wall, cpu = time.perf_counter() - started, time.process_time() - started_cpu
+    overhead = wall - watch.start_seconds - watch.busy_seconds
+    return Cost(1e3 * overhead / size, 1e3 * cpu / size, max(peak))
+
+
+def _write_seed(stage: StageDirectory, index: int) -> None:
+    paths = stage.shard_path(index), stage.quarantine_path(index)
+    with ShardWriter(*paths, SEEDS, index=index, fingerprint=stage.fingerprint) as writer:
+        row = {"id": f"s:{index}", "source_id": None, "category": None, "split": "train", "messages": []}
+        writer.write([row])
+        writer.commit("seeds", [row["id"]])
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[float]]:
+    """This process's resident memory in MB, looked at twenty times a second."""
+    seen, done = [_memory_mb()], threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.05):
+            seen[0] = max(seen[0], _memory_mb())
+
+    watching = threading.Thread(target=look)
+    watching.start()
+    try:
+        yield seen
+    finally:
+        done.set()
+        watching.join()
+        seen[0] = max(seen[0], _memory_mb())
+
+
+def _memory_mb() -> float:
+    return psutil.Process().memory_info().rss / 1e6
+
+
+def _claims(what: str, costs: dict[int, Cost]) -> list[Claim]:
+    few, many = min(costs), max(costs)
+    sizes = f"{many:,} shards over {few:,}"
+    overhead = {f"{size:,}, ms": cost.milliseconds for size, cost in costs.items()}
+    cpu = {f"{size:,}, driver's CPU ms": cost.cpu_milliseconds for size, cost in costs.items()}
+    memory = {f"{size:,}, MB": cost.peak_mb for size, cost in costs.items()}
+    return [
+        Claim(
+            f"{what}, overhead per shard, {sizes}",
+            costs[many].milliseconds / costs[few].milliseconds,
+            aim=AIM_OVERHEAD,
+            at_most=True,
+            sides=overhead | cpu,
+        ),
+        Claim(
+            f"{what}, driver's memory, {sizes}",
+            costs[many].peak_mb / costs[few].peak_mb,
+            aim=AIM_MEMORY,
+            at_most=True,
+            sides=memory,
+        ),
+    ]
+
+
+def _seen(costs: dict[int, Cost]) -> Claim:
+    few, many = min(costs), max(costs)
+    return Claim(
+        f"seeing that all are there, per shard, {many:,} shards over {few:,}",
+        costs[many].seen_milliseconds / costs[few].seen_milliseconds,
+        aim=AIM_OVERHEAD,
+        at_most=True,
+        sides={f"{size:,}, ms": cost.seen_milliseconds for size, cost in costs.items()},
+    )

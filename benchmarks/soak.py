@@ -1,0 +1,272 @@
+"""Claim: killed at any moment and started again, a run loses no row, makes none twice, and ends with the same bytes.
+
+The stages that work in shards (seeds, generate, features) run over made-up conversations, most of them good, some
+malformed, some repeated. The run is a process group that gets SIGKILL at moments drawn from a seed, as often as the
+time allows; with Ray a blow may also hit one worker alone. Each time the same configuration is run again. A round
+that reaches its end is proved and thrown away, and the next one starts from nothing; the last is left in peace to
+finish. Proved is, for each stage: ids in = ids kept + ids quarantined, each once; every shard and every quarantine
+file has the bytes of a run that nobody disturbed; `verify` finds nothing; no temporary file is left.
+
+    python -m benchmarks.soak --minutes 10 --conversations 20000 --seed 0 --executor inline
+
+The target is tiny and random and answers with two tokens: rows, files and restarts are what counts here. Attempts are
+forked from a process that has imported the pipeline already, which spares each one some seconds, and the soak kills.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import psutil
+import yaml
+
+from benchmarks import targets
+from benchmarks.claims import Claim, Result
+from benchmarks.run import keep
+from pipeline.cli.app import ends_well
+from pipeline.configuration import load_config
+from pipeline.flow import run_flow
+from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.shards import parent_of, read_rows
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.targets.demo import train_tokenizer
+
+STAGES = ("seeds", "generate", "features")
+IMPORTS = ["pipeline.flow", "pipeline.cli.app", "transformers.models.llama.modeling_llama"]
+WORDS = ["red", "green", "blue", "cat", "dog", "moon", "river", "stone", "why", "how", "what", "sings", "runs", "old"]
+SECONDS_TO_START = {"inline": 1.0, "ray": 8.0}
+ROWS_PER_SHARD = 50
+WORKERS = 2  # with Ray
+
+
+@dataclass
+class Record:
+    """What was done to the runs and what became of them."""
+
+    minutes: float = 0.0
+    rounds: int = 0
+    rows: int = 0  # conversations that went in, over all rounds
+    kills: int = 0
+    workers_killed: int = 0  # with Ray, besides `kills`
+    resumes: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def measure(*, tiny: bool = False) -> Result:
+    """Ten minutes with 20,000 conversations."""
+    record = soak(minutes=0.1, conversations=400) if tiny else soak(minutes=10, conversations=20_000)
+    return result_of(record)
+
+
+def soak(*, minutes: float, conversations: int, seed: int = 0, executor: str = "inline") -> Record:
+    """Disturb runs for so long, prove each that ends, and let the last one end.
+
+    Raises:
+        RuntimeError: A run ended by itself, with an error.
+    """
+    rng, record = random.Random(seed), Record()
+    directory = Path(tempfile.mkdtemp(prefix="soak-"))
+    try:
+        _make_inputs(directory, conversations)
+        reference = Attempts(directory, "reference", executor)
+        reference.finish()
+        # Long enough for the stage that starts over each time, seeds, to get done now and then.
+        longest = SECONDS_TO_START[executor] + 2 * _latest(reference.run, "seeds").summary["seconds"]
+        ends = time.monotonic() + 60 * minutes
+        while time.monotonic() < ends:
+            disturbed = Attempts(directory, f"round-{record.rounds}", executor)
+            disturbed.suffer(rng, longest, ends, record)
+            disturbed.finish()
+            found = differences(disturbed.run, reference.run, {f"made-up:{row}" for row in range(conversations)})
+            record.problems += found
+            record.rounds += 1
+            record.rows += conversations
+            print(f"soak: {asdict(record)}", flush=True)
+            if found:
+                print(f"soak: {disturbed.run.path} is left to be looked at", flush=True)
+            else:
+                rmtree(disturbed.run.path)
+        record.minutes = minutes + (time.monotonic() - ends) / 60
+    finally:
+        if not record.problems:
+            rmtree(directory)
+    return record
+
+
+class Attempts:
+    """One run, started as often as it takes."""
+
+    def __init__(self, directory: Path, name: str, executor: str):
+        self.run, self.executor = RunDirectory(directory / name), executor
+        self.config, self.log = directory / f"{name}.yaml", directory / f"{name}.log"
+        settings = yaml.safe_load((directory / "settings.yaml").read_text())
+        self.config.write_text(yaml.safe_dump(settings | {"run": {"name": name, "root": str(directory)}}))
+        self.processes = multiprocessing.get_context("forkserver")
+        self.processes.set_forkserver_preload(IMPORTS)
+
+    def finish(self) -> None:
+        """Run undisturbed to the end."""
+        process = self._start()
+        process.join()
+        self._require_success(process)
+
+    def suffer(self, rng: random.Random, longest: float, ends: float, record: Record) -> None:
+        """Kill and resume until the run or the time is over; up to `longest` seconds pass between two blows."""
+        while time.monotonic() < ends:
+            process = self._start()
+            while True:
+                process.join(rng.uniform(0, longest))
+                if process.exitcode is not None:
+                    return self._require_success(process)
+                workers = _workers(process.pid)
+                if not workers or rng.random() < 0.5:
+                    break
+                rng.choice(workers).kill()
+                record.workers_killed += 1
+            _kill_group(process.pid)
+            process.join()
+            record.kills += 1
+            record.resumes += 1
+
+    def _start(self) -> Any:
+        process = self.processes.Process(target=_drive, args=(str(self.config), self.executor, str(self.log)))
+        process.start()
+        return process
+
+    def _require_success(self, process: Any) -> None:
+        if process.exitcode:
+            raise RuntimeError(f"the run ended with {process.exitcode}: {self.log.read_text()[-2000:]}")
+
+
+def _drive(config: str, executor: str, log: str) -> None:
+    """What `medusa-distill run --until features` does, in a process group of its own."""
+    os.setsid()
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(ends_well(lambda: run_flow(load_config(Path(config)), until=STAGES[-1], executor=executor) and 0))
+
+
+def _workers(driver: int) -> list[psutil.Process]:
+    """Ray's processes of this driver that hold one of our workers."""
+    family = psutil.Process(driver).children(recursive=True)
+    found = [process for process in family if "ShardActor" in " ".join(process.as_dict(["cmdline"])["cmdline"] or ())]
+    return sorted(found, key=lambda process: process.pid)
+
+
+def _kill_group(leader: int) -> None:
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except ProcessLookupError:  # it is too young to lead one
+        os.kill(leader, signal.SIGKILL)
+
+
+def differences(run: RunDirectory, reference: RunDirectory, ids_in: set[str]) -> list[str]:
+    """What of a finished run is not as promised, one line each; `ids_in` are the ids that the sources' rows get."""
+    found = [f"{path} was left behind" for path in run.path.rglob("*.tmp")]
+    for name in STAGES:
+        stage, other = _latest(run, name), _latest(reference, name)
+        kept = [row["id"] for path in stage.shards() for row in read_rows(path, ["id"])]
+        lines = [line for path in _quarantine(stage) for line in path.read_text(encoding="utf-8").splitlines()]
+        refused = [json.loads(line)["id"] for line in lines]
+        owners = {row if row in ids_in else parent_of(row) for row in kept}
+        if lost := ids_in - owners - set(refused):
+            found.append(f"{name} lost {len(lost)} rows, {min(lost)} among them")
+        if made_up := (owners | set(refused)) - ids_in:
+            found.append(f"{name} made up {len(made_up)} rows, {min(made_up)} among them")
+        if len(set(kept)) < len(kept) or len(set(refused)) < len(refused) or owners & set(refused):
+            found.append(f"{name} has rows twice")
+        found += [f"{name}: {problem}" for problem in stage.verify()]
+        found += [f"{name}: {path} differs from the undisturbed run's" for path in _different(stage, other)]
+        ids_in = set(kept)
+    return found
+
+
+def _different(stage: StageDirectory, other: StageDirectory) -> list[str]:
+    """Shards and quarantine files that only one of two stages has, or whose bytes differ."""
+    ours, theirs = ({file.name: file for file in (*one.shards(), *_quarantine(one))} for one in (stage, other))
+    same = {name for name in ours.keys() & theirs.keys() if ours[name].read_bytes() == theirs[name].read_bytes()}
+    return sorted((ours.keys() | theirs.keys()) - same)
+
+
+def _quarantine(stage: StageDirectory) -> list[Path]:
+    return sorted((stage.path / "quarantine").glob("*.jsonl"))
+
+
+def _latest(run: RunDirectory, name: str) -> StageDirectory:
+    stage = run.latest(name)
+    assert stage is not None, f"{run.path} never reached {name}"
+    return stage
+
+
+def _make_inputs(directory: Path, conversations: int) -> None:
+    """The target, the conversations, and settings without a run's name."""
+    tokenizer = train_tokenizer(targets.bundled_conversations())
+    tokenizer.save_pretrained(directory / "target")
+    targets.random_target(directory / "target", targets.TINY | {"vocab_size": len(tokenizer), "hidden_size": 32})
+    lines = [json.dumps(_conversation(row)) for row in range(conversations)]
+    lines = [lines[row - 1] if row % 100 == 99 else line for row, line in enumerate(lines)]  # each hundredth twice
+    (directory / "made-up.jsonl").write_text("\n".join(lines) + "\n")
+    settings = {
+        "target": {"model": str(directory / "target")},
+        "seeds": {
+            "sources": [{"path": str(directory / "made-up.jsonl")}],
+            "rows_per_shard": ROWS_PER_SHARD,
+        },
+        "generate": {"mode": "replay", "engine": "transformers", "max_new_tokens": 2, "rounds": 2},
+        "placement": {stage: {"workers": WORKERS} for stage in STAGES[1:]},
+        "limits": {"min_free_disk_gb": 0},
+    }
+    (directory / "settings.yaml").write_text(yaml.safe_dump(settings))
+
+
+def _conversation(row: int) -> dict[str, Any]:
+    """One or two short exchanges, the first of them like no other row's; each fiftieth row is no conversation."""
+    rng = random.Random(row)
+    if row % 50 == 7:
+        return {"conversations": [{"from": "human", "value": row}]}
+    turns = [" ".join(rng.choices(WORDS, k=rng.randint(2, 8))) for _ in range(2 * rng.randint(1, 2))]
+    turns[0] += f" {row}?"
+    roles = ("human", "gpt") * 2
+    return {"conversations": [{"from": role, "value": turn} for role, turn in zip(roles, turns, strict=False)]}
+
+
+def result_of(record: Record) -> Result:
+    """The claim, and what stands behind it."""
+    good = record.rounds - len({problem.split(":")[0] for problem in record.problems})
+    sides = {"kills": record.kills, "workers killed": record.workers_killed, "conversations": record.rows}
+    name = "killed and resumed runs that ended with every row once and with the undisturbed run's bytes"
+    claim = Claim(name, 100.0 * good / record.rounds, unit="%", aim=100, sides=sides)
+    return Result([claim], asdict(record))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Soak and write down what came of it; 1 where a row was lost, came twice or differs."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description="Kill runs, resume them, compare.")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--conversations", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0, help="of the moments at which it strikes")
+    parser.add_argument("--executor", choices=("inline", "ray"), default="inline")
+    started, asked = time.perf_counter(), parser.parse_args(arguments)
+    record = soak(**vars(asked))
+    print("\n".join(record.problems))
+    result = result_of(record)
+    keep("soak", Result(result.claims, {**result.facts, **vars(asked)}), time.perf_counter() - started)
+    return min(1, len(record.problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""However many workers share the work, the rows are the same, and training's loss but for the order of its sums."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from pipeline.flow import run_flow
+from pipeline.stages import features, generate
+from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.shards import Receipt
+from pipeline.storage.tasks import ShardTask
+from pipeline.training.metrics import read_metrics
+from tests.flows.tiny import SHARDED, contents, latest, stages_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.fault]
+
+
+class Together:
+    """A worker that begins once as many as the run's file `workers` says have come, each in its own process."""
+
+    def __call__(self, task: ShardTask) -> Receipt:
+        run = Path(task.shard).parents[2]
+        come = run / f"come-to-{Path(task.shard).parents[1].name}"
+        come.mkdir(exist_ok=True)
+        (come / str(os.getpid())).touch()
+        patience = time.monotonic() + 120
+        while len(list(come.iterdir())) < int((run / "workers").read_text()):
+            assert time.monotonic() < patience, "some workers never came"
+            time.sleep(0.02)
+        return super().__call__(task)  # type: ignore[misc]
+
+
+class Generator(Together, generate.Worker):
+    pass
+
+
+class Featurer(Together, features.Worker):
+    pass
+
+
+@pytest.fixture(scope="module")
+def four_cpus():
+    """A cluster with room for four workers, however many cores there are."""
+    ray = pytest.importorskip("ray")
+    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=128 * 1024**2)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_many_workers_make_the_rows_that_one_process_makes(
+    four_cpus, finished_run, make_config, tmp_path, monkeypatch, workers
+):
+    monkeypatch.setattr(generate, "Worker", Generator)
+    monkeypatch.setattr(features, "Worker", Featurer)
+    placement = {f"placement__{stage}": {"workers": workers} for stage in ("generate", "features")}
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / "workers").write_text(str(workers))
+    run_flow(make_config(tmp_path, **placement), until="features", executor="ray", console=Console(quiet=True))
+    for stage in ("generate", "features"):
+        assert len(list((run.path / f"come-to-{latest(run, stage).path.name}").iterdir())) == workers
+    assert contents(run, *SHARDED) == contents(finished_run, *SHARDED)
+
+
+def test_two_training_workers_follow_the_loss_curve_of_one(four_cpus, finished_run, make_config, tmp_path):
+    curves = {}
+    for workers in (1, 2):
+        root = tmp_path / str(workers)
+        shutil.copytree(finished_run.path, root / "run", symlinks=True)
+        config = make_config(root, train__epochs=4, placement__train={"workers": workers})
+        run = run_flow(config, until="train", executor="ray", console=Console(quiet=True))
+        assert stages_run(run) == ["train"]
+        curves[workers] = [line for line in read_metrics(latest(run, "train").path) if "loss" in line]
+    one, two = curves.values()
+    assert [line["step"] for line in one] == [line["step"] for line in two] and len(one) >= 8
+    losses = [torch.tensor([line["loss"] for line in curve], dtype=torch.float64) for curve in (one, two)]
+    assert losses[0][-1] < losses[0][0]
+    # Sums of float32 in another order differ by 1e-7 of a term; a dozen steps of training let that grow.
+    assert torch.allclose(*losses, rtol=1e-4, atol=0)
