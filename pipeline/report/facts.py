@@ -15,6 +15,8 @@ from pipeline.report.wording import NOT_RUN, UNKNOWN, count, rate, ratio, times
 
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
+NOTABLE_GAP = 0.1  # between the expected acceleration rate and the measured one
+
 _ORDER = (
     "run", "target", "method", "num_heads", *STAGES[:4], "heads", "tree", "check",
     "target_text", "quarantine", "hardware", "versions", "seconds_by_stage",
@@ -116,7 +118,7 @@ def headline(report: dict) -> list[Figure]:
             native,
             "Acceleration rate",
             ratio(pick(native, "acceleration_rate")),
-            "tokens per target forward, with the tree",
+            f"tokens per target forward, with the tree{_expected(report)}",
         ),
         (native, "Overhead", times(pick(native, "overhead")), "seconds of a Medusa step over a plain one"),
         (native, "Speedup", times(pick(native, "speedup")), "acceleration rate over overhead"),
@@ -127,6 +129,19 @@ def headline(report: dict) -> list[Figure]:
         (native, "Tokens/s, Medusa", rate(pick(native, "tokens_per_second")), "the target with its heads"),
     )
     return [Figure(label, value if part else NOT_RUN, note) for part, label, value, note in figures]
+
+
+def _expected(report: dict) -> str:
+    """What calibration expected, and a flag where decoding is another story."""
+    expected, measured = (
+        pick(report, "tree", "expected_acceleration_rate"),
+        pick(report, "check", "native", "acceleration_rate"),
+    )
+    if not expected or measured is None:
+        return ""
+    gap = measured / expected - 1
+    flag = f": {gap:+.0%}, more than 10 % off" if abs(gap) > NOTABLE_GAP else ""
+    return f"; {ratio(expected)} expected{flag}"
 
 
 def identical(engine: Any) -> tuple[str, str]:

@@ -12,11 +12,12 @@ from pipeline.report.wording import NOT_RUN, UNKNOWN, count, duration, pairs, pe
 
 
 def tables(report: dict, extras: dict) -> dict[str, Table]:
-    """All tables by name, in reading order: check, heads, tree, stages, quarantine, provenance."""
+    """All tables by name, in reading order: check, heads, tree, sizes, stages, quarantine, provenance."""
     return {
         "check": check_table(report),
         "heads": heads_table(report),
         "tree": tree_table(report, extras),
+        "sizes": sizes_table(report),
         "stages": stages_table(report),
         "quarantine": quarantine_table(report),
         "provenance": provenance_table(report),
@@ -81,6 +82,22 @@ def tree_table(report: dict, extras: dict) -> Table:
     if not rows and note:
         rows = [("all", count(nodes), UNKNOWN, UNKNOWN)]
     return Table("Tree", ("depth", "nodes", "ranks used", "expected tokens"), tuple(rows), note)
+
+
+def sizes_table(report: dict) -> Table:
+    """What trees of several sizes cost on the device, and what they promise there."""
+    rows = tuple(
+        (
+            count(size.get("nodes")),
+            times(size.get("overhead")),
+            ratio(size.get("expected_acceleration_rate")),
+            times(size.get("expected_speedup")),
+        )
+        for size in pick(report, "tree", "sizes") or []
+    )
+    columns = ("nodes", "overhead", "expected rate", "expected speedup")
+    note = f"The {pick(report, 'tree', 'source')} search; {count(pick(report, 'tree', 'nodes'))} nodes are used."
+    return Table("Tree sizes", columns, rows, note if rows else "", "not measured", words=())
 
 
 def stages_table(report: dict) -> Table:

@@ -19,7 +19,7 @@ _COLOURS = {True: "green", False: "red", None: "yellow"}
 
 
 def print_report(report: dict, console: Console, extras: dict | None = None) -> None:
-    """Print the headline figures, stages, heads, tree and quarantine of a report, also of one that is not complete."""
+    """Print the headline figures and the tables that matter most, also of a report that is not complete."""
     report, extras = finite(report), finite(extras or {})
     width = min(console.width, _WIDTH)
 
@@ -36,7 +36,7 @@ def print_report(report: dict, console: Console, extras: dict | None = None) -> 
     show(_text(""))
     show(_headline(report))
     parts = tables(report, extras)
-    for table in (parts[name] for name in ("stages", "heads", "tree", "quarantine")):
+    for table in (parts[name] for name in ("stages", "heads", "tree", "sizes", "quarantine")):
         show(_text(""))
         if table.rows:
             show(_text(f"{table.title}  {table.note}".strip(), "bold"))

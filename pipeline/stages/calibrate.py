@@ -72,7 +72,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         source, size = choose_tree(trees, judged_on, sizes, overheads)
         choices = trees[source][:size]
         rates = {name: simulated_acceleration_rate(judged_on, found[:size]) for name, found in trees.items()}
-        tree = {"searches": rates, "overheads": [[nodes, overheads[nodes]] for nodes in sorted(overheads)]}
+        tree = {"searches": rates, "sizes": _sizes(trees[source], judged_on, overheads)}
     expected = simulated_acceleration_rate(judged_on, choices)
     tree |= {
         "choices": [list(path) for path in choices],
@@ -88,7 +88,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
             "depth": max(map(len, choices)),
             "source": source,
             "expected_acceleration_rate": round(expected, 4),
-            **{key: tree[key] for key in ("searches", "overheads") if tree.get(key)},
+            **{key: tree[key] for key in ("searches", "sizes") if tree.get(key)},
         },
         "positions": int(counts_K.max()),
     }
@@ -106,6 +106,16 @@ def _held_out_ranks(context: Context) -> HeldOutRanks:
         "device": "cuda" if placement.gpus else "cpu",
     }
     return context.executor.call(held_out_ranks, arguments, placement)
+
+
+def _sizes(choices: tuple[TreePath, ...], ranks: HeldOutRanks, overheads: dict[int, float]) -> list[dict[str, float]]:
+    """What each size that was measured costs and promises."""
+    rows = []
+    for size, overhead in sorted(overheads.items()):
+        rate = simulated_acceleration_rate(ranks, choices[:size])
+        figures = {"overhead": overhead, "expected_acceleration_rate": rate, "expected_speedup": rate / overhead}
+        rows.append({"nodes": size} | {name: round(figure, 4) for name, figure in figures.items()})
+    return rows
 
 
 def _measured(context: Context, choices: tuple[TreePath, ...]) -> dict[int, float]:

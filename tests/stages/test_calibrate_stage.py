@@ -101,8 +101,11 @@ def test_auto_measures_what_trees_cost_here_and_takes_the_size_that_promises_the
 ):
     run = run_again(make_config(tmp_path, calibrate__nodes="auto"))
     tree = run.latest("calibrate").summary["tree"]
-    sizes = [size for size, _ in tree["overheads"]]
-    assert sizes[:4] == [1, 2, 4, 8] and all(overhead > 0 for _, overhead in tree["overheads"])
+    assert [size["nodes"] for size in tree["sizes"]][:4] == [1, 2, 4, 8]
+    for size in tree["sizes"]:
+        assert size["overhead"] > 0 and size["expected_acceleration_rate"] >= 1
+        ratio = size["expected_acceleration_rate"] / size["overhead"]
+        assert size["expected_speedup"] == pytest.approx(ratio, rel=1e-3)
 
     def costly(model, heads, trees, *_):
         return {size: 1.0 + 100 * (size > 2) for size in trees}
