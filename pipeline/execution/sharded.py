@@ -47,9 +47,10 @@ def run_sharded(
     stage.drop_shards_but({task.index for task in tasks})
     failures: Counter[int] = Counter()
     poison: dict[int, dict[str, str]] = {}
-    pending = deque(stage.pending(tasks))
+    have = stage.receipts()
+    pending = deque(stage.pending(tasks, have))
     unfinished = {task.index for task in pending}
-    tally = Tally(receipt for index, receipt in stage.receipts().items() if index not in unfinished)
+    tally = Tally(receipt for index, receipt in have.items() if index not in unfinished)
     started, before = time.monotonic(), tally.stats[unit]
     seconds_per_task = limits.max_hours_per_shard * 3600
     with context.meter(stage.stage, len(tasks), done=tally.shards) as meter:
@@ -79,9 +80,10 @@ def run_sharded(
                     max_deaths=limits.max_consecutive_failures,
                     seconds_per_task=seconds_per_task,
                 )
-            pending.extend(replace(task, poison=poison.get(task.index, {})) for task in stage.pending(tasks))
+            have = stage.receipts()
+            pending.extend(replace(task, poison=poison.get(task.index, {})) for task in stage.pending(tasks, have))
             _count_unseen(limits, stage, [task for task in pending if task.index not in poison], failures)
-    tally = Tally(stage.receipts().values())
+    tally = Tally(have.values())
     tally.check_quarantine(stage.stage, str(stage.path), limits.max_quarantine_fraction, final=True)
     return tally.summary()
 

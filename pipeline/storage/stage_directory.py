@@ -109,9 +109,12 @@ class StageDirectory:
             for index, receipt in sorted(upstream.receipts().items())
         ]
 
-    def pending(self, tasks: Sequence[ShardTask]) -> list[ShardTask]:
-        """The tasks whose shard does not exist, or was made from other upstream content."""
-        have = self.receipts()
+    def pending(self, tasks: Sequence[ShardTask], have: dict[int, Receipt] | None = None) -> list[ShardTask]:
+        """The tasks whose shard does not exist, or was made from other upstream content.
+
+        `have` is what `receipts` has just said; without it every footer is read again.
+        """
+        have = self.receipts() if have is None else have
         return [task for task in tasks if task.index not in have or have[task.index].upstream != task.upstream]
 
     def drop_shards_but(self, indices: Collection[int]) -> None:
