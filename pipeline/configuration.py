@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from pipeline.config import Config
 from pipeline.errors import ConfigError
+from pipeline.secrecy import redacted
 
 PATH_KEYS = {("run", "root"), ("run", "store"), ("calibrate", "choices"), ("check", "prompts")}
 PATH_OR_NAME_KEYS = {("target", "model"), ("target", "chat_template")}
@@ -52,10 +53,23 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
 def validate(settings: dict[str, Any], where: str) -> Config:
     """A `Config` from plain data; every problem in it is named in one `ConfigError`."""
     try:
-        return Config.model_validate(settings)
+        config = Config.model_validate(settings)
     except ValidationError as error:
         problems = "; ".join(dict.fromkeys(_problem(e) for e in error.errors()))
         raise ConfigError(f"The configuration is wrong: {problems}.", where, "The README lists every key.") from None
+    if key := _secret(config.model_dump(mode="json")):
+        what = f"{key} holds a token or a password, and every setting is written to run.yaml."
+        raise ConfigError(what, where, "Keep it in the environment, as HF_TOKEN, or in what `hf auth login` stores.")
+    return config
+
+
+def _secret(settings: Any, key: str = "") -> str | None:
+    """The first key whose text holds a secret."""
+    if isinstance(settings, dict):
+        return next((found for name, value in settings.items() if (found := _secret(value, f"{key}.{name}"))), None)
+    if isinstance(settings, list):
+        return next((found for value in settings if (found := _secret(value, key))), None)
+    return key.lstrip(".") if isinstance(settings, str) and redacted(settings) != settings else None
 
 
 def dump_config(config: Config) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
-    {"errors"},
+    {"errors", "secrecy"},
     {"config"},
     {"configuration"},
     {"conversations"},

@@ -29,6 +29,7 @@ from pipeline.checkpoints.layout import (
     read_config,
 )
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault, MedusaDistillError
+from pipeline.secrecy import redacted
 
 BOOKKEEPING = {"stage.json", "upstream.json", "DONE.json", "lock"}
 CONTINUES = "Run the same command again: what has arrived is not sent twice."
@@ -176,7 +177,7 @@ def _upload(
             _require_heads_repository(existing, repo_id, private)
         commit = api.create_commit(repo_id, additions, commit_message="Medusa heads")
     return {
-        "url": f"{api.endpoint}/{repo_id}",
+        "url": redacted(f"{api.endpoint}/{repo_id}"),
         "commit": commit.oid,
         "unchanged": existing is not None and existing.sha == commit.oid,
         "private": private if existing is None else bool(existing.private),
@@ -225,4 +226,4 @@ def _hub_faults(repo_id: str, token: str) -> Iterator[None]:
 def _plain(error: BaseException, token: str) -> str:
     """An error, and what it came from, on one line and without the token."""
     text = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
-    return " ".join(text.replace(token, "hf_***").split()).rstrip(".") or type(error).__name__
+    return " ".join(redacted(text.replace(token, "hf_***")).split()).rstrip(".") or type(error).__name__

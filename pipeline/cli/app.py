@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -16,7 +17,9 @@ import typer
 from rich.console import Console
 
 from pipeline.cli import inspect, keys, plan, push, run, status, verify
+from pipeline.cli.shown import visible
 from pipeline.errors import Interrupted, MedusaDistillError
+from pipeline.secrecy import keep_out_of_logs, redacted
 
 app = typer.Typer(
     name="medusa-distill",
@@ -39,6 +42,7 @@ def ends_well(story: Callable[[], Any]) -> int:
     """Run a command or a flow and return its exit code, with errors told as a person reads them."""
     console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
     stops: list[Interrupted] = []
+    keep_out_of_logs()
 
     def stop(signum: int, frame: FrameType | None) -> None:
         signal.signal(signum, signal.SIG_DFL)  # a second one is not polite any more
@@ -67,7 +71,7 @@ def _told(error: BaseException, console: Console) -> int:
     else:
         raise error
     console.print("[yellow]stopped:[/] " if isinstance(error, Interrupted) else "[red]error:[/] ", end="")
-    console.print(" ".join(said.split()), markup=False)  # whatever it quotes, one paragraph
+    console.print(visible(" ".join(redacted(said).split())), markup=False)  # whatever it quotes, one paragraph
     if os.environ.get("MEDUSA_DISTILL_TRACEBACK"):
-        console.print_exception()
+        console.print(visible(redacted("".join(traceback.format_exception(error)))), markup=False)
     return code

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from pipeline.cli.shown import visible
 from pipeline.config import Config
 from pipeline.errors import ConfigError, MedusaDistillError
 from pipeline.storage.rows import spans_of
@@ -41,7 +42,7 @@ def inspect(
     console.print(f"[bold]{found['id']}[/]  split {found.get('split')}  {directory.path.name}")
     if "input_ids" not in found:
         for message in found["messages"]:
-            console.print(Text.assemble((f"{message['role']}:", "bold"), " ", message["content"]))
+            console.print(Text.assemble((f"{message['role']}:", "bold"), " ", visible(message["content"])))
         return
     console.print(coloured(found, _tokenizer(run, config)))
     if "positions" in found:
@@ -56,10 +57,10 @@ def coloured(row: dict[str, Any], tokenizer: Any) -> Text:
     """A row's tokens as text, each target-written span in its role's colour."""
     ids, text, at = row["input_ids"], Text(), 0
     for span in spans_of(row):
-        text.append(tokenizer.decode(ids[at : span.start]), style="dim")
-        text.append(tokenizer.decode(ids[span.start : span.end]), style=COLOURS.get(span.role, ""))
+        text.append(visible(tokenizer.decode(ids[at : span.start])), style="dim")
+        text.append(visible(tokenizer.decode(ids[span.start : span.end])), style=COLOURS.get(span.role, ""))
         at = span.end
-    text.append(tokenizer.decode(ids[at:]), style="dim")
+    text.append(visible(tokenizer.decode(ids[at:])), style="dim")
     return text
 
 

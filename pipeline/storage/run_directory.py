@@ -16,6 +16,7 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.configuration import dump_config, load_config
 from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.secrecy import redacted
 from pipeline.storage.durable import write_text
 from pipeline.storage.locks import Lock
 from pipeline.storage.stage_directory import StageDirectory
@@ -94,4 +95,4 @@ class RunDirectory:
         """Append one line to events.jsonl."""
         line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts}, ensure_ascii=False, default=str)
         with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(redacted(line) + "\n")

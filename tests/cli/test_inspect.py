@@ -6,9 +6,9 @@ import json
 
 import pytest
 from rich.console import Console
-from rich.control import strip_control_codes
 
 from pipeline.cli.inspect import COLOURS, coloured
+from pipeline.cli.shown import visible
 from pipeline.flow import run_flow
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer
@@ -45,7 +45,7 @@ def test_inspect_colours_what_the_target_wrote_and_nothing_else(finished_run, ti
     assert text.plain.startswith("<|user|>")
     green = [text.plain[span.start : span.end] for span in text.spans if span.style == COLOURS["assistant"]]
     answers = [tokenizer.decode(row["input_ids"][span["start"] : span["end"]]) for span in row["spans"]]
-    assert green == [strip_control_codes(answer) for answer in answers]
+    assert green == [visible(answer) for answer in answers]
 
 
 def test_inspect_says_what_features_are(command, finished_run):

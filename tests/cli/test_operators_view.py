@@ -1,4 +1,4 @@
-"""`plan`, `status` and `verify` on runs that are half done, damaged, or changed: what is there, what is left, and why."""
+"""`plan`, `status` and `verify` on runs that are half done, damaged or changed: what is there, what is left, why."""
 
 from __future__ import annotations
 

@@ -1,0 +1,14 @@
+"""Texts of data on a terminal: shown, never obeyed."""
+
+from __future__ import annotations
+
+CONTROLS = (
+    {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+    | {0x7F: 0x2421}
+    | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+)
+
+
+def visible(text: str) -> str:
+    """The text with a picture for every control character: an escape sequence in a row moves no cursor."""
+    return text.translate(CONTROLS)
