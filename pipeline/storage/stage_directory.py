@@ -239,10 +239,14 @@ class StageDirectory:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _lasting_files(self) -> list[Path]:
-        """Every file but the bookkeeping, what is of no account any more, and the card, which is written again."""
+        """Every file but the bookkeeping, what is of no account any more, and the card, which is written again.
+
+        An orphan of a killed run may still be at its temporary file: that is no part of the stage either.
+        """
         passing = {"stage.json", "upstream.json", "DONE.json", "lock", "README.md"}
         found = (path for path in sorted(self.path.rglob("*")) if path.is_file() and path.name not in passing)
-        return [path for path in found if not UNCOUNTED & set(path.relative_to(self.path).parts)]
+        lasting = (path for path in found if path.suffix != ".tmp")
+        return [path for path in lasting if not UNCOUNTED & set(path.relative_to(self.path).parts)]
 
     def lock(self) -> Lock:
         """The directory's lock, not yet held."""
