@@ -1,0 +1,119 @@
+"""Drivers and orphaned workers as processes of their own that end, or wait, at a chosen step of a commit.
+
+They are forked from a server that has torch and transformers loaded already: one costs a second instead of six.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["pipeline.cli.app", "pipeline.flow", "transformers.models.llama.modeling_llama"])
+PATIENCE = 120  # seconds
+
+
+def die(*_: object) -> None:
+    """As `kill -9` ends a process: no handler, no `finally`, no flush."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def at(moment: str, pattern: str, act: Callable[[], object]) -> None:
+    """Patch this process so that it acts, once, when a file is written whose path ends with `pattern`.
+
+    Args:
+        moment: `open` and `write`: of a shard, before its temporary file is there and after a row group is in it;
+            `rename` and `renamed`: of any file, before its temporary one gets its name and after.
+    """
+    from pipeline.storage.shards import ShardWriter
+
+    owner, name = {"open": (ShardWriter, "__enter__"), "write": (ShardWriter, "write")}.get(moment, (os, "replace"))
+    real, waiting = getattr(owner, name), [act]
+
+    def patched(first: Any, *rest: Any, **options: Any) -> Any:
+        path = Path(rest[0]) if owner is os else first.path
+        now = waiting.pop() if waiting and path.match(pattern) else None
+        if now and moment in ("open", "rename"):
+            now()
+        result = real(first, *rest, **options)
+        if now and moment in ("write", "renamed"):
+            now()
+        return result
+
+    setattr(owner, name, patched)
+
+
+def run_until_killed(config: Path, moment: str, pattern: str) -> int | None:
+    """Run `medusa-distill run CONFIG` in a process that is killed there; returns how it ended."""
+    driver = FORKS.Process(target=_drive, args=(config, moment, pattern))
+    driver.start()
+    driver.join(PATIENCE)
+    return driver.exitcode
+
+
+def _drive(config: Path, moment: str, pattern: str) -> None:
+    from pipeline.cli.app import main
+
+    at(moment, pattern, die)
+    sys.argv = ["medusa-distill", "run", str(config), "--executor", "inline"]
+    main()
+
+
+class Orphan:
+    """A stage's worker whose driver is gone: it holds no lock, does one shard, and stops where it is told to."""
+
+    def __init__(self, config: Path, stage: str, index: int):
+        self._line, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(target=_work_alone, args=(config, stage, index, theirs))
+        self.process.start()
+        theirs.close()
+        assert self._hears() == "open"
+
+    def begin(self) -> None:
+        """It opens its temporary file, writes its rows into it, and stops."""
+        self._line.send("go on")
+        assert self._hears() == "write"
+
+    def commit(self) -> int | None:
+        """It goes on to the end; returns how that went."""
+        self._line.send("go on")
+        self.process.join(PATIENCE)
+        return self.process.exitcode
+
+    def _hears(self) -> str:
+        assert self._line.poll(PATIENCE), "the orphan says nothing"
+        return self._line.recv()
+
+
+def _work_alone(config: Path, name: str, index: int, line: Any) -> None:
+    """What a worker of `name` does, less everything that its driver does."""
+    from rich.console import Console
+
+    from pipeline.configuration import load_config
+    from pipeline.execution.context import Context
+    from pipeline.flow import STAGES, locate
+    from pipeline.storage.run_directory import RunDirectory
+
+    def stop(moment: str) -> None:
+        line.send(moment)
+        line.recv()
+
+    for moment in ("open", "write"):
+        at(moment, f"{name}-*/shards/{index:05d}.parquet", lambda moment=moment: stop(moment))
+    settings, module = load_config(config, ()), STAGES[name]
+    run = RunDirectory.create(settings)
+    context = Context(settings, run, Console(quiet=True), "inline", read_only=True)
+    for earlier in list(STAGES)[: list(STAGES).index(name)]:
+        context.upstream[earlier] = locate(context, STAGES[earlier])
+
+    def only_one(context: Any, stage: Any, upstream: Any, worker: Any, arguments: Any, *_: object, **__: object) -> Any:
+        worker(**arguments)(stage.tasks(upstream)[index])
+        os._exit(0)
+
+    module.run_sharded = only_one
+    module.run(context, locate(context, module))

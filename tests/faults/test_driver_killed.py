@@ -1,0 +1,47 @@
+"""The driver is killed at every step of a commit: what was committed stays, the same command makes the rest."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.faults.processes import run_until_killed
+from tests.faults.unfinished import assert_as_uninterrupted, cut_before, files_of, write_config
+from tests.flows.tiny import SHARDED, latest, run_again, shards_made, stages_run
+
+pytestmark = pytest.mark.fault
+
+DEATHS = [  # when it comes, at which file, and the shards that are committed by then
+    ("open", "shards/00000.parquet", []),
+    ("write", "shards/00001.parquet", [0]),
+    ("rename", "quarantine/00002.jsonl", [0, 1]),
+    ("rename", "shards/00002.parquet", [0, 1]),
+    ("renamed", "shards/00003.parquet", [0, 1, 2, 3]),  # before its note
+    ("rename", "DONE.json", [0, 1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_driver_killed_at_any_step_of_a_commit_loses_nothing_and_makes_nothing_twice(
+    finished_run, copied_run, make_settings, make_config, tmp_path, name
+):
+    run, config = cut_before(copied_run, name), write_config(tmp_path / "run.yaml", make_settings(tmp_path))
+    whole, before = files_of(latest(finished_run, name)), set()
+    for moment, file, committed in DEATHS:
+        assert run_until_killed(config, moment, f"{name}-*/{file}") == -signal.SIGKILL
+        stage = latest(run, name)
+        assert sorted(stage.receipts()) == committed and stage.done is None
+        for index in committed:
+            assert stage.shard_path(index).read_bytes() == whole[f"shards/{index:05d}.parquet"]
+        if moment == "write":
+            assert [path.stat().st_size > 100 for path in stage.path.glob("shards/*.tmp")] == [True], "half is there"
+        assert name == "seeds" or not before & set(shards_made(run)), "what was committed is not made again"
+        before |= {(name, index) for index in committed}
+    run = run_again(make_config(tmp_path))
+    assert stages_run(run)[0] == name and (name == "seeds" or shards_made(run)[:1] != [(name, 0)])
+    assert_as_uninterrupted(run, finished_run)
+    assert latest(run, name).content == latest(finished_run, name).content
+    heads = [latest(of, "train").path / "heads.safetensors" for of in (run, finished_run)]
+    assert heads[0].read_bytes() == heads[1].read_bytes()
+    assert stages_run(run_again(make_config(tmp_path))) == []
