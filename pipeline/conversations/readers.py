@@ -171,15 +171,24 @@ def _lines(file: Iterable[bytes]) -> Iterator[str]:
 
 
 def _json_lines(file: Iterable[bytes]) -> Iterator[Any]:
-    """The value on each line; a file that begins with a lone brace is one object, printed over many lines."""
+    """The value on each line; a file that begins with a lone brace may be one object, printed over many lines."""
     lines = _lines(file)
-    for line in lines:
-        text = line if line != "{" else "\n".join([line, *lines])
-        try:
-            yield json.loads(text)
-        except (ValueError, RecursionError) as error:
-            reason = Reason.UNDECODABLE if UNDECODABLE_MARK in text else Reason.BROKEN_JSON
-            yield _Unreadable(Refusal(reason, f"It is not valid JSON: {error}."), text)
+    first = next(lines, "")
+    if first == "{":
+        all_lines = [first, *lines]
+        whole = _json_value("\n".join(all_lines))
+        yield from [whole] if not isinstance(whole, _Unreadable) else map(_json_value, all_lines)
+        return
+    for text in itertools.chain([first] if first else [], lines):
+        yield _json_value(text)
+
+
+def _json_value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = Reason.UNDECODABLE if UNDECODABLE_MARK in text else Reason.BROKEN_JSON
+        return _Unreadable(Refusal(reason, f"It is not valid JSON: {error}."), text)
 
 
 def _array(file: io.BufferedReader | gzip.GzipFile, path: Path) -> Iterator[Any]:

@@ -1,0 +1,124 @@
+"""Whatever bytes a dump is made of, the readers end, and every row comes out once: kept or refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks import fuzz_seeds
+from pipeline.conversations import readers
+from pipeline.conversations.conversation import Conversation, Refused
+from pipeline.conversations.readers import read_source
+from pipeline.errors import DataError
+
+MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+TEXTS = st.text() | st.sampled_from(["user", "gpt", "\0", "\ud800", "\ufeff", "../../x"])
+KEYS = st.sampled_from(
+    ["conversations", "messages", "data", "turns", "prompt", "system", "id", "from", "role", "value", "content"]
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS | TEXTS, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    path: Path
+    hub: None = None
+    split: str = "train"
+    format: str = "auto"
+    limit: None = None
+
+
+def read(path: Path, form: str = "auto") -> tuple[list[Conversation | Refused], str]:
+    """The rows, and why the file was refused in the end, if it was."""
+    rows: list[Conversation | Refused] = []
+    try:
+        rows.extend(read_source(Source(path, format=form), "s", max_characters=1000))
+    except DataError as error:
+        return rows, str(error)
+    return rows, ""
+
+
+def in_order(rows: list[Conversation | Refused]) -> bool:
+    return [row.id for row in rows] == [f"s:{number}" for number in range(len(rows))]
+
+
+@MANY
+@given(
+    values=st.lists(VALUES, min_size=1, max_size=8),
+    form=st.sampled_from(["auto", "sharegpt", "ultrachat", "messages", "turns", "prompts"]),
+    array=st.booleans(),
+)
+def test_rows_of_any_shape_come_out_once_each(values, form, array, tmp_path):
+    """In an array a lone surrogate is a syntax error, which ends the file and says so."""
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps(value) for value in [None, *values]]  # what begins with a bracket is read as an array
+    path.write_text(f"[{','.join(lines)}]" if array else "\n".join(lines))
+    rows, refusal = read(path, form)
+    assert in_order(rows)
+    if array and "malformed" in refusal:
+        assert "\\ud" in path.read_text() and len(rows) <= len(lines)
+    else:
+        assert len(rows) == len(lines)
+
+
+@MANY
+@given(data=st.binary(max_size=400), suffix=st.sampled_from([".json", ".jsonl", ".txt", ".jsonl.gz"]))
+def test_any_bytes_are_rows_or_a_refusal_that_names_the_file(data, suffix, tmp_path):
+    path = tmp_path / f"bytes{suffix}"
+    path.write_bytes(data)
+    rows, refusal = read(path)
+    assert in_order(rows) and (not refusal or str(path) in refusal)
+    assert rows or refusal
+
+
+@MANY
+@given(seed=st.integers(0, 2**32))
+def test_a_mutated_dump_has_the_rows_that_its_bytes_say(seed, tmp_path):
+    name, data = fuzz_seeds.mutated_file(random.Random(seed), 12)
+    outcomes = fuzz_seeds.prove(name, data, tmp_path)
+    assert outcomes.total() <= fuzz_seeds.expected(name, data).rows or fuzz_seeds.expected(name, data).breaks_off
+
+
+def test_a_line_that_is_cut_down_to_its_brace_costs_itself_alone(tmp_path):
+    lines = [json.dumps({"prompt": f"why {number}?"}) for number in range(6)]
+    for broken in (0, 3, 5):
+        path = tmp_path / "cut.jsonl"
+        path.write_text("\n".join(["{" if number == broken else line for number, line in enumerate(lines)]))
+        rows, refusal = read(path)
+        assert [row.id for row in rows if isinstance(row, Refused)] == [f"s:{broken}"] and len(rows) == 6
+        assert not refusal
+
+
+def test_the_fuzzer_reads_as_many_rows_as_it_is_told(capsys):
+    assert fuzz_seeds.main(["--rows", "200", "--seed", "1"]) == 0
+    said = capsys.readouterr().out
+    assert int(said.split()[0].replace(",", "")) >= 200 and "kept" in said
+
+
+@pytest.mark.parametrize("defect", ["loses", "repeats", "crashes"])
+def test_the_fuzzer_finds_a_reader_that_loses_repeats_or_crashes(monkeypatch, capsys, defect):
+    real = readers.read_row
+
+    def crashing(row, id, *more):
+        if id == "s:7":
+            raise TypeError("unhashable")
+        return real(row, id, *more)
+
+    def losing(file):
+        lines = list(lines_of(file))
+        yield from lines[:-1] if defect == "loses" else [*lines, *lines[-1:]]
+
+    lines_of = readers._lines
+    monkeypatch.setattr(readers, *(("read_row", crashing) if defect == "crashes" else ("_lines", losing)))
+    assert fuzz_seeds.main(["--rows", "2000"]) == 1
+    assert "kept as" in capsys.readouterr().out
