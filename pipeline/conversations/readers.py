@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import ijson
+from ijson.common import ObjectBuilder
 
 from pipeline.conversations.conversation import UNDECODABLE_MARK, Conversation, Reason, Refusal, Refused
 from pipeline.conversations.formats import EXPECTED, read_row
@@ -31,6 +32,7 @@ from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 SUFFIXES = (".json", ".jsonl", ".txt")
 CHUNK_BYTES = 1 << 16
+MAX_NESTING = 500  # levels; json.loads gives up at about 1,000
 GZIP_MAGIC = b"\x1f\x8b"
 NOT_CONVERSATIONS = {Reason.UNKNOWN_FORMAT, Reason.NOT_TEXT, Reason.BROKEN_JSON, Reason.UNDECODABLE}
 
@@ -196,14 +198,33 @@ def _array(file: io.BufferedReader | gzip.GzipFile, path: Path) -> Iterator[Any]
     text = codecs.iterdecode(iter(partial(file.read, CHUNK_BYTES), b""), "utf-8-sig", "mark")
     number = 0
     try:
-        items = ijson.items(ijson.from_iter(chunk.encode() for chunk in text), "item", use_float=True)
-        for item in items:
+        for item in _items(ijson.basic_parse(ijson.from_iter(chunk.encode() for chunk in text), use_float=True)):
             yield item
             number += 1
     except (ijson.JSONError, ValueError) as error:
         what = f"The JSON array breaks off or is malformed after {number} rows: {' '.join(str(error).split())}."
         fix = "Repair or download it again; as JSONL, a damaged line costs only itself."
         raise DataError(what, str(path), fix) from error
+
+
+def _items(events: Iterable[tuple[str, Any]]) -> Iterator[Any]:
+    """The items of the array that a parser tells of; one that is nested too deeply is not built.
+
+    ijson's own `items` keeps the path to every level as text: a row of 60,000 brackets took it 9 GB.
+    """
+    depth, deepest, builder = 0, 0, ObjectBuilder()  # depth: how many containers stand around a value
+    for event, value in events:
+        starts, ends = event.startswith("start_"), event.startswith("end_")
+        depth -= ends
+        if depth == 1 and not ends:
+            deepest, builder = 0, ObjectBuilder()
+        if depth and deepest < MAX_NESTING:
+            builder.event(event, value)
+        depth += starts
+        deepest = max(deepest, depth)
+        if depth == 1 and not starts:
+            too_deep = Refusal(Reason.BROKEN_JSON, f"It is nested more than {MAX_NESTING} levels deep.")
+            yield builder.value if deepest < MAX_NESTING else _Unreadable(too_deep, "")
 
 
 def _hub_rows(hub: str, split: str) -> Iterator[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks import fuzz_seeds
 from pipeline.conversations import readers
-from pipeline.conversations.conversation import Conversation, Refused
+from pipeline.conversations.conversation import Conversation, Reason, Refused
 from pipeline.conversations.readers import read_source
 from pipeline.errors import DataError
 
@@ -97,6 +98,21 @@ def test_a_line_that_is_cut_down_to_its_brace_costs_itself_alone(tmp_path):
         rows, refusal = read(path)
         assert [row.id for row in rows if isinstance(row, Refused)] == [f"s:{broken}"] and len(rows) == 6
         assert not refusal
+
+
+@pytest.mark.parametrize("array", [True, False], ids=["array", "lines"])
+def test_a_row_that_is_nested_without_end_costs_itself_alone_and_little_memory(tmp_path, array):
+    """The path to every level, kept as text, would be 20 GB of a row of 90 kB."""
+    deep = '{"prompt": ' + "[" * 90_000 + "]" * 90_000 + "}"
+    rows = ['{"prompt": "why?"}', deep, '{"prompt": "and?"}']
+    path = tmp_path / "deep.json"
+    path.write_text(f"[{','.join(rows)}]" if array else "\n".join(rows))
+    tracemalloc.start()
+    rows, refusal = read(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [type(row) for row in rows] == [Conversation, Refused, Conversation] and not refusal
+    assert rows[1].reason == Reason.BROKEN_JSON and peak < 50e6
 
 
 def test_the_fuzzer_reads_as_many_rows_as_it_is_told(capsys):
