@@ -164,7 +164,7 @@ class RejectionSampling:
             drawn = self.choose(_at(logits_NV, row), noise_TV[..., depth, :])
             token = torch.where(is_open, drawn, token)
             follows_N = (tree.parent == row[..., None]) & (tree.depth > 0) & (tokens_N == token[..., None])
-            is_open = is_open & follows_N.any(-1)
+            is_open = follows_N.any(-1)
             row = torch.where(is_open, follows_N.long().argmax(-1), row)
         return Verdict(row, token)
 

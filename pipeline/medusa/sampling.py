@@ -55,9 +55,7 @@ def nucleus(logits_V: Tensor, top_p: float) -> Tensor:
     """The tokens [..., V] of the nucleus of softmax(logits [..., V])."""
     p_V, ids_V = logits_V.softmax(-1).sort(dim=-1, descending=True, stable=True)
     ahead_V = p_V.cumsum(-1) - p_V
-    inside_V = ahead_V < top_p
-    inside_V[..., 0] = True
-    return torch.zeros_like(inside_V).scatter(-1, ids_V, inside_V)
+    return torch.empty_like(p_V, dtype=torch.bool).scatter_(-1, ids_V, ahead_V < top_p)
 
 
 def mass_ahead(p_NV: Tensor, tokens_N: Tensor) -> Tensor:

@@ -141,9 +141,10 @@ def test_of_equally_likely_tokens_the_lower_ids_are_in_the_nucleus():
 
 
 def test_half_precision_logits_are_drawn_in_full_precision():
-    """Noise alone separates 0.5 steps of bfloat16 logits at 64; in bfloat16 their sum would tie."""
-    logits, noise = torch.full((VOCAB,), 64.0, dtype=torch.bfloat16), torch.tensor([0.01, 0.02, 0.05, 0.04, 0.03])
-    assert int(draw(logits, noise, 1.0)) == 2
+    """Divided by 0.7, 64 and 64.5 are 0.714 apart; the nearest numbers of bfloat16 are 0.5 apart."""
+    logits, noise = torch.tensor([64.0, 64.5], dtype=torch.bfloat16), torch.tensor([0.6, 0.0])
+    assert int(draw(logits, noise, 0.7)) == 1
+    assert int(draw(logits, noise + torch.tensor([0.2, 0.0]), 0.7)) == 0
 
 
 def test_drawn_tokens_have_the_targets_probabilities():
