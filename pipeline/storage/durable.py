@@ -67,8 +67,11 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON durably; the file is whole or as it was."""
-    write_text(path, json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    """Write JSON durably, piece by piece; the file is whole or as it was."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_path(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+        json.dump(data, file, indent=2, ensure_ascii=False, allow_nan=False)
+        file.write("\n")
 
 
 def write_text(path: Path, text: str) -> None:
