@@ -5,10 +5,12 @@ They are forked from a server that has torch and transformers loaded already: on
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,3 +119,62 @@ def _work_alone(config: Path, name: str, index: int, line: Any) -> None:
 
     module.run_sharded = only_one
     module.run(context, locate(context, module))
+
+
+class Waiting:
+    """A driver that stops for good wherever it is told to, and says where it is.
+
+    Args:
+        places: `generate` is before its second shard's file, `train` before its third step, `end` is when it gives
+            back what it holds.
+    """
+
+    def __init__(self, config: Path, said: Path, *places: str):
+        self._line, theirs = FORKS.Pipe()
+        self._said = said
+        self.process = FORKS.Process(target=_drive_and_wait, args=(config, said, places, theirs))
+        self.process.start()
+
+    def is_at(self, place: str) -> bool:
+        assert self._line.poll(PATIENCE), f"the driver never came to {place}"
+        return self._line.recv() == place
+
+    def send(self, signum: int) -> None:
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signum)
+
+    def end(self) -> tuple[int | None, str]:
+        """How it ended, and what it said on stderr."""
+        self.process.join(PATIENCE)
+        return self.process.exitcode, self._said.read_text()
+
+
+def _drive_and_wait(config: Path, said: Path, places: tuple[str, ...], line: Any) -> None:
+    from pipeline.cli.app import main
+    from pipeline.execution.context import Context
+    from pipeline.training import medusa1
+
+    def wait(place: str) -> None:
+        line.send(place)
+        time.sleep(PATIENCE)
+
+    steps, learn, close = itertools.count(1), medusa1.learn, Context.close
+
+    def learn_or_wait(*arguments: Any) -> Any:
+        if next(steps) == 3:
+            wait("train")
+        return learn(*arguments)
+
+    def wait_and_close(self: Context) -> None:
+        wait("end")
+        close(self)
+
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    if "generate" in places:
+        at("open", "generate-*/shards/00001.parquet", lambda: wait("generate"))
+    if "train" in places:
+        medusa1.learn = learn_or_wait
+    if "end" in places:
+        Context.close = wait_and_close  # type: ignore[method-assign]
+    sys.argv = ["medusa-distill", "run", str(config), "--executor", "inline"]
+    main()

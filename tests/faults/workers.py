@@ -1,0 +1,89 @@
+"""Workers that end their own process, in the place of a stage's: what a Ray worker imports of these tests.
+
+Nothing heavy is loaded before a death, so that the many deaths of a bisection are cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import Any
+
+from pipeline.storage.shards import Receipt
+from pipeline.storage.tasks import ShardTask, task_rows
+from tests.faults.processes import at, die
+
+MIDDLE = 1  # the shard in which a worker is killed once
+STEPS_BEFORE_DEATH = 2
+
+
+class Stand:
+    """A worker that asks `before` about each task and leaves the work to the stage's own.
+
+    Args:
+        stage: The stage's name.
+    """
+
+    def __init__(self, stage: str, **arguments: Any):
+        self.stage, self._arguments = stage, arguments
+        self._real: Any = None
+
+    def __call__(self, task: ShardTask) -> Receipt:
+        self.before(task)
+        if self._real is None:
+            self._real = importlib.import_module(f"pipeline.stages.{self.stage}").Worker(**self._arguments)
+        return self._real(task)
+
+    def before(self, task: ShardTask) -> None: ...
+
+    def close(self) -> None:
+        if self._real is not None:
+            self._real.close()
+
+
+class KilledOnce(Stand):
+    """Its process is killed when a row group of shard `MIDDLE` is in the temporary file, the first time."""
+
+    def before(self, task: ShardTask) -> None:
+        if task.index == MIDDLE and first_time(diary_of(task, self.stage), "killed"):
+            at("write", f"{self.stage}-*/shards/{task.index:05d}.parquet", die)
+
+
+class Poisoned(Stand):
+    """A row ends its process wherever it is; its id is in `poison.txt` beside the run."""
+
+    def before(self, task: ShardTask) -> None:
+        if diary_of(task, "poison").read_text() in {row["id"] for row in task_rows(task, ["id"])}:
+            die()
+
+
+def killed_trainer(config: dict[str, Any]) -> Any:
+    """What a training worker runs; it is killed in its third step, the first time. Every step is written down."""
+    from pipeline.training import medusa1, ray_entry
+
+    diary = Path(config["spec"].directory).parents[1] / "trainer.txt"
+    learn = medusa1.learn
+
+    def watched(*arguments: Any) -> Any:
+        with diary.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        if diary.read_text().split() == [str(os.getpid())] * (STEPS_BEFORE_DEATH + 1):
+            die()
+        return learn(*arguments)
+
+    medusa1.learn = watched
+    return ray_entry._worker(config)
+
+
+def diary_of(task: ShardTask, name: str) -> Path:
+    """A file beside the run directory that a task's shard lies in, also where it is a trial's."""
+    run = next(folder for folder in Path(task.source).parents if (folder / "events.jsonl").exists())
+    return run.with_name(f"{name}.txt")
+
+
+def first_time(diary: Path, what: str) -> bool:
+    """Whether this is not in the diary yet; then it is."""
+    before = diary.read_text() if diary.exists() else ""
+    diary.write_text(before + f"{what} {os.getpid()}\n")
+    return what not in before
