@@ -26,9 +26,9 @@ from pipeline.conversations.conversation import Conversation, Message
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
 from pipeline.conversations.exchange import Completion, Finish, Request, Sampling
 from pipeline.conversations.template import ChatTemplate
-from pipeline.stages.generate import converse
 from pipeline.targets.protocol import GenerationEngine
 from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer
+from pipeline.targets.talks import converse
 from pipeline.targets.vllm_engine import VLLMGenerationEngine, sampling_params
 
 AIM = 1.25
@@ -107,6 +107,10 @@ class RaggedEngine:
     @property
     def num_unfinished(self) -> int:
         return self._engine.num_unfinished
+
+    @property
+    def capacity(self) -> int:
+        return self._engine.capacity
 
     def add(self, request: Request) -> None:
         self._engine.add(limited(request, self._lengths))

@@ -34,7 +34,10 @@ class Outcome:
 
 
 class ShardWorker(Protocol):
-    """What a stage maps over its shards."""
+    """What a stage maps over its shards.
+
+    One that has `expect(task | None)` is told before each shard which one it will be given next.
+    """
 
     def __call__(self, task: ShardTask) -> Receipt: ...
 
@@ -83,15 +86,19 @@ class LazyWorker:
         self._make, self._arguments = worker, arguments
         self._worker: ShardWorker | None = None
 
-    def run(self, task: ShardTask) -> Outcome:
+    def run(self, task: ShardTask, upcoming: ShardTask | None = None) -> Outcome:
         try:
             self._worker = self._worker or self._make(**self._arguments)
+            if expect := getattr(self._worker, "expect", None):
+                expect(upcoming if task.rows is None else None)  # a trial stands or falls by itself
             with disk_errors(Path(task.shard)):
                 return Outcome(task, receipt=self._worker(task))
         except MedusaDistillError as error:
             return Outcome(task, error=error)
         except Exception:
-            return Outcome(task, traceback=traceback.format_exc())
+            told = traceback.format_exc()
+            self.close()  # whatever state it is in: the next shard gets a new one
+            return Outcome(task, traceback=told)
 
     def close(self) -> None:
         """Let the worker give back what it holds: an engine's memory, which the next stage needs."""
@@ -124,7 +131,8 @@ class InlineExecutor:
         lazy = LazyWorker(worker, arguments)
         try:
             while tasks:
-                yield lazy.run(tasks.popleft())
+                task = tasks.popleft()
+                yield lazy.run(task, tasks[0] if tasks else None)
         finally:
             lazy.close()
             free_gpu_memory()

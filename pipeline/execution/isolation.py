@@ -1,8 +1,8 @@
 """Which rows of a shard kill their worker: found by bisection, so that one bad row costs itself and nothing else.
 
-A shard that ended its worker's process several times is tried in halves, the halves that die in halves again, down to
-single rows. A row is given up only when it died alone as often as the limit says: a machine that goes away, or memory
-that runs out over many rows, accuses nobody.
+A shard that ended its worker's process several times is tried once more by itself, then in halves, the halves that
+die in halves again, down to single rows. A row is given up only when it died alone as often as the limit says: a
+machine that goes away, the shard beside it, or memory that runs out over many rows, accuses nobody.
 """
 
 from __future__ import annotations
@@ -35,22 +35,27 @@ def find_poison(
 ) -> dict[str, str]:
     """The ids of the rows of `died.task` that kill a worker each by itself, and how; what was known before included.
 
+    Nothing new is found where the shard, tried by itself, survives.
+
     Raises:
         EnvironmentFault: The shard's rows kill it together, and none does alone.
     """
     ids = [row["id"] for row in read_rows(died.task.source, ["id"])]
     scratch = stage.path / "isolation"
-    trials = deque(_halves(died.task, (0, len(ids)), scratch))
+    trials = deque([_trial(died.task, (0, len(ids)), scratch)])
     deaths: Counter[str] = Counter()
     poison: dict[str, str] = {}
+    survived = False
     try:
         for outcome in executor.map(worker, arguments, trials, placement, seconds_per_task):
-            if not outcome.death:
-                continue
             assert outcome.task.rows is not None, "a trial is of some rows"
             start, stop = outcome.task.rows
+            if not outcome.death:
+                survived |= stop - start == len(ids)
+                continue
             if stop - start > 1:
-                trials.extend(_halves(died.task, (start, stop), scratch))
+                middle = (start + stop) // 2
+                trials.extend(_trial(died.task, half, scratch) for half in ((start, middle), (middle, stop)))
                 continue
             deaths[ids[start]] += 1
             if deaths[ids[start]] < max_deaths:
@@ -59,7 +64,7 @@ def find_poison(
                 poison[ids[start]] = f"alone it ended its worker {max_deaths} times, last: {outcome.death}"
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    if not poison:
+    if not poison and not survived:
         raise EnvironmentFault(
             f"Shard {died.task.index} of {stage.stage} ends its worker each time, and none of its rows does alone: "
             f"{died.death.splitlines()[0].rstrip('.')}.",
@@ -69,17 +74,8 @@ def find_poison(
     return died.task.poison | poison
 
 
-def _halves(task: ShardTask, rows: tuple[int, int], scratch: Path) -> list[ShardTask]:
-    """Trials of both halves of some rows, each with a shard of its own that nobody will read."""
-    start, stop = rows
-    middle = (start + stop + 1) // 2
-    return [
-        replace(
-            task,
-            rows=half,
-            shard=str(scratch / f"{task.index:05d}-{half[0]}-{half[1]}" / "shards" / "trial.parquet"),
-            quarantine=str(scratch / f"{task.index:05d}-{half[0]}-{half[1]}" / "quarantine" / "trial.jsonl"),
-        )
-        for half in ((start, middle), (middle, stop))
-        if half[0] < half[1]
-    ]
+def _trial(task: ShardTask, rows: tuple[int, int], scratch: Path) -> ShardTask:
+    """Some of the task's rows, with a shard of their own that nobody will read."""
+    place = scratch / f"{task.index:05d}-{rows[0]}-{rows[1]}"
+    shard, quarantine = place / "shards" / "trial.parquet", place / "quarantine" / "trial.jsonl"
+    return replace(task, rows=rows, shard=str(shard), quarantine=str(quarantine))

@@ -16,6 +16,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import EnvironmentFault, MedusaDistillError
@@ -40,9 +41,9 @@ class ShardActor:
     def ready(self) -> None:
         """Returns once the process stands: only then is it given a shard."""
 
-    def run(self, task: ShardTask) -> Outcome:
+    def run(self, task: ShardTask, upcoming: ShardTask | None) -> Outcome:
         with ending_what_hangs(task, self._seconds_per_task):
-            return self._lazy.run(task)
+            return self._lazy.run(task, upcoming)
 
     def close(self) -> None:
         self._lazy.close()
@@ -63,6 +64,14 @@ def ending_what_hangs(task: ShardTask, seconds: float) -> Iterator[None]:
         finally:
             faulthandler.cancel_dump_traceback_later()
     path.unlink(missing_ok=True)
+
+
+@dataclass
+class Seat:
+    """An actor, and the task that it was told to expect after the one that it is doing."""
+
+    actor: Any
+    upcoming: ShardTask | None = None
 
 
 class RayExecutor:
@@ -118,33 +127,39 @@ class RayExecutor:
     ) -> Iterator[Outcome]:
         actor_class = self._ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus)(ShardActor)
         work = self._ray.put((worker, arguments))
-        doing: dict[Any, tuple[Any, ShardTask | None]] = {}  # by what Ray will answer; without a task: starting
-        idle: list[Any] = []
+        doing: dict[Any, tuple[Seat, ShardTask | None]] = {}  # by what Ray will answer; without a task: starting
+        idle: list[Seat] = []
         failed_starts = 0
 
         def employ() -> None:
             """Give tasks to idle workers; start as many more as there is work for."""
-            while tasks and idle:
-                actor, task = idle.pop(), tasks.popleft()
-                doing[actor.run.remote(task)] = (actor, task)
+            for seat in [seat for seat in idle if seat.upcoming or tasks]:
+                task = seat.upcoming or (tasks.popleft() if tasks else None)
+                if task is None:
+                    break
+                idle.remove(seat)
+                seat.upcoming = tasks.popleft() if len(tasks) >= placement.workers else None
+                doing[seat.actor.run.remote(task, seat.upcoming)] = (seat, task)
             starting = sum(task is None for _, task in doing.values())
             while starting < len(tasks) and len(doing) < placement.workers:
-                actor = actor_class.remote(work, seconds_per_task)
-                doing[actor.ready.remote()] = (actor, None)
+                seat = Seat(actor_class.remote(work, seconds_per_task))
+                doing[seat.actor.ready.remote()] = (seat, None)
                 starting += 1
 
         try:
             employ()
             while doing:
                 (answer, *_), _ = self._ray.wait(list(doing))
-                actor, task = doing.pop(answer)
+                seat, task = doing.pop(answer)
                 outcome, death = None, ""
                 try:
                     outcome = self._ray.get(answer)
-                    idle.append(actor)
+                    idle.append(seat)
                     failed_starts = 0
                 except self._ray.exceptions.RayError as error:
                     death = _said(error)
+                    if seat.upcoming:
+                        tasks.appendleft(seat.upcoming)
                     failed_starts += task is None
                     if failed_starts == MAX_FAILED_STARTS:
                         raise self._died(error) from error
@@ -153,7 +168,7 @@ class RayExecutor:
                     yield outcome or Outcome(task, death=last_words(task) or death)
                     employ()
         finally:
-            self._dismiss(idle, [actor for actor, _ in doing.values()])
+            self._dismiss([seat.actor for seat in idle], [seat.actor for seat, _ in doing.values()])
 
     def _dismiss(self, idle: list[Any], busy: list[Any]) -> None:
         """End workers: idle ones give back an engine's memory first, busy ones have lost their reader."""

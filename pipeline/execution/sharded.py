@@ -70,7 +70,7 @@ def run_sharded(
                     killers.append(outcome)
             for killer in killers:
                 context.console.print(f"{stage.stage}: looking for what kills the worker in shard {killer.task.index}")
-                poison[killer.task.index] = find_poison(
+                found = find_poison(
                     context.executor,
                     worker,
                     arguments,
@@ -80,6 +80,9 @@ def run_sharded(
                     max_deaths=limits.max_consecutive_failures,
                     seconds_per_task=seconds_per_task,
                 )
+                if found == poison.get(killer.task.index):
+                    raise _unexplained(stage, killer)
+                poison[killer.task.index] = found
             have = stage.receipts()
             pending.extend(replace(task, poison=poison.get(task.index, {})) for task in stage.pending(tasks, have))
             _count_unseen(limits, stage, [task for task in pending if task.index not in poison], failures)
@@ -118,6 +121,15 @@ def _again(limits: LimitsConfig, stage: StageDirectory, outcome: Outcome, failur
         f"Shard {index} of {stage.stage} failed {limits.max_consecutive_failures} times, last with: {last}.",
         str(stage.path),
         "The full traceback is in events.jsonl. Everything that was committed is kept; the same command continues.",
+    )
+
+
+def _unexplained(stage: StageDirectory, killer: Outcome) -> EnvironmentFault:
+    return EnvironmentFault(
+        f"Shard {killer.task.index} of {stage.stage} ends its worker again and again, and not when tried by itself: "
+        f"{killer.death.splitlines()[0].rstrip('.')}.",
+        str(stage.path),
+        "If memory runs out, use smaller batches or fewer workers. What was committed is kept; run it again.",
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pipeline.config import GenerateConfig
@@ -29,10 +28,13 @@ from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from pipeline.targets.engines import make_generation_engine, semantic_arguments
 from pipeline.targets.protocol import GenerationEngine
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
+from pipeline.targets.talks import Talk, Talks
 
 NAME = "generate"
 VERSION = 1
 UPSTREAM = ("seeds",)
+
+Row = dict[str, Any]
 
 
 def identity(context: Context) -> dict[str, Any]:
@@ -64,7 +66,10 @@ def one_line(summary: dict[str, Any]) -> str:
 
 
 class Worker:
-    """Holds an engine; turns one shard of seeds into one shard of generated rows."""
+    """Holds an engine; turns one shard of seeds into one shard of generated rows.
+
+    When the last conversations of a shard leave the engine half empty, those of the next one begin.
+    """
 
     def __init__(self, target: TargetSpec, settings: GenerateConfig, seed: int, gpus: int):
         self.template = ChatTemplate(load_tokenizer(target), target.chat_template)
@@ -75,21 +80,25 @@ class Worker:
         if settings.mode != "passthrough":
             arguments = (settings.engine_args, gpus, settings.batch_invariant)
             self.engine = make_generation_engine(settings.engine, target, *arguments)
+        self.talks = Talks(self.engine)
+        self._begun: dict[str, tuple[list[Row], Talk]] = {}
+        self._upcoming: ShardTask | None = None
+
+    def expect(self, upcoming: ShardTask | None) -> None:
+        """Told before a shard: which one comes after it."""
+        self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.monotonic()
-        seeds = task_rows(task)
-        dialogues = {
-            row["id"]: Dialogue(conversation_of(row), self.template, self._dialogue_settings(row["split"]))
-            for row in seeds
-        }
-        converse(list(dialogues.values()), self.engine)
+        seeds, talk = self._begin(task)
+        self.talks.finish(talk, self._begin_upcoming)
+        del self._begun[task.shard]
         counts: Counter[str] = Counter(tokens=0, turns=0)
         with shard_writer(task, GENERATED) as writer:
-            rows: list[dict[str, Any]] = []
-            for seed in seeds:
+            rows: list[Row] = []
+            for seed, dialogue in zip(seeds, talk.dialogues, strict=True):
                 try:
-                    generated = dialogues[seed["id"]].rows()
+                    generated = dialogue.rows()
                 except Refusal as refusal:
                     writer.refuse(Refused(seed["id"], refusal.reason, refusal.detail, seed))
                     continue
@@ -100,6 +109,21 @@ class Worker:
             writer.write(rows)
             ids_in = [*task.poison, *(seed["id"] for seed in seeds)]
             return writer.commit(NAME, ids_in, dict(counts), time.monotonic() - started)
+
+    def _begin(self, task: ShardTask) -> tuple[list[Row], Talk]:
+        """The shard's seeds and their conversations, which wait for their turn unless they have begun already."""
+        if task.shard not in self._begun:
+            seeds = task_rows(task)
+            talk = self.talks.add(
+                Dialogue(conversation_of(row), self.template, self._dialogue_settings(row["split"])) for row in seeds
+            )
+            self._begun[task.shard] = seeds, talk
+        return self._begun[task.shard]
+
+    def _begin_upcoming(self) -> None:
+        if self._upcoming is not None:
+            self._begin(self._upcoming)
+            self._upcoming = None
 
     def close(self) -> None:
         if self.engine is not None:
@@ -121,27 +145,6 @@ class Worker:
             on_truncated=settings.on_truncated,
             seed=self.seed,
         )
-
-
-def converse(dialogues: Sequence[Dialogue], engine: GenerationEngine | None) -> None:
-    """Hold all conversations at once: each one's next request is made the moment its last one is answered."""
-    waiting = {request.id: dialogue for dialogue, request in _openings(dialogues, engine)}
-    while waiting:
-        assert engine is not None, "passthrough asks for nothing"
-        for completion in engine.step():
-            dialogue = waiting.pop(completion.id)
-            dialogue.receive(completion)
-            if request := dialogue.next_request():
-                waiting[request.id] = dialogue
-                engine.add(request)
-
-
-def _openings(dialogues: Sequence[Dialogue], engine: GenerationEngine | None) -> Iterator[tuple[Dialogue, Any]]:
-    for dialogue in dialogues:
-        if request := dialogue.next_request():
-            assert engine is not None, "passthrough asks for nothing"
-            engine.add(request)
-            yield dialogue, request
 
 
 def generated_row(row: GeneratedRow, split: str) -> dict[str, Any]:

@@ -22,6 +22,8 @@ class GenerationEngine(Protocol):
     finished "stop"), or at `max_new_tokens` or the context's end ("length").
     """
 
+    capacity: int  # requests under way at once; more only queue
+
     def add(self, request: Request) -> None:
         """Queue a request. ValueError: an empty prompt, one that fills the context, or an id that is under way."""
 

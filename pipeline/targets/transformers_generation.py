@@ -50,6 +50,7 @@ class TransformersGenerationEngine:
         self.model = load_causal_lm(spec, "cuda" if gpus else "cpu", max(gpus, 1))
         self.max_batch_tokens = max_batch_tokens
         self._context = context_length(spec)
+        self.capacity = 4 * max(1, max_batch_tokens // self._context)  # rows are seldom as long as the context
         self._eos = frozenset(eos_token_ids(spec))
         self._device = input_device(self.model)
         self._last_only = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}

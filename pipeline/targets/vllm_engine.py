@@ -61,6 +61,7 @@ class VLLMGenerationEngine:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
         self._running = RunningEngine(spec, {"enable_prefix_caching": True, **(engine_args or {})}, gpus)
         self._engine = self._running.llm.llm_engine
+        self.capacity: int = self._engine.vllm_config.scheduler_config.max_num_seqs
         self._context = self._running.llm.model_config.max_model_len
         self._eos = eos_token_ids(spec)
         self._ids: set[str] = set()

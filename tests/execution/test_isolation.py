@@ -64,7 +64,7 @@ def test_every_deadly_row_is_found_and_no_other(shard, number, data):
     stage, died = shard(number)
     found = search(stage, died, executor)
     assert set(found) == {f"s:{i}" for i in deadly}
-    assert executor.trials <= len(deadly) * (2 * math.ceil(math.log2(max(number, 2))) + 1)
+    assert executor.trials <= 1 + len(deadly) * (2 * math.ceil(math.log2(max(number, 2))) + 1)
     assert not (stage.path / "isolation").exists()
 
 
@@ -75,9 +75,15 @@ def test_rows_that_are_too_much_together_accuse_nobody(shard):
     assert "\n" not in str(caught.value)
 
 
+def test_a_shard_that_survives_by_itself_is_acquitted(shard):
+    stage, died = shard(16)
+    executor = Graveyard(lambda rows: False)
+    assert search(stage, died, executor) == {} and executor.trials == 1
+
+
 def test_a_row_whose_worker_died_by_chance_is_not_given_up(shard):
     stage, died = shard(16)
-    bad_luck = deque([True] * 4)  # of the trials of 8, of 4, of 2 rows and of row 11 itself
+    bad_luck = deque([True] * 4)  # of the trials of 8, of 4, of 2 rows and of row 11 itself; row 3 kills the whole
     executor = Graveyard(lambda rows: 3 in rows or (11 in rows and bad_luck and bad_luck.pop()))
     assert set(search(stage, died, executor, max_deaths=3)) == {"s:3"} and not bad_luck
 
