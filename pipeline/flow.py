@@ -62,8 +62,9 @@ def run_flow(
     with disk_errors(run.path), run.locked():
         run.write_config(config)
         context = Context(config, run, console, executor)
-        run.event("run-started", stages=wanted, executor=executor)
         try:
+            context.check_placements(wanted)
+            run.event("run-started", stages=wanted, executor=executor)
             advance_all(context, wanted, fresh)
         finally:
             context.close()

@@ -218,6 +218,57 @@ def test_another_target_behind_the_same_path_makes_everything_that_saw_it_anew(
     assert stages_run(run) == ["generate", "features"]
 
 
+def change_weights(target: Path) -> None:
+    """As another fine-tune of the same architecture: the file keeps its size."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(target / "model.safetensors")
+    tensors["model.norm.weight"] *= 1.5
+    save_file(tensors, target / "model.safetensors", {"format": "pt"})
+
+
+def change_a_word(seeds: Path) -> None:
+    """Within the file: its size and its inode stay."""
+    data = seeds.read_bytes()
+    with seeds.open("r+b") as file:
+        file.write(data.replace(b"moon", b"noon", 1))
+
+
+@pytest.mark.parametrize(("changed", "redone"), [("weights", STAGES[1:]), ("seeds", STAGES), ("times alone", [])])
+def test_what_changes_behind_the_same_path_is_noticed_also_when_its_time_is_set_back(
+    copied_run, make_config, tmp_path, tiny_target, tiny_seeds, changed, redone
+):
+    target, seeds = tmp_path / "target", tmp_path / "seeds.jsonl"
+    shutil.copytree(tiny_target, target)
+    shutil.copy(tiny_seeds, seeds)
+    config = make_config(tmp_path, target__model=str(target), seeds__sources=[{"path": str(seeds)}])
+    assert stages_run(run_again(config)) == ["export", "check"], "an export names its target's path"
+    files = (seeds, target / "model.safetensors", target / "config.json")
+    before = {path: path.stat() for path in files}
+    if changed == "weights":
+        change_weights(target)
+    elif changed == "seeds":
+        change_a_word(seeds)
+    assert all(path.stat().st_size == stat.st_size for path, stat in before.items())
+    for path, stat in before.items():
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + (10**9 if changed == "times alone" else 0)))
+    assert stages_run(run_again(config)) == redone
+    assert stages_run(run_again(config)) == []
+
+
+def test_workers_that_no_machine_has_room_for_are_refused_before_anything_is_made(make_config, tmp_path):
+    """Training comes last, and is not found out after days of generating."""
+    config = make_config(tmp_path, placement__train={"workers": 3, "gpus_per_worker": 7, "cpus_per_worker": 2})
+    with pytest.raises(EnvironmentFault, match=r"train: 3 worker.*need 6 CPU and 21 GPU.*room for 0.*placement\.train"):
+        run_again(config)
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock", "run.yaml"]
+
+
+def test_workers_of_a_stage_that_is_kept_need_no_room_here(copied_run, make_config, tmp_path):
+    run = run_again(make_config(tmp_path, placement__generate={"gpus_per_worker": 64}, train__lr=2e-2))
+    assert stages_run(run) == STAGES[3:]
+
+
 def test_one_run_s_settings_never_reach_into_the_target_s_directory(finished_run, tiny_target: Path):
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in tiny_target.iterdir()} - {"chat_template.jinja"} == names

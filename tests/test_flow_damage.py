@@ -29,6 +29,7 @@ def test_a_lost_shard_is_redone_alone_and_dependants_are_kept_as_its_content_is_
         stage.shard_path(2).write_bytes(stage.shard_path(2).read_bytes()[:-100])
     else:
         stage.quarantine_path(2).unlink()
+    assert len(stage.verify()) == 1
     run = run_again(make_config(tmp_path))
     assert stages_run(run) == [name]
     if name != "seeds":  # which reads its sources from the beginning
@@ -125,6 +126,7 @@ def test_a_shard_of_another_run_in_the_place_of_ours_is_replaced(copied_run, mak
     other = run_again(make_config(tmp_path, run__name="other", generate__temperature=1.5), until="generate")
     ours, before = latest(copied_run, "generate"), contents(copied_run, "generate")
     shutil.copy(latest(other, "generate").shard_path(1), ours.shard_path(1))
+    assert [problem.partition(" ")[0] for problem in ours.verify()] == [str(ours.shard_path(1))]
     run = run_again(make_config(tmp_path))
     assert shards_made(run) == [("generate", 1)]
     assert contents(run, "generate") == before
@@ -136,6 +138,7 @@ def test_a_shard_of_another_run_beside_ours_is_named_and_never_read(copied_run, 
     other = run_again(make_config(tmp_path, run__name="other", **changes), until=name)
     foreign = latest(copied_run, name).shard_path(9)
     shutil.copy(latest(other, name).shard_path(0), foreign)
+    assert latest(copied_run, name).verify() == [f"{foreign} is of another run, or damaged"]
     with pytest.raises(DataError, match=f"another run.*{foreign}.*Delete this file") as caught:
         run_again(make_config(tmp_path, check__prompts=30))
     assert caught.value.exit_code == 3 and stages_run(copied_run) == []
@@ -158,3 +161,25 @@ def test_a_store_that_lost_a_receipt_file_reads_it_from_the_shards_themselves(co
     run = run_again(make_config(tmp_path))
     assert stages_run(run) == ["generate"] and shards_made(run) == []
     assert last_events(run)[-1]["event"] == "run-finished"
+
+
+def test_what_comes_out_differently_is_followed_by_exactly_what_depends_on_it(
+    copied_run, make_config, tmp_path, monkeypatch
+):
+    """An engine that is not repeatable writes another answer in the one shard that is made anew."""
+    from pipeline.stages import generate
+
+    class Other(generate.Worker):
+        def __init__(self, *arguments, **more):
+            super().__init__(*arguments, **{**more, "seed": 12345})
+
+    monkeypatch.setattr(generate, "Worker", Other)
+    before = contents(copied_run, *SHARDED)
+    latest(copied_run, "generate").shard_path(2).unlink()
+    run = run_again(make_config(tmp_path))
+    assert stages_run(run) == STAGES[1:] and shards_made(run) == [("generate", 2), ("features", 2)]
+    after = contents(run, *SHARDED)
+    assert {(name, index) for name in SHARDED for index in range(4) if before[name][index] != after[name][index]} == {
+        ("generate", 2),
+        ("features", 2),
+    }

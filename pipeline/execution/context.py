@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.execution.executor import Executor, make_executor
+from pipeline.execution.executor import Executor, InlineExecutor, make_executor
 from pipeline.execution.placement import Placement, place
 from pipeline.execution.progress import Meter
 from pipeline.storage.fingerprint import FileDigests
@@ -93,6 +94,24 @@ class Context:
     def placement(self, stage: str) -> Placement:
         """The workers of `stage`; raises `EnvironmentFault` when the cluster can never fit them."""
         return place(stage, getattr(self.config.placement, stage), self.executor.resources())
+
+    def check_placements(self, stages: Collection[str]) -> None:
+        """Refuse workers that can never be placed while nothing has been started yet.
+
+        A stage that the store has a finished result of may be kept, made where there was more: it is left to say so
+        itself.
+
+        Raises:
+            EnvironmentFault: The sum, spelled out.
+        """
+        placed = [name for name in type(self.config.placement).model_fields if name in stages]
+        missing = [name for name in placed if not any(self.run.store.glob(f"{name}-*/DONE.json"))]
+        if not missing:
+            return
+        on_cluster = self.executor_name == "ray" and os.environ.get("RAY_ADDRESS")
+        have = self.executor.resources() if on_cluster else InlineExecutor().resources()  # as Ray will find them here
+        for name in missing:
+            place(name, getattr(self.config.placement, name), have)
 
     def meter(self, name: str, total: int, *, done: int = 0, unit: str = "shards") -> Meter:
         return Meter(self.console, name, total, done=done, unit=unit)

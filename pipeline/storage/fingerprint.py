@@ -32,10 +32,11 @@ def ids_digest(ids: Iterable[str]) -> str:
 
 
 class FileDigests:
-    """sha256 of files, remembered by size, modification time and inode in a small JSON file.
+    """sha256 of files, remembered by size, times and inode in a small JSON file.
 
     Hashing 140 GB of weights takes minutes; a second run should not pay for it. A file that changes behind the same
-    path changes one of the three and is hashed again. The file's position in a directory counts, not its path.
+    path changes one of them and is hashed again: the time of its last change (ctime) is the kernel's own, also where a
+    copying tool sets the modification time back. The file's position in a directory counts, not its path.
     `read_only` remembers nothing for the next time.
     """
 
@@ -52,7 +53,7 @@ class FileDigests:
         if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name):
             return blob.name
         stat = path.stat()
-        key = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ino}:{path.name}"
+        key = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}:{path.name}"
         if key not in self.known:
             with path.open("rb") as file:
                 self.known[key] = hashlib.file_digest(file, "sha256").hexdigest()
