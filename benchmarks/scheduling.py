@@ -3,11 +3,12 @@
 One worker sleeps a millisecond instead of computing. Through `RayExecutor.map` alone it returns a receipt of nothing;
 through `run_sharded` it commits a shard of one row, and the driver reads receipts, writes events and looks at the disk.
 Overhead is the time by the clock less the worker's own and less the start of its process, per shard. Beside it: the
-driver's CPU time, and the time to see that all shards are there already, which is what a resumed run begins with.
+driver's CPU time, also of seeing that all shards are there already, which is what a resumed run begins with.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 import threading
 import time
@@ -35,6 +36,7 @@ from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 
 SIZES, TINY_SIZES = (100, 1_000, 10_000), (4, 8, 16)
 SLEEP_SECONDS = 0.001
+IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # how long a disk takes to sync is not asked here
 PLACEMENT = Placement(workers=1, cpus=1, gpus=0)
 HOUR = 3600.0
 AIM_OVERHEAD, AIM_MEMORY = 1.5, 1.2  # of the most shards over the fewest
@@ -47,7 +49,7 @@ class Cost:
     milliseconds: float  # per shard, by the clock
     cpu_milliseconds: float  # per shard, of the driver
     peak_mb: float  # of the driver
-    seen_milliseconds: float = 0.0  # per shard, where all are there already
+    seen_milliseconds: float = 0.0  # per shard, of the driver's CPU, where all are there already
 
 
 def measure(*, tiny: bool = False) -> Result:
@@ -106,14 +108,14 @@ class Stopwatch:
 
 
 def _mapped(executor: Executor, size: int) -> Cost:
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as temporary:
         paths = (f"{temporary}/shards/{index:05d}.parquet" for index in range(size))
         tasks = deque(ShardTask(index, "", "", path, "", "f") for index, path in enumerate(paths))
         return _cost(executor, size, lambda watch: deque(watch.map(Sleeper, {}, tasks, PLACEMENT, HOUR), maxlen=0))
 
 
 def _staged(executor: Executor, size: int) -> Cost:
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as temporary:
         upstream = StageDirectory(Path(temporary), "seeds", "a" * 64)
         for index in range(size):
             _write_seed(upstream, index)
@@ -130,10 +132,10 @@ def _staged(executor: Executor, size: int) -> Cost:
             assert totals["rows"] == size
 
         cost = _cost(executor, size, run)
-        started = time.perf_counter()
+        started = time.process_time()
         assert not stage.examine()
         run(Stopwatch(executor))
-        return replace(cost, seen_milliseconds=1e3 * (time.perf_counter() - started) / size)
+        return replace(cost, seen_milliseconds=1e3 * (time.process_time() - started) / size)
 
 
 def _cost(executor: Executor, size: int, work: Callable[[Stopwatch], Any]) -> Cost:
@@ -181,15 +183,22 @@ def _claims(what: str, costs: dict[int, Cost]) -> list[Claim]:
     few, many = min(costs), max(costs)
     sizes = f"{many:,} shards over {few:,}"
     overhead = {f"{size:,}, ms": cost.milliseconds for size, cost in costs.items()}
-    cpu = {f"{size:,}, driver's CPU ms": cost.cpu_milliseconds for size, cost in costs.items()}
+    cpu = {f"{size:,}, ms": cost.cpu_milliseconds for size, cost in costs.items()}
     memory = {f"{size:,}, MB": cost.peak_mb for size, cost in costs.items()}
     return [
         Claim(
-            f"{what}, overhead per shard, {sizes}",
+            f"{what}, overhead per shard by the clock, {sizes}",
             costs[many].milliseconds / costs[few].milliseconds,
             aim=AIM_OVERHEAD,
             at_most=True,
-            sides=overhead | cpu,
+            sides=overhead,
+        ),
+        Claim(
+            f"{what}, driver's CPU time per shard, {sizes}",
+            costs[many].cpu_milliseconds / costs[few].cpu_milliseconds,
+            aim=AIM_OVERHEAD,
+            at_most=True,
+            sides=cpu,
         ),
         Claim(
             f"{what}, driver's memory, {sizes}",
@@ -204,7 +213,7 @@ def _claims(what: str, costs: dict[int, Cost]) -> list[Claim]:
 def _seen(costs: dict[int, Cost]) -> Claim:
     few, many = min(costs), max(costs)
     return Claim(
-        f"seeing that all are there, per shard, {many:,} shards over {few:,}",
+        f"seeing that all are there, CPU time per shard, {many:,} shards over {few:,}",
         costs[many].seen_milliseconds / costs[few].seen_milliseconds,
         aim=AIM_OVERHEAD,
         at_most=True,

@@ -5,7 +5,7 @@ malformed, some repeated. The run is a process group that gets SIGKILL at moment
 time allows; with Ray a blow may also hit one worker alone. Each time the same configuration is run again. A round
 that reaches its end is proved and thrown away, and the next one starts from nothing; the last is left in peace to
 finish. Proved is, for each stage: ids in = ids kept + ids quarantined, each once; every shard and every quarantine
-file has the bytes of a run that nobody disturbed; `verify` finds nothing; no temporary file is left.
+file has the bytes of an inline run that nobody disturbed; `verify` finds nothing; no temporary file is left.
 
     python -m benchmarks.soak --minutes 10 --conversations 20000 --seed 0 --executor inline
 
@@ -47,9 +47,9 @@ from pipeline.targets.demo import train_tokenizer
 STAGES = ("seeds", "generate", "features")
 IMPORTS = ["pipeline.flow", "pipeline.cli.app", "transformers.models.llama.modeling_llama"]
 WORDS = ["red", "green", "blue", "cat", "dog", "moon", "river", "stone", "why", "how", "what", "sings", "runs", "old"]
-SECONDS_TO_START = {"inline": 1.0, "ray": 8.0}
 ROWS_PER_SHARD = 50
 WORKERS = 2  # with Ray
+SECONDS_TO_START_RAY = 10.0
 
 
 @dataclass
@@ -81,10 +81,10 @@ def soak(*, minutes: float, conversations: int, seed: int = 0, executor: str = "
     directory = Path(tempfile.mkdtemp(prefix="soak-"))
     try:
         _make_inputs(directory, conversations)
-        reference = Attempts(directory, "reference", executor)
+        reference = Attempts(directory, "reference", "inline")
         reference.finish()
-        # Long enough for the stage that starts over each time, seeds, to get done now and then.
-        longest = SECONDS_TO_START[executor] + 2 * _latest(reference.run, "seeds").summary["seconds"]
+        # So that now and then it gets beyond where it starts over.
+        longest = 1.5 * (_seconds_to_generate(reference.run) + (SECONDS_TO_START_RAY if executor == "ray" else 0))
         ends = time.monotonic() + 60 * minutes
         while time.monotonic() < ends:
             disturbed = Attempts(directory, f"round-{record.rounds}", executor)
@@ -124,11 +124,11 @@ class Attempts:
         self._require_success(process)
 
     def suffer(self, rng: random.Random, longest: float, ends: float, record: Record) -> None:
-        """Kill and resume until the run or the time is over; up to `longest` seconds pass between two blows."""
+        """Kill and resume until the run or the time is over; up to `longest` seconds, often few, before each blow."""
         while time.monotonic() < ends:
             process = self._start()
             while True:
-                process.join(rng.uniform(0, longest))
+                process.join(longest * rng.random() ** 2)
                 if process.exitcode is not None:
                     return self._require_success(process)
                 workers = _workers(process.pid)
@@ -142,7 +142,8 @@ class Attempts:
             record.resumes += 1
 
     def _start(self) -> Any:
-        process = self.processes.Process(target=_drive, args=(str(self.config), self.executor, str(self.log)))
+        arguments = (str(self.config), self.executor, str(self.log))
+        process = self.processes.Process(target=_drive, args=arguments, daemon=True)
         process.start()
         return process
 
@@ -158,6 +159,13 @@ def _drive(config: str, executor: str, log: str) -> None:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     sys.exit(ends_well(lambda: run_flow(load_config(Path(config)), until=STAGES[-1], executor=executor) and 0))
+
+
+def _seconds_to_generate(run: RunDirectory) -> float:
+    """How long a run took to its first generated shard: seeds, which start over, were done, and workers stood."""
+    events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+    first = next(event for event in events if event["event"] == "shard" and event["stage"] == STAGES[1])
+    return first["time"] - events[0]["time"]
 
 
 def _workers(driver: int) -> list[psutil.Process]:
@@ -264,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = soak(**vars(asked))
     print("\n".join(record.problems))
     result = result_of(record)
-    keep("soak", Result(result.claims, {**result.facts, **vars(asked)}), time.perf_counter() - started)
+    keep("soak", Result(result.claims, {**result.facts, "asked": vars(asked)}), time.perf_counter() - started)
     return min(1, len(record.problems))
 
 

@@ -83,5 +83,5 @@ def test_two_training_workers_follow_the_loss_curve_of_one(four_cpus, finished_r
     assert [line["step"] for line in one] == [line["step"] for line in two] and len(one) >= 8
     losses = [torch.tensor([line["loss"] for line in curve], dtype=torch.float64) for curve in (one, two)]
     assert losses[0][-1] < losses[0][0]
-    # Sums of float32 in another order differ by 1e-7 of a term; a dozen steps of training let that grow.
-    assert torch.allclose(*losses, rtol=1e-4, atol=0)
+    # Sums of float32 in another order: 1e-7 at each of the dozen steps, with room for it to grow from step to step.
+    assert torch.allclose(*losses, rtol=1e-5, atol=0)
