@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import huggingface_hub.constants
 import pytest
+import yaml
 from huggingface_hub import close_session
 from rich.console import Console
 
@@ -149,3 +155,44 @@ def test_a_hub_that_fails_is_tried_again_by_the_same_command(copied_run, make_co
     assert TOKEN not in str(caught.value)
     hub.failures = {}
     assert stages_run(run_again(config)) == ["push"]
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+@pytest.mark.parametrize(
+    ("moment", "request_part"),
+    [
+        ("stalls_before", "PUT /lfs/"),
+        ("stalls_before", "POST /api/models/me/heads/commit"),
+        ("stalls_after", "POST /api/models/me/heads/commit"),
+    ],
+    ids=["while the weights go up", "before the commit", "after the commit, without its answer"],
+)
+def test_a_push_that_is_killed_is_one_whole_commit_when_it_was_run_again(
+    copied_run, make_settings, make_config, tmp_path, hub, moment, request_part
+):
+    (tmp_path / "push.yaml").write_text(yaml.safe_dump(make_settings(tmp_path, **HUB_IDS)))
+    line = [sys.executable, "-m", "pipeline.cli", "run", str(tmp_path / "push.yaml"), "--executor", "inline"]
+    environment = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    setattr(hub, moment, request_part)
+    driver = subprocess.Popen(
+        line, env=os.environ | environment, cwd=Path(__file__).parent.parent, stdout=-3, stderr=-3
+    )
+    assert hub.stalled.wait(120), "the push never came so far"
+    driver.kill()
+    assert driver.wait() == -signal.SIGKILL
+    setattr(hub, moment, "")
+    hub.gone.set()
+    repository = hub.repositories["me/heads"]
+    arrived = len(repository.commits) - 1
+    assert arrived == (moment == "stalls_after") and copied_run.latest("push").done is None
+
+    run = run_again(make_config(tmp_path, **HUB_IDS))
+    assert stages_run(run) == ["push"] and len(repository.commits) == 2, "the empty one, and ours, once"
+    assert repository.files.keys() == EXPORTED
+    sums = {name: hashlib.sha256(data).hexdigest() for name, data in repository.files.items()}
+    receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
+    assert {file["path"]: file["sha256"] for file in receipt["files"]} == sums
+    assert (receipt["commit"], receipt["unchanged"]) == (repository.sha, bool(arrived))
+    asked = len(hub.requests)
+    assert stages_run(run_again(make_config(tmp_path, **HUB_IDS))) == [] and len(hub.requests) == asked

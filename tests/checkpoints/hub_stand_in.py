@@ -2,7 +2,7 @@
 
 It keeps real commits: a file is in one only if its bytes arrived, base64 in the commit or by LFS upload with the right
 sha256. It answers as the Hub does where that matters (401, 404 with `X-Error-Code`, 409), counts what it received, and
-can be told to fail.
+can be told to fail, or to keep a client waiting before or after it has done what it was asked for.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class HubStandIn:
         self.requests: list[str] = []
         self.bytes_uploaded = 0
         self.failures: dict[str, int] = {}  # part of a "METHOD /path" -> status that it is answered with
+        self.stalls_before = self.stalls_after = ""  # part of a "METHOD /path" that is not carried out, or not answered
+        self.stalled, self.gone = threading.Event(), threading.Event()  # a client waits; it waits no longer
 
     def __enter__(self) -> HubStandIn:
         hub = self
@@ -85,6 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
         if failing:
             said = f"cannot, {self.headers.get('Authorization', 'anonymous')}"  # a careless server quotes the token
             return self._send(failing, {"error": said})
+        if self.stand_in.stalls_before and self.stand_in.stalls_before in request:
+            return self._keep_waiting()
         if path.startswith("/lfs/"):
             return self._store(path.removeprefix("/lfs/"), body)
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
@@ -169,7 +173,14 @@ class _Handler(BaseHTTPRequestHandler):
         url = f"{self.stand_in.endpoint}/{repo_id}/commit/{repository.sha}"
         return self._send(200, {"commitUrl": url, "commitOid": repository.sha})
 
+    def _keep_waiting(self) -> None:
+        self.stand_in.stalled.set()
+        self.stand_in.gone.wait(120)
+        self.close_connection = True
+
     def _send(self, status: int, content: dict, headers: dict | None = None) -> None:
+        if self.stand_in.stalls_after and self.stand_in.stalls_after in f"{self.command} {self.path}":
+            return self._keep_waiting()
         data = json.dumps(content).encode()
         self.send_response(status)
         for name, value in {

@@ -1,0 +1,91 @@
+"""One run directory, two drivers: the second says who holds it, and a dead one holds nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pipeline.cli.app import app, ends_well
+from pipeline.storage.run_directory import RunDirectory
+from tests.flows.failing import one_paragraph
+from tests.flows.tiny import contents, shards_made
+
+pytest_plugins = ["tests.flows.failing"]
+
+ROOT = Path(__file__).parent.parent.parent
+
+WAITS_IN_SHARD_1 = """
+import sys, time
+from pipeline.cli.app import main
+from pipeline.stages.generate import Worker
+
+work = Worker.__call__
+
+def wait(self, task):
+    if task.index == 1:
+        print("waiting", flush=True)
+        time.sleep(600)
+    return work(self, task)
+
+Worker.__call__ = wait
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_the_second_driver_says_who_holds_the_run_and_takes_it_over_when_that_one_is_dead(
+    finished_run, make_settings, tmp_path, capsys, signals_as_they_were
+):
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(make_settings(tmp_path)))
+    words = ["run", str(tmp_path / "run.yaml"), "--executor", "inline", "--until", "generate"]
+    first = subprocess.Popen(
+        [sys.executable, "-c", WAITS_IN_SHARD_1, *words], cwd=ROOT, stdout=-1, stderr=-3, text=True
+    )
+    try:
+        assert any(line == "waiting\n" for line in first.stdout)
+        run = RunDirectory(tmp_path / "run")
+        events, settings = ((run.path / name).read_bytes() for name in ("events.jsonl", "run.yaml"))
+        capsys.readouterr()
+        for line in (words, [*words, "generate.temperature=1.5", "--fresh", "seeds"]):
+            assert ends_well(lambda line=line: app(line, standalone_mode=False)) == 4
+            said = one_paragraph(capsys.readouterr().err)
+            assert "Another run holds the run 'run'" in said and str(run.path / "lock") in said
+            assert f"held by process {first.pid} on {socket.gethostname()}" in said and "Wait for it or stop it" in said
+        store = [*words, "run.name=other", f"run.store={run.path}", "--fresh", "generate"]
+        assert ends_well(lambda: app(store, standalone_mode=False)) == 4
+        said = one_paragraph(capsys.readouterr().err)
+        assert "Another run holds the generate stage" in said and f"process {first.pid} on" in said
+        assert ends_well(lambda: app(["status", str(run.path)], standalone_mode=False)) == 0, "reading is free"
+        assert (run.path / "events.jsonl").read_bytes() == events and (run.path / "run.yaml").read_bytes() == settings
+    finally:
+        first.kill()
+        first.wait()
+    assert first.returncode == -signal.SIGKILL
+    assert json.loads((run.path / "lock").read_text())["pid"] == first.pid, "it left its name behind"
+    assert ends_well(lambda: app(words, standalone_mode=False)) == 0
+    assert shards_made(run) == [("generate", index) for index in (1, 2, 3)]
+    assert contents(run, "seeds", "generate") == contents(finished_run, "seeds", "generate")
+
+
+def test_the_name_of_a_dead_process_whose_number_lives_again_blocks_nobody(copied_run, config_of_copied):
+    """The kernel holds locks, not the text: here the text names a process that lives."""
+    (copied_run.path / "lock").write_text(
+        json.dumps({"pid": os.getppid(), "host": socket.gethostname(), "since": "2026-01-01 00:00:00", "id": "0"})
+        + "\n"
+    )
+    assert ends_well(lambda: app(config_of_copied, standalone_mode=False)) == 0
+
+
+@pytest.fixture
+def config_of_copied(tmp_path, make_settings, signals_as_they_were) -> list[str]:
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(make_settings(tmp_path)))
+    return ["run", str(tmp_path / "run.yaml"), "--executor", "inline"]
