@@ -210,7 +210,7 @@ def _of_parents(values_NV: Tensor, tokens_N: Tensor, tree: Tree) -> Tensor:
 
 
 def _choose_after(rule: AcceptanceRule, row: Tensor, logits_NV: Tensor, tree: Tree, noise_TV: Tensor | None) -> Tensor:
-    noise_V = None if noise_TV is None else _at(noise_TV, tree.depth[row])
+    noise_V = None if noise_TV is None else _at(noise_TV, tree.depth.take(row))
     return rule.choose(_at(logits_NV, row), noise_V)
 
 

@@ -187,7 +187,7 @@ class MedusaDecoder:
             rows, new_ids, hidden_1D = [0], [int(token)], hidden_ND
         else:
             row, token = rule.judge(logits_NV, self._tokens_N, tree, noise_TV)
-            path_ids = self._tokens_N[tree.lineage[row]]
+            path_ids = self._tokens_N[tree.lineage.index_select(0, row[None])[0]]  # indexing by `row` would fetch it
             chosen, *path = torch.cat((row[None], path_ids, token[None])).tolist()
             rows, hidden_1D = tree.lineages[chosen], hidden_ND[chosen : chosen + 1]
             new_ids = [*path[1 : len(rows)], path[-1]]
