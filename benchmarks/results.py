@@ -119,7 +119,9 @@ def _unit(claim: dict[str, Any]) -> str:
 
 
 def _figure(value: float) -> str:
-    """Three or four digits that matter."""
+    """Three or four digits that matter; of what was counted, all."""
+    if isinstance(value, int):
+        return f"{value:,}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 

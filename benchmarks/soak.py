@@ -255,7 +255,7 @@ def _conversation(row: int) -> dict[str, Any]:
 def result_of(record: Record) -> Result:
     """The claim, and what stands behind it."""
     good = record.rounds - len({problem.split(":")[0] for problem in record.problems})
-    sides = {"kills": record.kills, "workers killed": record.workers_killed, "conversations": record.rows}
+    sides = {"kills": record.kills, "Ray workers killed": record.workers_killed, "conversations": record.rows}
     name = "killed and resumed runs that ended with every row once and with the undisturbed run's bytes"
     claim = Claim(name, 100.0 * good / record.rounds, unit="%", aim=100, sides=sides)
     return Result([claim], asdict(record))
