@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 from pipeline.cli.plan import size
+from pipeline.flow import run_flow
+from pipeline.storage.shards import read_rows
 from tests.cli.tables import STAGES, line_of, one_paragraph, states
 from tests.flows.tiny import last_events, latest, run_again
 
@@ -156,3 +161,50 @@ def test_events_have_one_line_for_every_shard_and_every_attempt(copied_run, make
     assert sorted(said) == [("shard", 0), ("shard", 1), ("shard", 2), ("shard", 3), ("shard-failed", 2)]
     for line in (run.path / "events.jsonl").read_text().splitlines():
         assert json.loads(line)["time"] > 0
+
+
+def progress_of(run_config, monkeypatch, **terminal) -> str:
+    """What a run says while generate has work."""
+    monkeypatch.setattr("pipeline.execution.progress.SECONDS_BETWEEN_LINES", 0)
+    said = io.StringIO()
+    run_flow(run_config, until="generate", executor="inline", console=Console(file=said, width=120, **terminal))
+    return said.getvalue()
+
+
+def test_progress_is_plain_lines_with_rate_refusals_and_time_left_where_there_is_no_terminal(
+    finished_run, make_config, tmp_path, monkeypatch
+):
+    said = progress_of(make_config(tmp_path), monkeypatch, force_terminal=False)
+    assert "\x1b" not in said and "\r" not in said
+    lines = [line for line in said.splitlines() if line.startswith("generate: ")]
+    expected = []
+    refused = 0
+    for index, receipt in sorted(latest(finished_run, "generate").receipts().items()):
+        refused += receipt.num_quarantined
+        expected.append((str(index + 1), f", {refused} quarantined" if refused else ""))
+    pattern = r"generate: (\d) of 4 shards, [\w ]+ left, [\d,]+ tokens/s(, \d+ quarantined)?"
+    matches = [re.fullmatch(pattern, line) for line in lines]
+    assert [(found[1], found[2] or "") for found in matches] == expected and refused
+
+
+def test_progress_is_a_bar_on_a_terminal(make_config, tmp_path, monkeypatch):
+    said = progress_of(make_config(tmp_path), monkeypatch, force_terminal=True)
+    shown = Text.from_ansi(said).plain
+    assert "\x1b[" in said and re.search(r"generate .*4/4.* tokens/s, 1 quarantined \d:\d\d:\d\d", shown)
+    assert not re.search(r"generate: \d of 4", shown)
+
+
+def test_a_row_that_holds_terminal_commands_is_shown_and_not_obeyed(command, make_config, tmp_path):
+    evil = "\x1b[2J\x1b]0;mine\x07 and \x9b31m, then \x08\x08"
+    rows = [{"prompt": f"{number} {evil}"} for number in range(30)]
+    (tmp_path / "evil.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = make_config(tmp_path, seeds__sources=[{"path": str(tmp_path / "evil.jsonl")}])
+    run = run_again(config, until="seeds")
+    out = command("inspect", run.path, "seeds", "evil:7").out
+    assert "7 ␛[2J␛]0;mine␇ and" in out and not set(out) & set("\x1b\x07\x08\x9b")
+    assert [row["messages"][0]["content"] for row in read_rows(latest(run, "seeds").shards()[0])][7] == f"7 {evil}"
+
+    (tmp_path / "evil.json").write_text(json.dumps([{evil: 1}]))
+    config_words = ("run", tmp_path / "run/run.yaml", f"seeds.sources={tmp_path / 'evil.json'}", "--executor", "inline")
+    ended = command(*config_words)
+    assert ended.code == 3 and "␛[2J" in ended.err and not set(ended.err) & set("\x1b\x07\x08\x9b")
