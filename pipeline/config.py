@@ -203,8 +203,16 @@ class ExportConfig(Section):
 class CheckConfig(Section):
     prompts: int | Path = Field(32, description="How many held-out rows, at least 1, or a file of questions.")
     max_new_tokens: PositiveInt = Field(64, description="Tokens decoded per prompt.")
-    temperature: float = Field(0.0, description="Temperature of typical acceptance.", ge=0)
-    acceptance: Literal["greedy", "typical"] = Field("greedy", description="Rule by which candidates are accepted.")
+    acceptance: Literal["greedy", "typical", "nucleus", "rejection"] = Field(
+        "greedy",
+        description="Rule by which candidates are accepted. greedy and rejection keep the target's own text and "
+        "distribution; typical and nucleus accept more and alter it.",
+    )
+    temperature: float = Field(0.0, description="Temperature of the other rules; at 0 each is greedy.", ge=0)
+    top_p: float = Field(1.0, description="Nucleus of the nucleus rule (below 1) and of rejection.", gt=0, le=1)
+    first_token: Literal["greedy", "sampled"] = Field(
+        "greedy", description="Typical acceptance: the token after the accepted ones; the paper's is greedy."
+    )
     typical_eps: float = Field(0.09, description="Typical acceptance: p > min(eps, delta exp(-H)).", gt=0, le=1)
     typical_delta: float = Field(0.3, description="Typical acceptance: delta, the paper's sqrt(eps).", gt=0)
     engines: tuple[Literal["native", "vllm"], ...] = Field(

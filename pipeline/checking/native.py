@@ -1,7 +1,8 @@
 """The export decoded by our own tree decoder on plain transformers, against plain decoding in the same process.
 
 Both decoders are the same loop with the same cache, one with the tree and one without, and take turns prompt by
-prompt, so that a machine that drifts slows both. Seconds are decoding alone, the prefill apart.
+prompt, so that a machine that drifts slows both. Seconds are decoding alone, the prefill apart. Plain decoding follows
+the same rule, greedily or sampled from the same seeds, but greedy text is always compared too.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     overhead           seconds per Medusa step / seconds per plain step
@@ -25,7 +26,7 @@ from pipeline.checkpoints.medusa import read_export
 from pipeline.config import CheckConfig
 from pipeline.conversations.quality import distinct_n
 from pipeline.errors import ConfigError
-from pipeline.medusa.acceptance import acceptance_rule, greedy_acceptance
+from pipeline.medusa.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
 from pipeline.medusa.decoding import Decoded, MedusaDecoder, acceleration_rate, plain_decoder
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads, from_named_tensors
 from pipeline.targets.loading import input_device, load_causal_lm
@@ -64,7 +65,14 @@ def check_native(
     eos, room = eos_token_ids(target), context_length(target)
     plain = plain_decoder(model, eos_token_ids=eos, max_length=room)
     medusa = MedusaDecoder(model, heads, choices, eos_token_ids=eos, max_length=room)
-    rule = acceptance_rule(settings.acceptance, settings.temperature, settings.typical_eps, settings.typical_delta)
+    rule = acceptance_rule(
+        settings.acceptance,
+        settings.temperature,
+        settings.typical_eps,
+        settings.typical_delta,
+        settings.top_p,
+        settings.first_token,
+    )
 
     _decode_all(plain, medusa, prompts[:2], 16, rule)  # warm-up
     passes = [_decode_all(plain, medusa, prompts, settings.max_new_tokens, rule) for _ in range(settings.repeats)]
@@ -75,14 +83,13 @@ def check_native(
             "check.max_new_tokens",
             "Raise it, or check with other prompts.",
         )
-    plain_ids = [decoded.token_ids for decoded in first.plain]
     greedy = (
-        first.medusa
+        first
         if rule is greedy_acceptance
-        else [medusa.generate(p.ids, settings.max_new_tokens) for p in prompts]
+        else _decode_all(plain, medusa, prompts, settings.max_new_tokens, greedy_acceptance)
     )
+    plain_ids, greedy_ids = _texts(greedy.plain), _texts(greedy.medusa)
     tolerance = tie_tolerance(target, settings)
-    greedy_ids = [decoded.token_ids for decoded in greedy]
     match = compare([p.id for p in prompts], [p.ids for p in prompts], plain_ids, greedy_ids, gap_of(model), tolerance)
     return {
         "native": {
@@ -91,7 +98,7 @@ def check_native(
             "tie_tolerance": tolerance,
             "accepted_lengths": _histogram(first.medusa),
             "prompts": len(prompts),
-            "acceptance": "greedy" if rule is greedy_acceptance else settings.acceptance,
+            **_rule_facts(settings, first),
         },
         "target_text": text_statistics(model, prompts, plain_ids),
         "samples": samples(load_tokenizer(target), prompts, first.medusa),
@@ -162,13 +169,34 @@ def samples(tokenizer: Any, prompts: Sequence[Prompt], decoded: Sequence[Decoded
 
 
 def _decode_all(
-    plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int, rule: Any
+    plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int, rule: AcceptanceRule
 ) -> Pass:
+    """Both sides by the same rule; where it samples, both draw from the same seed, which is the prompt's number."""
+    device = input_device(plain.model)
     one = Pass([], [])
-    for prompt in prompts:
-        one.plain.append(plain.generate(prompt.ids, num_tokens))
-        one.medusa.append(medusa.generate(prompt.ids, num_tokens, rule))
+    for seed, prompt in enumerate(prompts):
+        for decoder, decoded in ((plain, one.plain), (medusa, one.medusa)):
+            generator = torch.Generator(device).manual_seed(seed) if rule.samples else None
+            decoded.append(decoder.generate(prompt.ids, num_tokens, rule, generator))
     return one
+
+
+def _rule_facts(settings: CheckConfig, decoded: Pass) -> dict[str, Any]:
+    """The rule and its numbers; of rejection sampling, how many texts are those that plain sampling draws."""
+    if settings.acceptance == "greedy":
+        return {"acceptance": "greedy"}
+    facts: dict[str, Any] = {"acceptance": settings.acceptance, "temperature": settings.temperature}
+    if settings.acceptance == "typical":
+        return facts | {"first_token": settings.first_token}
+    facts["top_p"] = settings.top_p
+    if settings.acceptance == "rejection":
+        equal = sum(left == right for left, right in zip(_texts(decoded.plain), _texts(decoded.medusa), strict=True))
+        facts["sampled_identical"] = equal
+    return facts
+
+
+def _texts(decoded: Sequence[Decoded]) -> list[list[int]]:
+    return [one.token_ids for one in decoded]
 
 
 def _histogram(decoded: Sequence[Decoded]) -> list[int]:

@@ -129,6 +129,7 @@ Seeds: {{ sources | join(", ") }}.
 - The speedup holds for the hardware, engine and batch size that it was measured with; a server that is busy with large
   batches gains less, or loses.
 - vLLM drafts the top-1 chain and never the tree, so that its acceleration rate is the lower one.
-- Greedy output is the target's own but for ties within numerical noise. Typical acceptance alters the distribution.
+- Greedy output is the target's own but for ties within numerical noise, and rejection sampling keeps its distribution.
+  Typical and nucleus acceptance alter it.
 - No licence is declared for the heads; the target's own terms apply.
 """

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from pipeline.checkpoints.layout import check_num_heads, check_repo_id, is_local
-from pipeline.config import Config, PushConfig
+from pipeline.config import CheckConfig, Config, PushConfig
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.medusa.tree import Path as TreePath
 from pipeline.medusa.tree import check_choices
@@ -42,6 +42,7 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
     if config.calibrate.choices:
         read_choices(config)
     require_questions(config)
+    _check_rule(config.check)
     if config.push.repo_id:
         _check_push(config.push, config.target.model)
     if os.environ.get(SUBMITTED_JOB):
@@ -72,6 +73,22 @@ def require_questions(config: Config) -> None:
     if isinstance(config.check.prompts, Path) and not config.check.prompts.is_file():
         fix = "Name a file of questions, or how many held-out rows to ask."
         raise ConfigError(f"There is no file {config.check.prompts}.", "check.prompts", fix)
+
+
+def _check_rule(check: CheckConfig) -> None:
+    """Refuse an acceptance rule with numbers that it cannot use or would not look at."""
+    rule, wrong = check.acceptance, None
+    if rule != "greedy" and check.temperature == 0:
+        wrong = "temperature", f"At temperature 0 {rule} acceptance is greedy acceptance", "Raise it, or say greedy."
+    elif rule == "nucleus" and check.top_p == 1:
+        wrong = "top_p", "Nucleus acceptance would keep every guess", "Set it below 1, such as 0.9."
+    elif rule in ("greedy", "typical") and check.top_p < 1:
+        wrong = "top_p", f"It is of no effect with {rule} acceptance", "Leave it at 1, or take nucleus or rejection."
+    elif rule != "typical" and check.first_token == "sampled":
+        wrong = "first_token", f"It is of no effect with {rule} acceptance", "Leave it, or take typical."
+    if wrong:
+        key, what, fix = wrong
+        raise ConfigError(f"{what}.", f"check.{key}", fix)
 
 
 def _check_push(push: PushConfig, target: str) -> None:

@@ -133,3 +133,25 @@ def test_heads_that_disagree_slow_it_down_and_change_no_token(check, next_tokens
     assert found["native"]["greedy_match"]["identical"] == 4 and found["native"]["acceleration_rate"] >= 1
     texts = [[token["text"] for token in sample["tokens"]] for sample in (*plain, *found["samples"])]
     assert texts[:2] == texts[2:]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"acceptance": "typical"},
+        {"acceptance": "typical", "first_token": "sampled"},
+        {"acceptance": "nucleus", "top_p": 0.9},
+        {"acceptance": "rejection", "top_p": 0.95},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_every_rule_is_timed_by_itself_and_greedy_text_is_compared_all_the_same(check, next_tokens, settings):
+    prompts = [ids for ids, token in next_tokens if token not in EOS][:5]
+    native = check(prompts, temperature=0.8, **settings)["native"]
+    assert native["acceptance"] == settings["acceptance"] and native["temperature"] == 0.8
+    assert native["greedy_match"] == {"sequences": 5, "identical": 5, "ties": 0}
+    assert native["acceleration_rate"] >= 1
+    if settings["acceptance"] == "rejection":
+        assert native["sampled_identical"] == 5, "one seed writes one text, with and without the tree"
+    else:
+        assert "sampled_identical" not in native
