@@ -123,6 +123,11 @@ def test_a_target_s_own_code_runs_only_when_that_is_set(coded, run_fails, make_c
     target, mark = coded
     said = run_fails(2, target__model=str(target))
     assert "trust_remote_code" in said and not mark.exists()
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    run_again(make_config(tmp_path / "known", target__model=str(target)), until="features")
+    assert not mark.exists(), "transformers has a class of its own for it"
+    (target / "config.json").write_text(json.dumps(config))
     run_again(make_config(tmp_path, target__model=str(target), target__trust_remote_code=True), until="features")
     assert mark.exists()
 
@@ -197,6 +202,13 @@ def test_a_setting_that_holds_a_secret_is_refused_before_it_is_written_and_not_r
 def everything_said_and_written(ended: subprocess.CompletedProcess[bytes], run: Path) -> bytes:
     files = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
     return b"\n".join([ended.stdout, ended.stderr, *files])
+
+
+def test_a_secret_in_a_worker_s_traceback_is_no_secret_in_the_events(copied_run, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", SECRETS[2])
+    copied_run.event("shard-failed", shard=3, error=f'File "x"\nOSError: https://me:{SECRETS[1]}@host/ {SECRETS[2]}')
+    line = (copied_run.path / "events.jsonl").read_text().splitlines()[-1]
+    assert json.loads(line)["shard"] == 3 and not any(secret in line for secret in SECRETS)
 
 
 @pytest.mark.slow

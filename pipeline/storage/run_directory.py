@@ -92,7 +92,9 @@ class RunDirectory:
             yield
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append one line to events.jsonl."""
+        """Append one line to events.jsonl; what a full disk cut off before it stays a line of its own."""
         line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts}, ensure_ascii=False, default=str)
-        with (self.path / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(redacted(line) + "\n")
+        with (self.path / "events.jsonl").open("ab+") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            before = "" if file.read(1) in (b"", b"\n") else "\n"
+            file.write(f"{before}{redacted(line)}\n".encode(errors="replace"))

@@ -208,3 +208,14 @@ def test_a_row_that_holds_terminal_commands_is_shown_and_not_obeyed(command, mak
     config_words = ("run", tmp_path / "run/run.yaml", f"seeds.sources={tmp_path / 'evil.json'}", "--executor", "inline")
     ended = command(*config_words)
     assert ended.code == 3 and "␛[2J" in ended.err and not set(ended.err) & set("\x1b\x07\x08\x9b")
+
+
+def test_an_event_after_one_that_a_full_disk_cut_off_is_a_line_of_its_own(copied_run):
+    events = copied_run.path / "events.jsonl"
+    whole = events.read_bytes()
+    events.write_bytes(whole + b'{"time": 1.0, "eve')
+    for number in range(2):
+        copied_run.event("shard", shard=number, error="\ud800 ünïcode")
+    *before, torn, first, second = events.read_bytes().splitlines()
+    assert b"\n".join([*before, b""]) == whole and torn == b'{"time": 1.0, "eve'
+    assert [json.loads(line)["shard"] for line in (first, second)] == [0, 1]
