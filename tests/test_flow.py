@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from pipeline.conversations.conversation import Reason
 from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
 from tests.flows.tiny import SHARDED, STAGES, contents, latest, run_again, shards_made, stages_run
@@ -272,3 +276,23 @@ def test_workers_of_a_stage_that_is_kept_need_no_room_here(copied_run, make_conf
 def test_one_run_s_settings_never_reach_into_the_target_s_directory(finished_run, tiny_target: Path):
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in tiny_target.iterdir()} - {"chat_template.jinja"} == names
+
+
+def test_a_cluster_that_stands_already_says_itself_what_has_room(make_config, tmp_path, monkeypatch):
+    from pipeline.execution import context
+    from pipeline.execution.executor import InlineExecutor
+    from pipeline.execution.placement import Resources
+
+    class Large(InlineExecutor):
+        name = "ray"
+
+        def resources(self) -> Resources:
+            return Resources(((64, 0),))
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: True))
+    monkeypatch.setattr(context, "make_executor", lambda _: Large())
+    config = make_config(tmp_path, placement__train={"workers": 64})
+    with pytest.raises(EnvironmentFault, match="cannot place train: 65"):
+        run_flow(make_config(tmp_path, placement__train={"workers": 65}), until="train", console=Console(quiet=True))
+    run = run_flow(config, until="generate", console=Console(quiet=True))
+    assert stages_run(run) == ["seeds", "generate"]

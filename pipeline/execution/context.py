@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,7 +109,9 @@ class Context:
         missing = [name for name in placed if not any(self.run.store.glob(f"{name}-*/DONE.json"))]
         if not missing:
             return
-        on_cluster = self.executor_name == "ray" and os.environ.get("RAY_ADDRESS")
+        ray = sys.modules.get("ray")
+        cluster = os.environ.get("RAY_ADDRESS") or (ray and ray.is_initialized())
+        on_cluster = self.executor_name == "ray" and cluster
         have = self.executor.resources() if on_cluster else InlineExecutor().resources()  # as Ray will find them here
         for name in missing:
             place(name, getattr(self.config.placement, name), have)
