@@ -30,7 +30,8 @@ def test_every_benchmark_runs_on_a_cpu_at_a_tiny_size(name, monkeypatch, tmp_pat
     finally:
         torch.set_num_threads(threads)
     assert result.claims
-    assert all(math.isfinite(claim.measured) and claim.measured > 0 for claim in result.claims)
+    assert all(math.isfinite(claim.measured) for claim in result.claims)
+    assert all(claim.measured > 0 for claim in result.claims if claim.unit != "MB")  # memory may not grow at all
     json.dumps(result.facts)
 
 
