@@ -36,6 +36,7 @@ main()
 """
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize(
     ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=lambda value: str(value)
 )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,35 +18,62 @@ from safetensors.torch import load_file
 
 from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
-from tests.flows.tiny import contents, last_events, shards_made
+from tests.flows.tiny import SHARDED, contents, last_events, run_again, shards_made, stages_run
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.slow
-def test_a_ray_run_is_stopped_by_sigterm_and_goes_on_to_what_the_inline_run_made(
-    finished_run, make_settings, make_config, tmp_path
-):
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(make_settings(tmp_path)))
-    command = [sys.executable, "-m", "pipeline.cli", "run", str(tmp_path / "run.yaml")]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    run = RunDirectory(tmp_path / "run")
+def stop_when(happened: Callable[[], bool], config: Path, sent: int) -> tuple[int, str]:
+    """Run until something has happened, then signal as a terminal does; how it ended, and what it said on stderr."""
+    command = [sys.executable, "-m", "pipeline.cli", "run", str(config)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     patience = time.monotonic() + 300
-    while not ((run.path / "events.jsonl").exists() and ("generate", 0) in shards_made(run)):
+    while not happened():
         assert process.poll() is None and time.monotonic() < patience
         time.sleep(0.05)
-    process.send_signal(signal.SIGTERM)
+    os.killpg(process.pid, sent) if sent == signal.SIGINT else process.send_signal(sent)
     _, said = process.communicate(timeout=120)
-    assert process.returncode == 143, said
+    return process.returncode, said
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_a_ray_run_is_stopped_by_sigterm_and_by_ctrl_c_and_goes_on_to_what_the_inline_run_made(
+    finished_run, make_settings, make_config, tmp_path
+):
+    changes = {"train__checkpoint_every": 1, "train__epochs": 200}
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(make_settings(tmp_path, **changes)))
+    run = RunDirectory(tmp_path / "run")
+
+    def generated() -> bool:
+        return (run.path / "events.jsonl").exists() and ("generate", 0) in shards_made(run)
+
+    def in_training() -> bool:
+        stage = run.latest("train")
+        return stage is not None and len(list(stage.path.glob("checkpoints/step-*.safetensors"))) > 0
+
+    code, said = stop_when(generated, config, signal.SIGTERM)
+    assert code == 143, said
     assert "stopped: Stopped (SIGTERM)" in said and "the same command continues" in said and "Traceback" not in said
     assert "run-finished" not in {event["event"] for event in last_events(run)}
-
     stopped_with = {("generate", index) for index in run.latest("generate").receipts()}
     assert stopped_with
-    run = run_flow(make_config(tmp_path), console=Console(quiet=True))
+
+    code, said = stop_when(in_training, config, signal.SIGINT)
+    assert code == 130, said
+    assert "stopped: Stopped (SIGINT)" in said and "the same command continues" in said and "Traceback" not in said
     assert not stopped_with & set(shards_made(run))
-    assert contents(run, "seeds", "generate", "features") == contents(finished_run, "seeds", "generate", "features")
-    ours, theirs = (load_file(of.path / "latest/train/heads.safetensors") for of in (run, finished_run))
+    assert run.latest("train").done is None and list(run.latest("train").path.glob("checkpoints/step-*"))
+
+    config = make_config(tmp_path, **changes)
+    run = run_flow(config, console=Console(quiet=True))
+    assert stages_run(run) == ["train", "calibrate", "export", "check"]
+    reference = run_again(make_config(tmp_path, run__name="reference", **changes), until="train")
+    assert contents(run, *SHARDED) == contents(finished_run, *SHARDED)
+    ours, theirs = (load_file(of.path / "latest/train/heads.safetensors") for of in (run, reference))
     assert all(torch.allclose(ours[name], tensor, atol=1e-5) for name, tensor in theirs.items())
     assert run.latest("check").summary["passed"]
     assert all(run.latest(name).verify() == [] for name in ("generate", "features", "train", "export"))

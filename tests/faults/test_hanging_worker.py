@@ -13,7 +13,7 @@ from tests.faults.unfinished import assert_as_uninterrupted, cut_before
 from tests.faults.workers import MIDDLE, diary_of, first_time
 from tests.flows.tiny import last_events, run_again, shards_made, stages_run
 
-pytestmark = [pytest.mark.fault, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 DEADLINE = 10  # seconds: a worker that does not hang needs less than one
 

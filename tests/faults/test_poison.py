@@ -14,7 +14,7 @@ from tests.faults.unfinished import cut_before, kept, quarantined, temporary_fil
 from tests.faults.workers import Poisoned
 from tests.flows.tiny import STAGES, last_events, latest, run_again, stages_run
 
-pytestmark = [pytest.mark.fault, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 DEATHS = 2  # of a worker before its shard is searched, and of one that has a row alone before it is given up
 

@@ -18,7 +18,7 @@ from tests.faults.unfinished import assert_as_uninterrupted, cut_before
 from tests.faults.workers import MIDDLE, STEPS_BEFORE_DEATH, KilledOnce, killed_trainer
 from tests.flows.tiny import last_events, latest, run_again, shards_made, stages_run
 
-pytestmark = [pytest.mark.fault, pytest.mark.usefixtures("ray_cluster")]
+pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
 
 def test_a_worker_killed_mid_write_in_generation_and_in_features_costs_one_attempt(
