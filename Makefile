@@ -34,7 +34,7 @@ check: install      ## ruff, types and the fast tests: before every commit
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not fault"
 
 bench: install      ## the measured claims, into benchmarks/results
 	$(BIN)/python -m benchmarks.run

@@ -48,11 +48,14 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
             meter.total = total
             meter.update(step, f"loss {loss:.3f}, {rate:,.0f} positions/s")
 
+        def note_death(how: str) -> None:
+            context.run.event("worker-died", stage=NAME, error=how)
+
         if context.executor.name == "ray":
             from pipeline.training.ray_entry import train_on_ray
 
             limit = context.config.limits.max_consecutive_failures
-            return train_on_ray(spec, placement.workers, placement.cpus, placement.gpus, limit, show)
+            return train_on_ray(spec, placement.workers, placement.cpus, placement.gpus, limit, show, note_death)
         return train_medusa1(spec, on_progress=show)
 
 

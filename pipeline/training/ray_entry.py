@@ -7,14 +7,17 @@ removed afterwards. Each worker computes on one device, however many GPUs it res
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import threading
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from ray.train import FailureConfig, RunConfig, ScalingConfig, get_context
+from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.config import LoggingConfig
 
@@ -27,15 +30,23 @@ from pipeline.training.world import World
 
 MAX_START_FAILURES = 10  # a minute each: a cluster that scales up needs some
 SECONDS_BETWEEN_LOOKS = 0.5
+DEATHS = "deaths.jsonl"
 
 
 def train_on_ray(
-    spec: TrainSpec, workers: int, cpus: int, gpus: int, max_failures: int, on_progress: Progress | None = None
+    spec: TrainSpec,
+    workers: int,
+    cpus: int,
+    gpus: int,
+    max_failures: int,
+    on_progress: Progress | None = None,
+    on_death: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """`train_medusa1` on `workers` workers with `cpus` cores and `gpus` GPUs each; returns the first worker's summary.
 
-    A worker's death restarts the group from the newest checkpoint, all in all less than `max_failures` times.
-    Ray is initialised already. A finished run only returns its summary: Ray Train would start workers for nothing.
+    A worker's death restarts the group from the newest checkpoint, all in all less than `max_failures` times, and
+    `on_death` is told of it. Ray is initialised already. A finished run only returns its summary: Ray Train would start
+    workers for nothing.
 
     Raises:
         MedusaDistillError: What a worker raised, as it is.
@@ -58,12 +69,38 @@ def train_on_ray(
             storage_path=str(bookkeeping),
             failure_config=FailureConfig(max_failures=max_failures - 1, controller_failure_limit=MAX_START_FAILURES),
             logging_config=LoggingConfig(log_level="ERROR"),
+            callbacks=[DeathLog(str(bookkeeping / DEATHS))],
         ),
     )
+    bookkeeping.mkdir(exist_ok=True)
     try:
         return _follow(trainer, spec, total_steps, on_progress)
     finally:
+        for death in _deaths(bookkeeping / DEATHS):
+            if on_death:
+                on_death(death)
         shutil.rmtree(bookkeeping, ignore_errors=True)
+
+
+class DeathLog(UserCallback):
+    """Writes down what workers died of: Ray Train runs this in its controller, a process that nobody hears."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        with open(self.path, "a", encoding="utf-8") as file:
+            for rank, error in worker_exceptions.items():
+                file.write(json.dumps(f"training worker {rank}: {_last_line(error)}") + "\n")
+
+
+def _deaths(path: Path) -> list[str]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def _last_line(error: Exception) -> str:
+    """The last line of what an error says: Ray puts its own frames before it."""
+    return (str(error).strip().splitlines() or [repr(error)])[-1].rstrip(".")
 
 
 def _absolute(spec: TrainSpec) -> TrainSpec:
@@ -124,8 +161,8 @@ def _readable(error: Exception, spec: TrainSpec) -> Exception:
     for failure in failures:
         if isinstance(failure, MedusaDistillError):
             return failure
-    said = str(failures[0] if failures else error).strip().splitlines() or [repr(error)]
+    said = _last_line(failures[0] if failures else error)
     fix = "If memory ran out, lower train.batch_tokens. The same command continues from the newest checkpoint."
-    fault = EnvironmentFault(f"Training workers died too often: {said[-1].rstrip('.')}.", spec.directory, fix)
+    fault = EnvironmentFault(f"Training workers died too often: {said}.", spec.directory, fix)
     fault.__cause__ = error
     return fault

@@ -65,7 +65,6 @@ def test_a_training_worker_killed_mid_epoch_goes_on_from_the_newest_checkpoint_t
     assert latest(run, "train").verify() == []
 
 
-@pytest.mark.xfail(strict=True, reason="Ray Train restarts its workers without a word to events.jsonl")
 def test_the_death_of_a_training_worker_is_an_event(killed_in_training):
     run, _ = killed_in_training
     assert [event["stage"] for event in last_events(run) if event["event"] == "worker-died"] == ["train"]
