@@ -30,7 +30,7 @@ class Together:
         come = run / f"come-to-{Path(task.shard).parents[1].name}"
         come.mkdir(exist_ok=True)
         (come / str(os.getpid())).touch()
-        patience = time.monotonic() + 120
+        patience = time.monotonic() + 600
         while len(list(come.iterdir())) < int((run / "workers").read_text()):
             assert time.monotonic() < patience, "some workers never came"
             time.sleep(0.02)
