@@ -12,6 +12,8 @@ import logging
 import os
 import re
 import traceback
+from collections.abc import Mapping
+from typing import Any
 
 VARIABLES = re.compile(r"(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY)$", re.IGNORECASE)
 FORMS = (
@@ -30,6 +32,17 @@ def redacted(text: str) -> str:
     for form, instead in FORMS:
         text = form.sub(instead, text)
     return text
+
+
+def redacted_values(data: Any) -> Any:
+    """JSON-like data with every text in it redacted, keys left alone: in encoded JSON a secret may look different."""
+    if isinstance(data, str):
+        return redacted(data)
+    if isinstance(data, Mapping):
+        return {key: redacted_values(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [redacted_values(value) for value in data]
+    return data
 
 
 @functools.cache

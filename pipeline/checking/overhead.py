@@ -1,7 +1,7 @@
 """What a tree costs on the device at hand: seconds of a Medusa step over seconds of a plain one, by tree size.
 
 A step costs the same whatever it accepts, so a few steps of each size tell; the sizes take turns, round by round, so
-that a machine that drifts slows them all.
+that a machine that drifts slows them all. A tree that costs more than it can ever give is given up after one round.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipeline.medusa.decoding import MedusaDecoder, plain_decoder
 from pipeline.medusa.heads import MedusaHeads
 from pipeline.medusa.tree import Path
 
-NUM_STEPS, NUM_ROUNDS = 16, 5
+NUM_STEPS, NUM_ROUNDS = 12, 4
 
 
 def overhead_curve(
@@ -27,20 +27,33 @@ def overhead_curve(
     prompt_ids: Sequence[int],
     max_length: int,
 ) -> dict[int, float]:
-    """The overhead of each tree, named by its number of nodes, behind a prompt of a usual length."""
-    decoders = {0: plain_decoder(model, eos_token_ids=(), max_length=max_length)}
-    for size, choices in trees.items():
-        decoders[size] = MedusaDecoder(model, heads, choices, eos_token_ids=(), max_length=max_length)
-    seconds: dict[int, list[float]] = {size: [] for size in decoders}
-    for _ in range(1 + NUM_ROUNDS):
+    """The overhead of each tree, named by its number of nodes, behind a prompt of a usual length.
+
+    Left out are trees that cost more plain steps than they are deep, and one: they keep no more tokens than that. The
+    smallest one is always there.
+    """
+    # Room for the steps that are taken and no more: every decoder has a cache of its own.
+    deepest = max(len(path) for choices in trees.values() for path in choices)
+    length = min(max_length, len(prompt_ids) + 1 + NUM_STEPS * (deepest + 1))
+    plain = plain_decoder(model, eos_token_ids=(), max_length=length)
+    seconds: dict[int, list[float]] = {0: []}
+    decoders = {0: plain}
+    _seconds_per_step(plain, prompt_ids, length)  # the very first forwards are slow
+    plain_seconds = _seconds_per_step(plain, prompt_ids, length)
+    for size, choices in sorted(trees.items()):
+        decoder = MedusaDecoder(model, heads, choices, eos_token_ids=(), max_length=length)
+        if _seconds_per_step(decoder, prompt_ids, length) > (deepest + 1) * plain_seconds and len(decoders) > 1:
+            break
+        decoders[size], seconds[size] = decoder, []
+    for _ in range(NUM_ROUNDS):
         for size, decoder in decoders.items():
-            seconds[size].append(_seconds_per_step(decoder, prompt_ids, max_length - len(prompt_ids)))
-    medians = {size: statistics.median(taken[1:]) for size, taken in seconds.items()}  # the first round warms up
-    return {size: medians[size] / medians[0] for size in trees}
+            seconds[size].append(_seconds_per_step(decoder, prompt_ids, length))
+    medians = {size: statistics.median(taken) for size, taken in seconds.items()}
+    return {size: medians[size] / medians[0] for size in medians if size}
 
 
-def _seconds_per_step(decoder: MedusaDecoder, prompt_ids: Sequence[int], room: int) -> float:
-    steps = decoder.stream(prompt_ids, room)
+def _seconds_per_step(decoder: MedusaDecoder, prompt_ids: Sequence[int], length: int) -> float:
+    steps = decoder.stream(prompt_ids, length - len(prompt_ids))
     next(steps)  # the prefill
     started = perf_counter()
     taken = sum(1 for _ in itertools.islice(steps, NUM_STEPS))

@@ -51,10 +51,10 @@ class Context:
 
     def close(self) -> None:
         """Give back what was started and what is held."""
-        for lock in self.locks.values():
-            lock.release()
         if "executor" in self.__dict__:
             self.executor.close()
+        for lock in self.locks.values():
+            lock.release()
 
     @functools.cached_property
     def digests(self) -> FileDigests:

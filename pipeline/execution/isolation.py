@@ -42,7 +42,7 @@ def find_poison(
     """
     ids = [row["id"] for row in read_rows(died.task.source, ["id"])]
     scratch = stage.path / "isolation"
-    trials = deque([_trial(died.task, (0, len(ids)), scratch)])
+    trials = deque([_trial(died.task, (0, len(ids)), len(ids), scratch)])
     deaths: Counter[str] = Counter()
     poison: dict[str, str] = {}
     survived = False
@@ -55,7 +55,7 @@ def find_poison(
                 continue
             if stop - start > 1:
                 middle = (start + stop) // 2
-                trials.extend(_trial(died.task, half, scratch) for half in ((start, middle), (middle, stop)))
+                trials.extend(_trial(died.task, half, len(ids), scratch) for half in ((start, middle), (middle, stop)))
                 continue
             deaths[ids[start]] += 1
             if deaths[ids[start]] < max_deaths:
@@ -74,8 +74,9 @@ def find_poison(
     return died.task.poison | poison
 
 
-def _trial(task: ShardTask, rows: tuple[int, int], scratch: Path) -> ShardTask:
+def _trial(task: ShardTask, rows: tuple[int, int], num_rows: int, scratch: Path) -> ShardTask:
     """Some of the task's rows, with a shard of their own that nobody will read."""
     place = scratch / f"{task.index:05d}-{rows[0]}-{rows[1]}"
     shard, quarantine = place / "shards" / "trial.parquet", place / "quarantine" / "trial.jsonl"
-    return replace(task, rows=rows, shard=str(shard), quarantine=str(quarantine))
+    share = (rows[1] - rows[0]) / max(1, num_rows)
+    return replace(task, rows=rows, share=share, shard=str(shard), quarantine=str(quarantine))

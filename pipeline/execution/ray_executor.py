@@ -22,6 +22,7 @@ from typing import Any
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.execution.executor import LazyWorker, Outcome, ShardWorker
 from pipeline.execution.placement import Placement, Resources
+from pipeline.storage.durable import disk_errors
 from pipeline.storage.tasks import ShardTask
 
 # Idle threads that spin take the cores from their neighbours: vLLM beside a busy core made half its tokens.
@@ -29,6 +30,7 @@ WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TORCH_CPP_LOG_LEVEL": "ERRO
 OBJECT_STORE_BYTES = 256 * 1024**2  # tasks and receipts only
 MAX_FAILED_STARTS = 3  # of workers, one after another, that end before they are given a shard
 SECONDS_TO_CLOSE = 30.0
+LEAST_SECONDS = 900.0  # for a few rows of a shard, with the model to be loaded first
 
 
 class ShardActor:
@@ -42,8 +44,12 @@ class ShardActor:
         """Returns once the process stands: only then is it given a shard."""
 
     def run(self, task: ShardTask, upcoming: ShardTask | None) -> Outcome:
-        with ending_what_hangs(task, self._seconds_per_task):
-            return self._lazy.run(task, upcoming)
+        seconds = max(task.share * self._seconds_per_task, min(self._seconds_per_task, LEAST_SECONDS))
+        try:
+            with disk_errors(task.attempt_log), ending_what_hangs(task, seconds):
+                return self._lazy.run(task, upcoming)
+        except MedusaDistillError as error:
+            return Outcome(task, error=error)
 
     def close(self) -> None:
         self._lazy.close()
@@ -158,6 +164,7 @@ class RayExecutor:
                     failed_starts = 0
                 except self._ray.exceptions.RayError as error:
                     death = _said(error)
+                    self._ray.kill(seat.actor)  # not every error means that it is gone, and what lives holds its cores
                     if seat.upcoming:
                         tasks.appendleft(seat.upcoming)
                     failed_starts += task is None
@@ -184,6 +191,9 @@ class RayExecutor:
         )
         try:
             result, error = self._ray.get(remote.remote(function, arguments))
+        except self._ray.exceptions.RayTaskError as failure:
+            fix = "MEDUSA_DISTILL_TRACEBACK=1 shows all of it; --executor inline does it in this process."
+            raise EnvironmentFault(f"{function.__name__} failed: {_said(failure)}.", "Ray", fix) from failure
         except self._ray.exceptions.RayError as death:
             raise self._died(death) from death
         if error:

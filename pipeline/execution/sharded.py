@@ -85,7 +85,8 @@ def run_sharded(
                 poison[killer.task.index] = found
             have = stage.receipts()
             pending.extend(replace(task, poison=poison.get(task.index, {})) for task in stage.pending(tasks, have))
-            _count_unseen(limits, stage, [task for task in pending if task.index not in poison], failures)
+            searched = {killer.task.index for killer in killers}
+            _count_unseen(limits, stage, [task for task in pending if task.index not in searched], failures)
     tally = Tally(have.values())
     tally.check_quarantine(stage.stage, str(stage.path), limits.max_quarantine_fraction, final=True)
     return tally.summary()

@@ -54,21 +54,22 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     settings, features = context.config.calibrate, context.upstream["features"]
     ranks = _held_out_ranks(context)
     hits_KR, counts_K = ranks.hits(settings.top)
-    if int(counts_K.min()) == 0:
+    searched_on, judged_on = ranks.halves()
+    if int(counts_K.min()) == 0 or not len(judged_on):
         raise DataError(
             f"Head {int(counts_K.argmin())} has nothing to be measured on: the held-out answers are too short for it.",
             str(features.path),
             "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers be longer.",
         )
-    searched_on, judged_on = ranks.halves()
     tree: dict[str, Any] = {}
     if settings.choices:
         source, choices = "calibrate.choices", read_choices(context.config)
     else:
         budget = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
         trees = search_trees(searched_on, budget, settings.depth, settings.top)
-        overheads = _measured(context, trees["joint"]) if settings.nodes == "auto" else {}
-        sizes = sizes_up_to(budget) if settings.nodes == "auto" else [budget]
+        longest = max(trees.values(), key=len)
+        overheads = _measured(context, longest) if settings.nodes == "auto" else {}
+        sizes = sizes_up_to(max(overheads)) if overheads else [budget]
         source, size = choose_tree(trees, judged_on, sizes, overheads)
         choices = trees[source][:size]
         rates = {name: simulated_acceleration_rate(judged_on, found[:size]) for name, found in trees.items()}
@@ -124,7 +125,7 @@ def _measured(context: Context, choices: tuple[TreePath, ...]) -> dict[int, floa
     arguments = {
         "target": context.target,
         "heads": str(context.upstream["train"].path / "heads.safetensors"),
-        "trees": {size: choices[:size] for size in MEASURED_SIZES if size <= len(choices)},
+        "trees": {size: choices[:size] for size in sorted({*MEASURED_SIZES, len(choices)}) if size <= len(choices)},
         "prompt_ids": _usual_prompt(context.upstream["features"]),
         "gpus": placement.gpus,
     }

@@ -6,6 +6,7 @@ text only says who holds it, for the message that others get.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -27,8 +28,14 @@ class Lock:
 
     def __init__(self, path: Path, what: str):
         self.path, self.what = path, what
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+")
+        except OSError as error:
+            fix = "Set run.root and run.store to places that you may write to."
+            raise EnvironmentFault(
+                f"{what[0].upper()}{what[1:]} cannot be locked: {error.strerror}.", str(path), fix
+            ) from None
         now = time.strftime("%F %T")
         self._signature = {"pid": os.getpid(), "host": socket.gethostname(), "since": now, "id": uuid.uuid4().hex[:8]}
 
@@ -59,8 +66,8 @@ class Lock:
     def release(self) -> None:
         """Hold it no longer."""
         if not self._file.closed:
-            self._sign(self._others())
-            self._file.close()
+            with contextlib.suppress(OSError), self._file:  # the signature is only for a message
+                self._sign(self._others())
 
     def _take(self, kind: int) -> None:
         try:
@@ -80,10 +87,9 @@ class Lock:
         self._file.seek(0)
         signed = []
         for line in self._file:
-            try:
+            with contextlib.suppress(ValueError):
                 signed.append(json.loads(line))
-            except ValueError:
-                continue
+        signed = [holder for holder in signed if isinstance(holder, dict) and self._signature.keys() <= holder.keys()]
         return [other for other in signed if other["id"] != self._signature["id"] and _may_live(other)]
 
     def _sign(self, holders: list[dict[str, Any]]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.configuration import dump_config, load_config
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.secrecy import redacted
+from pipeline.secrecy import redacted, redacted_values
 from pipeline.storage.durable import write_text
 from pipeline.storage.locks import Lock
 from pipeline.storage.stage_directory import StageDirectory
@@ -93,8 +93,9 @@ class RunDirectory:
 
     def event(self, kind: str, **facts: Any) -> None:
         """Append one line to events.jsonl; what a full disk cut off before it stays a line of its own."""
-        line = json.dumps({"time": round(time.time(), 3), "event": kind, **facts}, ensure_ascii=False, default=str)
+        told = redacted_values({"time": round(time.time(), 3), "event": kind, **facts})
+        line = json.dumps(told, ensure_ascii=False, default=lambda value: redacted(str(value)))
         with (self.path / "events.jsonl").open("ab+") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             before = "" if file.read(1) in (b"", b"\n") else "\n"
-            file.write(f"{before}{redacted(line)}\n".encode(errors="replace"))
+            file.write(f"{before}{line}\n".encode(errors="replace"))

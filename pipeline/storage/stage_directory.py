@@ -84,12 +84,14 @@ class StageDirectory:
         }
 
     def require_own_shards(self) -> None:
-        """Refuse to go on while a file that is no whole shard of this stage lies among its shards.
+        """Refuse to go on while a file that is no whole shard of this finished stage lies among its shards.
 
         Raises:
             DataError: Names the file.
         """
-        ours = {self.shard_path(index) for index in self.receipts()}
+        self._require({path for path, _ in self._facts()})
+
+    def _require(self, ours: Collection[Path]) -> None:
         for path in self.shards():
             if path not in ours:
                 fix = "Delete this file and run the same command again: what is missing is made anew."
@@ -133,8 +135,12 @@ class StageDirectory:
         """Write DONE.json: the summary, what it was made from, and the facts of every file that counts.
 
         Shards are not read for it: who wrote them took their sha256.
+
+        Raises:
+            DataError: A file that is no whole shard of this stage lies among its shards.
         """
         receipts = [receipt for _, receipt in sorted(self.receipts().items())]
+        self._require({self.shard_path(receipt.index) for receipt in receipts})
         known = {self.shard_path(receipt.index): receipt.note.file for receipt in receipts if receipt.note}
         facts = {path: known.get(path) or FileFacts.of(path) for path in self._lasting_files()}
         done = {
@@ -176,6 +182,8 @@ class StageDirectory:
         damaged, moved = [], {}
         for path, facts in self._facts():
             now = facts.renewed(path)
+            if now is None and _is_log(path):
+                continue  # nothing is made from it, nor would it be worth making anew what it tells of
             if now is None:
                 damaged.append(path)
             elif now != facts:
@@ -256,6 +264,10 @@ class StageDirectory:
         """Remove what killed workers left half-written, for whoever holds the lock, alone or not."""
         for folder in SHARDED:
             sweep_temporary(self.path / folder)
+
+
+def _is_log(path: Path) -> bool:
+    return path.suffix == ".jsonl" and path.parent.name != "quarantine"
 
 
 def _unreadable(path: Path) -> str | None:

@@ -26,6 +26,7 @@ class ShardTask:
     fingerprint: str
     poison: dict[str, str] = field(default_factory=dict)  # ids of rows that kill their worker, and how
     rows: tuple[int, int] | None = None  # only rows [start, stop), where the culprit is still looked for
+    share: float = 1.0  # these rows of all, and of the time that the shard may take
 
     @property
     def attempt_log(self) -> Path:

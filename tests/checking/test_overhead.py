@@ -1,0 +1,40 @@
+"""What trees cost is measured in room that the steps need, and not on trees that could never pay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipeline.checking import overhead
+from pipeline.checking.overhead import NUM_STEPS, overhead_curve
+from pipeline.medusa.cache import TreeCache
+from pipeline.medusa.heads import HeadsConfig, MedusaHeads
+
+CHAIN = ((0,), (0, 0))
+TREES = {1: CHAIN[:1], 2: CHAIN, 4: (*CHAIN, (1,), (1, 0))}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=50, max_position_embeddings=131_072)).eval()
+    return model, MedusaHeads(HeadsConfig(32, 50, 2, 1, False)).eval()
+
+
+def test_a_long_context_costs_no_more_cache_than_the_steps_need(pair, monkeypatch):
+    asked: list[int] = []
+    begin = TreeCache.begin
+    monkeypatch.setattr(TreeCache, "begin", lambda self, slots: (asked.append(slots), begin(self, slots))[1])
+    curve = overhead_curve(*pair, TREES, [5] * 20, 131_072)
+    assert curve.keys() == TREES.keys() and all(cost > 0 for cost in curve.values())
+    assert max(asked) <= 20 + 1 + NUM_STEPS * 3 + 1 + 4
+
+
+def test_overheads_are_ratios_of_medians_and_what_cannot_pay_is_left_out(pair, monkeypatch):
+    cost = {0: 1.0, 1: 1.5, 2: 2.0, 4: 3.5}  # at most 3 tokens per step
+    monkeypatch.setattr(overhead, "_seconds_per_step", lambda decoder, *_: 0.01 * cost[decoder.tree.num_nodes])
+    assert overhead_curve(*pair, TREES, [5], 99) == {1: pytest.approx(1.5), 2: pytest.approx(2.0)}
+    cost[1] = 9.0
+    assert overhead_curve(*pair, TREES, [5], 99).keys() >= {1}, "one is always measured"
