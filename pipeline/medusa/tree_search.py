@@ -26,30 +26,36 @@ MAX_RANKS = 254
 
 @dataclass(frozen=True)
 class HeldOutRanks:
-    """Ranks uint8 [K, N] of the tokens at t+2+k, and where the spans begin: `starts`, ascending, the first one 0."""
+    """Ranks uint8 [K, N] of the tokens at t+2+k, where the spans begin, and of which conversation each span is.
+
+    `starts` ascend from 0; spans of one conversation stand together and have the same number in `conversations`.
+    """
 
     ranks_KN: npt.NDArray[np.uint8]
     starts: npt.NDArray[np.int64]
+    conversations: npt.NDArray[np.int64]
 
     def __len__(self) -> int:
         return self.ranks_KN.shape[1]
 
     def halves(self) -> tuple[HeldOutRanks, HeldOutRanks]:
-        """Every other span, so that what is searched on one half can be judged on the other."""
+        """Every other conversation, so that what is searched on one half can be judged on the other.
+
+        Not every other span: where all conversations have two, one half would be first answers, the other second ones.
+        """
         lengths = np.diff(self.starts, append=len(self))
-        span_N = np.repeat(np.arange(len(lengths)), lengths)
-        return tuple(  # type: ignore[return-value]
-            HeldOutRanks(self.ranks_KN[:, span_N % 2 == odd], _starts(lengths[odd::2])) for odd in (0, 1)
-        )
+        _, place = np.unique(self.conversations, return_inverse=True)
+        return self._of(lengths, place % 2 == 0), self._of(lengths, place % 2 == 1)
+
+    def _of(self, lengths: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_]) -> HeldOutRanks:
+        kept = lengths[chosen]
+        starts = np.concatenate([[0], np.cumsum(kept)[:-1]]).astype(np.int64) if len(kept) else kept
+        return HeldOutRanks(self.ranks_KN[:, np.repeat(chosen, lengths)], starts, self.conversations[chosen])
 
     def hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """How often each head's r-th guess alone is right, [K, R], and of how many labels, [K]."""
         hits_KR = np.stack([np.bincount(ranks_N, minlength=256)[:top] for ranks_N in self.ranks_KN])
         return hits_KR, (self.ranks_KN != NO_LABEL).sum(1)
-
-
-def _starts(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) if len(lengths) else lengths
 
 
 def rank_accuracies(hits_KR: npt.NDArray[np.int64], counts_K: npt.NDArray[np.int64]) -> list[list[float]]:

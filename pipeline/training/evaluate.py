@@ -65,7 +65,7 @@ def held_out_ranks(
         roles=roles,
     )
     parts_KN = [np.empty((config.num_heads, 0), np.uint8)]
-    starts = [np.empty(0, np.int64)]
+    starts, conversations = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     num_positions = 0
     for group, chosen in _sample(rows.lengths(SPLIT)):
         opened = rows.read_group(group)
@@ -76,8 +76,9 @@ def held_out_ranks(
             parts_KN.append(label_ranks(module, hidden_ND, labels_KN, top).cpu().numpy())
             # A span's last state has nothing to learn: where one is left out, the next span begins.
             starts.append(num_positions + np.flatnonzero(np.diff(row.learnable.numpy(), prepend=-2) != 1))
+            conversations.append(np.full(len(starts[-1]), len(conversations)))
             num_positions += len(row.learnable)
-    return HeldOutRanks(np.concatenate(parts_KN, axis=1), np.concatenate(starts))
+    return HeldOutRanks(np.concatenate(parts_KN, axis=1), np.concatenate(starts), np.concatenate(conversations))
 
 
 def _sample(lengths: Sequence[npt.NDArray[np.int64]]) -> Iterator[tuple[int, list[int]]]:

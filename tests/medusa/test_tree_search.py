@@ -40,7 +40,13 @@ def held_out(draw, num_heads: int = 3, top: int = 3) -> HeldOutRanks:
             ranks = draw(st.lists(st.sampled_from([*range(top), MISS]), min_size=num_heads, max_size=num_heads))
             columns.append([rank if place + head < length else NO_LABEL for head, rank in enumerate(ranks)])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
-    return HeldOutRanks(np.array(columns, np.uint8).T, starts)
+    conversations = np.sort(draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths))))
+    return HeldOutRanks(np.array(columns, np.uint8).T, starts, conversations)
+
+
+def of(ranks_KN: np.ndarray, starts: np.ndarray) -> HeldOutRanks:
+    """Spans that are a conversation each."""
+    return HeldOutRanks(ranks_KN, starts, np.arange(len(starts)))
 
 
 def trees(num_heads: int, top: int, num_nodes: int):
@@ -62,7 +68,7 @@ def test_no_tree_of_the_size_is_right_more_often_than_the_joint_one(ranks, num_n
 
 def test_heads_that_err_together_get_a_deeper_tree_than_the_product_of_their_accuracies_gives():
     ranks_KN = np.array([[0, 0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 1, 1, 1, 1, MISS, MISS]], np.uint8)
-    ranks = HeldOutRanks(ranks_KN, np.array([0]))
+    ranks = of(ranks_KN, np.array([0]))
     assert set(joint_tree(ranks, 4)[0]) == {(0,), (0, 0), (1,), (1, 1)}
     hits_KR, counts_K = ranks.hits(3)
     assert set(greedy_tree(rank_accuracies(hits_KR, counts_K), 4)) == {(0,), (1,), (2,), (0, 0)}
@@ -97,20 +103,23 @@ def test_the_walk_keeps_every_token_once_and_takes_decoding_s_steps(ranks, num_n
 
 
 def test_without_a_tree_the_rate_is_one_and_without_text_there_is_none():
-    ranks = HeldOutRanks(np.zeros((2, 5), np.uint8), np.array([0, 3]))
+    ranks = of(np.zeros((2, 5), np.uint8), np.array([0, 3]))
     assert simulated_acceleration_rate(ranks, ()) == 1.0
-    nothing = HeldOutRanks(np.zeros((2, 0), np.uint8), np.empty(0, np.int64))
+    nothing = of(np.zeros((2, 0), np.uint8), np.empty(0, np.int64))
     assert np.isnan(simulated_acceleration_rate(nothing, ((0,),)))
 
 
 @settings(max_examples=40, deadline=None)
 @given(ranks=held_out())
-def test_halves_share_the_spans_out(ranks):
+def test_halves_share_the_conversations_out(ranks):
     one, other = ranks.halves()
     spans = [part.tolist() for part in np.split(ranks.ranks_KN, ranks.starts[1:], axis=1)]
+    numbers = list(dict.fromkeys(ranks.conversations.tolist()))
     for odd, half in enumerate((one, other)):
         found = [part.tolist() for part in np.split(half.ranks_KN, half.starts[1:], axis=1)] if len(half) else []
-        assert found == spans[odd::2]
+        owners = ranks.conversations.tolist()
+        assert found == [span for span, of in zip(spans, owners, strict=True) if numbers.index(of) % 2 == odd]
+        assert len(half.conversations) == len(half.starts)
 
 
 def test_overheads_are_read_between_the_sizes_that_were_measured():
@@ -122,7 +131,7 @@ def test_overheads_are_read_between_the_sizes_that_were_measured():
 
 def test_the_size_is_the_one_with_the_highest_speedup_and_without_overheads_the_highest_rate():
     rng = np.random.default_rng(0)
-    ranks = HeldOutRanks(rng.choice([0, 0, 0, 1, 2, MISS], (3, 600)).astype(np.uint8), np.arange(0, 600, 30))
+    ranks = of(rng.choice([0, 0, 0, 1, 2, MISS], (3, 600)).astype(np.uint8), np.arange(0, 600, 30))
     trees = search_trees(ranks, 32, None, 5)
     for overheads in ({}, {1: 1.0, 32: 1.0}, {1: 1.0, 4: 1.1, 8: 3.0, 32: 9.0}, {1: 2.0, 32: 40.0}):
         name, size = choose_tree(trees, ranks, sizes_up_to(32), overheads)
@@ -137,7 +146,7 @@ def test_the_size_is_the_one_with_the_highest_speedup_and_without_overheads_the_
 
 
 def test_a_head_that_is_never_right_still_gets_a_tree():
-    ranks = HeldOutRanks(np.full((2, 6), MISS, np.uint8), np.array([0, 3]))
+    ranks = of(np.full((2, 6), MISS, np.uint8), np.array([0, 3]))
     assert search_trees(ranks, 8, None, 5) == {"product": ((0,),), "joint": ((0,),)}
 
 
@@ -152,7 +161,7 @@ def test_the_walk_foretells_what_the_decoder_does(target_of, continuation, fitte
             hidden_TD = model.base_model(torch.tensor([prompt + text])).last_hidden_state[0]
         labels = [[text[t + 1 + k] if t + 1 + k < 40 else IGNORED for t in range(39)] for k in range(3)]
         parts.append(label_ranks(heads, hidden_TD[len(prompt) - 1 :][:39], torch.tensor(labels), 4).numpy())
-    ranks = HeldOutRanks(np.concatenate(parts, axis=1), np.array([0, 39, 78]))
+    ranks = of(np.concatenate(parts, axis=1), np.array([0, 39, 78]))
     choices, _ = joint_tree(ranks, 10)
     decoder = MedusaDecoder(model, heads, choices, eos_token_ids=())
     decoded = [decoder.generate(prompt, 40) for prompt in prompts]

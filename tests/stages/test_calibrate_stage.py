@@ -60,18 +60,18 @@ def test_accuracies_are_those_of_the_calibrate_split_and_no_other(finished_run):
 
 
 def walked_rate(run, choices: list[list[int]]) -> float:
-    """Tokens per step on every other span, the second, the fourth, …, stepping through it as decoding does."""
-    heads, spans = load_file(run.latest("train").path / "heads.safetensors"), []
+    """Tokens per step on every other conversation, the second, the fourth, …, stepping through it as decoding does."""
+    heads, talks = load_file(run.latest("train").path / "heads.safetensors"), []
     for path in run.latest("features").shards():
         for row in read_rows(path):
             hidden_ND = np.frombuffer(row["hidden"], np.float32).reshape(-1, 64)
             at = {position: number for number, position in enumerate(row["positions"])}
             order_KNV = [guesses(heads, head, hidden_ND) for head in range(3)] if row["split"] == "calibrate" else []
-            for span in row["spans"] if order_KNV else []:
-                if span["end"] - span["start"] > 1:
-                    spans.append((span["start"], span["end"], row["input_ids"], at, order_KNV))
+            learned = [span for span in row["spans"] if order_KNV and span["end"] - span["start"] > 1]
+            if learned:
+                talks.append([(s["start"], s["end"], row["input_ids"], at, order_KNV) for s in learned])
     tokens = steps = 0
-    for start, end, ids, at, order_KNV in spans[1::2]:
+    for start, end, ids, at, order_KNV in (span for talk in talks[1::2] for span in talk):
         t = start - 1  # the state that the root's token, at t+1, was read from
         while t + 2 < end:
             right = [

@@ -72,6 +72,8 @@ def test_spans_begin_where_the_target_began_to_write(heads, make_spec, tmp_path)
     rows = [row for shard in spec.shards for row in read_rows(shard) if row["split"] == "calibrate"]
     lengths = [span["end"] - span["start"] - 1 for row in rows for span in row["spans"] if span["role"] == "assistant"]
     assert np.diff(found.starts, append=len(found)).tolist() == [length for length in lengths if length]
+    spans = [sum(s["end"] - s["start"] > 1 and s["role"] == "assistant" for s in row["spans"]) for row in rows]
+    assert np.unique(found.conversations, return_counts=True)[1].tolist() == [number for number in spans if number]
 
 
 def test_a_sample_of_the_positions_is_enough_and_always_the_same(heads, make_spec, monkeypatch):
