@@ -15,25 +15,9 @@ from rich.console import Console
 from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
 from tests.flows.tiny import SHARDED, contents, latest, run_again, shards_made, stages_run
+from tests.flows.waiting import STOPS_AT_SHARD_1
 
 ROOT = Path(__file__).parent.parent
-
-STOPS_AT_SHARD_1 = """
-import sys, time
-from pipeline.cli.app import main
-from pipeline.stages.generate import Worker
-
-work = Worker.__call__
-
-def wait(self, task):
-    if task.index == 1:
-        print("waiting", flush=True)
-        time.sleep(120)
-    return work(self, task)
-
-Worker.__call__ = wait
-main()
-"""
 
 
 @pytest.mark.fault

@@ -17,27 +17,11 @@ from pipeline.cli.app import app, ends_well
 from pipeline.storage.run_directory import RunDirectory
 from tests.flows.failing import one_paragraph
 from tests.flows.tiny import contents, shards_made
+from tests.flows.waiting import STOPS_AT_SHARD_1
 
 pytest_plugins = ["tests.flows.failing"]
 
 ROOT = Path(__file__).parent.parent.parent
-
-WAITS_IN_SHARD_1 = """
-import sys, time
-from pipeline.cli.app import main
-from pipeline.stages.generate import Worker
-
-work = Worker.__call__
-
-def wait(self, task):
-    if task.index == 1:
-        print("waiting", flush=True)
-        time.sleep(600)
-    return work(self, task)
-
-Worker.__call__ = wait
-main()
-"""
 
 
 @pytest.mark.slow
@@ -48,7 +32,7 @@ def test_the_second_driver_says_who_holds_the_run_and_takes_it_over_when_that_on
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(make_settings(tmp_path)))
     words = ["run", str(tmp_path / "run.yaml"), "--executor", "inline", "--until", "generate"]
     first = subprocess.Popen(
-        [sys.executable, "-c", WAITS_IN_SHARD_1, *words], cwd=ROOT, stdout=-1, stderr=-3, text=True
+        [sys.executable, "-c", STOPS_AT_SHARD_1, *words], cwd=ROOT, stdout=-1, stderr=-3, text=True
     )
     try:
         assert any(line == "waiting\n" for line in first.stdout)

@@ -6,19 +6,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.medusa.acceptance import NucleusAcceptance, RejectionSampling, TypicalAcceptance, greedy_acceptance
 from pipeline.medusa.decoding import MedusaDecoder
 from tests.medusa.conftest import cartesian_tree
+from tests.medusa.test_acceptance import RULES
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-RULES = [
-    greedy_acceptance,
-    TypicalAcceptance(0.7),
-    TypicalAcceptance(0.7, samples=True),
-    NucleusAcceptance(0.7, 0.9),
-    RejectionSampling(0.7),
-    RejectionSampling(0.7, 0.9),
-]
 
 
 class Fetches(TorchDispatchMode):
