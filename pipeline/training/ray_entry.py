@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.config import LoggingConfig
@@ -31,6 +31,9 @@ from pipeline.training.world import World
 MAX_START_FAILURES = 10  # a minute each: a cluster that scales up needs some
 SECONDS_BETWEEN_LOOKS = 0.5
 DEATHS = "deaths.jsonl"
+
+Outcome = tuple[dict[str, Any], MedusaDistillError | None]
+"""The first worker's summary, or what the user is to be told."""
 
 
 def train_on_ray(
@@ -56,9 +59,27 @@ def train_on_ray(
         return summary
     total_steps = count_steps(spec, open_features(spec))  # also: bad data is refused here, before anything is started
     spec = _absolute(spec)
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(SECONDS_BETWEEN_LOOKS))
     bookkeeping = spec.path / "ray"
+    bookkeeping.mkdir(exist_ok=True)
+    fit = ray.remote(num_cpus=0, max_retries=0)(_fit).remote(spec, workers, cpus, gpus, max_failures)
+    try:
+        return _follow(fit, spec, total_steps, on_progress)
+    finally:
+        for death in _deaths(bookkeeping / DEATHS):
+            if on_death:
+                on_death(death)
+        shutil.rmtree(bookkeeping, ignore_errors=True)
+
+
+def _fit(spec: TrainSpec, workers: int, cpus: int, gpus: int, max_failures: int) -> Outcome:
+    """Let Ray Train fit, and return what the first worker does.
+
+    It runs in a Ray task: `fit` waits, takes SIGINT for itself, and in a thread of the driver it would not survive
+    that Ray is shut down, which is how a driver stops.
+    """
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(SECONDS_BETWEEN_LOOKS))
     resources = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
+    bookkeeping = spec.path / "ray"
     trainer = TorchTrainer(
         _worker,
         train_loop_config={"spec": spec, "cpus": cpus},
@@ -72,14 +93,10 @@ def train_on_ray(
             callbacks=[DeathLog(str(bookkeeping / DEATHS))],
         ),
     )
-    bookkeeping.mkdir(exist_ok=True)
     try:
-        return _follow(trainer, spec, total_steps, on_progress)
-    finally:
-        for death in _deaths(bookkeeping / DEATHS):
-            if on_death:
-                on_death(death)
-        shutil.rmtree(bookkeeping, ignore_errors=True)
+        return trainer.fit().return_value
+    except Exception as error:
+        return {}, _readable(error, spec)
 
 
 class DeathLog(UserCallback):
@@ -109,7 +126,7 @@ def _absolute(spec: TrainSpec) -> TrainSpec:
     return replace(spec, shards=shards, directory=os.path.abspath(spec.directory))
 
 
-def _worker(config: dict[str, Any]) -> tuple[dict[str, Any], MedusaDistillError | None]:
+def _worker(config: dict[str, Any]) -> Outcome:
     """What every worker runs; Ray has formed the process group and chosen the GPU.
 
     An error that a restart would only repeat is handed back. Where this worker may be the only one to meet it, it is
@@ -128,34 +145,26 @@ def _worker(config: dict[str, Any]) -> tuple[dict[str, Any], MedusaDistillError 
         return {}, error
 
 
-def _follow(trainer: TorchTrainer, spec: TrainSpec, total_steps: int, on_progress: Progress | None) -> dict[str, Any]:
-    """Fit in a thread, so that this one shows progress and stays open to signals (Ray would take SIGINT for itself)."""
-    outcome: dict[str, Any] = {}
-
-    def fit() -> None:
-        try:
-            outcome["result"] = trainer.fit()
-        except Exception as error:
-            outcome["error"] = error
-
-    thread = threading.Thread(target=fit, daemon=True)
-    thread.start()
+def _follow(fit: Any, spec: TrainSpec, total_steps: int, on_progress: Progress | None) -> dict[str, Any]:
+    """Show progress until the fit has ended."""
     shown = -1
-    while thread.is_alive():
-        thread.join(SECONDS_BETWEEN_LOOKS)
+    waiting = [fit]
+    while waiting:
+        _, waiting = ray.wait(waiting, timeout=SECONDS_BETWEEN_LOOKS)
         line = last_metrics(spec.path) or {}
         if on_progress and "loss" in line and line["step"] != shown:
             shown = line["step"]
             on_progress(shown, total_steps, line["loss"], line["tokens_per_second"])
-    if "error" in outcome:
-        raise _readable(outcome["error"], spec)
-    summary, error = outcome["result"].return_value
+    try:
+        summary, error = ray.get(fit)
+    except ray.exceptions.RayError as death:
+        raise _readable(death, spec) from death
     if error:
         raise error
     return summary
 
 
-def _readable(error: Exception, spec: TrainSpec) -> Exception:
+def _readable(error: Exception, spec: TrainSpec) -> MedusaDistillError:
     """The error that a worker meant for the user, or what Ray says of its end."""
     failures = list(getattr(error, "worker_failures", {}).values())
     for failure in failures:
@@ -163,6 +172,4 @@ def _readable(error: Exception, spec: TrainSpec) -> Exception:
             return failure
     said = _last_line(failures[0] if failures else error)
     fix = "If memory ran out, lower train.batch_tokens. The same command continues from the newest checkpoint."
-    fault = EnvironmentFault(f"Training workers died too often: {said}.", spec.directory, fix)
-    fault.__cause__ = error
-    return fault
+    return EnvironmentFault(f"Training workers died too often: {said}.", spec.directory, fix)

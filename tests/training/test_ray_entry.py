@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import threading
+
 import psutil
 import pytest
 import torch
@@ -33,10 +35,11 @@ def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(clus
 
     alone, together = (make_spec(name, epochs=40, checkpoint_every=10) for name in ("alone", "together"))
     expected = train_medusa1(alone)
-    killed, shown = [], []
+    killed, shown, threads = [], [], set(threading.enumerate())
 
     def on_progress(step: int, total: int, loss: float, rate: float) -> None:
         shown.append((step, total))
+        assert set(threading.enumerate()) <= threads  # one that waits in Ray ends the process when Ray is shut down
         if step > 10 and not killed:
             killed.append(training_workers()[-1])
             killed[0].kill()
