@@ -10,6 +10,7 @@ Letters: N rows (the root and the nodes), K heads, R ranks (guesses per head), T
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterable, Sequence
 from math import prod
 
@@ -51,6 +52,12 @@ def greedy_tree(
                 if accuracy > 0:
                     heapq.heappush(frontier, (negative * accuracy, depth + 1, (*path, rank)))
     return tuple(chosen[1:])  # without the root
+
+
+def cartesian_tree(widths: Sequence[int]) -> tuple[Path, ...]:
+    """The full tree over the best `widths[k]` guesses of each head k (2.1.2); all ones: the chain of first guesses."""
+    levels = (itertools.product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
+    return tuple(path for level in levels for path in level)
 
 
 def check_choices(choices: Iterable[Sequence[int]], num_heads: int, top: int) -> tuple[Path, ...]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
-from itertools import product
 
 import pytest
 import torch
@@ -27,7 +26,6 @@ from transformers import (
 )
 
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads
-from pipeline.medusa.tree import Path
 
 SIZE, VOCAB, CONTEXT = 48, 24, 96
 SHAPE = {
@@ -76,12 +74,6 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         )
     ),
 }
-
-
-def cartesian_tree(widths: Sequence[int]) -> tuple[Path, ...]:
-    """The full tree over the best `widths[k]` guesses of each head k (2.1.2)."""
-    levels = (product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
-    return tuple(path for level in levels for path in level)
 
 
 @pytest.fixture(scope="session")

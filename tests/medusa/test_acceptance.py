@@ -14,8 +14,7 @@ from pipeline.medusa.acceptance import (
     acceptance_rule,
     greedy_acceptance,
 )
-from pipeline.medusa.tree import Tree, greedy_tree
-from tests.medusa.conftest import cartesian_tree
+from pipeline.medusa.tree import Tree, cartesian_tree, greedy_tree
 from tests.medusa.steps import VOCAB, candidates, gumbel, random_step, random_trees
 
 EPS, DELTA = 0.09, 0.3

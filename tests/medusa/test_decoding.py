@@ -10,8 +10,7 @@ from pipeline.errors import ConfigError
 from pipeline.medusa.acceptance import TypicalAcceptance
 from pipeline.medusa.decoding import MedusaDecoder, acceleration_rate, plain_decoder
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads
-from pipeline.medusa.tree import check_choices
-from tests.medusa.conftest import cartesian_tree
+from pipeline.medusa.tree import cartesian_tree, check_choices
 
 FAMILIES = ["llama", "llama-eager", "mistral-window", "qwen2", "qwen3-head-dim", "gemma2-both-windows"]
 FAMILIES += ["qwen2-tied-mixed-windows", "cohere-scaled", "gpt2-positions"]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from pipeline.medusa.decoding import MedusaDecoder, plain_decoder
-from tests.medusa.conftest import VOCAB, cartesian_tree
+from pipeline.medusa.tree import cartesian_tree
+from tests.medusa.conftest import VOCAB
 
 FAMILIES = ["llama", "mistral-window", "qwen2-tied-mixed-windows", "qwen3-head-dim"]
 TREES = [

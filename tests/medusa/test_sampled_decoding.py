@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipeline.medusa.acceptance import NucleusAcceptance, RejectionSampling, TypicalAcceptance, acceptance_rule
 from pipeline.medusa.decoding import MedusaDecoder, plain_decoder
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads
-from tests.medusa.conftest import cartesian_tree
+from pipeline.medusa.tree import cartesian_tree
 from tests.medusa.steps import chi_square_p
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

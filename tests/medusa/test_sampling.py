@@ -12,7 +12,7 @@ from transformers import TopPLogitsWarper
 
 from pipeline.medusa.acceptance import RejectionSampling, TypicalAcceptance
 from pipeline.medusa.sampling import Noise, draw, mass_ahead, nucleus
-from tests.medusa.conftest import cartesian_tree
+from pipeline.medusa.tree import cartesian_tree
 from tests.medusa.steps import VOCAB, chi_square_p, gumbel, random_step
 
 TREES = {

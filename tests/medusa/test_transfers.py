@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.medusa.decoding import MedusaDecoder
-from tests.medusa.conftest import cartesian_tree
+from pipeline.medusa.tree import cartesian_tree
 from tests.medusa.test_acceptance import RULES
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]

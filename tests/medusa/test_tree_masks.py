@@ -8,8 +8,7 @@ from transformers import Gemma2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from pipeline.errors import ConfigError
 from pipeline.medusa.masks import TreeMasks, attention_windows
-from pipeline.medusa.tree import Tree, greedy_tree
-from tests.medusa.conftest import cartesian_tree
+from pipeline.medusa.tree import Tree, cartesian_tree, greedy_tree
 
 TREES = [((0,),), cartesian_tree((2, 2)), greedy_tree([[0.5, 0.4, 0.1]] * 3, 11)]
 LONGEST = 12
