@@ -1,0 +1,234 @@
+"""What the check can find out beyond its verdict (`check.studies`): which tree, which rule, how many heads, what batch.
+
+    trees    the ladder: plain, top-1 chain, Cartesian tree, stock-sized searched tree, the export's own tree
+    typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling and rejection
+    heads    how many heads are used: the export's tree cut at each depth
+    batch    how many sequences decode at once, plain and with the tree
+
+A study costs the first `NUM_PROMPTS` prompts at no more than `MAX_NEW_TOKENS` tokens each, once per row: read its
+figures against each other, and the check's own for what the heads are worth. Every row is flat, for a table and a plot.
+
+    acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
+    overhead           seconds per step / seconds per plain step of the same prompts, in turns with it
+    speedup            acceleration rate / overhead
+    log-likelihood     nats per token of the answers under the target itself, at temperature 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from math import isnan, nan, sqrt
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from pipeline.checking.prompts import Prompt
+from pipeline.config import CheckConfig
+from pipeline.medusa.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
+from pipeline.medusa.decoding import Decoded, MedusaDecoder, acceleration_rate
+from pipeline.medusa.tree import Path, cartesian_tree, greedy_tree
+from pipeline.targets.loading import input_device
+
+StudyName = Literal["trees", "typical", "heads", "batch"]
+Row = dict[str, Any]
+
+NUM_PROMPTS, MAX_NEW_TOKENS = 8, 64
+STOCK_NODES = 63  # and the root: the paper's searched tree (2.3.3)
+CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes, about as many
+TEMPERATURES = (0.3, 0.7, 1.0)
+EPS = (0.01, 0.04, 0.09, 0.16, 0.25)  # the range that the paper sweeps
+BATCH_SIZES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Side:
+    """One row to be: what names it, and the decoder and the rule that it measures."""
+
+    names: Row
+    decoder: MedusaDecoder
+    rule: AcceptanceRule = greedy_acceptance
+
+
+def run_studies(
+    names: Collection[StudyName],
+    plain: MedusaDecoder,
+    medusa: MedusaDecoder,
+    prompts: Sequence[Prompt],
+    settings: CheckConfig,
+    calibration: Mapping[str, Any],
+) -> dict[str, list[Row]]:
+    """The rows of every study that is asked for, by its name.
+
+    Args:
+        plain, medusa: The check's own decoders; the studies use their target, heads, tree and limits.
+        prompts: At least one.
+        settings: Of the check: how many tokens, and typical acceptance's first token.
+        calibration: The calibrate stage's tree.json, for the stock-sized tree: its search's order where it has one
+            (`searched`), else that of its `accuracies`; without either there is no such row.
+    """
+    num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
+    few = prompts[:NUM_PROMPTS]
+    rows: dict[str, list[Row]] = {}
+    if "trees" in names:
+        rows["trees"] = tree_ladder(plain, medusa, few, num_tokens, calibration)
+    if "typical" in names:
+        rows["typical"] = typical_sweep(plain, medusa, few, num_tokens, settings.first_token)
+    if "heads" in names:
+        rows["heads"] = heads_used(plain, medusa, few, num_tokens)
+    if "batch" in names:
+        rows["batch"] = batch_sizes(plain, medusa, prompts, num_tokens)
+    return rows
+
+
+def tree_ladder(
+    plain: MedusaDecoder,
+    medusa: MedusaDecoder,
+    prompts: Sequence[Prompt],
+    num_tokens: int,
+    calibration: Mapping[str, Any],
+) -> list[Row]:
+    """From plain decoding to the export's tree: what each step up the ladder costs and gives."""
+    assert medusa.heads is not None
+    num_heads = medusa.heads.config.num_heads
+    widths = CARTESIAN[:num_heads]
+    trees: dict[str, Sequence[Path]] = {
+        "top-1 chain": cartesian_tree([1] * num_heads),
+        f"Cartesian {'x'.join(map(str, widths))}": cartesian_tree(widths),
+        "searched, stock size": stock_tree(calibration),
+        "the export's": medusa.tree.choices,
+    }
+    sides = [Side({"tree": "plain", "nodes": 0}, plain)]
+    sides += [
+        Side({"tree": name, "nodes": len(tree)}, _with_tree(medusa, tree)) for name, tree in trees.items() if tree
+    ]
+    return _measured(sides, prompts, num_tokens)
+
+
+def stock_tree(calibration: Mapping[str, Any]) -> tuple[Path, ...]:
+    """The searched tree of the paper's size: the same for every device."""
+    if searched := calibration.get("searched"):
+        return tuple(map(tuple, searched[:STOCK_NODES]))
+    return greedy_tree(accuracies, STOCK_NODES) if (accuracies := calibration.get("accuracies")) else ()
+
+
+def typical_sweep(
+    plain: MedusaDecoder,
+    medusa: MedusaDecoder,
+    prompts: Sequence[Prompt],
+    num_tokens: int,
+    first_token: Literal["greedy", "sampled"],
+) -> list[Row]:
+    """Typical acceptance over eps and temperature; beside it greedy decoding, plain sampling and rejection (2.3.1).
+
+    The speedup of each is over plain decoding at its own temperature.
+    """
+    rows = []
+    for temperature in (0.0, *TEMPERATURES):
+        sampling = acceptance_rule("rejection", temperature)  # at 0 it is greedy
+        sides = [
+            Side({"temperature": temperature, "rule": "plain", "eps": None}, plain, sampling),
+            Side(
+                {"temperature": temperature, "rule": "rejection" if temperature else "greedy", "eps": None},
+                medusa,
+                sampling,
+            ),
+        ]
+        for eps in EPS if temperature else ():
+            rule = acceptance_rule("typical", temperature, eps, sqrt(eps), first_token=first_token)
+            sides.append(Side({"temperature": temperature, "rule": "typical", "eps": eps}, medusa, rule))
+        rows += _measured(sides, prompts, num_tokens, likelihood=True)
+    return rows
+
+
+def heads_used(plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int) -> list[Row]:
+    """The export's tree cut at each depth: what its deeper heads add, and cost."""
+    sides = [Side({}, plain)]
+    for depth in range(1, medusa.tree.max_depth + 1):
+        tree = [path for path in medusa.tree.choices if len(path) <= depth]
+        sides.append(Side({"heads": depth, "nodes": len(tree)}, _with_tree(medusa, tree)))
+    return _measured(sides, prompts, num_tokens)[1:]
+
+
+def batch_sizes(plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int) -> list[Row]:
+    """Tokens per second of whole batches, their prefill included; where prompts are too few they repeat."""
+    rows = []
+    for size in BATCH_SIZES:
+        batch = [prompt.ids for prompt in islice(cycle(prompts), size)]
+        speeds = {}
+        for name, decoder in {"plain": plain, "medusa": medusa}.items():
+            decoder.generate_batch(batch, 4)  # warm-up
+            started = perf_counter()
+            answers = decoder.generate_batch(batch, num_tokens)
+            speeds[name] = sum(len(answer.token_ids) for answer in answers) / (perf_counter() - started)
+        rows.append(
+            {
+                "batch_size": size,
+                "tokens_per_second": round(speeds["medusa"], 2),
+                "baseline_tokens_per_second": round(speeds["plain"], 2),
+                "speedup": round(speeds["medusa"] / speeds["plain"], 4),
+            }
+        )
+    return rows
+
+
+@torch.inference_mode()
+def mean_log_likelihood(model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> float:
+    """Nats per token of the answers under the target, at temperature 1: how far a rule strays from its text."""
+    total, num_tokens = 0.0, 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        ids_T = torch.tensor([*prompt.ids, *answer], device=input_device(model))
+        logits_TV = model(input_ids=ids_T[None, :-1], use_cache=False).logits[0, len(prompt.ids) - 1 :]
+        log_p_TV = logits_TV.float().log_softmax(-1)
+        total += float(log_p_TV.gather(-1, ids_T[len(prompt.ids) :, None].to(log_p_TV.device)).sum())
+        num_tokens += len(answer)
+    return total / num_tokens
+
+
+def _measured(
+    sides: Sequence[Side], prompts: Sequence[Prompt], num_tokens: int, *, likelihood: bool = False
+) -> list[Row]:
+    """Every side's row against the first one, which is plain decoding; sides take turns prompt by prompt.
+
+    A figure is None where no answer took a step.
+    """
+    answers: list[list[Decoded]] = [[] for _ in sides]
+    for side in sides:  # warm-up
+        _decode(side, prompts[0], 4, 0)
+    for seed, prompt in enumerate(prompts):
+        for side, decoded in zip(sides, answers, strict=True):
+            decoded.append(_decode(side, prompt, num_tokens, seed))
+    rows = []
+    plain_seconds = _seconds_per_step(answers[0])
+    for side, decoded in zip(sides, answers, strict=True):
+        rate, overhead = acceleration_rate(decoded), _seconds_per_step(decoded) / plain_seconds
+        figures = {"acceleration_rate": rate, "overhead": overhead, "speedup": rate / overhead}
+        if likelihood:
+            texts = [one.token_ids for one in decoded]
+            figures["log_likelihood"] = mean_log_likelihood(side.decoder.model, prompts, texts)
+        rows.append(side.names | {key: None if isnan(value) else round(value, 4) for key, value in figures.items()})
+    return rows
+
+
+def _decode(side: Side, prompt: Prompt, num_tokens: int, seed: int) -> Decoded:
+    device = input_device(side.decoder.model)
+    generator = torch.Generator(device).manual_seed(seed) if side.rule.samples else None
+    return side.decoder.generate(prompt.ids, num_tokens, side.rule, generator)
+
+
+def _seconds_per_step(decoded: Sequence[Decoded]) -> float:
+    num_steps = sum(one.num_steps for one in decoded)
+    return sum(one.seconds for one in decoded) / num_steps if num_steps else nan
+
+
+def _with_tree(medusa: MedusaDecoder, choices: Sequence[Path]) -> MedusaDecoder:
+    return MedusaDecoder(
+        medusa.model,
+        medusa.heads,
+        choices,
+        eos_token_ids=medusa.eos_token_ids,
+        max_length=medusa.max_length,
+    )
