@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.config import Config
 from pipeline.execution.context import Context
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
@@ -18,12 +19,34 @@ NAME = "train"
 VERSION = 1
 UPSTREAM = ("features",)
 
-BOOKKEEPING = ("checkpoint_every", "keep_checkpoints")
+BOOKKEEPING = {"checkpoint_every", "keep_checkpoints", "micro_batch", "gradient_checkpointing", "max_kl"}
+ONLY_MEDUSA_2 = {
+    "recipe",
+    "backbone_loss",
+    "schedule",
+    "lambda_0",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "backbone_lr",
+    "sequence_length",
+    "batch_sequences",
+}
+ONLY_FROM_FEATURES = {"batch_tokens"}
+
+
+def upstream(config: Config) -> tuple[str, ...]:
+    """The stages that are read: the cache for heads alone, the text where the backbone learns along."""
+    if config.train.method == "medusa-1":
+        return ("features",)
+    return ("generate",) if config.train.recipe == "joint" else ("features", "generate")
 
 
 def identity(context: Context) -> dict[str, Any]:
-    """The recipe, the seed, and the target whose lm_head the heads start from."""
-    settings = context.config.train.model_dump(mode="json", exclude=set(BOOKKEEPING))
+    """The recipe, the seed, and the target that heads and backbone start from; no key that this method never reads."""
+    unread = ONLY_MEDUSA_2 if context.config.train.method == "medusa-1" else set()
+    unread = unread if "features" in upstream(context.config) else unread | ONLY_FROM_FEATURES
+    settings = context.config.train.model_dump(mode="json", exclude=BOOKKEEPING | unread)
     return {"settings": settings, "seed": context.config.run.seed, "target": context.target_identity}
 
 
