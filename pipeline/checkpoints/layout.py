@@ -25,6 +25,8 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "medusa_lm_head.safetensors"
 CHOICES_FILE = "medusa_choices.json"
 CARD_FILE = "README.md"
+BACKBONE_DIRECTORY = "backbone"  # beside the heads of Medusa-2: the model that they belong to
+BACKBONE_FILE = "medusa_backbone.json"  # in it: what it was made of
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 DTYPES = ("float32", "bfloat16", "float16")

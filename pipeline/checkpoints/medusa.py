@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from pipeline.checkpoints.layout import (
     check_vocabulary,
     read_config,
 )
+from pipeline.checkpoints.whole_directory import files_in, whole_directory
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 
@@ -62,26 +63,21 @@ def write_export(
     """
     directory = Path(directory)
     saved = tensors_as_saved(tensors, config)
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
     try:
-        partial.mkdir(parents=True)
-        tokenizer.save_pretrained(str(partial))
-        _serialise(saved, partial / WEIGHTS_FILE)
-        _write_json(partial / CHOICES_FILE, [list(path) for path in choices])
-        (partial / CARD_FILE).write_text(card, encoding="utf-8")
-        _write_json(partial / CONFIG_FILE, config.to_json())
-        # safetensors makes its file readable to its owner alone; a server often runs as somebody else
-        shutil.copymode(partial / CONFIG_FILE, partial / WEIGHTS_FILE)
-        _compare(partial, saved, config)
-        names = sorted(str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file())
-        _put_in_place(partial, directory, names)
+        with whole_directory(directory) as partial:
+            tokenizer.save_pretrained(str(partial))
+            _serialise(saved, partial / WEIGHTS_FILE)
+            _write_json(partial / CHOICES_FILE, [list(path) for path in choices])
+            (partial / CARD_FILE).write_text(card, encoding="utf-8")
+            _write_json(partial / CONFIG_FILE, config.to_json())
+            # safetensors makes its file readable to its owner alone; a server often runs as somebody else
+            shutil.copymode(partial / CONFIG_FILE, partial / WEIGHTS_FILE)
+            _compare(partial, saved, config)
+            files = files_in(partial)
     except (OSError, SafetensorError) as error:
         fix = f"It takes {sum(tensor.nbytes for tensor in saved.values()) / 1e9:.1f} GB; see to the disk and run again."
         raise EnvironmentFault(f"The export cannot be written: {error}.", str(directory), fix) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    return [directory / name for name in names]
+    return [directory / file for file in files]
 
 
 def read_export(directory: str | os.PathLike[str]) -> tuple[ExportConfig, dict[str, Tensor]]:
@@ -218,24 +214,3 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 def _write_json(path: Path, content: object) -> None:
     path.write_text(json.dumps(content, indent=2 if isinstance(content, dict) else None) + "\n", encoding="utf-8")
-
-
-def _put_in_place(partial: Path, directory: Path, names: Iterable[str]) -> None:
-    for name in names:
-        _flush(partial / name)
-    if not directory.exists():
-        os.rename(partial, directory)
-    else:
-        for name in sorted(names, key=lambda name: name == CONFIG_FILE):
-            (directory / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(partial / name, directory / name)
-        _flush(directory)
-    _flush(directory.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

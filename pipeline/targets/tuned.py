@@ -1,0 +1,70 @@
+"""A target with the adapter that Medusa-2 trained folded into its weights: the tuned backbone, a plain model again.
+
+The merge is computed in fp32, where the adapter's weights are, and rounded once, to the target's dtype. A target that
+runs in 4 or 8 bit is merged in its unquantized weights, and quantized again by whoever loads the result.
+
+Memory: the target once, in its dtype, on the CPU, and the fp32 change of one matrix at a time (of a 70B target 140 GB
+and 4 GB).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.targets.files import WHERE
+from pipeline.targets.loading import load_causal_lm
+from pipeline.targets.spec import TargetSpec, model_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
+    """The target with `adapter` (what peft's `save_pretrained` wrote) merged into its weights, frozen, on the CPU.
+
+    A target with tied embeddings comes back untied: its lm_head has learned, and its input embedding has not.
+
+    Raises:
+        ConfigError: As `require_mergeable` says.
+        DataError: There is no adapter of this target, or merging it gives numbers that are not finite.
+    """
+    from peft import PeftModel
+
+    require_mergeable(spec)
+    model = load_causal_lm(replace(spec, quantization=None))
+    untie(model)
+    try:
+        adapted = PeftModel.from_pretrained(model, str(adapter))
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        fix = "Run again with --fresh train."
+        raise DataError(f"There is no adapter of this target here: {reason}.", str(adapter), fix) from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied embeddings, which these are no more
+        merged = adapted.merge_and_unload()
+    for name, weight in merged.named_parameters():
+        if not torch.isfinite(torch.stack(weight.aminmax())).all():
+            fix = "Train again with a lower train.backbone_lr, or set target.dtype to bfloat16."
+            raise DataError(f"The merged {name} is not finite in {weight.dtype}.", str(adapter), fix)
+    return merged.eval().requires_grad_(False)
+
+
+def require_mergeable(spec: TargetSpec) -> None:
+    """Raise ConfigError where the target's weights are stored quantized, so that nothing can be added to them."""
+    if getattr(model_config(spec), "quantization_config", None):
+        fix = "Take the checkpoint that it was quantized from, and set target.quantization if it has to be small."
+        raise ConfigError(f"The target {spec.model} is stored quantized: no adapter can be merged into it.", WHERE, fix)
+
+
+def untie(model: PreTrainedModel) -> None:
+    """Give a model with tied embeddings an lm_head of its own, equal to its input embedding so far."""
+    text, head = model.config.get_text_config(), model.get_output_embeddings()
+    if head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr():
+        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+    model.config.tie_word_embeddings = text.tie_word_embeddings = False
