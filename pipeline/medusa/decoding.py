@@ -7,10 +7,10 @@ it. No model code is touched. Plain decoding is the same loop with no tree. The 
 the prefill's too: greedy acceptance writes what greedy decoding writes, and rejection sampling what plain sampling
 writes with a generator in the same state, both up to ties within rounding.
 
-Limits: one sequence at a time; attention by sdpa or eager (others take no custom mask); rotary or learned positions.
+Limits: attention by sdpa or eager (others take no custom mask); rotary or learned positions.
 Where the rotary frequencies depend on the length (dynamic NTK, longrope), text that crosses their switch may differ.
 
-Letters: N rows (the root and the nodes), D hidden size, V vocabulary, K heads, R ranks.
+Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V vocabulary, K heads, R ranks.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def acceleration_rate(decoded: Iterable[Decoded]) -> float:
 
 
 class MedusaDecoder:
-    """A target, its heads and their tree, ready to decode one sequence after another. Buffers are built once.
+    """A target, its heads and their tree, ready to decode texts, one or a batch at a time. Buffers are built once.
 
     Args:
         model: A causal LM in eval mode; `heads` may be None only with an empty tree.
@@ -86,9 +86,9 @@ class MedusaDecoder:
         if model.training:
             raise ValueError("call model.eval() first: dropout would make decoding random")
         config = model.config.get_text_config(decoder=True)
-        device = model.get_input_embeddings().weight.device
         self.model, self.heads = model, heads
-        self.tree = Tree(choices, device)
+        self.device = model.get_input_embeddings().weight.device
+        self.tree = Tree(choices, self.device)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_length = max_length or config.max_position_embeddings
         windows = attention_windows(config)
@@ -96,9 +96,8 @@ class MedusaDecoder:
             if heads is None or heads.config.num_heads < self.tree.max_depth:
                 raise ValueError(f"a tree of depth {self.tree.max_depth} needs as many heads")
             check_pair(model, heads)
-            self._masks = TreeMasks(self.tree, windows, self.max_length, model.dtype, device)
+        self._masks = TreeMasks(self.tree, windows, self.max_length, model.dtype, self.device)
         self._cache = TreeCache(num_cached_layers(config))
-        self._tokens_N = torch.zeros(self.tree.num_nodes + 1, dtype=torch.int64, device=device)
 
     def generate(
         self,
@@ -112,19 +111,41 @@ class MedusaDecoder:
         A rule that samples draws from `generator`, best a freshly seeded one per text and on the target's device: it
         is left some positions ahead of the text's end. ValueError when it lacks one or the prompt leaves no room.
         """
-        token_ids: list[int] = []
-        accepted: list[int] = []
-        start = first = perf_counter()
-        for new_ids in self.stream(prompt_ids, max_new_tokens, rule, generator):
-            if not token_ids:
-                first = perf_counter()
-            else:
-                accepted.append(len(new_ids))
-            token_ids += new_ids
-        finished: Literal["stop", "length"] = "stop" if token_ids[-1] in self.eos_token_ids else "length"
-        return Decoded(token_ids, finished, accepted, first - start, perf_counter() - first)
+        return self.generate_batch([prompt_ids], max_new_tokens, rule, [generator] if generator else None)[0]
 
-    @torch.inference_mode()
+    def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        rule: AcceptanceRule = greedy_acceptance,
+        generators: Sequence[torch.Generator] | None = None,
+    ) -> list[Decoded]:
+        """The same for several prompts in one batch, each with an accepted length of its own.
+
+        Prompts are prefilled one by one, so `seconds_prefill` of the later ones holds the earlier ones'; `seconds`
+        count from the last prefill. A text that has ended leaves the batch.
+        """
+        written: list[list[list[int]]] = [[] for _ in prompts]
+        first, last = [0.0] * len(prompts), [0.0] * len(prompts)
+        start = perf_counter()
+        for step in self._steps(prompts, max_new_tokens, rule, generators):
+            now = perf_counter()
+            for number, new_ids in step:
+                written[number].append(new_ids)
+                last[number] = now
+                if len(written[number]) == 1:
+                    first[number] = now
+        return [
+            Decoded(
+                token_ids=[token for new_ids in steps for token in new_ids],
+                finished="stop" if steps[-1][-1] in self.eos_token_ids else "length",
+                accepted=[len(new_ids) for new_ids in steps[1:]],
+                seconds_prefill=first[number] - start,
+                seconds=max(0.0, last[number] - first[-1]),
+            )
+            for number, steps in enumerate(written)
+        ]
+
     def stream(
         self,
         prompt_ids: Sequence[int],
@@ -132,71 +153,118 @@ class MedusaDecoder:
         rule: AcceptanceRule = greedy_acceptance,
         generator: torch.Generator | None = None,
     ) -> Iterator[list[int]]:
-        """The same, step by step: first the prefill's token, then what each forward adds, already cut."""
-        room = min(max_new_tokens, self.max_length - len(prompt_ids))
-        if not prompt_ids or room < 1:
-            raise ValueError(f"a prompt of {len(prompt_ids)} tokens leaves no room within {self.max_length}")
-        if rule.samples and generator is None:
-            raise ValueError("a rule that samples needs a generator")
-        noise = Noise(generator if rule.samples else None)
+        """`generate` step by step: first the prefill's token, then what each forward adds, already cut."""
+        for ((_, new_ids),) in self._steps([prompt_ids], max_new_tokens, rule, [generator] if generator else None):
+            yield new_ids
+
+    @torch.inference_mode()
+    def _steps(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        rule: AcceptanceRule,
+        generators: Sequence[torch.Generator] | None,
+    ) -> Iterator[list[tuple[int, list[int]]]]:
+        """What each forward adds, as (number of the text, new tokens): the prefills, then steps of all that go on."""
+        texts = self._begin(prompts, max_new_tokens, rule, generators)
         with reading(self.model) as forward:
-            hidden_1D, logits_1V = self._prefill(forward, prompt_ids, room)
-            token = rule.choose(logits_1V, noise.ahead(1, logits_1V))[0]
-            new_ids = [int(token)]
-            while True:
-                noise.advance(len(new_ids))
-                new_ids = self._cut(new_ids, room)
-                room -= len(new_ids)
-                yield new_ids
-                if room == 0 or new_ids[-1] in self.eos_token_ids:
-                    return
-                self._propose(hidden_1D, token)
-                hidden_1D, token, new_ids = self._verify(forward, rule, noise)
+            states = []
+            for prompt, text in zip(prompts, texts, strict=True):
+                hidden_1D, token_1 = self._prefill(forward, prompt, rule, text.noise)
+                states.append((hidden_1D, token_1))
+                yield [(text.number, self._take(text, token_1.tolist()))]
+            hidden_BD, token_B = (torch.cat(column) for column in zip(*states, strict=True))
+            while places := [place for place, text in enumerate(texts) if text.room]:
+                if len(places) < len(texts):
+                    self._cache.drop(places)
+                    texts = [texts[place] for place in places]
+                    hidden_BD, token_B = hidden_BD[places], token_B[places]
+                tokens_BN = self._propose(hidden_BD, token_B)
+                hidden_BD, token_B, written = self._verify(forward, tokens_BN, rule, [text.noise for text in texts])
+                yield [(text.number, self._take(text, ids)) for text, ids in zip(texts, written, strict=True)]
 
-    def _prefill(self, forward: Forward, prompt_ids: Sequence[int], room: int) -> tuple[Tensor, Tensor]:
-        """The prompt's forward: the state that the heads read next, and the logits of the first token."""
-        num_tokens = len(prompt_ids)
-        self._cache.begin(num_tokens + room + len(self._tokens_N))
-        ids_T = torch.tensor(prompt_ids, device=self._tokens_N.device)
-        positions_T = torch.arange(num_tokens, device=ids_T.device)
-        hidden_1D, logits_1V = forward(ids_T, positions_T, None, self._cache, last_only=True)
-        self._cache.keep_prompt(num_tokens)
-        return hidden_1D, logits_1V
+    def _begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        rule: AcceptanceRule,
+        generators: Sequence[torch.Generator] | None,
+    ) -> list[_Text]:
+        rooms = [min(max_new_tokens, self.max_length - len(prompt)) for prompt in prompts]
+        for prompt, room in zip(prompts, rooms, strict=True):
+            if not prompt or room < 1:
+                raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room within {self.max_length}")
+        if rule.samples and generators is None:
+            raise ValueError("a rule that samples needs a generator")
+        longest = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True))
+        self._cache.begin(longest + self.tree.num_nodes + 1, len(prompts))
+        sources = generators if rule.samples and generators else [None] * len(prompts)
+        return [_Text(i, room, Noise(source)) for i, (room, source) in enumerate(zip(rooms, sources, strict=True))]
 
-    def _propose(self, hidden_1D: Tensor, token: Tensor) -> None:
-        """Writes the next root and, below it, the heads' guesses into the tree's rows."""
-        self._tokens_N[0] = token
-        if self.tree.num_nodes:
-            assert self.heads is not None
-            hidden_1D = hidden_1D.to(self.heads.block_weight.device)  # a target over several GPUs ends on another
-            logits_KV = self.heads(hidden_1D, self.tree.max_depth)[:, 0]
-            guesses_KR = logits_KV.topk(self.tree.top).indices
-            self._tokens_N[1:] = guesses_KR.flatten()[self.tree.guess.to(guesses_KR.device)]
+    def _prefill(
+        self, forward: Forward, prompt_ids: Sequence[int], rule: AcceptanceRule, noise: Noise
+    ) -> tuple[Tensor, Tensor]:
+        """A prompt's forward: the state [1, D] that the heads read next, and the first token [1]."""
+        ids_1T = torch.tensor([prompt_ids], device=self.device)
+        positions_1T = torch.arange(len(prompt_ids), device=self.device)[None]
+        self._cache.open()
+        hidden_11D, logits_11V = forward(ids_1T, positions_1T, None, self._cache, last_only=True)
+        self._cache.keep_prompt(len(prompt_ids))
+        return hidden_11D[:, 0], rule.choose(logits_11V[:, 0], noise.ahead(1, logits_11V))
 
-    def _verify(self, forward: Forward, rule: AcceptanceRule, noise: Noise) -> tuple[Tensor, Tensor, list[int]]:
-        """One forward over the tree; keeps the accepted path; one transfer from the device."""
-        tree, prefix = self.tree, self._cache.length
-        positions_N = tree.depth + prefix
-        if prefix + tree.max_depth >= self.max_length:  # such nodes are cut, but must not overrun a table of positions
-            positions_N.clamp_(max=self.max_length - 1)
-        mask = self._masks.after(prefix) if tree.num_nodes else None
-        hidden_ND, logits_NV = forward(self._tokens_N, positions_N, mask, self._cache)
-        noise_TV = noise.ahead(tree.max_depth + 1, logits_NV)
+    def _propose(self, hidden_BD: Tensor, token_B: Tensor) -> Tensor:
+        """The tokens [B, N] of every tree: the roots and, below them, the heads' guesses."""
+        if not self.tree.num_nodes:
+            return token_B[:, None]
+        assert self.heads is not None
+        hidden_BD = hidden_BD.to(self.heads.block_weight.device)  # a target over several GPUs ends on another
+        guesses_KBR = self.heads(hidden_BD, self.tree.max_depth).topk(self.tree.top).indices.to(self.device)
+        guesses_BN = guesses_KBR.transpose(0, 1).flatten(1).index_select(1, self.tree.guess)
+        return torch.cat((token_B[:, None], guesses_BN), 1)
+
+    def _verify(
+        self, forward: Forward, tokens_BN: Tensor, rule: AcceptanceRule, noises: Sequence[Noise]
+    ) -> tuple[Tensor, Tensor, list[list[int]]]:
+        """One forward over the trees; keeps the accepted paths; one transfer from the device."""
+        tree, lengths = self.tree, self._cache.lengths
+        starts = lengths[0] if len(lengths) == 1 else torch.tensor(lengths, device=self.device)[:, None]
+        positions_BN = tree.depth[None] + starts
+        if max(lengths) + tree.max_depth >= self.max_length:  # cut, but must not overrun a table of positions
+            positions_BN.clamp_(max=self.max_length - 1)
+        mask = self._masks.after(lengths) if tree.num_nodes or len(lengths) > 1 else None
+        hidden_BND, logits_BNV = forward(tokens_BN, positions_BN, mask, self._cache)
+        ahead = [noise.ahead(tree.max_depth + 1, logits_BNV) for noise in noises]
+        noise_BTV = torch.stack([each for each in ahead if each is not None]) if rule.samples else None
         if not tree.num_nodes:
-            token = rule.choose(logits_NV, noise_TV)[0]
-            rows, new_ids, hidden_1D = [0], [int(token)], hidden_ND
-        else:
-            row, token = rule.judge(logits_NV, self._tokens_N, tree, noise_TV)
-            path_ids = self._tokens_N[tree.lineage.index_select(0, row[None])[0]]  # indexing by `row` would fetch it
-            chosen, *path = torch.cat((row[None], path_ids, token[None])).tolist()
-            rows, hidden_1D = tree.lineages[chosen], hidden_ND[chosen : chosen + 1]
-            new_ids = [*path[1 : len(rows)], path[-1]]
-        self._cache.keep(rows, tree.lineage[rows[-1]])
-        return hidden_1D, token, new_ids
+            token_B = rule.choose(logits_BNV[:, 0], None if noise_BTV is None else noise_BTV[:, 0])
+            self._cache.keep([[0]] * len(lengths), tree.lineage)
+            return hidden_BND[:, 0], token_B, [[token] for token in token_B.tolist()]
+        row_B, token_B = rule.judge(logits_BNV, tokens_BN, tree, noise_BTV)
+        lineage_BT = tree.lineage.index_select(0, row_B)
+        fetched = torch.cat((row_B[:, None], tokens_BN.gather(1, lineage_BT), token_B[:, None]), 1).tolist()
+        rows = [tree.lineages[row] for row, *_ in fetched]
+        self._cache.keep(rows, lineage_BT)
+        chosen_B11 = row_B[:, None, None].to(hidden_BND.device)
+        hidden_BD = hidden_BND.gather(1, chosen_B11.expand(-1, 1, hidden_BND.shape[-1]))[:, 0]
+        written = [[*path[1 : len(kept)], token] for kept, (_, *path, token) in zip(rows, fetched, strict=True)]
+        return hidden_BD, token_B, written
 
-    def _cut(self, ids: list[int], room: int) -> list[int]:
-        """The tokens up to and with the first end token, at most `room`."""
-        return ids[: next((i + 1 for i, token in enumerate(ids[:room]) if token in self.eos_token_ids), room)]
+    def _take(self, text: _Text, ids: list[int]) -> list[int]:
+        """The tokens up to and with the first end token, as many as there is room for."""
+        text.noise.advance(len(ids))
+        end = next((i for i, token in enumerate(ids[: text.room]) if token in self.eos_token_ids), None)
+        kept = ids[: text.room] if end is None else ids[: end + 1]
+        text.room = text.room - len(kept) if end is None else 0
+        return kept
+
+
+@dataclass
+class _Text:
+    """A text being written: its number, how many tokens may still come, and what it draws from."""
+
+    number: int
+    room: int
+    noise: Noise
 
 
 def plain_decoder(

@@ -3,12 +3,14 @@
 A row attends to the sequence so far, to itself and to the nodes above it, within its layer's window. Distances are
 taken between positions in the text, not between cache slots: siblings share a position. Counted back from the
 sequence's end, a mask is the same at every length, so it is built once, for the longest prefix, and a step's mask is
-a slice of it.
+a slice of it, or, for a batch, gathered from it.
 
-Letters: N rows of the tree, S columns: the longest prefix and the rows.
+Letters: N rows of the tree, S columns: the longest prefix, the rows, and one that no row sees; B sequences.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -48,12 +50,20 @@ class TreeMasks:
         self.num_rows = tree.num_nodes + 1
         self._masks = {kind: _mask_NS(tree, window, max_prefix, dtype).to(device) for kind, window in windows.items()}
 
-    def after(self, num_prefix: int) -> Masks:
-        """The mask [1, 1, N, num_prefix + N] behind a prefix; for models with several kinds of layers one per kind."""
-        columns = num_prefix + self.num_rows
+    def after(self, lengths: Sequence[int]) -> Masks:
+        """The mask [B, 1, N, longest + N] behind prefixes of these lengths; one per kind where a model has several.
+
+        Columns beyond a shorter sequence's own rows are hidden.
+        """
+        columns = max(lengths) + self.num_rows
         masks = {}
         for kind, mask_NS in self._masks.items():
-            mask = mask_NS[None, None].narrow(3, self.max_prefix - num_prefix, columns)
+            if len(lengths) == 1:
+                mask = mask_NS[None, None].narrow(3, self.max_prefix - lengths[0], columns)
+            else:
+                first_B1 = self.max_prefix - torch.tensor(lengths, device=mask_NS.device)[:, None]
+                column_BS = (first_B1 + torch.arange(columns, device=mask_NS.device)).clamp_(max=mask_NS.shape[1] - 1)
+                mask = mask_NS[:, column_BS].transpose(0, 1)[:, None]
             # CUDA's fused kernels read masks in aligned vectors; a slice may start anywhere.
             masks[kind] = mask.contiguous() if mask.is_cuda else mask
         return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -65,4 +75,5 @@ def _mask_NS(tree: Tree, window: int | None, max_prefix: int, dtype: torch.dtype
     visible_NS = torch.cat((torch.ones(len(depth_N), max_prefix, dtype=torch.bool), tree.ancestors.cpu()), 1)
     if window is not None:
         visible_NS &= depth_N[:, None] - positions_S < window
+    visible_NS = torch.cat((visible_NS, torch.zeros(len(depth_N), 1, dtype=torch.bool)), 1)
     return torch.zeros(visible_NS.shape, dtype=dtype).masked_fill_(~visible_NS, torch.finfo(dtype).min)

@@ -4,7 +4,7 @@ The hidden states are taken where the lm_head takes them, by a hook on that modu
 itself: whatever a model does around its lm_head (scaling, soft-capping, adapters) is then right without knowing of
 it.
 
-Letters: T positions, D hidden size, V vocabulary.
+Letters: B sequences, T positions, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _TREE_ATTENTION = ("sdpa", "eager")
 
 
 class Forward(Protocol):
-    """One forward over rows of one sequence: hidden states [T, D] and logits [T, V], or the last row's only."""
+    """One forward over rows [B, T]: hidden states [B, T, D] and logits [B, T, V], or the last row's only (T = 1)."""
 
     def __call__(
-        self, ids_T: Tensor, positions_T: Tensor, mask: Masks, cache: Cache, *, last_only: bool = False
+        self, ids_BT: Tensor, positions_BT: Tensor, mask: Masks, cache: Cache, *, last_only: bool = False
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -38,18 +38,18 @@ def reading(model: PreTrainedModel) -> Iterator[Forward]:
     seen: list[Tensor] = []
     can_select = "logits_to_keep" in signature(model.forward).parameters
 
-    def forward(ids_T: Tensor, positions_T: Tensor, mask: Masks, cache: Cache, *, last_only: bool = False):
+    def forward(ids_BT: Tensor, positions_BT: Tensor, mask: Masks, cache: Cache, *, last_only: bool = False):
         selection: dict[str, Any] = {"logits_to_keep": 1} if last_only and can_select else {}
-        logits_TV = model(
-            input_ids=ids_T[None],
-            position_ids=positions_T[None],
+        logits_BTV = model(
+            input_ids=ids_BT,
+            position_ids=positions_BT,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
             **selection,
-        ).logits[0]
-        hidden_TD = seen.pop()[0]
-        return (hidden_TD[-1:], logits_TV[-1:]) if last_only else (hidden_TD, logits_TV)
+        ).logits
+        hidden_BTD = seen.pop()
+        return (hidden_BTD[:, -1:], logits_BTV[:, -1:]) if last_only else (hidden_BTD, logits_BTV)
 
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:

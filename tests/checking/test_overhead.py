@@ -26,7 +26,7 @@ def pair():
 def test_a_long_context_costs_no_more_cache_than_the_steps_need(pair, monkeypatch):
     asked: list[int] = []
     begin = TreeCache.begin
-    monkeypatch.setattr(TreeCache, "begin", lambda self, slots: (asked.append(slots), begin(self, slots))[1])
+    monkeypatch.setattr(TreeCache, "begin", lambda self, slots, *n: (asked.append(slots), begin(self, slots, *n))[1])
     curve = overhead_curve(*pair, TREES, [5] * 20, 131_072)
     assert curve.keys() == TREES.keys() and all(cost > 0 for cost in curve.values())
     assert max(asked) <= 20 + 1 + NUM_STEPS * 3 + 1 + 4

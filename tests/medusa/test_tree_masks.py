@@ -19,7 +19,7 @@ LONGEST = 12
 def test_a_row_sees_its_prefix_and_its_ancestors_within_the_window(choices, num_prefix, window):
     tree = Tree(choices)
     masks = TreeMasks(tree, {"any": window}, LONGEST, torch.float32, torch.device("cpu"))
-    mask = masks.after(num_prefix)
+    mask = masks.after([num_prefix])
     paths = [(), *tree.choices]
     assert mask.shape == (1, 1, len(paths), num_prefix + len(paths))
     for row, path in enumerate(paths):
@@ -35,7 +35,7 @@ def test_models_with_both_kinds_of_layers_get_a_mask_for_each():
     masks = TreeMasks(
         Tree(TREES[1]), {"full_attention": None, "sliding_attention": 3}, 9, torch.float32, torch.device("cpu")
     )
-    both = masks.after(6)
+    both = masks.after([6])
     assert set(both) == {"full_attention", "sliding_attention"}
     assert (both["full_attention"] == 0).sum() > (both["sliding_attention"] == 0).sum()
 
