@@ -9,6 +9,7 @@ from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.readers import read_source
 from pipeline.errors import MedusaDistillError
+from pipeline.storage.run_directory import skipped_stages
 from pipeline.targets.spec import context_length, model_config, resolve
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,7 +22,7 @@ class Estimate:
 
     conversations: int | None  # None where only reading a data set on the Hub would tell
     tokens: int | None  # to write, and to cache a state of each
-    bytes_per_position: int
+    bytes_per_position: int  # 0 where no state is cached
     written: bool = False  # whether the tokens are there already, and counted
     assumed: str = ""  # what was taken for granted, as a sentence
 
@@ -48,6 +49,7 @@ def estimate(config: Config, seeds: dict[str, Any] | None, generated: dict[str, 
     rows = int(seeds["rows"]) if seeds else _count(config)
     bound = None if rows is None else rows * longest
     tokens = int(generated.get("tokens", 0)) if generated else bound
+    width = 0 if "features" in skipped_stages(config) else width
     return Estimate(rows, tokens, hidden_size * width, bool(generated), assumed)
 
 

@@ -1,8 +1,9 @@
 """The order of the stages, and a run from top to bottom.
 
-A stage is a module with the same few names: `NAME`, `VERSION`, `UPSTREAM`, `identity(context)` (what its result
-depends on) and `run(context, directory)` (make it exist, return a summary). A stage whose DONE.json stands, whose
-files are as it says and whose upstream still has the content it was made from is not run again.
+A stage is a module with the same few names: `NAME`, `VERSION`, `UPSTREAM` (or `upstream(config)`, where the method
+decides what it reads), `identity(context)` (what its result depends on) and `run(context, directory)` (make it exist,
+return a summary). A stage whose DONE.json stands, whose files are as it says and whose upstream still has the content
+it was made from is not run again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pipeline.run_report import publish_report
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.durable import disk_errors
 from pipeline.storage.fingerprint import fingerprint
-from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.run_directory import RunDirectory, skipped_stages
 from pipeline.storage.stage_directory import StageDirectory
 
 STAGES: dict[str, ModuleType] = {
@@ -63,7 +64,10 @@ def run_flow(
         run.write_config(config)
         context = Context(config, run, console, executor)
         try:
-            context.check_placements(wanted)
+            # the workers of features also calibrate and check
+            context.check_placements({*wanted, "features"} if "calibrate" in wanted else wanted)
+            for name in skipped_stages(config):
+                run.unlink_latest(name)
             run.event("run-started", stages=wanted, executor=executor)
             advance_all(context, wanted, fresh)
         finally:
@@ -96,7 +100,7 @@ def advance(context: Context, stage: ModuleType, *, fresh: bool = False) -> Stag
     directory = locate(context, stage)
     directory.create(identity_of(context, stage))
     context.run.link_latest(directory)
-    upstream = {name: context.upstream[name].content for name in stage.UPSTREAM}
+    upstream = {name: context.upstream[name].content for name in upstream_of(stage, context.config)}
     lock = context.lock(directory)
     lock.share()
     directory.clean()
@@ -203,16 +207,22 @@ def locate(context: Context, stage: ModuleType) -> StageDirectory:
 
 def identity_of(context: Context, stage: ModuleType) -> dict[str, Any]:
     """What a stage's result depends on: its code version, its settings and their inputs, the stages before it."""
-    upstream = {name: context.upstream[name].fingerprint for name in stage.UPSTREAM}
+    upstream = {name: context.upstream[name].fingerprint for name in upstream_of(stage, context.config)}
     return {"version": stage.VERSION, "settings": stage.identity(context), "upstream": upstream}
+
+
+def upstream_of(stage: ModuleType, config: Config) -> tuple[str, ...]:
+    """The stages that a stage reads."""
+    return stage.upstream(config) if hasattr(stage, "upstream") else stage.UPSTREAM
 
 
 def _wanted(config: Config, stages: Sequence[str], until: str | None, fresh: str | None) -> list[str]:
     for name, option in ((until, "--until"), (fresh, "--fresh")):
         if name is not None and name not in stages:
             raise ConfigError(f"There is no stage '{name}'.", option, f"The stages are {', '.join(stages)}.")
-    wanted = [name for name in stages if name != "push" or config.push.repo_id]
-    wanted = wanted[: wanted.index(until) + 1] if until in wanted else wanted
+    upto = stages[: stages.index(until) + 1] if until else stages
+    left_out = {*skipped_stages(config), *(() if config.push.repo_id else ("push",))}
+    wanted = [name for name in upto if name not in left_out]
     if fresh is not None and fresh not in wanted:
         raise ConfigError(f"The stage '{fresh}' is not part of this run.", "--fresh", f"It runs {', '.join(wanted)}.")
     return wanted

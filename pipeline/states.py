@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +13,14 @@ from pipeline.config import Config
 from pipeline.errors import MedusaDistillError
 from pipeline.execution.context import Context
 from pipeline.execution.tally import Tally
-from pipeline.flow import STAGES, identity_of, locate
-from pipeline.storage.run_directory import RunDirectory
+from pipeline.flow import STAGES, identity_of, locate, upstream_of
+from pipeline.storage.run_directory import RunDirectory, skipped_stages
 from pipeline.storage.stage_directory import StageDirectory
 
 
 @dataclass(frozen=True)
 class StageState:
-    """One stage: `word` is done, partial (some of it must be made), stale (made from something else) or not run.
+    """One stage: `word` is done, partial (some must be made), stale (made from something else), not run or skipped.
 
     `made` counts the shards that a run would keep, `expected` all that it would have at its end; both are 0 for a
     stage without shards, and `expected` is None while nobody can know it.
@@ -44,7 +45,11 @@ def stage_states(run: RunDirectory, config: Config) -> dict[str, StageState]:
     context = Context(config, run, Console(quiet=True), read_only=True)
     states: dict[str, StageState] = {}
     obstacle: MedusaDistillError | None = None
+    skipped = skipped_stages(config)
     for name, stage in STAGES.items():
+        if name in skipped:
+            states[name] = StageState("skipped", skipped[name])
+            continue
         wanted: StageDirectory | None = None
         try:
             wanted = locate(context, stage) if obstacle is None else None
@@ -70,16 +75,17 @@ def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError | Non
 def _state(
     context: Context, linked: StageDirectory | None, wanted: StageDirectory, stage: Any, before: dict[str, StageState]
 ) -> StageState:
-    upstream = {name: context.upstream[name].content for name in stage.UPSTREAM}
+    sources = upstream_of(stage, context.config)
+    upstream = {name: context.upstream[name].content for name in sources}
     if wanted.is_current(upstream) and wanted.fits:
         made = len((wanted.done or {}).get("shards", ()))
         return StageState("done", "", wanted, made, made)
-    made, expected = _made(context, wanted, stage), _expected(stage, before)
+    made, expected = _made(context, wanted, sources), _expected(stage, before)
     if not wanted.path.exists():
         if linked is None:
             return StageState("not run", "never run", expected=expected)
         return StageState("stale", _difference(linked.identity, identity_of(context, stage)), linked, 0, expected)
-    unready = [name for name in stage.UPSTREAM if before[name].word != "done"]
+    unready = [name for name in sources if before[name].word != "done"]
     if wanted.done is None:
         return StageState("partial", "unfinished", wanted, made, expected)
     if not wanted.fits:
@@ -91,10 +97,10 @@ def _state(
     return StageState("stale", "what it was made from has changed", wanted, made, expected)
 
 
-def _made(context: Context, wanted: StageDirectory, stage: Any) -> int:
+def _made(context: Context, wanted: StageDirectory, sources: Sequence[str]) -> int:
     """The shards that are whole and, where there is something to compare with, made from what is there now."""
     have = wanted.receipts()
-    source = context.upstream[stage.UPSTREAM[0]].done if stage.UPSTREAM else None
+    source = context.upstream[sources[0]].done if sources else None
     if not source or not source.get("shards"):
         return len(have)
     content = {shard["index"]: shard["content_sha256"] for shard in source["shards"]}

@@ -37,7 +37,8 @@ def plan(
     states = stage_states(run, settings)
     for name, state in states.items():
         if name != "push" or settings.push.repo_id:
-            table.add_row(name, "kept" if state.word == "done" else "run", _shards(state), Text(state.why))
+            what = {"done": "kept", "skipped": "skip"}.get(state.word, "run")
+            table.add_row(name, what, _shards(state), Text(state.why))
     console.print(table)
     figures = estimate(settings, _summary(states["seeds"]), _summary(states["generate"]))
     features = states["features"]
@@ -53,11 +54,14 @@ def plan(
         work = f"{figures.conversations:,} conversations, "
         work += f"{tokens} written" if figures.written else f"at most {tokens} to write"
         need = f"as many positions of {figures.bytes_per_position:,} bytes each, {size(figures.disk_bytes)}"
+    need = need if figures.bytes_per_position else "no states to cache"
+    if settings.train.method == "medusa-2":
+        need += ", and a tuned backbone as large as the target"
     here = f", of which {size(cached)} are on the disk" if cached else ""
     console.print(f"\n{work}, {need}{here}; {size(free)} are free.", highlight=False, soft_wrap=True)
     if figures.assumed:
         console.print(figures.assumed, highlight=False, markup=False, soft_wrap=True)
-    for name in ("generate", "features", "train"):
+    for name in type(settings.placement).model_fields:
         console.print(f"{name}: {_workers(name, settings)}", highlight=False, markup=False, soft_wrap=True)
     if features.word != "done" and (figures.disk_bytes or 0) - cached > free:
         console.print("[yellow]That does not fit: name a larger run.store, or fewer rows with limit.[/]")

@@ -24,6 +24,13 @@ from pipeline.storage.stage_directory import StageDirectory
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
 
+def skipped_stages(config: Config) -> dict[str, str]:
+    """The stages whose result nobody would read, and why."""
+    if config.train.method == "medusa-2" and config.train.recipe == "joint":
+        return {"features": "not needed: joint Medusa-2 learns from the text"}
+    return {}
+
+
 class RunDirectory:
     """The directory of one run."""
 
@@ -83,6 +90,10 @@ class RunDirectory:
         temporary.unlink(missing_ok=True)
         temporary.symlink_to(os.path.relpath(stage.path, links), target_is_directory=True)
         os.replace(temporary, links / stage.stage)
+
+    def unlink_latest(self, name: str) -> None:
+        """A stage is no part of the run any more; its directory stays where it is."""
+        (self.path / "latest" / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

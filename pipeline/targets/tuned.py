@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.errors import ConfigError, DataError
-from pipeline.targets.files import WHERE
+from pipeline.errors import DataError
 from pipeline.targets.loading import load_causal_lm
-from pipeline.targets.spec import TargetSpec, model_config
+from pipeline.targets.spec import TargetSpec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,12 +30,11 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     A target with tied embeddings comes back untied: its lm_head has learned, and its input embedding has not.
 
     Raises:
-        ConfigError: As `require_mergeable` says.
+        ConfigError: transformers cannot load the target.
         DataError: There is no adapter of this target, or merging it gives numbers that are not finite.
     """
     from peft import PeftModel
 
-    require_mergeable(spec)
     model = load_causal_lm(replace(spec, quantization=None))
     untie(model)
     try:
@@ -53,13 +51,6 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
             fix = "Train again with a lower train.backbone_lr, or set target.dtype to bfloat16."
             raise DataError(f"The merged {name} is not finite in {weight.dtype}.", str(adapter), fix)
     return merged.eval().requires_grad_(False)
-
-
-def require_mergeable(spec: TargetSpec) -> None:
-    """Raise ConfigError where the target's weights are stored quantized, so that nothing can be added to them."""
-    if getattr(model_config(spec), "quantization_config", None):
-        fix = "Take the checkpoint that it was quantized from, and set target.quantization if it has to be small."
-        raise ConfigError(f"The target {spec.model} is stored quantized: no adapter can be merged into it.", WHERE, fix)
 
 
 def untie(model: PreTrainedModel) -> None:

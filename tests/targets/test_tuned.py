@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from pipeline.errors import ConfigError, DataError
+from pipeline.errors import DataError
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.tuned import load_tuned
 from tests.targets.adapters import RANK, logits_with_adapter_on, save_adapter
@@ -90,11 +89,3 @@ def test_numbers_that_are_not_finite_never_become_a_backbone(random_target, adap
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(DataError, match=r"down_proj.* is not finite"):
         load_tuned(random_target, tmp_path / "adapter")
-
-
-def test_a_target_that_is_stored_quantized_cannot_be_merged(random_target, adapter, tmp_path):
-    config = json.loads((Path(random_target.model) / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="stored quantized"):
-        load_tuned(TargetSpec(str(tmp_path)), adapter)
