@@ -46,7 +46,7 @@ _SETTINGS: dict[Any, Any] = {
     "legend.fontsize": 9,
     "lines.linewidth": 1.6,
 }
-_WIDTH = 5.6  # inches: 403 units, so that 10-unit text is 9 pixels high on a phone and 14 on a desktop
+_WIDTH = 5.0  # inches: 360 units, so that 10-unit text is 9 pixels high on a phone and 14 on a desktop
 
 
 def svg(name: str, label: str, height: float, draw: Callable[[Axes], None]) -> str:

@@ -14,10 +14,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from pipeline.report import plots, tree_plot
-from pipeline.report.facts import headline, pick, subtitle, title, verdict
+from pipeline.report import plots, speed_plots, tree_plot
+from pipeline.report.facts import headline, pick, subtitle, title, verdict, warnings
 from pipeline.report.tables import tables
-from pipeline.report.wording import count, rate, ratio
+from pipeline.report.wording import count, rate, ratio, times
 
 _HERE = Path(__file__).parent
 _NUM_HUES = 5  # of the coloured answer; neighbouring steps never share one
@@ -36,8 +36,10 @@ def page(report: dict, extras: dict) -> str:
         title=title(report),
         subtitle=subtitle(report),
         verdict=verdict(report),
+        warnings=warnings(report),
         figures=headline(report),
         race=race(report),
+        lanes=all_lanes(report),
         tables=tables(report, extras),
         plots={name: Markup(drawing) for name, drawing in drawings(report, extras).items()},
         samples=[sample for each in pick(extras, "samples") or [] if (sample := _coloured(each))],
@@ -54,11 +56,44 @@ def drawings(report: dict, extras: dict) -> dict[str, str]:
         drawn["heads"] = plots.head_accuracy(heads)
     if choices:
         drawn["tree"] = tree_plot.tree(choices, pick(extras, "tree", "probabilities") or ())
+    if sizes := pick(report, "tree", "sizes"):
+        drawn["sizes"] = speed_plots.tree_sizes(sizes, pick(report, "tree", "nodes"))
     if losses:
         drawn["losses"] = plots.losses(losses, pick(extras, "held_out") or ())
+    if evaluated := [row for row in pick(extras, "held_out") or () if row.get("head_top1")]:
+        drawn["accuracy"] = plots.held_out_accuracy(evaluated)
     if lengths:
         drawn["accepted"] = plots.accepted_lengths(lengths)
+    return drawn | _study_drawings(pick(report, "check", "native", "studies") or {})
+
+
+def _study_drawings(studies: dict) -> dict[str, str]:
+    drawn: dict[str, str] = {}
+    if rows := studies.get("typical"):
+        drawn["study_typical"] = speed_plots.typical(rows, "acceleration_rate", "tokens per step")
+        drawn["study_typical_likelihood"] = speed_plots.typical(rows, "log_likelihood", "log-likelihood")
+    if rows := studies.get("heads"):
+        drawn["study_heads"] = speed_plots.heads_used(rows)
+    if rows := studies.get("batch"):
+        drawn["study_batch"] = speed_plots.batch_sizes(rows)
     return drawn
+
+
+def all_lanes(report: dict) -> dict[str, dict[str, Any]]:
+    """Speedups as bars: each row's name, text and share of the largest, and where plain decoding stands among them."""
+    native = pick(report, "check", "native")
+    tabled = {
+        "categories": (pick(native, "categories"), "category"),
+        "study_trees": (pick(native, "studies", "trees"), "tree"),
+    }
+    found = {}
+    for name, (rows, key) in tabled.items():
+        known = [(str(row.get(key)), row["speedup"]) for row in rows or [] if row.get("speedup") is not None]
+        largest = max([1.0, *(speedup for _, speedup in known)])
+        bars = [(label, times(speedup), speedup / largest, speedup <= 1) for label, speedup in known]
+        if bars:
+            found[name] = {"plain": 1 / largest, "bars": bars}
+    return found
 
 
 def race(report: dict) -> list[tuple[str, str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from pipeline.report.facts import Table, headline, subtitle, title, verdict
+from pipeline.report.facts import Table, headline, subtitle, title, verdict, warnings
 from pipeline.report.tables import tables
 
 
@@ -21,6 +21,8 @@ def markdown(report: dict, extras: dict) -> str:
     ]
     if outcome.failures:
         lines += [*(f"- {_escaped(failure)}" for failure in outcome.failures), ""]
+    if found := warnings(report):
+        lines += [*(f"- {_escaped(warning)}" for warning in found), ""]
     figures = tuple((figure.label, figure.value, figure.note) for figure in headline(report))
     parts = [Table("Headline", ("figure", "value", "meaning"), figures, words=(0, 2)), *tables(report, extras).values()]
     return "\n".join(lines) + "\n" + "\n\n".join(map(_section, parts)) + "\n"

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from pipeline.report.drawing import ACCENT, CARD, INK, MUTED, SERIES, svg
 
-_MAX_POINTS = 300  # per curve: more than the plot has pixels would only make the page heavy
+_MAX_POINTS = 120  # per curve: so that single steps do not blur it, nor make the page heavy
 
 
 def head_accuracy(heads: Sequence[dict]) -> str:
@@ -60,14 +60,39 @@ def losses(steps: Sequence[dict], held_out: Sequence[dict] = ()) -> str:
                 )
             if not num_heads:
                 axes.plot(step_N, loss_N, style, color=ACCENT, label="loss" if style == "-" else "held-out loss")
+        num_names = num_heads + bool(held_out)
         if num_heads and held_out:
             axes.plot([], [], "--o", color=MUTED, ms=3, label="held-out")
         axes.set_xlabel("optimizer step")
         axes.set_ylabel("cross-entropy (nats)")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.legend(loc="upper right", ncols=2, columnspacing=1.2, handlelength=1.6)
+        axes.legend(
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=num_names if num_names < 6 else 3,
+            handlelength=1.2,
+            columnspacing=1.0,
+        )
 
     return svg("losses", "Loss of every head over the training steps", 3.0, draw)
+
+
+def held_out_accuracy(held_out: Sequence[dict]) -> str:
+    """Held-out top-1 accuracy of every head over the training steps; rows of `{"step", "head_top1"}`."""
+
+    def draw(axes: Axes) -> None:
+        step_N = np.array([row["step"] for row in held_out], dtype=float)
+        top1_NK = np.array([row["head_top1"] for row in held_out], dtype=float)
+        for k, top1_N in enumerate(top1_NK.T):
+            axes.plot(step_N, top1_N, "-o", ms=4, color=SERIES[k % len(SERIES)], label=f"head {k}")
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel("held-out top-1")
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, handlelength=1.2, columnspacing=1.2)
+
+    return svg("accuracy", "Held-out top-1 accuracy of every head over the training steps", 2.6, draw)
 
 
 def accepted_lengths(num_steps: Sequence[float]) -> str:

@@ -8,16 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.report.facts import STAGES, Table, identical, pick
+from pipeline.report.more_tables import more_tables
 from pipeline.report.wording import NOT_RUN, UNKNOWN, count, duration, pairs, percent, rate, ratio, times
 
 
 def tables(report: dict, extras: dict) -> dict[str, Table]:
-    """All tables by name, in reading order: check, heads, tree, sizes, stages, quarantine, provenance."""
+    """All tables by name, in reading order: first what was found, last how it was made."""
     return {
         "check": check_table(report),
         "heads": heads_table(report),
         "tree": tree_table(report, extras),
         "sizes": sizes_table(report),
+        **more_tables(report),
         "stages": stages_table(report),
         "quarantine": quarantine_table(report),
         "provenance": provenance_table(report),
@@ -130,11 +132,11 @@ def _made(report: dict, stage: str) -> str:
         return "" if value is None else phrase.format(word(value))
 
     facts = {
-        "generate": (("tokens", count, "{} tokens"), ("tokens_per_second", rate, "{} tokens/s")),
+        "generate": (("tokens", count, "{} tokens"), ("tokens_per_second", rate, "{} tokens/s per busy worker")),
         "features": (
             ("positions", count, "{} positions"),
             ("bytes_per_position", rate, "{} bytes each"),
-            ("tokens_per_second", rate, "{} tokens/s"),
+            ("tokens_per_second", rate, "{} tokens/s per busy worker"),
         ),
         "train": (
             ("tokens", count, "{} tokens"),

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from pipeline.report.facts import Table, finite, headline, subtitle, title, verdict
+from pipeline.report.facts import Table, finite, headline, subtitle, title, verdict, warnings
 from pipeline.report.tables import tables
 
 _WIDTH = 100
@@ -33,10 +33,13 @@ def print_report(report: dict, console: Console, extras: dict | None = None) -> 
     show(_text(outcome.text, f"bold {_COLOURS[outcome.passed]}"))
     for failure in outcome.failures:
         show(_text(f"- {failure}", "red"))
+    for warning in warnings(report):
+        show(_text(f"- {warning}", "yellow"))
     show(_text(""))
     show(_headline(report))
     parts = tables(report, extras)
-    for table in (parts[name] for name in ("stages", "heads", "tree", "sizes", "quarantine")):
+    between = [name for name in parts if name not in ("check", "stages", "quarantine", "provenance")]
+    for table in (parts[name] for name in ("stages", *between, "quarantine")):
         show(_text(""))
         if table.rows:
             show(_text(f"{table.title}  {table.note}".strip(), "bold"))

@@ -34,6 +34,11 @@ def percent(value: Any) -> str:
     return show(value, ".1%")
 
 
+def signed_percent(value: Any) -> str:
+    """A change as a share of one: `+1.2%`."""
+    return show(value, "+.1%")
+
+
 def rate(value: Any) -> str:
     """Tokens per second: a decimal for a slow machine, whole tokens for a fast one."""
     return show(value, ".1f" if isinstance(value, float) and value < 100 else ",.0f")

@@ -58,11 +58,15 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The training's curve and the held-out one, as the report's plot takes them: rows of step and head_losses."""
+    """The training's curve and the held-out one, as the report draws them: rows of step, head_losses and head_top1."""
     lines = list(read_metrics(directory))
     trained = [line for line in lines if "loss" in line]
     held_out = [
-        {"step": line["step"], "head_losses": [head["loss"] for head in line["held_out"]]}
+        {
+            "step": line["step"],
+            "head_losses": [head["loss"] for head in line["held_out"]],
+            "head_top1": [head.get("top1") for head in line["held_out"]],
+        }
         for line in lines
         if line.get("held_out")
     ]

@@ -14,6 +14,20 @@ HEADS = [
 CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0]]
 PROBABILITIES = [0.62, 0.12, 0.248, 0.062, 0.048]
 
+SPEED = {"acceleration_rate": 1.9, "overhead": 1.2, "speedup": 1.583}
+STUDIES: dict[str, Any] = {
+    "trees": [{"tree": "plain", "nodes": 0, **SPEED}, {"tree": "top-1 chain", "nodes": 4, **SPEED}],
+    "typical": [
+        {"temperature": 0.7, "rule": rule, "eps": eps, **SPEED, "log_likelihood": -1.21}
+        for rule, eps in (("plain", None), ("rejection", None), ("typical", 0.04), ("typical", 0.09))
+    ],
+    "heads": [{"heads": 1, "nodes": 2, **SPEED}, {"heads": 2, "nodes": 5, **SPEED}],
+    "batch": [
+        {"batch_size": 2, "tokens_per_second": 812.0, "baseline_tokens_per_second": 507.0, "speedup": 1.6},
+        {"batch_size": 4, "tokens_per_second": 1203.0, "baseline_tokens_per_second": 1111.0, "speedup": 1.08},
+    ],
+}
+
 REPORT: dict[str, Any] = {
     "versions": {"torch": "2.13.0", "vllm": "0.32.0"},
     "target": "someone/chat-7b",
@@ -23,7 +37,18 @@ REPORT: dict[str, Any] = {
     "seeds": {"rows": 1200, "quarantined": 17},
     "generate": {"rows": 1180, "tokens": 345678, "tokens_per_second": 2410.4},
     "features": {"positions": 300123, "bytes_per_position": 819.5, "tokens_per_second": 31000.0},
-    "train": {"tokens": 600246, "tokens_per_second": 12000.0, "final_loss": 4.213},
+    "train": {
+        "tokens": 600246,
+        "tokens_per_second": 12000.0,
+        "final_loss": 4.213,
+        "drift": {
+            "kl": 0.0123,
+            "perplexity": {"original": 3.21, "tuned": 3.25},
+            "perplexity_change": 0.0125,
+            "greedy_agreement": 0.963,
+            "positions": 5545,
+        },
+    },
     "heads": HEADS,
     "tree": {"nodes": 5, "expected_acceleration_rate": 2.098},
     "check": {
@@ -40,6 +65,25 @@ REPORT: dict[str, Any] = {
             "time_to_first_token": 0.034,
             "prompts": 32,
             "skipped_prompts": 2,
+            "categories": [
+                {
+                    "category": "math",
+                    "prompts": 10,
+                    "acceleration_rate": 2.5,
+                    "speedup": 2.04,
+                    "tokens_per_second": 510.0,
+                    "baseline_tokens_per_second": 250.0,
+                },
+                {
+                    "category": "writing",
+                    "prompts": 22,
+                    "acceleration_rate": 1.1,
+                    "speedup": 0.89,
+                    "tokens_per_second": 230.0,
+                    "baseline_tokens_per_second": 258.0,
+                },
+            ],
+            "studies": STUDIES,
         },
         "vllm": {
             "acceleration_rate": 1.713,
@@ -56,7 +100,7 @@ REPORT: dict[str, Any] = {
 EXTRAS: dict[str, Any] = {
     "tree": {"choices": CHOICES, "probabilities": PROBABILITIES},
     "losses": [{"step": s, "loss": 5.0 - s / 100, "head_losses": [2.5, 3.5 - s / 100], "lr": 1e-3} for s in range(50)],
-    "held_out": [{"step": 25, "loss": 4.8, "head_losses": [2.6, 3.4]}],
+    "held_out": [{"step": 25, "loss": 4.8, "head_losses": [2.6, 3.4], "head_top1": [0.6, 0.4]}],
     "samples": [
         {
             "prompt": "Why a tree?",

@@ -4,23 +4,41 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.report.facts import headline
+from pipeline.report.facts import headline, warnings
 from pipeline.report.tables import sizes_table
 
 
 @pytest.mark.parametrize(
     ("measured", "says"),
     [
-        (2.1, "; 2.00 expected"),
-        (2.21, "; 2.00 expected: +10%, more than 10 % off"),
-        (1.7, "; 2.00 expected: -15%, more than 10 % off"),
-        (None, "with the tree"),
+        (2.1, ()),
+        (2.22, ("11% above the expected one",)),
+        (1.7, ("15% below the expected one",)),
+        (None, ()),
     ],
 )
 def test_an_expectation_that_missed_by_more_than_a_tenth_is_flagged(report, measured, says):
     report["tree"]["expected_acceleration_rate"] = 2.0
     report["check"]["native"]["acceleration_rate"] = measured
-    assert headline(report)[0].note.endswith(says)
+    found = warnings(report)
+    assert len(found) == len(says) and all(words in found[i] for i, words in enumerate(says))
+    assert headline(report)[0].note.endswith("; 2.00 expected")
+
+
+@pytest.mark.parametrize(
+    ("promised", "measured", "says"),
+    [
+        ([0.8, 1.2], 1.1, None),
+        ([0.8, 0.94], 1.1, "no size promises a speedup above 1, the best one 0.94x"),
+        ([0.8, 1.2], 0.7, "the measured speedup is 0.70x"),
+        ([], 0.7, "the measured speedup is 0.70x"),
+    ],
+)
+def test_a_tree_that_does_not_pay_is_warned_of(report, promised, measured, says):
+    report["tree"] = {"nodes": 5, "sizes": [{"nodes": 4, "expected_speedup": speedup} for speedup in promised]}
+    report["check"]["native"]["speedup"] = measured
+    found = warnings(report)
+    assert not found if says is None else says in found[0]
 
 
 def test_the_sizes_that_were_measured_are_shown_with_what_they_promise(report):

@@ -113,7 +113,7 @@ def test_markdown_has_the_numbers_of_the_report(tmp_path, report, extras):
     stages = {row[0]: row[1:] for row in tables["Stages"]}
     assert stages["target"] == ["-", "-", "1 min 20 s", ""]
     assert stages["seeds"] == ["1,200", "17", "1.2 s", ""]
-    assert stages["generate"] == ["1,180", "20", "1 min 01 s", "345,678 tokens, 2,410 tokens/s"]
+    assert stages["generate"] == ["1,180", "20", "1 min 01 s", "345,678 tokens, 2,410 tokens/s per busy worker"]
     assert stages["train"][2:] == ["2 h 01 min", "600,246 tokens, 12,000 tokens/s, loss 4.21"]
     assert stages["check"] == ["32", "-", "250 ms", "2 prompts skipped"]
     assert stages["push"][0] == "not run"
@@ -126,6 +126,15 @@ def test_markdown_has_the_numbers_of_the_report(tmp_path, report, extras):
     assert check["time to first token"] == ["34 ms", "-"]
     assert check["accepted per position"] == ["-", "50.0% 21.3%"]
     assert check["greedy identical"] == ["31/32", "32/32"]
+    assert tables["Categories"][1] == ["math", "10", "2.50", "250", "510", "2.04x"]
+    assert dict(tables["Drift"][1:])["perplexity, change"] == "+1.2%"
+    assert tables["Study: trees"][1:] == [
+        ["plain", "0", "1.90", "1.20x", "1.58x"],
+        ["top-1 chain", "4", "1.90", "1.20x", "1.58x"],
+    ]
+    assert tables["Study: typical acceptance"][3] == ["0.7", "typical", "0.04", "1.90", "1.58x", "-1.21"]
+    assert tables["Study: heads used"][2] == ["2", "5", "1.90", "1.20x", "1.58x"]
+    assert tables["Study: batch size"][1] == ["2", "507", "812", "1.60x"]
 
 
 def test_tree_depths_add_up_to_the_expected_acceleration_rate(tmp_path, report, extras):

@@ -46,8 +46,10 @@ class Reader(HTMLParser):
 
 
 def test_page_is_well_formed_and_has_every_part(report, extras):
+    sizes = [{"nodes": nodes, "overhead": 1.2, "expected_speedup": 1.5} for nodes in (1, 4, 16)]
+    report["tree"]["sizes"] = sizes
     seen = Reader(page(report, extras))
-    assert seen.tags.count("svg") == 4
+    assert seen.tags.count("svg") == len(drawings(report, extras)) == 10
     for text in ("1.99", "1.23x", "1.61x", "31/32", "1.71", "256", "412", "62.0%", "degenerate-loop", "多个词元"):
         assert text in seen.text
 
@@ -79,6 +81,8 @@ def test_texts_from_data_are_escaped(report, extras):
     report["seconds_by_stage"][attack] = 1.0
     report["check"][attack] = {"speedup": attack}
     report["heads"][0]["top1"] = None
+    report["check"]["native"]["categories"][0]["category"] = attack
+    report["check"]["native"]["studies"]["trees"][0]["tree"] = attack
     extras["samples"][0] = {"prompt": attack, "tokens": [{"text": attack, "step": attack}]}
     seen = Reader(page(report, extras))
     assert not {"script", "img"} & set(seen.tags)
@@ -100,6 +104,15 @@ def test_tokens_of_one_step_share_a_colour_and_neighbouring_steps_do_not(report,
     assert "7 tokens in 4 steps: 1.75 a step" in text
 
 
+def test_bars_are_drawn_to_the_scale_of_the_largest_speedup_and_plain_decoding_has_its_mark(report):
+    report["check"]["native"] = {
+        "categories": [{"category": name, "speedup": s} for name, s in (("a", 2.5), ("b", 0.5))]
+    }
+    text = page(report, {})
+    assert 'style="width:100.0%"' in text and '<i class="slower" style="width:20.0%"' in text
+    assert text.count('<u style="left:40.0%">') == 2
+
+
 def test_the_same_report_gives_the_same_bytes(report, extras):
     assert page(report, extras) == page(report, extras)
 
@@ -115,6 +128,7 @@ def test_both_colour_schemes_define_every_colour_that_the_page_uses(report, extr
 def test_drawings_are_of_what_there_is(report, extras):
     assert drawings({}, {}) == {}
     del extras["losses"], report["heads"]
+    del report["check"]["native"]["studies"], extras["held_out"]
     assert set(drawings(report, extras)) == {"tree", "accepted"}
 
 

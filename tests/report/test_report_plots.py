@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report import plots, tree_plot
+from pipeline.report import plots, speed_plots, tree_plot
 
 choices_lists = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple), min_size=1, max_size=40)
 
@@ -81,6 +81,36 @@ def test_held_out_losses_are_named_only_where_there_are_some():
     rows = [{"step": 0, "loss": 2.0, "head_losses": [1.0, 1.0]}]
     assert "held-out" in plots.losses(rows, rows) and "held-out" not in plots.losses(rows)
     assert "held-out" not in plots.losses([{"step": 0, "loss": 2.0}])
+
+
+def test_the_chosen_size_and_every_measured_one_are_named_on_the_plot_of_sizes():
+    sizes = [{"nodes": nodes, "overhead": 1.1, "expected_acceleration_rate": 2.0} for nodes in (1, 4, 64)]
+    drawn = speed_plots.tree_sizes(sizes, 9)
+    assert all(f">{text}<" in drawn for text in ("1", "4", "64", "9 used", "overhead"))
+
+
+def test_typical_acceptance_has_a_curve_per_temperature_beside_sampling_itself():
+    rows = [
+        {"temperature": t, "rule": rule, "eps": eps, "acceleration_rate": 2.0, "log_likelihood": -1.0}
+        for t in (0.3, 1.0)
+        for rule, eps in (("plain", None), ("rejection", None), ("typical", 0.01), ("typical", 0.09))
+    ]
+    drawn = speed_plots.typical(rows, "acceleration_rate", "tokens per step")
+    assert all(text in drawn for text in ("T = 0.3", "T = 1", "rejection sampling"))
+    assert "plain sampling" in speed_plots.typical(rows, "log_likelihood", "log-likelihood")
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda rows: speed_plots.tree_sizes(rows, None),
+        speed_plots.heads_used,
+        speed_plots.batch_sizes,
+        lambda rows: speed_plots.typical(rows, "log_likelihood", "log-likelihood"),
+    ],
+)
+def test_rows_of_a_study_that_say_nothing_are_drawn(draw):
+    assert "<svg" in draw([{"nodes": None, "heads": None}, {}])
 
 
 def test_a_users_matplotlib_settings_change_no_drawing_and_are_left_alone():

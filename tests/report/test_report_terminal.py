@@ -33,6 +33,9 @@ def test_headline_stages_heads_tree_and_quarantine_are_printed(report, extras):
         "push not run",
         "1 t+3 40.0% 50.0% 60.0% 61.0% 66.0%",
         "Tree 5 nodes, expected acceleration rate 2.10.",
+        "writing 22 1.10 258 230 0.89x",
+        "perplexity, tuned 3.250",
+        "top-1 chain 4 1.90 1.20x 1.58x",
         "generate degenerate-loop 20",
     ):
         assert any(line.startswith(start) for line in lines), start

@@ -1,0 +1,125 @@
+"""The plots of speed: tree sizes on the device, and the studies; all text in them is ours and ASCII."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+
+from pipeline.report.drawing import ACCENT, INK, MUTED, SERIES, svg
+
+_LEGEND = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "handlelength": 1.6, "columnspacing": 1.4}
+_FIGURES = (
+    ("acceleration_rate", "tokens per step", SERIES[1]),
+    ("overhead", "overhead", SERIES[2]),
+    ("speedup", "speedup", ACCENT),
+)
+
+
+def tree_sizes(sizes: Sequence[dict], chosen: int | None) -> str:
+    """Overhead, expected acceleration rate and their ratio, the speedup, by nodes; a line at the chosen size."""
+    keys = {"acceleration_rate": "expected_acceleration_rate", "speedup": "expected_speedup"}
+    rows = [{key: size.get(keys.get(key, key)) for key, *_ in _FIGURES} for size in sizes]
+
+    def draw(axes: Axes) -> None:
+        _figures(axes, [size.get("nodes") for size in sizes], rows)
+        axes.set_xlabel("nodes")
+        _doubling(axes, [size["nodes"] for size in sizes if size.get("nodes")])
+        if chosen:
+            axes.axvline(chosen, color=INK, linewidth=1, linestyle=":")
+            left = chosen > max(size.get("nodes") or 0 for size in sizes) / 4
+            place = {"xytext": (-5 if left else 5, 0), "ha": "right" if left else "left"}
+            axes.annotate(
+                f"{chosen} used",
+                (chosen, 1),
+                xycoords=("data", "axes fraction"),
+                textcoords="offset points",
+                va="top",
+                color=INK,
+                size=9,
+                **place,
+            )
+
+    return svg("sizes", "Overhead, expected acceleration rate and speedup by tree size", 3.0, draw)
+
+
+def heads_used(rows: Sequence[dict]) -> str:
+    """Acceleration rate, overhead and speedup by how many heads are used."""
+
+    def draw(axes: Axes) -> None:
+        _figures(axes, [row.get("heads") for row in rows], rows)
+        axes.set_xlabel("heads used")
+        axes.xaxis.set_major_locator(FixedLocator([row["heads"] for row in rows if row.get("heads")]))
+
+    return svg("study-heads", "Acceleration rate, overhead and speedup by heads used", 2.8, draw)
+
+
+def batch_sizes(rows: Sequence[dict]) -> str:
+    """Tokens per second, plain and Medusa, by how many sequences decode at once; the speedup above each pair."""
+    plain_N, medusa_N = (_numbers(rows, key) for key in ("baseline_tokens_per_second", "tokens_per_second"))
+
+    def draw(axes: Axes) -> None:
+        x_N = np.arange(len(rows))
+        axes.bar(x_N - 0.19, plain_N, 0.36, color=MUTED, alpha=0.55, linewidth=0, label="plain")
+        axes.bar(x_N + 0.19, medusa_N, 0.36, color=ACCENT, linewidth=0, label="Medusa")
+        for x, height, row in zip(x_N, np.fmax(plain_N, medusa_N), rows, strict=True):
+            if np.isfinite(height) and row.get("speedup") is not None:
+                axes.text(x, height, f"{row['speedup']:.2f}x", ha="center", va="bottom", color=INK, size=9)
+        axes.set_xticks(x_N, [f"{row.get('batch_size')}" for row in rows])
+        axes.tick_params(axis="x", length=0)
+        axes.margins(y=0.1)
+        axes.set_xlabel("sequences at once")
+        axes.set_ylabel("tokens/s")
+        axes.legend(ncols=2, **_LEGEND)
+
+    return svg("study-batch", "Tokens per second by batch size", 2.8, draw)
+
+
+def typical(rows: Sequence[dict], key: str, label: str) -> str:
+    """One figure of typical acceptance over eps, one colour per temperature; dashed: sampling from the target itself.
+
+    The dashed line is rejection sampling's acceleration rate, or plain sampling's log-likelihood.
+    """
+    exact = "plain" if key == "log_likelihood" else "rejection"
+    temperatures = sorted({row["temperature"] for row in rows if row.get("temperature") is not None})
+
+    def draw(axes: Axes) -> None:
+        for temperature in temperatures:
+            here = [row for row in rows if row.get("temperature") == temperature]
+            swept = [row for row in here if row.get("rule") == "typical"]
+            others = [row for row in here if row.get("rule") in (exact, "greedy") and row.get(key) is not None]
+            colour = SERIES[temperatures.index(temperature) % len(SERIES)]
+            name = f"T = {temperature:g}" if temperature else "greedy"
+            if swept:
+                axes.plot(_numbers(swept, "eps"), _numbers(swept, key), "-o", ms=4, color=colour, label=name)
+            for row in others[-1:]:
+                axes.axhline(row[key], color=colour, linewidth=1.2, linestyle="--", label=None if swept else name)
+        axes.plot([], [], "--", color=MUTED, linewidth=1.2, label=f"{exact} sampling")
+        axes.set_xlabel("eps, delta = sqrt(eps)")
+        axes.set_ylabel(label)
+        axes.legend(ncols=3, **_LEGEND)
+
+    return svg(f"study-typical-{key.replace('_', '-')}", f"Typical acceptance: {label} by eps", 3.0, draw)
+
+
+def _figures(axes: Axes, x: Sequence[float | None], rows: Sequence[dict]) -> None:
+    x_N = np.array(x, dtype=float)
+    for key, label, colour in _FIGURES:
+        axes.plot(x_N, _numbers(rows, key), "-o", ms=4, color=colour, label=label)
+    axes.axhline(1, color=MUTED, linewidth=1, linestyle="--")
+    axes.set_ylim(bottom=0)
+    axes.legend(ncols=3, **_LEGEND)
+
+
+def _doubling(axes: Axes, ticks: Sequence[float]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+
+
+def _numbers(rows: Sequence[dict], key: str) -> np.ndarray:
+    """The rows' values [N]; one that is not known is nan, which is not drawn."""
+    return np.array([row.get(key) for row in rows], dtype=float)
