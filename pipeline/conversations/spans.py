@@ -41,7 +41,7 @@ def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
 
 
 def head_labels(
-    input_ids: Sequence[int], spans: Sequence[Span], num_heads: int, roles: Collection[Role]
+    input_ids: npt.ArrayLike, spans: Sequence[Span], num_heads: int, roles: Collection[Role]
 ) -> npt.NDArray[np.int32]:
     """Each head's label at each of `feature_positions(spans)`, [K, N]; `IGNORED` where the head must not learn.
 

@@ -15,6 +15,8 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.medusa.tree import Path as TreePath
 from pipeline.medusa.tree import check_choices
 from pipeline.storage.run_directory import STAGES
+from pipeline.targets.lora import require_tunable
+from pipeline.targets.spec import resolve
 
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it in a submitted job's entry point
 
@@ -39,6 +41,8 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
             "export.formats",
             "Set train.lm_head to tied, or export.formats to [expanded].",
         )
+    if config.train.method == "medusa-2" and "train" in stages:
+        require_tunable(resolve(config.target, on_gpu=False), config.train.lora_rank)
     if config.calibrate.choices:
         read_choices(config)
     require_questions(config)

@@ -24,6 +24,11 @@ from pipeline.conversations.spans import IGNORED
 _CHUNK_BYTES = {"cuda": 2 << 30, "cpu": 32 << 20}
 
 
+def chunk_bytes_on(device: torch.device) -> int:
+    """How many bytes of logits to hold at a time."""
+    return _CHUNK_BYTES.get(device.type, 1 << 30)
+
+
 def summed_cross_entropy(
     hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor, *, chunk_bytes: int | None = None
 ) -> Tensor:
@@ -35,7 +40,7 @@ def summed_cross_entropy(
     """
     if lm_head.dim() == 2 and lm_head.requires_grad:
         raise ValueError("a shared lm_head is frozen; detach it, or give every head its own")
-    chunk_bytes = chunk_bytes or _CHUNK_BYTES.get(hidden_KND.device.type, 1 << 30)
+    chunk_bytes = chunk_bytes or chunk_bytes_on(hidden_KND.device)
     return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, chunk_bytes)
 
 

@@ -1,7 +1,8 @@
-"""train: the heads, from the cached features; the backbone is not run (Medusa-1, paper 2.2.1).
+"""train: the heads, from the cached features (Medusa-1, paper 2.2.1), or heads and backbone, from the generated text.
 
 Promises: trains on the `train` split alone; interrupted, it continues at the very next batch; one worker or many
-follow the same loss curve. With Ray, Ray Train starts the workers and restarts what dies.
+follow the same loss curve. Medusa-2 (2.2.2) leaves an adapter beside the heads and says how far it has drifted from
+the target. With Ray, Ray Train starts the workers and restarts what dies.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from pipeline.config import Config
 from pipeline.execution.context import Context
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
-from pipeline.training.medusa1 import train_medusa1
+from pipeline.training.methods import train
 from pipeline.training.spec import TrainSpec
 
 NAME = "train"
 VERSION = 1
 UPSTREAM = ("features",)
 
+QUANTIZED_TEACHER = "the backbone is held to the quantized target, a worse teacher than the target itself"
 BOOKKEEPING = {"checkpoint_every", "keep_checkpoints", "micro_batch", "gradient_checkpointing", "max_kl"}
 ONLY_MEDUSA_2 = {
     "recipe",
@@ -52,11 +54,15 @@ def identity(context: Context) -> dict[str, Any]:
 
 def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     """Train until heads.safetensors is there."""
-    features, placement = context.upstream["features"], context.placement(NAME)
+    placement = context.placement(NAME)
     text_config = model_config(context.target).get_text_config()
+    read = {name: context.upstream[name] for name in upstream(context.config)}
+    shards = {name: tuple(map(str, made.shards())) for name, made in read.items()}
     spec = TrainSpec(
-        shards=tuple(map(str, features.shards())),
-        fingerprint=features.fingerprint,
+        shards=shards.get("features", ()),
+        fingerprint=read["features"].fingerprint if "features" in read else "",
+        texts=shards.get("generate", ()),
+        texts_fingerprint=read["generate"].fingerprint if "generate" in read else "",
         settings=context.config.train,
         target=context.target,
         hidden_size=text_config.hidden_size,
@@ -65,6 +71,8 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         directory=str(stage.path),
         device="cuda" if placement.gpus else "cpu",
     )
+    if spec.texts and context.target.quantization and spec.settings.backbone_loss == "kl":
+        context.console.print(f"[yellow]![/] {NAME:<10} {QUANTIZED_TEACHER}", highlight=False, soft_wrap=True)
     with context.meter(NAME, 0, unit="steps") as meter:
 
         def show(step: int, total: int, loss: float, rate: float) -> None:
@@ -79,7 +87,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
 
             limit = context.config.limits.max_consecutive_failures
             return train_on_ray(spec, placement.workers, placement.cpus, placement.gpus, limit, show, note_death)
-        return train_medusa1(spec, on_progress=show)
+        return train(spec, on_progress=show)
 
 
 def one_line(summary: dict[str, Any]) -> str:

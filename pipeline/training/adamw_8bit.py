@@ -40,5 +40,5 @@ class SlicedAdamW8bit(AdamW8bit):
 
 
 def _matrices(stack: Tensor) -> list[Tensor]:
-    """Views of a stack's matrices: [..., A, B] as many [A, B]."""
-    return list(stack.flatten(0, -3).unbind(0))
+    """Views of a stack's matrices: [..., A, B] as many [A, B]; a single one as it is."""
+    return list(stack.flatten(0, -3).unbind(0)) if stack.dim() > 2 else [stack]

@@ -35,11 +35,16 @@ def evaluate(
 
     Matrix products run in `dtype`. At most `MAX_POSITIONS` positions are looked at, always the same ones.
     """
-    losses_K, hits_KR, counts_K = _score(heads, rows, TOP, batch_tokens, world, dtype)
+    return per_head(_score(heads, rows, TOP, batch_tokens, world, dtype))
+
+
+def per_head(found: Score) -> list[dict[str, float]]:
+    """A score as {loss, top1, …} per head; empty of no labels."""
+    losses_K, hits_KR, counts_K = found
     if not counts_K.any():
         return []
     means_KR = torch.cat([losses_K[:, None], hits_KR], 1) / counts_K.clamp(min=1)[:, None]
-    names = ["loss", *(f"top{rank + 1}" for rank in range(TOP))]
+    names = ["loss", *(f"top{rank + 1}" for rank in range(hits_KR.shape[1]))]
     return [dict(zip(names, row, strict=True)) for row in means_KR.tolist()]
 
 

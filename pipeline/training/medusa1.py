@@ -10,34 +10,28 @@ Letters: N positions, D hidden size, V vocabulary, K heads.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.errors import CheckFailed, ConfigError, DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.medusa.heads import MedusaHeads
 from pipeline.medusa.losses import summed_cross_entropy
 from pipeline.medusa.schedules import cosine_with_warmup
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training.checkpoints import Checkpoints, read_summary, write_heads
+from pipeline.training.course import Progress, require_finite, resume, save
 from pipeline.training.evaluate import evaluate
 from pipeline.training.features import FeatureRows
 from pipeline.training.loading import Batch, load_batches
 from pipeline.training.metrics import MetricsLog
-from pipeline.training.optimizers import load_optimizer, make_optimizer, optimizer_tensors
+from pipeline.training.optimizers import make_optimizer
 from pipeline.training.plan import EpochPlan
 from pipeline.training.spec import TrainSpec, choose_device, memory_errors, product_dtype
 from pipeline.training.world import World
-
-LAST_STEPS = 50  # `final_loss` is the mean over so many
-
-Progress = Callable[[int, int, float, float], None]  # (step, total steps, loss, positions per second)
 
 
 def train_medusa1(spec: TrainSpec, world: World | None = None, on_progress: Progress | None = None) -> dict[str, Any]:
@@ -69,7 +63,7 @@ def train_medusa1(spec: TrainSpec, world: World | None = None, on_progress: Prog
         heads = initial_heads(spec).to(device)
         optimizer = make_optimizer(heads, settings)
         checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", settings.keep_checkpoints))
-        course = resume(checkpoints, heads, optimizer, world)
+        course = resume(checkpoints, {"heads": heads}, optimizer, world)
         log = stack.enter_context(MetricsLog(spec.path, course.step)) if world.is_first else None
 
         def held_out() -> list[dict[str, float]]:
@@ -94,42 +88,13 @@ def train_medusa1(spec: TrainSpec, world: World | None = None, on_progress: Prog
                 if log:
                     log.write(course.step, {"epoch": course.step / steps_per_epoch, **figures})
                 if world.is_first and course.step % settings.checkpoint_every == 0:
-                    save(checkpoints, heads, optimizer, course)
+                    save(checkpoints, {"heads": heads}, optimizer, course)
                 if on_progress:
                     on_progress(course.step, total_steps, figures["loss"], course.tokens_per_second)
                 started = time.monotonic()
     if world.is_first:
         write_heads(spec.heads_path, heads, course.summary())
     return course.summary()
-
-
-@dataclass
-class Course:
-    """How far training has come; part of every checkpoint."""
-
-    step: int = 0
-    tokens: int = 0  # positions learned from, over all workers
-    seconds: float = 0.0  # in steps, waiting for data included; without evaluation and start-up
-    losses: list[float] = field(default_factory=list)  # of the last steps
-    held_out: list[dict[str, float]] = field(default_factory=list)  # the last evaluation, one entry per head
-
-    def advance(self, loss: float, positions: int, seconds: float) -> None:
-        self.step, self.tokens, self.seconds = self.step + 1, self.tokens + positions, self.seconds + seconds
-        self.losses = [*self.losses, loss][-LAST_STEPS:]
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "steps": self.step,
-            "tokens": self.tokens,
-            "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "final_loss": sum(self.losses) / len(self.losses),
-            "held_out": self.held_out,
-        }
 
 
 def open_features(spec: TrainSpec) -> FeatureRows:
@@ -186,35 +151,8 @@ def learn(
     norm = torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
     scalars = torch.stack([(weights_K * sums_K).sum(), norm, counts_K[0]])
     loss, grad_norm, positions, *head_losses = torch.cat([scalars, sums_K / counts_K.clamp(min=1)]).tolist()
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        what = f"Training diverged: at a learning rate of {lr:.2g} the loss is {loss}, its gradient's norm {grad_norm}."
-        fix = "Lower train.lr, raise train.warmup_steps or set train.precision: fp32."
-        raise CheckFailed(what, spec.directory, fix)
+    require_finite(loss, grad_norm, lr, spec)
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
     return {"loss": loss, "head_losses": head_losses, "grad_norm": grad_norm, "lr": lr, "positions": int(positions)}
-
-
-def save(checkpoints: Checkpoints, heads: MedusaHeads, optimizer: torch.optim.Optimizer, course: Course) -> None:
-    """Hand a copy of everything that a resume needs to the checkpoint writer."""
-    tensors, numbers = optimizer_tensors(optimizer)
-    trained = {f"heads/{name}": tensor for name, tensor in heads.named_parameters() if tensor.requires_grad}
-    state = {"course": asdict(course), "optimizer": numbers}
-    checkpoints.save(course.step, trained | {f"optimizer/{name}": tensor for name, tensor in tensors.items()}, state)
-
-
-def resume(checkpoints: Checkpoints, heads: MedusaHeads, optimizer: torch.optim.Optimizer, world: World) -> Course:
-    """Go back to the newest whole checkpoint, the first worker's choice; a fresh course where there is none."""
-    device = heads.block_weight.device
-    step = int(world.sum(torch.tensor(checkpoints.newest() if world.is_first else 0, device=device)))
-    if not step:
-        return Course()
-    tensors, state = checkpoints.load(step, device)
-    rooms: dict[str, dict[str, torch.Tensor]] = {"heads": {}, "optimizer": {}}
-    for name, tensor in tensors.items():
-        room, _, rest = name.partition("/")
-        rooms[room][rest] = tensor
-    heads.load_state_dict(rooms["heads"], strict=False)
-    load_optimizer(optimizer, rooms["optimizer"], state["optimizer"])
-    return Course(**state["course"])

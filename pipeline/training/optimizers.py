@@ -1,4 +1,4 @@
-"""The optimizers of the heads, and their state as flat named tensors for a checkpoint."""
+"""The optimizers, and their state as flat named tensors for a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
 
 
-def make_optimizer(module: nn.Module, settings: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(heads: nn.Module, settings: TrainConfig, backbone: nn.Module | None = None) -> torch.optim.Optimizer:
     """AdamW over the parameters that train, with 32-bit or 8-bit moments; biases do not decay.
+
+    Each group's `peak_lr` is the learning rate at its highest: that of the heads, or of the backbone.
 
     Raises:
         EnvironmentFault: 8-bit moments are asked for and bitsandbytes cannot be imported.
     """
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    biases = [parameter for name, parameter in trained.items() if name.endswith("bias")]
-    weights = [parameter for name, parameter in trained.items() if not name.endswith("bias")]
-    groups = [{"params": weights, "weight_decay": settings.weight_decay}, {"params": biases, "weight_decay": 0.0}]
+    groups = _groups(heads, settings.lr, settings.weight_decay)
+    if backbone is not None:
+        groups += _groups(backbone, settings.peak_backbone_lr, settings.weight_decay)
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
     try:
@@ -30,6 +31,20 @@ def make_optimizer(module: nn.Module, settings: TrainConfig) -> torch.optim.Opti
         fix = "Install bitsandbytes for this machine, or set train.optimizer: adamw."
         raise EnvironmentFault(f"bitsandbytes cannot be imported: {error}.", "train.optimizer", fix) from error
     return SlicedAdamW8bit(groups, lr=settings.lr)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, share: float) -> None:
+    """Every group learns at this share of its peak."""
+    for group in optimizer.param_groups:
+        group["lr"] = share * group["peak_lr"]
+
+
+def _groups(module: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    weights = [parameter for name, parameter in trained.items() if not name.endswith("bias")]
+    biases = [parameter for name, parameter in trained.items() if name.endswith("bias")]
+    decays = [(weights, weight_decay), (biases, 0.0)]
+    return [{"params": each, "weight_decay": decay, "lr": lr, "peak_lr": lr} for each, decay in decays if each]
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, int | float]]:

@@ -61,7 +61,7 @@ class EpochPlan:
         self.num_steps = -(-self.num_positions // batch_tokens)
         # Fewer lanes where positions are so few that a lane could not give one to every step.
         num_lanes = min(LANES, self.num_positions // max(1, self.num_steps))
-        self._lanes = [_part(0, self.num_positions, lane, num_lanes) for lane in range(num_lanes)]
+        self._lanes = [part(0, self.num_positions, lane, num_lanes) for lane in range(num_lanes)]
 
     def pieces(self, step: int, rank: int = 0, world_size: int = 1) -> list[Piece]:
         """What one worker reads in one step, in the line's order; its share may be empty when positions are few.
@@ -71,8 +71,8 @@ class EpochPlan:
         """
         if not 0 <= step < self.num_steps:
             raise ValueError(f"step {step} of {self.num_steps}")
-        ranges = [_part(start, stop, step, self.num_steps) for start, stop in self._lanes]
-        share = _part(0, sum(stop - start for start, stop in ranges), rank, world_size)
+        ranges = [part(start, stop, step, self.num_steps) for start, stop in self._lanes]
+        share = part(0, sum(stop - start for start, stop in ranges), rank, world_size)
         return [piece for start, stop in _within(ranges, *share) for piece in self._between(start, stop)]
 
     def _between(self, start: int, stop: int) -> list[Piece]:
@@ -86,7 +86,7 @@ class EpochPlan:
         return found
 
 
-def _part(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
+def part(start: int, stop: int, index: int, count: int) -> tuple[int, int]:
     """The index-th of `count` parts of a range, equal give or take one."""
     length = stop - start
     return start + length * index // count, start + length * (index + 1) // count

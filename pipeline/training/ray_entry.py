@@ -23,8 +23,8 @@ from ray.train.v2.api.config import LoggingConfig
 
 from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.training.checkpoints import read_summary
-from pipeline.training.medusa1 import Progress, count_steps, open_features, train_medusa1
-from pipeline.training.metrics import last_metrics
+from pipeline.training.course import Progress
+from pipeline.training.methods import last_step, steps_of, train
 from pipeline.training.spec import TrainSpec
 from pipeline.training.world import World
 
@@ -45,7 +45,7 @@ def train_on_ray(
     on_progress: Progress | None = None,
     on_death: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """`train_medusa1` on `workers` workers with `cpus` cores and `gpus` GPUs each; returns the first worker's summary.
+    """`train` on `workers` workers with `cpus` cores and `gpus` GPUs each; returns the first worker's summary.
 
     A worker's death restarts the group from the newest checkpoint, all in all less than `max_failures` times, and
     `on_death` is told of it. Ray is initialised already. A finished run only returns its summary: Ray Train would start
@@ -57,7 +57,7 @@ def train_on_ray(
     """
     if summary := read_summary(spec.heads_path, spec.heads_config):
         return summary
-    total_steps = count_steps(spec, open_features(spec))  # also: bad data is refused here, before anything is started
+    total_steps = steps_of(spec)  # also: bad data is refused here, before anything is started
     spec = _absolute(spec)
     bookkeeping = spec.path / "ray"
     bookkeeping.mkdir(exist_ok=True)
@@ -122,8 +122,8 @@ def _last_line(error: Exception) -> str:
 
 def _absolute(spec: TrainSpec) -> TrainSpec:
     """The same with absolute paths: Ray Train moves its workers to a directory of its own."""
-    shards = tuple(os.path.abspath(shard) for shard in spec.shards)
-    return replace(spec, shards=shards, directory=os.path.abspath(spec.directory))
+    shards, texts = (tuple(map(os.path.abspath, paths)) for paths in (spec.shards, spec.texts))
+    return replace(spec, shards=shards, texts=texts, directory=os.path.abspath(spec.directory))
 
 
 def _worker(config: dict[str, Any]) -> Outcome:
@@ -138,7 +138,7 @@ def _worker(config: dict[str, Any]) -> Outcome:
     context = get_context()
     world = World(context.get_world_rank(), context.get_world_size())
     try:
-        return train_medusa1(config["spec"], world), None
+        return train(config["spec"], world), None
     except MedusaDistillError as error:
         if world.size > 1 and not isinstance(error, CheckFailed | ConfigError):
             raise
@@ -151,8 +151,8 @@ def _follow(fit: Any, spec: TrainSpec, total_steps: int, on_progress: Progress |
     waiting = [fit]
     while waiting:
         _, waiting = ray.wait(waiting, timeout=SECONDS_BETWEEN_LOOKS)
-        line = last_metrics(spec.path) or {}
-        if on_progress and "loss" in line and line["step"] != shown:
+        line = last_step(spec)
+        if on_progress and line and line["step"] != shown:
             shown = line["step"]
             on_progress(shown, total_steps, line["loss"], line["tokens_per_second"])
     try:

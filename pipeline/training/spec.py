@@ -20,7 +20,7 @@ from pipeline.targets.spec import TargetSpec
 class TrainSpec:
     """All that a worker needs to know; picklable."""
 
-    shards: tuple[str, ...]  # the features stage's shards, in order
+    shards: tuple[str, ...]  # the features stage's shards, in order; none where nothing is trained from the cache
     fingerprint: str  # of the features stage
     settings: TrainConfig
     target: TargetSpec
@@ -29,6 +29,8 @@ class TrainSpec:
     seed: int
     directory: str  # of the train stage, on storage that every worker sees
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    texts: tuple[str, ...] = ()  # the generate stage's shards, in order: what Medusa-2 trains from
+    texts_fingerprint: str = ""
 
     @property
     def path(self) -> Path:
@@ -38,6 +40,11 @@ class TrainSpec:
     def heads_path(self) -> Path:
         """Where the trained heads will be; heads of `heads_config` there say that training is finished."""
         return self.path / "heads.safetensors"
+
+    @property
+    def adapter_path(self) -> Path:
+        """Where Medusa-2 leaves the backbone's adapter, as peft reads it."""
+        return self.path / "adapter"
 
     @property
     def heads_config(self) -> HeadsConfig:
@@ -68,7 +75,8 @@ def memory_errors(spec: TrainSpec) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        fix = "Lower train.batch_tokens, or set train.optimizer: adamw-8bit or train.lm_head: tied."
+        less = "train.batch_tokens" if spec.settings.method == "medusa-1" else "train.micro_batch or sequence_length"
+        fix = f"Lower {less}, or set train.optimizer: adamw-8bit or train.lm_head: tied."
         raise EnvironmentFault("The GPU's memory is too small for this training.", spec.directory, fix) from error
 
 

@@ -1,0 +1,72 @@
+"""What `train.method` and `train.recipe` name: one training, or heads first and then heads and backbone together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pipeline.training.course import Progress
+from pipeline.training.medusa1 import count_steps, open_features, train_medusa1
+from pipeline.training.medusa2 import open_texts, text_plan, train_medusa2
+from pipeline.training.metrics import last_metrics
+from pipeline.training.spec import TrainSpec
+from pipeline.training.world import World
+
+HEADS_FIRST = "heads-first"
+
+
+def train(spec: TrainSpec, world: World | None = None, on_progress: Progress | None = None) -> dict[str, Any]:
+    """Train by the method and the recipe of the settings; returns that training's summary.
+
+    Of two stages the first has a directory of its own in the second's, `heads-first/`, and stands in the summary under
+    `heads_first`. Each resumes for itself.
+
+    Raises:
+        MedusaDistillError: As `train_medusa1` and `train_medusa2` do.
+    """
+    if spec.settings.method == "medusa-1":
+        return train_medusa1(spec, world, on_progress)
+    if spec.settings.recipe == "joint":
+        return train_medusa2(spec, world, on_progress)
+    first = heads_first(spec)
+    first.path.mkdir(exist_ok=True)
+    before, after = steps_of(first), steps_of(spec) - steps_of(first)
+
+    def shown(start: int) -> Progress | None:
+        def show(step: int, _: int, loss: float, rate: float) -> None:
+            assert on_progress
+            on_progress(start + step, before + after, loss, rate)
+
+        return show if on_progress else None
+
+    summary = train_medusa1(first, world, shown(0))
+    return train_medusa2(spec, world, shown(before), first.heads_path) | {"heads_first": summary}
+
+
+def heads_first(spec: TrainSpec) -> TrainSpec:
+    """The first of two stages: Medusa-1 from the cache."""
+    settings = spec.settings.model_copy(update={"method": "medusa-1"})
+    return replace(spec, settings=settings, directory=str(spec.path / HEADS_FIRST))
+
+
+def steps_of(spec: TrainSpec) -> int:
+    """Optimizer steps of the whole training; reads what it trains from, and refuses what is bad of it."""
+    if spec.settings.method == "medusa-1":
+        return count_steps(spec, open_features(spec))
+    plan = text_plan(spec, open_texts(spec)["train"])
+    own = plan.steps_per_epoch * spec.settings.epochs
+    return own if spec.settings.recipe == "joint" else own + steps_of(heads_first(spec))
+
+
+def last_step(spec: TrainSpec) -> dict[str, Any] | None:
+    """The newest line of metrics with a loss, its step counted from the first stage's start."""
+    line = _with_loss(spec)
+    if spec.settings.method == "medusa-1" or spec.settings.recipe == "joint":
+        return line
+    first = heads_first(spec)
+    return line | {"step": line["step"] + steps_of(first)} if line else _with_loss(first)
+
+
+def _with_loss(spec: TrainSpec) -> dict[str, Any] | None:
+    line = last_metrics(spec.path)
+    return line if line and "loss" in line else None
