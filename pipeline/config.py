@@ -194,7 +194,7 @@ class TrainConfig(Section):
     )
     lambda_0: float = Field(0.01, description="medusa-2: final weight of the heads' losses.", gt=0, le=1)
     lora_rank: PositiveInt = Field(32, description="medusa-2: rank of LoRA, on every linear layer, lm_head included.")
-    lora_alpha: PositiveFloat = Field(16.0, description="medusa-2: LoRA's scale is alpha / rank.")
+    lora_alpha: PositiveInt = Field(16, description="medusa-2: LoRA's scale is alpha / rank.")
     lora_dropout: float = Field(0.05, description="medusa-2: dropout before LoRA.", ge=0, lt=1)
     backbone_lr: PositiveFloat | None = Field(
         None, description="medusa-2: peak learning rate of LoRA. Default: a quarter of train.lr."
@@ -215,6 +215,11 @@ class TrainConfig(Section):
     max_kl: PositiveFloat = Field(
         0.1, description="medusa-2: the check fails where KL(original, tuned) is above, in nats per held-out position."
     )
+
+    @property
+    def peak_backbone_lr(self) -> float:
+        """A quarter of the heads' unless it is given: theirs is 4 times the backbone's (paper, appendix B)."""
+        return self.lr / 4 if self.backbone_lr is None else self.backbone_lr
 
 
 class CalibrateConfig(Section):
