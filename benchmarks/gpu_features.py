@@ -19,11 +19,11 @@ from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from benchmarks.features import AIM as AIM_OVER_FORWARD
 from benchmarks.features import forward_seconds, record_batches, stage_seconds
 from pipeline.config import FeaturesConfig
-from pipeline.stages.features import Worker, row_groups, write_group
 from pipeline.storage.rows import spans_of
 from pipeline.storage.schemas import FEATURES
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.tasks import ShardTask
+from pipeline.training.feature_worker import Worker, row_groups, write_group
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Size

@@ -18,9 +18,9 @@ import torch
 
 from benchmarks import rows
 from benchmarks.claims import Claim, Result, in_turns
-from pipeline.stages.features import row_groups, write_group
 from pipeline.storage.schemas import FEATURES
 from pipeline.storage.shards import ShardWriter
+from pipeline.training.feature_worker import row_groups, write_group
 from pipeline.training.features import FeatureRows
 from pipeline.training.loading import load_batches
 from pipeline.training.plan import EpochPlan

@@ -95,7 +95,7 @@ def test_the_same_command_again_keeps_everything_and_computes_nothing(copied_run
         raise AssertionError("an engine was asked for")
 
     monkeypatch.setattr("pipeline.stages.generate.make_generation_engine", forbidden)
-    monkeypatch.setattr("pipeline.stages.features.make_feature_engine", forbidden)
+    monkeypatch.setattr("pipeline.training.feature_worker.make_feature_engine", forbidden)
     before = {p: p.stat().st_mtime_ns for p in copied_run.path.rglob("*.parquet")}
     run = run_again(make_config(tmp_path))
     assert stages_run(run) == [] and shards_made(run) == []

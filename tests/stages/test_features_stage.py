@@ -14,8 +14,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from pipeline.flow import run_flow
-from pipeline.stages import features
 from pipeline.storage.shards import read_footer, read_rows
+from pipeline.training import feature_worker
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_row_whose_states_are_not_finite_is_quarantined_and_its_neighbours_are
 ):
     bad = cached[3]["id"], cached[20]["id"]
     poisoned = [row["input_ids"] for row in cached if row["id"] in bad]
-    real = features.make_feature_engine
+    real = feature_worker.make_feature_engine
 
     class Poisoned:
         def __init__(self, engine):
@@ -96,7 +96,7 @@ def test_a_row_whose_states_are_not_finite_is_quarantined_and_its_neighbours_are
         def close(self):
             self.engine.close()
 
-    monkeypatch.setattr(features, "make_feature_engine", lambda *arguments: Poisoned(real(*arguments)))
+    monkeypatch.setattr(feature_worker, "make_feature_engine", lambda *arguments: Poisoned(real(*arguments)))
     config = make_config(tmp_path, features__codec="lz4")
     run = run_flow(config, until="features", executor="inline", console=Console(quiet=True))
     stage = run.latest("features")
@@ -111,7 +111,7 @@ def test_a_row_whose_states_are_not_finite_is_quarantined_and_its_neighbours_are
 
 
 def test_small_row_groups_hold_the_same_rows(copied_run, make_config, tmp_path, monkeypatch, cached):
-    monkeypatch.setattr(features, "ROW_GROUP_BYTES", 20_000)
+    monkeypatch.setattr(feature_worker, "ROW_GROUP_BYTES", 20_000)
     config = make_config(tmp_path, features__codec="none")
     stage = run_flow(config, until="features", executor="inline", console=Console(quiet=True)).latest("features")
     from pipeline.storage.shards import open_shard
@@ -139,8 +139,8 @@ def test_grouping_keeps_every_row_once_in_order_and_closes_a_group_when_it_is_la
         split = "check" if number in held_out else "train"
         rows.append(({"id": str(number), "spans": spans, "split": split}, hidden_TD))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(features, "ROW_GROUP_BYTES", limit)
-        groups = list(features.row_groups(rows))
+        patch.setattr(feature_worker, "ROW_GROUP_BYTES", limit)
+        groups = list(feature_worker.row_groups(rows))
     flat = [pair for group in groups for pair in group]
     assert [row["id"] for row, _ in flat] == [str(number) for number in range(len(lengths))]
     for (row, kept_ND), (_, hidden_TD) in zip(flat, rows, strict=True):
