@@ -21,6 +21,8 @@ from pydantic import (
 )
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+BaselineName = Literal["generate", "prompt-lookup", "assistant"]
+StudyName = Literal["trees", "typical", "heads", "batch"]
 
 
 class Section(BaseModel):
@@ -244,7 +246,11 @@ class ExportConfig(Section):
 
 
 class CheckConfig(Section):
-    prompts: int | Path = Field(32, description="How many held-out rows, at least 1, or a file of questions.")
+    prompts: int | Path = Field(
+        32,
+        description="How many held-out rows, at least 1, one answer of each; or a file of questions (MT-Bench, "
+        "Spec-Bench), every turn of them.",
+    )
     max_new_tokens: PositiveInt = Field(64, description="Tokens decoded per prompt.")
     acceptance: Literal["greedy", "typical", "nucleus", "rejection"] = Field(
         "greedy",
@@ -261,7 +267,20 @@ class CheckConfig(Section):
     engines: tuple[Literal["native", "vllm"], ...] = Field(
         ("native", "vllm"), description="Where the export is decoded.", min_length=1
     )
-    repeats: PositiveInt = Field(1, description="Timed repetitions; the median is reported.")
+    repeats: PositiveInt = Field(3, description="Timed repetitions; medians are reported.")
+    baselines: tuple[BaselineName, ...] = Field(
+        ("generate", "prompt-lookup"),
+        description="What transformers itself makes of the prompts, beside it: plain generate, prompt lookup, a "
+        "smaller model as assistant.",
+    )
+    assistant_model: str | None = Field(
+        None, description="Hub id or local directory of the assistant, a model with the target's vocabulary."
+    )
+    studies: tuple[StudyName, ...] = Field(
+        (),
+        description="Asked beyond the verdict: which tree, typical acceptance by eps and temperature, how many heads, "
+        "what batch size.",
+    )
     min_acceleration_rate: float = Field(1.0, description="The check fails below it.", ge=0)
     tie_tolerance: float | None = Field(
         None,
@@ -277,6 +296,12 @@ class CheckConfig(Section):
         if not isinstance(value, str | Path) and not (is_number and value >= 1):
             raise ValueError("ask at least one held-out row, or name a file of questions")
         return value
+
+    @model_validator(mode="after")
+    def assistant_is_named(self) -> CheckConfig:
+        if ("assistant" in self.baselines) != (self.assistant_model is not None):
+            raise ValueError("the baseline 'assistant' and check.assistant_model come together")
+        return self
 
 
 class PushConfig(Section):

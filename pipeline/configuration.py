@@ -20,7 +20,7 @@ from pipeline.errors import ConfigError
 from pipeline.secrecy import redacted
 
 PATH_KEYS = {("run", "root"), ("run", "store"), ("calibrate", "choices"), ("check", "prompts")}
-PATH_OR_NAME_KEYS = {("target", "model"), ("target", "chat_template")}
+PATH_OR_NAME_KEYS = {("target", "model"), ("target", "chat_template"), ("check", "assistant_model")}
 
 
 def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:

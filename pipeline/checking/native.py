@@ -1,46 +1,45 @@
 """The export decoded by our own tree decoder on plain transformers, against plain decoding in the same process.
 
 Both decoders are the same loop with the same cache, one with the tree and one without, and take turns prompt by
-prompt, so that a machine that drifts slows both. Seconds are decoding alone, the prefill apart. Plain decoding follows
-the same rule, greedily or sampled from the same seeds, but greedy text is always compared too.
-
-    acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
-    overhead           seconds per Medusa step / seconds per plain step
-    speedup            acceleration rate / overhead
+prompt, after a warm-up. Plain decoding follows the same rule, greedily or sampled from the same seeds, but greedy text
+is always compared too, and what transformers itself makes of the prompts is measured beside it (`check.baselines`).
 """
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from pipeline.checking.comparison import compare, gap_of, tie_tolerance
-from pipeline.checking.prompts import Prompt
+from pipeline.checking.answers import answer_lines, samples
+from pipeline.checking.baselines import baseline, failing
+from pipeline.checking.comparison import GreedyMatch, compare, gap_of, tie_tolerance
+from pipeline.checking.figures import (
+    MEDUSA,
+    PLAIN,
+    Decode,
+    Pass,
+    accepted_lengths,
+    by_category,
+    pace_beside,
+    speed,
+    take_turns,
+)
+from pipeline.checking.prompts import Prompt, rule_of
+from pipeline.checking.quality import mean_log_likelihood, text_statistics
+from pipeline.checking.studies import run_studies
 from pipeline.checkpoints.medusa import read_export
 from pipeline.config import CheckConfig
-from pipeline.conversations.quality import distinct_n
 from pipeline.errors import ConfigError
-from pipeline.medusa.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
-from pipeline.medusa.decoding import Decoded, MedusaDecoder, acceleration_rate, plain_decoder
+from pipeline.medusa.acceptance import AcceptanceRule, RejectionSampling, greedy_acceptance
+from pipeline.medusa.decoding import Decoded, MedusaDecoder, plain_decoder
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads, from_named_tensors
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
 
-NUM_SAMPLES = 2  # decoded answers that the report shows
-
-
-@dataclass(frozen=True)
-class Pass:
-    """All prompts once: what plain decoding and the tree wrote."""
-
-    plain: list[Decoded]
-    medusa: list[Decoded]
+NUM_WARM_UPS = 2  # prompts
 
 
 def check_native(
@@ -50,12 +49,18 @@ def check_native(
     settings: CheckConfig,
     choices: list[tuple[int, ...]],
     gpus: int,
+    assistant: TargetSpec | None = None,
+    calibration: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Decode every prompt plainly and with the tree.
+    """Decode every prompt plainly, with the tree and by the baselines.
+
+    Args:
+        assistant: The model behind the baseline of that name.
+        calibration: The calibrate stage's tree.json, for the studies.
 
     Returns:
-        `native` and `target_text` of report.json, `samples` for its drawing, and the `differing` sequences that are
-        not ties.
+        `native` and `target_text` of report.json, `samples` for its drawing, `answers` as the lines of a file per
+        method, and the `differing` sequences that are not ties.
 
     Raises:
         ConfigError: No answer took a step.
@@ -65,43 +70,64 @@ def check_native(
     eos, room = eos_token_ids(target), context_length(target)
     plain = plain_decoder(model, eos_token_ids=eos, max_length=room)
     medusa = MedusaDecoder(model, heads, choices, eos_token_ids=eos, max_length=room)
-    rule = acceptance_rule(
-        settings.acceptance,
-        settings.temperature,
-        settings.typical_eps,
-        settings.typical_delta,
-        settings.top_p,
-        settings.first_token,
-    )
+    num_tokens, rule = settings.max_new_tokens, rule_of(settings)
 
-    _decode_all(plain, medusa, prompts[:2], 16, rule)  # warm-up
-    passes = [_decode_all(plain, medusa, prompts, settings.max_new_tokens, rule) for _ in range(settings.repeats)]
-    first = passes[0]
-    if not any(decoded.num_steps for decoded in first.medusa):
+    others: dict[str, Decode] = {name: baseline(name, model, eos, num_tokens, assistant) for name in settings.baselines}
+    failed = failing(others, prompts[:NUM_WARM_UPS])
+    by_rule = _methods(plain, medusa, rule, num_tokens)
+    greedily = _methods(plain, medusa, greedy_acceptance, num_tokens)
+    greedily |= {name: decode for name, decode in others.items() if name not in failed}
+    take_turns(by_rule, prompts[:NUM_WARM_UPS])
+    if rule is greedy_acceptance:
+        passes = greedy_passes = [take_turns(greedily, prompts) for _ in range(settings.repeats)]
+    else:
+        passes = [take_turns(by_rule, prompts) for _ in range(settings.repeats)]
+        greedy_passes = [take_turns(greedily, prompts)]
+    first, greedy = passes[0], greedy_passes[0]
+    if not any(decoded.num_steps for decoded in first[MEDUSA]):
         raise ConfigError(
             "Every answer ended with its first token, so that there is no step to measure.",
             "check.max_new_tokens",
             "Raise it, or check with other prompts.",
         )
-    greedy = (
-        first
-        if rule is greedy_acceptance
-        else _decode_all(plain, medusa, prompts, settings.max_new_tokens, greedy_acceptance)
-    )
-    plain_ids, greedy_ids = _texts(greedy.plain), _texts(greedy.medusa)
-    tolerance = tie_tolerance(target, settings)
-    match = compare([p.id for p in prompts], [p.ids for p in prompts], plain_ids, greedy_ids, gap_of(model), tolerance)
+
+    tolerance, gap_at = tie_tolerance(target, settings), gap_of(model)
+    names, prompt_ids = [prompt.id for prompt in prompts], [prompt.ids for prompt in prompts]
+    plain_ids = _texts(greedy[PLAIN])
+
+    def matched(method: str) -> GreedyMatch:
+        return compare(names, prompt_ids, plain_ids, _texts(greedy[method]), gap_at, tolerance)
+
+    match = matched(MEDUSA)
+    native = {
+        **speed(passes),
+        "greedy_match": match.as_dict(),
+        "tie_tolerance": tolerance,
+        "accepted_lengths": accepted_lengths(first[MEDUSA]),
+        "prompts": len(prompts),
+        "repeats": settings.repeats,
+        **_rule_facts(settings, first),
+        "categories": by_category(prompts, passes),
+        "baselines": [
+            {"name": name, "failed": failed[name]}
+            if name in failed
+            else {"name": name, **pace_beside(greedy_passes, name), "greedy_match": matched(name).as_dict()}
+            for name in others
+        ],
+    }
+    if rule is not greedy_acceptance:
+        native["log_likelihood"] = _log_likelihoods(model, prompts, settings, plain, first, plain_ids)
+    if settings.studies:
+        native["studies"] = run_studies(settings.studies, plain, medusa, prompts, settings, calibration or {})
+    tokenizer = load_tokenizer(target)
     return {
-        "native": {
-            **speed(passes),
-            "greedy_match": match.as_dict(),
-            "tie_tolerance": tolerance,
-            "accepted_lengths": _histogram(first.medusa),
-            "prompts": len(prompts),
-            **_rule_facts(settings, first),
-        },
+        "native": native,
         "target_text": text_statistics(model, prompts, plain_ids),
-        "samples": samples(load_tokenizer(target), prompts, first.medusa),
+        "samples": samples(tokenizer, prompts, first[MEDUSA]),
+        "answers": {
+            method: answer_lines(f"{_name(target)}-{method}", tokenizer, prompts, [one[method] for one in passes])
+            for method in (PLAIN, MEDUSA)
+        },
         "differing": match.differing,
     }
 
@@ -113,72 +139,35 @@ def load_exported_heads(export: str) -> MedusaHeads:
     return from_named_tensors(shape, tensors, where=export)
 
 
-def speed(passes: Sequence[Pass]) -> dict[str, float]:
-    """The figures that the field compares; seconds are medians over repetitions."""
-
-    def of(side: Callable[[Pass], list[Decoded]]) -> tuple[float, int, float]:
-        seconds = statistics.median(sum(decoded.seconds for decoded in side(one)) for one in passes)
-        steps = sum(decoded.num_steps for decoded in side(passes[0]))
-        return seconds, steps, sum(sum(decoded.accepted) for decoded in side(passes[0])) / seconds
-
-    plain_seconds, plain_steps, plain_rate = of(lambda one: one.plain)
-    medusa_seconds, medusa_steps, medusa_rate = of(lambda one: one.medusa)
-    acceleration = acceleration_rate(passes[0].medusa)
-    overhead = (medusa_seconds / medusa_steps) / (plain_seconds / plain_steps)
-    first_token = statistics.median(decoded.seconds_prefill for one in passes for decoded in one.medusa)
-    return {
-        "acceleration_rate": round(acceleration, 4),
-        "overhead": round(overhead, 4),
-        "speedup": round(acceleration / overhead, 4),
-        "tokens_per_second": round(medusa_rate, 2),
-        "baseline_tokens_per_second": round(plain_rate, 2),
-        "time_to_first_token": round(first_token, 5),
-    }
-
-
-@torch.inference_mode()
-def text_statistics(
-    model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
-) -> dict[str, float]:
-    """How varied plain greedy answers are, and how sure the target is: its mean entropy where it chose their tokens."""
-    entropies = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids = torch.tensor([prompt.ids + answer[:-1]], device=input_device(model))
-        logits_TV = model(input_ids=ids, use_cache=False).logits[0, len(prompt.ids) - 1 :].float()
-        entropies += torch.special.entr(logits_TV.softmax(-1)).sum(-1).tolist()
-    distinct = statistics.fmean(distinct_n(answer, 4) for answer in answers)
-    return {"distinct_4": round(distinct, 4), "mean_entropy_nats": round(statistics.fmean(entropies), 4)}
-
-
-def samples(tokenizer: Any, prompts: Sequence[Prompt], decoded: Sequence[Decoded]) -> list[dict[str, Any]]:
-    """A few answers, each token with the step that produced it (0: the prefill)."""
-    shown = []
-    for prompt, answer in list(zip(prompts, decoded, strict=True))[:NUM_SAMPLES]:
-        steps = [0] + [step for step, kept in enumerate(answer.accepted, start=1) for _ in range(kept)]
-        texts, before = [], ""
-        for end in range(1, len(answer.token_ids) + 1):
-            text = tokenizer.decode(answer.token_ids[:end], skip_special_tokens=True)
-            whole = "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text[len(before) :]
-            texts.append(whole)
-            before += whole
-        question = tokenizer.decode(prompt.ids, skip_special_tokens=True)
-        shown.append(
-            {"prompt": question, "tokens": [{"text": t, "step": s} for t, s in zip(texts, steps, strict=True)]}
-        )
-    return shown
-
-
-def _decode_all(
-    plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int, rule: AcceptanceRule
-) -> Pass:
-    """Both sides by the same rule; where it samples, both draw from the same seed, which is the prompt's number."""
+def _methods(plain: MedusaDecoder, medusa: MedusaDecoder, rule: AcceptanceRule, num_tokens: int) -> dict[str, Decode]:
+    """Both sides by the same rule; where it samples, both draw from the same seed."""
     device = input_device(plain.model)
-    one = Pass([], [])
-    for seed, prompt in enumerate(prompts):
-        for decoder, decoded in ((plain, one.plain), (medusa, one.medusa)):
+
+    def by(decoder: MedusaDecoder) -> Decode:
+        def decode(prompt_ids: list[int], seed: int) -> Decoded:
             generator = torch.Generator(device).manual_seed(seed) if rule.samples else None
-            decoded.append(decoder.generate(prompt.ids, num_tokens, rule, generator))
-    return one
+            return decoder.generate(prompt_ids, num_tokens, rule, generator)
+
+        return decode
+
+    return {PLAIN: by(plain), MEDUSA: by(medusa)}
+
+
+def _log_likelihoods(
+    model: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    settings: CheckConfig,
+    plain: MedusaDecoder,
+    first: Pass,
+    plain_ids: Sequence[list[int]],
+) -> dict[str, float]:
+    """How likely the target finds greedy text, what plain sampling draws, and the rule's text."""
+    sampled = first[PLAIN]
+    if not rule_of(settings).samples:  # typical acceptance with a greedy first token is deterministic
+        sampling = _methods(plain, plain, RejectionSampling(settings.temperature), settings.max_new_tokens)
+        sampled = take_turns({PLAIN: sampling[PLAIN]}, prompts)[PLAIN]
+    written = {"greedy": plain_ids, "sampling": _texts(sampled), settings.acceptance: _texts(first[MEDUSA])}
+    return {name: round(mean_log_likelihood(model, prompts, answers), 4) for name, answers in written.items()}
 
 
 def _rule_facts(settings: CheckConfig, decoded: Pass) -> dict[str, Any]:
@@ -190,8 +179,8 @@ def _rule_facts(settings: CheckConfig, decoded: Pass) -> dict[str, Any]:
         return facts | {"first_token": settings.first_token}
     facts["top_p"] = settings.top_p
     if settings.acceptance == "rejection":
-        equal = sum(left == right for left, right in zip(_texts(decoded.plain), _texts(decoded.medusa), strict=True))
-        facts["sampled_identical"] = equal
+        sides = zip(_texts(decoded[PLAIN]), _texts(decoded[MEDUSA]), strict=True)
+        facts["sampled_identical"] = sum(left == right for left, right in sides)
     return facts
 
 
@@ -199,7 +188,5 @@ def _texts(decoded: Sequence[Decoded]) -> list[list[int]]:
     return [one.token_ids for one in decoded]
 
 
-def _histogram(decoded: Sequence[Decoded]) -> list[int]:
-    """How many steps kept 0, 1, 2, … guesses beside the target's own token."""
-    counts = Counter(max(0, kept - 1) for one in decoded for kept in one.accepted)
-    return [counts[length] for length in range(max(counts, default=0) + 1)]
+def _name(target: TargetSpec) -> str:
+    return target.model.rstrip("/").rpartition("/")[2]

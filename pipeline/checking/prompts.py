@@ -1,27 +1,44 @@
-"""What the check decodes: the openings of held-out conversations, or a file of questions."""
+"""What the check decodes: one answer of each held-out conversation, or every turn of a file of questions.
+
+The turns of a question are asked one after another, as MT-Bench and Spec-Bench do: the prompt of the second holds the
+target's own answer to the first. These answers are written before anything is measured, so that whatever is compared
+decodes the very same prompts.
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.config import SeedSource
+from pipeline.config import CheckConfig, SeedSource
 from pipeline.conversations.conversation import Conversation, Refusal
+from pipeline.conversations.dialogue import Dialogue, DialogueSettings
+from pipeline.conversations.exchange import Sampling
 from pipeline.conversations.readers import read_source
 from pipeline.conversations.template import ChatTemplate
-from pipeline.errors import DataError
+from pipeline.medusa.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.storage.rows import spans_of
 from pipeline.storage.shards import read_rows
+from pipeline.targets.engines import EngineName, make_generation_engine
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
+from pipeline.targets.talks import converse
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids up to where an answer begins."""
+    """Token ids up to where an answer begins, and whose they are.
+
+    `category` is the question's own, and of a held-out row its source; `turn` counts a conversation's answers from 0.
+    """
 
     id: str
     ids: list[int]
     category: str | None = None
+    question_id: int | str | None = None
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -32,52 +49,108 @@ class Prompts:
     skipped: int
 
 
+def rule_of(settings: CheckConfig) -> AcceptanceRule:
+    """The acceptance rule that is to be checked."""
+    return acceptance_rule(
+        settings.acceptance,
+        settings.temperature,
+        settings.typical_eps,
+        settings.typical_delta,
+        settings.top_p,
+        settings.first_token,
+    )
+
+
 def held_out_prompts(generated: Sequence[Path], number: int, room: int) -> Prompts:
-    """The first `number` rows of the `check` split: each up to its first answer.
+    """The first `number` rows of the `check` split, each up to one of its answers.
+
+    Which one, a hash of the row's id decides: first and later turns are asked alike, as calibration looks at them.
 
     Args:
         generated: Shards of the generate stage.
-        room: Longest prompt in tokens; longer ones are skipped and counted.
+        room: Longest prompt in tokens; a row without an answer that begins before it is skipped and counted.
     """
     columns = ["id", "split", "input_ids", "spans"]
     rows = (row for path in generated for row in read_rows(path, columns) if row["split"] == "check")
-    return _fitting((Prompt(row["id"], row["input_ids"][: spans_of(row)[0].start]) for row in rows), room, number)
-
-
-def question_prompts(path: Path, template: ChatTemplate, room: int) -> Prompts:
-    """The first turn of every question in a file (MT-Bench, Spec-Bench, any form that seeds take).
-
-    Raises:
-        DataError: The file holds no question that can be asked.
-    """
-    rows = read_source(SeedSource(path=path), path.stem, max_characters=10**9)
-    prompts = _fitting(_asked((row for row in rows if isinstance(row, Conversation)), template), room)
-    if not prompts.kept:
-        raise DataError(
-            "The file holds no question that fits the target's context.",
-            str(path),
-            "Name a file of questions in check.prompts, or a number of held-out rows.",
-        )
-    return prompts
-
-
-def _asked(questions: Iterator[Conversation], template: ChatTemplate) -> Iterator[Prompt]:
-    for question in questions:
-        first_user = next(i for i, message in enumerate(question.messages) if message.role == "user")
-        try:
-            yield Prompt(question.id, template.opening(question.messages[: first_user + 1]), question.category)
-        except Refusal:
-            continue
-
-
-def _fitting(prompts: Iterator[Prompt], room: int, number: int | None = None) -> Prompts:
     kept: list[Prompt] = []
     skipped = 0
-    for prompt in prompts:
+    for row in rows:
         if len(kept) == number:
             break
-        if len(prompt.ids) <= room:
-            kept.append(prompt)
-        else:
+        answers = [span for span in spans_of(row) if span.role == "assistant"]
+        fitting = [turn for turn, span in enumerate(answers) if span.start <= room]
+        if not fitting:
             skipped += 1
+            continue
+        turn = fitting[_stable_hash(row["id"]) % len(fitting)]
+        source = row["id"].rpartition(":")[0]
+        kept.append(Prompt(row["id"], row["input_ids"][: answers[turn].start], source, turn=turn))
     return Prompts(kept, skipped)
+
+
+def read_questions(path: Path) -> list[Conversation]:
+    """The questions of a file (MT-Bench, Spec-Bench, any form that seeds take); what is none is left out."""
+    rows = read_source(SeedSource(path=path), path.stem, max_characters=10**9)
+    return [row for row in rows if isinstance(row, Conversation)]
+
+
+def question_prompts(
+    target: TargetSpec, questions: Sequence[Conversation], settings: CheckConfig, engine: EngineName, gpus: int
+) -> Prompts:
+    """The prompt of every turn, with the target's own answers to the turns before it.
+
+    The answers are greedy, or drawn as the acceptance rule draws, and as long as those that are measured. Prompts that
+    do not fit are skipped and counted, and so are the turns that the chat template refuses.
+
+    Args:
+        engine: Which one answers, all questions at once.
+    """
+    tokenizer, rule = load_tokenizer(target), rule_of(settings)
+    template = ChatTemplate(tokenizer, target.chat_template)
+    sampling = Sampling(
+        temperature=settings.temperature if rule.samples else 0.0,
+        top_p=settings.top_p if rule.samples else 1.0,
+        max_new_tokens=settings.max_new_tokens,
+        stop_token_ids=eos_token_ids(target),
+    )
+    held = DialogueSettings("replay", sampling, context_length(target), ends_at_flaws=False)
+    dialogues = [Dialogue(question, template, held) for question in questions]
+    running = make_generation_engine(engine, target, {}, gpus)
+    try:
+        converse(dialogues, running)
+    finally:
+        running.close()
+    room = context_length(target) - settings.max_new_tokens
+    names = question_ids(questions)
+    asked = [
+        Prompt(f"{question.id}/{turn}", ids, question.category, name, turn)
+        for question, name, dialogue in zip(questions, names, dialogues, strict=True)
+        for turn, ids in enumerate(_prompts_of(dialogue))
+    ]
+    kept = [prompt for prompt in asked if len(prompt.ids) <= room]
+    return Prompts(kept, sum(map(_num_turns, questions)) - len(kept))
+
+
+def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
+    """The file's own ids, as numbers where they are some; ours where it gives none or one twice."""
+    times = Counter(question.source_id for question in questions)
+    own = [q.source_id if q.source_id and times[q.source_id] == 1 else q.id for q in questions]
+    return [int(name) if name.isdecimal() else name for name in own]
+
+
+def _prompts_of(dialogue: Dialogue) -> Iterator[list[int]]:
+    """What stood before each answer of a conversation that is over."""
+    try:
+        rows = dialogue.rows()
+    except Refusal:
+        return
+    for row in rows:
+        yield from (row.input_ids[: span.start] for span in row.spans)
+
+
+def _num_turns(question: Conversation) -> int:
+    return sum(message.role == "user" for message in question.messages)
+
+
+def _stable_hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -44,6 +44,7 @@ def check_served(
         "vllm": {
             "acceleration_rate": round(medusa["acceleration_rate"], 4),
             "accepted_per_position": [round(count / drafts, 4) for count in medusa["accepted_per_position"]],
+            "speedup": round(medusa["tokens_per_second"] / plain["tokens_per_second"], 4),
             "tokens_per_second": round(medusa["tokens_per_second"], 2),
             "baseline_tokens_per_second": round(plain["tokens_per_second"], 2),
             "greedy_match": match.as_dict(),

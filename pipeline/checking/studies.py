@@ -24,16 +24,15 @@ from time import perf_counter
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
 
 from pipeline.checking.prompts import Prompt
-from pipeline.config import CheckConfig
+from pipeline.checking.quality import mean_log_likelihood
+from pipeline.config import CheckConfig, StudyName
 from pipeline.medusa.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
 from pipeline.medusa.decoding import Decoded, MedusaDecoder, acceleration_rate
 from pipeline.medusa.tree import Path, cartesian_tree, greedy_tree
 from pipeline.targets.loading import input_device
 
-StudyName = Literal["trees", "typical", "heads", "batch"]
 Row = dict[str, Any]
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 8, 64
@@ -173,19 +172,6 @@ def batch_sizes(plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[P
             }
         )
     return rows
-
-
-@torch.inference_mode()
-def mean_log_likelihood(model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> float:
-    """Nats per token of the answers under the target, at temperature 1: how far a rule strays from its text."""
-    total, num_tokens = 0.0, 0
-    for prompt, answer in zip(prompts, answers, strict=True):
-        ids_T = torch.tensor([*prompt.ids, *answer], device=input_device(model))
-        logits_TV = model(input_ids=ids_T[None, :-1], use_cache=False).logits[0, len(prompt.ids) - 1 :]
-        log_p_TV = logits_TV.float().log_softmax(-1)
-        total += float(log_p_TV.gather(-1, ids_T[len(prompt.ids) :, None].to(log_p_TV.device)).sum())
-        num_tokens += len(answer)
-    return total / num_tokens
 
 
 def _measured(

@@ -36,6 +36,8 @@ class DialogueSettings:
         on_truncated: What becomes of an answer cut at `max_new_tokens`: keep it, drop its turn and end there, or
             refuse the conversation. An answer cut by the context's end ends the conversation in any case.
         seed: The run's seed.
+        ends_at_flaws: Whether a degenerate loop or an answer without text ends the conversation. Neither has a place
+            in what is learned from; a benchmark asks on.
     """
 
     mode: Literal["replay", "self-talk", "passthrough"]
@@ -44,6 +46,7 @@ class DialogueSettings:
     rounds: int | None = None
     on_truncated: Literal["keep", "drop-turn", "quarantine"] = "keep"
     seed: int = 0
+    ends_at_flaws: bool = True
 
 
 def require_both_sides(template: ChatTemplate, mode: str) -> None:
@@ -180,10 +183,10 @@ class Dialogue:
 
     def _flaw(self, ids: list[int], text: str, finish: Finish, context_left: int) -> Refusal | None:
         """Why the text just written ends the conversation, if it does."""
-        policy = self._settings.on_truncated
-        if degenerate_loop(ids):
+        policy, ends_at_flaws = self._settings.on_truncated, self._settings.ends_at_flaws
+        if ends_at_flaws and degenerate_loop(ids):
             return Refusal(Reason.DEGENERATE_LOOP, f"The {self._writer}'s text ends in a loop.")
-        if not text:
+        if ends_at_flaws and not text:
             return Refusal(Reason.NOTHING_GENERATED, f"The {self._writer}'s text is empty.")
         if finish == "stop" or policy == "keep":
             return None

@@ -1,37 +1,41 @@
 """check: the export decoded, natively with the tree and in vLLM as it will be served, against the target alone.
 
 Promises: it fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie, when vLLM accepts
-nothing, or below `check.min_acceleration_rate`. Each engine runs in a process of its own.
+nothing, or below `check.min_acceleration_rate`. Each engine runs in a process of its own and decodes the same prompts.
+Native answers are left in `answers/plain.jsonl` and `answers/medusa.jsonl`, in Spec-Bench's schema.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from pipeline.checking.native import check_native
-from pipeline.checking.prompts import Prompts, held_out_prompts, question_prompts
+from pipeline.checking.prompts import Prompts, held_out_prompts, question_prompts, read_questions
 from pipeline.checking.served import check_served
-from pipeline.conversations.template import ChatTemplate
+from pipeline.config import TargetConfig
 from pipeline.errors import CheckFailed, DataError
 from pipeline.execution.context import Context
 from pipeline.execution.hardware import with_hardware
 from pipeline.execution.preflight import require_questions
-from pipeline.storage.durable import read_json
+from pipeline.storage.durable import read_json, write_text
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.spec import context_length, load_tokenizer
+from pipeline.targets.spec import TargetSpec, context_length, resolve, weight_files
 
 NAME = "check"
-VERSION = 1
+VERSION = 2
 UPSTREAM = ("generate", "export")
 
 
 def identity(context: Context) -> dict[str, Any]:
-    """Everything that is asked, the questions' content among it."""
+    """Everything that is asked, the questions' content and the assistant's among it."""
     require_questions(context.config)
     settings = context.config.check.model_dump(mode="json")
     if isinstance(context.config.check.prompts, Path):
         settings["prompts"] = context.digests.of(context.config.check.prompts)
+    if assistant := _assistant(context):
+        settings["assistant_model"] = context.digests.of_all(weight_files(assistant, fetch=not context.read_only))
     return {"settings": settings}
 
 
@@ -51,10 +55,18 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     }
     result: dict[str, Any] = {"skipped_prompts": prompts.skipped}
     if "native" in settings.engines:
-        result |= context.executor.call(
-            with_hardware, {"function": check_native, **shared, "choices": choices}, placement
-        )
+        arguments = {
+            "function": check_native,
+            **shared,
+            "choices": choices,
+            "assistant": _assistant(context),
+            "calibration": _calibration(context) if settings.studies else None,
+        }
+        result |= context.executor.call(with_hardware, arguments, placement)
         result["native"]["skipped_prompts"] = prompts.skipped
+        for method, lines in result.pop("answers").items():
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+            write_text(stage.path / "answers" / f"{method}.jsonl", text)
     if "vllm" in settings.engines:
         heads = context.config.train.num_heads
         placement = context.placement("generate")
@@ -108,16 +120,35 @@ def _identical(engine: dict[str, Any]) -> str:
 
 def _prompts(context: Context) -> Prompts:
     settings, target = context.config.check, context.target
-    room = context_length(target) - settings.max_new_tokens
     if isinstance(settings.prompts, Path):
-        template = ChatTemplate(load_tokenizer(target), target.chat_template)
-        return question_prompts(settings.prompts, template, room)
-    prompts = held_out_prompts(context.upstream["generate"].shards(), settings.prompts, room)
+        kind, where = "question", str(settings.prompts)
+        engine, part = ("transformers", "features") if "native" in settings.engines else ("vllm", "generate")
+        placement = context.placement(part)
+        arguments = {
+            "target": target,
+            "questions": read_questions(settings.prompts),
+            "settings": settings,
+            "engine": engine,
+            "gpus": placement.gpus,
+        }
+        prompts = context.executor.call(question_prompts, arguments, placement)
+    else:
+        kind, where = "held-out prompt", "check.prompts"
+        room = context_length(target) - settings.max_new_tokens
+        prompts = held_out_prompts(context.upstream["generate"].shards(), settings.prompts, room)
     if not prompts.kept:
-        fix = "Shorten check.max_new_tokens, or name a file of questions in check.prompts."
         raise DataError(
-            f"No held-out prompt leaves room for {settings.max_new_tokens} tokens in the target's context.",
-            "check.prompts",
-            fix,
+            f"No {kind} leaves room for {settings.max_new_tokens} tokens in the target's context.",
+            where,
+            "Shorten check.max_new_tokens, or name other prompts in check.prompts.",
         )
     return prompts
+
+
+def _assistant(context: Context) -> TargetSpec | None:
+    model = context.config.check.assistant_model
+    return resolve(TargetConfig(model=model, dtype=context.target.dtype)) if model else None
+
+
+def _calibration(context: Context) -> dict[str, Any]:
+    return read_json(context.upstream["calibrate"].path / "tree.json") or {}

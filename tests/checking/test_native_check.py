@@ -6,14 +6,13 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
-from pipeline.checking.native import Pass, check_native, load_exported_heads, samples, speed, text_statistics
-from pipeline.checking.prompts import Prompt, held_out_prompts
+from pipeline.checking.native import check_native, load_exported_heads
+from pipeline.checking.prompts import Prompt
+from pipeline.checking.quality import mean_log_likelihood, text_statistics
 from pipeline.config import CheckConfig
 from pipeline.errors import ConfigError
-from pipeline.medusa.decoding import Decoded
-from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec
 
 EOS = {1, *range(100, 108)}
@@ -33,36 +32,6 @@ def next_tokens(model) -> list[tuple[list[int], int]]:
     return list(zip(prompts.tolist(), chosen.tolist(), strict=True))
 
 
-def decoded(accepted: list[int], seconds: float, first: float = 0.1) -> Decoded:
-    return Decoded(list(range(1 + sum(accepted))), "length", accepted, first, seconds)
-
-
-def test_rates_are_pooled_over_sequences_and_seconds_are_medians_over_repetitions():
-    plain = [decoded([1] * 8, 0.8), decoded([1] * 4, 0.4)]  # 12 steps of 0.1 s
-    first = [decoded([3, 1, 4], 0.5), decoded([2, 2], 0.5)]  # 12 tokens in 5 steps of 0.2 s
-    slow = [decoded([3, 1, 4], 5.0), decoded([2, 2], 9.0, first=0.7)]
-    found = speed([Pass(plain, first), Pass(plain, slow), Pass(plain, first)])
-    assert found == {
-        "acceleration_rate": pytest.approx(12 / 5),
-        "overhead": pytest.approx(0.2 / 0.1),
-        "speedup": pytest.approx(1.2),
-        "tokens_per_second": pytest.approx(12.0),
-        "baseline_tokens_per_second": pytest.approx(10.0),
-        "time_to_first_token": pytest.approx(0.1),
-    }
-
-
-def test_a_sample_shows_each_token_once_with_the_step_that_gave_it(tiny_target):
-    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
-    text = "the moon 月 sings"
-    ids = tokenizer(text)["input_ids"]
-    answer = Decoded(ids, "length", [2, len(ids) - 3], 0.1, 0.1)
-    (sample,) = samples(tokenizer, [Prompt("a", tokenizer("why")["input_ids"])], [answer])
-    assert sample["prompt"] == "why"
-    assert "".join(token["text"] for token in sample["tokens"]) == text
-    assert [token["step"] for token in sample["tokens"]] == [0, 1, 1, *[2] * (len(ids) - 3)]
-
-
 def test_the_target_s_entropy_is_taken_where_it_chose_each_token(model, next_tokens):
     prompts = [Prompt(str(i), ids) for i, (ids, _) in enumerate(next_tokens[:3])]
     answers = [[5, 6, 7, 8, 5, 6, 7, 8], [9], [4, 4]]
@@ -77,18 +46,16 @@ def test_the_target_s_entropy_is_taken_where_it_chose_each_token(model, next_tok
     assert found["distinct_4"] == pytest.approx((4 / 5 + 1 + 1) / 3, abs=1e-4)
 
 
-def test_held_out_prompts_are_the_check_rows_up_to_their_first_answer(finished_run):
-    shards = finished_run.latest("generate").shards()
-    rows = [row for path in shards for row in read_rows(path) if row["split"] == "check"]
-    found = held_out_prompts(shards, 100, 10_000)
-    assert [(prompt.id, prompt.ids) for prompt in found.kept] == [
-        (row["id"], row["input_ids"][: row["spans"][0]["start"]]) for row in rows
-    ]
-    assert found.skipped == 0 and held_out_prompts(shards, 2, 10_000).kept == found.kept[:2]
-    room = sorted(len(prompt.ids) for prompt in found.kept)[3]
-    fitting = held_out_prompts(shards, 100, room)
-    assert fitting.kept == [prompt for prompt in found.kept if len(prompt.ids) <= room]
-    assert len(fitting.kept) + fitting.skipped == len(found.kept)
+def test_likelihood_is_per_token_under_the_target_at_temperature_1(model, next_tokens):
+    prompts = [Prompt(str(i), ids) for i, (ids, _) in enumerate(next_tokens[:2])]
+    answers = [[5, 6, 7], [9]]
+    each = []
+    with torch.inference_mode():
+        for prompt, answer in zip(prompts, answers, strict=True):
+            for end, token in enumerate(answer):
+                p_V = model(torch.tensor([prompt.ids + answer[:end]])).logits[0, -1].double().softmax(-1)
+                each.append(p_V[token].log().item())
+    assert mean_log_likelihood(model, prompts, answers) == pytest.approx(sum(each) / 4, abs=1e-4)
 
 
 @pytest.fixture

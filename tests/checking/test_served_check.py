@@ -38,6 +38,7 @@ def test_figures_are_per_draft_and_equal_sequences_load_no_target(check, monkeyp
         "vllm": {
             "acceleration_rate": 1.75,
             "accepted_per_position": [0.5, 0.25, 0.0],
+            "speedup": 1.5,
             "tokens_per_second": 30.0,
             "baseline_tokens_per_second": 20.0,
             "greedy_match": {"sequences": 2, "identical": 2, "ties": 0},

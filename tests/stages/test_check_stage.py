@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from rich.console import Console
 
-from pipeline.errors import CheckFailed, DataError
+from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.flow import run_flow
 from pipeline.stages.check import failures, verdict
 from tests.flows.tiny import last_events, stages_run
@@ -60,14 +61,29 @@ def test_a_failed_check_is_finished_reported_and_says_no_again_without_running_a
 
 def test_a_file_of_questions_is_asked_instead_of_held_out_rows(copied_run, make_config, tmp_path):
     questions = tmp_path / "questions.jsonl"
-    rows = [{"question_id": n, "category": "c", "turns": [f"why {n}?", "how?"]} for n in range(5)]
-    rows.append({"question_id": 9, "category": "c", "turns": ["moon " * 400]})
+    rows = [{"question_id": n, "category": f"c{n % 2}", "turns": [f"why {n}?", "how?"]} for n in range(5)]
+    rows.append({"question_id": 9, "category": "c1", "turns": ["moon " * 400]})
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    config = make_config(tmp_path, check__prompts=str(questions))
-    native = run_again(config).latest("check").summary["native"]
-    assert (native["prompts"], native["skipped_prompts"]) == (5, 1)
+    config = make_config(tmp_path, check__prompts=str(questions), check__baselines=["generate"])
+    stage = run_again(config).latest("check")
+    native = stage.summary["native"]
+    assert (native["prompts"], native["skipped_prompts"]) == (10, 1), "both turns of each, and one that does not fit"
+    assert [(row["category"], row["prompts"]) for row in native["categories"]] == [("c0", 6), ("c1", 4)]
+    assert [row["name"] for row in native["baselines"]] == ["generate"]
+    assert native["baselines"][0]["greedy_match"] == {"sequences": 10, "identical": 10, "ties": 0}
+    for method in ("plain", "medusa"):
+        lines = [json.loads(line) for line in (stage.path / f"answers/{method}.jsonl").read_text().splitlines()]
+        assert [line["question_id"] for line in lines] == [0, 1, 2, 3, 4]
+        assert all(len(line["choices"][0]["turns"]) == 2 for line in lines)
+    lengths = [length for line in lines for length in line["choices"][0]["accept_lengths"]]
+    assert sum(lengths) / len(lengths) == pytest.approx(native["acceleration_rate"], abs=1e-3)
+    assert "answers" not in stage.summary, "texts are in files, not in DONE.json"
+
     questions.write_text(json.dumps(rows[0]) + "\n")
-    assert run_again(config).latest("check").summary["native"]["prompts"] == 1, "its content counts"
+    assert run_again(config).latest("check").summary["native"]["prompts"] == 2, "its content counts"
+    questions.write_text(json.dumps(rows[5]) + "\n")
+    with pytest.raises(DataError, match="No question leaves room for 12 tokens"):
+        run_again(config)
 
 
 def test_prompts_that_leave_no_room_are_skipped_and_when_none_is_left_it_says_so(copied_run, make_config, tmp_path):
@@ -75,8 +91,24 @@ def test_prompts_that_leave_no_room_are_skipped_and_when_none_is_left_it_says_so
         run_again(make_config(tmp_path, check__max_new_tokens=190))
 
 
+def test_an_assistant_is_named_and_its_content_counts(copied_run, make_config, tmp_path, tiny_target):
+    with pytest.raises(ConfigError, match="come together"):
+        make_config(tmp_path, check__baselines=["assistant"])
+    assistant = shutil.copytree(tiny_target, tmp_path / "small")
+    config = make_config(tmp_path, check__baselines=["assistant"], check__assistant_model=str(assistant))
+    first = run_again(config).latest("check")
+    (row,) = first.summary["native"]["baselines"]
+    assert row["greedy_match"]["identical"] == 8 and row["acceleration_rate"] >= 1.5, "it guesses as the target writes"
+    moved = assistant.rename(tmp_path / "elsewhere")
+    config = make_config(tmp_path, check__baselines=["assistant"], check__assistant_model=str(moved))
+    assert run_again(config).latest("check").fingerprint == first.fingerprint
+
+
 def test_typical_acceptance_is_measured_and_greedy_decoding_compared_all_the_same(copied_run, make_config, tmp_path):
-    config = make_config(tmp_path, check__acceptance="typical", check__temperature=0.7, check__repeats=2)
-    native = run_again(config).latest("check").summary["native"]
-    assert native["acceptance"] == "typical"
+    rule = {"check__acceptance": "typical", "check__temperature": 0.7, "check__studies": ["heads"]}
+    native = run_again(make_config(tmp_path, **rule, check__repeats=2)).latest("check").summary["native"]
+    assert native["acceptance"] == "typical" and native["repeats"] == 2
+    assert native["log_likelihood"].keys() == {"greedy", "sampling", "typical"}
+    assert native["log_likelihood"]["greedy"] > native["log_likelihood"]["sampling"], "greedy text is likelier"
+    assert native["studies"].keys() == {"heads"} and native["studies"]["heads"]
     assert native["greedy_match"]["identical"] + native["greedy_match"]["ties"] == native["greedy_match"]["sequences"]
