@@ -6,11 +6,12 @@ import functools
 import os
 import sys
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
 
+from pipeline.checkpoints.layout import BACKBONE_DIRECTORY
 from pipeline.config import Config
 from pipeline.execution.executor import Executor, InlineExecutor, make_executor
 from pipeline.execution.placement import Placement, place
@@ -75,6 +76,12 @@ class Context:
         if gpus is None and on_cluster:
             gpus = self.executor.resources().gpus
         return resolve(self.config.target, on_gpu=None if gpus is None else gpus > 0)
+
+    def backbone(self, stage: str) -> TargetSpec:
+        """What the heads sit on: the target itself, or with Medusa-2 the tuned one in the directory of `stage`."""
+        if self.config.train.method == "medusa-1":
+            return self.target
+        return replace(self.target, model=str(self.upstream[stage].path / BACKBONE_DIRECTORY), revision=None)
 
     @functools.cached_property
     def target_identity(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Promises: everything comes from the `calibrate` split alone, which nothing was t
 one half of it, by the product of accuracies (paper 2.3.3) and by how often whole paths were right; the one with the
 higher acceleration rate on the other half is used. With `calibrate.nodes: auto` the node budget is the one with the
 highest speedup, by the overhead of each size that is measured on this device. Or the tree is the user's own.
+Where Medusa-2 tuned the backbone, the split's states are the tuned one's, made in a directory within this stage's.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checking.overhead import overhead_curve
+from pipeline.config import Config
 from pipeline.errors import DataError
 from pipeline.execution.context import Context
 from pipeline.execution.preflight import read_choices
+from pipeline.execution.sharded import run_sharded
 from pipeline.medusa.tree import Path as TreePath
 from pipeline.medusa.tree_search import (
     HeldOutRanks,
@@ -31,28 +34,34 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length
 from pipeline.training.checkpoints import load_heads
-from pipeline.training.evaluate import held_out_ranks
+from pipeline.training.evaluate import SPLIT, held_out_ranks
+from pipeline.training.feature_worker import Worker, engine_identity
 
 NAME = "calibrate"
 VERSION = 1
-UPSTREAM = ("features", "train")
 
 REPORTED_TOPS = 5
 MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 USUAL_PROMPT = 64  # tokens, behind which a step is measured
 
 
+def upstream(config: Config) -> tuple[str, ...]:
+    """The cached states, or the text of which a tuned backbone makes others."""
+    return ("features", "train") if config.train.method == "medusa-1" else ("generate", "train")
+
+
 def identity(context: Context) -> dict[str, Any]:
-    """The budget, or the content of the user's tree."""
+    """The budget, or the content of the user's tree; and how states are made here, if they are."""
     settings = context.config.calibrate
     choices = read_choices(context.config) if settings.choices else None
-    return {"nodes": settings.nodes, "depth": settings.depth, "top": settings.top, "choices": choices}
+    here = {} if context.config.train.method == "medusa-1" else {"states": engine_identity(context.config.features)}
+    return {"nodes": settings.nodes, "depth": settings.depth, "top": settings.top, "choices": choices, **here}
 
 
 def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     """Measure the heads, search the tree, choose its size."""
-    settings, features = context.config.calibrate, context.upstream["features"]
-    ranks = _held_out_ranks(context)
+    settings, features = context.config.calibrate, _features(context, stage)
+    ranks = _held_out_ranks(context, features)
     hits_KR, counts_K = ranks.hits(settings.top)
     searched_on, judged_on = ranks.halves()
     if int(counts_K.min()) == 0 or not len(judged_on):
@@ -68,7 +77,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         budget = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
         trees = search_trees(searched_on, budget, settings.depth, settings.top)
         longest = max(trees.values(), key=len)
-        overheads = _measured(context, longest) if settings.nodes == "auto" else {}
+        overheads = _measured(context, features, longest) if settings.nodes == "auto" else {}
         sizes = sizes_up_to(max(overheads)) if overheads else [budget]
         source, size = choose_tree(trees, judged_on, sizes, overheads)
         choices = trees[source][:size]
@@ -95,8 +104,23 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     }
 
 
-def _held_out_ranks(context: Context) -> HeldOutRanks:
-    features, train = context.upstream["features"], context.upstream["train"]
+def _features(context: Context, stage: StageDirectory) -> StageDirectory:
+    """Where the held-out states are: in the cache, or made here of the held-out rows by the tuned backbone."""
+    if context.config.train.method == "medusa-1":
+        return context.upstream["features"]
+    states, placement = StageDirectory(stage.path, "states", stage.fingerprint), context.placement("features")
+    arguments = {
+        "target": context.backbone("train"),
+        "settings": context.config.features,
+        "gpus": placement.gpus,
+        "split": SPLIT,
+    }
+    run_sharded(context, states, context.upstream["generate"], Worker, arguments, placement, unit="positions")
+    return states
+
+
+def _held_out_ranks(context: Context, features: StageDirectory) -> HeldOutRanks:
+    train = context.upstream["train"]
     placement = context.placement("train")
     arguments = {
         "shards": tuple(map(str, features.shards())),
@@ -119,14 +143,14 @@ def _sizes(choices: tuple[TreePath, ...], ranks: HeldOutRanks, overheads: dict[i
     return rows
 
 
-def _measured(context: Context, choices: tuple[TreePath, ...]) -> dict[int, float]:
+def _measured(context: Context, features: StageDirectory, choices: tuple[TreePath, ...]) -> dict[int, float]:
     """The overhead of trees of several sizes where the target decodes."""
     placement = context.placement("features")
     arguments = {
-        "target": context.target,
+        "target": context.backbone("train"),
         "heads": str(context.upstream["train"].path / "heads.safetensors"),
         "trees": {size: choices[:size] for size in sorted({*MEASURED_SIZES, len(choices)}) if size <= len(choices)},
-        "prompt_ids": _usual_prompt(context.upstream["features"]),
+        "prompt_ids": _usual_prompt(features),
         "gpus": placement.gpus,
     }
     return context.executor.call(measure_overheads, arguments, placement)
@@ -144,7 +168,7 @@ def measure_overheads(
 def _usual_prompt(features: StageDirectory) -> list[int]:
     """The beginning of a held-out row."""
     rows = (row for path in features.shards() for row in read_rows(path, ["split", "input_ids"]))
-    ids = next(row["input_ids"] for row in rows if row["split"] == "calibrate")
+    ids = next(row["input_ids"] for row in rows if row["split"] == SPLIT)
     return ids[: min(USUAL_PROMPT, max(1, len(ids) // 2))]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.checking.native import check_native
 from pipeline.checking.prompts import Prompts, held_out_prompts, question_prompts, read_questions
 from pipeline.checking.served import check_served
-from pipeline.config import TargetConfig
+from pipeline.config import Config, TargetConfig
 from pipeline.errors import CheckFailed, DataError
 from pipeline.execution.context import Context
 from pipeline.execution.hardware import with_hardware
@@ -25,7 +25,11 @@ from pipeline.targets.spec import TargetSpec, context_length, resolve, weight_fi
 
 NAME = "check"
 VERSION = 2
-UPSTREAM = ("generate", "export")
+
+
+def upstream(config: Config) -> tuple[str, ...]:
+    """What is asked and what answers; with Medusa-2 also how far training has moved the backbone."""
+    return ("generate", "export") if config.train.method == "medusa-1" else ("generate", "export", "train")
 
 
 def identity(context: Context) -> dict[str, Any]:
@@ -36,12 +40,14 @@ def identity(context: Context) -> dict[str, Any]:
         settings["prompts"] = context.digests.of(context.config.check.prompts)
     if assistant := _assistant(context):
         settings["assistant_model"] = context.digests.of_all(weight_files(assistant, fetch=not context.read_only))
+    if context.config.train.method == "medusa-2":
+        settings["max_kl"] = context.config.train.max_kl
     return {"settings": settings}
 
 
 def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     """Decode with every engine that is asked for and judge the results."""
-    settings, target = context.config.check, context.target
+    settings, target = context.config.check, context.backbone("export")
     export = context.upstream["export"].path
     choices = [tuple(path) for path in read_json(export / "medusa_choices.json") or ()]
     prompts = _prompts(context)
@@ -74,7 +80,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         served = context.executor.call(with_hardware, arguments, placement)
         result = {"hardware": served["hardware"], **result, "vllm": served["vllm"]}
         result["differing"] = result.get("differing", []) + served["differing"]
-    result["failures"] = failures(result, settings.min_acceleration_rate)
+    result["failures"] = failures(result, settings.min_acceleration_rate) + _drifted(context)
     return result | {"passed": not result["failures"]}
 
 
@@ -94,6 +100,14 @@ def failures(result: dict[str, Any], min_acceleration_rate: float) -> list[str]:
     if "vllm" in result and not any(result["vllm"]["accepted_per_position"]):
         found.append("vllm: it accepted no drafted token")
     return found
+
+
+def _drifted(context: Context) -> list[str]:
+    """Why a tuned backbone is too far from the target to be published."""
+    if context.config.train.method == "medusa-1":
+        return []
+    kl, most = context.upstream["train"].summary["drift"]["kl"], context.config.train.max_kl
+    return [f"the tuned backbone is {kl:.4f} nats from the target, above train.max_kl = {most:g}"] * (not kl <= most)
 
 
 def verdict(stage: StageDirectory) -> None:
@@ -119,7 +133,7 @@ def _identical(engine: dict[str, Any]) -> str:
 
 
 def _prompts(context: Context) -> Prompts:
-    settings, target = context.config.check, context.target
+    settings, target = context.config.check, context.backbone("export")
     if isinstance(settings.prompts, Path):
         kind, where = "question", str(settings.prompts)
         engine, part = ("transformers", "features") if "native" in settings.engines else ("vllm", "generate")

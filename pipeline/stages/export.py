@@ -1,7 +1,7 @@
 """export: one directory that vLLM, TGI and TensorRT-LLM load unmodified.
 
 Promises: exactly the expected tensors and shapes, read back and compared bit for bit; heads, tokenizer, configuration,
-tree and model card together.
+tree and model card together. With Medusa-2 the tuned backbone lies in `backbone/`, and the configuration names it.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pipeline.checkpoints.backbone import link_backbone
 from pipeline.checkpoints.card import model_card
-from pipeline.checkpoints.layout import ExportConfig, check_vocabulary
+from pipeline.checkpoints.layout import BACKBONE_DIRECTORY, ExportConfig, check_vocabulary
 from pipeline.checkpoints.medusa import write_export
 from pipeline.execution.context import Context
 from pipeline.medusa.heads import to_named_tensors
@@ -25,10 +26,11 @@ UPSTREAM = ("train", "calibrate")
 
 
 def identity(context: Context) -> dict[str, Any]:
-    """The format, the dtype, and what the export calls its target."""
+    """The format, the dtype, and what the export calls its target: a tuned backbone's path begins with the store's."""
+    tuned = context.config.train.method == "medusa-2"
     return {
         "settings": context.config.export.model_dump(mode="json"),
-        "base_model": context.target.model,
+        "base_model": str(context.run.store.resolve()) if tuned else context.target.model,
         "dtype": context.target.dtype,
     }
 
@@ -36,11 +38,13 @@ def identity(context: Context) -> dict[str, Any]:
 def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     """Write the directory and read it back."""
     settings, spec = context.config.export, context.target
-    heads = load_heads(context.upstream["train"].path / "heads.safetensors")
+    train, backbone = context.upstream["train"].path, stage.path.resolve() / BACKBONE_DIRECTORY
+    tuned = link_backbone(train / BACKBONE_DIRECTORY, backbone) if context.config.train.method == "medusa-2" else []
+    heads = load_heads(train / "heads.safetensors")
     vocab_size = model_config(spec).get_text_config().vocab_size
     check_vocabulary(heads.config.vocab_size, vocab_size)
     config = ExportConfig(
-        base_model_name_or_path=spec.model,
+        base_model_name_or_path=str(backbone) if tuned else spec.model,
         hidden_size=heads.config.hidden_size,
         vocab_size=vocab_size,
         num_heads=heads.config.num_heads,
@@ -64,10 +68,11 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         "bytes": sum(path.stat().st_size for path in files),
         "dtype": config.dtype,
         "format": config.format,
+        **({"backbone_bytes": sum(path.stat().st_size for path in tuned)} if tuned else {}),
     }
 
 
 def one_line(summary: dict[str, Any]) -> str:
-    return (
-        f"{len(summary['files'])} files, {summary['bytes'] / 1e6:,.1f} MB, {summary['dtype']}, read back and compared"
-    )
+    tuned = f"; the tuned backbone, {summary['backbone_bytes'] / 1e6:,.1f} MB" if "backbone_bytes" in summary else ""
+    heads = f"{len(summary['files'])} files, {summary['bytes'] / 1e6:,.1f} MB, {summary['dtype']}"
+    return f"{heads}, read back and compared{tuned}"

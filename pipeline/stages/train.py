@@ -1,24 +1,25 @@
 """train: the heads, from the cached features (Medusa-1, paper 2.2.1), or heads and backbone, from the generated text.
 
 Promises: trains on the `train` split alone; interrupted, it continues at the very next batch; one worker or many
-follow the same loss curve. Medusa-2 (2.2.2) leaves an adapter beside the heads and says how far it has drifted from
-the target. With Ray, Ray Train starts the workers and restarts what dies.
+follow the same loss curve. Medusa-2 (2.2.2) leaves an adapter beside the heads, the target that it makes (`backbone/`),
+and says how far that has drifted. With Ray, Ray Train starts the workers and restarts what dies.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from pipeline.config import Config
 from pipeline.execution.context import Context
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
+from pipeline.training.backbone import merge_backbone
 from pipeline.training.methods import train
 from pipeline.training.spec import TrainSpec
 
 NAME = "train"
 VERSION = 1
-UPSTREAM = ("features",)
 
 QUANTIZED_TEACHER = "the backbone is held to the quantized target, a worse teacher than the target itself"
 BOOKKEEPING = {"checkpoint_every", "keep_checkpoints", "micro_batch", "gradient_checkpointing", "max_kl"}
@@ -86,10 +87,16 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
             from pipeline.training.ray_entry import train_on_ray
 
             limit = context.config.limits.max_consecutive_failures
-            return train_on_ray(spec, placement.workers, placement.cpus, placement.gpus, limit, show, note_death)
-        return train(spec, on_progress=show)
+            summary = train_on_ray(spec, placement.workers, placement.cpus, placement.gpus, limit, show, note_death)
+        else:
+            summary = train(spec, on_progress=show)
+    if spec.texts:
+        arguments = {"target": context.target, "directory": spec.directory}
+        context.executor.call(merge_backbone, arguments, replace(placement, gpus=0))
+    return summary
 
 
 def one_line(summary: dict[str, Any]) -> str:
     steps = f"{summary['steps']:,} steps, loss {summary['final_loss']:.3f}"
-    return f"{steps}, {summary['tokens_per_second']:,.0f} positions/s"
+    drift = f"; KL {summary['drift']['kl']:.4f} nats from the target" if summary.get("drift") else ""
+    return f"{steps}, {summary['tokens_per_second']:,.0f} positions/s{drift}"
