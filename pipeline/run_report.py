@@ -15,7 +15,7 @@ from pipeline.execution.hardware import hardware
 from pipeline.report.report import write_report
 from pipeline.report.terminal import print_report
 from pipeline.storage.durable import read_json, write_text
-from pipeline.storage.run_directory import STAGES, RunDirectory
+from pipeline.storage.run_directory import STAGES, RunDirectory, skipped_stages
 from pipeline.targets.files import is_local
 from pipeline.training.metrics import read_curves
 
@@ -29,6 +29,7 @@ SUMMARY_KEYS = (
     "bytes_per_position",
     "final_loss",
     "steps",
+    "drift",
 )
 
 
@@ -61,6 +62,7 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
         **{
             name: _selected(summaries[name]) for name in ("seeds", "generate", "features", "train") if name in summaries
         },
+        **({"skipped": skipped} if (skipped := skipped_stages(config)) else {}),
         "heads": summaries.get("calibrate", {}).get("heads", []),
         "tree": summaries.get("calibrate", {}).get("tree", {}),
         "check": {
@@ -79,6 +81,8 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
             "fingerprints": {name: stage.fingerprint[:8] for name, stage in found.items()},
         },
     }
+    if config.train.method == "medusa-2" and "train" in report:
+        report["train"]["recipe"] = config.train.recipe
     return report, _extras(found, summaries)
 
 

@@ -95,7 +95,8 @@ def subtitle(report: dict) -> str:
     """Method, heads, run and date: those that are known."""
     heads = pick(report, "num_heads")
     name, date = pick(report, "run", "name"), pick(report, "run", "date")
-    parts = [pick(report, "method"), heads and f"{heads} heads", name and f"run {name}", date]
+    method = ", ".join(filter(None, (pick(report, "method"), pick(report, "train", "recipe"))))
+    parts = [method, heads and f"{heads} heads", name and f"run {name}", date]
     return ", ".join(str(part) for part in parts if part)
 
 

@@ -110,7 +110,7 @@ def stages_table(report: dict) -> Table:
     for name in names:
         part = pick(report, name)
         if name not in seconds and not part:
-            rows.append((name, *[NOT_RUN] * 3, ""))
+            rows.append((name, *[NOT_RUN] * 3, pick(report, "skipped", name) or ""))
             continue
         quarantined = quarantined_rows(report, name)
         num_rows = pick(part, "rows") if name != "check" else pick(part, "native", "prompts")
