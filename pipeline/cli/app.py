@@ -16,7 +16,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from pipeline.cli import inspect, keys, plan, push, run, status, verify
+from pipeline.cli import chat, inspect, keys, plan, push, run, status, verify
 from pipeline.cli.shown import visible
 from pipeline.errors import Interrupted, MedusaDistillError
 from pipeline.secrecy import keep_out_of_logs, redacted
@@ -29,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run.run, plan.plan, status.status, verify.verify, inspect.inspect, push.push, keys.keys):
+for command in (run.run, plan.plan, status.status, verify.verify, inspect.inspect, chat.chat, push.push, keys.keys):
     app.command()(command)
 
 

@@ -24,7 +24,7 @@ def test_a_signal_that_typer_would_take_for_its_own_is_told_too(command, finishe
 def test_help_names_every_command(command):
     ended = command("--help")
     assert ended.code == 0
-    for name in ("run", "plan", "status", "verify", "inspect", "push"):
+    for name in ("run", "plan", "status", "verify", "inspect", "chat", "push"):
         assert re.search(rf"\b{name}\b", ended.out), name
     assert command("run", "-h").code == 0
 

@@ -1,0 +1,179 @@
+"""`medusa-distill chat`: talk to the accelerated model and see which tokens came for free."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from pipeline.cli.shown import visible
+from pipeline.conversations.conversation import Refusal
+from pipeline.report.wording import duration, rate, ratio
+
+if TYPE_CHECKING:
+    from pipeline.conversations.text_stream import TextStream
+
+FREE = "green"
+LEGEND = f"[{FREE}]Green[/] tokens came for free: one step of the model wrote them beside its own."
+
+
+class Rule(StrEnum):
+    """How tokens are chosen above temperature 0."""
+
+    REJECTION = "rejection"
+    TYPICAL = "typical"
+
+
+def chat(
+    export_dir: Annotated[Path, typer.Argument(help="An export: RUN_DIR/latest/export, or a copy of it.")],
+    plain: Annotated[bool, typer.Option("--plain", help="Without the heads: the same loop, to compare.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    rule: Annotated[
+        Rule,
+        typer.Option(
+            help="Above temperature 0: rejection draws from the model's own distribution; typical accepts more and "
+            "alters it."
+        ),
+    ] = Rule.REJECTION,
+    seed: Annotated[int, typer.Option(help="Of sampling; one seed writes one text, with the heads or without.")] = 0,
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="The target as a directory or a Hub id. Default: the one that the export names.")
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Jinja text or its file, for targets that ship none.")
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs for the target. Default: one where there is one.")
+    ] = None,
+) -> None:
+    """Talk to the target with its heads. What came for free is green; each answer ends with its tokens per step.
+
+    Ctrl-C ends an answer, Ctrl-D the chat. From a pipe every line is a question; answers go to stdout as plain text,
+    their speed to stderr.
+
+    Example: medusa-distill chat runs/demo/latest/export, and again with --plain.
+    """
+    from pipeline.cli.chat_model import load_chat_model
+    from pipeline.medusa.acceptance import acceptance_rule
+
+    model = load_chat_model(export_dir, plain=plain, base_model=base_model, chat_template=chat_template, gpus=gpus)
+    chosen = acceptance_rule(rule.value, temperature)
+    console = Console(highlight=False, soft_wrap=True)
+    notes = console if console.is_terminal else Console(stderr=True, highlight=False, soft_wrap=True)
+    is_person = sys.stdin.isatty()
+    if is_person:
+        notes.print(model.described, style="dim", markup=False)
+        notes.print("" if plain else f"{LEGEND} ", "Ctrl-C ends an answer, Ctrl-D the chat.", sep="")
+    conversation = model.new_chat(system, max_new_tokens)
+    for number, question in enumerate(questions(notes, is_person)):
+        try:
+            prompt, forgets = conversation.ask(question)
+        except Refusal as refusal:
+            notes.print(f"That cannot be asked: {refusal.detail}", markup=False)
+            continue
+        if forgets:
+            notes.print("The context is full: earlier turns are forgotten.", style="yellow")
+        steps = model.stream(prompt, max_new_tokens, chosen, seed + number)
+        with stop_on_interrupt(is_person) as stopped:
+            ids, pace = write(steps, model.text_stream(), console, stopped)
+        ended = bool(ids) and ids[-1] in model.decoder.eos_token_ids
+        conversation.answered(ids, ended=ended)
+        why = "" if ended else " (stopped)" if stopped() else f" (cut after {len(ids)} tokens)"
+        notes.print(f"{pace}{why}", style="dim", markup=False)
+
+
+def questions(notes: Console, is_person: bool) -> Iterator[str]:
+    """What is asked, line by line, until the end of the input; Ctrl-C at a person's prompt asks nothing."""
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="replace")
+    if not is_person:
+        yield from (line.strip() for line in sys.stdin if line.strip())
+        return
+    import readline  # noqa: F401 - arrow keys and history in input()
+
+    while True:
+        try:
+            with interrupts_by(signal.default_int_handler):
+                question = input("\n> ").strip()
+        except EOFError:
+            notes.print()
+            return
+        except KeyboardInterrupt:
+            notes.print("\nCtrl-D ends the chat.", style="dim")
+            continue
+        if question:
+            yield question
+
+
+@dataclass
+class Pace:
+    """How fast an answer was written; the prefill gives its first token and is no step."""
+
+    started: float = field(default_factory=perf_counter)
+    first: float = 0.0
+    last: float = 0.0
+    num_tokens: int = 0
+    num_steps: int = -1
+
+    def step(self, num_tokens: int) -> None:
+        """One more forward, the prefill at first, wrote so many tokens."""
+        self.last = perf_counter()
+        self.first = self.first or self.last
+        self.num_tokens, self.num_steps = self.num_tokens + num_tokens, self.num_steps + 1
+
+    def __str__(self) -> str:
+        said = [f"{self.num_tokens} token{'s' * (self.num_tokens != 1)}"]
+        if self.num_steps > 0:
+            later = self.num_tokens - 1
+            said.append(f"{ratio(later / self.num_steps)} per step")
+            said.append(f"{rate(later / max(self.last - self.first, 1e-9))} tokens/s")
+        return ", ".join([*said, f"the first after {duration(self.first - self.started)}"])
+
+
+def write(
+    steps: Iterator[list[int]], text: TextStream, console: Console, stopped: Callable[[], bool]
+) -> tuple[list[int], Pace]:
+    """Write an answer as it comes; returns its ids and its pace."""
+    ids: list[int] = []
+    pace = Pace()
+    for new_ids in steps:
+        pace.step(len(new_ids))
+        for place, token in enumerate(new_ids):
+            console.out(visible(text.push(token)), style=FREE if place else None, end="", highlight=False)
+        ids += new_ids
+        if stopped():
+            break
+    console.out(visible(text.flush()), highlight=False)
+    return ids, pace
+
+
+@contextmanager
+def stop_on_interrupt(is_person: bool) -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed meanwhile, which then ends an answer and not the command; from a pipe it ends that."""
+    pressed: list[int] = []
+    if not is_person:
+        yield lambda: False
+        return
+    with interrupts_by(lambda signum, _: pressed.append(signum)):
+        yield lambda: bool(pressed)
+
+
+@contextmanager
+def interrupts_by(handler: Any) -> Iterator[None]:
+    """Ctrl-C goes to `handler` meanwhile."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
