@@ -46,6 +46,7 @@ class Backbone(nn.Module):
     def __init__(self, spec: TargetSpec, settings: TrainConfig, device: torch.device):
         super().__init__()
         target = load_causal_lm(spec, device)
+        _keep_differentiable(target)
         verify_tap(target)
         verify_packing(target)
         self.tuned = add_lora(target, rank=settings.lora_rank, alpha=settings.lora_alpha, dropout=settings.lora_dropout)
@@ -87,6 +88,7 @@ class Backbone(nn.Module):
     def train(self, mode: bool = True) -> Backbone:
         """Turn LoRA's dropout on or off, and with it, where it is asked for, recomputation; nothing else."""
         super().train(False)
+        _keep_differentiable(self)
         if mode:
             from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -96,6 +98,13 @@ class Backbone(nn.Module):
                 if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
                     module.training = True  # it alone: the layers inside it may have dropout
         return self
+
+
+def _keep_differentiable(module: nn.Module) -> None:
+    """Tell 4-bit layers that they train: else bitsandbytes, on a CPU, takes a kernel that has no backward."""
+    for layer in module.modules():
+        if type(layer).__module__.startswith("bitsandbytes"):
+            layer.training = True
 
 
 @torch.inference_mode()

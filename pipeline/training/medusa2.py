@@ -187,7 +187,7 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
         roles=spec.settings.roles,
         sequence_length=spec.settings.sequence_length,
     )
-    if not texts.get("train"):
+    if not any(text.num_read for text in texts.get("train", ())):
         what = f"No train row has target-written text in the roles {spec.settings.roles} within train.sequence_length."
         raise DataError(what, "train.roles", "Generate more answers, learn from other roles or raise the length.")
     return texts

@@ -56,7 +56,9 @@ def read_texts(
     roles: Collection[Role],
     sequence_length: int,
 ) -> dict[str, list[Text]]:
-    """Every split's conversations that have something to learn, in order, in memory: four bytes a token.
+    """Every split's conversations with something to learn, in order, in memory: four bytes a token.
+
+    Where nothing of it is within `sequence_length`, nothing of the conversation is read.
 
     Raises:
         DamagedShard: A shard cannot be read.
@@ -77,18 +79,22 @@ def read_texts(
                 what = f"Token {ids.max()} is outside the target's vocabulary of {vocab_size}."
                 raise DataError(what, f"{path}, row {name}", REDO)
             spans = tuple(Span(**span) for span in found.as_py() if span["role"] in roles)
-            # The last token of all is a label, and never read; nor is a text in which nothing is within reach.
-            num_read = min(sequence_length, max((span.end for span in spans), default=1) - 1)
-            if any(span.start - 1 < num_read for span in spans):
+            if spans:
+                reached = any(span.start <= sequence_length for span in spans)
+                # The last token of all is a label, and never read.
+                num_read = min(sequence_length, max(span.end for span in spans) - 1) if reached else 0
                 texts.setdefault(split.as_py(), []).append(Text(ids, spans, num_read))
     return texts
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices into `lengths`, in groups of at most `capacity` together: longest first, each where it fits tightest."""
+    """Indices into `lengths`, in groups of at most `capacity` together: longest first, each where it fits tightest.
+
+    A length of 0 leaves its index out.
+    """
     groups: list[list[int]] = []
     rooms: list[tuple[int, int]] = []  # (what is free, group), sorted
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+    for index in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda i: (-lengths[i], i)):
         place = bisect.bisect_left(rooms, (lengths[index], 0))
         if place < len(rooms):
             room, group = rooms.pop(place)

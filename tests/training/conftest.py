@@ -1,8 +1,9 @@
-"""A tiny target that always knows the next token, and shards of features in which n is followed by 3n + 1."""
+"""A tiny target that always knows the next token, and shards of features and text in which n is followed by 3n + 1."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import TrainConfig
 from pipeline.conversations.spans import Span, feature_positions
-from pipeline.storage.schemas import FEATURES
+from pipeline.storage.schemas import FEATURES, GENERATED
 from pipeline.storage.shards import ShardWriter
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.spec import TrainSpec
 
-V, D, FINGERPRINT = 40, 32, "f" * 64
+V, D, FINGERPRINT, TEXTS_FINGERPRINT = 40, 32, "f" * 64, "9" * 64
 STATES = torch.from_numpy(np.random.default_rng(7).normal(size=(V, D))).float()  # that say which token is next
 
 
@@ -86,6 +87,22 @@ def half_shards(tmp_path_factory) -> tuple[str, ...]:
     return write_shards(tmp_path_factory.mktemp("half"), torch.bfloat16)
 
 
+@pytest.fixture(scope="session")
+def texts(tmp_path_factory) -> tuple[str, ...]:
+    """Generated conversations: two shards of fifteen, every fifth held out."""
+    directory, rng = tmp_path_factory.mktemp("texts"), np.random.default_rng(3)
+    paths = []
+    for index in range(2):
+        path = directory / f"{index:05d}.parquet"
+        rows = [feature_row(f"s:{index}-{i}", "calibrate" if i % 5 == 4 else "train", rng) for i in range(15)]
+        kept = ("id", "parent_id", "split", "input_ids", "spans")
+        with ShardWriter(path, path.with_suffix(".q"), GENERATED, index=0, fingerprint=TEXTS_FINGERPRINT) as writer:
+            writer.write([{name: row[name] for name in kept} | {"finish": [], "messages": []} for row in rows])
+            writer.commit("generate", None)
+        paths.append(str(path))
+    return tuple(paths)
+
+
 MakeSpec = Callable[..., TrainSpec]
 
 
@@ -107,5 +124,27 @@ def make_spec(tmp_path, shards, target) -> MakeSpec:
             directory=str(tmp_path / name),
             device="cpu",
         )
+
+    return make
+
+
+@pytest.fixture
+def make_tuning(make_spec, texts) -> MakeSpec:
+    """A training of heads and backbone, of eight steps; keywords change its settings."""
+
+    def make(name: str = "tuning", **settings: Any) -> TrainSpec:
+        usual = {
+            "method": "medusa-2",
+            "epochs": 4,
+            "schedule": "constant",
+            "lambda_0": 0.2,
+            "lora_rank": 4,
+            "lora_alpha": 8,
+            "sequence_length": 64,
+            "batch_sequences": 6,
+            "gradient_checkpointing": False,
+        }
+        spec = make_spec(name, **{**usual, **settings})
+        return replace(spec, texts=texts, texts_fingerprint=TEXTS_FINGERPRINT)
 
     return make
