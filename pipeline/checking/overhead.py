@@ -2,15 +2,18 @@
 
 A step costs the same whatever it accepts, so a few steps of each size tell; the sizes take turns, round by round, so
 that a machine that drifts slows them all. A tree that costs more than it can ever give is given up after one round.
+On a CPU plain decoding chooses the number of threads, and all compute with as many.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from time import perf_counter
 
+import torch
 from transformers import PreTrainedModel
 
 from pipeline.medusa.decoding import MedusaDecoder, plain_decoder
@@ -36,20 +39,46 @@ def overhead_curve(
     deepest = max(len(path) for choices in trees.values() for path in choices)
     length = min(max_length, len(prompt_ids) + 1 + NUM_STEPS * (deepest + 1))
     plain = plain_decoder(model, eos_token_ids=(), max_length=length)
-    seconds: dict[int, list[float]] = {0: []}
-    decoders = {0: plain}
-    _seconds_per_step(plain, prompt_ids, length)  # the very first forwards are slow
-    plain_seconds = _seconds_per_step(plain, prompt_ids, length)
-    for size, choices in sorted(trees.items()):
-        decoder = MedusaDecoder(model, heads, choices, eos_token_ids=(), max_length=length)
-        if _seconds_per_step(decoder, prompt_ids, length) > (deepest + 1) * plain_seconds and len(decoders) > 1:
-            break
-        decoders[size], seconds[size] = decoder, []
-    for _ in range(NUM_ROUNDS):
-        for size, decoder in decoders.items():
-            seconds[size].append(_seconds_per_step(decoder, prompt_ids, length))
+    with fastest_threads(plain, prompt_ids):
+        seconds: dict[int, list[float]] = {0: []}
+        decoders = {0: plain}
+        plain_seconds = _seconds_per_step(plain, prompt_ids, length)
+        for size, choices in sorted(trees.items()):
+            decoder = MedusaDecoder(model, heads, choices, eos_token_ids=(), max_length=length)
+            if _seconds_per_step(decoder, prompt_ids, length) > (deepest + 1) * plain_seconds and len(decoders) > 1:
+                break
+            decoders[size], seconds[size] = decoder, []
+        for _ in range(NUM_ROUNDS):
+            for size, decoder in decoders.items():
+                seconds[size].append(_seconds_per_step(decoder, prompt_ids, length))
     medians = {size: statistics.median(taken) for size, taken in seconds.items()}
     return {size: medians[size] / medians[0] for size in medians if size}
+
+
+@contextlib.contextmanager
+def fastest_threads(plain: MedusaDecoder, prompt_ids: Sequence[int]) -> Iterator[int]:
+    """Let torch compute with as many CPU threads as make plain steps fastest. On a GPU there is nothing to choose.
+
+    For a small target that is fewer than there are cores: after each of its hundreds of short operations the threads
+    wait for one another, and longest where the cores have other work. Tried are all, half of them, …, 1, in turns.
+    """
+    most = torch.get_num_threads()
+    if plain.device.type != "cpu":
+        yield most
+        return
+    length = min(plain.max_length, len(prompt_ids) + 1 + NUM_STEPS)
+    seconds: dict[int, list[float]] = {most >> halvings: [] for halvings in range(most.bit_length())}
+    try:
+        _seconds_per_step(plain, prompt_ids, length)  # the very first forwards are slow
+        for _ in range(NUM_ROUNDS):
+            for threads, taken in seconds.items():
+                torch.set_num_threads(threads)
+                taken.append(_seconds_per_step(plain, prompt_ids, length))
+        best = min(seconds, key=lambda threads: statistics.median(seconds[threads]))
+        torch.set_num_threads(best)
+        yield best
+    finally:
+        torch.set_num_threads(most)
 
 
 def _seconds_per_step(decoder: MedusaDecoder, prompt_ids: Sequence[int], length: int) -> float:

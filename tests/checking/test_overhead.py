@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.checking import overhead
-from pipeline.checking.overhead import NUM_STEPS, overhead_curve
+from pipeline.checking.overhead import NUM_STEPS, fastest_threads, overhead_curve
 from pipeline.medusa.cache import TreeCache
+from pipeline.medusa.decoding import plain_decoder
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads
 
 CHAIN = ((0,), (0, 0))
@@ -38,3 +39,15 @@ def test_overheads_are_ratios_of_medians_and_what_cannot_pay_is_left_out(pair, m
     assert overhead_curve(*pair, TREES, [5], 99) == {1: pytest.approx(1.5), 2: pytest.approx(2.0)}
     cost[1] = 9.0
     assert overhead_curve(*pair, TREES, [5], 99).keys() >= {1}, "one is always measured"
+
+
+def test_plain_steps_choose_the_number_of_threads_for_as_long_as_they_are_measured(pair, monkeypatch):
+    before, cost = torch.get_num_threads(), {1: 3.0, 2: 1.0, 4: 2.0}
+    monkeypatch.setattr(overhead, "_seconds_per_step", lambda *_: cost[torch.get_num_threads()])
+    try:
+        torch.set_num_threads(4)
+        with fastest_threads(plain_decoder(pair[0], eos_token_ids=()), [5]) as threads:
+            assert threads == torch.get_num_threads() == 2
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
