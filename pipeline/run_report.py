@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pipeline.checkpoints.card import model_card
+from pipeline.checkpoints.layout import repositories
 from pipeline.config import Config
 from pipeline.execution.context import Context
 from pipeline.execution.hardware import hardware
@@ -88,9 +89,9 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
 
 def card(report: dict[str, Any], config: Config) -> str:
     """The model card as far as the report knows."""
-    return model_card(
-        report, base_model=config.target.model, repo_id=config.push.repo_id, recipe=config.model_dump(mode="json")
-    )
+    heads_id, backbone_id = repositories(config.push.repo_id, config.train.method)
+    base = config.target.model if config.train.method == "medusa-1" else backbone_id
+    return model_card(report, base_model=base, repo_id=heads_id, recipe=config.model_dump(mode="json"))
 
 
 def _extras(found: dict[str, Any], summaries: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""The text of the model card, in Jinja; `card.py` fills it in. What is missing, at any depth, renders as nothing."""
+"""The text of the model cards, in Jinja; `card.py` fills it in. What is missing, at any depth, renders as nothing."""
 
-TEMPLATE = """\
+HEADS = """\
 ---
 {{ front_matter }}
 ---
 
-# Medusa heads for {{ base or "a local model" }}
+# Medusa heads for {{ base or ("a tuned local model" if tuned else "a local model") }}
 
 [Medusa](https://arxiv.org/abs/2401.10774) heads that make
 {%+ if base %}[{{ base }}](https://huggingface.co/{{ base }}){% else %}a local model{% endif %}
@@ -14,6 +14,16 @@ TEMPLATE = """\
 Head k (from 0) reads the target's last hidden state at position t and guesses the token at t+2+k. The target verifies
 the guesses, so that greedy output stays its own.
 
+{% if tuned %}
+## The backbone has changed
+
+These heads and their backbone were trained together (Medusa-2, section 2.2.2 of the paper), on text that
+{{ original or "the original model" }} wrote. They belong to the tuned backbone
+{%- if not base %}, exported beside them in `backbone/`{% endif %}, and not to the original.
+
+{% include "drift" %}
+
+{% endif %}
 ## Serve
 
 With vLLM:
@@ -24,7 +34,7 @@ vllm serve {{ base or "BASE_MODEL" }} \\
 ```
 
 {% if not base %}
-`BASE_MODEL` stands for the model that these heads were trained on.
+`BASE_MODEL` stands for {{ "the tuned backbone" if tuned else "the model that these heads were trained on" }}.
 {% endif %}
 `num_speculative_tokens` may be anything from 1 to {{ num_heads or "the number of heads" }}.
 
@@ -123,8 +133,8 @@ Seeds: {{ sources | join(", ") }}.
 
 ## Limits
 
-- The heads fit this very target and revision. With a fine-tuned or otherwise quantized sibling they load, and accept
-  less.
+- The heads fit {{ "the tuned backbone alone" if tuned else "this very target and revision" }}.
+  With a fine-tuned or otherwise quantized sibling they load, and accept less.
 - The acceleration rate holds for text like the held-out rows; other subjects, languages and lengths accept less.
 - The speedup holds for the hardware, engine and batch size that it was measured with; a server that is busy with large
   batches gains less, or loses.
@@ -133,3 +143,58 @@ Seeds: {{ sources | join(", ") }}.
   Typical and nucleus acceptance alter it.
 - No licence is declared for the heads; the target's own terms apply.
 """
+
+BACKBONE = """\
+---
+{{ front_matter }}
+---
+
+# {{ original or "A local model" }}, tuned for Medusa heads
+
+{% if original %}
+[{{ original }}](https://huggingface.co/{{ original }})
+{%- else %}
+A local model
+{%- endif %}
+ after Medusa-2 training ([Medusa](https://arxiv.org/abs/2401.10774), section 2.2.2): LoRA on every linear layer,
+trained together with heads that make it decode faster, on text that the model wrote itself, and merged into its
+weights.
+The heads are in [{{ heads }}](https://huggingface.co/{{ heads }}); tokenizer, chat template and generation settings are
+the original's.
+
+## How far it has moved
+
+{% include "drift" %}
+
+## Serve
+
+Without the heads it is loaded like any other model. With them, in vLLM:
+
+```bash
+vllm serve {{ here }} \\
+  --speculative-config '{{ speculative_config }}'
+```
+
+## Limits
+
+- It is close to the original and not equal to it: where every answer must be the original's own, use heads that were
+  trained on the frozen model (Medusa-1).
+- How far it has moved was measured on text like the held-out rows; other subjects and languages may move more.
+- No licence is declared for the changes; the original's own terms apply.
+"""
+
+DRIFT = """\
+{% if drift %}
+On held-out text that the original wrote:
+
+| | |
+|---|---|
+{% for label, value in drift %}
+| {{ label }} | {{ value }} |
+{% endfor %}
+{% else %}
+How far it is from the original has not been measured.
+{% endif %}
+"""
+
+TEMPLATES = {"heads": HEADS, "backbone": BACKBONE, "drift": DRIFT}

@@ -1,24 +1,24 @@
-"""An export on the Hub: one repository, one commit, never without a passed check, never with a local path.
+"""What a run publishes: the heads, and with Medusa-2 the tuned backbone too, each in a repository of its own.
 
-Pushing again is safe. What the Hub already has is not sent again; when it has everything, no commit is made. Only a
-repository that is new, or holds Medusa heads and nothing else that engines would load, is written to.
+Never without a passed check, never with a local path, and only to a repository that is new or holds the same kind of
+thing and nothing else that engines would load. Pushing again is safe, see `upload.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd, HfApi, ModelInfo, get_token
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub import CommitOperationAdd
 
-from pipeline.checkpoints.card import model_card
+from pipeline.checkpoints.card import backbone_card, model_card
 from pipeline.checkpoints.layout import (
+    BACKBONE_DIRECTORY,
+    BACKBONE_FILE,
     CARD_FILE,
     CHOICES_FILE,
     CONFIG_FILE,
@@ -28,11 +28,11 @@ from pipeline.checkpoints.layout import (
     is_local,
     read_config,
 )
-from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault, MedusaDistillError
-from pipeline.secrecy import redacted
+from pipeline.checkpoints.upload import listing, prepare, refuse_local_path, upload
+from pipeline.checkpoints.whole_directory import files_in
+from pipeline.errors import CheckFailed, ConfigError, DataError
 
 BOOKKEEPING = {"stage.json", "upstream.json", "DONE.json", "lock"}
-CONTINUES = "Run the same command again: what has arrived is not sent twice."
 
 
 def push_export(
@@ -84,16 +84,56 @@ def push_export(
     card = model_card(report, base_model=base, repo_id=repo_id, recipe=recipe)
     config = json.dumps(replace(exported, base_model_name_or_path=base).to_json(), indent=2) + "\n"
     files: dict[str, Path | bytes] = {name: directory / name for name in _names(directory)}
-    files |= {CARD_FILE: card.encode(), CONFIG_FILE: config.encode()}
-    additions = [CommitOperationAdd(name, content) for name, content in sorted(files.items())]
-    receipt = {"repo": repo_id, "private": private, "base_model": base, "files": [_listed(file) for file in additions]}
+    additions = prepare({**files, CARD_FILE: card.encode(), CONFIG_FILE: config.encode()})
+    receipt = {"repo": repo_id, "private": private, "base_model": base, "files": listing(additions)}
     if dry_run:
         return receipt | {"dry_run": True, "commit": None, "missing": missing}
     if missing:
         fix = "Publish the target first, then push with push.base_model=USER/NAME."
         raise ConfigError(f"The push lacks {missing[0]}.", base, fix)
-    _refuse_local_path(additions, exported.base_model_name_or_path)
-    return receipt | _upload(additions, repo_id, private, _token(token), endpoint)
+    _refuse_local_paths(additions, exported.base_model_name_or_path, recipe)
+    return receipt | upload(
+        additions, repo_id, "Medusa heads", in_the_way=_not_heads, private=private, token=token, endpoint=endpoint
+    )
+
+
+def push_backbone(
+    directory: str | Path,
+    *,
+    repo_id: str,
+    heads_repo_id: str,
+    report: Mapping[str, Any] | None,
+    recipe: Mapping[str, Any],
+    private: bool = False,
+    base_model: str | None = None,
+    token: str | None = None,
+    dry_run: bool = False,
+    endpoint: str | None = None,
+) -> dict[str, Any]:
+    """Push the tuned backbone with a model card of its own, as one commit; return the receipt.
+
+    Args:
+        directory: What `write_backbone` wrote.
+        heads_repo_id: Where its heads are, or will be.
+        base_model: Hub id of the model that it was tuned from; None for a local one, whose path is not told.
+
+    The other arguments, the receipt and what is raised are those of `push_export`.
+    """
+    directory = Path(directory).resolve()
+    check_repo_id(repo_id, "push.repo_id", with_owner=True)
+    report = require_passed_check(report)
+    files: dict[str, Path | bytes] = {file.as_posix(): directory / file for file in files_in(directory)}
+    if gone := {CONFIG_FILE, BACKBONE_FILE} - files.keys():
+        raise DataError(f"The tuned backbone lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
+    card = backbone_card(report, base_model=base_model, repo_id=repo_id, heads_repo_id=heads_repo_id, recipe=recipe)
+    additions = prepare({**files, CARD_FILE: card.encode()})
+    receipt = {"repo": repo_id, "private": private, "base_model": base_model, "files": listing(additions)}
+    if dry_run:
+        return receipt | {"dry_run": True, "commit": None, "missing": []}
+    _refuse_local_paths(additions, str(directory), recipe)
+    return receipt | upload(
+        additions, repo_id, "Backbone", in_the_way=_not_a_backbone, private=private, token=token, endpoint=endpoint
+    )
 
 
 def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -123,10 +163,11 @@ def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _names(directory: Path) -> list[str]:
-    """Every file of the export, without the stage's own bookkeeping and whatever is hidden."""
-    paths = (path.relative_to(directory) for path in sorted(directory.rglob("*")) if path.is_file())
-    paths = (path for path in paths if path.name not in BOOKKEEPING and not any(p.startswith(".") for p in path.parts))
-    names = [path.as_posix() for path in paths]
+    """Every file of the heads, without the stage's own bookkeeping, a tuned backbone and whatever is hidden."""
+    paths = (path for path in files_in(directory) if path.name not in BOOKKEEPING)
+    paths = (path for path in paths if not any(part.startswith(".") for part in path.parts))
+    tuned = BACKBONE_DIRECTORY if (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file() else None
+    names = [path.as_posix() for path in paths if path.parts[0] != tuned]
     if gone := {WEIGHTS_FILE, CHOICES_FILE} - set(names):
         raise DataError(f"The export lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
     if strangers := _other_weights(names):
@@ -135,95 +176,23 @@ def _names(directory: Path) -> list[str]:
     return names
 
 
-def _other_weights(names: Iterable[str]) -> list[str]:
+def _other_weights(names: Collection[str]) -> list[str]:
     return sorted(name for name in names if Path(name).suffix in WEIGHT_SUFFIXES and name != WEIGHTS_FILE)
 
 
-def _listed(file: CommitOperationAdd) -> dict[str, Any]:
-    info = file.upload_info
-    return {"path": file.path_in_repo, "size": info.size, "sha256": info.sha256.hex()}
+def _refuse_local_paths(additions: list[CommitOperationAdd], base: str, recipe: Mapping[str, Any]) -> None:
+    """Where the target, or what became of it, lies on this machine is nobody else's business."""
+    for path in {base, str((recipe.get("target") or {}).get("model", ""))}:
+        if is_local(path):
+            refuse_local_path(additions, path)
 
 
-def _refuse_local_path(additions: Iterable[CommitOperationAdd], base: str) -> None:
-    """The target's directory may have found its way into a tokenizer's settings; it is nobody else's business."""
-    if not is_local(base):
-        return
-    for addition in additions:
-        if addition.path_in_repo == WEIGHTS_FILE:
-            continue
-        with addition.as_file() as file:
-            if base.encode() in file.read():
-                fix = "Remove the path from it, then push again."
-                raise DataError(f"{addition.path_in_repo} names the target's local path.", base, fix)
+def _not_heads(names: Collection[str]) -> list[str]:
+    """What forbids writing heads beside files of these names."""
+    return _other_weights(names) or ([CONFIG_FILE] if CONFIG_FILE in names and WEIGHTS_FILE not in names else [])
 
 
-def _token(token: str | None) -> str:
-    token = token or get_token()
-    if not token:
-        fix = "Run `hf auth login`, or set HF_TOKEN to a token that may write; then push again."
-        raise EnvironmentFault("There is no Hub token.", "push", fix)
-    return token
-
-
-def _upload(
-    additions: list[CommitOperationAdd], repo_id: str, private: bool, token: str, endpoint: str | None
-) -> dict[str, Any]:
-    api = HfApi(endpoint=endpoint, token=token, library_name="medusa-distill")
-    with _hub_faults(repo_id, token):
-        existing = _existing(api, repo_id)
-        if existing is None:
-            api.create_repo(repo_id, private=private, exist_ok=True)
-        else:
-            _require_heads_repository(existing, repo_id, private)
-        commit = api.create_commit(repo_id, additions, commit_message="Medusa heads")
-    return {
-        "url": redacted(f"{api.endpoint}/{repo_id}"),
-        "commit": commit.oid,
-        "unchanged": existing is not None and existing.sha == commit.oid,
-        "private": private if existing is None else bool(existing.private),
-    }
-
-
-def _existing(api: HfApi, repo_id: str) -> ModelInfo | None:
-    try:
-        return api.model_info(repo_id)
-    except HfHubHTTPError as error:
-        if error.response.status_code == 404 or error.response.headers.get("X-Error-Code") == "RepoNotFound":
-            return None
-        raise
-
-
-def _require_heads_repository(existing: ModelInfo, repo_id: str, private: bool) -> None:
-    """Refuse to publish what should stay private, and to write over something that is not a set of heads."""
-    if private and not existing.private:
-        fix = "Make it private on the Hub, or push with push.private=false."
-        raise ConfigError("The repository is public, and push.private asks for a private one.", repo_id, fix)
-    names = {sibling.rfilename for sibling in existing.siblings or ()}
-    strangers = _other_weights(names) or ([CONFIG_FILE] if CONFIG_FILE in names and WEIGHTS_FILE not in names else [])
-    if strangers:
-        fix = "Push the heads to a repository of their own: engines load every weights file that they find."
-        raise ConfigError(f"The repository holds something else ({', '.join(strangers[:3])}).", repo_id, fix)
-
-
-@contextlib.contextmanager
-def _hub_faults(repo_id: str, token: str) -> Iterator[None]:
-    """Say what went wrong between this machine and the Hub; the token is never part of it."""
-    try:
-        yield
-    except MedusaDistillError:
-        raise
-    except OfflineModeIsEnabled:
-        raise EnvironmentFault("The Hub is switched off.", "HF_HUB_OFFLINE", "Unset it, then push again.") from None
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        allowed = "The token must be valid and may write there: `hf auth login`, or HF_TOKEN. Then push again."
-        fix = allowed if status in (401, 403) else CONTINUES
-        raise EnvironmentFault(f"The Hub answered {status}: {_plain(error, token)}.", repo_id, fix) from None
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # LFS and hf_xet wrap theirs in the last two
-        raise EnvironmentFault(f"The push did not get through: {_plain(error, token)}.", repo_id, CONTINUES) from None
-
-
-def _plain(error: BaseException, token: str) -> str:
-    """An error, and what it came from, on one line and without the token."""
-    text = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
-    return " ".join(redacted(text.replace(token, "hf_***")).split()).rstrip(".") or type(error).__name__
+def _not_a_backbone(names: Collection[str]) -> list[str]:
+    """What forbids writing a tuned backbone beside files of these names: any model but one that was tuned here."""
+    models = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES or name == CONFIG_FILE]
+    return [] if BACKBONE_FILE in names else sorted(models)

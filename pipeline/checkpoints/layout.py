@@ -27,6 +27,7 @@ CHOICES_FILE = "medusa_choices.json"
 CARD_FILE = "README.md"
 BACKBONE_DIRECTORY = "backbone"  # beside the heads of Medusa-2: the model that they belong to
 BACKBONE_FILE = "medusa_backbone.json"  # in it: what it was made of
+HEADS_SUFFIX = "-medusa"  # on the Hub: the heads of the tuned backbone NAME are NAME-medusa
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -152,6 +153,13 @@ def check_vocabulary(heads_vocab_size: int, target_vocab_size: int) -> None:
             "vocab_size",
             "Train the heads on this very target: a padded, resized or pruned vocabulary does not load in vLLM.",
         )
+
+
+def repositories(repo_id: str | None, method: str) -> tuple[str | None, str | None]:
+    """Where the heads go on the Hub, and where a tuned backbone does: `repo_id`, whose heads have a name after its."""
+    if method == "medusa-1" or repo_id is None:
+        return repo_id, None
+    return repo_id + HEADS_SUFFIX, repo_id
 
 
 def is_local(base_model: str) -> bool:

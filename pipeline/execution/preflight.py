@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from pipeline.checkpoints.layout import check_num_heads, check_repo_id, is_local
+from pipeline.checkpoints.layout import check_num_heads, check_repo_id, is_local, repositories
 from pipeline.config import CheckConfig, Config, PushConfig
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.medusa.tree import Path as TreePath
@@ -48,7 +48,7 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
     require_questions(config)
     _check_rule(config.check)
     if config.push.repo_id:
-        _check_push(config.push, config.target.model)
+        _check_push(config.push, config.target.model, config.train.method)
     if os.environ.get(SUBMITTED_JOB):
         _check_lasting(config)
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, what the workers have installed decides
@@ -95,13 +95,14 @@ def _check_rule(check: CheckConfig) -> None:
         raise ConfigError(f"{what}.", f"check.{key}", fix)
 
 
-def _check_push(push: PushConfig, target: str) -> None:
+def _check_push(push: PushConfig, target: str, method: str) -> None:
     """Refuse at once what the Hub would be asked for in vain after hours of work."""
     assert push.repo_id, "nothing is to be pushed"
-    check_repo_id(push.repo_id, "push.repo_id", with_owner=True)
+    for repo_id in filter(None, repositories(push.repo_id, method)):
+        check_repo_id(repo_id, "push.repo_id", with_owner=True)
     if push.base_model:
         check_repo_id(push.base_model, "push.base_model")
-    elif is_local(target):
+    elif is_local(target) and method == "medusa-1":
         fix = "Publish the target and name it there, or leave push.repo_id unset."
         raise ConfigError("Nobody else can load heads for a target that is only here.", "push.base_model", fix)
 

@@ -61,7 +61,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         config,
         tokenizer=load_tokenizer(spec),
         choices=check_choices(tree["choices"], config.num_heads, config.vocab_size),
-        card=model_card({}, base_model=spec.model, repo_id=None, recipe=recipe),
+        card=model_card({}, base_model=None if tuned else spec.model, repo_id=None, recipe=recipe),
     )
     return {
         "files": [path.name for path in files],

@@ -1,4 +1,7 @@
-"""push: the export on the Hub, as one commit, and never when the check failed."""
+"""push: the export on the Hub, as one commit, and never when the check failed.
+
+With Medusa-2 the tuned backbone goes first, to `push.repo_id`, and its heads to the same name with `-medusa` behind it.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeline.checkpoints.hub import push_export
+from pipeline.checkpoints.hub import push_backbone, push_export
+from pipeline.checkpoints.layout import BACKBONE_DIRECTORY, repositories
 from pipeline.execution.context import Context
 from pipeline.storage.durable import read_json, write_json
 from pipeline.storage.stage_directory import StageDirectory
@@ -24,6 +28,11 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     """Push, and keep the receipt."""
     receipt = push(context)
     write_json(stage.path / "receipt.json", receipt)
+    summary = _summary(receipt)
+    return summary | ({"backbone": _summary(receipt["backbone"])} if "backbone" in receipt else {})
+
+
+def _summary(receipt: dict[str, Any]) -> dict[str, Any]:
     return {
         "repo": receipt["repo"],
         "commit": receipt["commit"],
@@ -33,22 +42,32 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
 
 
 def push(context: Context, *, dry_run: bool = False) -> dict[str, Any]:
-    """Send the export with a fresh card; a dry run touches no network and returns what would go."""
-    settings = context.config.push
-    assert settings.repo_id, "there is nothing to push to"
-    return push_export(
-        context.upstream["export"].path,
-        repo_id=settings.repo_id,
-        private=settings.private,
-        base_model=settings.base_model,
-        report=read_json(context.run.path / "report.json"),
-        recipe=context.config.model_dump(mode="json"),
-        dry_run=dry_run,
+    """Send the export with a fresh card; a dry run touches no network and returns what would go.
+
+    With Medusa-2 the receipt has the tuned backbone's under `backbone`.
+    """
+    settings, export = context.config.push, context.upstream["export"].path
+    heads_id, backbone_id = repositories(settings.repo_id, context.config.train.method)
+    assert heads_id, "there is nothing to push to"
+    shared: dict[str, Any] = {
+        "private": settings.private,
+        "report": read_json(context.run.path / "report.json"),
+        "recipe": context.config.model_dump(mode="json"),
+        "dry_run": dry_run,
+    }
+    if backbone_id is None:
+        return push_export(export, repo_id=heads_id, base_model=settings.base_model, **shared)
+    original = settings.base_model or context.config.target.model
+    backbone = push_backbone(
+        export / BACKBONE_DIRECTORY, repo_id=backbone_id, heads_repo_id=heads_id, base_model=original, **shared
     )
+    return push_export(export, repo_id=heads_id, base_model=backbone_id, **shared) | {"backbone": backbone}
 
 
 def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
     """What would go, as a person reads it."""
+    if "backbone" in receipt:
+        print_dry_run(console, receipt["backbone"])
     console.print(
         f"Would push to {receipt['repo']} ({'private' if receipt['private'] else 'public'}), as one commit:",
         highlight=False,
@@ -60,8 +79,10 @@ def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
 
 
 def one_line(summary: dict[str, Any]) -> str:
-    return (
-        f"{summary['repo']} has it already"
-        if summary["unchanged"]
-        else f"{summary['files']} files to {summary['repo']}, commit {str(summary['commit'])[:8]}"
+    parts = [summary["backbone"]] if "backbone" in summary else []
+    return "; ".join(
+        f"{part['repo']} has it already"
+        if part["unchanged"]
+        else f"{part['files']} files to {part['repo']}, commit {str(part['commit'])[:8]}"
+        for part in [*parts, summary]
     )
