@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy, kl_div
+from transformers import AutoModelForCausalLM
+
+from pipeline.conversations.spans import IGNORED
+from pipeline.errors import CheckFailed, DataError
+from pipeline.storage.shards import read_rows
+from pipeline.targets.lm_head import read_lm_head
+from pipeline.training import medusa2 as room
+from pipeline.training.checkpoints import load_heads
+from pipeline.training.course import trained
+from pipeline.training.medusa2 import Trainer, train_medusa2
+from pipeline.training.methods import HEADS_FIRST, steps_of, train
+from pipeline.training.metrics import read_metrics
+from pipeline.training.spec import TrainSpec
+from pipeline.training.world import World
+
+CPU = torch.device("cpu")
+
+
+def trainer_of(spec: TrainSpec) -> Trainer:
+    return Trainer(spec, World(), CPU)
+
+
+def disturb(trainer: Trainer) -> None:
+    """Give the adapter and the heads something to say."""
+    draw = torch.Generator().manual_seed(5)
+    for name, weight in [*trainer.backbone.named_parameters(), *trainer.heads.named_parameters()]:
+        if "lora_B" in name or "block" in name:
+            weight.data = 0.1 * torch.randn(weight.shape, generator=draw)
+
+
+def plain_loss(trainer: Trainer, rows: list[dict]) -> torch.Tensor:
+    """The total loss by its definition: row after row through peft's own model, full logits, positions in a loop."""
+    spec, settings = trainer.spec, trainer.settings
+    backbone: list[torch.Tensor] = []
+    heads: list[list[torch.Tensor]] = [[] for _ in range(settings.num_heads)]
+    model = trainer.backbone.tuned
+    for row in rows:
+        ids = torch.tensor(row["input_ids"])
+        found = model(input_ids=ids[None], output_hidden_states=True, use_cache=False)
+        with torch.no_grad(), model.disable_adapter():
+            original = model(input_ids=ids[None], use_cache=False).logits[0]
+        logits, hidden = found.logits[0], found.hidden_states[-1][0]
+        guesses = trainer.heads(hidden)
+        for span in row["spans"]:
+            if span["role"] not in settings.roles:
+                continue
+            for position in range(span["start"] - 1, span["end"] - 1):
+                if settings.backbone_loss == "ce":
+                    backbone.append(cross_entropy(logits[position], ids[position + 1]))
+                else:
+                    p, q = original[position].log_softmax(0), logits[position].log_softmax(0)
+                    backbone.append(kl_div(q, p, reduction="sum", log_target=True))
+                for k in range(settings.num_heads):
+                    if position + 2 + k < span["end"]:
+                        heads[k].append(cross_entropy(guesses[k, position], ids[position + 2 + k]))
+    means = [torch.stack(losses).mean() for losses in heads]
+    assert spec.settings.schedule == "constant"
+    return torch.stack(backbone).mean() + settings.lambda_0 * sum(0.8 ** (k + 1) * mean for k, mean in enumerate(means))
+
+
+def rows_of(spec: TrainSpec, split: str = "train") -> list[dict]:
+    return [row for path in spec.texts for row in read_rows(path) if row["split"] == split]
+
+
+@pytest.mark.parametrize("loss", ["kl", "ce"])
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_one_step_moves_every_weight_by_the_gradient_of_the_paper(make_tuning, loss, micro_batch):
+    """Against autograd over full logits of unpacked rows, clipped, and torch's own AdamW at two learning rates."""
+    more = {"lora_dropout": 0.0, "roles": ("assistant", "user"), "max_grad_norm": 0.5, "warmup_steps": 0, "lr": 1e-3}
+    spec = make_tuning(backbone_loss=loss, micro_batch=micro_batch, batch_sequences=100, **more)
+    ours, plain = trainer_of(spec), trainer_of(spec)
+    disturb(ours), disturb(plain)
+    figures = ours.step(0)
+
+    expected = plain_loss(plain, rows_of(spec))
+    assert figures["loss"] == pytest.approx(float(expected.detach()), rel=1e-4)
+    expected.backward()
+    assert float(torch.nn.utils.clip_grad_norm_(plain.parameters, 0.5)) == pytest.approx(figures["grad_norm"], rel=1e-3)
+    rates = [(plain.heads, 1e-3), (plain.backbone, 2.5e-4)]
+    groups = [{"params": list(trained(module).values()), "lr": lr} for module, lr in rates]
+    torch.optim.AdamW(groups, weight_decay=0.0, foreach=False, fused=False).step()
+    for module in ("heads", "backbone"):
+        theirs = trained(getattr(plain, module))
+        for name, weight in trained(getattr(ours, module)).items():
+            torch.testing.assert_close(weight, theirs[name], rtol=1e-3, atol=2e-5, msg=name)
+
+
+def test_the_first_loss_is_that_of_the_target_s_own_prediction(make_tuning):
+    spec = make_tuning(epochs=1, batch_sequences=100, warmup_steps=0)
+    train_medusa2(spec)
+    trainer, rows = trainer_of(spec), rows_of(spec)
+    with torch.no_grad():
+        expected = float(plain_loss(trainer, rows))
+    first = next(line for line in read_metrics(spec.path) if line["step"] == 1)
+    assert first["loss"] == pytest.approx(expected, rel=1e-4) and first["backbone_loss"] == 0
+    assert first["heads_weight"] == 0.2 and len(first["head_losses"]) == 3
+
+
+def test_heads_learn_and_the_backbone_stays_near_itself_by_kl_and_leaves_by_hard_labels(make_tuning):
+    kept, left = (make_tuning(loss, backbone_loss=loss, epochs=8, lambda_0=0.05) for loss in ("kl", "ce"))
+    summaries = [train_medusa2(spec) for spec in (kept, left)]
+    before = next(read_metrics(kept.path))["held_out"]
+    for summary in summaries:
+        assert all(end["loss"] < start["loss"] for start, end in zip(before, summary["held_out"], strict=True))
+    near, far = (summary["drift"] for summary in summaries)
+    assert 0 < near["kl"] < 0.3 * far["kl"] and near["greedy_agreement"] > far["greedy_agreement"]
+    change = far["perplexity"]["tuned"] / far["perplexity"]["original"] - 1
+    assert far["perplexity_change"] == pytest.approx(change) and change < -0.1
+
+
+def test_the_saved_adapter_and_heads_are_what_was_trained(make_tuning):
+    spec = make_tuning()
+    summary = train_medusa2(spec)
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(spec.target.model), spec.adapter_path).eval()
+    original = AutoModelForCausalLM.from_pretrained(spec.target.model).eval()
+    heads, hits, labels, kl, positions = load_heads(spec.heads_path), 0, 0, 0.0, 0
+    with torch.no_grad():
+        for row in rows_of(spec, "calibrate"):
+            ids = torch.tensor(row["input_ids"])
+            found = model(input_ids=ids[None], output_hidden_states=True)
+            before = original(input_ids=ids[None]).logits[0].log_softmax(1)
+            guesses = heads(found.hidden_states[-1][0])[0].argmax(1)
+            for span in row["spans"]:
+                if span["role"] != "assistant":
+                    continue
+                at = slice(span["start"] - 1, span["end"] - 1)
+                kl += float((before[at].exp() * (before[at] - found.logits[0, at].log_softmax(1))).sum())
+                positions += span["end"] - span["start"]
+                reach = slice(span["start"] - 1, span["end"] - 2)
+                hits += int((guesses[reach] == ids[span["start"] + 1 : span["end"]]).sum())
+                labels += span["end"] - span["start"] - 1
+    assert summary["drift"]["kl"] == pytest.approx(kl / positions, rel=1e-3)
+    assert summary["drift"]["positions"] == positions
+    assert summary["held_out"][0]["top1"] == pytest.approx(hits / labels)
+
+
+def test_tied_heads_never_train_the_lm_head_and_the_adapter_still_adapts_it(make_tuning):
+    spec = make_tuning(lm_head="tied", epochs=2)
+    train_medusa2(spec)
+    heads = load_heads(spec.heads_path)
+    assert heads.config.tied and torch.equal(heads.lm_head, read_lm_head(spec.target))
+    adapter = load_file(spec.adapter_path / "adapter_model.safetensors")
+    assert adapter["base_model.model.lm_head.lora_B.weight"].any()
+
+
+def test_every_target_written_token_is_learned_once_per_epoch(make_tuning):
+    spec = make_tuning(epochs=2)
+    spans = [span for row in rows_of(spec) for span in row["spans"] if span["role"] == "assistant"]
+    summary = train_medusa2(spec)
+    assert summary["tokens"] == 2 * sum(span["end"] - span["start"] for span in spans)
+    assert summary["tokens_beyond_sequence"] == 0 and summary["steps"] == steps_of(spec)
+
+
+def test_what_is_cut_off_is_told(make_tuning):
+    assert train_medusa2(make_tuning(sequence_length=10, epochs=1))["tokens_beyond_sequence"] > 0
+
+
+def test_heads_weight_and_learning_rates_follow_their_schedules(make_tuning):
+    spec = make_tuning(schedule="linear", lambda_0=0.1, warmup_steps=2, lr=4e-3)
+    total = train_medusa2(spec)["steps"]
+    lines = [line for line in read_metrics(spec.path) if "loss" in line]
+    assert [line["heads_weight"] for line in lines] == pytest.approx([0.1 * step / total for step in range(total)])
+    assert [line["lr"] for line in lines[:3]] == pytest.approx([0, 2e-3, 4e-3])
+    assert all(line["backbone_lr"] == pytest.approx(line["lr"] / 4) for line in lines)
+    other = make_tuning("other", backbone_lr=1e-5, warmup_steps=0, epochs=1)
+    train_medusa2(other)
+    assert next(line for line in read_metrics(other.path) if line["step"] == 1)["backbone_lr"] == 1e-5
+
+
+def test_two_stages_are_medusa1_and_then_both_together(make_tuning):
+    spec = make_tuning(recipe="two-stage")
+    shown = []
+    summary = train(spec, on_progress=lambda step, total, *_: shown.append((step, total)))
+    first = summary["heads_first"]
+    assert shown == [(step, steps_of(spec)) for step in range(1, summary["steps"] + first["steps"] + 1)]
+    begun = next(read_metrics(spec.path))["held_out"]
+    untaught = next(read_metrics(spec.path / HEADS_FIRST))["held_out"]
+    assert all(ours["loss"] < 0.9 * theirs["loss"] for ours, theirs in zip(begun, untaught, strict=True))
+    assert train(spec) == summary  # what is finished is not begun again
+
+
+def test_bf16_products_stay_close_to_fp32_and_what_is_trained_stays_fp32(make_tuning):
+    full, half = (make_tuning(name, precision=name) for name in ("fp32", "bf16"))
+    expected, found = train_medusa2(full), train_medusa2(half)
+    assert found["final_loss"] == pytest.approx(expected["final_loss"], rel=0.05)
+    assert found["final_loss"] != expected["final_loss"]
+    for file in (half.heads_path, half.adapter_path / "adapter_model.safetensors"):
+        assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}
+
+
+def test_rows_without_anything_to_learn_are_refused(make_tuning):
+    with pytest.raises(DataError, match="No train row"):
+        train_medusa2(replace(make_tuning(), texts=()))
+
+
+def test_a_loss_that_is_not_finite_stops_with_a_readable_error(make_tuning, monkeypatch):
+    spec = make_tuning()
+    monkeypatch.setattr(room, "summed_kl", lambda hidden, *_: hidden.sum() * torch.inf)
+    with pytest.raises(CheckFailed, match=r"diverged.*Lower train\.lr"):
+        train_medusa2(spec)
+    assert not spec.heads_path.exists() and not spec.adapter_path.exists()
+
+
+def test_training_leaves_the_caller_s_random_numbers_alone(make_tuning):
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    train_medusa2(make_tuning(epochs=1))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_labels_of_heads_and_backbone_are_counted_apart(make_tuning):
+    spec = make_tuning(batch_sequences=100)
+    trainer = trainer_of(spec)
+    batches = [batch for _, batch in trainer.batches(0)]
+    assert sum(len(batch.next_N) for batch in batches) > sum(int((b.labels_KN[0] != IGNORED).sum()) for b in batches)

@@ -1,0 +1,138 @@
+"""How a training of heads and backbone ends: interrupted, on two workers, in other portions; and what it leaves."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.training.medusa2 import train_medusa2
+from pipeline.training.methods import HEADS_FIRST, train
+from pipeline.training.metrics import read_metrics
+from pipeline.training.spec import TrainSpec
+from pipeline.training.world import World
+
+ROOT = Path(__file__).parents[2]
+
+
+class Stopped(Exception):
+    """Stands for whatever ends a run early."""
+
+
+def stop_at(step: int):
+    def on_progress(done: int, *_: float) -> None:
+        if done == step:
+            raise Stopped
+
+    return on_progress
+
+
+def weights(spec: TrainSpec) -> dict[str, torch.Tensor]:
+    """Heads and adapter."""
+    return load_file(spec.heads_path) | load_file(spec.adapter_path / "adapter_model.safetensors")
+
+
+def same(one: TrainSpec, other: TrainSpec) -> bool:
+    ours, theirs = weights(one), weights(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("stop", "optimizer"), [(1, "adamw"), (3, "adamw"), (5, "adamw"), (5, "adamw-8bit")])
+def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_tuning, stop, optimizer):
+    """Mid-epoch and with dropout, which must come out the same again; checkpoints are at 3 and 6."""
+    settings = {"optimizer": optimizer, "lora_dropout": 0.3, "gradient_checkpointing": True, "epochs": 3}
+    whole, broken = (make_tuning(name, **settings) for name in ("whole", "broken"))
+    expected = train_medusa2(whole)
+    with pytest.raises(Stopped):
+        train_medusa2(broken, on_progress=stop_at(stop))
+    assert not broken.heads_path.exists() and not broken.adapter_path.exists()
+    found = train_medusa2(broken)
+    assert same(whole, broken)
+    timeless = {"seconds": 0, "tokens_per_second": 0}
+    assert found | timeless == expected | timeless and found["steps"] % 3 == 0
+    for line, other in zip(read_metrics(broken.path), read_metrics(whole.path), strict=True):
+        assert line | {"tokens_per_second": 0} == other | {"tokens_per_second": 0}
+
+
+@pytest.mark.parametrize("late", [-1, 3])
+def test_a_run_of_two_stages_resumes_in_either(make_tuning, late):
+    whole, broken = (make_tuning(name, recipe="two-stage", epochs=2, batch_tokens=150) for name in ("whole", "broken"))
+    first = train(whole)["heads_first"]["steps"]
+    with pytest.raises(Stopped):
+        train(broken, on_progress=stop_at(first + late))
+    assert (broken.path / HEADS_FIRST / "heads.safetensors").exists() is (late > 0)
+    train(broken)
+    assert same(whole, broken)
+
+
+def test_dropout_differs_from_step_to_step_and_with_the_seed(make_tuning):
+    specs = [make_tuning(str(seed), lora_dropout=0.5, epochs=1) for seed in range(2)]
+    specs[1] = replace(specs[1], seed=2)
+    for spec in specs:
+        train_medusa2(spec)
+    assert not same(*specs)
+
+
+def test_the_size_of_a_forward_changes_the_curve_by_rounding_alone(make_tuning):
+    one, many = (make_tuning(str(size), micro_batch=size, lora_dropout=0.0) for size in (1, 4))
+    train_medusa2(one)
+    train_medusa2(many)
+    for line, other in zip(read_metrics(one.path), read_metrics(many.path), strict=True):
+        assert other.get("loss", 0) == pytest.approx(line.get("loss", 0), rel=1e-3)
+    for name, weight in weights(one).items():
+        torch.testing.assert_close(weights(many)[name], weight, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_two_workers_follow_the_curve_of_one(make_tuning, tmp_path):
+    """The second worker is another process; they meet over gloo. In the last step it has nothing to do."""
+    alone, together = (
+        make_tuning(name, lora_dropout=0.3, epochs=2, batch_sequences=5) for name in ("alone", "together")
+    )
+    train_medusa2(alone)
+    (tmp_path / "spec.pickle").write_bytes(pickle.dumps(together))
+    meeting = f"file://{tmp_path}/meeting"
+    script = (
+        "import pickle, sys, torch.distributed as dist\n"
+        "from pipeline.training.medusa2 import train_medusa2\n"
+        "from pipeline.training.world import World\n"
+        "dist.init_process_group('gloo', init_method=sys.argv[2], rank=1, world_size=2)\n"
+        "train_medusa2(pickle.load(open(sys.argv[1], 'rb')), World(1, 2))\n"
+    )
+    other = subprocess.Popen([sys.executable, "-c", script, tmp_path / "spec.pickle", meeting], cwd=ROOT)
+    try:
+        torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=2)
+        train_medusa2(together, World(0, 2))
+    finally:
+        torch.distributed.destroy_process_group()
+        assert other.wait(60) == 0
+    for one, two in zip(read_metrics(alone.path), read_metrics(together.path), strict=True):
+        assert one["step"] == two["step"] and one.get("tokens") == two.get("tokens")
+        assert two.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-3)
+        if "drift" in one:
+            assert two["drift"]["kl"] == pytest.approx(one["drift"]["kl"], rel=1e-2, abs=1e-7)
+            assert two["drift"]["positions"] == one["drift"]["positions"]
+    for name, tensor in weights(alone).items():
+        torch.testing.assert_close(weights(together)[name], tensor, rtol=1e-2, atol=1e-3)
+
+
+def test_a_finished_run_called_again_does_nothing(make_tuning):
+    spec = make_tuning(epochs=1)
+    summary = train_medusa2(spec)
+    assert json.loads(json.dumps(summary)) == summary
+    before = {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")}
+    assert train_medusa2(spec, on_progress=stop_at(1)) == summary
+    assert {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")} == before
+
+
+def test_without_held_out_text_there_are_no_figures_and_no_drift(make_tuning, monkeypatch):
+    monkeypatch.setattr("pipeline.training.evaluate.SPLIT", "nothing")
+    summary = train_medusa2(make_tuning(epochs=1))
+    assert summary["held_out"] == [] and "drift" not in summary
