@@ -27,6 +27,7 @@ BENCHMARKS = {
     "feature_size": "bytes of features",
     "train": "training from the cache",
     "reading": "reading the cache",
+    "decoding": "what a step with a tree costs",
     "scheduling": "what a shard costs besides its work",
     NEEDS_GPU: "features, training and decoding of a Mistral-7B-shaped target: needs a GPU, and none was to be had",
     "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",

@@ -128,7 +128,7 @@ class MedusaDecoder:
         written: list[list[list[int]]] = [[] for _ in prompts]
         first, last = [0.0] * len(prompts), [0.0] * len(prompts)
         start = perf_counter()
-        for step in self._steps(prompts, max_new_tokens, rule, generators):
+        for step in self.stream_batch(prompts, max_new_tokens, rule, generators):
             now = perf_counter()
             for number, new_ids in step:
                 written[number].append(new_ids)
@@ -154,18 +154,23 @@ class MedusaDecoder:
         generator: torch.Generator | None = None,
     ) -> Iterator[list[int]]:
         """`generate` step by step: first the prefill's token, then what each forward adds, already cut."""
-        for ((_, new_ids),) in self._steps([prompt_ids], max_new_tokens, rule, [generator] if generator else None):
+        for ((_, new_ids),) in self.stream_batch(
+            [prompt_ids], max_new_tokens, rule, [generator] if generator else None
+        ):
             yield new_ids
 
     @torch.inference_mode()
-    def _steps(
+    def stream_batch(
         self,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
-        rule: AcceptanceRule,
-        generators: Sequence[torch.Generator] | None,
+        rule: AcceptanceRule = greedy_acceptance,
+        generators: Sequence[torch.Generator] | None = None,
     ) -> Iterator[list[tuple[int, list[int]]]]:
-        """What each forward adds, as (number of the text, new tokens): the prefills, then steps of all that go on."""
+        """`generate_batch` forward by forward: each text's prefill, then steps of all that go on.
+
+        Yields (number of the text, what the forward adds to it, cut where it ends).
+        """
         texts = self._begin(prompts, max_new_tokens, rule, generators)
         with reading(self.model) as forward:
             states = []

@@ -1,0 +1,86 @@
+"""What a step with a tree costs over a plain one on this machine's CPU, by the tree's size and by the batch's.
+
+Measured: seconds per step of `MedusaDecoder` with trees of 1 to 256 nodes over those of `plain_decoder`, the same loop
+without a tree, in turns, with as many threads as make plain decoding fastest. Batches: the same for a tree of 8 nodes
+and several texts at once. Heads are untrained and untied (the dearer kind): what a step costs does not depend on what
+is accepted. The curve for a GPU is the gpu benchmark's.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks import targets
+from benchmarks.claims import Claim, Result, in_turns
+from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
+from pipeline.checking.overhead import fastest_threads
+from pipeline.medusa.decoding import MedusaDecoder, plain_decoder
+from pipeline.medusa.heads import HeadsConfig, MedusaHeads
+from pipeline.medusa.tree import greedy_tree
+from pipeline.targets.loading import lm_head_weight, load_causal_lm
+
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BATCHES, NODES_IN_BATCHES = (1, 2, 4, 8, 16), 8
+PROMPT_TOKENS, NUM_STEPS, ROUNDS = 64, 12, 7
+
+
+def measure(*, tiny: bool = False) -> Result:
+    """A random backbone of 50M parameters and the demo's target."""
+    claims: list[Claim] = []
+    threads: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        directory = Path(temporary)
+        large = targets.random_target(directory / "large", targets.TINY if tiny else targets.BACKBONE)
+        cases = {"a random backbone of 50M parameters": large, "the demo's target": targets.demo_target(directory)}
+        for what, target in cases.items():
+            model = load_causal_lm(target, "cpu", 1)
+            prompt = torch.randint(2, 200, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+            with fastest_threads(plain_decoder(model, eos_token_ids=()), prompt) as chosen, torch.inference_mode():
+                threads[what] = chosen
+                claims += overheads(model, what, prompt, tiny=tiny)
+    facts = {"threads": threads, "prompt_tokens": PROMPT_TOKENS, "steps": NUM_STEPS, "num_heads": NUM_HEADS}
+    return Result(claims, facts)
+
+
+def overheads(model: PreTrainedModel, what: str, prompt: Sequence[int], *, tiny: bool) -> list[Claim]:
+    """One claim per size of the tree, and one per size of the batch."""
+    config = HeadsConfig(model.config.hidden_size, model.config.vocab_size, NUM_HEADS)
+    heads = MedusaHeads.from_lm_head(config, lm_head_weight(model)).eval()
+    plain = plain_decoder(model, eos_token_ids=())
+    trees = {size: MedusaDecoder(model, heads, greedy_tree(ACCURACY_KR, size), eos_token_ids=()) for size in SIZES}
+    rounds = 1 if tiny else ROUNDS
+    by_size = in_turns({n: lambda d=d: seconds_per_step(d, [prompt]) for n, d in {0: plain, **trees}.items()}, rounds)
+    claims = [claim(f"{size} nodes, {what}", by_size[size], by_size[0]) for size in SIZES]
+    for batch in BATCHES[: 2 if tiny else None]:
+        sides = {
+            name: lambda d=decoder, b=batch: seconds_per_step(d, [prompt] * b)
+            for name, decoder in (("plain", plain), ("tree", trees[NODES_IN_BATCHES]))
+        }
+        taken = in_turns(sides, rounds)
+        claims.append(claim(f"{NODES_IN_BATCHES} nodes, {batch} texts, {what}", taken["tree"], taken["plain"]))
+    return claims
+
+
+def claim(what: str, with_tree: Sequence[float], plain: Sequence[float]) -> Claim:
+    sides = {"with the tree, ms": 1e3 * median(with_tree), "plain, ms": 1e3 * median(plain)}
+    per_round = [one / other for one, other in zip(with_tree, plain, strict=True)]
+    measured = median(with_tree) / median(plain)
+    return Claim(f"overhead, {what}", measured, spread=(min(per_round), max(per_round)), sides=sides)
+
+
+def seconds_per_step(decoder: MedusaDecoder, prompts: Sequence[Sequence[int]]) -> float:
+    """Of a batch, without its prefills and without a step for those that a guess has brought to their end."""
+    steps = decoder.stream_batch(prompts, (NUM_STEPS + 1) * (decoder.tree.max_depth + 1))
+    for _ in prompts:
+        next(steps)
+    started = perf_counter()
+    for _ in range(NUM_STEPS):
+        next(steps)
+    return (perf_counter() - started) / NUM_STEPS
