@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.checking.native import load_exported_heads
-from pipeline.checkpoints.layout import CHOICES_FILE, read_config
+from pipeline.checkpoints.layout import BACKBONE_DIRECTORY, CHOICES_FILE, read_config
 from pipeline.config import TargetConfig
 from pipeline.conversations.chat import Chat
 from pipeline.conversations.conversation import Message
@@ -68,11 +68,8 @@ def load_chat_model(
     """
     config = read_config(export)
     gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
-    named = config.base_model_name_or_path
-    if base_model is None and is_local(named) and not Path(named).is_dir():
-        fix = "Say where it is with --base-model."
-        raise ConfigError(f"The export's target is not there: {named}.", str(export), fix)
-    spec = resolve(TargetConfig(model=base_model or named, chat_template=chat_template), on_gpu=gpus > 0)
+    base_model = base_model or _target_of(export, config.base_model_name_or_path)
+    spec = resolve(TargetConfig(model=base_model, chat_template=chat_template), on_gpu=gpus > 0)
     tokenizer = load_tokenizer(spec)
     template = ChatTemplate(tokenizer, spec.chat_template)
     model = load_causal_lm(spec, "cuda" if gpus else "cpu", max(1, gpus))
@@ -87,6 +84,15 @@ def load_chat_model(
         how = f"{decoder.tree.max_depth} heads, a tree of {len(choices)} nodes"
     decoder.generate(template.opening([Message("user", "Hello")]), NUM_WARM_UP_TOKENS)
     return ChatModel(decoder, tokenizer, template, f"{spec.model}, {how}, {spec.dtype}, {decoder.device}")
+
+
+def _target_of(export: Path, named: str) -> str:
+    """The target as the export names it, or its own tuned backbone where both were moved."""
+    if not is_local(named) or Path(named).is_dir():
+        return named
+    if (export / BACKBONE_DIRECTORY).is_dir():
+        return str(export / BACKBONE_DIRECTORY)
+    raise ConfigError(f"The export's target is not there: {named}.", str(export), "Say where it is with --base-model.")
 
 
 def _choices(export: Path, num_heads: int, vocab_size: int) -> tuple[TreePath, ...]:

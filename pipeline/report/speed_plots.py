@@ -10,7 +10,6 @@ from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
 from pipeline.report.drawing import ACCENT, INK, MUTED, SERIES, svg
 
-_LEGEND = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "handlelength": 1.6, "columnspacing": 1.4}
 _FIGURES = (
     ("acceleration_rate", "tokens per step", SERIES[1]),
     ("overhead", "overhead", SERIES[2]),
@@ -29,18 +28,11 @@ def tree_sizes(sizes: Sequence[dict], chosen: int | None) -> str:
         _doubling(axes, [size["nodes"] for size in sizes if size.get("nodes")])
         if chosen:
             axes.axvline(chosen, color=INK, linewidth=1, linestyle=":")
-            left = chosen > max(size.get("nodes") or 0 for size in sizes) / 4
-            place = {"xytext": (-5 if left else 5, 0), "ha": "right" if left else "left"}
+            is_right = chosen > max(size.get("nodes") or 0 for size in sizes) / 4
             axes.annotate(
-                f"{chosen} used",
-                (chosen, 1),
-                xycoords=("data", "axes fraction"),
-                textcoords="offset points",
-                va="top",
-                color=INK,
-                size=9,
-                **place,
-            )
+                f"{chosen} used", (chosen, 1), (-5 if is_right else 5, 0), xycoords=axes.get_xaxis_transform(),
+                textcoords="offset points", ha="right" if is_right else "left", va="top", color=INK, size=9,
+            )  # fmt: skip
 
     return svg("sizes", "Overhead, expected acceleration rate and speedup by tree size", 3.0, draw)
 
@@ -66,13 +58,13 @@ def batch_sizes(rows: Sequence[dict]) -> str:
         axes.bar(x_N + 0.19, medusa_N, 0.36, color=ACCENT, linewidth=0, label="Medusa")
         for x, height, row in zip(x_N, np.fmax(plain_N, medusa_N), rows, strict=True):
             if np.isfinite(height) and row.get("speedup") is not None:
-                axes.text(x, height, f"{row['speedup']:.2f}x", ha="center", va="bottom", color=INK, size=9)
+                axes.text(float(x), height, f"{row['speedup']:.2f}x", ha="center", va="bottom", color=INK, size=9)
         axes.set_xticks(x_N, [f"{row.get('batch_size')}" for row in rows])
         axes.tick_params(axis="x", length=0)
         axes.margins(y=0.1)
         axes.set_xlabel("sequences at once")
         axes.set_ylabel("tokens/s")
-        axes.legend(ncols=2, **_LEGEND)
+        _legend(axes, 2)
 
     return svg("study-batch", "Tokens per second by batch size", 2.8, draw)
 
@@ -99,7 +91,7 @@ def typical(rows: Sequence[dict], key: str, label: str) -> str:
         axes.plot([], [], "--", color=MUTED, linewidth=1.2, label=f"{exact} sampling")
         axes.set_xlabel("eps, delta = sqrt(eps)")
         axes.set_ylabel(label)
-        axes.legend(ncols=3, **_LEGEND)
+        _legend(axes, 3)
 
     return svg(f"study-typical-{key.replace('_', '-')}", f"Typical acceptance: {label} by eps", 3.0, draw)
 
@@ -110,7 +102,11 @@ def _figures(axes: Axes, x: Sequence[float | None], rows: Sequence[dict]) -> Non
         axes.plot(x_N, _numbers(rows, key), "-o", ms=4, color=colour, label=label)
     axes.axhline(1, color=MUTED, linewidth=1, linestyle="--")
     axes.set_ylim(bottom=0)
-    axes.legend(ncols=3, **_LEGEND)
+    _legend(axes, 3)
+
+
+def _legend(axes: Axes, num_columns: int) -> None:
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=num_columns, handlelength=1.6, columnspacing=1.4)
 
 
 def _doubling(axes: Axes, ticks: Sequence[float]) -> None:

@@ -73,6 +73,11 @@ def tree_table(report: dict, extras: dict) -> Table:
     shares = pick(extras, "tree", "probabilities") or [None] * len(choices)
     nodes, expected = pick(report, "tree", "nodes"), pick(report, "tree", "expected_acceleration_rate")
     note = f"{count(nodes)} nodes, expected acceleration rate {ratio(expected)}." if pick(report, "tree") else ""
+    if searches := pick(report, "tree", "searches"):
+        note += " Judged on text that they had not seen, " + ", ".join(
+            f"the {name} search reaches {ratio(found)}" for name, found in searches.items()
+        )
+        note += "."
     by_depth: dict[int, list[tuple[int, Any]]] = {}
     for path, share in zip(choices, shares, strict=True):
         by_depth.setdefault(len(path), []).append((path[-1], share))

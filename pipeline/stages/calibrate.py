@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checking.overhead import overhead_curve
+from pipeline.checking.studies import STOCK_NODES
 from pipeline.config import Config
 from pipeline.errors import DataError
 from pipeline.execution.context import Context
@@ -75,7 +76,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         source, choices = "calibrate.choices", read_choices(context.config)
     else:
         budget = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
-        trees = search_trees(searched_on, budget, settings.depth, settings.top)
+        trees = search_trees(searched_on, max(budget, STOCK_NODES), settings.depth, settings.top)
         longest = max(trees.values(), key=len)
         overheads = _measured(context, features, longest) if settings.nodes == "auto" else {}
         sizes = sizes_up_to(max(overheads)) if overheads else [budget]
@@ -83,6 +84,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         choices = trees[source][:size]
         rates = {name: simulated_acceleration_rate(judged_on, found[:size]) for name, found in trees.items()}
         tree = {"searches": rates, "sizes": _sizes(trees[source], judged_on, overheads)}
+        tree["searched"] = [list(path) for path in trees[source][:STOCK_NODES]]  # for the study of trees
     expected = simulated_acceleration_rate(judged_on, choices)
     tree |= {
         "choices": [list(path) for path in choices],

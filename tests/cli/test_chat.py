@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import signal
 from pathlib import Path
@@ -20,6 +21,11 @@ from tests.cli.tables import one_paragraph
 @pytest.fixture
 def export(finished_run) -> Path:
     return finished_run.latest("export").path
+
+
+def rename_target(export: Path, name: str) -> None:
+    config = json.loads((export / "config.json").read_text())
+    (export / "config.json").write_text(json.dumps(config | {"base_model_name_or_path": name}))
 
 
 @pytest.fixture
@@ -59,15 +65,7 @@ def test_a_question_that_does_not_fit_is_refused_and_the_chat_goes_on(piped):
         (lambda path: shutil.rmtree(path), 3, "no config.json"),
         (lambda path: (path / "medusa_choices.json").write_text("[[0, 0"), 3, "tree cannot be read"),
         (lambda path: (path / "medusa_choices.json").write_text("[[0, 0]]"), 2, "its parent is missing"),
-        (
-            lambda path: (path / "config.json").write_text(
-                (path / "config.json")
-                .read_text()
-                .replace('"base_model_name_or_path": "', '"base_model_name_or_path": "/gone')
-            ),
-            2,
-            "Say where it is with --base-model.",
-        ),
+        (lambda path: rename_target(path, "/gone"), 2, "Say where it is with --base-model."),
     ],
 )
 def test_an_export_that_cannot_be_talked_to_is_told_in_one_paragraph(command, export, tmp_path, damage, code, says):
@@ -79,6 +77,17 @@ def test_an_export_that_cannot_be_talked_to_is_told_in_one_paragraph(command, ex
 
 def test_a_copied_export_finds_its_target_where_it_is_told(piped, tiny_target):
     assert piped("why\n", "--base-model", tiny_target).out == piped("why\n").out
+
+
+def test_a_moved_export_with_a_tuned_backbone_finds_it_beside_its_heads(
+    piped, command, export, tiny_target, tmp_path, monkeypatch
+):
+    copy = shutil.copytree(export, tmp_path / "moved")
+    rename_target(copy, "/gone/backbone")
+    (copy / "backbone").symlink_to(tiny_target)
+    expected = piped("why\n").out
+    monkeypatch.setattr("sys.stdin", io.StringIO("why\n"))
+    assert command("chat", copy, "--max-new-tokens", 24).out == expected
 
 
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(command, export, monkeypatch):

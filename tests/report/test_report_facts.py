@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.report.facts import headline, warnings
-from pipeline.report.tables import sizes_table
+from pipeline.report.tables import sizes_table, tree_table
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,12 @@ def test_a_tree_that_does_not_pay_is_warned_of(report, promised, measured, says)
     report["check"]["native"]["speedup"] = measured
     found = warnings(report)
     assert not found if says is None else says in found[0]
+
+
+def test_both_searches_are_reported_whichever_was_better(report, extras):
+    report["tree"]["searches"] = {"product": 2.353, "joint": 2.334}
+    note = tree_table(report, extras).note
+    assert note.endswith("had not seen, the product search reaches 2.35, the joint search reaches 2.33.")
 
 
 def test_the_sizes_that_were_measured_are_shown_with_what_they_promise(report):

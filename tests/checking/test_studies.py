@@ -1,0 +1,125 @@
+"""The studies' rows: what each row decodes with, and what must hold between rows whatever a machine's speed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pipeline.checking import studies
+from pipeline.checking.native import load_exported_heads
+from pipeline.checking.prompts import Prompt, held_out_prompts
+from pipeline.checking.studies import run_studies, stock_tree
+from pipeline.config import CheckConfig
+from pipeline.medusa.decoding import MedusaDecoder, acceleration_rate, plain_decoder
+from pipeline.report.report import write_report
+
+SETTINGS = CheckConfig(max_new_tokens=10, engines=("native",))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_target):
+    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def calibration(finished_run) -> dict:
+    return json.loads((finished_run.path / "latest/calibrate/tree.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def plain(model) -> MedusaDecoder:
+    return plain_decoder(model, eos_token_ids=(1,))
+
+
+@pytest.fixture(scope="module")
+def medusa(model, finished_run) -> MedusaDecoder:
+    heads = load_exported_heads(str(finished_run.path / "latest/export"))
+    return MedusaDecoder(model, heads, [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)], eos_token_ids=(1,))
+
+
+@pytest.fixture(scope="module")
+def prompts(finished_run) -> list[Prompt]:
+    return held_out_prompts(finished_run.latest("generate").shards(), 3, 100).kept
+
+
+@pytest.fixture(autouse=True)
+def smaller(monkeypatch):
+    monkeypatch.setattr(studies, "NUM_PROMPTS", 2)
+    monkeypatch.setattr(studies, "TEMPERATURES", (0.8,))
+    monkeypatch.setattr(studies, "EPS", (0.04, 0.25))
+    monkeypatch.setattr(studies, "BATCH_SIZES", (1, 4))
+
+
+def test_the_ladder_of_trees_goes_from_plain_decoding_to_the_export_s_tree(plain, medusa, prompts, calibration):
+    (rows,) = run_studies(("trees",), plain, medusa, prompts, SETTINGS, calibration).values()
+    assert [(row["tree"], row["nodes"]) for row in rows] == [
+        ("plain", 0),
+        ("top-1 chain", 3),
+        ("Cartesian 4x2x2", 4 + 4 * 2 + 4 * 2 * 2),
+        ("searched, stock size", 63),
+        ("the export's", 5),
+    ]
+    assert rows[0]["acceleration_rate"] == rows[0]["overhead"] == rows[0]["speedup"] == 1.0
+    decoded = [medusa.generate(prompt.ids, 10) for prompt in prompts[:2]]
+    assert rows[-1]["acceleration_rate"] == pytest.approx(acceleration_rate(decoded), abs=1e-4)
+    for row in rows:
+        assert row["speedup"] == pytest.approx(row["acceleration_rate"] / row["overhead"], rel=1e-3)
+
+
+def test_the_stock_sized_tree_is_the_search_s_own_or_the_product_of_accuracies():
+    searched = [[0], [0, 0], [1]]
+    assert stock_tree({"searched": searched, "accuracies": [[0.5, 0.4]]}) == ((0,), (0, 0), (1,))
+    assert stock_tree({"accuracies": [[0.5, 0.1], [0.4, 0.2]]}) == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
+    assert stock_tree({}) == ()
+
+
+def test_calibration_keeps_its_search_up_to_the_stock_size_whatever_the_tree_s(calibration):
+    assert len(calibration["choices"]) == 8 and len(calibration["searched"]) == 63
+    assert calibration["searched"][:8] == calibration["choices"]
+
+
+def test_sampling_exactly_writes_the_text_of_plain_sampling(plain, medusa, prompts):
+    """Greedily and by rejection: so the target finds either side's text equally likely."""
+    (rows,) = run_studies(("typical",), plain, medusa, prompts, SETTINGS, {}).values()
+    found = {(row["temperature"], row["rule"], row["eps"]): row for row in rows}
+    assert found.keys() == {
+        (0.0, "plain", None),
+        (0.0, "greedy", None),
+        (0.8, "plain", None),
+        (0.8, "rejection", None),
+        (0.8, "typical", 0.04),
+        (0.8, "typical", 0.25),
+    }
+    for temperature, exact in ((0.0, "greedy"), (0.8, "rejection")):
+        plainly, tree = found[temperature, "plain", None], found[temperature, exact, None]
+        assert plainly["log_likelihood"] == pytest.approx(tree["log_likelihood"], abs=1e-4)
+        assert plainly["acceleration_rate"] == 1.0 <= tree["acceleration_rate"]
+    assert found[0.8, "plain", None]["log_likelihood"] < found[0.0, "plain", None]["log_likelihood"]
+
+
+def test_heads_are_used_up_to_each_depth_of_the_tree(plain, medusa, prompts):
+    (rows,) = run_studies(("heads",), plain, medusa, prompts, SETTINGS, {}).values()
+    assert [(row["heads"], row["nodes"]) for row in rows] == [(1, 2), (2, 4), (3, 5)]
+    assert rows[0]["acceleration_rate"] <= 2.0  # one head adds at most one token
+
+
+def test_batches_larger_than_the_prompts_repeat_them(plain, medusa, prompts):
+    (rows,) = run_studies(("batch",), plain, medusa, prompts, SETTINGS, {}).values()
+    assert [row["batch_size"] for row in rows] == [1, 4]
+    for row in rows:
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["baseline_tokens_per_second"], rel=1e-2)
+
+
+def test_answers_without_a_step_have_no_figures_and_the_report_is_written(tmp_path, plain, medusa, prompts):
+    found = run_studies(
+        ("trees", "heads"), plain, medusa, prompts, SETTINGS.model_copy(update={"max_new_tokens": 1}), {}
+    )
+    assert {row["speedup"] for rows in found.values() for row in rows} == {None}
+    write_report(tmp_path, {"check": {"native": {"studies": found}}}, {})
+
+
+def test_only_what_is_asked_for_is_studied(plain, medusa, prompts):
+    assert run_studies((), plain, medusa, prompts, SETTINGS, {}) == {}
