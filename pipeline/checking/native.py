@@ -1,13 +1,15 @@
 """The export decoded by our own tree decoder on plain transformers, against plain decoding in the same process.
 
-Both decoders are the same loop with the same cache, one with the tree and one without, and take turns prompt by
-prompt, after a warm-up. Plain decoding follows the same rule, greedily or sampled from the same seeds, but greedy text
-is always compared too, and what transformers itself makes of the prompts is measured beside it (`check.baselines`).
+Both decoders are the same loop with the same cache, one with the tree and one without. They take turns prompt by
+prompt, after a warm-up, on as many CPU threads as make plain decoding fastest. Plain decoding follows the same rule,
+greedily or sampled from the same seeds, but greedy text is always compared too, and what transformers itself makes of
+the prompts is measured beside it (`check.baselines`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from pipeline.checking.figures import (
     speed,
     take_turns,
 )
+from pipeline.checking.overhead import fastest_threads
 from pipeline.checking.prompts import Prompt, rule_of
 from pipeline.checking.quality import mean_log_likelihood, text_statistics
 from pipeline.checking.studies import run_studies
@@ -70,9 +73,77 @@ def check_native(
     eos, room = eos_token_ids(target), context_length(target)
     plain = plain_decoder(model, eos_token_ids=eos, max_length=room)
     medusa = MedusaDecoder(model, heads, choices, eos_token_ids=eos, max_length=room)
-    num_tokens, rule = settings.max_new_tokens, rule_of(settings)
+    others: dict[str, Decode] = {
+        name: baseline(name, model, eos, settings.max_new_tokens, assistant) for name in settings.baselines
+    }
+    with fastest_threads(plain_decoder(model, eos_token_ids=(), max_length=room), prompts[0].ids):
+        contest = hold_contest(plain, medusa, others, prompts, settings)
+        studies = run_studies(settings.studies, plain, medusa, prompts, settings, calibration or {})
+    first, greedy = contest.passes[0], contest.greedy_passes[0]
+    tolerance, gap_at = tie_tolerance(target, settings), gap_of(model)
+    names, prompt_ids = [prompt.id for prompt in prompts], [prompt.ids for prompt in prompts]
+    plain_ids = _texts(greedy[PLAIN])
 
-    others: dict[str, Decode] = {name: baseline(name, model, eos, num_tokens, assistant) for name in settings.baselines}
+    def matched(method: str) -> GreedyMatch:
+        return compare(names, prompt_ids, plain_ids, _texts(greedy[method]), gap_at, tolerance)
+
+    match, tokenizer = matched(MEDUSA), load_tokenizer(target)
+    measured = [
+        {"name": name, **pace_beside(contest.greedy_passes, name), "greedy_match": matched(name).as_dict()}
+        for name in greedy
+        if name in others
+    ]
+    native = {
+        **speed(contest.passes),
+        "greedy_match": match.as_dict(),
+        "tie_tolerance": tolerance,
+        "accepted_lengths": accepted_lengths(first[MEDUSA]),
+        "prompts": len(prompts),
+        "repeats": settings.repeats,
+        **_rule_facts(settings, first),
+        "categories": by_category(prompts, contest.passes),
+        "baselines": measured + [{"name": name, "failed": reason} for name, reason in contest.failed.items()],
+    }
+    if studies:
+        native["studies"] = studies
+    if settings.acceptance != "greedy":
+        native["log_likelihood"] = _log_likelihoods(model, prompts, settings, plain, first, plain_ids)
+    return {
+        "native": native,
+        "target_text": text_statistics(model, prompts, plain_ids),
+        "samples": samples(tokenizer, prompts, first[MEDUSA]),
+        "answers": {
+            method: answer_lines(
+                f"{_name(target)}-{method}", tokenizer, prompts, [one[method] for one in contest.passes]
+            )
+            for method in (PLAIN, MEDUSA)
+        },
+        "differing": match.differing,
+    }
+
+
+@dataclass(frozen=True)
+class Contest:
+    """What was written: every repetition by the rule; greedily, where the baselines take part; why some could not."""
+
+    passes: list[Pass]
+    greedy_passes: list[Pass]
+    failed: dict[str, str]
+
+
+def hold_contest(
+    plain: MedusaDecoder,
+    medusa: MedusaDecoder,
+    others: Mapping[str, Decode],
+    prompts: Sequence[Prompt],
+    settings: CheckConfig,
+) -> Contest:
+    """Let everyone decode every prompt, warmed up. Under a rule that is not greedy, greedy text is written once.
+
+    Raises:
+        ConfigError: No answer took a step.
+    """
+    rule, num_tokens = rule_of(settings), settings.max_new_tokens
     failed = failing(others, prompts[:NUM_WARM_UPS])
     by_rule = _methods(plain, medusa, rule, num_tokens)
     greedily = _methods(plain, medusa, greedy_acceptance, num_tokens)
@@ -83,53 +154,13 @@ def check_native(
     else:
         passes = [take_turns(by_rule, prompts) for _ in range(settings.repeats)]
         greedy_passes = [take_turns(greedily, prompts)]
-    first, greedy = passes[0], greedy_passes[0]
-    if not any(decoded.num_steps for decoded in first[MEDUSA]):
+    if not any(answer.num_steps for answer in passes[0][MEDUSA]):
         raise ConfigError(
             "Every answer ended with its first token, so that there is no step to measure.",
             "check.max_new_tokens",
             "Raise it, or check with other prompts.",
         )
-
-    tolerance, gap_at = tie_tolerance(target, settings), gap_of(model)
-    names, prompt_ids = [prompt.id for prompt in prompts], [prompt.ids for prompt in prompts]
-    plain_ids = _texts(greedy[PLAIN])
-
-    def matched(method: str) -> GreedyMatch:
-        return compare(names, prompt_ids, plain_ids, _texts(greedy[method]), gap_at, tolerance)
-
-    match = matched(MEDUSA)
-    native = {
-        **speed(passes),
-        "greedy_match": match.as_dict(),
-        "tie_tolerance": tolerance,
-        "accepted_lengths": accepted_lengths(first[MEDUSA]),
-        "prompts": len(prompts),
-        "repeats": settings.repeats,
-        **_rule_facts(settings, first),
-        "categories": by_category(prompts, passes),
-        "baselines": [
-            {"name": name, "failed": failed[name]}
-            if name in failed
-            else {"name": name, **pace_beside(greedy_passes, name), "greedy_match": matched(name).as_dict()}
-            for name in others
-        ],
-    }
-    if rule is not greedy_acceptance:
-        native["log_likelihood"] = _log_likelihoods(model, prompts, settings, plain, first, plain_ids)
-    if settings.studies:
-        native["studies"] = run_studies(settings.studies, plain, medusa, prompts, settings, calibration or {})
-    tokenizer = load_tokenizer(target)
-    return {
-        "native": native,
-        "target_text": text_statistics(model, prompts, plain_ids),
-        "samples": samples(tokenizer, prompts, first[MEDUSA]),
-        "answers": {
-            method: answer_lines(f"{_name(target)}-{method}", tokenizer, prompts, [one[method] for one in passes])
-            for method in (PLAIN, MEDUSA)
-        },
-        "differing": match.differing,
-    }
+    return Contest(passes, greedy_passes, failed)
 
 
 def load_exported_heads(export: str) -> MedusaHeads:
