@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.report.facts import STAGES, Table, identical, pick
+from pipeline.report.methods import methods_table
 from pipeline.report.more_tables import more_tables
 from pipeline.report.wording import NOT_RUN, UNKNOWN, count, duration, pairs, percent, rate, ratio, times
 
@@ -16,6 +17,7 @@ def tables(report: dict, extras: dict) -> dict[str, Table]:
     """All tables by name, in reading order: first what was found, last how it was made."""
     return {
         "check": check_table(report),
+        "methods": methods_table(report),
         "heads": heads_table(report),
         "tree": tree_table(report, extras),
         "sizes": sizes_table(report),
@@ -38,6 +40,8 @@ def check_table(report: dict) -> Table:
         ("tokens/s, plain", "baseline_tokens_per_second", rate),
         ("time to first token", "time_to_first_token", duration),
         ("accepted per position", "accepted_per_position", _per_position),
+        ("acceptance", "acceptance", _word),
+        ("log-likelihood, nats per token", "log_likelihood", _by_name),
         ("prompts", "prompts", count),
         ("prompts skipped", "skipped_prompts", count),
     )
@@ -47,6 +51,14 @@ def check_table(report: dict) -> Table:
     known = tuple(row for row in rows if any(cell != UNKNOWN for cell in row[1:]))
     labels = {"native": "native", "vllm": "vLLM"}
     return Table("Check", ("", *(labels.get(name, name) for name in engines)), known)
+
+
+def _word(value: Any) -> str:
+    return UNKNOWN if value is None else str(value)
+
+
+def _by_name(values: Any) -> str:
+    return ", ".join(f"{name} {ratio(value)}" for name, value in values.items()) if values else UNKNOWN
 
 
 def _per_position(values: Any) -> str:
