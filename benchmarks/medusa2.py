@@ -1,0 +1,199 @@
+"""Claim: a Medusa-2 step whose losses are chunked takes far less memory than one with full logits, and is no slower.
+
+Measured: `Trainer.step` (forward of the tuned and of the original model, KL, heads, backward, AdamW). Against: the same
+step written plainly, with the logits of both models at every position and of every head held at once and gradients left
+to autograd; same packed sequences, adapter, optimizer and, as `largest_loss_difference` shows, losses. Memory is what a
+step takes beyond what the trainer holds before it. Where there is a GPU: also at 7B shape, in bf16, as a share of the
+card's peak.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import tempfile
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch.nn.functional import kl_div
+
+from benchmarks import rows, targets
+from benchmarks.arithmetic import Peak, backbone_flops, peak_memory_gb, reset_peak_memory, synchronize, training_flops
+from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
+from pipeline.config import TrainConfig
+from pipeline.medusa.losses import plain_summed_cross_entropy
+from pipeline.targets.spec import TargetSpec
+from pipeline.training.medusa2 import Trainer
+from pipeline.training.spec import TrainSpec
+from pipeline.training.texts import TextBatch, count_labels
+from pipeline.training.world import World
+
+SPEED_AIM, MEMORY_AIM, PEAK_AIM = 0.95, 0.5, 40.0
+WIDE = targets.BACKBONE | {"vocab_size": 32_000, "num_hidden_layers": 4}
+LLAMA_7B = WIDE | {
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training of a random target: steps of `batch_sequences` sequences, one per forward."""
+
+    what: str
+    shape: dict[str, int]
+    dtype: str
+    device: torch.device
+    sequence_length: int
+    batch_sequences: int
+    num_heads: int
+    rounds: int
+    against_plain: bool = True
+
+
+def measure(*, tiny: bool = False) -> Result:
+    """A vocabulary that is wide beside the model, as a 7B model's logits are beside its states."""
+    small = Case("tiny", targets.TINY, "float32", CPU, 64, 2, 2, 1)
+    cases = [small] if tiny else [Case("4 layers of 512, 32k words", WIDE, "float32", CPU, 512, 1, 3, 3)]
+    if torch.cuda.is_available() and not tiny:
+        cases.append(Case("7B shape, bf16", LLAMA_7B, "bfloat16", torch.device("cuda"), 2048, 8, 5, 3, False))
+    claims: list[Claim] = []
+    facts = []
+    for case in cases:
+        with tempfile.TemporaryDirectory() as directory:
+            found, fact = _measured(case, Path(directory))
+        claims += found
+        facts.append(fact)
+    return Result(claims, {"written_share": rows.WRITTEN_SHARE, "cases": facts})
+
+
+def _measured(case: Case, directory: Path) -> tuple[list[Claim], dict[str, Any]]:
+    target = targets.random_target(directory / "target", case.shape, case.dtype)
+    made = rows.equal_rows(4 * case.batch_sequences, 2, case.sequence_length // 4, case.shape["vocab_size"])
+    (task,) = rows.features_tasks(directory, [made])
+    spec = _spec(case, target, task.source, directory)
+    ours = Steps(Trainer(spec, World(), case.device), case.device)
+    work = ours.num_positions
+    facts: dict[str, Any] = {"case": case.what, "positions_per_step": work, "sequence_length": case.sequence_length}
+    if case.against_plain:
+        plain = Steps(PlainTrainer(spec, World(), case.device), case.device)
+        seconds = in_turns({"chunked": ours.run, "full logits": plain.run}, case.rounds)
+        pairs = zip(ours.losses, plain.losses, strict=True)
+        facts["largest_loss_difference"] = max(abs(one - other) for one, other in pairs)
+        memory = {"chunked": median(ours.memory_gb), "full logits": median(plain.memory_gb)}
+        sides = {f"{name}, GB": each for name, each in memory.items()}
+        less = Claim(
+            f"memory of a step, chunked over full logits, {case.what}",
+            memory["chunked"] / max(memory["full logits"], 1e-9),
+            aim=MEMORY_AIM,
+            at_most=True,
+            sides=sides,
+        )
+        fast = speed_ratio(f"chunked over full logits, {case.what}", seconds, work, "positions", SPEED_AIM)
+        return [fast, less], facts
+    peak = Peak(case.device, getattr(torch, case.dtype), 8192)
+    seconds = in_turns({"peak": peak.run, "step": ours.run}, case.rounds)
+    needed = ours.flops()
+    sides = {"positions/s": work / median(seconds["step"]), "peak GPU memory, GB": peak_memory_gb(case.device)}
+    done, peaks = rates(needed, seconds["step"]), rates(peak.flops, seconds["peak"])
+    return [ratio(f"share of the peak, {case.what}", done, peaks, sides, unit="%", aim=PEAK_AIM)], facts
+
+
+class Steps:
+    """One step after another of a trainer, each by the clock."""
+
+    def __init__(self, trainer: Trainer, device: torch.device):
+        self.trainer, self._device = trainer, device
+        self._batches = [batch for _, batch in trainer.batches(0)]
+        self.num_positions = sum(len(batch.next_N) for batch in self._batches)
+        self.losses: list[float] = []
+        self.memory_gb: list[float] = []
+        self._step = count()
+
+    def run(self) -> float:
+        reset_peak_memory(self._device)
+        held = _forget_peak()
+        started = perf_counter()
+        self.losses.append(self.trainer.step(next(self._step))["loss"])
+        synchronize(self._device)
+        seconds = perf_counter() - started
+        self.memory_gb.append(peak_memory_gb(self._device) or max(0.0, _resident_gb("VmHWM") - held))
+        return seconds
+
+    def flops(self) -> float:
+        """What a step needs: the frozen backbone twice forward and once back, lm_head likewise, and the heads."""
+        trainer = self.trainer
+        backbone: Any = trainer.backbone.tuned
+        config = trainer.heads.config
+        labels = int(count_labels(self._batches, config.num_heads)[1:].sum())
+        lengths = [batch.ids_BT.shape[1] for batch in self._batches]
+        layers = 3 * backbone_flops(backbone.get_base_model(), lengths)
+        lm_head = 6 * config.vocab_size * config.hidden_size * self.num_positions
+        return layers + lm_head + training_flops(config, self.num_positions, labels)
+
+
+class PlainTrainer(Trainer):
+    """The same trainer, its losses by their definition."""
+
+    def losses(self, batch: TextBatch) -> torch.Tensor:
+        model: Any = self.backbone.tuned
+        inputs = {"input_ids": batch.ids_BT, "position_ids": batch.positions_BT, "use_cache": False}
+        with self.autocast():
+            found = model(**inputs, output_hidden_states=True)
+            with torch.no_grad(), model.disable_adapter():
+                original = model(**inputs).logits
+            hidden_ND = found.hidden_states[-1].flatten(0, 1)[batch.learned_N]
+            hidden_KND = self.heads.hidden(hidden_ND)
+        log_p, log_q = (
+            logits.float().log_softmax(-1).flatten(0, 1)[batch.learned_N] for logits in (original, found.logits)
+        )
+        divergence = kl_div(log_q, log_p, reduction="sum", log_target=True)
+        head_losses_K = plain_summed_cross_entropy(hidden_KND, self.heads.lm_head, batch.labels_KN)
+        return torch.cat([divergence[None], head_losses_K])
+
+
+def _forget_peak() -> float:
+    """Give freed memory back, let Linux begin to look for this process's peak anew; what is held now, in GB."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _resident_gb("VmRSS")
+
+
+def _resident_gb(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024 / 1e9
+
+
+def _spec(case: Case, target: TargetSpec, shard: str, directory: Path) -> TrainSpec:
+    settings = TrainConfig(
+        method="medusa-2",
+        num_heads=case.num_heads,
+        sequence_length=case.sequence_length,
+        batch_sequences=case.batch_sequences,
+        epochs=100,
+        warmup_steps=0,
+        schedule="constant",
+        lora_rank=16,
+        gradient_checkpointing=case.device.type == "cuda",
+    )
+    return TrainSpec(
+        shards=(),
+        fingerprint="",
+        settings=settings,
+        target=target,
+        hidden_size=case.shape["hidden_size"],
+        vocab_size=case.shape["vocab_size"],
+        seed=0,
+        directory=str(directory),
+        device="cuda" if case.device.type == "cuda" else "cpu",
+        texts=(shard,),
+        texts_fingerprint="rows",
+    )
