@@ -26,7 +26,9 @@ def check_served(
         `vllm` of report.json, and the `differing` sequences that are not ties.
     """
     ids = [prompt.ids for prompt in prompts]
-    decoded = vllm_decode_check(target, Path(export), ids, settings.max_new_tokens, num_heads, gpus=gpus)
+    decoded = vllm_decode_check(
+        target, Path(export), ids, settings.max_new_tokens, num_heads, repeats=settings.repeats, gpus=gpus
+    )
     plain, medusa = decoded["plain"], decoded["medusa"]
     tolerance = tie_tolerance(target, settings)
     names = [prompt.id for prompt in prompts]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ COUNTERS = {
     "vllm:spec_decode_num_accepted_tokens": "num_accepted_tokens",
     "vllm:spec_decode_num_accepted_tokens_per_pos": "accepted_per_position",
 }
+NUM_WARM_UPS = 2  # prompts, not counted
 
 
 def vllm_decode_check(
@@ -39,14 +41,16 @@ def vllm_decode_check(
     max_new_tokens: int,
     num_speculative_tokens: int,
     *,
+    repeats: int = 1,
     gpus: int = 0,
 ) -> dict[str, Any]:
-    """What vLLM decodes greedily from `prompts`, without the heads and with them.
+    """What vLLM decodes greedily from `prompts`, without the heads and with them, after a warm-up.
 
     Returns:
-        {"plain": {"token_ids": list of ids per prompt, "num_tokens", "seconds", "tokens_per_second"},
-         "medusa": the same and {"num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position":
-         accepted tokens per head, "acceleration_rate": 1 + accepted / drafts}}. Both decode all prompts at once.
+        {"plain": {"token_ids": list of ids per prompt, "num_tokens", "seconds": the median of `repeats`,
+         "tokens_per_second"}, "medusa": the same and, over all repetitions, {"num_drafts", "num_draft_tokens",
+         "num_accepted_tokens", "accepted_per_position": accepted tokens per head, "acceleration_rate": 1 + accepted /
+         drafts}}. Both decode all prompts at once, each time without what they remember of the last.
         Nothing accepted is the caller's to judge.
 
     Raises:
@@ -56,6 +60,7 @@ def vllm_decode_check(
         "spec": asdict(spec),
         "prompts": [list(ids) for ids in prompts],
         "max_new_tokens": max_new_tokens,
+        "repeats": repeats,
         "gpus": gpus,
     }
     medusa = {
@@ -94,7 +99,7 @@ def _in_own_process(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def decode(task: Mapping[str, Any]) -> dict[str, Any]:
     """Decode the task's prompts greedily in one engine in this process; what `vllm_decode_check` says of one side."""
     spec = TargetSpec(**task["spec"])
-    ours = {"disable_log_stats": False, "enable_prefix_caching": True}
+    ours = {"disable_log_stats": False, "enable_prefix_caching": False}
     speculative = {"speculative_config": task["speculative_config"]} if task["speculative_config"] else {}
     running = RunningEngine(spec, {**ours, **speculative}, task["gpus"])
     eos, context = eos_token_ids(spec), context_length(spec)
@@ -102,14 +107,11 @@ def decode(task: Mapping[str, Any]) -> dict[str, Any]:
         Request(str(row), ids, min(task["max_new_tokens"], context - len(ids)))
         for row, ids in enumerate(task["prompts"])
     ]
-    started = time.perf_counter()
-    outputs = running.llm.generate(
-        [{"prompt_token_ids": request.prompt_ids} for request in requests],
-        [sampling_params(request, eos) for request in requests],
-        use_tqdm=False,
-    )
-    seconds = time.perf_counter() - started
-    token_ids = [list(output.outputs[0].token_ids) for output in outputs]
+    _generate(running, requests[:NUM_WARM_UPS], eos)
+    before = _counters(running)
+    passes = [_generate(running, requests, eos) for _ in range(task["repeats"])]
+    token_ids, _ = passes[0]
+    seconds = statistics.median(taken for _, taken in passes)
     num_tokens = sum(map(len, token_ids))
     result = {
         "token_ids": token_ids,
@@ -118,18 +120,43 @@ def decode(task: Mapping[str, Any]) -> dict[str, Any]:
         "tokens_per_second": num_tokens / seconds,
     }
     if speculative:
-        result |= _acceptance(running)
+        result |= _acceptance(_counters(running), before)
     running.close()
     return result
 
 
-def _acceptance(running: RunningEngine) -> dict[str, Any]:
-    counts: dict[str, Any] = {name: 0 for name in COUNTERS.values()}
+def _generate(running: RunningEngine, requests: list[Request], eos: tuple[int, ...]) -> tuple[list[list[int]], float]:
+    """What the engine writes for all requests at once, and the seconds that it takes."""
+    started = time.perf_counter()
+    outputs = running.llm.generate(
+        [{"prompt_token_ids": request.prompt_ids} for request in requests],
+        [sampling_params(request, eos) for request in requests],
+        use_tqdm=False,
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs], time.perf_counter() - started
+
+
+def _counters(running: RunningEngine) -> dict[str, list[int]]:
+    """What the engine has counted since its start."""
+    counts = {}
     for metric in running.llm.get_metrics():
         if metric.name in COUNTERS:
             values = getattr(metric, "values", None)
-            counts[COUNTERS[metric.name]] = metric.value if values is None else list(values)
-    return {**counts, "acceleration_rate": 1 + counts["num_accepted_tokens"] / max(counts["num_drafts"], 1)}
+            counts[COUNTERS[metric.name]] = [metric.value] if values is None else list(values)
+    return counts
+
+
+def _acceptance(now: Mapping[str, list[int]], before: Mapping[str, list[int]]) -> dict[str, Any]:
+    counts: dict[str, Any] = {}
+    for name in COUNTERS.values():
+        then = before.get(name) or [0] * len(now.get(name, []))
+        counts[name] = [count - earlier for count, earlier in zip(now.get(name, []), then, strict=True)]
+    totals = {name: sum(counts[name]) for name in counts if name != "accepted_per_position"}
+    return {
+        **counts,
+        **totals,
+        "acceleration_rate": 1 + totals["num_accepted_tokens"] / max(totals["num_drafts"], 1),
+    }
 
 
 def main(task_file: str, result_file: str) -> None:

@@ -157,13 +157,14 @@ def export(counting_target: TargetSpec, tmp_path: Path) -> Path:
 
 def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: TargetSpec, export: Path) -> None:
     prompts = [[100], [7, 7, 250], [300, 2, 17], [500]]
-    result = vllm_decode_check(counting_target, export, prompts, 33, 3)
+    result = vllm_decode_check(counting_target, export, prompts, 33, 3, repeats=2)
     expected = [[(ids[-1] + 1 + step) for step in range(33)] for ids in prompts[:3]] + [[*range(501, 512), 0, 1, 2]]
     assert result["plain"]["token_ids"] == result["medusa"]["token_ids"] == expected
     assert result["plain"]["num_tokens"] == 3 * 33 + 14
     medusa = result["medusa"]
     assert medusa["num_draft_tokens"] == 3 * medusa["num_drafts"]
     assert sum(medusa["accepted_per_position"]) == medusa["num_accepted_tokens"]
+    assert medusa["num_drafts"] == 2 * (3 * 8 + 4), "of two passes, without the warm-up"
     # 32 tokens after the prefill's are 8 steps of four; a text's last step may be cut short
     assert 3.5 < medusa["acceleration_rate"] <= 4
 
