@@ -9,13 +9,14 @@ A study costs the first `NUM_PROMPTS` prompts at no more than `MAX_NEW_TOKENS` t
 figures against each other, and the check's own for what the heads are worth. Every row is flat, for a table and a plot.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
-    overhead           seconds per step / seconds per plain step of the same prompts, in turns with it
+    overhead           seconds per step / seconds per plain step of the same prompt, in turns; the median over prompts
     speedup            acceleration rate / overhead
     log-likelihood     nats per token of the answers under the target itself, at temperature 1
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -41,6 +42,8 @@ CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes, about as many
 TEMPERATURES = (0.3, 0.7, 1.0)
 EPS = (0.01, 0.04, 0.09, 0.16, 0.25)  # the range that the paper sweeps
 BATCH_SIZES = (1, 2, 4, 8, 16)
+NUM_BATCH_REPEATS = 3
+WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -153,22 +156,24 @@ def heads_used(plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Pr
 
 
 def batch_sizes(plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int) -> list[Row]:
-    """Tokens per second of whole batches, their prefill included; where prompts are too few they repeat."""
+    """Tokens per second of whole batches, their prefill included, medians; where prompts are too few they repeat."""
     rows = []
     for size in BATCH_SIZES:
         batch = [prompt.ids for prompt in islice(cycle(prompts), size)]
-        speeds = {}
-        for name, decoder in {"plain": plain, "medusa": medusa}.items():
-            decoder.generate_batch(batch, 4)  # warm-up
-            started = perf_counter()
-            answers = decoder.generate_batch(batch, num_tokens)
-            speeds[name] = sum(len(answer.token_ids) for answer in answers) / (perf_counter() - started)
+        speeds: dict[str, list[float]] = {"plain": [], "medusa": []}
+        for repeat in range(1 + NUM_BATCH_REPEATS):
+            for name, decoder in (("plain", plain), ("medusa", medusa)):
+                started = perf_counter()
+                answers = decoder.generate_batch(batch, num_tokens if repeat else WARM_UP_TOKENS)
+                rate = sum(len(answer.token_ids) for answer in answers) / (perf_counter() - started)
+                speeds[name] += [rate] if repeat else []
+        plainly, with_tree = (statistics.median(speeds[name]) for name in ("plain", "medusa"))
         rows.append(
             {
                 "batch_size": size,
-                "tokens_per_second": round(speeds["medusa"], 2),
-                "baseline_tokens_per_second": round(speeds["plain"], 2),
-                "speedup": round(speeds["medusa"] / speeds["plain"], 4),
+                "tokens_per_second": round(with_tree, 2),
+                "baseline_tokens_per_second": round(plainly, 2),
+                "speedup": round(with_tree / plainly, 4),
             }
         )
     return rows
@@ -183,14 +188,13 @@ def _measured(
     """
     answers: list[list[Decoded]] = [[] for _ in sides]
     for side in sides:  # warm-up
-        _decode(side, prompts[0], 4, 0)
+        _decode(side, prompts[0], WARM_UP_TOKENS, 0)
     for seed, prompt in enumerate(prompts):
         for side, decoded in zip(sides, answers, strict=True):
             decoded.append(_decode(side, prompt, num_tokens, seed))
     rows = []
-    plain_seconds = _seconds_per_step(answers[0])
     for side, decoded in zip(sides, answers, strict=True):
-        rate, overhead = acceleration_rate(decoded), _seconds_per_step(decoded) / plain_seconds
+        rate, overhead = acceleration_rate(decoded), _overhead(decoded, answers[0])
         figures = {"acceleration_rate": rate, "overhead": overhead, "speedup": rate / overhead}
         if likelihood:
             texts = [one.token_ids for one in decoded]
@@ -205,9 +209,10 @@ def _decode(side: Side, prompt: Prompt, num_tokens: int, seed: int) -> Decoded:
     return side.decoder.generate(prompt.ids, num_tokens, side.rule, generator)
 
 
-def _seconds_per_step(decoded: Sequence[Decoded]) -> float:
-    num_steps = sum(one.num_steps for one in decoded)
-    return sum(one.seconds for one in decoded) / num_steps if num_steps else nan
+def _overhead(decoded: Sequence[Decoded], plain: Sequence[Decoded]) -> float:
+    both = [(one, other) for one, other in zip(decoded, plain, strict=True) if one.num_steps and other.num_steps]
+    ratios = [(one.seconds / one.num_steps) / (other.seconds / other.num_steps) for one, other in both]
+    return statistics.median(ratios) if ratios else nan
 
 
 def _with_tree(medusa: MedusaDecoder, choices: Sequence[Path]) -> MedusaDecoder:
