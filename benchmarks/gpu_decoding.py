@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.arithmetic import peak_memory_gb, reset_peak_memory
 from benchmarks.claims import Claim, Result
-from pipeline.checking.native import Pass, speed
+from pipeline.checking.figures import Pace, speed
 from pipeline.medusa.decoding import Decoded, MedusaDecoder, plain_decoder
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads
 from pipeline.medusa.tree import greedy_tree
@@ -47,14 +47,16 @@ def measure_decoding(model: PreTrainedModel, size: Size) -> Result:
     claims: list[Claim] = []
     facts: dict[str, Any] = {}
     for num_nodes, with_tree in decoded.items():
-        figures = speed([Pass(plain, with_tree)])
+        figures = speed([{"plain": plain, "medusa": with_tree}])
         identical = sum(one.token_ids == other.token_ids for one, other in zip(plain, with_tree, strict=True))
         facts[f"{num_nodes} nodes"] = figures | {"identical_sequences": identical}
+        tree_pace, plain_pace = Pace.of([with_tree]), Pace.of([plain])
+        overhead = tree_pace.seconds_per_step / plain_pace.seconds_per_step
         sides = {
-            "Medusa, tokens/s": figures["tokens_per_second"],
-            "plain, tokens/s": figures["baseline_tokens_per_second"],
+            "Medusa, tokens/s": tree_pace.tokens_per_second,
+            "plain, tokens/s": plain_pace.tokens_per_second,
             "peak GPU memory, GB": memory,
         }
-        claims.append(Claim(f"overhead of a step with a tree of {num_nodes} nodes", figures["overhead"], sides=sides))
+        claims.append(Claim(f"overhead of a step with a tree of {num_nodes} nodes", overhead, sides=sides))
     facts |= {"prompts": len(prompts), "prompt_tokens": size.prompt_tokens, "new_tokens": size.new_tokens}
     return Result(claims, facts)
