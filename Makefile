@@ -5,6 +5,7 @@ INSTALLED := $(patsubst $(VENV)/.installed-%,%,$(wildcard $(VENV)/.installed-*))
 ACCELERATOR ?= $(or $(firstword $(INSTALLED)),cpu)
 PYTHON ?= python3.11
 PIP_FLAGS ?=
+METHOD ?= medusa-1
 BIN := $(VENV)/bin
 LOCK := requirements-$(ACCELERATOR).lock
 STAMP := $(VENV)/.installed-$(ACCELERATOR)
@@ -24,8 +25,8 @@ $(STAMP): $(LOCK) pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-demo: install       ## the main job, end to end, with a small target that it trains first
-	$(BIN)/python flows/demo.py
+demo: install       ## the main job, end to end, with a small target that it trains first (METHOD=medusa-1 or medusa-2)
+	$(BIN)/python flows/demo.py $(METHOD)
 
 test: install       ## all tests
 	$(BIN)/python -m pytest

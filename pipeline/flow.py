@@ -125,7 +125,7 @@ def advance(context: Context, stage: ModuleType, *, fresh: bool = False) -> Stag
 def _owner(context: Context, damaged: DamagedShard) -> StageDirectory | None:
     """The stage that made a shard, if it is one of this run's."""
     folder = Path(str(damaged.where)).parent.parent
-    return next((stage for stage in context.upstream.values() if stage.path == folder), None)
+    return next((stage for stage in context.upstream.values() if stage.path in (folder, folder.parent)), None)
 
 
 def _discard(context: Context, stage: StageDirectory, damaged: Sequence[Path]) -> None:

@@ -10,16 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 import yaml
-from huggingface_hub import close_session
 from rich.console import Console
 
 from pipeline.cli.app import app, ends_well
 from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
-from tests.checkpoints.hub_stand_in import TOKEN, HubStandIn
+from tests.checkpoints.hub_stand_in import TOKEN, hub_on_loopback
 from tests.flows.tiny import stages_run
 
 HUB_IDS = {"push__repo_id": "me/heads", "push__base_model": "owner/target"}
@@ -36,16 +34,7 @@ EXPORTED = {
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    close_session()
-    with HubStandIn() as stand_in:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", stand_in.endpoint)
-        yield stand_in
-    close_session()
+    yield from hub_on_loopback(monkeypatch, tmp_path)
 
 
 def run_again(config, **options):

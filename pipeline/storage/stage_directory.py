@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoints.layout import BACKBONE_DIRECTORY
 from pipeline.errors import DamagedShard, DataError
 from pipeline.storage.durable import read_json, sweep_temporary, write_json
 from pipeline.storage.file_facts import FileFacts
@@ -128,7 +129,7 @@ class StageDirectory:
                 self._drop_shard(path)
 
     def _drop_shard(self, shard: Path) -> None:
-        for path in (shard, self.path / "quarantine" / f"{shard.stem}.jsonl", note_path(shard)):
+        for path in (shard, shard.parent.parent / "quarantine" / f"{shard.stem}.jsonl", note_path(shard)):
             path.unlink(missing_ok=True)
 
     def finish(self, summary: dict[str, Any], upstream: dict[str, str]) -> None:
@@ -200,13 +201,17 @@ class StageDirectory:
     def discard(self, damaged: Sequence[Path]) -> None:
         """Forget that the stage is done and drop what is damaged, for whoever holds the lock.
 
-        A shard goes with its quarantine file and is made again alone; any other file takes all but the shards along.
+        A shard goes with its quarantine file and is made again alone; so is a tuned backbone, of what lies beside it. Any
+        other file takes all but the shards along.
         """
         (self.path / "DONE.json").unlink(missing_ok=True)
-        for name in {path.stem for path in damaged if path.parent.name in ("shards", "quarantine")}:
-            self._drop_shard(self.path / "shards" / f"{name}.parquet")
-        if any(path.parent.name not in ("shards", "quarantine") for path in damaged):
-            self.drop(keep=SHARDED)
+        for path in damaged:
+            if path.parent.name in ("shards", "quarantine"):
+                self._drop_shard(path.parent.parent / "shards" / f"{path.stem}.parquet")
+            elif path.parent.name == BACKBONE_DIRECTORY:
+                shutil.rmtree(path.parent, ignore_errors=True)
+            else:
+                self.drop(keep=SHARDED)
 
     def verify(self) -> list[str]:
         """Read every file again and say what is missing, damaged or foreign, one line each."""

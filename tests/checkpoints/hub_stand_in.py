@@ -11,9 +11,15 @@ import base64
 import hashlib
 import json
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import urlsplit
+
+import huggingface_hub.constants
+import pytest
+from huggingface_hub import close_session
 
 TOKEN = "hf_standInTokenThatMayWrite"
 
@@ -61,6 +67,20 @@ class HubStandIn:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+def hub_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
+    """A stand-in that huggingface_hub takes for the Hub, with a token that may write; what fixtures yield from."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    close_session()
+    with HubStandIn() as stand_in:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", stand_in.endpoint)
+        yield stand_in
+    close_session()
 
 
 class _Handler(BaseHTTPRequestHandler):

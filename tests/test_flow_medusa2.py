@@ -1,0 +1,237 @@
+"""Medusa-2 from end to end: what it skips, and that everything after training looks at the tuned backbone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from pipeline.checking.prompts import held_out_prompts
+from pipeline.checkpoints.medusa import read_export
+from pipeline.cli.app import app
+from pipeline.errors import CheckFailed, EnvironmentFault
+from pipeline.states import stage_states
+from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.shards import read_rows
+from pipeline.targets.spec import TargetSpec, load_tokenizer
+from tests.checkpoints.hub_stand_in import hub_on_loopback
+from tests.cli.tables import line_of
+from tests.flows.tiny import CONTEXT, latest, run_again, stages_run
+from tests.targets.adapters import logits_with_adapter_on
+
+JOINT = {
+    "train__method": "medusa-2",
+    "train__sequence_length": 96,
+    "train__batch_sequences": 4,
+    "train__micro_batch": 4,
+    "train__lora_rank": 4,
+    "train__backbone_lr": 0.05,  # enough for other words
+    "train__max_kl": 50.0,
+    "check__prompts": 4,
+}
+STAGES = ["seeds", "generate", "train", "calibrate", "export", "check"]
+
+
+@pytest.fixture(scope="module")
+def joint_run(tmp_path_factory, make_config) -> RunDirectory:
+    """The joint recipe, run once. Nobody writes into it: see `run`."""
+    return run_again(make_config(tmp_path_factory.mktemp("joint"), **JOINT))
+
+
+@pytest.fixture
+def run(tmp_path: Path, joint_run: RunDirectory) -> RunDirectory:
+    """A copy at `tmp_path/run` whose export has been brought home."""
+    shutil.copytree(joint_run.path, tmp_path / "run", symlinks=True)
+    return RunDirectory(tmp_path / "run")
+
+
+def backbone_of(run: RunDirectory) -> Path:
+    return latest(run, "export").path / "backbone"
+
+
+def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_path, capsys):
+    assert stages_run(joint_run) == STAGES and joint_run.latest("features") is None
+    report = json.loads((joint_run.path / "report.json").read_text())
+    assert (report["method"], report["train"]["recipe"]) == ("medusa-2", "joint")
+    assert "learns from the text" in report["skipped"]["features"] and "features" not in report
+    assert "learns from the text" in (joint_run.path / "report.md").read_text()
+    states = stage_states(*RunDirectory.open(joint_run.path))
+    assert {name: state.word for name, state in states.items()} == {
+        **dict.fromkeys(STAGES, "done"),
+        "features": "skipped",
+        "push": "not run",
+    }
+    (tmp_path / "joint.yaml").write_text(yaml.safe_dump(make_settings(joint_run.path.parent, **JOINT)))
+    app(["plan", str(tmp_path / "joint.yaml")], standalone_mode=False)
+    out = capsys.readouterr().out
+    assert line_of("features", out).split()[1] == "skip"
+    assert "no states to cache" in out and "backbone as large as the target" in out
+
+
+@pytest.mark.parametrize(
+    ("stage", "runs"), [("features", ["seeds", "generate"]), ("train", ["seeds", "generate", "train"])]
+)
+def test_until_a_skipped_stage_is_until_the_one_before(make_config, tmp_path, stage, runs):
+    assert stages_run(run_again(make_config(tmp_path, **JOINT), until=stage)) == runs
+
+
+def test_a_run_that_had_a_cache_before_links_it_no_more_and_keeps_it(copied_run, make_config, tmp_path):
+    cache = latest(copied_run, "features").path
+    run_again(make_config(tmp_path, **JOINT), until="generate")
+    assert copied_run.latest("features") is None and cache.is_dir()
+    assert stages_run(run_again(make_config(tmp_path))) == []
+
+
+def test_the_exported_backbone_is_target_and_adapter_and_the_heads_name_it(joint_run, tiny_target):
+    export = latest(joint_run, "export").path
+    named = Path(read_export(export)[0].base_model_name_or_path)
+    assert named.is_absolute() and named == export / "backbone" == backbone_of(joint_run)
+    ids_BT = torch.arange(30).view(2, 15)
+    expected = logits_with_adapter_on(tiny_target, latest(joint_run, "train").path / "adapter", ids_BT)
+    logits = AutoModelForCausalLM.from_pretrained(named)(input_ids=ids_BT).logits
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-4)
+    original = AutoModelForCausalLM.from_pretrained(tiny_target)(input_ids=ids_BT).logits
+    assert (logits.argmax(-1) != original.argmax(-1)).any()
+    assert (named / "model.safetensors").samefile(latest(joint_run, "train").path / "backbone/model.safetensors")
+
+
+def test_calibration_looks_at_held_out_rows_through_the_tuned_backbone(joint_run):
+    states = next(latest(joint_run, "calibrate").path.glob("states-*/shards"))
+    rows = [row for path in sorted(states.glob("*.parquet")) for row in read_rows(path)]
+    generated = [row for path in latest(joint_run, "generate").shards() for row in read_rows(path)]
+    assert [row["id"] for row in rows] == [row["id"] for row in generated if row["split"] == "calibrate"]
+    model = AutoModelForCausalLM.from_pretrained(backbone_of(joint_run)).model
+    for row in rows:
+        hidden_ND = np.frombuffer(row["hidden"], np.float32).reshape(-1, 64)
+        with torch.inference_mode():
+            expected_TD = model(input_ids=torch.tensor([row["input_ids"]])).last_hidden_state[0]
+        np.testing.assert_allclose(hidden_ND, expected_TD[row["positions"]], atol=2e-4)
+
+
+@torch.inference_mode()
+def greedy(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    ids = torch.tensor([prompt])
+    model.generation_config.pad_token_id = 0  # of no account: there is nothing to pad
+    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
+    return written[0, len(prompt) :].tolist()
+
+
+def test_the_check_decodes_with_the_tuned_backbone(joint_run, tiny_target):
+    native = latest(joint_run, "check").summary["native"]
+    match = native["greedy_match"]
+    assert match["identical"] + match["ties"] == match["sequences"] == 4
+    tokenizer = load_tokenizer(TargetSpec(str(tiny_target)))
+    asked = held_out_prompts(latest(joint_run, "generate").shards(), 4, CONTEXT - 12).kept
+    written = (latest(joint_run, "check").path / "answers/plain.jsonl").read_text().splitlines()
+    answers = {line["question_id"]: line["choices"][0]["turns"][0] for line in map(json.loads, written)}
+    assert answers.keys() == {prompt.id for prompt in asked}
+
+    def texts(directory: Path) -> dict[str, str]:
+        ids = {prompt.id: greedy(directory, prompt.ids, 12) for prompt in asked}
+        return {name: tokenizer.decode(each, skip_special_tokens=True).strip() for name, each in ids.items()}
+
+    assert answers == texts(backbone_of(joint_run)) != texts(tiny_target)
+
+
+def test_a_backbone_that_moved_too_far_fails_the_check_and_is_not_trained_again(run, make_config, tmp_path):
+    run_again(make_config(tmp_path, **JOINT))
+    kl = latest(run, "train").summary["drift"]["kl"]
+    assert json.loads((run.path / "report.json").read_text())["train"]["drift"]["kl"] == kl
+    for most, fails in ((0.9 * kl, True), (1.1 * kl, False)):
+        config = make_config(tmp_path, **JOINT | {"train__max_kl": most})
+        if fails:
+            with pytest.raises(CheckFailed, match=r"nats from the target, above train\.max_kl = "):
+                run_again(config)
+        else:
+            run_again(config)
+        assert stages_run(run) == ["check"]
+
+
+def test_a_run_that_was_copied_elsewhere_exports_anew_so_that_its_heads_name_what_lies_there(
+    run, make_config, tmp_path
+):
+    config = make_config(tmp_path, **JOINT)
+    assert stages_run(run_again(config)) == ["export", "check"]
+    assert stages_run(run_again(config)) == []
+    assert Path(read_export(latest(run, "export").path)[0].base_model_name_or_path) == backbone_of(run)
+    assert backbone_of(run).is_relative_to(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stage", "file", "remade"),
+    [
+        ("train", "backbone/model.safetensors", ["train"]),
+        ("export", "backbone/config.json", ["export"]),
+        ("calibrate", "states-*/shards/00000.parquet", ["calibrate"]),
+    ],
+)
+def test_what_is_damaged_of_a_backbone_or_its_states_is_made_again_and_nothing_is_trained(
+    run, make_config, tmp_path, stage, file, remade
+):
+    config = make_config(tmp_path, **JOINT)
+    run_again(config, until="export")
+    (path,) = latest(run, stage).path.glob(file)
+    whole, heads = path.read_bytes(), latest(run, "train").path / "heads.safetensors"
+    trained = heads.stat().st_mtime_ns
+    path.unlink()  # of two names of one file this one
+    path.write_bytes(whole[: len(whole) // 2])
+    assert latest(run, stage).verify()
+    assert stages_run(run_again(config, until="export")) == remade
+    assert latest(run, stage).verify() == [] and heads.stat().st_mtime_ns == trained
+    if stage != "calibrate":  # whose shards say when they were written
+        assert path.read_bytes() == whole
+
+
+def test_two_stages_train_from_both_and_calibrate_with_the_tuned_backbone(make_config, tmp_path):
+    run = run_again(make_config(tmp_path, **JOINT, train__recipe="two-stage"), until="export")
+    assert stages_run(run) == ["seeds", "generate", "features", "train", "calibrate", "export"]
+    assert list(latest(run, "calibrate").path.glob("states-*/shards/*.parquet"))
+    assert backbone_of(run).is_dir()
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    yield from hub_on_loopback(monkeypatch, tmp_path)
+
+
+def test_backbone_and_heads_go_to_two_repositories_and_no_path_of_this_machine_with_them(
+    run, make_config, tmp_path, hub, tiny_target
+):
+    config = make_config(tmp_path, **JOINT, push__repo_id="me/small")
+    run_again(config)
+    backbone, heads = hub.repositories["me/small"], hub.repositories["me/small-medusa"]
+    assert len(backbone.commits) == len(heads.commits) == 2  # the empty one, and ours
+    assert json.loads(heads.files["config.json"])["base_model_name_or_path"] == "me/small"
+    assert "medusa_lm_head.safetensors" in heads.files and "model.safetensors" not in heads.files
+    for path in backbone_of(run).iterdir():
+        assert backbone.files[path.name] == path.read_bytes()
+    drift = latest(run, "train").summary["drift"]
+    for repository in (backbone, heads):
+        card = repository.files["README.md"].decode()
+        assert f"{drift['kl']:.4f}" in card and f"{drift['greedy_agreement']:.2%}" in card
+        assert "vllm serve me/small " in card and '"model": "me/small-medusa"' in card
+        for name, content in repository.files.items():
+            assert str(tmp_path).encode() not in content and str(tiny_target).encode() not in content, name
+    receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
+    assert (receipt["repo"], receipt["backbone"]["repo"]) == ("me/small-medusa", "me/small")
+    asked = len(hub.requests)
+    assert stages_run(run_again(config)) == [] and len(hub.requests) == asked
+
+
+def test_a_push_that_broke_off_between_the_two_goes_on_with_the_second(run, make_config, tmp_path, hub):
+    config = make_config(tmp_path, **JOINT, push__repo_id="me/small")
+    hub.failures = {"POST /api/models/me/small-medusa/commit": 400}
+    with pytest.raises(EnvironmentFault, match="answered 400"):
+        run_again(config)
+    sent, hub.failures = hub.bytes_uploaded, {}
+    assert stages_run(run_again(config)) == ["push"] and hub.bytes_uploaded == sent
+    assert [len(hub.repositories[name].commits) for name in ("me/small", "me/small-medusa")] == [2, 2]
+    receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
+    assert receipt["backbone"]["unchanged"] and not receipt["unchanged"]
