@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from pipeline.training.checkpoints import read_summary
 from pipeline.training.course import Progress
 from pipeline.training.medusa1 import count_steps, open_features, train_medusa1
 from pipeline.training.medusa2 import open_texts, text_plan, train_medusa2
@@ -41,6 +42,18 @@ def train(spec: TrainSpec, world: World | None = None, on_progress: Progress | N
 
     summary = train_medusa1(first, world, shown(0))
     return train_medusa2(spec, world, shown(before), first.heads_path) | {"heads_first": summary}
+
+
+def finished(spec: TrainSpec) -> dict[str, Any] | None:
+    """The summary of a training that is over; None of one that is not.
+
+    Raises:
+        DataError: Heads of another shape lie where these are to be.
+    """
+    summary = read_summary(spec.heads_path, spec.heads_config)
+    if summary is None or spec.settings.method == "medusa-1" or spec.settings.recipe == "joint":
+        return summary
+    return summary | {"heads_first": finished(heads_first(spec))}
 
 
 def heads_first(spec: TrainSpec) -> TrainSpec:

@@ -22,9 +22,8 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.config import LoggingConfig
 
 from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault, MedusaDistillError
-from pipeline.training.checkpoints import read_summary
 from pipeline.training.course import Progress
-from pipeline.training.methods import last_step, steps_of, train
+from pipeline.training.methods import finished, last_step, steps_of, train
 from pipeline.training.spec import TrainSpec
 from pipeline.training.world import World
 
@@ -55,13 +54,13 @@ def train_on_ray(
         MedusaDistillError: What a worker raised, as it is.
         EnvironmentFault: Workers died too often.
     """
-    if summary := read_summary(spec.heads_path, spec.heads_config):
+    if summary := finished(spec):
         return summary
     total_steps = steps_of(spec)  # also: bad data is refused here, before anything is started
     spec = _absolute(spec)
     bookkeeping = spec.path / "ray"
     bookkeeping.mkdir(exist_ok=True)
-    fit = ray.remote(num_cpus=0, max_retries=0)(_fit).remote(spec, workers, cpus, gpus, max_failures)
+    fit = ray.remote(num_cpus=0, max_retries=0)(_fit).remote(_worker, spec, workers, cpus, gpus, max_failures)
     try:
         return _follow(fit, spec, total_steps, on_progress)
     finally:
@@ -71,8 +70,10 @@ def train_on_ray(
         shutil.rmtree(bookkeeping, ignore_errors=True)
 
 
-def _fit(spec: TrainSpec, workers: int, cpus: int, gpus: int, max_failures: int) -> Outcome:
-    """Let Ray Train fit, and return what the first worker does.
+def _fit(
+    worker: Callable[[dict[str, Any]], Outcome], spec: TrainSpec, workers: int, cpus: int, gpus: int, max_failures: int
+) -> Outcome:
+    """Let Ray Train fit by that many of these workers, and return what the first worker does.
 
     It runs in a Ray task: `fit` waits, takes SIGINT for itself, and in a thread of the driver it would not survive
     that Ray is shut down, which is how a driver stops.
@@ -81,7 +82,7 @@ def _fit(spec: TrainSpec, workers: int, cpus: int, gpus: int, max_failures: int)
     resources = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
     bookkeeping = spec.path / "ray"
     trainer = TorchTrainer(
-        _worker,
+        worker,
         train_loop_config={"spec": spec, "cpus": cpus},
         torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
         scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources),

@@ -25,6 +25,8 @@ HUB = {"target__model": "owner/model"}
         ({"push__repo_id": "me/heads"}, "push.base_model"),
         ({"push__repo_id": "heads", **HUB}, "push.repo_id"),
         ({"push__repo_id": "me/heads", "push__base_model": "not an id"}, "push.base_model"),
+        ({"train__method": "medusa-2", "train__lora_rank": 65}, "train.lora_rank"),
+        ({"train__method": "medusa-2", "target__model": "/absent"}, "target"),
     ],
 )
 def test_it_is_refused_and_the_key_is_named(make_config, tmp_path, changes, key):
@@ -42,6 +44,8 @@ def test_it_is_refused_and_the_key_is_named(make_config, tmp_path, changes, key)
         {"export__formats": ["shared"], "train__lm_head": "tied"},
         {"push__repo_id": "me/heads", **HUB},
         {"push__repo_id": "me/heads", "push__base_model": "owner/model"},
+        {"train__method": "medusa-2"},
+        {"train__method": "medusa-1", "train__lora_rank": 65},
     ],
 )
 def test_it_is_allowed(make_config, tmp_path, changes):

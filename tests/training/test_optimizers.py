@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from pipeline.config import TrainConfig
-from pipeline.training.optimizers import load_optimizer, make_optimizer, optimizer_tensors
+from pipeline.training.optimizers import load_optimizer, make_optimizer, optimizer_tensors, set_lr
 
 
 class Stacks(nn.Module):
@@ -29,7 +29,7 @@ def step(module: Stacks, optimizer: torch.optim.Optimizer, seed: int) -> None:
     optimizer.step()
 
 
-def settings(name: str, **more: float) -> TrainConfig:
+def settings(name: str, **more: float | None) -> TrainConfig:
     return TrainConfig(optimizer=name, lr=1e-2, **more)
 
 
@@ -74,6 +74,23 @@ def test_weights_decay_and_biases_and_frozen_parameters_do_not(name):
     optimizer.step()
     torch.testing.assert_close(module.block_weight, before["block_weight"] * (1 - 1e-2 * 0.5))
     assert torch.equal(module.block_bias, before["block_bias"]) and torch.equal(module.frozen, before["frozen"])
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-8bit"])
+def test_heads_learn_four_times_as_fast_as_the_backbone_unless_told_otherwise_biases_among_them(name):
+    for given, expected in ((None, 2.5e-3), (1e-4, 1e-4)):
+        heads, backbone = Stacks(), nn.Linear(64, 80)
+        optimizer = make_optimizer(heads, settings(name, backbone_lr=given, weight_decay=0.1), backbone)
+        before = [each.detach().clone() for each in (heads.block_weight, heads.block_bias, *backbone.parameters())]
+        set_lr(optimizer, 0.5)
+        for parameter in [*heads.parameters(), *backbone.parameters()]:
+            parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
+        optimizer.step()
+        # AdamW's first step is one learning rate along the gradient's sign, and weights decay besides.
+        rates = [5e-3, 5e-3, expected / 2, expected / 2]
+        after = (heads.block_weight, heads.block_bias, *backbone.parameters())
+        for start, end, lr, decay in zip(before, after, rates, (0.1, 0, 0.1, 0), strict=True):
+            torch.testing.assert_close(end, start * (1 - lr * decay) - lr, rtol=1e-4, atol=1e-6)
 
 
 def test_dropping_gradients_frees_those_of_the_sliced_views_too():

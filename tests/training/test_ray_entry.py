@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from pipeline.errors import DataError
 from pipeline.training.medusa1 import train_medusa1
+from pipeline.training.methods import steps_of, train
 from pipeline.training.metrics import read_metrics
 from pipeline.training.spec import TrainSpec
 
@@ -54,6 +55,21 @@ def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(clus
     assert not (together.path / "ray").exists()
     monkeypatch.delattr(ray_entry, "TorchTrainer")  # a finished run called again starts nothing
     assert train_on_ray(together, workers=2, cpus=1, gpus=0, max_failures=3) == found
+
+
+@pytest.mark.slow
+def test_two_workers_train_heads_first_and_then_the_backbone_with_them(cluster, make_tuning):
+    from pipeline.training.ray_entry import train_on_ray
+
+    alone, together = (make_tuning(name, recipe="two-stage", epochs=2, lora_dropout=0.3) for name in ("one", "two"))
+    expected, shown = train(alone), []
+    found = train_on_ray(together, 2, 1, 0, 3, on_progress=lambda step, total, *_: shown.append((step, total)))
+    assert shown[-1] == (steps_of(together), steps_of(together)) and shown == sorted(shown)
+    assert found["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-2)
+    assert found["drift"]["kl"] == pytest.approx(expected["drift"]["kl"], rel=0.05)
+    adapters = [load_file(spec.adapter_path / "adapter_model.safetensors") for spec in (together, alone)]
+    assert all(torch.allclose(adapters[0][name], tensor, atol=0.01) for name, tensor in adapters[1].items())
+    assert train_on_ray(together, 2, 1, 0, 3) == found
 
 
 def test_bad_data_is_refused_before_workers_start(make_spec):
