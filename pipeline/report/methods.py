@@ -7,11 +7,11 @@ from typing import Any
 from pipeline.report.facts import Table, identical, pick
 from pipeline.report.wording import count, duration, rate, ratio, times
 
-NAMES = {
-    "generate": "transformers generate",
-    "prompt-lookup": "transformers prompt lookup",
-    "assistant": "transformers assistant",
-}
+NOTE = (
+    "Tokens per forward of the target and per second, time to the first token and per further one. Speedups are over "
+    "plain decoding with the same engine; generate, prompt lookup and assistant are transformers' own; vLLM decodes "
+    "all prompts at once, and with the heads' top-1 chain, not the tree"
+)
 
 
 def methods_table(report: dict) -> Table:
@@ -21,18 +21,17 @@ def methods_table(report: dict) -> Table:
     if native:
         rows += [_row("plain", _plain_of(native)), _row("Medusa", native)]
         for other in pick(native, "baselines") or []:
-            name = NAMES.get(other.get("name"), str(other.get("name")))
+            name = str(other.get("name")).replace("-", " ")
             if reason := other.get("failed"):
                 failed.append(f"{name} cannot decode this target: {reason}")
             else:
                 rows.append(_row(name, other))
     if vllm:
-        rows += [_row("vLLM plain", _plain_of(vllm)), _row("vLLM Medusa, top-1 chain", vllm)]
-    columns = ("method", "tokens per forward", "tokens/s", "speedup", "first token", "per token", "identical")
-    note = "Speedups are over plain decoding with the same engine"
-    if (repeats := pick(native, "repeats")) and repeats > 1:
-        note += f"; times are medians of {count(repeats)} repetitions"
-    return Table("Methods", columns, tuple(rows), ". ".join([note, *failed]).rstrip(".") + ".")
+        rows += [_row("vLLM plain", _plain_of(vllm)), _row("vLLM Medusa", vllm)]
+    columns = ("method", "per step", "tokens/s", "speedup", "to first", "per token", "identical")
+    repeats = pick(native, "repeats") or 1
+    medians = [f"Times are medians of {count(repeats)} repetitions"] if repeats > 1 else []
+    return Table("Methods", columns, tuple(rows), ". ".join([NOTE, *medians, *failed]).rstrip(".") + ".")
 
 
 def _plain_of(engine: dict) -> dict[str, Any]:

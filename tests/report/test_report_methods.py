@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from pipeline.report.html import page
 from pipeline.report.methods import methods_table
 from pipeline.report.tables import check_table
+from pipeline.report.terminal import print_report
 
 
 @pytest.fixture
@@ -38,19 +42,17 @@ def test_every_method_has_a_row_and_plain_decoding_is_the_measure(measured):
     assert table.rows == (
         ("plain", "1.00", "256", "1.00x", "31 ms", "3.9 ms", "-"),
         ("Medusa", "1.99", "412", "1.61x", "34 ms", "2.4 ms", "31/32"),
-        ("transformers generate", "1.00", "238", "0.93x", "36 ms", "4.2 ms", "30/32"),
+        ("generate", "1.00", "238", "0.93x", "36 ms", "4.2 ms", "30/32"),
         ("vLLM plain", "1.00", "1,000", "1.00x", "-", "-", "-"),
-        ("vLLM Medusa, top-1 chain", "1.71", "900", "0.90x", "-", "-", "32/32"),
+        ("vLLM Medusa", "1.71", "900", "0.90x", "-", "-", "32/32"),
     )
     assert "3 repetitions" in table.note
-    assert table.note.endswith(
-        "transformers prompt lookup cannot decode this target: its cache <b>cannot</b> be cropped."
-    )
+    assert table.note.endswith("prompt lookup cannot decode this target: its cache <b>cannot</b> be cropped.")
 
 
 def test_the_page_has_them_and_escapes_what_a_model_s_code_said(measured, extras):
     text = page(measured, extras)
-    assert "transformers generate" in text and "&lt;b&gt;cannot" in text and "<b>cannot" not in text
+    assert ">generate" in text and "&lt;b&gt;cannot" in text and "<b>cannot" not in text
 
 
 def test_without_a_check_there_is_no_row(report):
@@ -66,3 +68,11 @@ def test_a_sampled_rule_shows_how_likely_the_target_finds_its_text(report):
     rows = {row[0]: row[1:] for row in check_table(report).rows}
     assert rows["acceptance"] == ("typical", "-")
     assert rows["log-likelihood, nats per token"] == ("greedy -0.41, sampling -1.03, typical -0.50", "-")
+
+
+def test_in_a_terminal_of_80_columns_every_method_stays_on_its_line(measured):
+    measured["check"]["native"]["baselines"][0]["name"] = "prompt-lookup"
+    buffer = io.StringIO()
+    print_report(measured, Console(file=buffer, width=80))
+    firsts = {line.split("  ")[0] for line in buffer.getvalue().splitlines()}
+    assert {"plain", "Medusa", "prompt lookup", "vLLM plain", "vLLM Medusa"} <= firsts
