@@ -43,7 +43,7 @@ def stop_when(happened: Callable[[], bool], config: Path, sent: int) -> tuple[in
 def test_a_ray_run_is_stopped_by_sigterm_and_by_ctrl_c_and_goes_on_to_what_the_inline_run_made(
     finished_run, make_settings, make_config, tmp_path
 ):
-    changes = {"train__checkpoint_every": 1, "train__epochs": 200}
+    changes = {"train__checkpoint_every": 1, "train__epochs": 60}
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(make_settings(tmp_path, **changes)))
     run = RunDirectory(tmp_path / "run")

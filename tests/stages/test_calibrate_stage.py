@@ -101,7 +101,8 @@ def test_auto_measures_what_trees_cost_here_and_takes_the_size_that_promises_the
 ):
     run = run_again(make_config(tmp_path, calibrate__nodes="auto"))
     tree = run.latest("calibrate").summary["tree"]
-    assert [size["nodes"] for size in tree["sizes"]][:4] == [1, 2, 4, 8]
+    sizes = [size["nodes"] for size in tree["sizes"]]  # as far as a tree can pay here
+    assert sizes and sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256][: len(sizes)]
     for size in tree["sizes"]:
         assert size["overhead"] > 0 and size["expected_acceleration_rate"] >= 1
         ratio = size["expected_acceleration_rate"] / size["overhead"]
