@@ -16,6 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from pipeline.checking.prompts import Prompt
+from pipeline.conversations.text_stream import TextStream
 from pipeline.medusa.decoding import Decoded
 
 NUM_SAMPLES = 2  # decoded answers that the report shows
@@ -65,12 +66,9 @@ def samples(
     shown = []
     for prompt, answer in list(zip(prompts, decoded, strict=True))[:NUM_SAMPLES]:
         steps = [0] + [step for step, kept in enumerate(answer.accepted, start=1) for _ in range(kept)]
-        texts, before = [], ""
-        for end in range(1, len(answer.token_ids) + 1):
-            text = tokenizer.decode(answer.token_ids[:end], skip_special_tokens=True)
-            whole = "" if text.endswith("\N{REPLACEMENT CHARACTER}") else text[len(before) :]
-            texts.append(whole)
-            before += whole
+        stream = TextStream(tokenizer)
+        texts = [stream.push(token) for token in answer.token_ids]
+        texts[-1] += stream.flush()
         question = tokenizer.decode(prompt.ids, skip_special_tokens=True)
         shown.append(
             {"prompt": question, "tokens": [{"text": t, "step": s} for t, s in zip(texts, steps, strict=True)]}

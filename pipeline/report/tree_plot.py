@@ -38,6 +38,7 @@ def tree(choices: Sequence[Sequence[int]], probabilities: Sequence[float | None]
     shares = {node: known.get(node, 0.0 if known and node else 1.0) for node in places}
     depth = max(map(len, places))
     num_lines = 1 + max(line for _, line in places.values())
+    height = 0.7 + min(0.15 * max(num_lines, 6), 12)  # inches; the lines of a tree of hundreds of nodes stand closer
 
     def draw(axes: Axes) -> None:
         for node, place in places.items():
@@ -53,7 +54,7 @@ def tree(choices: Sequence[Sequence[int]], probabilities: Sequence[float | None]
         axes.grid(False)
         axes.spines[:].set_visible(False)
 
-    return svg("tree", f"Tree of {len(choices)} nodes and depth {depth}", 0.7 + 0.15 * max(num_lines, 6), draw)
+    return svg("tree", f"Tree of {len(choices)} nodes and depth {depth}", height, draw)
 
 
 def _edge(axes: Axes, start: Place, end: Place, share: float) -> None:
