@@ -18,6 +18,7 @@ from typing import Any
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT}
+ACCESS_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 @contextlib.contextmanager
@@ -51,7 +52,10 @@ def publish(temporary: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn "no space left" from any library below into one readable error; some do not even raise OSError for it."""
+    """Turn "no space left" and "no access" from any library below into one readable error.
+
+    For the first, some of them do not even raise OSError.
+    """
     try:
         yield
     except MedusaDistillError:
@@ -62,6 +66,12 @@ def disk_errors(path: Path) -> Iterator[None]:
                 "The disk is full.",
                 str(path),
                 "Free some space and run the same command again: it continues where it stopped.",
+            ) from error
+        if getattr(error, "errno", None) in ACCESS_ERRORS:
+            raise EnvironmentFault(
+                f"A file cannot be opened or written: {error}.",
+                str(path),
+                "Give this user access to it, or set run.root to a place of its own; the same command then continues.",
             ) from error
         raise
 
