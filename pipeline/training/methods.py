@@ -25,22 +25,23 @@ def train(spec: TrainSpec, world: World | None = None, on_progress: Progress | N
     Raises:
         MedusaDistillError: As `train_medusa1` and `train_medusa2` do.
     """
-    if spec.settings.method == "medusa-1":
-        return train_medusa1(spec, world, on_progress)
-    if spec.settings.recipe == "joint":
-        return train_medusa2(spec, world, on_progress)
+    if not _has_two_stages(spec):
+        method = train_medusa1 if spec.settings.method == "medusa-1" else train_medusa2
+        return method(spec, world, on_progress)
     first = heads_first(spec)
     first.path.mkdir(exist_ok=True)
-    before, after = steps_of(first), steps_of(spec) - steps_of(first)
+    before, total = steps_before(spec), steps_of(spec)
 
     def shown(start: int) -> Progress | None:
         def show(step: int, _: int, loss: float, rate: float) -> None:
             assert on_progress
-            on_progress(start + step, before + after, loss, rate)
+            on_progress(start + step, total, loss, rate)
 
         return show if on_progress else None
 
+    world = world or World()
     summary = train_medusa1(first, world, shown(0))
+    world.wait()  # for the first worker to write the heads
     return train_medusa2(spec, world, shown(before), first.heads_path) | {"heads_first": summary}
 
 
@@ -51,7 +52,7 @@ def finished(spec: TrainSpec) -> dict[str, Any] | None:
         DataError: Heads of another shape lie where these are to be.
     """
     summary = read_summary(spec.heads_path, spec.heads_config)
-    if summary is None or spec.settings.method == "medusa-1" or spec.settings.recipe == "joint":
+    if summary is None or not _has_two_stages(spec):
         return summary
     return summary | {"heads_first": finished(heads_first(spec))}
 
@@ -67,17 +68,23 @@ def steps_of(spec: TrainSpec) -> int:
     if spec.settings.method == "medusa-1":
         return count_steps(spec, open_features(spec))
     plan = text_plan(spec, open_texts(spec)["train"])
-    own = plan.steps_per_epoch * spec.settings.epochs
-    return own if spec.settings.recipe == "joint" else own + steps_of(heads_first(spec))
+    return steps_before(spec) + plan.steps_per_epoch * spec.settings.epochs
 
 
-def last_step(spec: TrainSpec) -> dict[str, Any] | None:
-    """The newest line of metrics with a loss, its step counted from the first stage's start."""
-    line = _with_loss(spec)
-    if spec.settings.method == "medusa-1" or spec.settings.recipe == "joint":
-        return line
-    first = heads_first(spec)
-    return line | {"step": line["step"] + steps_of(first)} if line else _with_loss(first)
+def steps_before(spec: TrainSpec) -> int:
+    """Those of them that are the first of two stages'."""
+    return steps_of(heads_first(spec)) if _has_two_stages(spec) else 0
+
+
+def last_step(spec: TrainSpec, before: int) -> dict[str, Any] | None:
+    """The newest line of metrics with a loss, its step counted from the very first; `before` as `steps_before` says."""
+    if line := _with_loss(spec):
+        return line | {"step": before + line["step"]}
+    return _with_loss(heads_first(spec)) if _has_two_stages(spec) else None
+
+
+def _has_two_stages(spec: TrainSpec) -> bool:
+    return spec.settings.method == "medusa-2" and spec.settings.recipe == "two-stage"
 
 
 def _with_loss(spec: TrainSpec) -> dict[str, Any] | None:

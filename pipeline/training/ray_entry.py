@@ -23,7 +23,7 @@ from ray.train.v2.api.config import LoggingConfig
 
 from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.training.course import Progress
-from pipeline.training.methods import finished, last_step, steps_of, train
+from pipeline.training.methods import finished, last_step, steps_before, steps_of, train
 from pipeline.training.spec import TrainSpec
 from pipeline.training.world import World
 
@@ -148,11 +148,11 @@ def _worker(config: dict[str, Any]) -> Outcome:
 
 def _follow(fit: Any, spec: TrainSpec, total_steps: int, on_progress: Progress | None) -> dict[str, Any]:
     """Show progress until the fit has ended."""
-    shown = -1
+    shown, before = -1, steps_before(spec)
     waiting = [fit]
     while waiting:
         _, waiting = ray.wait(waiting, timeout=SECONDS_BETWEEN_LOOKS)
-        line = last_step(spec)
+        line = last_step(spec, before)
         if on_progress and line and line["step"] != shown:
             shown = line["step"]
             on_progress(shown, total_steps, line["loss"], line["tokens_per_second"])

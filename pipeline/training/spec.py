@@ -75,8 +75,12 @@ def memory_errors(spec: TrainSpec) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        less = "train.batch_tokens" if spec.settings.method == "medusa-1" else "train.micro_batch or sequence_length"
-        fix = f"Lower {less}, or set train.optimizer: adamw-8bit or train.lm_head: tied."
+        fix = "Lower train.batch_tokens, or set train.optimizer: adamw-8bit or train.lm_head: tied."
+        if spec.settings.method == "medusa-2":
+            fix = (
+                "Lower train.micro_batch or train.sequence_length, or set train.gradient_checkpointing: true, "
+                "train.optimizer: adamw-8bit or target.quantization: 4bit."
+            )
         raise EnvironmentFault("The GPU's memory is too small for this training.", spec.directory, fix) from error
 
 

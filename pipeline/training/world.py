@@ -20,6 +20,11 @@ class World:
     def is_first(self) -> bool:
         return self.rank == 0
 
+    def wait(self) -> None:
+        """Until every worker has come here."""
+        if self.size > 1:
+            dist.barrier()
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all workers, in place; bitwise the same on each."""
         self.sum_all([tensor])
