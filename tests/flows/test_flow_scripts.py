@@ -15,10 +15,12 @@ from rich.console import Console
 
 from pipeline import demo_target
 from pipeline.config import Config
+from pipeline.configuration import load_config
 from pipeline.errors import ConfigError
 from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
+from pipeline.targets.spec import TargetSpec, load_tokenizer
 from tests.flows.tiny import save_seeds, stages_run
 
 FLOWS = Path(__file__).parent.parent.parent / "flows"
@@ -53,25 +55,43 @@ def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
     return tell
 
 
-def test_zephyr_writes_both_sides_itself(story, tmp_path):
-    story("distill_zephyr")
+SHORT = ("train.sequence_length=96", "train.batch_sequences=8", "train.micro_batch=8")  # of Medusa-2's texts
+
+
+def test_zephyr_writes_both_sides_itself_and_learns_from_the_text(story, tmp_path):
+    story("distill_zephyr", *SHORT)
     run = RunDirectory(tmp_path / "zephyr-7b")
-    assert stages_run(run) == EVERYTHING
+    assert stages_run(run) == [stage for stage in EVERYTHING if stage != "features"]
     rows = [row for path in run.latest("generate").shards() for row in read_rows(path)]
     assert {span["role"] for row in rows for span in row["spans"]} == {"assistant", "user"}
     assert len(run.latest("calibrate").summary["heads"]) == 5
 
 
 def test_vicuna_brings_the_chat_template_that_its_target_lacks(story, tmp_path):
-    story("distill_vicuna", "vicuna-7b")
+    story("distill_vicuna", "vicuna-7b", *SHORT, "train.sequence_length=192")
     run = RunDirectory(tmp_path / "vicuna-7b")
     assert stages_run(run) == EVERYTHING
-    from pipeline.targets.spec import TargetSpec, load_tokenizer
-
-    tokenizer = load_tokenizer(TargetSpec(str(run.latest("export").path)))
+    export = run.latest("export").path
+    tokenizer = load_tokenizer(TargetSpec(str(export)))
     row = next(read_rows(run.latest("generate").shards()[0]))
     prompt = tokenizer.decode(row["input_ids"][: row["spans"][0]["start"]])
     assert "USER:" in prompt and prompt.endswith("ASSISTANT:")
+    assert "USER:" in load_tokenizer(TargetSpec(str(export / "backbone"))).chat_template
+
+
+def test_the_recipes_are_the_paper_s():
+    """Appendix B: rates of heads and backbone, warmup, sequences; Medusa-2 in two stages for Vicuna-7B (FACTS)."""
+    keys = ("recipe", "schedule", "lambda_0", "lr", "backbone_lr", "warmup_steps", "sequence_length", "batch_sequences")
+    alone = ("joint", "sine", 0.01, 4e-4, 1e-4, 20, 2048, 128)
+    expected = {
+        "zephyr-7b": alone,
+        "vicuna-33b": alone,
+        "vicuna-7b": ("two-stage", "constant", 0.2, 2e-3, 5e-4, 40, 2048, 64),
+    }
+    for name, recipe in expected.items():
+        train = load_config(FLOWS.parent / "configs" / f"{name}.yaml").train
+        assert (train.method, train.backbone_loss, train.lora_rank, train.lora_alpha) == ("medusa-2", "kl", 32, 16)
+        assert tuple(getattr(train, key) for key in keys) == recipe, name
 
 
 def test_vicuna_without_its_first_word_says_so(story):
@@ -99,6 +119,30 @@ def test_the_demo_makes_its_target_from_the_train_split_once(story, tmp_path, ti
     assert len(made) == 1 and stages_run(run) == []
     story("demo", *words, f"seeds.sources={save_seeds(tmp_path / 'more.jsonl', 50)}")
     assert len(made) == 2 and len(made[1]) == 34
+
+
+def test_both_demos_are_alike_but_for_their_training():
+    one, two = (load_config(FLOWS.parent / "configs" / f"{name}.yaml") for name in ("demo", "demo-medusa-2"))
+    for section in type(one).model_fields:
+        if section not in ("run", "train"):
+            assert getattr(one, section) == getattr(two, section), section
+    assert two.run.store == one.run.directory and two.run.directory.name == "demo-medusa-2"
+
+
+def test_the_second_demo_takes_target_and_text_from_the_first(story, tmp_path, tiny_target, monkeypatch):
+    monkeypatch.setattr(demo_target, "train_demo_target", None)  # somebody's own model is not trained
+    words = (f"target.model={tiny_target}", "check.min_acceleration_rate=1", "check.prompts=4")
+    story("demo", *words)
+    story("demo", "medusa-2", *words, *SHORT, f"run.store={tmp_path / 'demo'}", "train.max_kl=9")
+    run = RunDirectory(tmp_path / "demo-medusa-2")
+    assert stages_run(run) == ["train", "calibrate", "export", "check"]
+    for stage in ("seeds", "generate"):
+        assert run.latest(stage).path == RunDirectory(tmp_path / "demo").latest(stage).path
+
+
+def test_a_demo_of_no_method_says_so(story):
+    with pytest.raises(ConfigError, match="no method 'medusa-3'"):
+        story("demo", "medusa-3")
 
 
 @pytest.fixture
