@@ -52,12 +52,14 @@ def check_native(
     settings: CheckConfig,
     choices: list[tuple[int, ...]],
     gpus: int,
+    name: str = "target",
     assistant: TargetSpec | None = None,
     calibration: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Decode every prompt plainly, with the tree and by the baselines.
 
     Args:
+        name: The target's in the files of answers: `NAME-plain` and `NAME-medusa`.
         assistant: The model behind the baseline of that name.
         calibration: The calibrate stage's tree.json, for the studies.
 
@@ -74,7 +76,7 @@ def check_native(
     plain = plain_decoder(model, eos_token_ids=eos, max_length=room)
     medusa = MedusaDecoder(model, heads, choices, eos_token_ids=eos, max_length=room)
     others: dict[str, Decode] = {
-        name: baseline(name, model, eos, settings.max_new_tokens, assistant) for name in settings.baselines
+        kind: baseline(kind, model, eos, settings.max_new_tokens, assistant) for kind in settings.baselines
     }
     with fastest_threads(plain_decoder(model, eos_token_ids=(), max_length=room), prompts[0].ids):
         contest = hold_contest(plain, medusa, others, prompts, settings)
@@ -89,9 +91,9 @@ def check_native(
 
     match, tokenizer = matched(MEDUSA), load_tokenizer(target)
     measured = [
-        {"name": name, **pace_beside(contest.greedy_passes, name), "greedy_match": matched(name).as_dict()}
-        for name in greedy
-        if name in others
+        {"name": method, **pace_beside(contest.greedy_passes, method), "greedy_match": matched(method).as_dict()}
+        for method in greedy
+        if method in others
     ]
     native = {
         **speed(contest.passes),
@@ -102,7 +104,7 @@ def check_native(
         "repeats": settings.repeats,
         **_rule_facts(settings, first),
         "categories": by_category(prompts, contest.passes),
-        "baselines": measured + [{"name": name, "failed": reason} for name, reason in contest.failed.items()],
+        "baselines": measured + [{"name": method, "failed": reason} for method, reason in contest.failed.items()],
     }
     if studies:
         native["studies"] = studies
@@ -113,9 +115,7 @@ def check_native(
         "target_text": text_statistics(model, prompts, plain_ids),
         "samples": samples(tokenizer, prompts, first[MEDUSA]),
         "answers": {
-            method: answer_lines(
-                f"{_name(target)}-{method}", tokenizer, prompts, [one[method] for one in contest.passes]
-            )
+            method: answer_lines(f"{name}-{method}", tokenizer, prompts, [one[method] for one in contest.passes])
             for method in (PLAIN, MEDUSA)
         },
         "differing": match.differing,
@@ -217,7 +217,3 @@ def _rule_facts(settings: CheckConfig, decoded: Pass) -> dict[str, Any]:
 
 def _texts(decoded: Sequence[Decoded]) -> list[list[int]]:
     return [one.token_ids for one in decoded]
-
-
-def _name(target: TargetSpec) -> str:
-    return target.model.rstrip("/").rpartition("/")[2]

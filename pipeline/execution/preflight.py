@@ -10,13 +10,13 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from pipeline.checkpoints.layout import check_num_heads, check_repo_id, is_local, repositories
-from pipeline.config import CheckConfig, Config, PushConfig
+from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.medusa.tree import Path as TreePath
 from pipeline.medusa.tree import check_choices
 from pipeline.storage.run_directory import STAGES
 from pipeline.targets.lora import require_tunable
-from pipeline.targets.spec import resolve
+from pipeline.targets.spec import TargetSpec, resolve
 
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it in a submitted job's entry point
 
@@ -47,6 +47,8 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
         read_choices(config)
     require_questions(config)
     _check_rule(config.check)
+    if config.check.assistant_model:
+        resolve_assistant(config.check.assistant_model)
     if config.push.repo_id:
         _check_push(config.push, config.target.model, config.train.method)
     if os.environ.get(SUBMITTED_JOB):
@@ -77,6 +79,14 @@ def require_questions(config: Config) -> None:
     if isinstance(config.check.prompts, Path) and not config.check.prompts.is_file():
         fix = "Name a file of questions, or how many held-out rows to ask."
         raise ConfigError(f"There is no file {config.check.prompts}.", "check.prompts", fix)
+
+
+def resolve_assistant(model: str) -> TargetSpec:
+    """The assistant among the check's baselines; raises ConfigError where there is none of that name."""
+    try:
+        return resolve(TargetConfig(model=model))
+    except ConfigError as error:
+        raise ConfigError(error.what, "check.assistant_model", error.fix) from None
 
 
 def _check_rule(check: CheckConfig) -> None:

@@ -8,20 +8,21 @@ Native answers are left in `answers/plain.jsonl` and `answers/medusa.jsonl`, in 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.checking.native import check_native
 from pipeline.checking.prompts import Prompts, held_out_prompts, question_prompts, read_questions
 from pipeline.checking.served import check_served
-from pipeline.config import Config, TargetConfig
+from pipeline.config import Config
 from pipeline.errors import CheckFailed, DataError
 from pipeline.execution.context import Context
 from pipeline.execution.hardware import with_hardware
-from pipeline.execution.preflight import require_questions
+from pipeline.execution.preflight import require_questions, resolve_assistant
 from pipeline.storage.durable import read_json, write_text
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.spec import TargetSpec, context_length, resolve, weight_files
+from pipeline.targets.spec import TargetSpec, context_length, weight_files
 
 NAME = "check"
 VERSION = 2
@@ -65,6 +66,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
             "function": check_native,
             **shared,
             "choices": choices,
+            "name": Path(context.config.target.model).name,
             "assistant": _assistant(context),
             "calibration": _calibration(context) if settings.studies else None,
         }
@@ -161,7 +163,7 @@ def _prompts(context: Context) -> Prompts:
 
 def _assistant(context: Context) -> TargetSpec | None:
     model = context.config.check.assistant_model
-    return resolve(TargetConfig(model=model, dtype=context.target.dtype)) if model else None
+    return replace(resolve_assistant(model), dtype=context.target.dtype) if model else None
 
 
 def _calibration(context: Context) -> dict[str, Any]:

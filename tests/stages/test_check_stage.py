@@ -74,6 +74,7 @@ def test_a_file_of_questions_is_asked_instead_of_held_out_rows(copied_run, make_
     for method in ("plain", "medusa"):
         lines = [json.loads(line) for line in (stage.path / f"answers/{method}.jsonl").read_text().splitlines()]
         assert [line["question_id"] for line in lines] == [0, 1, 2, 3, 4]
+        assert {line["model_id"] for line in lines} == {f"target-{method}"}
         assert all(len(line["choices"][0]["turns"]) == 2 for line in lines)
     lengths = [length for line in lines for length in line["choices"][0]["accept_lengths"]]
     assert sum(lengths) / len(lengths) == pytest.approx(native["acceleration_rate"], abs=1e-3)
@@ -94,6 +95,9 @@ def test_prompts_that_leave_no_room_are_skipped_and_when_none_is_left_it_says_so
 def test_an_assistant_is_named_and_its_content_counts(copied_run, make_config, tmp_path, tiny_target):
     with pytest.raises(ConfigError, match="come together"):
         make_config(tmp_path, check__baselines=["assistant"])
+    with pytest.raises(ConfigError, match=r"not a directory \(check\.assistant_model\)"):
+        nowhere = str(tmp_path / "nowhere")
+        run_again(make_config(tmp_path, check__baselines=["assistant"], check__assistant_model=nowhere))
     assistant = shutil.copytree(tiny_target, tmp_path / "small")
     config = make_config(tmp_path, check__baselines=["assistant"], check__assistant_model=str(assistant))
     first = run_again(config).latest("check")
