@@ -62,6 +62,8 @@ def drawings(report: dict, extras: dict) -> dict[str, str]:
         drawn["losses"] = plots.losses(losses, pick(extras, "held_out") or ())
     if evaluated := [row for row in pick(extras, "held_out") or () if row.get("head_top1")]:
         drawn["accuracy"] = plots.held_out_accuracy(evaluated)
+    if losses and any(row.get("backbone_loss") is not None for row in losses):
+        drawn["drift"] = plots.drift(losses, pick(extras, "held_out") or ())
     if lengths:
         drawn["accepted"] = plots.accepted_lengths(lengths)
     return drawn | _study_drawings(pick(report, "check", "native", "studies") or {})

@@ -95,6 +95,28 @@ def held_out_accuracy(held_out: Sequence[dict]) -> str:
     return svg("accuracy", "Held-out top-1 accuracy of every head over the training steps", 2.6, draw)
 
 
+def drift(steps: Sequence[dict], held_out: Sequence[dict] = ()) -> str:
+    """How far Medusa-2 moves the backbone: its own loss in training, and KL to the original on held-out text, dashed.
+
+    Rows of `{"step", "backbone_loss"}` and of `{"step", "kl"}`.
+    """
+
+    def draw(axes: Axes) -> None:
+        step_N, loss_N, _ = _curves([row | {"loss": row.get("backbone_loss"), "head_losses": ()} for row in steps], 0)
+        axes.plot(step_N, loss_N, color=SERIES[1], linewidth=1.3, label="backbone's loss in training")
+        known = [row for row in held_out if row.get("kl") is not None]
+        if known:
+            label = "held-out KL to the original"
+            axes.plot([row["step"] for row in known], [row["kl"] for row in known], "--o", ms=3, color=INK, label=label)
+        axes.set_xlabel("optimizer step")
+        axes.set_ylabel("nats per position")
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.set_ylim(bottom=0)
+        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, handlelength=1.6, columnspacing=1.2)
+
+    return svg("drift", "How far the backbone moves over the training steps", 2.6, draw)
+
+
 def accepted_lengths(num_steps: Sequence[float]) -> str:
     """The share of decoding steps by accepted length; entry i counts the steps that accepted i guessed tokens."""
     share = np.nan_to_num(np.array(num_steps, dtype=float))

@@ -58,7 +58,10 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The training's curve and the held-out one, as the report draws them: rows of step, head_losses and head_top1."""
+    """The training's curve and the held-out one, as the report draws them.
+
+    Rows of step and head_losses; the held-out ones with head_top1 and, of Medusa-2, the `kl` to the original.
+    """
     lines = list(read_metrics(directory))
     trained = [line for line in lines if "loss" in line]
     held_out = [
@@ -66,6 +69,7 @@ def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, A
             "step": line["step"],
             "head_losses": [head["loss"] for head in line["held_out"]],
             "head_top1": [head.get("top1") for head in line["held_out"]],
+            **({"kl": drift.get("kl")} if (drift := line.get("drift")) else {}),
         }
         for line in lines
         if line.get("held_out")

@@ -113,6 +113,12 @@ def test_rows_of_a_study_that_say_nothing_are_drawn(draw):
     assert "<svg" in draw([{"nodes": None, "heads": None}, {}])
 
 
+def test_the_backbone_s_drift_is_drawn_where_medusa_2_measured_it():
+    steps = [{"step": step, "loss": 9.0, "head_losses": [4.0], "backbone_loss": 0.02} for step in range(5)]
+    assert "held-out KL" in plots.drift(steps, [{"step": 4, "kl": 0.01}, {"step": 0, "kl": None}])
+    assert "held-out KL" not in plots.drift(steps, [{"step": 4}])
+
+
 def test_a_users_matplotlib_settings_change_no_drawing_and_are_left_alone():
     plain = plots.accepted_lengths([1, 2])
     with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path"}):
