@@ -1,6 +1,6 @@
 """Run the benchmarks and write what they measured.
 
-    python -m benchmarks.run                 # all but the soak, each in a process of its own: `make bench`
+    python -m benchmarks.run                 # all but two long ones, each in a process of its own: `make bench`
     python -m benchmarks.run features train  # some
     python -m benchmarks.run --tiny          # do the scripts run? tiny sizes; the figures mean nothing, none is kept
 
@@ -31,15 +31,16 @@ BENCHMARKS = {
     "decoding": "what a step with a tree costs",
     "scheduling": "what a shard costs besides its work",
     NEEDS_GPU: "features, training and decoding of a Mistral-7B-shaped target: needs a GPU, and none was to be had",
+    "methods": "Medusa-1, Medusa-2 and hard labels compared: `python -m benchmarks.run methods`, after `make demo`",
     "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",
 }
-WHEN_ASKED = {"soak"}  # too long to belong to all
+WHEN_ASKED = {"soak", "methods"}  # too long to belong to all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the named benchmarks, or all; the number of those that crashed, at most 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure the claims about speed.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all but soak")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all but {' and '.join(sorted(WHEN_ASKED))}")
     parser.add_argument("--tiny", action="store_true", help="try the scripts; the figures mean nothing, none is kept")
     asked = parser.parse_args(arguments)
     if unknown := sorted(set(asked.names) - set(BENCHMARKS)):

@@ -17,7 +17,7 @@ from benchmarks.run import BENCHMARKS, main
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads
 from pipeline.medusa.losses import plain_summed_cross_entropy
 
-SLOW = ("generate", "scheduling", "soak")  # they start vLLM, Ray, and a run again and again
+SLOW = ("generate", "scheduling", "methods", "soak")  # they start vLLM, Ray, four runs, a run again and again
 IN_SECONDS = [name for name in BENCHMARKS if name not in SLOW]
 
 
