@@ -40,7 +40,8 @@ WHEN_ASKED = {"soak", "methods"}  # too long to belong to all
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the named benchmarks, or all; the number of those that crashed, at most 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure the claims about speed.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(BENCHMARKS)}; default: all but {' and '.join(sorted(WHEN_ASKED))}")
+    names = f"of {', '.join(BENCHMARKS)}; default: all but {' and '.join(sorted(WHEN_ASKED))}"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=names)
     parser.add_argument("--tiny", action="store_true", help="try the scripts; the figures mean nothing, none is kept")
     asked = parser.parse_args(arguments)
     if unknown := sorted(set(asked.names) - set(BENCHMARKS)):
@@ -48,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(asked.names) == 1:
         run_one(asked.names[0], tiny=asked.tiny)
         return 0
-    names = asked.names or [name for name in BENCHMARKS if name not in WHEN_ASKED]
-    crashed = [name for name in names if not _in_own_process(name, tiny=asked.tiny)]
+    chosen = asked.names or [name for name in BENCHMARKS if name not in WHEN_ASKED]
+    crashed = [name for name in chosen if not _in_own_process(name, tiny=asked.tiny)]
     if crashed:
         print(f"crashed: {', '.join(crashed)}; their results are as they were before", file=sys.stderr)
     return min(1, len(crashed))
