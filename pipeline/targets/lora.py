@@ -25,7 +25,7 @@ HEADS_ALONE = "Train the heads alone (train.method: medusa-1), or choose another
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # what some families do after lm_head
 
 
-def linear_layers(model: nn.Module) -> list[str]:
+def linear_layers(model: PreTrainedModel) -> list[str]:
     """The names of all layers that LoRA adapts.
 
     Raises:
@@ -42,7 +42,7 @@ def linear_layers(model: nn.Module) -> list[str]:
         for parameter, weight in module.named_parameters(recurse=False)
         if weight.dim() > 1
     ]
-    if missed or not any(name.endswith(("lm_head", "embed_out", "output")) for name in found):
+    if missed or not isinstance(model.get_output_embeddings(), nn.Linear):
         what = f"LoRA does not find {missed[0]}" if missed else "LoRA does not find the target's lm_head"
         more = f" and {len(missed) - 1} more of its weights" if len(missed) > 1 else ""
         raise ConfigError(f"{what}{more}, so the backbone cannot be tuned whole.", files.WHERE, HEADS_ALONE)
