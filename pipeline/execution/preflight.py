@@ -145,8 +145,11 @@ def _needed_packages(config: Config) -> Iterator[tuple[str, str, str, str]]:
         yield "check", "vllm", "check.engines", f"{install} check.engines to [native]."
     if config.train.optimizer == "adamw-8bit":
         yield "train", "bitsandbytes", "train.optimizer", f"{install} train.optimizer to adamw."
+    if config.train.method == "medusa-2":
+        yield "train", "peft", "train.method", f"{install} train.method to medusa-1."
     if config.target.quantization:
-        yield "features", "bitsandbytes", "target.quantization", "Install it, or leave target.quantization unset."
+        loads_it = "train" if config.train.method == "medusa-2" else "features"
+        yield loads_it, "bitsandbytes", "target.quantization", "Install it, or leave target.quantization unset."
 
 
 def _check_lasting(config: Config) -> None:

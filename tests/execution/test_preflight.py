@@ -12,6 +12,7 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.preflight import SUBMITTED_JOB, check_config
 
 HUB = {"target__model": "owner/model"}
+MEDUSA_2 = {"train__method": "medusa-2"}
 
 
 @pytest.mark.parametrize(
@@ -25,8 +26,8 @@ HUB = {"target__model": "owner/model"}
         ({"push__repo_id": "me/heads"}, "push.base_model"),
         ({"push__repo_id": "heads", **HUB}, "push.repo_id"),
         ({"push__repo_id": "me/heads", "push__base_model": "not an id"}, "push.base_model"),
-        ({"train__method": "medusa-2", "train__lora_rank": 65}, "train.lora_rank"),
-        ({"train__method": "medusa-2", "target__model": "/absent"}, "target"),
+        ({"train__lora_rank": 65, **MEDUSA_2}, "train.lora_rank"),
+        ({"target__model": "/absent", **MEDUSA_2}, "target"),
     ],
 )
 def test_it_is_refused_and_the_key_is_named(make_config, tmp_path, changes, key):
@@ -44,8 +45,8 @@ def test_it_is_refused_and_the_key_is_named(make_config, tmp_path, changes, key)
         {"export__formats": ["shared"], "train__lm_head": "tied"},
         {"push__repo_id": "me/heads", **HUB},
         {"push__repo_id": "me/heads", "push__base_model": "owner/model"},
-        {"train__method": "medusa-2"},
-        {"train__method": "medusa-1", "train__lora_rank": 65},
+        MEDUSA_2,
+        {"train__lora_rank": 65},
     ],
 )
 def test_it_is_allowed(make_config, tmp_path, changes):
@@ -71,6 +72,8 @@ WANTS = [
     ({"check__engines": ["native", "vllm"]}, "vllm", "check.engines", "check"),
     ({"train__optimizer": "adamw-8bit"}, "bitsandbytes", "train.optimizer", "train"),
     ({"target__quantization": "8bit"}, "bitsandbytes", "target.quantization", "features"),
+    ({"target__quantization": "4bit"} | MEDUSA_2, "bitsandbytes", "target.quantization", "train"),
+    (MEDUSA_2, "peft", "train.method", "train"),
 ]
 
 
