@@ -305,10 +305,14 @@ class CheckConfig(Section):
 
 
 class PushConfig(Section):
-    repo_id: str | None = Field(None, description="USER/NAME on the Hub; without it nothing is pushed.")
+    repo_id: str | None = Field(
+        None,
+        description="USER/NAME on the Hub; without it nothing is pushed. With medusa-2 the tuned backbone's, whose heads "
+        "go to NAME-medusa.",
+    )
     private: bool = Field(False, description="Make the repository private.")
     base_model: str | None = Field(
-        None, description="The target's Hub id, needed where target.model is a local directory."
+        None, description="The target's Hub id, needed for medusa-1 where target.model is a local directory."
     )
 
 

@@ -14,10 +14,16 @@ def push(
     run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
     repo_id: Annotated[str | None, typer.Option(help="USER/NAME on the Hub. Default: push.repo_id of the run.")] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="The target's Hub id, needed where the run's target is a local directory.")
+        str | None,
+        typer.Option(
+            help="The target's Hub id, needed for Medusa-1 heads where the run's target is a local directory."
+        ),
     ] = None,
     private: Annotated[bool, typer.Option(help="Make the repository private.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go, touch no network.")] = False,
 ) -> None:
-    """Push the export and its model card to the Hub, as one commit. Refused when the check failed or has not run."""
+    """Push the export and its model card to the Hub, as one commit. Refused when the check failed or has not run.
+
+    With Medusa-2 the tuned backbone goes first, to USER/NAME, and then its heads to USER/NAME-medusa.
+    """
     push_run(run_dir, repo_id=repo_id, private=private, base_model=base_model, dry_run=dry_run)
