@@ -307,8 +307,8 @@ class CheckConfig(Section):
 class PushConfig(Section):
     repo_id: str | None = Field(
         None,
-        description="USER/NAME on the Hub; without it nothing is pushed. With medusa-2 the tuned backbone's, whose heads "
-        "go to NAME-medusa.",
+        description="USER/NAME on the Hub; without it nothing is pushed. With medusa-2 the tuned backbone's, whose "
+        "heads go to NAME-medusa.",
     )
     private: bool = Field(False, description="Make the repository private.")
     base_model: str | None = Field(
