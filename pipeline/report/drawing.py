@@ -62,13 +62,18 @@ def svg(name: str, label: str, height: float, draw: Callable[[Axes], None]) -> s
     return _themed(buffer.getvalue(), name, label)
 
 
+def _rounded(tag: str) -> str:
+    """A tag with its coordinates cut to a hundredth of a unit, which is less than a pixel; what is written stays."""
+    return re.sub(r"(\.\d\d)\d+", r"\1", tag)
+
+
 def _themed(text: str, name: str, label: str) -> str:
     """A drawing as an element of a page: no prologue or style sheet, ids of its own, colours and fonts of the page."""
     text = text[text.index("<svg") :]
     view_box = re.search(r'viewBox="[^"]*"', text)
     assert view_box
     text = re.sub(r"<svg[^>]*>", f'<svg role="img" aria-label="{label}" {view_box[0]}>', text, count=1)
-    text = re.sub(r"(\.\d\d)\d+", r"\1", text)  # a hundredth of a unit is less than a pixel
+    text = re.sub(r"<[^>]*>", lambda tag: _rounded(tag[0]), text)
     text = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", text)

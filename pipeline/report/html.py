@@ -74,7 +74,7 @@ def _study_drawings(studies: dict) -> dict[str, str]:
     if rows := studies.get("typical"):
         drawn["study_typical"] = speed_plots.typical(rows, "acceleration_rate", "tokens per step")
         drawn["study_typical_likelihood"] = speed_plots.typical(rows, "log_likelihood", "log-likelihood")
-    if rows := studies.get("heads"):
+    if len(rows := studies.get("heads") or ()) > 1:
         drawn["study_heads"] = speed_plots.heads_used(rows)
     if rows := studies.get("batch"):
         drawn["study_batch"] = speed_plots.batch_sizes(rows)

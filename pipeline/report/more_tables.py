@@ -69,14 +69,15 @@ def more_tables(report: dict) -> dict[str, Table]:
 
 
 def categories_table(report: dict) -> Table:
-    """Speed by category of question, as the field lists it."""
+    """Speed by category of question, as the field lists it; a single category is no more than the check itself."""
     columns: tuple[Column, ...] = (
         ("category", "category", str),
         ("prompts", "prompts", count),
         ("acceleration rate", "acceleration_rate", ratio),
         *_BOTH_RATES,
     )
-    return _table("Categories", "", columns, pick(report, "check", "native", "categories") or [], 1)
+    rows = pick(report, "check", "native", "categories") or []
+    return _table("Categories", "", columns, rows if len(rows) > 1 else [], 1)
 
 
 def drift_table(report: dict) -> Table:

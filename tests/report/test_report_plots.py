@@ -126,6 +126,11 @@ def test_a_users_matplotlib_settings_change_no_drawing_and_are_left_alone():
         assert matplotlib.rcParams["font.size"] == 30
 
 
+def test_small_numbers_on_an_axis_keep_their_digits():
+    drawn = plots.drift([{"step": step, "backbone_loss": step / 1000} for step in range(5)])
+    assert ">0.001<" in drawn and ">0.004<" in drawn
+
+
 def test_drawings_carry_no_colour_date_or_font_of_their_own():
     drawn = tree_plot.tree([[0], [0, 0]], [0.5, 0.2]) + plots.accepted_lengths([1, 2])
     assert not re.search(r"(fill|stroke): #|font-family|<metadata|<style|DOCTYPE|xmlns", drawn)
