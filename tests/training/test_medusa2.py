@@ -197,6 +197,19 @@ def test_bf16_products_stay_close_to_fp32_and_what_is_trained_stays_fp32(make_tu
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_target_in_half_precision_trains_an_fp32_adapter_from_no_drift(make_tuning, precision):
+    spec = make_tuning(precision=precision, lora_dropout=0.0)
+    spec = replace(spec, target=replace(spec.target, dtype="bfloat16"))
+    summary = train_medusa2(spec)
+    lines = list(read_metrics(spec.path))
+    assert lines[0]["drift"]["kl"] == 0 and 0 < summary["drift"]["kl"] < 0.1
+    assert lines[-1]["head_losses"][0] < lines[1]["head_losses"][0]
+    assert {tensor.dtype for tensor in load_file(spec.adapter_path / "adapter_model.safetensors").values()} == {
+        torch.float32
+    }
+
+
 def test_rows_without_anything_to_learn_are_refused(make_tuning):
     with pytest.raises(DataError, match="No train row"):
         train_medusa2(replace(make_tuning(), texts=()))
