@@ -139,10 +139,11 @@ class Trainer:
     def losses(self, batch: TextBatch) -> torch.Tensor:
         """The backbone's loss and each head's, summed over the batch: [1 + K]."""
         with self.autocast():
+            # The original first, while no activations of the tuned model are held.
+            original_ND = self.backbone.original_states(batch) if self.settings.backbone_loss == "kl" else None
             hidden_ND = self.backbone.states(batch)
             low_NR = self.backbone.low(hidden_ND)
             hidden_KND = self.heads.hidden(hidden_ND)
-            original_ND = self.backbone.original_states(batch) if self.settings.backbone_loss == "kl" else None
         hidden_ND, head = hidden_ND.to(self.dtype), self.backbone.head
         if original_ND is None:
             backbone_loss = summed_next_token_loss(hidden_ND, low_NR, head, batch.next_N)
