@@ -1,6 +1,7 @@
 """What the check can find out beyond its verdict (`check.studies`): which tree, which rule, how many heads, what batch.
 
-    trees    the ladder: plain, top-1 chain, Cartesian tree, stock-sized searched tree, the export's own tree
+    trees    the ladder: plain, top-1 chain, Cartesian tree, the authors' stock tree, a searched one of its size, the
+             export's own
     typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling and rejection
     heads    how many heads are used: the export's tree cut at each depth
     batch    how many sequences decode at once, plain and with the tree
@@ -31,13 +32,13 @@ from pipeline.checking.quality import mean_log_likelihood
 from pipeline.config import CheckConfig, StudyName
 from pipeline.medusa.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
 from pipeline.medusa.decoding import Decoded, MedusaDecoder, acceleration_rate
-from pipeline.medusa.tree import Path, cartesian_tree, greedy_tree
+from pipeline.medusa.tree import Path, cartesian_tree, greedy_tree, stock_tree
 from pipeline.targets.loading import input_device
 
 Row = dict[str, Any]
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 8, 64
-STOCK_NODES = 63  # and the root: the paper's searched tree (2.3.3)
+STOCK_NODES = 63  # and the root
 CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes, about as many
 TEMPERATURES = (0.3, 0.7, 1.0)
 EPS = (0.01, 0.04, 0.09, 0.16, 0.25)  # the range that the paper sweeps
@@ -100,7 +101,8 @@ def tree_ladder(
     trees: dict[str, Sequence[Path]] = {
         "top-1 chain": cartesian_tree([1] * num_heads),
         f"Cartesian {'x'.join(map(str, widths))}": cartesian_tree(widths),
-        "searched, stock size": stock_tree(calibration),
+        "stock (Vicuna-7B's)": stock_tree(num_heads),
+        "searched, stock size": searched_tree(calibration),
         "the export's": medusa.tree.choices,
     }
     sides = [Side({"tree": "plain", "nodes": 0}, plain)]
@@ -110,8 +112,8 @@ def tree_ladder(
     return _measured(sides, prompts, num_tokens)
 
 
-def stock_tree(calibration: Mapping[str, Any]) -> tuple[Path, ...]:
-    """The searched tree of the paper's size: the same for every device."""
+def searched_tree(calibration: Mapping[str, Any]) -> tuple[Path, ...]:
+    """The tree searched for these heads, of the stock tree's size: the same for every device."""
     if searched := calibration.get("searched"):
         return tuple(map(tuple, searched[:STOCK_NODES]))
     return greedy_tree(accuracies, STOCK_NODES) if (accuracies := calibration.get("accuracies")) else ()

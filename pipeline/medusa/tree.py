@@ -21,6 +21,14 @@ from pipeline.errors import ConfigError
 
 Path = tuple[int, ...]
 
+# Of every inner path of the stock tree how many children it has: the guesses of ranks 0, 1, 2, …
+_STOCK_CHILDREN: dict[Path, int] = {
+    **{(): 10, (0,): 10, (1,): 7, (2,): 3, (3,): 2, (0, 0): 10, (0, 1): 3, (0, 2): 2, (1, 0): 2, (2, 0): 1},
+    **{(rank,): 1 for rank in range(4, 10)},
+    **{(0, rank): 1 for rank in range(3, 8)},
+    (0, 0, 0): 2,
+}
+
 
 def path_probability(accuracy_KR: Sequence[Sequence[float]], path: Path) -> float:
     """The estimated chance that a whole path is right: the product of its guesses' accuracies (2.3.3)."""
@@ -58,6 +66,14 @@ def cartesian_tree(widths: Sequence[int]) -> tuple[Path, ...]:
     """The full tree over the best `widths[k]` guesses of each head k (2.1.2); all ones: the chain of first guesses."""
     levels = (itertools.product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
     return tuple(path for level in levels for path in level)
+
+
+def stock_tree(max_depth: int) -> tuple[Path, ...]:
+    """The tree that comes with the authors' code, searched for their Vicuna-7B: 63 nodes, cut at `max_depth`."""
+    paths: list[Path] = [()]
+    for path in paths:  # which grows along: every path's children come after it
+        paths += [(*path, rank) for rank in range(_STOCK_CHILDREN.get(path, 0)) if len(path) < max_depth]
+    return tuple(paths[1:])
 
 
 def check_choices(choices: Iterable[Sequence[int]], num_heads: int, top: int) -> tuple[Path, ...]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.checking import studies
 from pipeline.checking.native import load_exported_heads
 from pipeline.checking.prompts import Prompt, held_out_prompts
-from pipeline.checking.studies import run_studies, stock_tree
+from pipeline.checking.studies import run_studies, searched_tree
 from pipeline.config import CheckConfig
 from pipeline.medusa.decoding import MedusaDecoder, acceleration_rate, plain_decoder
 from pipeline.report.report import write_report
@@ -59,6 +59,7 @@ def test_the_ladder_of_trees_goes_from_plain_decoding_to_the_export_s_tree(plain
         ("plain", 0),
         ("top-1 chain", 3),
         ("Cartesian 4x2x2", 4 + 4 * 2 + 4 * 2 * 2),
+        ("stock (Vicuna-7B's)", 61),
         ("searched, stock size", 63),
         ("the export's", 5),
     ]
@@ -69,11 +70,11 @@ def test_the_ladder_of_trees_goes_from_plain_decoding_to_the_export_s_tree(plain
         assert row["speedup"] == pytest.approx(row["acceleration_rate"] / row["overhead"], rel=1e-3)
 
 
-def test_the_stock_sized_tree_is_the_search_s_own_or_the_product_of_accuracies():
+def test_the_tree_of_the_stock_s_size_is_the_search_s_own_or_the_product_of_accuracies():
     searched = [[0], [0, 0], [1]]
-    assert stock_tree({"searched": searched, "accuracies": [[0.5, 0.4]]}) == ((0,), (0, 0), (1,))
-    assert stock_tree({"accuracies": [[0.5, 0.1], [0.4, 0.2]]}) == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
-    assert stock_tree({}) == ()
+    assert searched_tree({"searched": searched, "accuracies": [[0.5, 0.4]]}) == ((0,), (0, 0), (1,))
+    assert searched_tree({"accuracies": [[0.5, 0.1], [0.4, 0.2]]}) == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
+    assert searched_tree({}) == ()
 
 
 def test_calibration_keeps_its_search_up_to_the_stock_size_whatever_the_tree_s(calibration):
