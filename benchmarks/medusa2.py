@@ -41,7 +41,7 @@ LLAMA_7B = WIDE | {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
 }
-CPU = torch.device("cpu")
+CPU, PAGE_GB = torch.device("cpu"), 4096 / 1e9
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _measured(case: Case, directory: Path) -> tuple[list[Claim], dict[str, Any]]
         sides = {f"{name}, GB": each for name, each in memory.items()}
         less = Claim(
             f"memory of a step, chunked over full logits, {case.what}",
-            memory["chunked"] / max(memory["full logits"], 1e-9),
+            memory["chunked"] / memory["full logits"],
             aim=MEMORY_AIM,
             at_most=True,
             sides=sides,
@@ -125,7 +125,7 @@ class Steps:
         self.losses.append(self.trainer.step(next(self._step))["loss"])
         synchronize(self._device)
         seconds = perf_counter() - started
-        self.memory_gb.append(peak_memory_gb(self._device) or max(0.0, _resident_gb("VmHWM") - held))
+        self.memory_gb.append(peak_memory_gb(self._device) or max(PAGE_GB, _resident_gb("VmHWM") - held))
         return seconds
 
     def flops(self) -> float:

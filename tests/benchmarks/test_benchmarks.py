@@ -41,6 +41,11 @@ def test_training_from_the_cache_and_online_learn_the_same(monkeypatch, tmp_path
     assert all(case["largest_loss_difference"] < 1e-4 for case in cases)
 
 
+def test_a_step_with_chunked_losses_and_one_with_full_logits_learn_the_same():
+    (case,) = importlib.import_module("benchmarks.medusa2").measure(tiny=True).facts["cases"]
+    assert case["largest_loss_difference"] < 1e-5
+
+
 def test_sides_take_turns_after_a_round_that_does_not_count():
     calls = []
     sides = {name: (lambda name=name: calls.append(name) or float(len(calls))) for name in "ab"}
