@@ -38,7 +38,7 @@ def _put_in_place(partial: Path, directory: Path) -> None:
     for file in files:
         _flush(partial / file)
     if not directory.exists():
-        os.rename(partial, directory)
+        os.replace(partial, directory)
     else:
         for file in sorted(files, key=lambda file: file.name == CONFIG_FILE):
             (directory / file).parent.mkdir(parents=True, exist_ok=True)

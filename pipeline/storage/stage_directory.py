@@ -201,8 +201,8 @@ class StageDirectory:
     def discard(self, damaged: Sequence[Path]) -> None:
         """Forget that the stage is done and drop what is damaged, for whoever holds the lock.
 
-        A shard goes with its quarantine file and is made again alone; so is a tuned backbone, of what lies beside it. Any
-        other file takes all but the shards along.
+        A shard goes with its quarantine file and is made again alone; so is a tuned backbone, of what lies beside it.
+        Any other file takes all but the shards along.
         """
         (self.path / "DONE.json").unlink(missing_ok=True)
         for path in damaged:
