@@ -1,4 +1,4 @@
-"""The driver is killed while it merges the tuned backbone: nothing is trained again, and the same backbone comes out."""
+"""The driver is killed while it merges the tuned backbone: nothing is trained again, the same backbone comes out."""
 
 from __future__ import annotations
 
