@@ -1,0 +1,52 @@
+"""Typed configuration: every key, its meaning, its default. `configuration.py` reads it from YAML and the command line.
+
+Settings are data: frozen, strict (an unknown key is an error), and each key is read somewhere. The descriptions here
+are the reference; the README's table of keys is made from them, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from pipeline.config.data import FeaturesConfig, GenerateConfig, SeedsConfig, SeedSource, TargetConfig
+from pipeline.config.outcome import BaselineName, CalibrateConfig, CheckConfig, ExportConfig, PushConfig, StudyName
+from pipeline.config.running import LimitsConfig, PlacementConfig, PlacementOf, RunConfig
+from pipeline.config.section import Dtype, Section
+from pipeline.config.training import TrainConfig
+
+__all__ = [
+    "BaselineName",
+    "CalibrateConfig",
+    "CheckConfig",
+    "Config",
+    "Dtype",
+    "ExportConfig",
+    "FeaturesConfig",
+    "GenerateConfig",
+    "LimitsConfig",
+    "PlacementConfig",
+    "PlacementOf",
+    "PushConfig",
+    "RunConfig",
+    "Section",
+    "SeedSource",
+    "SeedsConfig",
+    "StudyName",
+    "TargetConfig",
+    "TrainConfig",
+]
+
+
+class Config(Section):
+    run: RunConfig
+    target: TargetConfig
+    seeds: SeedsConfig
+    generate: GenerateConfig = Field(default_factory=GenerateConfig)
+    features: FeaturesConfig = Field(default_factory=FeaturesConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    calibrate: CalibrateConfig = Field(default_factory=CalibrateConfig)
+    export: ExportConfig = Field(default_factory=ExportConfig)
+    check: CheckConfig = Field(default_factory=CheckConfig)
+    push: PushConfig = Field(default_factory=PushConfig)
+    placement: PlacementConfig = Field(default_factory=PlacementConfig)
+    limits: LimitsConfig = Field(default_factory=LimitsConfig)

@@ -1,0 +1,106 @@
+"""The target, the prompts it is asked, the text it writes and the states that are kept of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
+
+from pipeline.config.section import Dtype, Section
+
+
+class TargetConfig(Section):
+    model: str = Field(description="Hub id or local directory of the chat model to accelerate.")
+    revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
+    dtype: Dtype = Field("auto", description="Weights' dtype; auto: the model's own on a GPU, float32 on a CPU.")
+    quantization: Literal["4bit", "8bit"] | None = Field(
+        None, description="Load the target through bitsandbytes in 4 or 8 bit."
+    )
+    max_tokens: PositiveInt | None = Field(
+        None, description="Longest conversation in tokens; never beyond the model's context, which is the default."
+    )
+    trust_remote_code: bool = Field(False, description="Run model code that comes with the weights.")
+    chat_template: str | None = Field(
+        None, description="Jinja chat template, as text or as a path; for targets that ship none."
+    )
+
+
+class SeedSource(Section):
+    path: Path | None = Field(None, description="A file (JSON, JSONL, text, also .gz) or a directory of them.")
+    hub: str | None = Field(None, description="A data set on the Hub, streamed.")
+    split: str = Field("train", description="The Hub data set's split.")
+    format: Literal["auto", "sharegpt", "ultrachat", "messages", "turns", "prompts"] = Field(
+        "auto", description="Form of the rows; auto tells each row by its keys."
+    )
+    limit: PositiveInt | None = Field(None, description="Read at most this many rows.")
+
+    @model_validator(mode="after")
+    def one_place(self) -> SeedSource:
+        if (self.path is None) == (self.hub is None):
+            raise ValueError("a source has either a path or a hub id")
+        return self
+
+
+class SeedsConfig(Section):
+    sources: tuple[SeedSource, ...] = Field(
+        description="Where the prompts come from; `seeds.sources=PATH` is shorthand for one."
+    )
+    rows_per_shard: PositiveInt = Field(512, description="Conversations per shard, the unit of work and of resume.")
+    holdout: float = Field(
+        0.1, description="Fraction never trained on: half calibrates, half checks (at least 8 rows each).", gt=0, lt=1
+    )
+    max_characters: PositiveInt = Field(200_000, description="Longer conversations are quarantined as too-long.")
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def shorthand(cls, value: Any) -> Any:
+        return [{"path": value}] if isinstance(value, str | Path) else value
+
+    @field_validator("sources")
+    @classmethod
+    def not_empty(cls, value: tuple[SeedSource, ...]) -> tuple[SeedSource, ...]:
+        if not value:
+            raise ValueError("name at least one source")
+        return value
+
+
+def without_secrets(engine_args: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what must not stand in a run's files, where every setting does."""
+    for name in engine_args:
+        if name.endswith(("token", "password", "api_key")):
+            raise ValueError(f"{name} would be written to run.yaml; give it in the environment (HF_TOKEN) instead")
+    return engine_args
+
+
+EngineArgs = Annotated[dict[str, Any], AfterValidator(without_secrets)]
+
+
+class GenerateConfig(Section):
+    mode: Literal["replay", "self-talk", "passthrough"] = Field(
+        "replay",
+        description="replay: the seed's user turns, the target's answers; self-talk: the target writes both roles; "
+        "passthrough: the seed's own answers.",
+    )
+    engine: Literal["vllm", "transformers"] = Field("vllm", description="Which engine decodes.")
+    temperature: float = Field(0.7, description="Sampling temperature of training rows; 0 is greedy.", ge=0)
+    top_p: float = Field(1.0, description="Nucleus of training rows.", gt=0, le=1)
+    max_new_tokens: PositiveInt = Field(1024, description="Longest answer, in tokens.")
+    rounds: PositiveInt = Field(8, description="Most answers per conversation.")
+    holdout_temperature: float = Field(
+        0.0, description="Temperature of held-out rows; greedy predicts greedy decoding.", ge=0
+    )
+    on_truncated: Literal["keep", "drop-turn", "quarantine"] = Field(
+        "keep", description="What becomes of an answer cut at max_new_tokens."
+    )
+    batch_invariant: bool = Field(
+        False, description="vLLM's batch-invariant mode on a GPU (beta): the same tokens in any batch."
+    )
+    engine_args: EngineArgs = Field(default_factory=dict, description="Passed to the engine as they are.")
+
+
+class FeaturesConfig(Section):
+    engine: Literal["transformers", "vllm"] = Field("transformers", description="Which engine runs the backbone.")
+    tokens_per_batch: PositiveInt = Field(16_384, description="Token budget of one forward, padding included.")
+    codec: Literal["zstd", "lz4", "none"] = Field("zstd", description="Parquet compression of the states.")
+    engine_args: EngineArgs = Field(default_factory=dict, description="Passed to vLLM as they are.")

@@ -1,0 +1,105 @@
+"""What becomes of trained heads: their tree, their export, its check, and where it is published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from pipeline.config.section import Dtype, Section
+
+BaselineName = Literal["generate", "prompt-lookup", "assistant"]
+StudyName = Literal["trees", "typical", "heads", "batch"]
+
+
+class CalibrateConfig(Section):
+    nodes: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="Node budget of the tree, the root not counted; auto: the size with the highest speedup, by "
+        "measured overhead, where the target decodes.",
+    )
+    depth: PositiveInt | None = Field(None, description="Deepest path. Default: the number of heads.")
+    top: PositiveInt = Field(10, description="Guesses per head that the tree may use.")
+    choices: Path | None = Field(None, description="A JSON list of paths: use this tree instead of searching one.")
+
+
+class ExportConfig(Section):
+    dtype: Dtype = Field("auto", description="Dtype of the exported heads; auto: the target's.")
+    formats: tuple[Literal["expanded", "shared"], ...] = Field(
+        ("expanded",),
+        description="expanded: K lm_heads, every engine loads it; shared: one for tied heads, smaller (vLLM, TGI).",
+        min_length=1,
+        max_length=1,
+    )
+
+
+class CheckConfig(Section):
+    prompts: int | Path = Field(
+        32,
+        description="How many held-out rows, at least 1, one answer of each; or a file of questions (MT-Bench, "
+        "Spec-Bench), every turn of them.",
+    )
+    max_new_tokens: PositiveInt = Field(64, description="Tokens decoded per prompt.")
+    acceptance: Literal["greedy", "typical", "nucleus", "rejection"] = Field(
+        "greedy",
+        description="Rule by which candidates are accepted. greedy and rejection keep the target's own text and "
+        "distribution; typical and nucleus accept more and alter it.",
+    )
+    temperature: float = Field(0.0, description="Temperature of the other rules; at 0 each is greedy.", ge=0)
+    top_p: float = Field(1.0, description="Nucleus of the nucleus rule (below 1) and of rejection.", gt=0, le=1)
+    first_token: Literal["greedy", "sampled"] = Field(
+        "greedy", description="Typical acceptance: the token after the accepted ones; the paper's is greedy."
+    )
+    typical_eps: float = Field(0.09, description="Typical acceptance: p > min(eps, delta exp(-H)).", gt=0, le=1)
+    typical_delta: float = Field(0.3, description="Typical acceptance: delta, the paper's sqrt(eps).", gt=0)
+    engines: tuple[Literal["native", "vllm"], ...] = Field(
+        ("native", "vllm"), description="Where the export is decoded.", min_length=1
+    )
+    repeats: PositiveInt = Field(3, description="Timed repetitions; medians are reported.")
+    baselines: tuple[BaselineName, ...] = Field(
+        ("generate", "prompt-lookup"),
+        description="What transformers itself makes of the prompts, beside it: plain generate, prompt lookup, a "
+        "smaller model as assistant.",
+    )
+    assistant_model: str | None = Field(
+        None, description="Hub id or local directory of the assistant, a model with the target's vocabulary."
+    )
+    studies: tuple[StudyName, ...] = Field(
+        (),
+        description="Asked beyond the verdict: which tree, typical acceptance by eps and temperature, how many heads, "
+        "what batch size.",
+    )
+    min_acceleration_rate: float = Field(1.0, description="The check fails below it.", ge=0)
+    tie_tolerance: float | None = Field(
+        None,
+        description="A greedy difference is a tie where the target's top-2 logits are this close; 1e-4 in float32, "
+        "0.0625 in float16 and 0.5 in bfloat16 by default.",
+        ge=0,
+    )
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def asks_something(cls, value: Any) -> Any:
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        if not isinstance(value, str | Path) and not (is_number and value >= 1):
+            raise ValueError("ask at least one held-out row, or name a file of questions")
+        return value
+
+    @model_validator(mode="after")
+    def assistant_is_named(self) -> CheckConfig:
+        if ("assistant" in self.baselines) != (self.assistant_model is not None):
+            raise ValueError("the baseline 'assistant' and check.assistant_model come together")
+        return self
+
+
+class PushConfig(Section):
+    repo_id: str | None = Field(
+        None,
+        description="USER/NAME on the Hub; without it nothing is pushed. With medusa-2 the tuned backbone's, whose "
+        "heads go to NAME-medusa.",
+    )
+    private: bool = Field(False, description="Make the repository private.")
+    base_model: str | None = Field(
+        None, description="The target's Hub id, needed for medusa-1 where target.model is a local directory."
+    )

@@ -1,0 +1,59 @@
+"""Where a run lies, which workers it has, and when it gives up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, PositiveInt, field_validator
+
+from pipeline.config.section import Section
+
+
+class RunConfig(Section):
+    name: str = Field(
+        description="Name of the run; its directory is root/name.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+    )
+    root: Path = Field(Path("~/medusa-runs"), description="Directory of all runs; on storage that every worker sees.")
+    store: Path | None = Field(
+        None,
+        description="Where stage directories live; runs that name one store share them. Default: the run directory.",
+    )
+    seed: int = Field(0, description="Seed of sampling, splits and training.", ge=0)
+
+    @field_validator("root", "store")
+    @classmethod
+    def home(cls, value: Path | None) -> Path | None:
+        return value and value.expanduser()
+
+    @property
+    def directory(self) -> Path:
+        return self.root / self.name
+
+
+class PlacementOf(Section):
+    workers: PositiveInt = Field(1, description="Worker processes.")
+    gpus_per_worker: int | None = Field(
+        None, description="GPUs of each; default 1 where the cluster has GPUs, else 0.", ge=0
+    )
+    cpus_per_worker: PositiveInt | None = Field(None, description="CPU cores of each; default: an equal share.")
+
+
+class PlacementConfig(Section):
+    generate: PlacementOf = Field(default_factory=PlacementOf, description="Workers of generate.")
+    features: PlacementOf = Field(default_factory=PlacementOf, description="Workers of features.")
+    train: PlacementOf = Field(default_factory=PlacementOf, description="Workers of train.")
+
+
+class LimitsConfig(Section):
+    max_quarantine_fraction: float = Field(
+        0.2, description="A stage stops (exit 3) when it refuses more; duplicates do not count.", ge=0, le=1
+    )
+    min_free_disk_gb: float = Field(1.0, description="A stage stops (exit 4) before the disk has less.", ge=0)
+    max_consecutive_failures: PositiveInt = Field(
+        3,
+        description="A stage stops when a shard fails this often; one that ends its worker's process this often is "
+        "searched for the rows that do it, which are quarantined.",
+    )
+    max_hours_per_shard: float = Field(
+        6.0, description="A worker that takes longer for one shard is ended, and the shard given to another.", gt=0
+    )

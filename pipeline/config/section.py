@@ -1,0 +1,19 @@
+"""What every section of the configuration has in common."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def nothing_is_the_defaults(cls, value: Any) -> Any:
+        """A section whose every line is commented out."""
+        return {} if value is None else value
