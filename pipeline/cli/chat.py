@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -142,18 +142,19 @@ class Pace:
 
 
 def write(
-    steps: Iterator[list[int]], text: TextStream, console: Console, stopped: Callable[[], bool]
+    steps: Generator[list[int]], text: TextStream, console: Console, stopped: Callable[[], bool]
 ) -> tuple[list[int], Pace]:
     """Write an answer as it comes; returns its ids and its pace."""
     ids: list[int] = []
     pace = Pace()
-    for new_ids in steps:
-        pace.step(len(new_ids))
-        for place, token in enumerate(new_ids):
-            console.out(visible(text.push(token)), style=FREE if place else None, end="", highlight=False)
-        ids += new_ids
-        if stopped():
-            break
+    with closing(steps):  # also where it is left early: the model is then as it was
+        for new_ids in steps:
+            pace.step(len(new_ids))
+            for place, token in enumerate(new_ids):
+                console.out(visible(text.push(token)), style=FREE if place else None, end="", highlight=False)
+            ids += new_ids
+            if stopped():
+                break
     console.out(visible(text.flush()), highlight=False)
     return ids, pace
 

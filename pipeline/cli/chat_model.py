@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,7 +50,7 @@ class ChatModel:
         """For one answer."""
         return TextStream(self.tokenizer)
 
-    def stream(self, prompt: list[int], max_new_tokens: int, rule: AcceptanceRule, seed: int) -> Iterator[list[int]]:
+    def stream(self, prompt: list[int], max_new_tokens: int, rule: AcceptanceRule, seed: int) -> Generator[list[int]]:
         """The answer's ids, step by step."""
         generator = torch.Generator(self.decoder.device).manual_seed(seed) if rule.samples else None
         return self.decoder.stream(prompt, max_new_tokens, rule, generator)

@@ -42,6 +42,7 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
             "Set train.lm_head to tied, or export.formats to [expanded].",
         )
     if config.train.method == "medusa-2" and "train" in stages:
+        _require_one_gpu(config)
         require_tunable(resolve(config.target, on_gpu=False), config.train.lora_rank)
     if config.calibrate.choices:
         read_choices(config)
@@ -55,6 +56,15 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
         _check_lasting(config)
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, what the workers have installed decides
         _check_packages(config, stages)
+
+
+def _require_one_gpu(config: Config) -> None:
+    if (config.placement.train.gpus_per_worker or 0) > 1:
+        raise ConfigError(
+            "Medusa-2 holds the whole target on one GPU per worker; more would stand idle.",
+            "placement.train.gpus_per_worker",
+            "Set it to 1 and raise placement.train.workers, or train the heads alone (train.method: medusa-1).",
+        )
 
 
 def read_choices(config: Config) -> tuple[TreePath, ...]:

@@ -15,7 +15,7 @@ Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidd
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal
@@ -152,7 +152,7 @@ class MedusaDecoder:
         max_new_tokens: int,
         rule: AcceptanceRule = greedy_acceptance,
         generator: torch.Generator | None = None,
-    ) -> Iterator[list[int]]:
+    ) -> Generator[list[int]]:
         """`generate` step by step: first the prefill's token, then what each forward adds, already cut."""
         for ((_, new_ids),) in self.stream_batch(
             [prompt_ids], max_new_tokens, rule, [generator] if generator else None

@@ -14,6 +14,7 @@ from pipeline.checkpoints.layout import BACKBONE_DIRECTORY, repositories
 from pipeline.execution.context import Context
 from pipeline.storage.durable import read_json, write_json
 from pipeline.storage.stage_directory import StageDirectory
+from pipeline.targets.files import is_local
 
 NAME = "push"
 VERSION = 1
@@ -57,7 +58,8 @@ def push(context: Context, *, dry_run: bool = False) -> dict[str, Any]:
     }
     if backbone_id is None:
         return push_export(export, repo_id=heads_id, base_model=settings.base_model, **shared)
-    original = settings.base_model or context.config.target.model
+    model = context.config.target.model
+    original = settings.base_model or (None if is_local(model) else model)
     backbone = push_backbone(
         export / BACKBONE_DIRECTORY, repo_id=backbone_id, heads_repo_id=heads_id, base_model=original, **shared
     )

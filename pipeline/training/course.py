@@ -89,6 +89,7 @@ def resume(
         room, _, rest = name.partition("/")
         rooms[room][rest] = tensor
     for room, module in modules.items():
-        module.load_state_dict(rooms[room], strict=False)
+        assert rooms[room].keys() == trained(module).keys(), "a checkpoint has what trains, all of it"
+        module.load_state_dict(rooms[room], strict=False)  # what is frozen is not in it
     load_optimizer(optimizer, rooms["optimizer"], state["optimizer"])
     return Course(**state["course"])

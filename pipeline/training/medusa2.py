@@ -191,6 +191,9 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
     if not any(text.num_read for text in texts.get("train", ())):
         what = f"No train row has target-written text in the roles {spec.settings.roles} within train.sequence_length."
         raise DataError(what, "train.roles", "Generate more answers, learn from other roles or raise the length.")
+    if not any(text.num_read for text in texts.get("calibrate", ())):
+        what = "No held-out row has target-written text within train.sequence_length to measure the drift on."
+        raise DataError(what, "train.sequence_length", "Raise it, or hold out more rows (seeds.holdout).")
     return texts
 
 

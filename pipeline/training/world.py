@@ -33,7 +33,7 @@ class World:
     def sum_all(self, tensors: Iterable[Tensor]) -> None:
         """Sum each tensor over all workers, in place, all in flight at once.
 
-        The heads' parameters are stacked, so each gradient is one large tensor already: buckets would add nothing.
+        The heads' parameters are stacked, so their gradients are few and large; LoRA's are small, and many.
         """
         if self.size > 1:
             for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:

@@ -124,7 +124,7 @@ def test_tokens_beyond_the_first_of_a_step_are_coloured_and_control_characters_s
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, color_system="standard")
     steps = [[ids["a"]], [ids["b"], ids["c"]], [ids["d"], ids["\x1b"]]]
-    written, pace = write(iter(steps), TextStream(tokenizer), console, lambda: False)
+    written, pace = write((new_ids for new_ids in steps), TextStream(tokenizer), console, lambda: False)
     assert written == [token for step in steps for token in step] and pace.num_steps == 2
     green, off = "\x1b[32m", "\x1b[0m"
     assert FREE == "green" and file.getvalue() == f"ab{green}c{off}d{green}\N{SYMBOL FOR ESCAPE}{off}\n"

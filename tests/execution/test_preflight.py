@@ -147,3 +147,10 @@ def test_every_rule_has_numbers_that_it_takes(make_config, tmp_path):
     for rule, more in {"typical": {"first_token": "sampled"}, "nucleus": {"top_p": 0.9}, "rejection": {}}.items():
         changes = {"acceptance": rule, "temperature": 0.7, **more}
         check_config(make_config(tmp_path, **{f"check__{key}": value for key, value in changes.items()}))
+
+
+def test_medusa_2_takes_no_second_gpu_for_a_worker_that_would_not_use_it(make_config, tmp_path):
+    config = make_config(tmp_path, **MEDUSA_2, placement__train={"gpus_per_worker": 2})
+    with pytest.raises(ConfigError, match="one GPU per worker"):
+        check_config(config, ["train"])
+    check_config(make_config(tmp_path, placement__train={"gpus_per_worker": 2}), ["train"])

@@ -128,9 +128,10 @@ def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path):
 @pytest.mark.parametrize("lm_head", ["untied", "tied"])
 def test_the_same_training_on_a_slower_machine_leaves_the_same_file(make_spec, monkeypatch, lm_head):
     fast, slow = make_spec("fast", lm_head=lm_head), make_spec("slow", lm_head=lm_head)
-    seconds = train_medusa1(fast)["seconds"]
+    train_medusa1(fast)
     monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=count(0, 60).__next__))
-    assert train_medusa1(slow)["seconds"] > seconds
+    summary = train_medusa1(slow)
+    assert summary["seconds"] >= 60 * summary["steps"]
     assert fast.heads_path.read_bytes() == slow.heads_path.read_bytes()
 
 
