@@ -73,11 +73,13 @@ def categories_table(report: dict) -> Table:
     columns: tuple[Column, ...] = (
         ("category", "category", str),
         ("prompts", "prompts", count),
-        ("acceleration rate", "acceleration_rate", ratio),
+        ("per step", "acceleration_rate", ratio),
         *_BOTH_RATES,
     )
     rows = pick(report, "check", "native", "categories") or []
-    return _table("Categories", "", columns, rows if len(rows) > 1 else [], 1)
+    return _table(
+        "Categories", "Tokens per forward of the target, and per second.", columns, rows if len(rows) > 1 else [], 1
+    )
 
 
 def drift_table(report: dict) -> Table:

@@ -6,6 +6,8 @@ neither rich's markup nor a terminal's control characters in them have any effec
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rich import box
 from rich.console import Console
 from rich.table import Table as Grid
@@ -15,6 +17,7 @@ from pipeline.report.facts import Table, finite, headline, subtitle, title, verd
 from pipeline.report.tables import tables
 
 _WIDTH = 100
+_NAMES = 24
 _COLOURS = {True: "green", False: "red", None: "yellow"}
 
 
@@ -60,8 +63,11 @@ def _headline(report: dict) -> Grid:
 
 def _grid(table: Table) -> Grid:
     grid = Grid(box=box.SIMPLE, pad_edge=False, show_edge=False)
+    named = min(max(len(row[0]) for row in table.rows), _NAMES)  # the headings beside a row's name wrap, not the name
     for i, column in enumerate(table.columns):
-        grid.add_column(_text(column), justify="left" if i in table.words else "right", overflow="fold")
+        least = None if i else named
+        justify: Literal["left", "right"] = "left" if i in table.words else "right"
+        grid.add_column(_text(column), justify=justify, overflow="fold", min_width=least)
     for row in table.rows:
         grid.add_row(*map(_text, row))
     return grid
