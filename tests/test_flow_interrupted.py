@@ -80,7 +80,7 @@ def test_an_interrupted_training_goes_on_from_its_checkpoint_and_ends_with_the_s
 
     from pipeline.stages import train
 
-    real, steps = train.train_medusa1, []
+    real, steps = train.train, []
 
     def watched(spec, on_progress, stop_after=99):
         def on_step(step, *figures):
@@ -93,10 +93,10 @@ def test_an_interrupted_training_goes_on_from_its_checkpoint_and_ends_with_the_s
 
     shutil.rmtree(latest(copied_run, "train").path)
     config = make_config(tmp_path, train__checkpoint_every=1)
-    monkeypatch.setattr(train, "train_medusa1", lambda spec, on_progress: watched(spec, on_progress, stop_after=2))
+    monkeypatch.setattr(train, "train", lambda spec, on_progress: watched(spec, on_progress, stop_after=2))
     with pytest.raises(KeyboardInterrupt):
         run_again(config)
-    monkeypatch.setattr(train, "train_medusa1", watched)
+    monkeypatch.setattr(train, "train", watched)
     run = run_again(config)
     assert steps == [1, 2, 3] and stages_run(run)[0] == "train"
     ours, theirs = (load_file(of.path / "latest/train/heads.safetensors") for of in (run, finished_run))

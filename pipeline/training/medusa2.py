@@ -60,6 +60,7 @@ def train_medusa2(
         stack.enter_context(memory_errors(spec))
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         trainer = Trainer(spec, world, device, heads_from)
+        require_held_out(trainer.texts)
         checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", spec.settings.keep_checkpoints))
         course = resume(checkpoints, trainer.modules, trainer.optimizer, world)
         log = stack.enter_context(MetricsLog(spec.path, course.step)) if world.is_first else None
@@ -191,10 +192,14 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
     if not any(text.num_read for text in texts.get("train", ())):
         what = f"No train row has target-written text in the roles {spec.settings.roles} within train.sequence_length."
         raise DataError(what, "train.roles", "Generate more answers, learn from other roles or raise the length.")
+    return texts
+
+
+def require_held_out(texts: dict[str, list[Text]]) -> None:
+    """Refuse to train where nobody could say how far the backbone has moved; raises DataError."""
     if not any(text.num_read for text in texts.get("calibrate", ())):
         what = "No held-out row has target-written text within train.sequence_length to measure the drift on."
         raise DataError(what, "train.sequence_length", "Raise it, or hold out more rows (seeds.holdout).")
-    return texts
 
 
 def text_plan(spec: TrainSpec, texts: Sequence[Text]) -> TextPlan:
