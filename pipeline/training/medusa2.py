@@ -28,6 +28,7 @@ from pipeline.training.adapted import Backbone, write_adapter
 from pipeline.training.checkpoints import Checkpoints, load_heads, read_summary, write_heads
 from pipeline.training.course import Course, Progress, require_finite, resume, save, trained
 from pipeline.training.drift import evaluate_tuned
+from pipeline.training.evaluate import SPLIT
 from pipeline.training.medusa1 import initial_heads
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.optimizers import make_optimizer, set_lr
@@ -197,7 +198,7 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
 
 def require_held_out(texts: dict[str, list[Text]]) -> None:
     """Refuse to train where nobody could say how far the backbone has moved; raises DataError."""
-    if not any(text.num_read for text in texts.get("calibrate", ())):
+    if not any(text.num_read for text in texts.get(SPLIT, ())):
         what = "No held-out row has target-written text within train.sequence_length to measure the drift on."
         raise DataError(what, "train.sequence_length", "Raise it, or hold out more rows (seeds.holdout).")
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.errors import DataError
 from pipeline.training.medusa2 import train_medusa2
 from pipeline.training.methods import HEADS_FIRST, train
 from pipeline.training.metrics import read_metrics
@@ -132,7 +133,9 @@ def test_a_finished_run_called_again_does_nothing(make_tuning):
     assert {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")} == before
 
 
-def test_without_held_out_text_there_are_no_figures_and_no_drift(make_tuning, monkeypatch):
-    monkeypatch.setattr("pipeline.training.evaluate.SPLIT", "nothing")
-    summary = train_medusa2(make_tuning(epochs=1))
-    assert summary["held_out"] == [] and "drift" not in summary
+def test_without_held_out_text_to_measure_the_drift_on_nothing_is_trained(make_tuning, monkeypatch):
+    monkeypatch.setattr("pipeline.training.medusa2.SPLIT", "nothing")
+    spec = make_tuning(epochs=1)
+    with pytest.raises(DataError, match="No held-out row"):
+        train_medusa2(spec)
+    assert not spec.heads_path.exists()
