@@ -39,7 +39,7 @@ from pipeline.training.evaluate import SPLIT, held_out_ranks
 from pipeline.training.feature_worker import Worker, engine_identity
 
 NAME = "calibrate"
-VERSION = 1
+VERSION = 2
 
 REPORTED_TOPS = 5
 MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
