@@ -22,7 +22,7 @@ from pipeline.training.checkpoints import load_heads
 from pipeline.training.medusa1 import train_medusa1
 from pipeline.training.metrics import read_metrics
 from pipeline.training.spec import TrainSpec
-from pipeline.training.world import World
+from tests.training.two_workers import train_as_two
 
 ROOT = Path(__file__).parents[2]
 
@@ -102,22 +102,7 @@ def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path):
     """The second worker is another process; they meet over gloo."""
     alone, together = make_spec("alone"), make_spec("together")
     train_medusa1(alone)
-    (tmp_path / "spec.pickle").write_bytes(pickle.dumps(together))
-    meeting = f"file://{tmp_path}/meeting"
-    script = (
-        "import pickle, sys, torch.distributed as dist\n"
-        "from pipeline.training.medusa1 import train_medusa1\n"
-        "from pipeline.training.world import World\n"
-        "dist.init_process_group('gloo', init_method=sys.argv[2], rank=1, world_size=2)\n"
-        "train_medusa1(pickle.load(open(sys.argv[1], 'rb')), World(1, 2))\n"
-    )
-    other = subprocess.Popen([sys.executable, "-c", script, tmp_path / "spec.pickle", meeting], cwd=ROOT)
-    try:
-        torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=2)
-        train_medusa1(together, World(0, 2))
-    finally:
-        torch.distributed.destroy_process_group()
-        assert other.wait(60) == 0
+    train_as_two(train_medusa1, together, tmp_path)
     for one, two in zip(read_metrics(alone.path), read_metrics(together.path), strict=True):
         assert one["step"] == two["step"] and one.get("tokens") == two.get("tokens")
         assert two.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-4)

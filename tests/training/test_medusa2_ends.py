@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +14,7 @@ from pipeline.training.medusa2 import train_medusa2
 from pipeline.training.methods import HEADS_FIRST, train
 from pipeline.training.metrics import read_metrics
 from pipeline.training.spec import TrainSpec
-from pipeline.training.world import World
-
-ROOT = Path(__file__).parents[2]
+from tests.training.two_workers import train_as_two
 
 
 class Stopped(Exception):
@@ -98,22 +92,7 @@ def test_two_workers_follow_the_curve_of_one(make_tuning, tmp_path):
         make_tuning(name, lora_dropout=0.3, epochs=2, batch_sequences=5) for name in ("alone", "together")
     )
     train_medusa2(alone)
-    (tmp_path / "spec.pickle").write_bytes(pickle.dumps(together))
-    meeting = f"file://{tmp_path}/meeting"
-    script = (
-        "import pickle, sys, torch.distributed as dist\n"
-        "from pipeline.training.medusa2 import train_medusa2\n"
-        "from pipeline.training.world import World\n"
-        "dist.init_process_group('gloo', init_method=sys.argv[2], rank=1, world_size=2)\n"
-        "train_medusa2(pickle.load(open(sys.argv[1], 'rb')), World(1, 2))\n"
-    )
-    other = subprocess.Popen([sys.executable, "-c", script, tmp_path / "spec.pickle", meeting], cwd=ROOT)
-    try:
-        torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=2)
-        train_medusa2(together, World(0, 2))
-    finally:
-        torch.distributed.destroy_process_group()
-        assert other.wait(60) == 0
+    train_as_two(train_medusa2, together, tmp_path)
     for one, two in zip(read_metrics(alone.path), read_metrics(together.path), strict=True):
         assert one["step"] == two["step"] and one.get("tokens") == two.get("tokens")
         assert two.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-3)
