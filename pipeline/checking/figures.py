@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.checking.progress import Progress
 from pipeline.checking.prompts import Prompt
 from pipeline.medusa.decoding import Decoded, acceleration_rate
 
@@ -26,7 +27,7 @@ Pass = Mapping[str, Sequence[Decoded]]  # one repetition: what each method wrote
 PLAIN, MEDUSA = "plain", "medusa"
 
 
-def take_turns(methods: Mapping[str, Decode], prompts: Sequence[Prompt]) -> Pass:
+def take_turns(methods: Mapping[str, Decode], prompts: Sequence[Prompt], progress: Progress | None = None) -> Pass:
     """All prompts once. The methods take turns prompt by prompt: a machine that drifts slows them all.
 
     A prompt's number is its seed.
@@ -35,6 +36,8 @@ def take_turns(methods: Mapping[str, Decode], prompts: Sequence[Prompt]) -> Pass
     for seed, prompt in enumerate(prompts):
         for name, decode in methods.items():
             written[name].append(decode(prompt.ids, seed))
+        if progress:
+            progress.advance()
     return written
 
 

@@ -30,6 +30,7 @@ from pipeline.checking.figures import (
     take_turns,
 )
 from pipeline.checking.overhead import fastest_threads
+from pipeline.checking.progress import Progress
 from pipeline.checking.prompts import Prompt, rule_of
 from pipeline.checking.quality import mean_log_likelihood, text_statistics
 from pipeline.checking.studies import run_studies
@@ -55,6 +56,7 @@ def check_native(
     name: str = "target",
     assistant: TargetSpec | None = None,
     calibration: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Decode every prompt plainly, with the tree and by the baselines.
 
@@ -62,6 +64,7 @@ def check_native(
         name: The target's in the files of answers: `NAME-plain` and `NAME-medusa`.
         assistant: The model behind the baseline of that name.
         calibration: The calibrate stage's tree.json, for the studies.
+        progress: Is told how far it is.
 
     Returns:
         `native` and `target_text` of report.json, `samples` for its drawing, `answers` as the lines of a file per
@@ -70,6 +73,9 @@ def check_native(
     Raises:
         ConfigError: No answer took a step.
     """
+    progress = progress or Progress()
+    times = f", {num_passes(settings)} times each" if num_passes(settings) > 1 else ""
+    progress.begin(f"native{times}", len(prompts) * num_passes(settings))
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     heads = load_exported_heads(export).to(input_device(model))
     eos, room = eos_token_ids(target), context_length(target)
@@ -79,8 +85,8 @@ def check_native(
         kind: baseline(kind, model, eos, settings.max_new_tokens, assistant) for kind in settings.baselines
     }
     with fastest_threads(plain_decoder(model, eos_token_ids=(), max_length=room), prompts[0].ids):
-        contest = hold_contest(plain, medusa, others, prompts, settings)
-        studies = run_studies(settings.studies, plain, medusa, prompts, settings, calibration or {})
+        contest = hold_contest(plain, medusa, others, prompts, settings, progress)
+        studies = run_studies(settings.studies, plain, medusa, prompts, settings, calibration or {}, progress)
     first, greedy = contest.passes[0], contest.greedy_passes[0]
     tolerance, gap_at = tie_tolerance(target, settings), gap_of(model)
     names, prompt_ids = [prompt.id for prompt in prompts], [prompt.ids for prompt in prompts]
@@ -137,6 +143,7 @@ def hold_contest(
     others: Mapping[str, Decode],
     prompts: Sequence[Prompt],
     settings: CheckConfig,
+    progress: Progress | None = None,
 ) -> Contest:
     """Let everyone decode every prompt, warmed up. Under a rule that is not greedy, greedy text is written once.
 
@@ -150,10 +157,10 @@ def hold_contest(
     greedily |= {name: decode for name, decode in others.items() if name not in failed}
     take_turns(by_rule, prompts[:NUM_WARM_UPS])
     if rule is greedy_acceptance:
-        passes = greedy_passes = [take_turns(greedily, prompts) for _ in range(settings.repeats)]
+        passes = greedy_passes = [take_turns(greedily, prompts, progress) for _ in range(settings.repeats)]
     else:
-        passes = [take_turns(by_rule, prompts) for _ in range(settings.repeats)]
-        greedy_passes = [take_turns(greedily, prompts)]
+        passes = [take_turns(by_rule, prompts, progress) for _ in range(settings.repeats)]
+        greedy_passes = [take_turns(greedily, prompts, progress)]
     if not any(answer.num_steps for answer in passes[0][MEDUSA]):
         raise ConfigError(
             "Every answer ended with its first token, so that there is no step to measure.",
@@ -161,6 +168,11 @@ def hold_contest(
             "Raise it, or check with other prompts.",
         )
     return Contest(passes, greedy_passes, failed)
+
+
+def num_passes(settings: CheckConfig) -> int:
+    """How often a contest asks every prompt."""
+    return settings.repeats + (rule_of(settings) is not greedy_acceptance)
 
 
 def load_exported_heads(export: str) -> MedusaHeads:

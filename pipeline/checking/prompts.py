@@ -13,16 +13,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.checking.progress import Progress
 from pipeline.config import CheckConfig, SeedSource
 from pipeline.conversations.conversation import Conversation, Refusal
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
-from pipeline.conversations.exchange import Sampling
+from pipeline.conversations.exchange import Completion, Sampling
 from pipeline.conversations.readers import read_source
 from pipeline.conversations.template import ChatTemplate
 from pipeline.medusa.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.storage.rows import spans_of
 from pipeline.storage.shards import read_rows
 from pipeline.targets.engines import EngineName, make_generation_engine
+from pipeline.targets.protocol import GenerationEngine
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
 from pipeline.targets.talks import converse
 
@@ -95,7 +97,12 @@ def read_questions(path: Path) -> list[Conversation]:
 
 
 def question_prompts(
-    target: TargetSpec, questions: Sequence[Conversation], settings: CheckConfig, engine: EngineName, gpus: int
+    target: TargetSpec,
+    questions: Sequence[Conversation],
+    settings: CheckConfig,
+    engine: EngineName,
+    gpus: int,
+    progress: Progress | None = None,
 ) -> Prompts:
     """The prompt of every turn, with the target's own answers to the turns before it.
 
@@ -105,7 +112,7 @@ def question_prompts(
     Args:
         engine: Which one answers, all questions at once.
     """
-    tokenizer, rule = load_tokenizer(target), rule_of(settings)
+    tokenizer, rule, num_turns = load_tokenizer(target), rule_of(settings), sum(map(_num_turns, questions))
     template = ChatTemplate(tokenizer, target.chat_template)
     sampling = Sampling(
         temperature=settings.temperature if rule.samples else 0.0,
@@ -115,9 +122,11 @@ def question_prompts(
     )
     held = DialogueSettings("replay", sampling, context_length(target), ends_at_flaws=False)
     dialogues = [Dialogue(question, template, held) for question in questions]
+    progress = progress or Progress()
+    progress.begin("the prompts of later turns", num_turns, unit="answers")
     running = make_generation_engine(engine, target, {}, gpus)
     try:
-        converse(dialogues, running)
+        converse(dialogues, Counted(running, progress))
     finally:
         running.close()
     room = context_length(target) - settings.max_new_tokens
@@ -128,7 +137,25 @@ def question_prompts(
         for turn, ids in enumerate(_prompts_of(dialogue))
     ]
     kept = [prompt for prompt in asked if len(prompt.ids) <= room]
-    return Prompts(kept, sum(map(_num_turns, questions)) - len(kept))
+    return Prompts(kept, num_turns - len(kept))
+
+
+class Counted:
+    """A generation engine whose answers are counted as they come."""
+
+    def __init__(self, engine: GenerationEngine, progress: Progress):
+        self._engine, self._progress = engine, progress
+        self.capacity = engine.capacity
+        self.add, self.close = engine.add, engine.close
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._engine.num_unfinished
+
+    def step(self) -> list[Completion]:
+        completions = self._engine.step()
+        self._progress.advance(len(completions))
+        return completions
 
 
 def question_ids(questions: Sequence[Conversation]) -> list[int | str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checking.comparison import GapAt, compare, gap_of, tie_tolerance
+from pipeline.checking.progress import Progress
 from pipeline.checking.prompts import Prompt
 from pipeline.config import CheckConfig
 from pipeline.targets.loading import load_causal_lm
@@ -18,13 +19,21 @@ from pipeline.targets.vllm_decode import vllm_decode_check
 
 
 def check_served(
-    target: TargetSpec, export: str, prompts: list[Prompt], settings: CheckConfig, num_heads: int, gpus: int
+    target: TargetSpec,
+    export: str,
+    prompts: list[Prompt],
+    settings: CheckConfig,
+    num_heads: int,
+    gpus: int,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Decode every prompt greedily in vLLM, plainly and with the heads.
 
     Returns:
         `vllm` of report.json, and the `differing` sequences that are not ties.
     """
+    if progress:
+        progress.begin("vLLM", 0, done=len(prompts), unit="prompts at once")
     ids = [prompt.ids for prompt in prompts]
     decoded = vllm_decode_check(
         target, Path(export), ids, settings.max_new_tokens, num_heads, repeats=settings.repeats, gpus=gpus

@@ -18,7 +18,7 @@ figures against each other, and the check's own for what the heads are worth. Ev
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import isnan, nan, sqrt
@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import torch
 
+from pipeline.checking.progress import Progress
 from pipeline.checking.prompts import Prompt
 from pipeline.checking.quality import mean_log_likelihood
 from pipeline.config import CheckConfig, StudyName
@@ -63,6 +64,7 @@ def run_studies(
     prompts: Sequence[Prompt],
     settings: CheckConfig,
     calibration: Mapping[str, Any],
+    progress: Progress | None = None,
 ) -> dict[str, list[Row]]:
     """The rows of every study that is asked for, by its name.
 
@@ -75,15 +77,17 @@ def run_studies(
     """
     num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
     few = prompts[:NUM_PROMPTS]
+    studies: dict[StudyName, Callable[[], list[Row]]] = {
+        "trees": lambda: tree_ladder(plain, medusa, few, num_tokens, calibration),
+        "typical": lambda: typical_sweep(plain, medusa, few, num_tokens, settings.first_token),
+        "heads": lambda: heads_used(plain, medusa, few, num_tokens),
+        "batch": lambda: batch_sizes(plain, medusa, prompts, num_tokens),
+    }
     rows: dict[str, list[Row]] = {}
-    if "trees" in names:
-        rows["trees"] = tree_ladder(plain, medusa, few, num_tokens, calibration)
-    if "typical" in names:
-        rows["typical"] = typical_sweep(plain, medusa, few, num_tokens, settings.first_token)
-    if "heads" in names:
-        rows["heads"] = heads_used(plain, medusa, few, num_tokens)
-    if "batch" in names:
-        rows["batch"] = batch_sizes(plain, medusa, prompts, num_tokens)
+    for name in [name for name in studies if name in names]:
+        if progress:
+            progress.begin("native, studies", len(names), done=len(rows), unit="studies")
+        rows[name] = studies[name]()
     return rows
 
 

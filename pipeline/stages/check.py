@@ -7,12 +7,16 @@ Native answers are left in `answers/plain.jsonl` and `answers/medusa.jsonl`, in 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.checking.native import check_native
+from pipeline.checking.progress import Progress, read_standing
 from pipeline.checking.prompts import Prompts, held_out_prompts, question_prompts, read_questions
 from pipeline.checking.served import check_served
 from pipeline.config import Config
@@ -26,6 +30,9 @@ from pipeline.targets.spec import TargetSpec, context_length, weight_files
 
 NAME = "check"
 VERSION = 2
+
+PROGRESS_FILE = "progress.tmp"
+SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def upstream(config: Config) -> tuple[str, ...]:
@@ -48,10 +55,15 @@ def identity(context: Context) -> dict[str, Any]:
 
 def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     """Decode with every engine that is asked for and judge the results."""
+    with _shown(context, stage.path.absolute() / PROGRESS_FILE) as progress:
+        return _decode_and_judge(context, stage, progress)
+
+
+def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progress) -> dict[str, Any]:
     settings, target = context.config.check, context.backbone("export")
     export = context.upstream["export"].path
     choices = [tuple(path) for path in read_json(export / "medusa_choices.json") or ()]
-    prompts = _prompts(context)
+    prompts = _prompts(context, progress)
     placement = context.placement("features")
     shared = {
         "target": target,
@@ -59,6 +71,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         "prompts": prompts.kept,
         "settings": settings,
         "gpus": placement.gpus,
+        "progress": progress,
     }
     result: dict[str, Any] = {"skipped_prompts": prompts.skipped}
     if "native" in settings.engines:
@@ -84,6 +97,32 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         result["differing"] = result.get("differing", []) + served["differing"]
     result["failures"] = failures(result, settings.min_acceleration_rate) + _drifted(context)
     return result | {"passed": not result["failures"]}
+
+
+@contextlib.contextmanager
+def _shown(context: Context, file: Path) -> Iterator[Progress]:
+    """Show meanwhile what is told of progress, in whichever process: it passes through a file."""
+    over = threading.Event()
+
+    def follow() -> None:
+        part, meter = "", None
+        with contextlib.ExitStack() as shown:
+            while not over.wait(SECONDS_BETWEEN_LOOKS):
+                if (now := read_standing(file)) is None:
+                    continue
+                if meter is None or now.part != part:
+                    shown.close()
+                    part, meter = now.part, shown.enter_context(context.meter(NAME, now.total, unit=now.unit))
+                meter.update(now.done, part)
+
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    try:
+        yield Progress(file)
+    finally:
+        over.set()
+        follower.join()
+        file.unlink(missing_ok=True)
 
 
 def failures(result: dict[str, Any], min_acceleration_rate: float) -> list[str]:
@@ -134,7 +173,7 @@ def _identical(engine: dict[str, Any]) -> str:
     return f"{engine['greedy_match']['identical']}/{engine['greedy_match']['sequences']} identical"
 
 
-def _prompts(context: Context) -> Prompts:
+def _prompts(context: Context, progress: Progress) -> Prompts:
     settings, target = context.config.check, context.backbone("export")
     if isinstance(settings.prompts, Path):
         kind, where = "question", str(settings.prompts)
@@ -146,6 +185,7 @@ def _prompts(context: Context) -> Prompts:
             "settings": settings,
             "engine": engine,
             "gpus": placement.gpus,
+            "progress": progress,
         }
         prompts = context.executor.call(question_prompts, arguments, placement)
     else:

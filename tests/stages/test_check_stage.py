@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import re
 import shutil
 
 import pytest
@@ -116,3 +118,19 @@ def test_typical_acceptance_is_measured_and_greedy_decoding_compared_all_the_sam
     assert native["log_likelihood"]["greedy"] > native["log_likelihood"]["sampling"], "greedy text is likelier"
     assert native["studies"].keys() == {"heads"} and native["studies"]["heads"]
     assert native["greedy_match"]["identical"] + native["greedy_match"]["ties"] == native["greedy_match"]["sequences"]
+
+
+def test_while_it_decodes_a_line_now_and_then_says_how_far_it_is(copied_run, make_config, tmp_path, monkeypatch):
+    """The function that decodes tells it through a file, as it does from a process of its own."""
+    monkeypatch.setattr("pipeline.execution.progress.SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("pipeline.stages.check.SECONDS_BETWEEN_LOOKS", 0.01)
+    monkeypatch.setattr("pipeline.checking.progress.SECONDS_BETWEEN_WRITES", 0.0)
+    questions, out = tmp_path / "questions.jsonl", io.StringIO()
+    questions.write_text("".join(json.dumps({"turns": [f"why {n}?", "how?"]}) + "\n" for n in range(4)))
+    config = make_config(tmp_path, check__prompts=str(questions), check__repeats=2, check__studies=["heads"])
+    run = run_flow(config, executor="inline", console=Console(file=out, width=200))
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("check: ")]
+    assert any(re.fullmatch(r"check: \d of 8 answers, .+, the prompts of later turns", line) for line in lines)
+    counts = [int(found[1]) for line in lines if (found := re.match(r"check: (\d+) of 16 prompts, .+, native", line))]
+    assert counts == sorted(counts) and len(set(counts)) > 2
+    assert "progress.tmp" not in {path.name for path in run.latest("check").path.iterdir()}
