@@ -118,7 +118,7 @@ def advance(context: Context, stage: ModuleType, *, fresh: bool = False) -> Stag
     context.upstream[stage.NAME] = directory
     if stage is check:
         publish_report(context)
-        check.verdict(directory)
+        check.verdict(directory, context.config)
     return directory
 
 
@@ -185,7 +185,7 @@ def push_run(
             )
         context.upstream[name] = stage
     export, checked = (context.upstream[name] for name in push.UPSTREAM)
-    check.verdict(checked)
+    check.verdict(checked, config)
     if (checked.done or {})["upstream"].get(export.stage) != export.content:
         fix = f"Run it: medusa-distill run {path / 'run.yaml'}"
         raise CheckFailed("The check has not seen these heads.", str(export.path), fix)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from pipeline.checking.verdict import failures
 from pipeline.checkpoints.card import model_card
 from pipeline.checkpoints.layout import repositories
 from pipeline.config import Config
@@ -66,11 +67,7 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
         **({"skipped": skipped} if (skipped := skipped_stages(config)) else {}),
         "heads": summaries.get("calibrate", {}).get("heads", []),
         "tree": summaries.get("calibrate", {}).get("tree", {}),
-        "check": {
-            key: value
-            for key, value in summaries.get("check", {}).items()
-            if key in ("native", "vllm", "passed", "failures")
-        },
+        "check": _judged(summaries["check"], config) if "check" in summaries else {},
         "target_text": summaries.get("check", {}).get("target_text"),
         "quarantine": {name: summary["reasons"] for name, summary in summaries.items() if summary.get("reasons")},
         "hardware": summaries.get("check", {}).get("hardware") or hardware(),
@@ -85,6 +82,13 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
     if config.train.method == "medusa-2" and "train" in report:
         report["train"]["recipe"] = config.train.recipe
     return report, _extras(found, summaries)
+
+
+def _judged(summary: dict[str, Any], config: Config) -> dict[str, Any]:
+    """What the check found, and what the limits of this configuration make of it."""
+    found = failures(summary, config)
+    figures = {engine: summary[engine] for engine in ("native", "vllm") if engine in summary}
+    return figures | {"passed": not found, "failures": found}
 
 
 def card(report: dict[str, Any], config: Config) -> str:

@@ -140,7 +140,7 @@ def test_the_check_decodes_with_the_tuned_backbone(joint_run, tiny_target):
     assert answers == texts(backbone_of(joint_run)) != texts(tiny_target)
 
 
-def test_a_backbone_that_moved_too_far_fails_the_check_and_is_not_trained_again(run, make_config, tmp_path):
+def test_a_backbone_that_moved_too_far_fails_the_check_and_nothing_is_made_again(run, make_config, tmp_path):
     run_again(make_config(tmp_path, **JOINT))
     kl = latest(run, "train").summary["drift"]["kl"]
     assert json.loads((run.path / "report.json").read_text())["train"]["drift"]["kl"] == kl
@@ -151,7 +151,7 @@ def test_a_backbone_that_moved_too_far_fails_the_check_and_is_not_trained_again(
                 run_again(config)
         else:
             run_again(config)
-        assert stages_run(run) == ["check"]
+        assert stages_run(run) == []
 
 
 def test_a_run_that_was_copied_elsewhere_exports_anew_so_that_its_heads_name_what_lies_there(

@@ -1,7 +1,8 @@
 """check: the export decoded, natively with the tree and in vLLM as it will be served, against the target alone.
 
 Promises: it fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie, when vLLM accepts
-nothing, or below `check.min_acceleration_rate`. Each engine runs in a process of its own and decodes the same prompts.
+nothing, below `check.min_acceleration_rate`, or beyond `train.max_kl`. Another limit is another verdict on what was
+decoded. Each engine runs in a process of its own and decodes the same prompts.
 Native answers are left in `answers/plain.jsonl` and `answers/medusa.jsonl`, in Spec-Bench's schema.
 """
 
@@ -19,6 +20,7 @@ from pipeline.checking.native import check_native
 from pipeline.checking.progress import Progress, read_standing
 from pipeline.checking.prompts import Prompts, held_out_prompts, question_prompts, read_questions
 from pipeline.checking.served import check_served
+from pipeline.checking.verdict import failures
 from pipeline.config import Config
 from pipeline.errors import CheckFailed, DataError
 from pipeline.execution.context import Context
@@ -29,8 +31,9 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, context_length, weight_files
 
 NAME = "check"
-VERSION = 2
+VERSION = 3
 
+LIMITS = {"min_acceleration_rate"}
 PROGRESS_FILE = "progress.tmp"
 SECONDS_BETWEEN_LOOKS = 0.5
 
@@ -41,15 +44,13 @@ def upstream(config: Config) -> tuple[str, ...]:
 
 
 def identity(context: Context) -> dict[str, Any]:
-    """Everything that is asked, the questions' content and the assistant's among it."""
+    """Everything that is asked, the questions' content and the assistant's among it; no limit of the verdict."""
     require_questions(context.config)
-    settings = context.config.check.model_dump(mode="json")
+    settings = context.config.check.model_dump(mode="json", exclude=LIMITS)
     if isinstance(context.config.check.prompts, Path):
         settings["prompts"] = context.digests.of(context.config.check.prompts)
     if assistant := _assistant(context):
         settings["assistant_model"] = context.digests.of_all(weight_files(assistant, fetch=not context.read_only))
-    if context.config.train.method == "medusa-2":
-        settings["max_kl"] = context.config.train.max_kl
     return {"settings": settings}
 
 
@@ -95,8 +96,9 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         served = context.executor.call(with_hardware, arguments, placement)
         result = {"hardware": served["hardware"], **result, "vllm": served["vllm"]}
         result["differing"] = result.get("differing", []) + served["differing"]
-    result["failures"] = failures(result, settings.min_acceleration_rate) + _drifted(context)
-    return result | {"passed": not result["failures"]}
+    if context.config.train.method == "medusa-2":
+        result["kl"] = context.upstream["train"].summary["drift"]["kl"]
+    return result | {"passed": not failures(result, context.config)}
 
 
 @contextlib.contextmanager
@@ -125,36 +127,10 @@ def _shown(context: Context, file: Path) -> Iterator[Progress]:
         file.unlink(missing_ok=True)
 
 
-def failures(result: dict[str, Any], min_acceleration_rate: float) -> list[str]:
-    """Why these heads must not be published; nothing when they may."""
-    found = []
-    for engine in ("native", "vllm"):
-        if engine not in result:
-            continue
-        match, rate = result[engine]["greedy_match"], result[engine]["acceleration_rate"]
-        differing = match["sequences"] - match["identical"] - match["ties"]
-        if differing:
-            found.append(f"{engine}: {differing} of {match['sequences']} greedy sequences differ from plain decoding")
-        if rate < min_acceleration_rate:
-            least = f"check.min_acceleration_rate = {min_acceleration_rate:.2f}"
-            found.append(f"{engine}: acceleration rate {rate:.2f} is below {least}")
-    if "vllm" in result and not any(result["vllm"]["accepted_per_position"]):
-        found.append("vllm: it accepted no drafted token")
-    return found
-
-
-def _drifted(context: Context) -> list[str]:
-    """Why a tuned backbone is too far from the target to be published."""
-    if context.config.train.method == "medusa-1":
-        return []
-    kl, most = context.upstream["train"].summary["drift"]["kl"], context.config.train.max_kl
-    return [f"the tuned backbone is {kl:.4f} nats from the target, above train.max_kl = {most:g}"] * (not kl <= most)
-
-
-def verdict(stage: StageDirectory) -> None:
-    """Raise `CheckFailed` when the finished check says no."""
-    if stage.summary.get("failures"):
-        reasons = "; ".join(stage.summary["failures"])
+def verdict(stage: StageDirectory, config: Config) -> None:
+    """Raise `CheckFailed` when what the finished check has found is beyond the limits of this configuration."""
+    if found := failures(stage.summary, config):
+        reasons = "; ".join(found)
         fix = "Sequences that differ are in DONE.json there; more data or epochs raise acceptance. Nothing was pushed."
         raise CheckFailed(f"The check failed: {reasons}.", str(stage.path), fix)
 

@@ -1,0 +1,40 @@
+"""Whether checked heads may be published: what was measured against the limits of the configuration.
+
+The figures are stored, the limits are not part of what they depend on: another limit is judged anew and nothing is
+decoded for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pipeline.config import Config
+
+
+def failures(measured: Mapping[str, Any], config: Config) -> list[str]:
+    """Why these heads must not be published; nothing when they may.
+
+    Args:
+        measured: The check stage's summary.
+        config: The run's, of which `check.min_acceleration_rate` and for Medusa-2 `train.max_kl` are the limits.
+    """
+    least = config.check.min_acceleration_rate
+    found = []
+    for engine in ("native", "vllm"):
+        if engine not in measured:
+            continue
+        match, rate = measured[engine]["greedy_match"], measured[engine]["acceleration_rate"]
+        differing = match["sequences"] - match["identical"] - match["ties"]
+        if differing:
+            found.append(f"{engine}: {differing} of {match['sequences']} greedy sequences differ from plain decoding")
+        if rate < least:
+            found.append(f"{engine}: acceleration rate {rate:.2f} is below check.min_acceleration_rate = {least:.2f}")
+    if "vllm" in measured and not any(measured["vllm"]["accepted_per_position"]):
+        found.append("vllm: it accepted no drafted token")
+    if config.train.method == "medusa-2":
+        kl, most = measured.get("kl", math.nan), config.train.max_kl
+        if not kl <= most:
+            found.append(f"the tuned backbone is {kl:.4f} nats from the target, above train.max_kl = {most:g}")
+    return found
