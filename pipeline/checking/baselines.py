@@ -9,7 +9,6 @@ A streamer hears the tokens of every forward, so that they are counted and timed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, Literal
 
@@ -17,8 +16,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from pipeline.checking.figures import Decode, take_turns
-from pipeline.checking.prompts import Prompt
+from pipeline.checking.figures import CannotDecode, Decode
 from pipeline.config import BaselineName
 from pipeline.medusa.decoding import Decoded
 from pipeline.targets.loading import input_device, load_causal_lm
@@ -55,6 +53,8 @@ def baseline(
 ) -> Decode:
     """A way of transformers to decode greedily; of the model's own generation settings none but these applies.
 
+    The decoder raises `CannotDecode` with the reason where transformers cannot decode this target, or a prompt, so.
+
     Raises:
         ConfigError, EnvironmentFault: The assistant cannot be loaded.
     """
@@ -74,8 +74,12 @@ def baseline(
     def decode(prompt_ids: list[int], seed: int) -> Decoded:
         ids_1T = torch.tensor([prompt_ids], device=device)
         heard = Hearing()
+        given = {"attention_mask": torch.ones_like(ids_1T), "generation_config": chosen, "streamer": heard, **more}
         start = perf_counter()
-        model.generate(ids_1T, attention_mask=torch.ones_like(ids_1T), generation_config=chosen, streamer=heard, **more)
+        try:
+            model.generate(ids_1T, **given)
+        except Exception as error:  # it says so in whatever way the model's or the cache's own code does
+            raise CannotDecode((str(error).splitlines() or [type(error).__name__])[0]) from error
         token_ids = [token for new_ids in heard.forwards for token in new_ids]
         finished: Literal["stop", "length"] = "stop" if token_ids[-1] in eos_token_ids else "length"
         accepted = [len(new_ids) for new_ids in heard.forwards[1:]]
@@ -83,14 +87,3 @@ def baseline(
         return Decoded(token_ids, finished, accepted, first - start, last - first)
 
     return decode
-
-
-def failing(decoders: Mapping[str, Decode], prompts: Sequence[Prompt]) -> dict[str, str]:
-    """Why transformers cannot decode this target so, for those that it cannot; to the others this is the warm-up."""
-    reasons = {}
-    for name, decode in decoders.items():
-        try:
-            take_turns({name: decode}, prompts)
-        except Exception as error:  # it says so in whatever way the model's or the cache's own code does
-            reasons[name] = (str(error).splitlines() or [type(error).__name__])[0]
-    return reasons

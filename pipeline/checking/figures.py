@@ -27,18 +27,34 @@ Pass = Mapping[str, Sequence[Decoded]]  # one repetition: what each method wrote
 PLAIN, MEDUSA = "plain", "medusa"
 
 
-def take_turns(methods: Mapping[str, Decode], prompts: Sequence[Prompt], progress: Progress | None = None) -> Pass:
+class CannotDecode(Exception):
+    """A method that is only compared with gives up, and this is why; what is checked never raises it."""
+
+
+def take_turns(
+    methods: Mapping[str, Decode],
+    prompts: Sequence[Prompt],
+    failed: dict[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Pass:
     """All prompts once. The methods take turns prompt by prompt: a machine that drifts slows them all.
 
-    A prompt's number is its seed.
+    A prompt's number is its seed. A method that cannot decode one of them is left out from there on, and of what is
+    returned; `failed` says why, and whoever is in it already is not asked.
     """
+    failed = {} if failed is None else failed
     written: dict[str, list[Decoded]] = {name: [] for name in methods}
     for seed, prompt in enumerate(prompts):
         for name, decode in methods.items():
-            written[name].append(decode(prompt.ids, seed))
+            if name in failed:
+                continue
+            try:
+                written[name].append(decode(prompt.ids, seed))
+            except CannotDecode as reason:
+                failed[name] = str(reason)
         if progress:
             progress.advance()
-    return written
+    return {name: answers for name, answers in written.items() if name not in failed}
 
 
 @dataclass(frozen=True)

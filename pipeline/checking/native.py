@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.checking.answers import answer_lines, samples
-from pipeline.checking.baselines import baseline, failing
+from pipeline.checking.baselines import baseline
 from pipeline.checking.comparison import GreedyMatch, compare, gap_of, tie_tolerance
 from pipeline.checking.figures import (
     MEDUSA,
@@ -98,8 +98,8 @@ def check_native(
     match, tokenizer = matched(MEDUSA), load_tokenizer(target)
     measured = [
         {"name": method, **pace_beside(contest.greedy_passes, method), "greedy_match": matched(method).as_dict()}
-        for method in greedy
-        if method in others
+        for method in others
+        if method not in contest.failed
     ]
     native = {
         **speed(contest.passes),
@@ -147,20 +147,21 @@ def hold_contest(
 ) -> Contest:
     """Let everyone decode every prompt, warmed up. Under a rule that is not greedy, greedy text is written once.
 
+    One of the others that fails, at the first prompt or the last, is out and spoils nothing for those that go on.
+
     Raises:
         ConfigError: No answer took a step.
     """
     rule, num_tokens = rule_of(settings), settings.max_new_tokens
-    failed = failing(others, prompts[:NUM_WARM_UPS])
+    failed: dict[str, str] = {}
     by_rule = _methods(plain, medusa, rule, num_tokens)
-    greedily = _methods(plain, medusa, greedy_acceptance, num_tokens)
-    greedily |= {name: decode for name, decode in others.items() if name not in failed}
-    take_turns(by_rule, prompts[:NUM_WARM_UPS])
+    greedily = _methods(plain, medusa, greedy_acceptance, num_tokens) | dict(others)
+    take_turns(by_rule | dict(others), prompts[:NUM_WARM_UPS], failed)
     if rule is greedy_acceptance:
-        passes = greedy_passes = [take_turns(greedily, prompts, progress) for _ in range(settings.repeats)]
+        passes = greedy_passes = [take_turns(greedily, prompts, failed, progress) for _ in range(settings.repeats)]
     else:
-        passes = [take_turns(by_rule, prompts, progress) for _ in range(settings.repeats)]
-        greedy_passes = [take_turns(greedily, prompts, progress)]
+        passes = [take_turns(by_rule, prompts, progress=progress) for _ in range(settings.repeats)]
+        greedy_passes = [take_turns(greedily, prompts, failed, progress)]
     if not any(answer.num_steps for answer in passes[0][MEDUSA]):
         raise ConfigError(
             "Every answer ended with its first token, so that there is no step to measure.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.report.facts import Table, identical, pick
-from pipeline.report.wording import count, duration, rate, ratio, times
+from pipeline.report.wording import UNKNOWN, count, duration, rate, ratio, times
 
 NOTE = (
     "Tokens per forward of the target and per second, time to the first token and per further one. Speedups are over "
@@ -23,7 +23,8 @@ def methods_table(report: dict) -> Table:
         for other in pick(native, "baselines") or []:
             name = str(other.get("name")).replace("-", " ")
             if reason := other.get("failed"):
-                failed.append(f"{name} cannot decode this target: {reason}")
+                failed.append(f"{name} failed: {reason}")
+                rows.append((name, "failed", *[UNKNOWN] * 5))
             else:
                 rows.append(_row(name, other))
     if vllm:

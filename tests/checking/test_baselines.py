@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.checking.baselines import baseline, failing
-from pipeline.checking.prompts import Prompt
+from pipeline.checking.baselines import baseline
+from pipeline.checking.figures import CannotDecode
 from pipeline.medusa.decoding import plain_decoder
 from pipeline.targets.spec import TargetSpec
 
@@ -68,11 +68,12 @@ def test_the_target_s_own_generation_settings_do_not_apply(model):
     assert found.token_ids == plain_decoder(model, eos_token_ids=EOS).generate(PROMPTS[1], 20).token_ids
 
 
-def test_one_that_this_target_cannot_do_is_named_with_its_reason_and_the_others_go_on(model):
-    def broken(ids, seed):
+def test_what_transformers_cannot_do_is_said_in_one_line(model, monkeypatch):
+    def broken(*arguments, **more):
         raise ValueError("not with this cache\nmore")
 
-    fine = baseline("generate", model, EOS, 4)
-    assert failing({"generate": fine, "assistant": broken}, [Prompt("a", PROMPTS[0])]) == {
-        "assistant": "not with this cache"
-    }
+    decode = baseline("generate", model, EOS, 4)
+    assert decode(PROMPTS[0], 0).token_ids
+    monkeypatch.setattr(model, "generate", broken)
+    with pytest.raises(CannotDecode, match=r"^not with this cache$"):
+        decode(PROMPTS[0], 0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipeline.checking.figures import CannotDecode
 from pipeline.checking.native import check_native, load_exported_heads
 from pipeline.checking.prompts import Prompt
 from pipeline.checking.quality import mean_log_likelihood, text_statistics
@@ -100,6 +101,37 @@ def test_heads_that_disagree_slow_it_down_and_change_no_token(check, next_tokens
     assert found["native"]["greedy_match"]["identical"] == 4 and found["native"]["acceleration_rate"] >= 1
     texts = [[token["text"] for token in sample["tokens"]] for sample in (*plain, *found["samples"])]
     assert texts[:2] == texts[2:]
+
+
+@pytest.mark.parametrize("asked", [1, 5, 11], ids=["in its warm-up", "half-way", "in the second repetition"])
+@pytest.mark.parametrize("rule", [{}, {"acceptance": "typical", "temperature": 0.8}], ids=["greedy", "typical"])
+def test_a_baseline_that_fails_is_named_and_spoils_nothing_for_the_others(check, next_tokens, monkeypatch, asked, rule):
+    from pipeline.checking import native
+
+    make, calls = native.baseline, []
+    last = min(asked, 5) if rule else asked  # beside another rule greedy text is written once
+
+    def fragile(name, *arguments):
+        decode = make(name, *arguments)
+
+        def fails_at(ids, seed):
+            calls.append(name)
+            if name == "prompt-lookup" and calls.count(name) == last:
+                raise CannotDecode("its cache cannot be cropped")
+            return decode(ids, seed)
+
+        return fails_at
+
+    monkeypatch.setattr(native, "baseline", fragile)
+    prompts = [ids for ids, token in next_tokens if token not in EOS][:5]
+    found = check(prompts, repeats=2, baselines=["prompt-lookup", "generate"], **rule)
+    native_part = found["native"]
+    assert native_part["greedy_match"] == {"sequences": 5, "identical": 5, "ties": 0}
+    assert len(found["answers"]["plain"]) == len(found["answers"]["medusa"]) == 5
+    generate, lookup = native_part["baselines"]
+    assert generate["name"] == "generate" and generate["greedy_match"]["identical"] == 5
+    assert lookup == {"name": "prompt-lookup", "failed": "its cache cannot be cropped"}
+    assert calls.count("prompt-lookup") == last, "it is not asked again"
 
 
 @pytest.mark.parametrize(

@@ -48,5 +48,5 @@ def test_every_prompt_is_counted_once_whatever_the_number_of_methods(tmp_path):
         standing = read_standing(tmp_path / "progress")
         seen.append(standing.done if standing else None)
 
-    take_turns({"plain": decode, "medusa": decode}, [Prompt(str(n), [n]) for n in range(3)], progress)
+    take_turns({"plain": decode, "medusa": decode}, [Prompt(str(n), [n]) for n in range(3)], progress=progress)
     assert seen == [0, 0, 1, 1, 2, 2] and read_standing(tmp_path / "progress").done == 3

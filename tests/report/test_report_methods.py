@@ -43,11 +43,12 @@ def test_every_method_has_a_row_and_plain_decoding_is_the_measure(measured):
         ("plain", "1.00", "256", "1.00x", "31 ms", "3.9 ms", "-"),
         ("Medusa", "1.99", "412", "1.61x", "34 ms", "2.4 ms", "31/32"),
         ("generate", "1.00", "238", "0.93x", "36 ms", "4.2 ms", "30/32"),
+        ("prompt lookup", "failed", "-", "-", "-", "-", "-"),
         ("vLLM plain", "1.00", "1,000", "1.00x", "-", "-", "-"),
         ("vLLM Medusa", "1.71", "900", "0.90x", "-", "-", "32/32"),
     )
     assert "3 repetitions" in table.note
-    assert table.note.endswith("prompt lookup cannot decode this target: its cache <b>cannot</b> be cropped.")
+    assert table.note.endswith("prompt lookup failed: its cache <b>cannot</b> be cropped.")
 
 
 def test_the_page_has_them_and_escapes_what_a_model_s_code_said(measured, extras):
