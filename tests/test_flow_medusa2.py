@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.checking.prompts import held_out_prompts
 from pipeline.checkpoints.medusa import read_export
 from pipeline.cli.app import app
+from pipeline.cli.chat_model import load_chat_model
 from pipeline.errors import CheckFailed, EnvironmentFault
 from pipeline.states import stage_states
 from pipeline.storage.run_directory import RunDirectory
@@ -46,7 +47,7 @@ def joint_run(tmp_path_factory, make_config) -> RunDirectory:
 
 @pytest.fixture
 def run(tmp_path: Path, joint_run: RunDirectory) -> RunDirectory:
-    """A copy at `tmp_path/run` whose export has been brought home."""
+    """A copy at `tmp_path/run`."""
     shutil.copytree(joint_run.path, tmp_path / "run", symlinks=True)
     return RunDirectory(tmp_path / "run")
 
@@ -154,14 +155,19 @@ def test_a_backbone_that_moved_too_far_fails_the_check_and_nothing_is_made_again
         assert stages_run(run) == []
 
 
-def test_a_run_that_was_copied_elsewhere_exports_anew_so_that_its_heads_name_what_lies_there(
-    run, make_config, tmp_path
+@pytest.mark.parametrize("move", [shutil.copytree, shutil.move], ids=["copied", "moved"])
+def test_a_run_that_lies_elsewhere_makes_nothing_again_and_uses_the_backbone_that_lies_there(
+    joint_run, make_config, tmp_path, move
 ):
-    config = make_config(tmp_path, **JOINT)
-    assert stages_run(run_again(config)) == ["export", "check"]
-    assert stages_run(run_again(config)) == []
-    assert Path(read_export(latest(run, "export").path)[0].base_model_name_or_path) == backbone_of(run)
-    assert backbone_of(run).is_relative_to(tmp_path)
+    first = shutil.copytree(joint_run.path, tmp_path / "first" / "run", symlinks=True)
+    move(first, tmp_path / "second" / "run", **({"symlinks": True} if move is shutil.copytree else {}))
+    run = run_again(make_config(tmp_path / "second", **JOINT))
+    assert stages_run(run) == [] and run.path.is_relative_to(tmp_path / "second")
+    export = latest(run, "export").path
+    model = load_chat_model(export, plain=False, base_model=None, chat_template=None, gpus=0)
+    assert model.decoder.model.config.name_or_path == str(export / "backbone")
+    rechecked = run_again(make_config(tmp_path / "second", **JOINT), fresh="check")
+    assert latest(rechecked, "check").summary["passed"]
 
 
 @pytest.mark.parametrize(

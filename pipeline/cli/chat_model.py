@@ -87,11 +87,11 @@ def load_chat_model(
 
 
 def _target_of(export: Path, named: str) -> str:
-    """The target as the export names it, or its own tuned backbone where both were moved."""
+    """The target as the export names it; a tuned backbone is the one beside its heads, wherever both were moved."""
+    if is_local(named) and (export / BACKBONE_DIRECTORY).is_dir():
+        return str(export / BACKBONE_DIRECTORY)
     if not is_local(named) or Path(named).is_dir():
         return named
-    if (export / BACKBONE_DIRECTORY).is_dir():
-        return str(export / BACKBONE_DIRECTORY)
     raise ConfigError(f"The export's target is not there: {named}.", str(export), "Say where it is with --base-model.")
 
 

@@ -1,7 +1,8 @@
 """export: one directory that vLLM, TGI and TensorRT-LLM load unmodified.
 
 Promises: exactly the expected tensors and shapes, read back and compared bit for bit; heads, tokenizer, configuration,
-tree and model card together. With Medusa-2 the tuned backbone lies in `backbone/`, and the configuration names it.
+tree and model card together. With Medusa-2 the tuned backbone lies in `backbone/`, and the configuration names it by
+its absolute path, where it was made: of an export that was moved since, that directory is meant all the same.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ UPSTREAM = ("train", "calibrate")
 
 
 def identity(context: Context) -> dict[str, Any]:
-    """The format, the dtype, and what the export calls its target: a tuned backbone's path begins with the store's."""
+    """The format, the dtype, and what the export calls its target; a tuned backbone is wherever the export is."""
     tuned = context.config.train.method == "medusa-2"
     return {
         "settings": context.config.export.model_dump(mode="json"),
-        "base_model": str(context.run.store.resolve()) if tuned else context.target.model,
+        "base_model": BACKBONE_DIRECTORY if tuned else context.target.model,
         "dtype": context.target.dtype,
     }
 
