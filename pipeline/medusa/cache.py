@@ -3,7 +3,8 @@
 Keys and values of all layers lie in one tensor (one per shape, dtype and device), so that keeping a path moves the
 entries of every layer at once, in place. Each sequence of a batch has its own length and its own place. Layers keep
 the full length whatever their attention, since the window is in the mask (see masks.py), and hand out only the filled
-part, so that a step costs what its sequences cost, not the capacity.
+part, so that a step costs what its sequences cost, not the capacity. Or, `fixed`, some slots more, always as many, with
+the lengths read on the device: what a recorded step needs (see recorded_steps.py).
 
 Letters: L key and value tensors of the layers, B sequences, H key-value heads, S slots, D head size, N rows of a
 forward, T positions of a path.
@@ -12,7 +13,8 @@ forward, T positions of a path.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -71,8 +73,10 @@ class TreeCache(Cache):
         self._places = 0
         self._wanted = (0, 0)
         self._stores: list[Tensor] = []  # each [L, B, H, S, D]
+        self.allocation = 0  # how often memory was taken: recorded steps know the cache by its address
         self._opening = False
         self._rows: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._fixed_width: int | None = None
 
     @property
     def length(self) -> int:
@@ -102,14 +106,30 @@ class TreeCache(Cache):
     def write(self, part: Tensor, states: Tensor) -> Tensor:
         """Writes rows [B, H, N, D] behind their sequences' and returns [B, H, S', D]: what is filled of one layer."""
         num_rows = states.shape[2]
-        if len(states) == 1:
+        if len(states) == 1 and self._fixed_width is None:
             place = len(self.lengths) if self._opening else 0
             part = part.narrow(0, place, 1)
             part.narrow(2, self.length, num_rows).copy_(states)
             return part.narrow(2, 0, self.length + num_rows)
         place_B1, slot_BN = self._rows_on(part.device, num_rows)
         part[place_B1, :, slot_BN] = states.transpose(1, 2)
-        return part.narrow(0, 0, len(states)).narrow(2, 0, self.length + num_rows)
+        return part.narrow(0, 0, len(states)).narrow(2, 0, self._fixed_width or self.length + num_rows)
+
+    def width(self, num_rows: int) -> int:
+        """Slots that hold so many more rows of every open sequence: the same number for many steps."""
+        return -(-(self.length + num_rows) // _GRANULE) * _GRANULE
+
+    @contextmanager
+    def fixed(self, length_B: Tensor, num_rows: int, width: int) -> Iterator[None]:
+        """Within, the sequences' lengths are those on the device alone, and layers hand out `width` slots."""
+        device = length_B.device
+        places_B1 = torch.arange(len(length_B), device=device)[:, None]
+        self._rows = {device: (places_B1, length_B[:, None] + torch.arange(num_rows, device=device))}
+        self._fixed_width = width
+        try:
+            yield
+        finally:
+            self._rows, self._fixed_width = {}, None
 
     def keep(self, rows: Sequence[Sequence[int]], rows_BT: Tensor) -> None:
         """Keeps these rows of the last forward, in this order: each sequence's root and accepted nodes, ascending.
@@ -120,8 +140,11 @@ class TreeCache(Cache):
         in_place = min(next((i for i, row in enumerate(path) if row != i), len(path)) for path in rows)
         longest = max(map(len, rows))
         if in_place < longest:
-            for store in self._stores:
-                self._move(store, rows_BT[:, in_place:longest].to(store.device), in_place)
+            self.move(rows_BT[:, :longest], in_place)
+        self.advance(rows)
+
+    def advance(self, rows: Sequence[Sequence[int]]) -> None:
+        """Counts these rows of the last forward to their sequences; they lie where they belong."""
         self.lengths = [length + len(path) for length, path in zip(self.lengths, rows, strict=True)]
         self._rows = {}
 
@@ -135,10 +158,14 @@ class TreeCache(Cache):
         self.lengths = [self.lengths[old] for old in kept]
         self._rows = {}
 
-    def _move(self, store: Tensor, rows_BT: Tensor, first: int) -> None:
+    def move(self, rows_BT: Tensor, first: int) -> None:
         """Moves rows to where the path's positions from `first` belong; what is moved past a path's end is not read."""
-        num_moved = rows_BT.shape[1]
-        if len(rows_BT) == 1:
+        rows_BT = rows_BT[:, first:]
+        for store in self._stores:
+            self._move(store, rows_BT.to(store.device), first, rows_BT.shape[1])
+
+    def _move(self, store: Tensor, rows_BT: Tensor, first: int, num_moved: int) -> None:
+        if len(rows_BT) == 1 and self._fixed_width is None:
             (length,) = self.lengths
             moved = store.narrow(1, 0, 1).index_select(3, rows_BT[0] + length)
             store.narrow(1, 0, 1).narrow(3, length + first, num_moved).copy_(moved)
@@ -157,6 +184,7 @@ class TreeCache(Cache):
 
     def _allocate(self) -> None:
         """One store per kind of tensor, the first prompt's states moved in, and every layer given its part."""
+        self.allocation += 1
         wanted_slots, self._places = self._wanted
         self.num_slots = -(-wanted_slots // _GRANULE) * _GRANULE
         kinds = defaultdict(list)

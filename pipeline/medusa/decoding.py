@@ -3,9 +3,10 @@
 One step is one forward of the target over the token that it chose last (the root) and a tree of the heads' guesses,
 under an explicit mask and explicit positions; the longest accepted path is kept, in the tokens and in the KV cache
 (paper 2.1.2, 2.3.1). The heads read one hidden state per step: the last accepted one, exactly as the lm_head reads
-it. No model code is touched. Plain decoding is the same loop with no tree. The acceptance rule decides every token,
-the prefill's too: greedy acceptance writes what greedy decoding writes, and rejection sampling what plain sampling
-writes with a generator in the same state, both up to ties within rounding.
+it. No model code is touched. Plain decoding is the same loop with no tree. On a GPU both replay their steps as CUDA
+graphs (see recorded_steps.py). The acceptance rule decides every token, the prefill's too: greedy acceptance writes
+what greedy decoding writes, and rejection sampling what plain sampling writes with a generator in the same state, both
+up to ties within rounding.
 
 Limits: attention by sdpa or eager (others take no custom mask); rotary or learned positions.
 Where the rotary frequencies depend on the length (dynamic NTK, longrope), text that crosses their switch may differ.
@@ -29,7 +30,9 @@ from pipeline.medusa.cache import TreeCache, num_cached_layers
 from pipeline.medusa.heads import MedusaHeads
 from pipeline.medusa.masks import TreeMasks, attention_windows
 from pipeline.medusa.readout import Forward, check_pair, reading
+from pipeline.medusa.recorded_steps import RecordedSteps, Recorder, recorder_for
 from pipeline.medusa.sampling import Noise
+from pipeline.medusa.steps import Roots, Steps, TreeSteps
 from pipeline.medusa.tree import Path, Tree
 
 
@@ -70,6 +73,7 @@ class MedusaDecoder:
         choices: The tree's paths; only as many heads as it is deep are evaluated.
         eos_token_ids: The tokens that end a sequence.
         max_length: Prompt and new tokens together; by default the model's context.
+        recorder: What records steps; by default CUDA graphs where the model lies on one GPU, and nothing elsewhere.
 
     Raises ConfigError when the heads do not belong to the target or its attention cannot verify a tree.
     """
@@ -82,6 +86,7 @@ class MedusaDecoder:
         *,
         eos_token_ids: Collection[int],
         max_length: int | None = None,
+        recorder: Recorder | None = None,
     ):
         if model.training:
             raise ValueError("call model.eval() first: dropout would make decoding random")
@@ -96,8 +101,11 @@ class MedusaDecoder:
             if heads is None or heads.config.num_heads < self.tree.max_depth:
                 raise ValueError(f"a tree of depth {self.tree.max_depth} needs as many heads")
             check_pair(model, heads)
-        self._masks = TreeMasks(self.tree, windows, self.max_length, model.dtype, self.device)
+        masks = TreeMasks(self.tree, windows, self.max_length, model.dtype, self.device)
         self._cache = TreeCache(num_cached_layers(config))
+        steps = TreeSteps(self.tree, heads, masks, self._cache, self.max_length)
+        recorder = recorder or recorder_for(model)
+        self._steps: Steps = RecordedSteps(steps, recorder) if recorder else steps
 
     def generate(
         self,
@@ -173,19 +181,20 @@ class MedusaDecoder:
         """
         texts = self._begin(prompts, max_new_tokens, rule, generators)
         with reading(self.model) as forward:
-            states = []
+            roots = []
             for prompt, text in zip(prompts, texts, strict=True):
-                hidden_1D, token_1 = self._prefill(forward, prompt, rule, text.noise)
-                states.append((hidden_1D, token_1))
+                hidden_1D, logits_1V = self._prefill(forward, prompt)
+                token_1 = rule.choose(logits_1V, text.noise.ahead(1, logits_1V))
+                roots.append(Roots(hidden_1D, token_1))
                 yield [(text.number, self._take(text, token_1.tolist()))]
-            hidden_BD, token_B = (torch.cat(column) for column in zip(*states, strict=True))
+            self._steps.start(Roots(*(torch.cat(column) for column in zip(*roots, strict=True))))
             while places := [place for place, text in enumerate(texts) if text.room]:
                 if len(places) < len(texts):
-                    self._cache.drop(places)
+                    self._steps.drop(places)
                     texts = [texts[place] for place in places]
-                    hidden_BD, token_B = hidden_BD[places], token_B[places]
-                tokens_BN = self._propose(hidden_BD, token_B)
-                hidden_BD, token_B, written = self._verify(forward, tokens_BN, rule, [text.noise for text in texts])
+                noises = [text.noise.ahead(self.tree.max_depth + 1, logits_1V) for text in texts]
+                noise_BTV = torch.stack([noise for noise in noises if noise is not None]) if rule.samples else None
+                written = self._steps.take(forward, rule, noise_BTV)
                 yield [(text.number, self._take(text, ids)) for text, ids in zip(texts, written, strict=True)]
 
     def _begin(
@@ -206,53 +215,14 @@ class MedusaDecoder:
         sources = generators if rule.samples and generators else [None] * len(prompts)
         return [_Text(i, room, Noise(source)) for i, (room, source) in enumerate(zip(rooms, sources, strict=True))]
 
-    def _prefill(
-        self, forward: Forward, prompt_ids: Sequence[int], rule: AcceptanceRule, noise: Noise
-    ) -> tuple[Tensor, Tensor]:
-        """A prompt's forward: the state [1, D] that the heads read next, and the first token [1]."""
+    def _prefill(self, forward: Forward, prompt_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A prompt's forward: the state [1, D] that the heads read next, and the logits [1, V] of the first token."""
         ids_1T = torch.tensor([prompt_ids], device=self.device)
         positions_1T = torch.arange(len(prompt_ids), device=self.device)[None]
         self._cache.open()
         hidden_11D, logits_11V = forward(ids_1T, positions_1T, None, self._cache, last_only=True)
         self._cache.keep_prompt(len(prompt_ids))
-        return hidden_11D[:, 0], rule.choose(logits_11V[:, 0], noise.ahead(1, logits_11V))
-
-    def _propose(self, hidden_BD: Tensor, token_B: Tensor) -> Tensor:
-        """The tokens [B, N] of every tree: the roots and, below them, the heads' guesses."""
-        if not self.tree.num_nodes:
-            return token_B[:, None]
-        assert self.heads is not None
-        hidden_BD = hidden_BD.to(self.heads.block_weight.device)  # a target over several GPUs ends on another
-        guesses_KBR = self.heads(hidden_BD, self.tree.max_depth).topk(self.tree.top).indices.to(self.device)
-        guesses_BN = guesses_KBR.transpose(0, 1).flatten(1).index_select(1, self.tree.guess)
-        return torch.cat((token_B[:, None], guesses_BN), 1)
-
-    def _verify(
-        self, forward: Forward, tokens_BN: Tensor, rule: AcceptanceRule, noises: Sequence[Noise]
-    ) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """One forward over the trees; keeps the accepted paths; one transfer from the device."""
-        tree, lengths = self.tree, self._cache.lengths
-        starts = lengths[0] if len(lengths) == 1 else torch.tensor(lengths, device=self.device)[:, None]
-        positions_BN = tree.depth[None] + starts
-        if max(lengths) + tree.max_depth >= self.max_length:  # cut, but must not overrun a table of positions
-            positions_BN.clamp_(max=self.max_length - 1)
-        mask = self._masks.after(lengths) if tree.num_nodes or len(lengths) > 1 else None
-        hidden_BND, logits_BNV = forward(tokens_BN, positions_BN, mask, self._cache)
-        ahead = [noise.ahead(tree.max_depth + 1, logits_BNV) for noise in noises]
-        noise_BTV = torch.stack([each for each in ahead if each is not None]) if rule.samples else None
-        if not tree.num_nodes:
-            token_B = rule.choose(logits_BNV[:, 0], None if noise_BTV is None else noise_BTV[:, 0])
-            self._cache.keep([[0]] * len(lengths), tree.lineage)
-            return hidden_BND[:, 0], token_B, [[token] for token in token_B.tolist()]
-        row_B, token_B = rule.judge(logits_BNV, tokens_BN, tree, noise_BTV)
-        lineage_BT = tree.lineage.index_select(0, row_B)
-        fetched = torch.cat((row_B[:, None], tokens_BN.gather(1, lineage_BT), token_B[:, None]), 1).tolist()
-        rows = [tree.lineages[row] for row, *_ in fetched]
-        self._cache.keep(rows, lineage_BT)
-        chosen_B11 = row_B[:, None, None].to(hidden_BND.device)
-        hidden_BD = hidden_BND.gather(1, chosen_B11.expand(-1, 1, hidden_BND.shape[-1]))[:, 0]
-        written = [[*path[1 : len(kept)], token] for kept, (_, *path, token) in zip(rows, fetched, strict=True)]
-        return hidden_BD, token_B, written
+        return hidden_11D[:, 0], logits_11V[:, 0]
 
     def _take(self, text: _Text, ids: list[int]) -> list[int]:
         """The tokens up to and with the first end token, as many as there is room for."""

@@ -10,7 +10,7 @@ Letters: N rows of the tree, S columns: the longest prefix, the rows, and one th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class TreeMasks:
     ):
         self.max_prefix = max_prefix
         self.num_rows = tree.num_nodes + 1
+        self._device = device
+        self._last_column = max_prefix + self.num_rows  # which no row sees
         self._masks = {kind: _mask_NS(tree, window, max_prefix, dtype).to(device) for kind, window in windows.items()}
 
     def after(self, lengths: Sequence[int]) -> Masks:
@@ -55,17 +57,21 @@ class TreeMasks:
 
         Columns beyond a shorter sequence's own rows are hidden.
         """
-        columns = max(lengths) + self.num_rows
-        masks = {}
-        for kind, mask_NS in self._masks.items():
-            if len(lengths) == 1:
-                mask = mask_NS[None, None].narrow(3, self.max_prefix - lengths[0], columns)
-            else:
-                first_B1 = self.max_prefix - torch.tensor(lengths, device=mask_NS.device)[:, None]
-                column_BS = (first_B1 + torch.arange(columns, device=mask_NS.device)).clamp_(max=mask_NS.shape[1] - 1)
-                mask = mask_NS[:, column_BS].transpose(0, 1)[:, None]
-            # CUDA's fused kernels read masks in aligned vectors; a slice may start anywhere.
-            masks[kind] = mask.contiguous() if mask.is_cuda else mask
+        if len(lengths) > 1:
+            return self.within(torch.tensor(lengths, device=self._device), max(lengths) + self.num_rows)
+        start, columns = self.max_prefix - lengths[0], lengths[0] + self.num_rows
+        return self._each(lambda mask_NS: mask_NS[None, None].narrow(3, start, columns))
+
+    def within(self, length_B: Tensor, columns: int) -> Masks:
+        """The same for lengths [B] on the device, over so many columns: [B, 1, N, columns]."""
+        first_B1 = self.max_prefix - length_B[:, None]
+        column_BS = (first_B1 + torch.arange(columns, device=length_B.device)).clamp_(max=self._last_column)
+        return self._each(lambda mask_NS: mask_NS[:, column_BS].transpose(0, 1)[:, None])
+
+    def _each(self, part: Callable[[Tensor], Tensor]) -> Masks:
+        masks = {kind: part(mask_NS) for kind, mask_NS in self._masks.items()}
+        # CUDA's fused kernels read masks in aligned vectors; a slice may start anywhere.
+        masks = {kind: mask.contiguous() if mask.is_cuda else mask for kind, mask in masks.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
 

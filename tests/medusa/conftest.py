@@ -28,6 +28,7 @@ from transformers import (
 from pipeline.medusa.heads import HeadsConfig, MedusaHeads
 
 SIZE, VOCAB, CONTEXT = 48, 24, 96
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SHAPE = {
     "hidden_size": SIZE,
     "intermediate_size": 64,
@@ -126,3 +127,14 @@ def _fitted_heads(model: PreTrainedModel, ids: list[int], num_heads: int, known:
 def fitted_heads() -> Callable[..., MedusaHeads]:
     """(model, ids, num_heads, known): heads that are right on a share of a text's positions, mostly wrong elsewhere."""
     return _fitted_heads
+
+
+@pytest.fixture(scope="session")
+def pair(target_of, continuation) -> Callable[[str], tuple[PreTrainedModel, MedusaHeads]]:
+    """(family): a target, and three heads that know its answer to `PROMPT` well and others hardly."""
+
+    def get(family: str) -> tuple[PreTrainedModel, MedusaHeads]:
+        model = target_of(family)
+        return model, _fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3, known=0.7)
+
+    return get

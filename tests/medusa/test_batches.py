@@ -17,17 +17,6 @@ from tests.medusa.test_decoding import FAMILIES, PROMPT, SPARSE
 PROMPTS = [PROMPT, [2], [5, 6] * 20, PROMPT[::-1], PROMPT * 2]
 
 
-@pytest.fixture(scope="module")
-def pair(target_of, continuation, fitted_heads):
-    """(family): a target and heads that know the first prompt's answer well and the others' hardly."""
-
-    def get(family: str):
-        model = target_of(family)
-        return model, fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3, known=0.7)
-
-    return get
-
-
 def seeded(number: int) -> list[torch.Generator]:
     return [torch.Generator().manual_seed(seed) for seed in range(number)]
 

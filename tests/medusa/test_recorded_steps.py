@@ -1,0 +1,117 @@
+"""Recorded steps write what steps taken one by one do: nothing that changes between steps may be left on the host."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from pipeline.medusa import recorded_steps
+from pipeline.medusa.decoding import MedusaDecoder
+from pipeline.medusa.recorded_steps import recorder_for
+from pipeline.medusa.tree import cartesian_tree
+from tests.medusa.test_acceptance import RULES
+from tests.medusa.test_batches import PROMPTS, seeded
+from tests.medusa.test_decoding import FAMILIES, PROMPT, SPARSE
+
+
+class Tape(TorchDispatchMode):
+    """Records operators as a CUDA graph does: tensors by where they are, all else as it was; reading one is refused."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators: list[tuple] = []
+        self.replayed = 0
+
+    def run(self, function: Callable[[], None]) -> None:
+        function()
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        self.operators = operators = []
+        with self:
+            function()
+        return lambda: self._replay(operators)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.overloadpacket in (torch.ops.aten.item, torch.ops.aten._local_scalar_dense):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        made = operator(*args, **(kwargs or {}))
+        self.operators.append((operator, args, kwargs or {}, made))
+        return made
+
+    def _replay(self, operators: list[tuple]) -> None:
+        self.replayed += 1
+        again: dict[int, torch.Tensor] = {}
+        known = lambda tensor: again.get(id(tensor), tensor)  # noqa: E731
+        for operator, args, kwargs, made in operators:
+            result = operator(*tree_map_only(torch.Tensor, known, args), **tree_map_only(torch.Tensor, known, kwargs))
+            for old, new in zip(_tensors(made), _tensors(result), strict=True):
+                again[id(old)] = new
+
+
+def _tensors(made) -> list[torch.Tensor]:
+    return [one for one in (made if isinstance(made, tuple | list) else [made]) if isinstance(one, torch.Tensor)]
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    """Widths of 16 slots, so that texts outgrow several."""
+    monkeypatch.setattr("pipeline.medusa.cache._GRANULE", 16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recorded_step_replayed_writes_what_transformers_writes(family, pair, continuation):
+    model, heads = pair(family)
+    expected = continuation(model, PROMPT, 60)
+    for tree in (SPARSE, ()):
+        tape = Tape()
+        decoder = MedusaDecoder(model, heads, tree, eos_token_ids=(), recorder=tape)
+        first, again = decoder.generate(PROMPT, 60), decoder.generate(PROMPT, 60)
+        assert first.token_ids == again.token_ids == expected
+        assert tape.replayed > again.num_steps > 10, "what the first text has recorded must serve the second"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tree", [(), SPARSE, cartesian_tree((3, 2))], ids=["plain", "sparse", "cartesian"])
+def test_every_rule_and_a_batch_that_shrinks(rule, tree, pair):
+    model, heads = pair("mistral-window")
+    expected = MedusaDecoder(model, heads, tree, eos_token_ids=(7,)).generate_batch(PROMPTS, 30, rule, seeded(5))
+    tape = Tape()
+    decoder = MedusaDecoder(model, heads, tree, eos_token_ids=(7,), recorder=tape)
+    for _ in range(2):
+        found = decoder.generate_batch(PROMPTS, 30, rule, seeded(5))
+        assert [(one.token_ids, one.accepted) for one in found] == [(one.token_ids, one.accepted) for one in expected]
+    assert tape.replayed > 10
+
+
+def test_a_cache_that_moves_makes_recordings_void(pair, continuation):
+    model, heads = pair("llama")
+    tape = Tape()
+    decoder = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
+    for prompt, num_tokens in ((PROMPT, 8), (PROMPT, 8), (PROMPT * 3, 40), (PROMPT, 8)):
+        assert decoder.generate(prompt, num_tokens).token_ids == continuation(model, prompt, num_tokens)
+    assert tape.replayed
+
+
+def test_a_target_that_reads_its_numbers_back_is_decoded_step_by_step(pair, continuation, caplog):
+    model, heads = pair("llama")
+    tape = Tape()
+    decoder = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda _, inputs: inputs[0].sum().item() and None)
+    with caplog.at_level(logging.WARNING, recorded_steps.__name__):
+        for _ in range(2):
+            assert decoder.generate(PROMPT, 30).token_ids == continuation(model, PROMPT, 30)
+    hook.remove()
+    assert not tape.replayed
+    assert [record.message for record in caplog.records] == [
+        "The target's steps cannot be recorded, and are taken one by one: "
+        "operation not permitted when stream is capturing"
+    ]
+
+
+def test_nothing_is_recorded_on_a_cpu(pair):
+    assert recorder_for(pair("llama")[0]) is None
