@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
+from pipeline.checking.quality import last_logits
 from pipeline.config import CheckConfig
-from pipeline.targets.loading import input_device
 from pipeline.targets.spec import TargetSpec
 
 GapAt = Callable[[list[int]], float]
@@ -83,10 +82,8 @@ def compare(
 def gap_of(model: PreTrainedModel) -> GapAt:
     """The target's own top-2 logit gap after a prefix, by one plain forward."""
 
-    @torch.inference_mode()
     def gap_at(prefix: list[int]) -> float:
-        logits_V = model(input_ids=torch.tensor([prefix], device=input_device(model)), use_cache=False).logits[0, -1]
-        best, second = logits_V.double().topk(2).values.tolist()
+        best, second = last_logits(model, prefix, 1)[0].double().topk(2).values.tolist()
         return best - second
 
     return gap_at

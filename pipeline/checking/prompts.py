@@ -7,10 +7,11 @@ decodes the very same prompts.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.checking.progress import Progress
@@ -20,6 +21,7 @@ from pipeline.conversations.dialogue import Dialogue, DialogueSettings
 from pipeline.conversations.exchange import Completion, Sampling
 from pipeline.conversations.readers import read_source
 from pipeline.conversations.template import ChatTemplate
+from pipeline.errors import ConfigError
 from pipeline.medusa.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.storage.rows import spans_of
 from pipeline.storage.shards import read_rows
@@ -27,6 +29,8 @@ from pipeline.targets.engines import EngineName, make_generation_engine
 from pipeline.targets.protocol import GenerationEngine
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
 from pipeline.targets.talks import converse
+
+MORE_PER_TURN = 16  # tokens that a template may put between an answer and the next question, and not at the beginning
 
 
 @dataclass(frozen=True)
@@ -120,6 +124,7 @@ def question_prompts(
         max_new_tokens=settings.max_new_tokens,
         stop_token_ids=eos_token_ids(target),
     )
+    target = replace(target, max_tokens=min(context_length(target), _longest(questions, template, settings)))
     held = DialogueSettings("replay", sampling, context_length(target), ends_at_flaws=False)
     dialogues = [Dialogue(question, template, held) for question in questions]
     progress = progress or Progress()
@@ -158,6 +163,25 @@ class Counted:
         return completions
 
 
+def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
+    """The target with the context that the check may fill: `check.max_tokens`, else all of the model's own.
+
+    `target.max_tokens` is what a conversation to be learned from may have; a prompt may be longer. It holds where the
+    model does not say its context.
+    """
+    roomy = replace(target, max_tokens=settings.max_tokens)
+    try:
+        return replace(roomy, max_tokens=context_length(roomy))
+    except ConfigError:
+        return target
+
+
+def with_room_for(target: TargetSpec, prompts: Sequence[Prompt], num_tokens: int) -> TargetSpec:
+    """The target with no more context than these prompts need, and so many tokens behind each: engines reserve it."""
+    longest = max(len(prompt.ids) for prompt in prompts) + num_tokens
+    return replace(target, max_tokens=min(context_length(target), longest))
+
+
 def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
     """The file's own ids, as numbers where they are some; ours where it gives none or one twice."""
     times = Counter(question.source_id for question in questions)
@@ -173,6 +197,21 @@ def _prompts_of(dialogue: Dialogue) -> Iterator[list[int]]:
         return
     for row in rows:
         yield from (row.input_ids[: span.start] for span in row.spans)
+
+
+def _longest(questions: Sequence[Conversation], template: ChatTemplate, settings: CheckConfig) -> int:
+    """More tokens than the longest of the conversations can have, answers included."""
+    return max((_most_tokens(question, template, settings.max_new_tokens) for question in questions), default=1)
+
+
+def _most_tokens(question: Conversation, template: ChatTemplate, max_new_tokens: int) -> int:
+    before = [message for message in question.messages if message.role == "system"]
+    total = 1
+    for message in question.messages:
+        if message.role == "user":
+            with contextlib.suppress(Refusal):  # a turn that the template refuses is not asked
+                total += len(template.opening([*before, message])) + max_new_tokens + MORE_PER_TURN
+    return total
 
 
 def _num_turns(question: Conversation) -> int:

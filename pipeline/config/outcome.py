@@ -41,6 +41,10 @@ class CheckConfig(Section):
         "Spec-Bench), every turn of them.",
     )
     max_new_tokens: PositiveInt = Field(64, description="Tokens decoded per prompt.")
+    max_tokens: PositiveInt | None = Field(
+        None,
+        description="Longest prompt and answer together. Default: the model's own context, whatever target.max_tokens.",
+    )
     acceptance: Literal["greedy", "typical", "nucleus", "rejection"] = Field(
         "greedy",
         description="Rule by which candidates are accepted. greedy and rejection keep the target's own text and "

@@ -18,7 +18,14 @@ from typing import Any
 
 from pipeline.checking.native import check_native
 from pipeline.checking.progress import Progress, read_standing
-from pipeline.checking.prompts import Prompts, held_out_prompts, question_prompts, read_questions
+from pipeline.checking.prompts import (
+    Prompts,
+    held_out_prompts,
+    question_prompts,
+    read_questions,
+    with_room,
+    with_room_for,
+)
 from pipeline.checking.served import check_served
 from pipeline.checking.verdict import failures
 from pipeline.config import Config
@@ -61,10 +68,12 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
 
 
 def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progress) -> dict[str, Any]:
-    settings, target = context.config.check, context.backbone("export")
+    settings, heads = context.config.check, context.config.train.num_heads
     export = context.upstream["export"].path
     choices = [tuple(path) for path in read_json(export / "medusa_choices.json") or ()]
-    prompts = _prompts(context, progress)
+    target = with_room(context.backbone("export"), settings)
+    prompts = _prompts(context, target, progress)
+    target = with_room_for(target, prompts.kept, settings.max_new_tokens + heads + 1)  # vLLM drafts beyond the end
     placement = context.placement("features")
     shared = {
         "target": target,
@@ -90,7 +99,6 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
             text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
             write_text(stage.path / "answers" / f"{method}.jsonl", text)
     if "vllm" in settings.engines:
-        heads = context.config.train.num_heads
         placement = context.placement("generate")
         arguments = {"function": check_served, **shared, "gpus": placement.gpus, "num_heads": heads}
         served = context.executor.call(with_hardware, arguments, placement)
@@ -149,8 +157,8 @@ def _identical(engine: dict[str, Any]) -> str:
     return f"{engine['greedy_match']['identical']}/{engine['greedy_match']['sequences']} identical"
 
 
-def _prompts(context: Context, progress: Progress) -> Prompts:
-    settings, target = context.config.check, context.backbone("export")
+def _prompts(context: Context, target: TargetSpec, progress: Progress) -> Prompts:
+    settings = context.config.check
     if isinstance(settings.prompts, Path):
         kind, where = "question", str(settings.prompts)
         engine, part = ("transformers", "features") if "native" in settings.engines else ("vllm", "generate")
@@ -172,7 +180,7 @@ def _prompts(context: Context, progress: Progress) -> Prompts:
         raise DataError(
             f"No {kind} leaves room for {settings.max_new_tokens} tokens in the target's context.",
             where,
-            "Shorten check.max_new_tokens, or name other prompts in check.prompts.",
+            "Shorten check.max_new_tokens, raise check.max_tokens, or name other prompts in check.prompts.",
         )
     return prompts
 

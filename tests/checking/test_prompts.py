@@ -8,11 +8,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.checking.prompts import held_out_prompts, question_ids, question_prompts, read_questions
+from pipeline.checking import prompts
+from pipeline.checking.prompts import (
+    held_out_prompts,
+    question_ids,
+    question_prompts,
+    read_questions,
+    with_room,
+    with_room_for,
+)
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, Message
 from pipeline.storage.shards import read_rows
-from pipeline.targets.spec import TargetSpec
+from pipeline.targets.spec import TargetSpec, context_length
 
 EOS = [1, *range(100, 108)]
 ROOM = 10_000
@@ -115,6 +123,38 @@ def test_turns_that_do_not_fit_are_counted(ask, tmp_path):
     assert [(prompt.id, prompt.turn) for prompt in found.kept] == [("q:0/0", 0), ("q:0/1", 1), ("q:1/0", 0)]
     assert found.skipped == 3
     assert all(len(prompt.ids) <= 192 - 16 for prompt in found.kept)
+
+
+@pytest.mark.parametrize(
+    ("of_target", "of_check", "context"),
+    [(None, None, 192), (64, None, 192), (64, 100, 100), (None, 100, 100), (64, 10_000, 192)],
+)
+def test_a_prompt_may_fill_the_model_s_own_context_unless_the_check_says_less(
+    tiny_target, of_target, of_check, context
+):
+    spec = TargetSpec(str(tiny_target), max_tokens=of_target)
+    assert context_length(with_room(spec, CheckConfig(max_tokens=of_check))) == context
+
+
+def test_a_model_that_does_not_say_its_context_has_the_target_s_limit(monkeypatch, tiny_target):
+    monkeypatch.setattr("pipeline.targets.spec.CONTEXT_KEYS", ())
+    spec = TargetSpec(str(tiny_target), max_tokens=64)
+    assert context_length(with_room(spec, CheckConfig())) == 64
+
+
+def test_engines_are_given_the_context_that_the_questions_need_and_no_more(ask, tmp_path, monkeypatch):
+    given = []
+    make = prompts.make_generation_engine
+    monkeypatch.setattr(
+        prompts, "make_generation_engine", lambda name, spec, *rest: (given.append(spec), make(name, spec, *rest))[1]
+    )
+    found = ask(write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["why?", "how?"]}), max_new_tokens=16)
+    assert len(found.kept) == 3 and found.skipped == 0
+    longest = max(len(prompt.ids) for prompt in found.kept)
+    assert longest + 16 <= given[0].max_tokens < 192
+    assert with_room_for(given[0], found.kept, 18).max_tokens == longest + 18
+    ask(write(tmp_path / "q.jsonl", {"turns": ["moon " * 400]}), max_new_tokens=16)
+    assert given[1].max_tokens == 192
 
 
 def test_sampled_rules_ask_on_with_sampled_answers(ask, tmp_path):

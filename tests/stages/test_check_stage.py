@@ -69,6 +69,17 @@ def test_a_file_of_questions_is_asked_instead_of_held_out_rows(copied_run, make_
         run_again(config)
 
 
+def test_a_question_longer_than_what_is_learned_from_is_asked_all_the_same(make_config, tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"turns": ["moon " * 25]}) + "\n")
+    short = {"target__max_tokens": 64, "generate__max_new_tokens": 12, "generate__rounds": 1}
+    check = {"check__prompts": str(questions), "check__max_new_tokens": 20}
+    native = run_again(make_config(tmp_path, **short, **check)).latest("check").summary["native"]
+    assert (native["prompts"], native["skipped_prompts"]) == (1, 0)
+    with pytest.raises(DataError, match=r"No question leaves room for 20 tokens.*raise check\.max_tokens"):
+        run_again(make_config(tmp_path, **short, **check, check__max_tokens=64))
+
+
 def test_prompts_that_leave_no_room_are_skipped_and_when_none_is_left_it_says_so(copied_run, make_config, tmp_path):
     with pytest.raises(DataError, match="No held-out prompt leaves room for 190 tokens"):
         run_again(make_config(tmp_path, check__max_new_tokens=190))
