@@ -71,6 +71,12 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = Field(
         True, description="medusa-2: keep one state per layer and compute the others again: less memory, more time."
     )
+    shard_backbone: bool = Field(
+        False,
+        description="medusa-2: split the frozen layers over the workers (FSDP) where one GPU does not hold the target: "
+        "each keeps its part, and gathers each layer in every forward and backward. Less memory, more traffic; one "
+        "worker keeps all.",
+    )
     max_kl: PositiveFloat = Field(
         0.1, description="medusa-2: the check fails where KL(original, tuned) is above, in nats per held-out position."
     )

@@ -43,7 +43,9 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
         )
     if config.train.method == "medusa-2" and "train" in stages:
         _require_one_gpu(config)
-        require_tunable(resolve(config.target, on_gpu=False), config.train.lora_rank)
+        _require_whole_weights(config)
+        spec = resolve(config.target, on_gpu=False)
+        require_tunable(spec, config.train.lora_rank, sharded=config.train.shard_backbone)
     if config.calibrate.choices:
         read_choices(config)
     require_questions(config)
@@ -61,9 +63,19 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
 def _require_one_gpu(config: Config) -> None:
     if (config.placement.train.gpus_per_worker or 0) > 1:
         raise ConfigError(
-            "Medusa-2 holds the whole target on one GPU per worker; more would stand idle.",
+            "Medusa-2 computes on one GPU per worker; more would stand idle.",
             "placement.train.gpus_per_worker",
-            "Set it to 1 and raise placement.train.workers, or train the heads alone (train.method: medusa-1).",
+            "Set it to 1 and raise placement.train.workers; where the target does not fit on one GPU, "
+            "train.shard_backbone: true splits it over the workers.",
+        )
+
+
+def _require_whole_weights(config: Config) -> None:
+    if config.train.shard_backbone and config.target.quantization:
+        raise ConfigError(
+            f"Weights in {config.target.quantization} cannot be split over workers.",
+            "train.shard_backbone",
+            "Set it to false, as a quantized backbone is small, or leave target.quantization unset.",
         )
 
 

@@ -22,7 +22,14 @@ NAME = "train"
 VERSION = 1
 
 QUANTIZED_TEACHER = "the backbone is held to the quantized target, a worse teacher than the target itself"
-BOOKKEEPING = {"checkpoint_every", "keep_checkpoints", "micro_batch", "gradient_checkpointing", "max_kl"}
+BOOKKEEPING = {
+    "checkpoint_every",
+    "keep_checkpoints",
+    "micro_batch",
+    "gradient_checkpointing",
+    "shard_backbone",
+    "max_kl",
+}
 ONLY_MEDUSA_2 = {
     "recipe",
     "backbone_loss",

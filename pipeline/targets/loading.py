@@ -118,7 +118,7 @@ def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
     return weight.detach()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def verify_tap(model: PreTrainedModel) -> None:
     """Check that the state the features tap is the very state that the target's lm_head reads.
 

@@ -49,12 +49,26 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
     return found
 
 
-def require_tunable(spec: TargetSpec, rank: int) -> None:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The model's layers, the units in which its weights are split over GPUs.
+
+    Raises:
+        ConfigError: It has none of the kind that transformers recomputes one by one.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    if layers := [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
+        return layers
+    fix = "Set train.shard_backbone: false, or choose a target whose layers transformers knows."
+    raise ConfigError("The target has no decoder layers that could be split over workers.", files.WHERE, fix)
+
+
+def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> None:
     """Refuse a target that cannot be tuned or whose adapter could not be merged, without loading weights.
 
     Raises:
         ConfigError: It is quantized on disk, computes its logits by more than lm_head, has weights that LoRA does not
-            find, or the rank is beyond its hidden size.
+            find, the rank is beyond its hidden size, or it is to be `sharded` and has no layers that can be.
     """
     from transformers import AutoModelForCausalLM
 
@@ -70,7 +84,10 @@ def require_tunable(spec: TargetSpec, rank: int) -> None:
         what = f"The target changes what its lm_head says ({changed}), which the backbone's loss does not follow."
         raise ConfigError(what, files.WHERE, HEADS_ALONE)
     with torch.device("meta"):
-        linear_layers(AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code))
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
+    linear_layers(model)
+    if sharded:
+        decoder_layers(model)
 
 
 def changed_logits(config: PretrainedConfig) -> str | None:

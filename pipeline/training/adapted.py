@@ -24,7 +24,9 @@ from pipeline.targets import files
 from pipeline.targets.loading import input_device, load_causal_lm, verify_tap
 from pipeline.targets.lora import HEADS_ALONE, add_lora
 from pipeline.targets.spec import TargetSpec
+from pipeline.training.sharding import shard_layers
 from pipeline.training.texts import TextBatch
+from pipeline.training.world import World
 
 NAME = "default"  # peft's, of an adapter
 
@@ -37,6 +39,7 @@ class Backbone(nn.Module):
         settings: LoRA's rank, alpha and dropout, and whether to recompute activations.
         device: Where it goes.
         dtype: In what matrix products run; where it is another than fp32, under autocast.
+        world: The workers; `settings.shard_backbone` splits the frozen layers over them, where they are several.
 
     Raises:
         ConfigError: LoRA does not find its layers, its lm_head reads something else than its last states, or packed
@@ -45,14 +48,24 @@ class Backbone(nn.Module):
     """
 
     def __init__(
-        self, spec: TargetSpec, settings: TrainConfig, device: torch.device, dtype: torch.dtype = torch.float32
+        self,
+        spec: TargetSpec,
+        settings: TrainConfig,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        world: World | None = None,
     ):
         super().__init__()
-        target = load_causal_lm(spec, device)
+        world = world or World()
+        sharded = settings.shard_backbone and world.size > 1
+        target = load_causal_lm(spec, "cpu" if sharded else device)
         _keep_differentiable(target)
-        verify_tap(target)
-        verify_packing(target)
         self.tuned = add_lora(target, rank=settings.lora_rank, alpha=settings.lora_alpha, dropout=settings.lora_dropout)
+        if sharded:
+            shard_layers(target, device, world)
+        with cast(Any, self.tuned).disable_adapter():
+            verify_tap(target)
+            verify_packing(target)
         for module in cast(Any, self.tuned).modules():
             if hasattr(module, "cast_input_dtype_enabled"):
                 # Autocast casts once, to bf16; peft would first make an fp32 copy of what each layer reads.
@@ -114,7 +127,7 @@ def _keep_differentiable(module: nn.Module) -> None:
             layer.training = True
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def verify_packing(model: Any) -> None:
     """Check that conversations packed into one sequence do not see each other in this model.
 

@@ -45,8 +45,10 @@ def evaluate_tuned(
     groups = pack([text.num_read for text in chosen], settings.sequence_length)
     drift, scores = Drift.zero(device), Score.zero(settings.num_heads, evaluate.TOP, device)
     backbone.eval()
-    for group in groups[slice(*part(0, len(groups), world.rank, world.size))]:
-        batch = assemble_texts([[chosen[index] for index in group]], settings.num_heads).to(device)
+    share = groups[slice(*part(0, len(groups), world.rank, world.size))]
+    padding = -(-len(groups) // world.size) - len(share)  # where layers are split, all workers run them
+    for sequences in [*([[chosen[index] for index in group]] for group in share), *[[]] * padding]:
+        batch = assemble_texts(sequences, settings.num_heads).to(device)
         with autocast():
             hidden_ND, original_ND = backbone.states(batch), backbone.original_states(batch)
             low_NR = backbone.low(hidden_ND)

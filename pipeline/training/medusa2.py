@@ -96,7 +96,7 @@ class Trainer:
         self.plan = text_plan(spec, self.texts["train"])
         self.total_steps = self.plan.steps_per_epoch * spec.settings.epochs
         torch.manual_seed(spec.seed)  # every worker draws the same adapter
-        self.backbone = Backbone(spec.target, spec.settings, device, self.dtype)
+        self.backbone = Backbone(spec.target, spec.settings, device, self.dtype, world)
         self.heads = (load_heads(heads_from) if heads_from else initial_heads(spec)).to(device)
         self.modules = {"heads": self.heads, "backbone": self.backbone}
         self.optimizer = make_optimizer(self.heads, spec.settings, self.backbone)
@@ -123,9 +123,9 @@ class Trainer:
             sums += losses.detach()
         self.backbone.eval()
 
-        for parameter in self.parameters:  # a worker without a sequence adds nothing to the sum
-            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        self.world.sum_all([sums, *(parameter.grad for parameter in self.parameters if parameter.grad is not None)])
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        assert len(gradients) == len(self.parameters), "a batch of nothing has gradients too, which are zero"
+        self.world.sum_all([sums, *gradients])
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, settings.max_grad_norm)
         means = sums / counts
         scalars = torch.stack([(weights * means).sum(), norm])
@@ -155,14 +155,14 @@ class Trainer:
         return torch.cat([backbone_loss[None], head_losses_K])
 
     def batches(self, step: int) -> Iterator[Numbered]:
-        """This worker's part of a step."""
+        """This worker's part of a step: equally many batches as any other's, of which the last may hold nothing."""
         epoch, step = divmod(step, self.plan.steps_per_epoch)
         share = self.plan.sequences(epoch, step, self.world.rank, self.world.size)
         texts, size = self.texts["train"], self.settings.micro_batch
-        for start in range(0, len(share), size):
+        for start in range(0, self.plan.largest_share(step, self.world.size), size):
             part = share[start : start + size]
             sequences = [[texts[index] for index in group] for _, group in part]
-            yield part[0][0], assemble_texts(sequences, self.settings.num_heads)
+            yield part[0][0] if part else 0, assemble_texts(sequences, self.settings.num_heads)
 
     def evaluate(self) -> tuple[list[dict[str, float]], dict[str, Any]]:
         """The heads' figures and the backbone's drift, on held-out text."""

@@ -79,7 +79,8 @@ def memory_errors(spec: TrainSpec) -> Iterator[None]:
         if spec.settings.method == "medusa-2":
             fix = (
                 "Lower train.micro_batch or train.sequence_length, or set train.gradient_checkpointing: true, "
-                "train.optimizer: adamw-8bit or target.quantization: 4bit."
+                "train.optimizer: adamw-8bit, train.shard_backbone: true (several workers) or "
+                "target.quantization: 4bit."
             )
         raise EnvironmentFault("The GPU's memory is too small for this training.", spec.directory, fix) from error
 

@@ -48,6 +48,9 @@ class Text:
         return sum(map(len, self.spans)) - self.num_learned
 
 
+NOTHING = Text(np.zeros(1, np.int32), (), num_read=1)
+
+
 def read_texts(
     shards: Sequence[str],
     *,
@@ -121,6 +124,11 @@ class TextPlan:
         first, last = part(0, len(chosen), rank, world_size)
         return [(number, self.groups[chosen[number]]) for number in range(first, last)]
 
+    def largest_share(self, step: int, world_size: int) -> int:
+        """How many of a step's sequences the worker with the most has."""
+        first, last = part(0, len(self.groups), step, self.steps_per_epoch)
+        return -(-(last - first) // world_size)
+
 
 @dataclass(frozen=True)
 class TextBatch:
@@ -138,7 +146,11 @@ class TextBatch:
 
 
 def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextBatch:
-    """One batch of sequences; behind a shorter one every token of padding is a conversation of its own."""
+    """One batch of sequences; behind a shorter one every token of padding is a conversation of its own.
+
+    Of no sequences it is one token that nobody learns from.
+    """
+    sequences = sequences or [[NOTHING]]
     longest = max(sum(text.num_read for text in texts) for texts in sequences)
     ids_BT = np.zeros((len(sequences), longest), np.int64)
     positions_BT = np.zeros_like(ids_BT)

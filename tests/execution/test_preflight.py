@@ -28,6 +28,7 @@ MEDUSA_2 = {"train__method": "medusa-2"}
         ({"push__repo_id": "me/heads", "push__base_model": "not an id"}, "push.base_model"),
         ({"train__lora_rank": 65, **MEDUSA_2}, "train.lora_rank"),
         ({"target__model": "/absent", **MEDUSA_2}, "target"),
+        ({"train__shard_backbone": True, "target__quantization": "4bit", **MEDUSA_2}, "train.shard_backbone"),
     ],
 )
 def test_it_is_refused_and_the_key_is_named(make_config, tmp_path, changes, key):
@@ -46,7 +47,9 @@ def test_it_is_refused_and_the_key_is_named(make_config, tmp_path, changes, key)
         {"push__repo_id": "me/heads", **HUB},
         {"push__repo_id": "me/heads", "push__base_model": "owner/model"},
         MEDUSA_2,
+        {"train__shard_backbone": True, **MEDUSA_2},
         {"train__lora_rank": 65},
+        {"train__shard_backbone": True, "target__quantization": "4bit"},
     ],
 )
 def test_it_is_allowed(make_config, tmp_path, changes):
@@ -151,6 +154,6 @@ def test_every_rule_has_numbers_that_it_takes(make_config, tmp_path):
 
 def test_medusa_2_takes_no_second_gpu_for_a_worker_that_would_not_use_it(make_config, tmp_path):
     config = make_config(tmp_path, **MEDUSA_2, placement__train={"gpus_per_worker": 2})
-    with pytest.raises(ConfigError, match="one GPU per worker"):
+    with pytest.raises(ConfigError, match=r"one GPU per worker.*train\.shard_backbone"):
         check_config(config, ["train"])
     check_config(make_config(tmp_path, placement__train={"gpus_per_worker": 2}), ["train"])

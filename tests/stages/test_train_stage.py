@@ -41,6 +41,7 @@ def test_medusa1_is_named_as_it_was_before_there_was_another_method(make_config,
         (MEDUSA_2, "max_kl", 0.5),
         (MEDUSA_2, "micro_batch", 4),
         (MEDUSA_2, "gradient_checkpointing", False),
+        (MEDUSA_2, "shard_backbone", True),
         (TWO_STAGE, "checkpoint_every", 7),
     ],
 )

@@ -70,7 +70,7 @@ def test_every_linear_layer_gets_an_adapter_and_the_model_says_what_it_said(fami
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_it_may_be_tuned(tmp_path, family):
-    require_tunable(saved(tmp_path, FAMILIES[family][0]), rank=32)
+    require_tunable(saved(tmp_path, FAMILIES[family][0]), rank=32, sharded=True)
 
 
 @pytest.mark.parametrize(

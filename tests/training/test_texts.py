@@ -54,6 +54,7 @@ def test_every_sequence_comes_once_per_epoch_whoever_shares_the_steps(lengths, b
         assert whole == plan.sequences(epoch, step) and len(whole) <= budget
         assert [number for number, _ in whole] == list(range(len(whole)))
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        assert plan.largest_share(step, world_size) == max(map(len, shares))
         seen.update(tuple(group) for _, group in whole)
     assert seen == Counter(tuple(group) for group in plan.groups)
 

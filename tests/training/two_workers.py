@@ -25,7 +25,7 @@ train(spec, World(1, 2))
 """
 
 
-def train_as_two(train: Callable[..., Any], spec: TrainSpec, scratch: Path) -> None:
+def train_as_two(train: Callable[..., Any], spec: TrainSpec | tuple[TrainSpec, ...], scratch: Path) -> None:
     """Train as the first of two workers; the second has to end well too."""
     work, meeting = scratch / "work.pickle", f"file://{scratch}/meeting"
     work.write_bytes(pickle.dumps((train, spec)))

@@ -1,0 +1,114 @@
+"""Frozen layers split over two workers, this process and another: the training is that of whole layers, to the bit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipeline.errors import ConfigError
+from pipeline.targets.lora import decoder_layers
+from pipeline.targets.spec import TargetSpec
+from pipeline.training.medusa2 import Trainer, train_medusa2
+from pipeline.training.metrics import read_metrics
+from pipeline.training.spec import TrainSpec
+from pipeline.training.world import World
+from tests.training.test_medusa2_ends import Stopped, same, stop_at
+from tests.training.two_workers import train_as_two
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def layered(tmp_path_factory) -> TargetSpec:
+    """A target of several layers, whose lm_head is its embedding; its matrices do not halve evenly."""
+    torch.manual_seed(4)
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 45, "num_hidden_layers": 3}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, tie_word_embeddings=True))
+    model.save_pretrained(directory := tmp_path_factory.mktemp("layered"))
+    return TargetSpec(str(directory))
+
+
+@pytest.fixture
+def make(make_tuning, layered):
+    """In most steps this worker has one sequence, and the other two."""
+    usual = {"lora_dropout": 0.3, "epochs": 2, "batch_sequences": 3, "max_grad_norm": 0.5}
+    return lambda name, **settings: replace(make_tuning(name, **{**usual, **settings}), target=layered)
+
+
+def train_and_count(specs: tuple[TrainSpec, ...], world: World) -> None:
+    """Train each, and write down how many frozen elements of the layers this worker then holds, before and in steps."""
+    for spec in specs:
+        train_medusa2(spec, world)
+    trainer = Trainer(specs[-1], world, CPU)
+    counts = [held(trainer.backbone)]
+    trainer.step(0)
+    counts.append(held(trainer.backbone))
+    (specs[-1].path / f"held-{world.rank}.json").write_text(json.dumps(counts))
+
+
+def train_and_interrupt(specs: tuple[TrainSpec, ...], world: World) -> None:
+    """Train the first, and the second with a break; both workers stop in the same step, as Ray Train ends a group."""
+    whole, broken = specs
+    train_medusa2(whole, world)
+    with pytest.raises(Stopped):
+        train_medusa2(broken, world, stop_at(5))
+    assert not broken.heads_path.exists()
+    train_medusa2(broken, world)
+
+
+def held(backbone: nn.Module) -> int:
+    frozen = [weight for layer in decoder_layers(backbone) for weight in layer.parameters() if not weight.requires_grad]
+    return sum((weight.to_local() if isinstance(weight, DTensor) else weight).numel() for weight in frozen)
+
+
+@pytest.mark.slow
+def test_the_weights_are_those_of_whole_layers_and_each_worker_holds_half_of_them(make, tmp_path, layered):
+    whole, split = make("whole"), make("split", shard_backbone=True)
+    train_as_two(train_and_count, (whole, split), tmp_path)
+    assert same(whole, split)
+    for one, other in zip(read_metrics(whole.path), read_metrics(split.path), strict=True):
+        assert one | {"tokens_per_second": 0} == other | {"tokens_per_second": 0}
+    model = LlamaForCausalLM.from_pretrained(layered.model)
+    half = sum(weight.numel() for layer in decoder_layers(model) for weight in layer.parameters()) / 2
+    for rank in range(2):
+        before, after = json.loads((split.path / f"held-{rank}.json").read_text())
+        assert before == after == pytest.approx(half, rel=0.03)  # one row more or less of what is odd
+
+
+@pytest.mark.slow
+def test_an_interrupted_training_of_split_layers_ends_with_the_weights_of_whole_ones(make, tmp_path):
+    settings = {"gradient_checkpointing": True, "micro_batch": 2, "epochs": 3, "precision": "bf16"}
+    whole, broken = make("whole", **settings), make("broken", shard_backbone=True, **settings)
+    whole, broken = (replace(spec, target=replace(spec.target, dtype="bfloat16")) for spec in (whole, broken))
+    train_as_two(train_and_interrupt, (whole, broken), tmp_path)
+    assert same(whole, broken)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_workers_run_equally_many_batches_of_which_some_hold_nothing(make, micro_batch):
+    """A worker that ran fewer would leave the others waiting for its part of a layer."""
+    trainers = [Trainer(make("any", micro_batch=micro_batch), World(rank, 2), CPU) for rank in range(2)]
+    numbers = set()
+    for step in range(trainers[0].plan.steps_per_epoch):
+        shares = [list(trainer.batches(step)) for trainer in trainers]
+        assert len(shares[0]) == len(shares[1]) > 0
+        numbers |= {len(batch.next_N) for share in shares for _, batch in share}
+    assert (0 in numbers) is (micro_batch == 1)
+
+
+def test_one_worker_has_nothing_to_split(make):
+    whole, alone = make("whole", epochs=1), make("alone", epochs=1, shard_backbone=True)
+    for spec in (whole, alone):
+        train_medusa2(spec)
+    assert same(whole, alone)
+
+
+def test_a_target_without_layers_to_split_is_refused():
+    with pytest.raises(ConfigError, match=r"no decoder layers.*train\.shard_backbone"):
+        decoder_layers(nn.Sequential(nn.Linear(2, 2)))
