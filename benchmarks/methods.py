@@ -1,12 +1,13 @@
-"""What each way to train gives and costs (the paper's table 2, in small): the same target, text and epochs.
+"""What each way to train gives and costs (the paper's table 2, in small): the same target, text and tokens.
 
     python -m benchmarks.run methods                               # the demo's target, after `make demo`: 15 minutes
     python -m benchmarks.methods CONFIG [section.key=value ...]    # any other; only printed
 
 Runs the flow once per method, all in one store, so that target, seeds, text and cached states are the same, and reads
-the reports. `hard labels` is the joint recipe with cross entropy in the place of KL. All trees have the same number of
-nodes; KL, perplexity and agreement compare the tuned backbone with the original on held-out text. A run whose check
-fails, for a backbone that has moved too far, is read like any other.
+the reports. `hard labels` is the joint recipe with cross entropy in the place of KL. All learn from as many tokens: the
+two stages share the epochs between them. All trees have the same number of nodes; KL, perplexity and agreement compare
+the tuned backbone with the original on held-out text. A run whose check fails, for a backbone that has moved too far,
+is read like any other.
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ def measure(*, tiny: bool = False) -> Result:
 def compare(config: Path, overrides: Sequence[str], executor: str = "ray") -> Result:
     """The acceleration rate of every method, with what it did to the backbone."""
     claims, facts = [], {}
+    epochs = load_config(config, [*SETTINGS, *overrides]).train.epochs
     for number, (name, recipe) in enumerate(METHODS.items(), start=1):
-        report = report_of(config, [*SETTINGS, *overrides, *(f"train.{key}" for key in recipe)], number, executor)
+        settings = [f"epochs={max(1, epochs // 2) if 'recipe=two-stage' in recipe else epochs}", *recipe]
+        report = report_of(config, [*SETTINGS, *overrides, *(f"train.{key}" for key in settings)], number, executor)
         native, train = report["check"]["native"], report["train"]
         drift = train.get("drift", {"kl": 0.0, "perplexity_change": 0.0, "greedy_agreement": 1.0})
         sides = {
