@@ -8,6 +8,8 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from pipeline.config.section import Section
 
+Bits = Literal["4bit", "8bit"]
+
 
 class TrainConfig(Section):
     method: Literal["medusa-1", "medusa-2"] = Field(
@@ -71,6 +73,12 @@ class TrainConfig(Section):
     gradient_checkpointing: bool = Field(
         True, description="medusa-2: keep one state per layer and compute the others again: less memory, more time."
     )
+    quantization: Literal["none", "4bit", "8bit"] | None = Field(
+        None,
+        description="medusa-2: hold the copy that trains in 4 or 8 bit (QLoRA), and nothing else: what is published is "
+        "the target's own weights and what was learned. With kl that copy is the teacher too. Default: "
+        "target.quantization.",
+    )
     shard_backbone: bool = Field(
         False,
         description="medusa-2: split the frozen layers over the workers (FSDP) where one GPU does not hold the target: "
@@ -80,6 +88,10 @@ class TrainConfig(Section):
     max_kl: PositiveFloat = Field(
         0.1, description="medusa-2: the check fails where KL(original, tuned) is above, in nats per held-out position."
     )
+
+    def quantization_beside(self, target: Bits | None) -> Bits | None:
+        """What the copy that trains is held in, where target.quantization is `target`."""
+        return target if self.quantization is None else None if self.quantization == "none" else self.quantization
 
     @property
     def peak_backbone_lr(self) -> float:

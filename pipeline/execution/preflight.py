@@ -71,11 +71,12 @@ def _require_one_gpu(config: Config) -> None:
 
 
 def _require_whole_weights(config: Config) -> None:
-    if config.train.shard_backbone and config.target.quantization:
+    bits = config.train.quantization_beside(config.target.quantization)
+    if config.train.shard_backbone and bits:
         raise ConfigError(
-            f"Weights in {config.target.quantization} cannot be split over workers.",
+            f"Weights in {bits} cannot be split over workers.",
             "train.shard_backbone",
-            "Set it to false, as a quantized backbone is small, or leave target.quantization unset.",
+            "Set it to false, since a quantized backbone is small, or train.quantization to none.",
         )
 
 
@@ -169,8 +170,11 @@ def _needed_packages(config: Config) -> Iterator[tuple[str, str, str, str]]:
         yield "train", "bitsandbytes", "train.optimizer", f"{install} train.optimizer to adamw."
     if config.train.method == "medusa-2":
         yield "train", "peft", "train.method", f"{install} train.method to medusa-1."
+    if config.train.method == "medusa-2" and config.train.quantization_beside(config.target.quantization):
+        key = "train.quantization" if config.train.quantization else "target.quantization"
+        yield "train", "bitsandbytes", key, "Install it, or set train.quantization to none."
     if config.target.quantization:
-        loads_it = "train" if config.train.method == "medusa-2" else "features"
+        loads_it = "calibrate" if config.train.method == "medusa-2" else "features"
         yield loads_it, "bitsandbytes", "target.quantization", "Install it, or leave target.quantization unset."
 
 

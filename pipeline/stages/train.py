@@ -41,6 +41,7 @@ ONLY_MEDUSA_2 = {
     "backbone_lr",
     "sequence_length",
     "batch_sequences",
+    "quantization",
 }
 ONLY_FROM_FEATURES = {"batch_tokens"}
 
@@ -56,6 +57,8 @@ def identity(context: Context) -> dict[str, Any]:
     """The recipe, the seed, and the target that heads and backbone start from; no key that this method never reads."""
     unread = ONLY_MEDUSA_2 if context.config.train.method == "medusa-1" else set()
     unread = unread if "features" in upstream(context.config) else unread | ONLY_FROM_FEATURES
+    if context.config.train.quantization_beside(context.target.quantization) == context.target.quantization:
+        unread = unread | {"quantization"}  # said or not, it is the target's own
     settings = context.config.train.model_dump(mode="json", exclude=BOOKKEEPING | unread)
     return {"settings": settings, "seed": context.config.run.seed, "target": context.target_identity}
 
@@ -79,7 +82,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         directory=str(stage.path),
         device="cuda" if placement.gpus else "cpu",
     )
-    if spec.texts and context.target.quantization and spec.settings.backbone_loss == "kl":
+    if spec.texts and spec.trained_target.quantization and spec.settings.backbone_loss == "kl":
         context.console.print(f"[yellow]![/] {NAME:<10} {QUANTIZED_TEACHER}", highlight=False, soft_wrap=True)
     with context.meter(NAME, 0, unit="steps") as meter:
 

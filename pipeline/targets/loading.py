@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
 
+FEWER_BYTES = "Raise gpus_per_worker, or set target.quantization to 8bit or 4bit."
+
+
 def require_gpus(num_gpus: int) -> None:
     """Raise EnvironmentFault where fewer GPUs are visible than a worker is to use."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -30,8 +33,12 @@ def require_gpus(num_gpus: int) -> None:
         raise EnvironmentFault(f"{num_gpus} GPUs are asked for and {visible} are visible.", "placement", fix)
 
 
-def load_causal_lm(spec: TargetSpec, device: str | torch.device = "cpu", num_gpus: int = 1) -> PreTrainedModel:
+def load_causal_lm(
+    spec: TargetSpec, device: str | torch.device = "cpu", num_gpus: int = 1, too_large: str = FEWER_BYTES
+) -> PreTrainedModel:
     """The target, frozen, on `device`; over the first `num_gpus` GPUs when that is more than one.
+
+    `too_large` says what to do where it does not fit.
 
     Raises:
         ConfigError: transformers cannot load it.
@@ -56,7 +63,7 @@ def load_causal_lm(spec: TargetSpec, device: str | torch.device = "cpu", num_gpu
                 **_devices(device, num_gpus if on_gpu else 1),
             )
         except torch.cuda.OutOfMemoryError as error:
-            raise _too_large(spec, num_gpus) from error
+            raise _does_not_fit(spec, num_gpus, too_large) from error
         except UnpicklingError as error:
             fix = "Load it where you trust it, and `save_pretrained` it to a directory."
             raise ConfigError(
@@ -67,7 +74,7 @@ def load_causal_lm(spec: TargetSpec, device: str | torch.device = "cpu", num_gpu
             reason = str(error).strip().split("\n")[0].rstrip(".")
             raise ConfigError(f"transformers cannot load {spec.model}: {reason}.", files.WHERE, fix) from error
     if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) and on_gpu:
-        raise _too_large(spec, num_gpus)  # it would run, a hundred times too slowly
+        raise _does_not_fit(spec, num_gpus, too_large)  # it would run, a hundred times too slowly
     return model.eval().requires_grad_(False)
 
 
@@ -78,8 +85,7 @@ def _devices(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
     return {"device_map": "auto", "max_memory": {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}}
 
 
-def _too_large(spec: TargetSpec, num_gpus: int) -> EnvironmentFault:
-    fix = "Raise gpus_per_worker, or set target.quantization to 8bit or 4bit."
+def _does_not_fit(spec: TargetSpec, num_gpus: int, fix: str) -> EnvironmentFault:
     return EnvironmentFault(f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", fix)
 
 
@@ -89,8 +95,8 @@ def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
-        fix = "pip install bitsandbytes, or leave target.quantization unset."
-        raise EnvironmentFault("bitsandbytes is not importable.", "target.quantization", fix) from error
+        fix = "pip install bitsandbytes, or leave target.quantization and train.quantization unset."
+        raise EnvironmentFault("bitsandbytes is not importable.", f"quantization: {spec.quantization}", fix) from error
     from transformers import BitsAndBytesConfig
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it repeats one warning per layer and forward

@@ -75,7 +75,7 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
     config = model_config(spec)
     text = config.get_text_config()
     if getattr(config, "quantization_config", None):
-        fix = "Name the target's original weights; target.quantization: 4bit trains on a quantized copy of them."
+        fix = "Name the target's original weights; train.quantization: 4bit trains on a quantized copy of them."
         raise ConfigError("A tuned backbone cannot be merged into weights that are quantized.", files.WHERE, fix)
     if rank > text.hidden_size:
         fix = "Lower it: 32 is usual."

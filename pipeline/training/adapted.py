@@ -29,6 +29,7 @@ from pipeline.training.texts import TextBatch
 from pipeline.training.world import World
 
 NAME = "default"  # peft's, of an adapter
+LESS_ON_EACH = "Set train.shard_backbone: true with several workers, or train.quantization: 4bit."
 
 
 class Backbone(nn.Module):
@@ -58,7 +59,7 @@ class Backbone(nn.Module):
         super().__init__()
         world = world or World()
         sharded = settings.shard_backbone and world.size > 1
-        target = load_causal_lm(spec, "cpu" if sharded else device)
+        target = load_causal_lm(spec, "cpu" if sharded else device, too_large=LESS_ON_EACH)
         _keep_differentiable(target)
         self.tuned = add_lora(target, rank=settings.lora_rank, alpha=settings.lora_alpha, dropout=settings.lora_dropout)
         if sharded:

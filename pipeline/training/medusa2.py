@@ -96,7 +96,7 @@ class Trainer:
         self.plan = text_plan(spec, self.texts["train"])
         self.total_steps = self.plan.steps_per_epoch * spec.settings.epochs
         torch.manual_seed(spec.seed)  # every worker draws the same adapter
-        self.backbone = Backbone(spec.target, spec.settings, device, self.dtype, world)
+        self.backbone = Backbone(spec.trained_target, spec.settings, device, self.dtype, world)
         self.heads = (load_heads(heads_from) if heads_from else initial_heads(spec)).to(device)
         self.modules = {"heads": self.heads, "backbone": self.backbone}
         self.optimizer = make_optimizer(self.heads, spec.settings, self.backbone)

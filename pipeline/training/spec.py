@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -47,6 +47,11 @@ class TrainSpec:
         return self.path / "adapter"
 
     @property
+    def trained_target(self) -> TargetSpec:
+        """The target as Medusa-2 trains it: its copy in `train.quantization`."""
+        return replace(self.target, quantization=self.settings.quantization_beside(self.target.quantization))
+
+    @property
     def heads_config(self) -> HeadsConfig:
         """The shape of the heads that are asked for."""
         settings = self.settings
@@ -80,7 +85,7 @@ def memory_errors(spec: TrainSpec) -> Iterator[None]:
             fix = (
                 "Lower train.micro_batch or train.sequence_length, or set train.gradient_checkpointing: true, "
                 "train.optimizer: adamw-8bit, train.shard_backbone: true (several workers) or "
-                "target.quantization: 4bit."
+                "train.quantization: 4bit."
             )
         raise EnvironmentFault("The GPU's memory is too small for this training.", spec.directory, fix) from error
 

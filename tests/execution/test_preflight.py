@@ -29,6 +29,7 @@ MEDUSA_2 = {"train__method": "medusa-2"}
         ({"train__lora_rank": 65, **MEDUSA_2}, "train.lora_rank"),
         ({"target__model": "/absent", **MEDUSA_2}, "target"),
         ({"train__shard_backbone": True, "target__quantization": "4bit", **MEDUSA_2}, "train.shard_backbone"),
+        ({"train__shard_backbone": True, "train__quantization": "8bit", **MEDUSA_2}, "train.shard_backbone"),
     ],
 )
 def test_it_is_refused_and_the_key_is_named(make_config, tmp_path, changes, key):
@@ -50,6 +51,12 @@ def test_it_is_refused_and_the_key_is_named(make_config, tmp_path, changes, key)
         {"train__shard_backbone": True, **MEDUSA_2},
         {"train__lora_rank": 65},
         {"train__shard_backbone": True, "target__quantization": "4bit"},
+        {
+            "train__shard_backbone": True,
+            "target__quantization": "4bit",
+            "train__quantization": "none",
+            **MEDUSA_2,
+        },
     ],
 )
 def test_it_is_allowed(make_config, tmp_path, changes):
@@ -75,7 +82,7 @@ WANTS = [
     ({"check__engines": ["native", "vllm"]}, "vllm", "check.engines", "check"),
     ({"train__optimizer": "adamw-8bit"}, "bitsandbytes", "train.optimizer", "train"),
     ({"target__quantization": "8bit"}, "bitsandbytes", "target.quantization", "features"),
-    ({"target__quantization": "4bit"} | MEDUSA_2, "bitsandbytes", "target.quantization", "train"),
+    ({"train__quantization": "4bit"} | MEDUSA_2, "bitsandbytes", "train.quantization", "train"),
     (MEDUSA_2, "peft", "train.method", "train"),
 ]
 
@@ -114,6 +121,14 @@ def test_a_package_is_not_asked_for_where_it_is_not_needed_here(
         check_config(config)  # begun, and not finished
     (made / "DONE.json").write_text("{}")
     check_config(config)
+
+
+def test_a_quantized_target_trains_quantized_too_unless_it_is_said(make_config, tmp_path, monkeypatch, own_machine):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    quantized = {"target__quantization": "4bit", **MEDUSA_2}
+    with pytest.raises(EnvironmentFault, match=r"train needs it.*target\.quantization"):
+        check_config(make_config(tmp_path, **quantized), {"train"})
+    check_config(make_config(tmp_path, **quantized, train__quantization="none"), {"train"})
 
 
 def test_replies_that_the_seeds_bring_need_no_engine(make_config, tmp_path, monkeypatch, own_machine):

@@ -42,6 +42,9 @@ def test_medusa1_is_named_as_it_was_before_there_was_another_method(make_config,
         (MEDUSA_2, "micro_batch", 4),
         (MEDUSA_2, "gradient_checkpointing", False),
         (MEDUSA_2, "shard_backbone", True),
+        (MEDUSA_2, "quantization", "none"),
+        (MEDUSA_2 | {"target__quantization": "4bit"}, "quantization", "4bit"),
+        ({}, "quantization", "4bit"),
         (TWO_STAGE, "checkpoint_every", 7),
     ],
 )
@@ -59,6 +62,8 @@ def test_what_makes_no_difference_leaves_a_training_s_name_alone(identity, metho
         (MEDUSA_2, "backbone_lr", 1e-5),
         (MEDUSA_2, "lora_dropout", 0.1),
         (MEDUSA_2, "batch_sequences", 3),
+        (MEDUSA_2, "quantization", "4bit"),
+        (MEDUSA_2 | {"target__quantization": "4bit"}, "quantization", "none"),
         (TWO_STAGE, "batch_tokens", 99),
     ],
 )
