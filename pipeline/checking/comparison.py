@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from pipeline.checking.quality import last_logits
+from pipeline.checking.forward import last_positions
 from pipeline.config import CheckConfig
 from pipeline.targets.spec import TargetSpec
 
@@ -83,7 +83,8 @@ def gap_of(model: PreTrainedModel) -> GapAt:
     """The target's own top-2 logit gap after a prefix, by one plain forward."""
 
     def gap_at(prefix: list[int]) -> float:
-        best, second = last_logits(model, prefix, 1)[0].double().topk(2).values.tolist()
+        _, logits_1V = last_positions(model, prefix, 1)
+        best, second = logits_1V[0].double().topk(2).values.tolist()
         return best - second
 
     return gap_at

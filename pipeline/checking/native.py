@@ -86,11 +86,13 @@ def check_native(
     }
     with fastest_threads(plain_decoder(model, eos_token_ids=(), max_length=room), prompts[0].ids):
         contest = hold_contest(plain, medusa, others, prompts, settings, progress)
-        studies = run_studies(settings.studies, plain, medusa, prompts, settings, calibration or {}, progress)
-    first, greedy = contest.passes[0], contest.greedy_passes[0]
+        first, greedy = contest.passes[0], contest.greedy_passes[0]
+        plain_ids = _texts(greedy[PLAIN])
+        studies = run_studies(
+            settings.studies, plain, medusa, prompts, settings, calibration or {}, plain_ids, progress
+        )
     tolerance, gap_at = tie_tolerance(target, settings), gap_of(model)
     names, prompt_ids = [prompt.id for prompt in prompts], [prompt.ids for prompt in prompts]
-    plain_ids = _texts(greedy[PLAIN])
 
     def matched(method: str) -> GreedyMatch:
         return compare(names, prompt_ids, plain_ids, _texts(greedy[method]), gap_at, tolerance)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from time import perf_counter
 
 import torch
@@ -53,6 +53,28 @@ def overhead_curve(
                 seconds[size].append(_seconds_per_step(decoder, prompt_ids, length))
     medians = {size: statistics.median(taken) for size, taken in seconds.items()}
     return {size: medians[size] / medians[0] for size in medians if size}
+
+
+def overheads(
+    plain: MedusaDecoder, others: Mapping[str, MedusaDecoder], prompts: Sequence[Sequence[int]]
+) -> dict[str, float]:
+    """Seconds of each decoder's steps over plain ones behind the same prompt; the median over the prompts.
+
+    End tokens end nothing here: a decoder that keeps some is measured all the same.
+    """
+    plain = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
+    ratios: dict[str, list[float]] = {name: [] for name in others}
+    endless = {name: with_tree(other, other.tree.choices) for name, other in others.items()}
+    for prompt_ids in [prompts[0], *prompts]:  # the first one is the warm-up
+        plainly = _seconds_per_step(plain, prompt_ids, plain.max_length)
+        for name, decoder in endless.items():
+            ratios[name].append(_seconds_per_step(decoder, prompt_ids, decoder.max_length) / plainly)
+    return {name: statistics.median(found[1:]) for name, found in ratios.items()}
+
+
+def with_tree(medusa: MedusaDecoder, choices: Sequence[Path], eos_token_ids: Collection[int] = ()) -> MedusaDecoder:
+    """The same target and heads with another tree; without end tokens, unless some are given."""
+    return MedusaDecoder(medusa.model, medusa.heads, choices, eos_token_ids=eos_token_ids, max_length=medusa.max_length)
 
 
 @contextlib.contextmanager

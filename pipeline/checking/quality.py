@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import statistics
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from pipeline.checking.forward import last_positions
 from pipeline.checking.prompts import Prompt
 from pipeline.conversations.quality import distinct_n
-from pipeline.targets.loading import input_device
 
 # T answer tokens, V vocabulary
 
@@ -43,13 +41,5 @@ def _log_probabilities(
 ) -> Iterator[Tensor]:
     """Of every answer, the target's own distributions [T, V] that its tokens were chosen from."""
     for prompt, answer in zip(prompts, answers, strict=True):
-        yield last_logits(model, prompt.ids + answer[:-1], len(answer)).float().log_softmax(-1)
-
-
-@torch.inference_mode()
-def last_logits(model: PreTrainedModel, ids: list[int], number: int) -> Tensor:
-    """The logits [number, V] of a text's last positions. No others are made where the model can leave them out."""
-    ids_1T = torch.tensor([ids], device=input_device(model))
-    can_select = "logits_to_keep" in inspect.signature(model.forward).parameters
-    selection: dict[str, Any] = {"logits_to_keep": number} if can_select else {}
-    return model(input_ids=ids_1T, use_cache=False, **selection).logits[0, -number:]
+        _, logits_TV = last_positions(model, prompt.ids + answer[:-1], len(answer))
+        yield logits_TV.float().log_softmax(-1)

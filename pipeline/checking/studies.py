@@ -1,12 +1,12 @@
 """What the check can find out beyond its verdict (`check.studies`): which tree, which rule, how many heads, what batch.
 
     trees    the ladder: plain, top-1 chain, Cartesian tree, the authors' stock tree, a searched one of its size, the
-             export's own
+             export's own; see ladder.py
     typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling and rejection
     heads    how many heads are used: the export's tree cut at each depth
     batch    how many sequences decode at once, plain and with the tree
 
-A study costs the first `NUM_PROMPTS` prompts at no more than `MAX_NEW_TOKENS` tokens each, once per row: read its
+The others cost the first `NUM_PROMPTS` prompts at no more than `MAX_NEW_TOKENS` tokens each, once per row: read their
 figures against each other, and the check's own for what the heads are worth. Every row is flat, for a table and a plot.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
@@ -27,20 +27,19 @@ from typing import Any, Literal
 
 import torch
 
+from pipeline.checking.ladder import tree_ladder
+from pipeline.checking.overhead import with_tree
 from pipeline.checking.progress import Progress
 from pipeline.checking.prompts import Prompt
 from pipeline.checking.quality import mean_log_likelihood
 from pipeline.config import CheckConfig, StudyName
 from pipeline.medusa.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
 from pipeline.medusa.decoding import Decoded, MedusaDecoder, acceleration_rate
-from pipeline.medusa.tree import Path, cartesian_tree, greedy_tree, stock_tree
 from pipeline.targets.loading import input_device
 
 Row = dict[str, Any]
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 8, 64
-STOCK_NODES = 63  # and the root
-CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes, about as many
 TEMPERATURES = (0.3, 0.7, 1.0)
 EPS = (0.01, 0.04, 0.09, 0.16, 0.25)  # the range that the paper sweeps
 BATCH_SIZES = (1, 2, 4, 8, 16)
@@ -64,6 +63,7 @@ def run_studies(
     prompts: Sequence[Prompt],
     settings: CheckConfig,
     calibration: Mapping[str, Any],
+    answers: Sequence[list[int]],
     progress: Progress | None = None,
 ) -> dict[str, list[Row]]:
     """The rows of every study that is asked for, by its name.
@@ -74,11 +74,12 @@ def run_studies(
         settings: Of the check: how many tokens, and typical acceptance's first token.
         calibration: The calibrate stage's tree.json, for the stock-sized tree: its search's order where it has one
             (`searched`), else that of its `accuracies`; without either there is no such row.
+        answers: What plain greedy decoding wrote for each prompt.
     """
     num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
     few = prompts[:NUM_PROMPTS]
     studies: dict[StudyName, Callable[[], list[Row]]] = {
-        "trees": lambda: tree_ladder(plain, medusa, few, num_tokens, calibration),
+        "trees": lambda: tree_ladder(plain, medusa, prompts, answers, calibration),
         "typical": lambda: typical_sweep(plain, medusa, few, num_tokens, settings.first_token),
         "heads": lambda: heads_used(plain, medusa, few, num_tokens),
         "batch": lambda: batch_sizes(plain, medusa, prompts, num_tokens),
@@ -89,38 +90,6 @@ def run_studies(
             progress.begin("native, studies", len(names), done=len(rows), unit="studies")
         rows[name] = studies[name]()
     return rows
-
-
-def tree_ladder(
-    plain: MedusaDecoder,
-    medusa: MedusaDecoder,
-    prompts: Sequence[Prompt],
-    num_tokens: int,
-    calibration: Mapping[str, Any],
-) -> list[Row]:
-    """From plain decoding to the export's tree: what each step up the ladder costs and gives."""
-    assert medusa.heads is not None
-    num_heads = medusa.heads.config.num_heads
-    widths = CARTESIAN[:num_heads]
-    trees: dict[str, Sequence[Path]] = {
-        "top-1 chain": cartesian_tree([1] * num_heads),
-        f"Cartesian {'x'.join(map(str, widths))}": cartesian_tree(widths),
-        "stock (Vicuna-7B's)": stock_tree(num_heads),
-        "searched, stock size": searched_tree(calibration),
-        "the export's": medusa.tree.choices,
-    }
-    sides = [Side({"tree": "plain", "nodes": 0}, plain)]
-    sides += [
-        Side({"tree": name, "nodes": len(tree)}, _with_tree(medusa, tree)) for name, tree in trees.items() if tree
-    ]
-    return _measured(sides, prompts, num_tokens)
-
-
-def searched_tree(calibration: Mapping[str, Any]) -> tuple[Path, ...]:
-    """The tree searched for these heads, of the stock tree's size: the same for every device."""
-    if searched := calibration.get("searched"):
-        return tuple(map(tuple, searched[:STOCK_NODES]))
-    return greedy_tree(accuracies, STOCK_NODES) if (accuracies := calibration.get("accuracies")) else ()
 
 
 def typical_sweep(
@@ -157,7 +126,7 @@ def heads_used(plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Pr
     sides = [Side({}, plain)]
     for depth in range(1, medusa.tree.max_depth + 1):
         tree = [path for path in medusa.tree.choices if len(path) <= depth]
-        sides.append(Side({"heads": depth, "nodes": len(tree)}, _with_tree(medusa, tree)))
+        sides.append(Side({"heads": depth, "nodes": len(tree)}, with_tree(medusa, tree, medusa.eos_token_ids)))
     return _measured(sides, prompts, num_tokens)[1:]
 
 
@@ -219,13 +188,3 @@ def _overhead(decoded: Sequence[Decoded], plain: Sequence[Decoded]) -> float:
     both = [(one, other) for one, other in zip(decoded, plain, strict=True) if one.num_steps and other.num_steps]
     ratios = [(one.seconds / one.num_steps) / (other.seconds / other.num_steps) for one, other in both]
     return statistics.median(ratios) if ratios else nan
-
-
-def _with_tree(medusa: MedusaDecoder, choices: Sequence[Path]) -> MedusaDecoder:
-    return MedusaDecoder(
-        medusa.model,
-        medusa.heads,
-        choices,
-        eos_token_ids=medusa.eos_token_ids,
-        max_length=medusa.max_length,
-    )

@@ -26,7 +26,7 @@ _BOTH_RATES: tuple[Column, ...] = (
 STUDIES: dict[str, tuple[str, str, tuple[Column, ...], int]] = {  # title, note, columns, how many of them are words
     "trees": (
         "Study: trees",
-        "One ladder of trees on the same prompts, from plain decoding to the export's own.",
+        "One ladder of trees on all the check's prompts, from plain decoding to the export's own.",
         (("tree", "tree", str), ("nodes", "nodes", count), *_SPEED),
         1,
     ),

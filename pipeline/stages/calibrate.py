@@ -12,8 +12,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pipeline.checking.ladder import STOCK_NODES
 from pipeline.checking.overhead import overhead_curve
-from pipeline.checking.studies import STOCK_NODES
 from pipeline.config import Config
 from pipeline.errors import DataError
 from pipeline.execution.context import Context

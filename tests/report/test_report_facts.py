@@ -53,3 +53,15 @@ def test_the_sizes_that_were_measured_are_shown_with_what_they_promise(report):
     table = sizes_table(report)
     assert table.rows == (("4", "1.25x", "2.50", "2.00x"),) and table.note == "The joint search; 4 nodes are used."
     assert sizes_table({"tree": {"nodes": 4}}).rows == ()
+
+
+def test_the_headline_says_what_the_search_gained_over_the_stock_tree(report):
+    def ladder(**rates: float) -> list[dict]:
+        return [{"tree": tree, "nodes": 63, "acceleration_rate": rate} for tree, rate in rates.items()]
+
+    assert "Search over stock tree" not in [figure.label for figure in headline(report)], "nothing is known of it"
+    names = {"stock (Vicuna-7B's)": 2.0, "searched, stock size": 2.25, "the export's": 1.9}
+    report["check"]["native"]["studies"]["trees"] = ladder(**names)
+    (figure,) = [figure for figure in headline(report) if figure.label == "Search over stock tree"]
+    assert figure.value == "+12.5%"
+    assert figure.note.endswith("stock tree 2.00, searched tree of the same size 2.25, used tree 1.90")

@@ -1,0 +1,108 @@
+"""The ladder of trees: plain, top-1 chain, Cartesian, the authors' stock tree, one searched of its size, the export's.
+
+Greedy decoding writes the same text with any tree, so no tree has to decode it: one forward over every prompt and its
+plain answer gives the states that the heads read there, and walking through the answer gives each tree's acceleration
+rate on all prompts, the one that decoding has, up to ties. What a step of each costs is measured on a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from pipeline.checking.forward import last_positions
+from pipeline.checking.overhead import overheads, with_tree
+from pipeline.checking.prompts import Prompt
+from pipeline.conversations.spans import IGNORED
+from pipeline.medusa.accuracy import label_ranks
+from pipeline.medusa.decoding import MedusaDecoder
+from pipeline.medusa.heads import MedusaHeads
+from pipeline.medusa.tree import Path, cartesian_tree, greedy_tree, stock_tree
+from pipeline.medusa.tree_search import HeldOutRanks, simulated_acceleration_rate
+from pipeline.report.facts import SEARCHED_TREE, STOCK_TREE, USED_TREE
+
+# T answer tokens, N states that steps begin at, D hidden size, K heads
+
+STOCK_NODES = 63  # and the root
+CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes, about as many
+NUM_TIMED = 4  # prompts
+
+
+def tree_ladder(
+    plain: MedusaDecoder,
+    medusa: MedusaDecoder,
+    prompts: Sequence[Prompt],
+    answers: Sequence[list[int]],
+    calibration: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """From plain decoding to the export's tree: what each step up the ladder costs and gives.
+
+    Args:
+        answers: What plain greedy decoding wrote.
+        calibration: As in `run_studies`.
+    """
+    assert medusa.heads is not None
+    num_heads = medusa.heads.config.num_heads
+    widths, stock = CARTESIAN[:num_heads], stock_tree(num_heads)
+    trees: dict[str, Sequence[Path]] = {
+        "plain": (),
+        "top-1 chain": cartesian_tree([1] * num_heads),
+        f"Cartesian {'x'.join(map(str, widths))}": cartesian_tree(widths),
+        STOCK_TREE: stock,
+        SEARCHED_TREE: searched_tree(calibration)[: len(stock)],
+        USED_TREE: medusa.tree.choices,
+    }
+    trees = {name: tree for name, tree in trees.items() if tree or name == "plain"}
+    num_guesses = 1 + max(rank for tree in trees.values() for path in tree for rank in path)
+    ranks = guess_ranks(medusa.model, medusa.heads, prompts, answers, num_guesses)
+    costs = overheads(
+        plain,
+        {name: with_tree(medusa, tree) for name, tree in trees.items() if tree},
+        [prompt.ids for prompt in prompts[:NUM_TIMED]],
+    )
+    rows = []
+    for name, tree in trees.items():
+        rate, cost = simulated_acceleration_rate(ranks, tree), costs[name] if tree else 1.0
+        figures = {"acceleration_rate": rate, "overhead": cost, "speedup": rate / cost}
+        known = {key: round(value, 4) if np.isfinite(value) else None for key, value in figures.items()}
+        rows.append({"tree": name, "nodes": len(tree), **known})
+    return rows
+
+
+def searched_tree(calibration: Mapping[str, Any]) -> tuple[Path, ...]:
+    """The tree searched for these heads, of the stock tree's size: the same for every device."""
+    if searched := calibration.get("searched"):
+        return tuple(map(tuple, searched[:STOCK_NODES]))
+    return greedy_tree(accuracies, STOCK_NODES) if (accuracies := calibration.get("accuracies")) else ()
+
+
+def guess_ranks(
+    model: PreTrainedModel, heads: MedusaHeads, prompts: Sequence[Prompt], answers: Sequence[list[int]], top: int
+) -> HeldOutRanks:
+    """Where the tokens of every answer stand among the heads' first `top` guesses, at each place that a step may begin.
+
+    An answer's first token is the prefill's: steps begin there and at every later token but the last.
+    """
+    num_heads = heads.config.num_heads
+    parts_KN = [np.empty((num_heads, 0), np.uint8)]
+    lengths = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        lengths.append(len(answer) - 1)
+        if len(answer) == 1:
+            continue
+        later_N = torch.tensor(answer[1:])
+        labels_KN = torch.full((num_heads, len(later_N)), IGNORED)
+        for head in range(min(num_heads, len(later_N))):
+            labels_KN[head, : len(later_N) - head] = later_N[head:]
+        device = heads.block_weight.device
+        states_TD, _ = last_positions(model, prompt.ids + answer[:-1], len(answer))
+        with torch.inference_mode():
+            ranks_KN = label_ranks(heads, states_TD[:-1].to(device), labels_KN.to(device), top)
+        parts_KN.append(ranks_KN.cpu().numpy())
+    kept = np.array([length for length in lengths if length], np.int64)
+    starts = np.concatenate([[0], np.cumsum(kept)[:-1]]).astype(np.int64) if len(kept) else kept
+    return HeldOutRanks(np.concatenate(parts_KN, axis=1), starts, np.arange(len(kept)))
