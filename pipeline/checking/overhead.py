@@ -21,6 +21,7 @@ from pipeline.medusa.heads import MedusaHeads
 from pipeline.medusa.tree import Path
 
 NUM_STEPS, NUM_ROUNDS = 12, 4
+LONG_STEP = 0.1  # seconds
 
 
 def overhead_curve(
@@ -82,7 +83,8 @@ def fastest_threads(plain: MedusaDecoder, prompt_ids: Sequence[int]) -> Iterator
     """Let torch compute with as many CPU threads as make plain steps fastest. On a GPU there is nothing to choose.
 
     For a small target that is fewer than there are cores: after each of its hundreds of short operations the threads
-    wait for one another, and longest where the cores have other work. Tried are all, half of them, …, 1, in turns.
+    wait for one another, and longest where the cores have other work. Tried are all, half of them, …, 1, in turns. A
+    target whose steps are long has work for all of them, and to try would take minutes.
     """
     most = torch.get_num_threads()
     if plain.device.type != "cpu":
@@ -91,12 +93,12 @@ def fastest_threads(plain: MedusaDecoder, prompt_ids: Sequence[int]) -> Iterator
     length = min(plain.max_length, len(prompt_ids) + 1 + NUM_STEPS)
     seconds: dict[int, list[float]] = {most >> halvings: [] for halvings in range(most.bit_length())}
     try:
-        _seconds_per_step(plain, prompt_ids, length)  # the very first forwards are slow
-        for _ in range(NUM_ROUNDS):
+        first = _seconds_per_step(plain, prompt_ids, length)  # the very first forwards are slow
+        for _ in range(NUM_ROUNDS if first < LONG_STEP else 0):
             for threads, taken in seconds.items():
                 torch.set_num_threads(threads)
                 taken.append(_seconds_per_step(plain, prompt_ids, length))
-        best = min(seconds, key=lambda threads: statistics.median(seconds[threads]))
+        best = min(seconds, key=lambda threads: statistics.median(seconds[threads] or [0.0]))  # untried: all
         torch.set_num_threads(best)
         yield best
     finally:

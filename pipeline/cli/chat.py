@@ -20,7 +20,10 @@ from pipeline.conversations.conversation import Refusal
 from pipeline.report.wording import duration, rate, ratio
 
 if TYPE_CHECKING:
+    from pipeline.cli.chat_model import ChatModel
+    from pipeline.conversations.chat import Chat
     from pipeline.conversations.text_stream import TextStream
+    from pipeline.medusa.acceptance import AcceptanceRule
 
 FREE = "green"
 LEGEND = f"[{FREE}]Green[/] tokens came for free: one step of the model wrote them beside its own."
@@ -71,11 +74,25 @@ def chat(
     chosen = acceptance_rule(rule.value, temperature)
     console = Console(highlight=False, soft_wrap=True)
     notes = console if console.is_terminal else Console(stderr=True, highlight=False, soft_wrap=True)
-    is_person = sys.stdin.isatty()
-    if is_person:
+    if sys.stdin.isatty():
         notes.print(model.described, style="dim", markup=False)
         notes.print("" if plain else f"{LEGEND} ", "Ctrl-C ends an answer, Ctrl-D the chat.", sep="")
-    conversation = model.new_chat(system, max_new_tokens)
+    with model.at_full_speed():
+        converse(model, model.new_chat(system, max_new_tokens), Answering(max_new_tokens, chosen, seed), console, notes)
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How answers are written."""
+
+    max_new_tokens: int
+    rule: AcceptanceRule
+    seed: int
+
+
+def converse(model: ChatModel, conversation: Chat, how: Answering, console: Console, notes: Console) -> None:
+    """Answer every question until there is none."""
+    is_person = sys.stdin.isatty()
     for number, question in enumerate(questions(notes, is_person)):
         try:
             prompt, forgets = conversation.ask(question)
@@ -84,7 +101,7 @@ def chat(
             continue
         if forgets:
             notes.print("The context is full: earlier turns are forgotten.", style="yellow")
-        steps = model.stream(prompt, max_new_tokens, chosen, seed + number)
+        steps = model.stream(prompt, how.max_new_tokens, how.rule, how.seed + number)
         with stop_on_interrupt(is_person) as stopped:
             ids, pace = write(steps, model.text_stream(), console, stopped)
         ended = bool(ids) and ids[-1] in model.decoder.eos_token_ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.checking.native import load_exported_heads
+from pipeline.checking.overhead import fastest_threads
 from pipeline.checkpoints.layout import BACKBONE_DIRECTORY, CHOICES_FILE, read_config
 from pipeline.config import TargetConfig
 from pipeline.conversations.chat import Chat
@@ -29,6 +31,7 @@ from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer,
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+GREETING = (Message("user", "Hello"),)
 NUM_WARM_UP_TOKENS = 8
 
 
@@ -45,6 +48,11 @@ class ChatModel:
         """An empty conversation whose prompts leave room for an answer: all of it, or half of a short context."""
         context = self.decoder.max_length
         return Chat(self.template, context - min(max_new_tokens, context // 2), system)
+
+    def at_full_speed(self) -> AbstractContextManager[int]:
+        """As many CPU threads as make plain steps fastest, while it lasts: the check decodes so too."""
+        plain = plain_decoder(self.decoder.model, eos_token_ids=(), max_length=self.decoder.max_length)
+        return fastest_threads(plain, self.template.opening(GREETING))
 
     def text_stream(self) -> TextStream:
         """For one answer."""
@@ -82,7 +90,7 @@ def load_chat_model(
         choices = _choices(export, heads.config.num_heads, config.vocab_size)
         decoder = MedusaDecoder(model, heads, choices, eos_token_ids=eos, max_length=context_length(spec))
         how = f"{decoder.tree.max_depth} heads, a tree of {len(choices)} nodes"
-    decoder.generate(template.opening([Message("user", "Hello")]), NUM_WARM_UP_TOKENS)
+    decoder.generate(template.opening(GREETING), NUM_WARM_UP_TOKENS)
     return ChatModel(decoder, tokenizer, template, f"{spec.model}, {how}, {spec.dtype}, {decoder.device}")
 
 

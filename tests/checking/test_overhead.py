@@ -42,12 +42,24 @@ def test_overheads_are_ratios_of_medians_and_what_cannot_pay_is_left_out(pair, m
 
 
 def test_plain_steps_choose_the_number_of_threads_for_as_long_as_they_are_measured(pair, monkeypatch):
-    before, cost = torch.get_num_threads(), {1: 3.0, 2: 1.0, 4: 2.0}
+    before, cost = torch.get_num_threads(), {1: 0.03, 2: 0.01, 4: 0.02}
     monkeypatch.setattr(overhead, "_seconds_per_step", lambda *_: cost[torch.get_num_threads()])
     try:
         torch.set_num_threads(4)
         with fastest_threads(plain_decoder(pair[0], eos_token_ids=()), [5]) as threads:
             assert threads == torch.get_num_threads() == 2
         assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_target_whose_steps_are_long_gets_all_threads_and_nothing_is_tried(pair, monkeypatch):
+    before, asked = torch.get_num_threads(), []
+    monkeypatch.setattr(overhead, "_seconds_per_step", lambda *_: asked.append(torch.get_num_threads()) or 0.5)
+    try:
+        torch.set_num_threads(4)
+        with fastest_threads(plain_decoder(pair[0], eos_token_ids=()), [5]) as threads:
+            assert threads == torch.get_num_threads() == 4
+        assert asked == [4]
     finally:
         torch.set_num_threads(before)

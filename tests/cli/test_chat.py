@@ -9,10 +9,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
+from pipeline.checking import overhead
 from pipeline.cli.chat import FREE, Pace, write
+from pipeline.cli.chat_model import ChatModel
 from pipeline.conversations.text_stream import TextStream
 from pipeline.medusa.decoding import MedusaDecoder
 from tests.cli.tables import one_paragraph
@@ -45,6 +48,22 @@ def test_from_a_pipe_every_line_is_a_question_and_the_heads_change_no_text(piped
     assert medusa.out == plain.out and medusa.out.strip() and "\x1b" not in medusa.out
     paces = [line for line in plain.err.splitlines() if "per step" in line]
     assert len(paces) == 2 and all("1.00 per step" in line for line in paces)
+
+
+def test_answers_are_written_on_as_many_threads_as_make_plain_steps_fastest(piped, monkeypatch):
+    before, seen = torch.get_num_threads(), []
+    cost = {1: 3.0, 2: 1.0, 4: 2.0}
+    monkeypatch.setattr(overhead, "_seconds_per_step", lambda *_: 0.01 * cost[torch.get_num_threads()])
+    stream = MedusaDecoder.stream
+    monkeypatch.setattr(
+        MedusaDecoder, "stream", lambda *arguments: (seen.append(torch.get_num_threads()), stream(*arguments))[1]
+    )
+    try:
+        torch.set_num_threads(4)
+        assert piped("why\nhow\n").code == 0
+        assert seen == [2, 2] and torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_seed_samples_one_text_with_the_heads_and_without(piped):
@@ -103,7 +122,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(command, export, monkeypatch
             raise line
         return line
 
-    def stream(decoder, prompt, *rest):
+    def stream(model, prompt, *rest):
         yield [10]
         signal.raise_signal(signal.SIGINT)
         yield [11, 12]
@@ -111,7 +130,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(command, export, monkeypatch
 
     monkeypatch.setattr("sys.stdin", Person())
     monkeypatch.setattr("builtins.input", types)
-    monkeypatch.setattr(MedusaDecoder, "stream", stream)
+    monkeypatch.setattr(ChatModel, "stream", stream)
     ended = command("chat", export)
     assert ended.code == 0 and next(asked, None) is None
     assert (ended.out + ended.err).count("3 tokens, 2.00 per step") == 2
