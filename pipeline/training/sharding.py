@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def shard_layers(target: PreTrainedModel, device: torch.device, world: World) -> None:
     """Split the frozen weights of each layer over the workers, in place, and bring `target`, from the CPU, to `device`.
 
-    One layer at a time is whole on the device, now and later. Parameters that train are not split.
+    One layer at a time is whole on the device; later, as the next is gathered while one runs, two are. Parameters that
+    train are not split.
 
     Raises:
         ConfigError: The target has no layers of the kind that can be split.

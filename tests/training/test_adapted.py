@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from pipeline.config import TrainConfig
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.medusa.backbone_losses import measure_drift
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.tuned import load_tuned
@@ -117,6 +117,15 @@ def test_layers_run_twice_where_recomputation_is_asked_for(target, batch, recomp
     assert len(calls) == 1 + recompute
     backbone.original_states(batch)
     assert len(calls) == 2 + recompute and not calls[-1]
+
+
+def test_a_target_that_does_not_fit_names_what_makes_it_smaller_where_it_trains(target, monkeypatch):
+    def full(*_, **__):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(EnvironmentFault, match=r"does not fit.*train\.shard_backbone.*train\.quantization"):
+        make(target)
 
 
 def test_a_model_in_which_they_would_is_refused():

@@ -36,8 +36,8 @@ def layered(tmp_path_factory) -> TargetSpec:
 
 @pytest.fixture
 def make(make_tuning, layered):
-    """In most steps this worker has one sequence, and the other two."""
-    usual = {"lora_dropout": 0.3, "epochs": 2, "batch_sequences": 3, "max_grad_norm": 0.5}
+    """In most steps, and of the held-out text, this worker has one sequence, and the other two."""
+    usual = {"lora_dropout": 0.3, "epochs": 2, "sequence_length": 40, "batch_sequences": 3, "max_grad_norm": 0.5}
     return lambda name, **settings: replace(make_tuning(name, **{**usual, **settings}), target=layered)
 
 
@@ -57,7 +57,7 @@ def train_and_interrupt(specs: tuple[TrainSpec, ...], world: World) -> None:
     whole, broken = specs
     train_medusa2(whole, world)
     with pytest.raises(Stopped):
-        train_medusa2(broken, world, stop_at(5))
+        train_medusa2(broken, world, stop_at(7))
     assert not broken.heads_path.exists()
     train_medusa2(broken, world)
 

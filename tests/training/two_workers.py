@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import torch
 from pipeline.training.spec import TrainSpec
 from pipeline.training.world import World
 
+PATIENCE = timedelta(seconds=120)  # with the other, should it run less than this one
 ROOT = Path(__file__).parents[2]
 SECOND = """
 import pickle, sys, torch.distributed as dist
 from pipeline.training.world import World
-dist.init_process_group("gloo", init_method=sys.argv[2], rank=1, world_size=2)
+from tests.training.two_workers import PATIENCE
+dist.init_process_group("gloo", init_method=sys.argv[2], timeout=PATIENCE, rank=1, world_size=2)
 with open(sys.argv[1], "rb") as file:
     train, spec = pickle.load(file)
 train(spec, World(1, 2))
@@ -31,8 +34,11 @@ def train_as_two(train: Callable[..., Any], spec: TrainSpec | tuple[TrainSpec, .
     work.write_bytes(pickle.dumps((train, spec)))
     other = subprocess.Popen([sys.executable, "-c", SECOND, work, meeting], cwd=ROOT)
     try:
-        torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=2)
+        torch.distributed.init_process_group("gloo", init_method=meeting, timeout=PATIENCE, rank=0, world_size=2)
         train(spec, World(0, 2))
     finally:
         torch.distributed.destroy_process_group()
-        assert other.wait(60) == 0
+        try:
+            assert other.wait(60) == 0
+        finally:
+            other.kill()
