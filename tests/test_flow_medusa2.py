@@ -115,6 +115,25 @@ def test_calibration_looks_at_held_out_rows_through_the_tuned_backbone(joint_run
         np.testing.assert_allclose(hidden_ND, expected_TD[row["positions"]], atol=2e-4)
 
 
+def test_another_tree_is_searched_on_the_very_states_that_the_first_one_was(run, make_config, tmp_path, monkeypatch):
+    def states() -> list[Path]:
+        return sorted(latest(run, "calibrate").path.glob("states-*/*/*"))
+
+    before = states()
+    assert {path.parent.name for path in before} == {"quarantine", "receipts", "shards"}
+    with monkeypatch.context() as patched:
+        patched.setattr("pipeline.stages.calibrate.Worker", None)
+        changed = run_again(make_config(tmp_path, **JOINT, calibrate__nodes=4), until="calibrate")
+    assert stages_run(changed) == ["calibrate"] and latest(run, "calibrate").summary["tree"]["nodes"] == 4
+    assert len(states()) == len(before) and all(map(Path.samefile, states(), before))
+    assert latest(run, "calibrate").verify() == []
+
+    shard = next(path for path in states() if path.suffix == ".parquet")
+    shard.write_bytes(bytes(reversed(shard.read_bytes())))  # both names' content
+    run_again(make_config(tmp_path, **JOINT, calibrate__nodes=4), until="calibrate")
+    assert latest(run, "calibrate").verify() == []
+
+
 @torch.inference_mode()
 def greedy(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(directory)

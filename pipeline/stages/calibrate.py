@@ -4,11 +4,15 @@ Promises: everything comes from the `calibrate` split alone, which nothing was t
 one half of it, by the product of accuracies (paper 2.3.3) and by how often whole paths were right; the one with the
 higher acceleration rate on the other half is used. With `calibrate.nodes: auto` the node budget is the one with the
 highest speedup, by the overhead of each size that is measured on this device. Or the tree is the user's own.
-Where Medusa-2 tuned the backbone, the split's states are the tuned one's, made in a directory within this stage's.
+Where Medusa-2 tuned the backbone, the split's states are the tuned one's, made in a directory within this stage's; for
+another tree they are not made again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +34,7 @@ from pipeline.medusa.tree_search import (
     sizes_up_to,
 )
 from pipeline.storage.durable import write_json
+from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.shards import read_rows
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.loading import input_device, load_causal_lm
@@ -110,7 +115,15 @@ def _features(context: Context, stage: StageDirectory) -> StageDirectory:
     """Where the held-out states are: in the cache, or made here of the held-out rows by the tuned backbone."""
     if context.config.train.method == "medusa-1":
         return context.upstream["features"]
-    states, placement = StageDirectory(stage.path, "states", stage.fingerprint), context.placement("features")
+    train, placement = context.upstream["train"], context.placement("features")
+    made_of = {
+        "backbone": train.content,
+        "train": train.fingerprint,
+        "engine": engine_identity(context.config.features),
+    }
+    states = StageDirectory(stage.path, "states", fingerprint(made_of | {"version": VERSION}))
+    if not states.path.exists():  # where a shard turned out damaged, it is made again, not taken again
+        _link_states(states, list(stage.path.parent.glob(f"{NAME}-*/{states.path.name}")))
     arguments = {
         "target": context.backbone("train"),
         "settings": context.config.features,
@@ -119,6 +132,19 @@ def _features(context: Context, stage: StageDirectory) -> StageDirectory:
     }
     run_sharded(context, states, context.upstream["generate"], Worker, arguments, placement, unit="positions")
     return states
+
+
+def _link_states(states: StageDirectory, others: Iterable[Path]) -> None:
+    """Take the shards of other calibrations that looked through the same backbone, with another tree in mind.
+
+    They take no room twice; where the file system has no hard links, they are made again.
+    """
+    for other in others:
+        for folder in ("quarantine", "receipts", "shards"):  # a shard is there only with what belongs to it
+            (states.path / folder).mkdir(parents=True, exist_ok=True)
+            for file in (path for path in (other / folder).glob("*") if path.suffix != ".tmp"):
+                with contextlib.suppress(OSError):  # it is there already, or was thrown away just now
+                    os.link(file, states.path / folder / file.name)
 
 
 def _held_out_ranks(context: Context, features: StageDirectory) -> HeldOutRanks:
