@@ -97,9 +97,11 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run for one driver."""
+        """Hold the run for one driver; what killed ones left half-written beside the stages is removed."""
         with Lock(self.path / "lock", f"the run '{self.path.name}'") as lock:
             lock.own()
+            for leftover in (*self.path.glob("*.tmp"), *(self.path / "latest").glob(".*")):
+                leftover.unlink(missing_ok=True)
             yield
 
     def event(self, kind: str, **facts: Any) -> None:

@@ -1,0 +1,44 @@
+"""What a killed driver leaves in a run's directory is gone once the next one holds the run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from pipeline.config import Config
+from pipeline.storage.run_directory import RunDirectory
+
+# Dies where the file is written and not yet in its place, or the link made and not yet in its place.
+KILLED_AT_THE_RENAME = """
+import os, signal, sys
+from pathlib import Path
+from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.durable import write_text
+run = RunDirectory(Path(sys.argv[1]))
+os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[2] == "file":
+    write_text(run.path / "run.yaml", "half")
+else:
+    run.link_latest(run.stage("seeds", "0" * 64))
+"""
+
+
+def files(run: RunDirectory) -> set[str]:
+    return {str(path.relative_to(run.path)) for path in run.path.rglob("*") if not path.is_dir()}
+
+
+def test_leftovers_of_killed_drivers_are_removed_and_nothing_else(tmp_path):
+    config = Config.model_validate(
+        {"run": {"name": "some", "root": tmp_path}, "target": {"model": "any"}, "seeds": {"sources": [{"path": "x"}]}}
+    )
+    run = RunDirectory.create(config)
+    run.write_config(config)
+    run.stage("seeds", "1" * 64).path.mkdir()
+    (run.stage("seeds", "1" * 64).path / "of-a-live-run.tmp").touch()
+    before = files(run)
+    for what in ("file", "link"):
+        died = subprocess.run([sys.executable, "-c", KILLED_AT_THE_RENAME, run.path, what], check=False)
+        assert died.returncode == -9
+    assert len(files(run) - before) == 2
+    with run.locked():
+        assert files(run) - {"lock"} == before, "stages sweep their own, when they hold them"
