@@ -22,7 +22,7 @@ from pipeline.targets.loading import lm_head_weight
 if TYPE_CHECKING:
     from benchmarks.gpu import Size
 
-NUM_HEADS, WARM_UP_TOKENS = 5, 4
+NUM_HEADS = 5
 # Only to give trees a usual form: how often head k's i-th guess is right.
 ACCURACY_KR = [[0.6 * 0.8**k / (i + 1) ** 1.5 for i in range(10)] for k in range(4)]
 
@@ -38,7 +38,7 @@ def measure_decoding(model: PreTrainedModel, size: Size) -> Result:
     for num_nodes in size.tree_nodes:
         decoders[num_nodes] = MedusaDecoder(model, heads, greedy_tree(ACCURACY_KR, num_nodes), eos_token_ids=())
     for decoder in decoders.values():
-        decoder.generate(prompts[0], WARM_UP_TOKENS)
+        decoder.generate(prompts[0], size.new_tokens)  # whole: a GPU's steps are recorded anew as a text grows
     decoded: dict[int, list[Decoded]] = {num_nodes: [] for num_nodes in decoders}
     for prompt in prompts:
         for num_nodes, decoder in decoders.items():
