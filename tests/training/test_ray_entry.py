@@ -61,7 +61,9 @@ def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(clus
 def test_two_workers_train_heads_first_and_then_the_backbone_with_them(cluster, make_tuning):
     from pipeline.training.ray_entry import train_on_ray
 
-    alone, together = (make_tuning(name, recipe="two-stage", epochs=2, lora_dropout=0.3) for name in ("one", "two"))
+    """The second stage with the backbone split over them."""
+    settings = {"recipe": "two-stage", "epochs": 2, "lora_dropout": 0.3}
+    alone, together = make_tuning("one", **settings), make_tuning("two", shard_backbone=True, **settings)
     expected, shown = train(alone), []
     found = train_on_ray(together, 2, 1, 0, 3, on_progress=lambda step, total, *_: shown.append((step, total)))
     assert shown[-1] == (steps_of(together), steps_of(together)) and shown == sorted(shown)
