@@ -60,7 +60,7 @@ class GreedyAcceptance:
 
     def judge(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Verdict:
         best_N = logits_NV.argmax(-1)
-        passes_N = tokens_N == best_N[..., tree.parent]
+        passes_N = tokens_N == best_N.index_select(-1, tree.parent)
         row = (_accepted(passes_N, tree) * tree.depth).argmax(-1)
         return Verdict(row, best_N.gather(-1, row[..., None])[..., 0])
 
@@ -191,16 +191,14 @@ def acceptance_rule(
 
 def _accepted(passes_N: Tensor, tree: Tree) -> Tensor:
     """Rows that pass together with all rows above them; the root passes always."""
-    passes_N = passes_N | (tree.depth == 0)
-    return (passes_N[..., None, :] | ~tree.ancestors).all(-1)
+    return (passes_N[..., None, :] | tree.elsewhere).all(-1)
 
 
 def _likeliest_of_longest(passes_N: Tensor, log_p_N: Tensor, tree: Tree) -> Tensor:
     accepted_N = _accepted(passes_N, tree)
     lengths_N = accepted_N * tree.depth
     ties_N = accepted_N & (lengths_N == lengths_N.amax(-1, keepdim=True))
-    above = tree.ancestors & (tree.depth > 0)  # without the root, whose token is no candidate
-    likelihood_N = torch.where(above, log_p_N[..., None, :], 0.0).sum(-1)
+    likelihood_N = torch.where(tree.elsewhere, 0.0, log_p_N[..., None, :]).sum(-1)
     return likelihood_N.masked_fill(~ties_N, -torch.inf).argmax(-1)
 
 

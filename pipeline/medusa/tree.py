@@ -115,7 +115,8 @@ class Tree:
 
     Tensors: `parent` [N] (the root's is itself), `depth` [N], `guess` [N-1] (row in the flattened [K, R] guesses of
     the first `max_depth` heads, `top` each), `ancestors` [N, N] (row i attends to row j: j is i or above it),
-    `lineage` [N, T] (rows from the root to row i; entries past its depth are 0 and not part of it).
+    `elsewhere` [N, N] (j is no guess on the path to row i: neither i nor above it, or the root), `lineage` [N, T]
+    (rows from the root to row i; entries past its depth are 0 and not part of it).
     On the host: `lineages`, without padding.
     """
 
@@ -135,6 +136,7 @@ class Tree:
         guesses = [(len(path) - 1) * self.top + path[-1] for path in self.choices]
         self.guess = torch.tensor(guesses, dtype=torch.int64, device=device)
         self.ancestors = self._ancestors()
+        self.elsewhere = ~self.ancestors | (self.depth == 0)
 
     def _ancestors(self) -> Tensor:
         ancestors_NN = torch.eye(self.num_nodes + 1, dtype=torch.bool, device=self.lineage.device)
