@@ -13,9 +13,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from pipeline.targets.lora import decoder_layers
 from pipeline.training.world import World
@@ -33,6 +30,10 @@ def shard_layers(target: PreTrainedModel, device: torch.device, world: World) ->
     Raises:
         ConfigError: The target has no layers of the kind that can be split.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # a second, which only this costs
+    from torch.distributed.tensor import DTensor
+
     mesh = init_device_mesh(device.type, (world.size,))
     trained = {parameter for parameter in target.parameters() if parameter.requires_grad}
     for layer in decoder_layers(target):

@@ -25,6 +25,7 @@ dist.init_process_group("gloo", init_method=sys.argv[2], timeout=PATIENCE, rank=
 with open(sys.argv[1], "rb") as file:
     train, spec = pickle.load(file)
 train(spec, World(1, 2))
+dist.destroy_process_group()
 """
 
 
