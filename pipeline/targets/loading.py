@@ -92,6 +92,8 @@ def _does_not_fit(spec: TargetSpec, num_gpus: int, fix: str) -> EnvironmentFault
 def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
     if spec.quantization is None:
         return None
+    # On a CPU it misses kernels as it is imported, and repeats one warning per layer and forward.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
@@ -99,7 +101,6 @@ def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
         raise EnvironmentFault("bitsandbytes is not importable.", f"quantization: {spec.quantization}", fix) from error
     from transformers import BitsAndBytesConfig
 
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it repeats one warning per layer and forward
     if spec.quantization == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(

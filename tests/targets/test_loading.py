@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,28 @@ def test_a_target_is_loaded_frozen_in_its_dtype(random_target: TargetSpec) -> No
     model = load_causal_lm(TargetSpec(random_target.model, dtype="bfloat16"))
     assert not model.training
     assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(False, torch.bfloat16)}
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux says what a process has mapped")
+def test_on_a_cpu_weights_in_their_own_dtype_are_the_file_s_own_pages(random_target: TargetSpec) -> None:
+    """So that the workers of a machine, which load the whole target to split it, hold it once."""
+    model = load_causal_lm(random_target)
+    address = model.get_input_embeddings().weight.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= address < last:
+            assert line.endswith("model.safetensors")
+            return
+    raise AssertionError("every address is in some mapping")
+
+
+def test_quantizing_on_a_cpu_says_nothing_of_kernels_that_are_missing() -> None:
+    pytest.importorskip("bitsandbytes")
+    script = (
+        "from pipeline.targets import loading, spec; loading._quantization(spec.TargetSpec('any', quantization='4bit'))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_a_repository_of_pickled_weights_loads_the_same_tensors(random_target: TargetSpec, pickled: Path) -> None:
