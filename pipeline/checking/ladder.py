@@ -15,11 +15,11 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.checking.forward import last_positions
-from pipeline.checking.overhead import overheads, with_tree
+from pipeline.checking.overhead import overheads, step_seconds, with_tree
 from pipeline.checking.prompts import Prompt
 from pipeline.conversations.spans import IGNORED
 from pipeline.medusa.accuracy import label_ranks
-from pipeline.medusa.decoding import MedusaDecoder
+from pipeline.medusa.decoding import MedusaDecoder, plain_decoder
 from pipeline.medusa.heads import MedusaHeads
 from pipeline.medusa.tree import Path, cartesian_tree, greedy_tree, stock_tree
 from pipeline.medusa.tree_search import HeldOutRanks, simulated_acceleration_rate
@@ -59,11 +59,11 @@ def tree_ladder(
     trees = {name: tree for name, tree in trees.items() if tree or name == "plain"}
     num_guesses = 1 + max(rank for tree in trees.values() for path in tree for rank in path)
     ranks = guess_ranks(medusa.model, medusa.heads, prompts, answers, num_guesses)
-    costs = overheads(
-        plain,
-        {name: with_tree(medusa, tree) for name, tree in trees.items() if tree},
-        [prompt.ids for prompt in prompts[:NUM_TIMED]],
-    )
+    decoders = {name: with_tree(medusa, tree) for name, tree in trees.items() if tree}
+    timed = [prompt.ids for prompt in prompts[:NUM_TIMED]]
+    for decoder in decoders.values():  # warm-up
+        step_seconds(decoder, timed[0])
+    costs = overheads(plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length), decoders, timed)
     rows = []
     for name, tree in trees.items():
         rate, cost = simulated_acceleration_rate(ranks, tree), costs[name] if tree else 1.0

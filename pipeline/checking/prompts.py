@@ -67,17 +67,17 @@ def rule_of(settings: CheckConfig) -> AcceptanceRule:
     )
 
 
-def held_out_prompts(generated: Sequence[Path], number: int, room: int) -> Prompts:
-    """The first `number` rows of the `check` split, each up to one of its answers.
+def held_out_prompts(generated: Sequence[Path], number: int, room: int, split: str = "check") -> Prompts:
+    """The first `number` rows of a held-out split, each up to one of its answers.
 
     Which one, a hash of the row's id decides: first and later turns are asked alike, as calibration looks at them.
 
     Args:
-        generated: Shards of the generate stage.
+        generated: Shards of the generate stage, or of features.
         room: Longest prompt in tokens; a row without an answer that begins before it is skipped and counted.
     """
     columns = ["id", "split", "input_ids", "spans"]
-    rows = (row for path in generated for row in read_rows(path, columns) if row["split"] == "check")
+    rows = (row for path in generated for row in read_rows(path, columns) if row["split"] == split)
     kept: list[Prompt] = []
     skipped = 0
     for row in rows:

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checking.ladder import STOCK_NODES
-from pipeline.checking.overhead import overhead_curve
+from pipeline.checking.overhead import NUM_PROMPTS, NUM_STEPS, overhead_curve
+from pipeline.checking.prompts import held_out_prompts
 from pipeline.config import Config
 from pipeline.errors import DataError
 from pipeline.execution.context import Context
@@ -31,11 +32,9 @@ from pipeline.medusa.tree_search import (
     rank_accuracies,
     search_trees,
     simulated_acceleration_rate,
-    sizes_up_to,
 )
 from pipeline.storage.durable import write_json
 from pipeline.storage.fingerprint import fingerprint
-from pipeline.storage.shards import read_rows
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length
@@ -44,11 +43,10 @@ from pipeline.training.evaluate import SPLIT, held_out_ranks
 from pipeline.training.feature_worker import Worker, engine_identity
 
 NAME = "calibrate"
-VERSION = 2
+VERSION = 3
 
 REPORTED_TOPS = 5
-MEASURED_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-USUAL_PROMPT = 64  # tokens, behind which a step is measured
+MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # with the root powers of two, which matrix products are fastest at
 
 
 def upstream(config: Config) -> tuple[str, ...]:
@@ -84,7 +82,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         trees = search_trees(searched_on, max(budget, STOCK_NODES), settings.depth, settings.top)
         longest = max(trees.values(), key=len)
         overheads = _measured(context, features, longest) if settings.nodes == "auto" else {}
-        sizes = sizes_up_to(max(overheads)) if overheads else [budget]
+        sizes = sorted(overheads) or [budget]  # between two of them costs jump: nothing is read off a line
         source, size = choose_tree(trees, judged_on, sizes, overheads)
         choices = trees[source][:size]
         rates = {name: simulated_acceleration_rate(judged_on, found[:size]) for name, found in trees.items()}
@@ -178,26 +176,25 @@ def _measured(context: Context, features: StageDirectory, choices: tuple[TreePat
         "target": context.backbone("train"),
         "heads": str(context.upstream["train"].path / "heads.safetensors"),
         "trees": {size: choices[:size] for size in sorted({*MEASURED_SIZES, len(choices)}) if size <= len(choices)},
-        "prompt_ids": _usual_prompt(features),
+        "prompts": _usual_prompts(features, context_length(context.target)),
         "gpus": placement.gpus,
     }
     return context.executor.call(measure_overheads, arguments, placement)
 
 
 def measure_overheads(
-    target: TargetSpec, heads: str, trees: dict[int, tuple[TreePath, ...]], prompt_ids: list[int], gpus: int
+    target: TargetSpec, heads: str, trees: dict[int, tuple[TreePath, ...]], prompts: list[list[int]], gpus: int
 ) -> dict[int, float]:
     """`overhead_curve` of trained heads on the target, loaded here."""
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = load_heads(Path(heads)).to(input_device(model), model.dtype)
-    return overhead_curve(model, module, trees, prompt_ids, context_length(target))
+    return overhead_curve(model, module, trees, prompts, context_length(target))
 
 
-def _usual_prompt(features: StageDirectory) -> list[int]:
-    """The beginning of a held-out row."""
-    rows = (row for path in features.shards() for row in read_rows(path, ["split", "input_ids"]))
-    ids = next(row["input_ids"] for row in rows if row["split"] == SPLIT)
-    return ids[: min(USUAL_PROMPT, max(1, len(ids) // 2))]
+def _usual_prompts(features: StageDirectory, context: int) -> list[list[int]]:
+    """Prompts as the check asks them, of this split; what leaves no room is cut from its beginning."""
+    prompts = held_out_prompts(features.shards(), NUM_PROMPTS, context, SPLIT).kept
+    return [prompt.ids[-max(1, context - 1 - NUM_STEPS) :] for prompt in prompts]
 
 
 def one_line(summary: dict[str, Any]) -> str:

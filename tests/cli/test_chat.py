@@ -53,7 +53,7 @@ def test_from_a_pipe_every_line_is_a_question_and_the_heads_change_no_text(piped
 def test_answers_are_written_on_as_many_threads_as_make_plain_steps_fastest(piped, monkeypatch):
     before, seen = torch.get_num_threads(), []
     cost = {1: 3.0, 2: 1.0, 4: 2.0}
-    monkeypatch.setattr(overhead, "_seconds_per_step", lambda *_: 0.01 * cost[torch.get_num_threads()])
+    monkeypatch.setattr(overhead, "step_seconds", lambda *_: [0.01 * cost[torch.get_num_threads()]])
     stream = MedusaDecoder.stream
     monkeypatch.setattr(
         MedusaDecoder, "stream", lambda *arguments: (seen.append(torch.get_num_threads()), stream(*arguments))[1]

@@ -102,14 +102,18 @@ def test_auto_measures_what_trees_cost_here_and_takes_the_size_that_promises_the
     run = run_again(make_config(tmp_path, calibrate__nodes="auto"))
     tree = run.latest("calibrate").summary["tree"]
     sizes = [size["nodes"] for size in tree["sizes"]]  # as far as a tree can pay here
-    assert sizes and sizes == [1, 2, 4, 8, 16, 32, 64, 128, 256][: len(sizes)]
+    assert sizes and sizes == [1, 3, 7, 15, 31, 63, 127, 255][: len(sizes)], "with the root, powers of two"
+    assert tree["nodes"] in sizes, "what is used has been measured"
     for size in tree["sizes"]:
         assert size["overhead"] > 0 and size["expected_acceleration_rate"] >= 1
         ratio = size["expected_acceleration_rate"] / size["overhead"]
         assert size["expected_speedup"] == pytest.approx(ratio, rel=1e-3)
 
-    def costly(model, heads, trees, *_):
-        return {size: 1.0 + 100 * (size > 2) for size in trees}
+    def costly(model, heads, trees, prompts, context):
+        asked.extend(prompts)
+        return {size: 1.0 + 100 * (size > 3) for size in trees}
+
+    asked: list[list[int]] = []
 
     monkeypatch.setattr("pipeline.stages.calibrate.overhead_curve", costly)
     run = run_flow(
@@ -119,7 +123,10 @@ def test_auto_measures_what_trees_cost_here_and_takes_the_size_that_promises_the
         console=Console(quiet=True),
         fresh="calibrate",
     )
-    assert run.latest("calibrate").summary["tree"]["nodes"] <= 2
+    assert run.latest("calibrate").summary["tree"]["nodes"] <= 3
+    rows = [row for path in run.latest("generate").shards() for row in read_rows(path) if row["split"] == "calibrate"]
+    begun = {tuple(row["input_ids"][: span["start"]]) for row in rows for span in row["spans"]}
+    assert 1 < len(asked) == len({tuple(ids) for ids in asked}) and begun >= {tuple(ids) for ids in asked}
 
 
 def test_a_tree_of_the_user_s_own_is_taken_as_it_is(copied_run, make_config, tmp_path):
