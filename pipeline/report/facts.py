@@ -114,10 +114,18 @@ def warnings(report: dict) -> tuple[str, ...]:
     """What a reader should not overlook, though no check failed over it."""
     found = []
     promises = [speedup for size in pick(report, "tree", "sizes") or [] if (speedup := size.get("expected_speedup"))]
+    speedup = pick(report, "check", "native", "speedup")
     if promises and max(promises) < 1:
         best = times(max(promises))
-        found.append(f"The tree does not pay on this device: no size promises a speedup above 1, the best one {best}.")
-    elif (speedup := pick(report, "check", "native", "speedup")) is not None and speedup < 1:
+        if speedup is not None and speedup >= 1:
+            found.append(
+                f"Calibration promised no speedup above 1, the best one {best}, and the check measured "
+                f"{times(speedup)}: other work disturbed one of them, and the tree's size may be wrong; "
+                "`--fresh calibrate` measures anew."
+            )
+        else:
+            found.append(f"The tree does not pay on this device: no size promises a speedup above 1, the best {best}.")
+    elif speedup is not None and speedup < 1:
         found.append(f"Decoding is slower with the heads than without them: the measured speedup is {times(speedup)}.")
     expected = pick(report, "tree", "expected_acceleration_rate")
     measured = pick(report, "check", "native", "acceleration_rate")

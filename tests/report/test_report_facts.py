@@ -29,7 +29,9 @@ def test_an_expectation_that_missed_by_more_than_a_tenth_is_flagged(report, meas
     ("promised", "measured", "says"),
     [
         ([0.8, 1.2], 1.1, None),
-        ([0.8, 0.94], 1.1, "no size promises a speedup above 1, the best one 0.94x"),
+        ([0.8, 0.94], 0.9, "no size promises a speedup above 1, the best 0.94x"),
+        ([0.8, 0.94], None, "no size promises a speedup above 1, the best 0.94x"),
+        ([0.8, 0.94], 1.1, "the best one 0.94x, and the check measured 1.10x"),
         ([0.8, 1.2], 0.7, "the measured speedup is 0.70x"),
         ([], 0.7, "the measured speedup is 0.70x"),
     ],
