@@ -109,4 +109,5 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
 def one_line(summary: dict[str, Any]) -> str:
     steps = f"{summary['steps']:,} steps, loss {summary['final_loss']:.3f}"
     drift = f"; KL {summary['drift']['kl']:.4f} nats from the target" if summary.get("drift") else ""
+    drift += f" in {summary['quantization']}" if summary.get("quantization") else ""
     return f"{steps}, {summary['tokens_per_second']:,.0f} positions/s{drift}"

@@ -123,9 +123,9 @@ class Trainer:
             sums += losses.detach()
         self.backbone.eval()
 
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        assert len(gradients) == len(self.parameters), "a batch of nothing has gradients too, which are zero"
-        self.world.sum_all([sums, *gradients])
+        for parameter in self.parameters:  # what no forward runs adds nothing to the sum
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        self.world.sum_all([sums, *(parameter.grad for parameter in self.parameters if parameter.grad is not None)])
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, settings.max_grad_norm)
         means = sums / counts
         scalars = torch.stack([(weights * means).sum(), norm])
@@ -175,6 +175,8 @@ class Trainer:
         """Write adapter and heads, the heads last: where they are, training is finished."""
         cut = sum(text.num_cut for text in self.texts["train"])
         summary = course.summary() | {"tokens_beyond_sequence": cut, "sequences": len(self.plan.groups)}
+        if bits := self.spec.trained_target.quantization:
+            summary |= {"quantization": bits}  # what the drift is measured in, and from
         if self.world.is_first:
             write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
             write_heads(self.spec.heads_path, self.heads, summary)

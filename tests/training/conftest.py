@@ -26,6 +26,7 @@ STATES = torch.from_numpy(np.random.default_rng(7).normal(size=(V, D))).float() 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory) -> TargetSpec:
     directory = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
     sizes = {"vocab_size": V, "hidden_size": D, "intermediate_size": 32, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, tie_word_embeddings=False))
     model.lm_head.weight.data = 0.3 * STATES

@@ -42,7 +42,7 @@ def test_a_run_with_a_four_bit_copy_publishes_whole_weights_that_decode_exactly(
     config = make_config(tmp_path, **MEDUSA_2, train__quantization="4bit")
     run = run_flow(config, executor="inline", console=Console(file=(said := StringIO())))
     assert [quantized for _, quantized in loaded].count(True) == 1 and (True, True) in loaded
-    assert said.getvalue().count(QUANTIZED_TEACHER) == 1
+    assert said.getvalue().count(QUANTIZED_TEACHER) == 1 and "nats from the target in 4bit" in said.getvalue()
     report = json.loads((run.path / "report.json").read_text())
     assert report["check"]["native"]["greedy_match"] == {"sequences": 4, "identical": 4, "ties": 0}
     assert report["train"]["drift"]["kl"] > 0

@@ -83,7 +83,7 @@ def test_the_weights_are_those_of_whole_layers_and_each_worker_holds_half_of_the
 
 @pytest.mark.slow
 def test_an_interrupted_training_of_split_layers_ends_with_the_weights_of_whole_ones(make, tmp_path):
-    settings = {"gradient_checkpointing": True, "micro_batch": 2, "epochs": 3, "precision": "bf16"}
+    settings = {"gradient_checkpointing": True, "micro_batch": 2, "precision": "bf16"}
     whole, broken = make("whole", **settings), make("broken", shard_backbone=True, **settings)
     whole, broken = (replace(spec, target=replace(spec.target, dtype="bfloat16")) for spec in (whole, broken))
     train_as_two(train_and_interrupt, (whole, broken), tmp_path)
