@@ -23,7 +23,7 @@ from pipeline.medusa.heads import MedusaHeads
 from pipeline.medusa.tree import Path
 
 Name = TypeVar("Name", bound=Hashable)
-NUM_STEPS, NUM_PROMPTS = 8, 10
+NUM_STEPS, NUM_PROMPTS = 8, 6
 NUM_ROUNDS = 4  # of every number of threads
 NUM_TRIALS = 3  # before a tree is given up: a machine may be busy once
 LONG_STEP = 0.1  # seconds

@@ -87,7 +87,7 @@ def run_studies(
     rows: dict[str, list[Row]] = {}
     for name in [name for name in studies if name in names]:
         if progress:
-            progress.begin("native, studies", len(names), done=len(rows), unit="studies")
+            progress.begin("native", len(names), done=len(rows), unit="studies")
         rows[name] = studies[name]()
     return rows
 

@@ -115,15 +115,16 @@ def _shown(context: Context, file: Path) -> Iterator[Progress]:
     over = threading.Event()
 
     def follow() -> None:
-        part, meter = "", None
+        shows, meter = ("", ""), None
         with contextlib.ExitStack() as shown:
             while not over.wait(SECONDS_BETWEEN_LOOKS):
                 if (now := read_standing(file)) is None:
                     continue
-                if meter is None or now.part != part:
+                if meter is None or (now.part, now.unit) != shows:
                     shown.close()
-                    part, meter = now.part, shown.enter_context(context.meter(NAME, now.total, unit=now.unit))
-                meter.update(now.done, part)
+                    shows = now.part, now.unit
+                    meter = shown.enter_context(context.meter(NAME, now.total, unit=now.unit))
+                meter.update(now.done, now.part)
 
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()
