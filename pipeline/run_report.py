@@ -32,6 +32,7 @@ SUMMARY_KEYS = (
     "final_loss",
     "steps",
     "drift",
+    "quantization",
 )
 
 

@@ -31,7 +31,7 @@ TRAIN_SETTINGS = (
 )  # fmt: skip
 MEDUSA_2_SETTINGS = (
     "recipe", "backbone_loss", "schedule", "lambda_0", "lora_rank", "lora_alpha", "lora_dropout", "backbone_lr",
-    "sequence_length", "batch_sequences",
+    "sequence_length", "batch_sequences", "quantization",
 )  # fmt: skip
 
 

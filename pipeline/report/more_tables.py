@@ -93,7 +93,8 @@ def drift_table(report: dict) -> Table:
         ("same greedy token", percent(pick(drift, "greedy_agreement"))),
         ("positions", count(pick(drift, "positions"))),
     )
-    note = "The tuned target against the original, at the target-written positions of held-out rows."
+    copy = f" in {bits}, in which it was trained" if (bits := pick(report, "train", "quantization")) else ""
+    note = f"The tuned target against the original{copy}, at the target-written positions of held-out rows."
     return Table("Drift", ("", "value"), facts if drift else (), note)
 
 

@@ -137,6 +137,15 @@ def test_markdown_has_the_numbers_of_the_report(tmp_path, report, extras):
     assert tables["Study: batch size"][1] == ["2", "507", "812", "1.60x"]
 
 
+def test_drift_says_from_which_copy_it_is(tmp_path, report, extras):
+    note = "The tuned target against the original{}, at the target-written positions of held-out rows."
+    write_report(tmp_path, report, extras)
+    assert note.format("") in (tmp_path / "report.md").read_text(encoding="utf-8")
+    report["train"]["quantization"] = "4bit"
+    write_report(tmp_path, report, extras)
+    assert note.format(" in 4bit, in which it was trained") in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
 def test_tree_depths_add_up_to_the_expected_acceleration_rate(tmp_path, report, extras):
     write_report(tmp_path, report, extras)
     rows = _cells((tmp_path / "report.md").read_text(encoding="utf-8"))["Tree"][1:]
