@@ -90,14 +90,6 @@ def choose_tree(
     return max(choices, key=promise)
 
 
-def sizes_up_to(most: int) -> list[int]:
-    """The sizes worth comparing: each up to 16, then in steps of an eighth."""
-    sizes = [1]
-    while sizes[-1] < most:
-        sizes.append(min(most, sizes[-1] + max(1, sizes[-1] // 8)))
-    return sizes
-
-
 def joint_tree(
     ranks: HeldOutRanks, num_nodes: int, max_depth: int | None = None
 ) -> tuple[tuple[Path, ...], list[float]]:

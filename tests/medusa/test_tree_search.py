@@ -26,7 +26,6 @@ from pipeline.medusa.tree_search import (
     rank_accuracies,
     search_trees,
     simulated_acceleration_rate,
-    sizes_up_to,
 )
 
 
@@ -132,14 +131,14 @@ def test_overheads_are_read_between_the_sizes_that_were_measured():
 def test_the_size_is_the_one_with_the_highest_speedup_and_without_overheads_the_highest_rate():
     rng = np.random.default_rng(0)
     ranks = of(rng.choice([0, 0, 0, 1, 2, MISS], (3, 600)).astype(np.uint8), np.arange(0, 600, 30))
-    trees = search_trees(ranks, 32, None, 5)
+    trees, sizes = search_trees(ranks, 32, None, 5), (1, 2, 3, 5, 8, 13, 21, 32)
     for overheads in ({}, {1: 1.0, 32: 1.0}, {1: 1.0, 4: 1.1, 8: 3.0, 32: 9.0}, {1: 2.0, 32: 40.0}):
-        name, size = choose_tree(trees, ranks, sizes_up_to(32), overheads)
+        name, size = choose_tree(trees, ranks, sizes, overheads)
         cost = {n: interpolated_overhead(overheads, n) if overheads else 1.0 for n in range(1, 33)}
         speedups = {
             (of, n): simulated_acceleration_rate(ranks, tree[:n]) / cost[n]
             for of, tree in trees.items()
-            for n in {min(n, len(tree)) for n in sizes_up_to(32)}
+            for n in {min(n, len(tree)) for n in sizes}
         }
         assert speedups[name, size] == max(speedups.values())
     assert size == 1, "each node costs more than it can give"
