@@ -5,11 +5,11 @@
 
 Runs the flow once per method, all in one store, so that target, seeds, text and cached states are the same, and reads
 the reports. `hard labels` is the joint recipe with cross entropy in the place of KL. All learn from as many tokens: the
-two stages share the epochs between them. All trees have the same number of nodes. A tuned backbone writes other answers
-than the original, which may be easier or harder to foretell, so that what calibrate expects on held-out text, the same
-for all, compares the heads better than a rate on few prompts. KL, perplexity and agreement compare the tuned backbone
-with the original on held-out text. A run whose check fails, for a backbone that has moved too far, is read like any
-other.
+two stages share the epochs, an even number of them. All trees have the same number of nodes. A tuned backbone writes
+other answers than the original, which may be easier or harder to foretell, so that what calibrate expects on held-out
+text, the same for all, compares the heads better than a rate on few prompts. KL, perplexity and agreement compare the
+tuned backbone with the original on held-out text. A run whose check fails, for a backbone that has moved too far, is
+read like any other.
 """
 
 from __future__ import annotations

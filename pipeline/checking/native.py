@@ -159,6 +159,8 @@ def hold_contest(
     by_rule = _methods(plain, medusa, rule, num_tokens)
     greedily = _methods(plain, medusa, greedy_acceptance, num_tokens) | dict(others)
     take_turns(by_rule | dict(others), prompts[:NUM_WARM_UPS], failed)
+    if plain.records or medusa.records:  # once at every length, untimed
+        take_turns(by_rule, prompts)
     if rule is greedy_acceptance:
         passes = greedy_passes = [take_turns(greedily, prompts, failed, progress) for _ in range(settings.repeats)]
     else:

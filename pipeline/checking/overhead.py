@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import TypeVar
@@ -26,7 +27,7 @@ Name = TypeVar("Name", bound=Hashable)
 NUM_STEPS, NUM_PROMPTS = 8, 6
 NUM_ROUNDS = 4  # of every number of threads
 NUM_TRIALS = 3  # before a tree is given up: a machine may be busy once
-LONG_STEP = 0.1  # seconds
+LONG_STEP = 0.03  # seconds
 
 
 def overhead_curve(
@@ -84,8 +85,8 @@ def step_seconds(decoder: MedusaDecoder, prompt_ids: Sequence[int]) -> list[floa
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """The lower quartile."""
-    return sorted(seconds)[len(seconds) // 4]
+    """The lower quartile; NaN where there was room for no step."""
+    return sorted(seconds)[len(seconds) // 4] if seconds else math.nan
 
 
 def with_tree(medusa: MedusaDecoder, choices: Sequence[Path], eos_token_ids: Collection[int] = ()) -> MedusaDecoder:

@@ -12,9 +12,11 @@ forward, T positions of a path.
 
 from __future__ import annotations
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -29,7 +31,7 @@ class _TreeCacheLayer(CacheLayerMixin):
 
     def __init__(self, cache: TreeCache):
         super().__init__()
-        self.cache = cache
+        self.cache = cast(TreeCache, weakref.proxy(cache))  # in a cycle both would outlive their decoder for a while
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:

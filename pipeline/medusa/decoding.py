@@ -107,6 +107,11 @@ class MedusaDecoder:
         recorder = recorder or recorder_for(model)
         self._steps: Steps = RecordedSteps(steps, recorder) if recorder else steps
 
+    @property
+    def records(self) -> bool:
+        """Whether steps are recorded as they come, so that texts of new lengths and batches take longer at first."""
+        return self._steps.records
+
     def generate(
         self,
         prompt_ids: Sequence[int],
@@ -211,6 +216,8 @@ class MedusaDecoder:
         if rule.samples and generators is None:
             raise ValueError("a rule that samples needs a generator")
         longest = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True))
+        if self.records:  # a cache that grows would make recordings void
+            longest = self.max_length
         self._cache.begin(longest + self.tree.num_nodes + 1, len(prompts))
         sources = generators if rule.samples and generators else [None] * len(prompts)
         return [_Text(i, room, Noise(source)) for i, (room, source) in enumerate(zip(rooms, sources, strict=True))]

@@ -14,6 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -24,9 +25,8 @@ from pipeline.medusa.acceptance import AcceptanceRule
 from pipeline.medusa.readout import Forward
 from pipeline.medusa.steps import Roots, TreeSteps
 
-WARM_UP_STEPS = (
-    2  # of a kind, before it is recorded: kernels are chosen in the first, and short texts need no recording
-)
+# Of a kind, before it is recorded: the first one chooses kernels; and what is rare is not worth a recording.
+WARM_UP_STEPS = 2
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class CudaGraphs:
     """CUDA graphs on one GPU. They share their scratch memory, as none runs while another does."""
 
     def __init__(self, device: torch.device):
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device, self._stream = device, _side_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, function: Callable[[], None]) -> None:
@@ -64,10 +64,19 @@ class CudaGraphs:
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),  # comes back even if the capture cannot end
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             function()  # launches nothing yet
         graph.replay()
         return graph.replay
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all decoders: each stream has a workspace of its own."""
+    return torch.cuda.Stream(device)
 
 
 def recorder_for(model: PreTrainedModel) -> Recorder | None:
@@ -98,6 +107,10 @@ class RecordedSteps:
         self._taken: Counter[_Kind] = Counter()
         self._recorded: dict[_Kind, Callable[[], None]] = {}
         self._allocation = 0
+
+    @property
+    def records(self) -> bool:
+        return self._can_record
 
     def start(self, roots: Roots) -> None:
         if self._allocation != self._cache.allocation:  # the cache has moved
@@ -135,8 +148,10 @@ class RecordedSteps:
         elif self._can_record and self._taken[kind] > WARM_UP_STEPS:
             try:
                 self._recorded[kind] = self._recorder.record(step)
+            except torch.OutOfMemoryError:
+                raise
             except RuntimeError as error:
-                log.warning("The target's steps cannot be recorded, and are taken one by one: %s", error)
+                log.warning("The target's steps cannot be recorded, and are taken one by one: %s", _cause(error))
                 self._can_record = False
                 step()
         else:
@@ -156,3 +171,10 @@ class RecordedSteps:
         for column, values in zip(buffers.roots, roots, strict=True):
             column.copy_(values)
         length_B += tree.depth.index_select(0, found[:, 0]) + 1 if tree.num_nodes else 1
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong first, in a line: a capture that is broken off fails once more where it ends."""
+    while error.__context__:
+        error = error.__context__
+    return str(error).split("\n")[0]

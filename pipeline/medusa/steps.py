@@ -29,6 +29,11 @@ class Roots(NamedTuple):
 class Steps(Protocol):
     """What takes the steps of a batch."""
 
+    @property
+    def records(self) -> bool:
+        """Whether steps are recorded as they come, and replayed later."""
+        ...
+
     def start(self, roots: Roots) -> None:
         """Go on from here; the texts' entries are the cache's."""
         ...
@@ -44,6 +49,8 @@ class Steps(Protocol):
 
 class TreeSteps:
     """Steps that hand the model what there is and no more: for any model on any device."""
+
+    records = False
 
     def __init__(self, tree: Tree, heads: MedusaHeads | None, masks: TreeMasks, cache: TreeCache, max_length: int):
         self.tree, self.heads, self.masks, self.cache, self.max_length = tree, heads, masks, cache, max_length

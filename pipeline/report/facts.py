@@ -120,7 +120,7 @@ def warnings(report: dict) -> tuple[str, ...]:
         if speedup is not None and speedup >= 1:
             found.append(
                 f"Calibration promised no speedup above 1, the best one {best}, and the check measured "
-                f"{times(speedup)}: other work disturbed one of them, and the tree's size may be wrong; "
+                f"{times(speedup)}: other work probably disturbed one of them, and the tree's size may be wrong; "
                 "`--fresh calibrate` measures anew."
             )
         else:

@@ -100,7 +100,8 @@ class RunDirectory:
         """Hold the run for one driver; what killed ones left half-written beside the stages is removed."""
         with Lock(self.path / "lock", f"the run '{self.path.name}'") as lock:
             lock.own()
-            for leftover in (*self.path.glob("*.tmp"), *(self.path / "latest").glob(".*")):
+            links = (path for path in (self.path / "latest").glob(".*.*") if path.is_symlink())
+            for leftover in (*self.path.glob(f"*.{'[0-9a-f]' * 12}.tmp"), *links):
                 leftover.unlink(missing_ok=True)
             yield
 

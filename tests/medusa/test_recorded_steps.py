@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -92,9 +94,33 @@ def test_a_cache_that_moves_makes_recordings_void(pair, continuation):
     model, heads = pair("llama")
     tape = Tape()
     decoder = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
-    for prompt, num_tokens in ((PROMPT, 8), (PROMPT, 8), (PROMPT * 3, 40), (PROMPT, 8)):
-        assert decoder.generate(prompt, num_tokens).token_ids == continuation(model, prompt, num_tokens)
+    for number in (1, 1, 3, 1):
+        found = decoder.generate_batch(PROMPTS[:number], 12)
+        assert [one.token_ids for one in found] == [continuation(model, prompt, 12) for prompt in PROMPTS[:number]]
     assert tape.replayed
+
+
+def test_after_one_pass_nothing_is_recorded_any_more(pair, monkeypatch):
+    model, heads = pair("llama")
+    tape = Tape()
+    decoder = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
+    for prompt in PROMPTS:
+        decoder.generate(prompt, 40)
+    monkeypatch.setattr(tape, "record", lambda step: pytest.fail("a timed pass would wait for it"))
+    for prompt in PROMPTS:
+        decoder.generate(prompt, 40)
+
+
+def test_a_decoder_that_is_done_with_gives_its_memory_back_at_once(pair):
+    decoder = MedusaDecoder(*pair("llama"), SPARSE, eos_token_ids=(), recorder=Tape())
+    decoder.generate(PROMPT, 12)
+    cache = weakref.ref(decoder._cache)
+    gc.disable()
+    try:
+        del decoder
+        assert cache() is None
+    finally:
+        gc.enable()
 
 
 def test_a_target_that_reads_its_numbers_back_is_decoded_step_by_step(pair, continuation, caplog):

@@ -35,6 +35,10 @@ def test_leftovers_of_killed_drivers_are_removed_and_nothing_else(tmp_path):
     run.write_config(config)
     run.stage("seeds", "1" * 64).path.mkdir()
     (run.stage("seeds", "1" * 64).path / "of-a-live-run.tmp").touch()
+    for theirs in ("mine.tmp", "latest/.notes"):
+        (run.path / theirs).parent.mkdir(exist_ok=True)
+        (run.path / theirs).touch()
+    (run.path / "latest" / ".ipynb_checkpoints").mkdir()
     before = files(run)
     for what in ("file", "link"):
         died = subprocess.run([sys.executable, "-c", KILLED_AT_THE_RENAME, run.path, what], check=False)
