@@ -1,9 +1,10 @@
 """calibrate: how often each head's guesses are right on held-out rows, and the tree that makes the most of them.
 
 Promises: everything comes from the `calibrate` split alone, which nothing was trained on. Two trees grow greedily on
-one half of it, by the product of accuracies (paper 2.3.3) and by how often whole paths were right; the one with the
-higher acceleration rate on the other half is used. With `calibrate.nodes: auto` the node budget is the one with the
-highest speedup, by the overhead of each size that is measured on this device. Or the tree is the user's own.
+one half of it, by the product of accuracies (paper 2.3.3) and by how often whole paths were right; the other half says
+which search has the higher acceleration rate, and what to expect, and that search is made again on both halves. With
+`calibrate.nodes: auto` the node budget is the one with the highest speedup, by the overhead of each size that is
+measured on this device. Or the tree is the user's own.
 Where Medusa-2 tuned the backbone, the split's states are the tuned one's, made in a directory within this stage's; for
 another tree they are not made again.
 """
@@ -43,7 +44,7 @@ from pipeline.training.evaluate import SPLIT, held_out_ranks
 from pipeline.training.feature_worker import Worker, engine_identity
 
 NAME = "calibrate"
-VERSION = 3
+VERSION = 4
 
 REPORTED_TOPS = 5
 MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # with the root powers of two, which matrix products are fastest at
@@ -77,6 +78,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     if settings.choices:
         source, choices = "calibrate.choices", read_choices(context.config)
+        expected = simulated_acceleration_rate(ranks, choices)
     else:
         budget = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
         trees = search_trees(searched_on, max(budget, STOCK_NODES), settings.depth, settings.top)
@@ -84,14 +86,17 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         overheads = _measured(context, features, longest) if settings.nodes == "auto" else {}
         sizes = sorted(overheads) or [budget]  # between two of them costs jump: nothing is read off a line
         source, size = choose_tree(trees, judged_on, sizes, overheads)
-        choices = trees[source][:size]
         rates = {name: simulated_acceleration_rate(judged_on, found[:size]) for name, found in trees.items()}
+        expected = rates[source]
+        # All is judged: the tree itself is searched on both halves, which foretells more than either.
+        whole = search_trees(ranks, max(budget, STOCK_NODES), settings.depth, settings.top)[source]
+        choices = whole[:size]
         tree = {"searches": rates, "sizes": _sizes(trees[source], judged_on, overheads)}
-        tree["searched"] = [list(path) for path in trees[source][:STOCK_NODES]]  # for the study of trees
-    expected = simulated_acceleration_rate(judged_on, choices)
+        tree["judged"] = [list(path) for path in trees[source][:size]]
+        tree["searched"] = [list(path) for path in whole[:STOCK_NODES]]  # for the study of trees
     tree |= {
         "choices": [list(path) for path in choices],
-        "probabilities": path_frequencies(judged_on, choices),
+        "probabilities": path_frequencies(ranks, choices),
         "accuracies": rank_accuracies(hits_KR, counts_K),
         "expected_acceleration_rate": expected,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -59,8 +60,8 @@ def test_accuracies_are_those_of_the_calibrate_split_and_no_other(finished_run):
     assert train_KR[0, 0] / train_K[0] != pytest.approx(tree["accuracies"][0][0], abs=1e-3)
 
 
-def walked_rate(run, choices: list[list[int]]) -> float:
-    """Tokens per step on every other conversation, the second, the fourth, …, stepping through it as decoding does."""
+def learned_talks(run) -> list[list[tuple]]:
+    """The spans of every held-out conversation, with all heads' guesses at each state."""
     heads, talks = load_file(run.latest("train").path / "heads.safetensors"), []
     for path in run.latest("features").shards():
         for row in read_rows(path):
@@ -70,17 +71,23 @@ def walked_rate(run, choices: list[list[int]]) -> float:
             learned = [span for span in row["spans"] if order_KNV and span["end"] - span["start"] > 1]
             if learned:
                 talks.append([(s["start"], s["end"], row["input_ids"], at, order_KNV) for s in learned])
+    return talks
+
+
+def is_right(span: tuple, t: int, path) -> bool:
+    _, end, ids, at, order_KNV = span
+    inside = t + 1 + len(path) < end
+    return inside and all(order_KNV[k][at[t], rank] == ids[t + 2 + k] for k, rank in enumerate(path))
+
+
+def walked_rate(talks: list[list[tuple]], choices: list[list[int]]) -> float:
+    """Tokens per step, stepping through conversations as decoding does."""
     tokens = steps = 0
-    for start, end, ids, at, order_KNV in (span for talk in talks[1::2] for span in talk):
+    for span in (span for talk in talks for span in talk):
+        start, end, *_ = span
         t = start - 1  # the state that the root's token, at t+1, was read from
         while t + 2 < end:
-            right = [
-                path
-                for path in choices
-                if t + 1 + len(path) < end
-                and all(order_KNV[k][at[t], rank] == ids[t + 2 + k] for k, rank in enumerate(path))
-            ]
-            kept = max(map(len, right), default=0)
+            kept = max((len(path) for path in choices if is_right(span, t, path)), default=0)
             tokens, steps, t = tokens + min(kept + 1, end - t - 2), steps + 1, t + kept + 1
     return tokens / steps
 
@@ -91,9 +98,26 @@ def test_the_tree_is_one_of_its_size_and_expects_what_a_walk_through_the_other_h
     choices = [tuple(path) for path in tree["choices"]]
     assert len(choices) == len(set(choices)) == 8 == summary["nodes"]
     assert all(len(path) == 1 or path[:-1] in choices for path in choices)
-    assert tree["expected_acceleration_rate"] == pytest.approx(walked_rate(finished_run, tree["choices"]))
+    other_half = learned_talks(finished_run)[1::2]
+    assert tree["expected_acceleration_rate"] == pytest.approx(walked_rate(other_half, tree["judged"]))
     assert tree["searches"].keys() == {"product", "joint"}
     assert tree["searches"][summary["source"]] == max(tree["searches"].values()) == tree["expected_acceleration_rate"]
+
+
+def test_the_tree_that_is_used_is_searched_on_all_held_out_text(finished_run):
+    tree = json.loads((finished_run.path / "latest/calibrate/tree.json").read_text())
+    source = finished_run.latest("calibrate").summary["tree"]["source"]
+    spans = [span for talk in learned_talks(finished_run) for span in talk]
+    states = [(span, t) for span in spans for t in range(span[0] - 1, span[1] - 2)]
+
+    def score(path) -> float:
+        if source == "product":
+            return math.prod(tree["accuracies"][depth][rank] for depth, rank in enumerate(path))
+        return sum(is_right(span, t, path) for span, t in states) / len(states)
+
+    chosen = {tuple(path) for path in tree["choices"]}
+    children = {(*path, rank) for path in chosen | {()} if len(path) < 3 for rank in range(10)} - chosen
+    assert min(map(score, chosen)) >= max(map(score, children)) - 1e-12
 
 
 def test_auto_measures_what_trees_cost_here_and_takes_the_size_that_promises_the_highest_speedup(
@@ -137,7 +161,7 @@ def test_a_tree_of_the_user_s_own_is_taken_as_it_is(copied_run, make_config, tmp
     assert json.loads((run.path / "latest/export/medusa_choices.json").read_text()) == choices
     tree = run.latest("calibrate").summary["tree"]
     assert (tree["nodes"], tree["depth"], tree["source"]) == (4, 3, "calibrate.choices")
-    assert tree["expected_acceleration_rate"] == pytest.approx(walked_rate(run, choices), abs=1e-4)
+    assert tree["expected_acceleration_rate"] == pytest.approx(walked_rate(learned_talks(run), choices), abs=1e-4)
 
 
 def test_another_tree_in_the_same_file_is_noticed(copied_run, make_config, tmp_path):
