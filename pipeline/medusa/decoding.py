@@ -36,6 +36,9 @@ from pipeline.medusa.steps import Roots, Steps, TreeSteps
 from pipeline.medusa.tree import Path, Tree
 
 
+RECORDED_LENGTH = 4096  # tokens that there is room for at once, where steps are recorded
+
+
 @dataclass(frozen=True)
 class Decoded:
     """One decoded sequence.
@@ -216,8 +219,8 @@ class MedusaDecoder:
         if rule.samples and generators is None:
             raise ValueError("a rule that samples needs a generator")
         longest = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True))
-        if self.records:  # a cache that grows would make recordings void
-            longest = self.max_length
+        if self.records:  # a cache that grows makes recordings void
+            longest = max(longest, min(self.max_length, RECORDED_LENGTH))
         self._cache.begin(longest + self.tree.num_nodes + 1, len(prompts))
         sources = generators if rule.samples and generators else [None] * len(prompts)
         return [_Text(i, room, Noise(source)) for i, (room, source) in enumerate(zip(rooms, sources, strict=True))]
