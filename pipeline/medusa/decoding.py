@@ -30,13 +30,10 @@ from pipeline.medusa.cache import TreeCache, num_cached_layers
 from pipeline.medusa.heads import MedusaHeads
 from pipeline.medusa.masks import TreeMasks, attention_windows
 from pipeline.medusa.readout import Forward, check_pair, reading
-from pipeline.medusa.recorded_steps import RecordedSteps, Recorder, recorder_for
+from pipeline.medusa.recorded_steps import RECORDED_LENGTH, RecordedSteps, Recorder, recorder_for
 from pipeline.medusa.sampling import Noise
 from pipeline.medusa.steps import Roots, Steps, TreeSteps
 from pipeline.medusa.tree import Path, Tree
-
-
-RECORDED_LENGTH = 4096  # tokens that there is room for at once, where steps are recorded
 
 
 @dataclass(frozen=True)
@@ -219,7 +216,7 @@ class MedusaDecoder:
         if rule.samples and generators is None:
             raise ValueError("a rule that samples needs a generator")
         longest = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True))
-        if self.records:  # a cache that grows makes recordings void
+        if self.records:
             longest = max(longest, min(self.max_length, RECORDED_LENGTH))
         self._cache.begin(longest + self.tree.num_nodes + 1, len(prompts))
         sources = generators if rule.samples and generators else [None] * len(prompts)

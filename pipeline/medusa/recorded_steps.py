@@ -27,6 +27,7 @@ from pipeline.medusa.steps import Roots, TreeSteps
 
 # Of a kind, before it is recorded: the first one chooses kernels; and what is rare is not worth a recording.
 WARM_UP_STEPS = 2
+RECORDED_LENGTH = 4096  # tokens that a text is given room for at once: a cache that grows makes recordings void
 
 log = logging.getLogger(__name__)
 
