@@ -74,7 +74,7 @@ class CheckConfig(Section):
         description="Asked beyond the verdict: which tree, typical acceptance by eps and temperature, how many heads, "
         "what batch size.",
     )
-    min_acceleration_rate: float = Field(1.0, description="The check fails below it.", ge=0)
+    min_acceleration_rate: float = Field(1.0, description="The check fails where an engine is below it.", ge=0)
     tie_tolerance: float | None = Field(
         None,
         description="A greedy difference is a tie where the target's top-2 logits are this close; 1e-4 in float32, "

@@ -92,7 +92,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         whole = search_trees(ranks, max(budget, STOCK_NODES), settings.depth, settings.top)[source]
         choices = whole[:size]
         tree = {"searches": rates, "sizes": _sizes(trees[source], judged_on, overheads)}
-        tree["judged"] = [list(path) for path in trees[source][:size]]
+        tree["judged"] = [list(path) for path in trees[source][:size]]  # whose rate is the one expected
         tree["searched"] = [list(path) for path in whole[:STOCK_NODES]]  # for the study of trees
     tree |= {
         "choices": [list(path) for path in choices],
