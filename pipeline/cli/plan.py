@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,8 +18,10 @@ from pipeline.errors import EnvironmentFault
 from pipeline.estimate import estimate
 from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import place
-from pipeline.states import StageState, stage_states
 from pipeline.storage.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from pipeline.states import StageState
 
 
 def plan(
@@ -30,6 +32,8 @@ def plan(
 
     Starts and writes nothing; of a target on the Hub it fetches the configuration alone.
     """
+    from pipeline.states import stage_states  # torch and transformers: --help does not wait for them
+
     settings = load_config(config, overrides or ())
     run = RunDirectory(settings.run.directory, settings.run.store)
     console = Console(width=None if Console().is_terminal else 120)

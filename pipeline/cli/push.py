@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from pipeline.flow import push_run
-
 
 def push(
     run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
@@ -24,4 +22,6 @@ def push(
 
     With Medusa-2 the tuned backbone goes first, to USER/NAME, and then its heads to USER/NAME-medusa.
     """
+    from pipeline.flow import push_run  # torch and transformers: --help does not wait for them
+
     push_run(run_dir, repo_id=repo_id, private=private, base_model=base_model, dry_run=dry_run)

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from pipeline.configuration import load_config
-from pipeline.flow import run_flow
 
 
 def run(
@@ -27,4 +26,6 @@ def run(
 
     Example: medusa-distill run configs/zephyr-7b.yaml seeds.sources=prompts.jsonl train.num_heads=4 --until train
     """
+    from pipeline.flow import run_flow  # torch and transformers: --help does not wait for them
+
     run_flow(load_config(config, overrides or ()), until=until, executor=executor, fresh=fresh)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipeline.states import StageState, stage_states
 from pipeline.storage.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from pipeline.states import StageState
 
 
 def status(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")]) -> None:
     """Per stage: done, partial, stale or not run, and why; rows, quarantined rows, seconds, tokens per second."""
+    from pipeline.states import stage_states  # torch and transformers: --help does not wait for them
+
     run, config = RunDirectory.open(run_dir)
     headers = ("stage", "state", "shards", "rows", "quarantined", "seconds", "tokens/s", "directory", "why")
     table = Table(*headers, box=None, header_style="bold")

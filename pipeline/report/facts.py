@@ -132,7 +132,8 @@ def warnings(report: dict) -> tuple[str, ...]:
     if expected and measured is not None and abs(gap := measured / expected - 1) > NOTABLE_GAP:
         found.append(
             f"The measured acceleration rate is {abs(gap):.0%} {'above' if gap > 0 else 'below'} the expected one: "
-            "the check's prompts are another kind of text than the held-out rows that the tree was judged on, or both are few."
+            "the check's prompts are another kind of text than the held-out rows that the tree was judged on, "
+            "or both are few."
         )
     return tuple(found)
 

@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
@@ -16,7 +18,7 @@ from tests.flows.tiny import stages_run
 
 
 def test_a_signal_that_typer_would_take_for_its_own_is_told_too(command, finished_run, monkeypatch):
-    monkeypatch.setattr("pipeline.cli.status.stage_states", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("pipeline.states.stage_states", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     ended = command("status", finished_run.path)
     assert ended.code == 143 and ended.err.startswith("stopped: Stopped (SIGTERM).")
 
@@ -27,6 +29,12 @@ def test_help_names_every_command(command):
     for name in ("run", "plan", "status", "verify", "inspect", "chat", "push"):
         assert re.search(rf"\b{name}\b", ended.out), name
     assert command("run", "-h").code == 0
+
+
+def test_the_command_line_does_not_wait_for_torch():
+    heavy = "{'torch', 'transformers', 'ray', 'vllm'} & sys.modules.keys()"
+    code = f"import sys, pipeline.cli.app; print(sorted({heavy}))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize("words", [(), ("rum",), ("run",), ("run", "--what"), ("status", "--deep", "x")])
