@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -137,6 +138,18 @@ def test_a_target_that_reads_its_numbers_back_is_decoded_step_by_step(pair, cont
         "The target's steps cannot be recorded, and are taken one by one: "
         "operation not permitted when stream is capturing"
     ]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cuda_graphs_write_what_transformers_writes(family, pair, continuation, caplog):
+    model, heads = pair(family)
+    expected = continuation(model, PROMPT, 60)
+    model, heads = copy.deepcopy(model).cuda(), copy.deepcopy(heads).cuda()
+    for tree in (SPARSE, ()):
+        decoder = MedusaDecoder(model, heads, tree, eos_token_ids=(), recorder=recorder_for(model))
+        assert decoder.generate(PROMPT, 60).token_ids == decoder.generate(PROMPT, 60).token_ids == expected
+        assert decoder.records and not caplog.records, "a step that cannot be recorded would be taken one by one"
 
 
 def test_nothing_is_recorded_on_a_cpu(pair):
