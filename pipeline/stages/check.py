@@ -2,7 +2,8 @@
 
 Promises: it fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie, when vLLM accepts
 nothing, below `check.min_acceleration_rate`, or beyond `train.max_kl`. Another limit is another verdict on what was
-decoded. Each engine runs in a process of its own and decodes the same prompts.
+decoded. Each engine runs in a process of its own and decodes the same prompts; what the native one has found is kept
+when vLLM does not come to its end.
 Native answers are left in `answers/plain.jsonl` and `answers/medusa.jsonl`, in Spec-Bench's schema.
 """
 
@@ -32,8 +33,9 @@ from pipeline.config import Config
 from pipeline.errors import CheckFailed, DataError
 from pipeline.execution.context import Context
 from pipeline.execution.hardware import with_hardware
+from pipeline.execution.placement import Placement
 from pipeline.execution.preflight import require_questions, resolve_assistant
-from pipeline.storage.durable import read_json, write_text
+from pipeline.storage.durable import read_json, write_json, write_text
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, context_length, weight_files
 
@@ -42,6 +44,7 @@ VERSION = 3
 
 LIMITS = {"min_acceleration_rate"}
 PROGRESS_FILE = "progress.tmp"
+NATIVE_FILE = "native.json"  # until vLLM has come to its end as well
 SECONDS_BETWEEN_LOOKS = 0.5
 
 
@@ -69,15 +72,13 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
 
 def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progress) -> dict[str, Any]:
     settings, heads = context.config.check, context.config.train.num_heads
-    export = context.upstream["export"].path
-    choices = [tuple(path) for path in read_json(export / "medusa_choices.json") or ()]
     target = with_room(context.backbone("export"), settings)
     prompts = _prompts(context, target, progress)
     target = with_room_for(target, prompts.kept, settings.max_new_tokens + heads + 1)  # vLLM drafts beyond the end
     placement = context.placement("features")
     shared = {
         "target": target,
-        "export": str(export),
+        "export": str(context.upstream["export"].path),
         "prompts": prompts.kept,
         "settings": settings,
         "gpus": placement.gpus,
@@ -85,19 +86,8 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     }
     result: dict[str, Any] = {"skipped_prompts": prompts.skipped}
     if "native" in settings.engines:
-        arguments = {
-            "function": check_native,
-            **shared,
-            "choices": choices,
-            "name": Path(context.config.target.model).name,
-            "assistant": _assistant(context),
-            "calibration": _calibration(context) if settings.studies else None,
-        }
-        result |= context.executor.call(with_hardware, arguments, placement)
+        result |= read_json(stage.path / NATIVE_FILE) or _native(context, stage, shared, placement)
         result["native"]["skipped_prompts"] = prompts.skipped
-        for method, lines in result.pop("answers").items():
-            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-            write_text(stage.path / "answers" / f"{method}.jsonl", text)
     if "vllm" in settings.engines:
         placement = context.placement("generate")
         arguments = {"function": check_served, **shared, "gpus": placement.gpus, "num_heads": heads}
@@ -106,7 +96,27 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         result["differing"] = result.get("differing", []) + served["differing"]
     if context.config.train.method == "medusa-2":
         result["kl"] = context.upstream["train"].summary["drift"]["kl"]
+    (stage.path / NATIVE_FILE).unlink(missing_ok=True)
     return result | {"passed": not failures(result, context.config)}
+
+
+def _native(context: Context, stage: StageDirectory, shared: dict[str, Any], placement: Placement) -> dict[str, Any]:
+    """What `check_native` finds; its answers are written to their files, all else to one that the next run reads."""
+    settings = context.config.check
+    arguments = {
+        "function": check_native,
+        **shared,
+        "choices": _choices(context),
+        "name": Path(context.config.target.model).name,
+        "assistant": _assistant(context),
+        "calibration": _calibration(context) if settings.studies else None,
+    }
+    result = context.executor.call(with_hardware, arguments, placement)
+    for method, lines in result.pop("answers").items():
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        write_text(stage.path / "answers" / f"{method}.jsonl", text)
+    write_json(stage.path / NATIVE_FILE, result)
+    return result
 
 
 @contextlib.contextmanager
@@ -189,6 +199,11 @@ def _prompts(context: Context, target: TargetSpec, progress: Progress) -> Prompt
 def _assistant(context: Context) -> TargetSpec | None:
     model = context.config.check.assistant_model
     return replace(resolve_assistant(model), dtype=context.target.dtype) if model else None
+
+
+def _choices(context: Context) -> list[tuple[int, ...]]:
+    """The export's own tree."""
+    return [tuple(path) for path in read_json(context.upstream["export"].path / "medusa_choices.json") or ()]
 
 
 def _calibration(context: Context) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import shutil
 import pytest
 from rich.console import Console
 
-from pipeline.errors import CheckFailed, ConfigError, DataError
+from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
 from tests.flows.tiny import last_events, stages_run
 
@@ -109,6 +109,24 @@ def test_typical_acceptance_is_measured_and_greedy_decoding_compared_all_the_sam
     assert native["log_likelihood"]["greedy"] > native["log_likelihood"]["sampling"], "greedy text is likelier"
     assert native["studies"].keys() == {"heads"} and native["studies"]["heads"]
     assert native["greedy_match"]["identical"] + native["greedy_match"]["ties"] == native["greedy_match"]["sequences"]
+
+
+def test_what_was_decoded_natively_is_kept_when_vllm_fails(copied_run, make_config, tmp_path, monkeypatch):
+    def out_of_memory(**_):
+        raise EnvironmentFault("vLLM cannot start: out of memory.", "check.engines: vllm", "Free memory.")
+
+    match = {"sequences": 8, "identical": 8, "ties": 0}
+    served = {"vllm": {"acceleration_rate": 1.5, "accepted_per_position": [0.5], "greedy_match": match}}
+    config = make_config(tmp_path, check__engines=["native", "vllm"])
+    monkeypatch.setattr("pipeline.stages.check.check_served", out_of_memory)
+    with pytest.raises(EnvironmentFault, match="out of memory"):
+        run_again(config)
+    monkeypatch.setattr("pipeline.stages.check.check_served", lambda **_: {**served, "differing": []})
+    monkeypatch.setattr("pipeline.stages.check.check_native", lambda **_: pytest.fail("it has been decoded already"))
+    stage = run_again(config).latest("check")
+    assert stage.summary["native"]["prompts"] == 8 and stage.summary["vllm"] == served["vllm"]
+    assert {path.name for path in (stage.path / "answers").iterdir()} == {"plain.jsonl", "medusa.jsonl"}
+    assert not (stage.path / "native.json").exists(), "DONE.json has it"
 
 
 def test_while_it_decodes_a_line_now_and_then_says_how_far_it_is(copied_run, make_config, tmp_path, monkeypatch):
