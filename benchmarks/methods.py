@@ -1,6 +1,6 @@
 """What each way to train gives and costs (the paper's table 2, in small): the same target, text and tokens.
 
-    python -m benchmarks.run methods                               # the demo's target, after `make demo`: 15 minutes
+    python -m benchmarks.run methods                               # the demo's target, after `make demo`: 7 minutes
     python -m benchmarks.methods CONFIG [section.key=value ...]    # any other; only printed
 
 Runs the flow once per method, all in one store, so that target, seeds, text and cached states are the same, and reads

@@ -161,6 +161,8 @@ def hold_contest(
     take_turns(by_rule | dict(others), prompts[:NUM_WARM_UPS], failed)
     if plain.records or medusa.records:  # once at every length, untimed
         take_turns(by_rule, prompts)
+        if rule is not greedy_acceptance:
+            take_turns(_methods(plain, medusa, greedy_acceptance, num_tokens), prompts)
     if rule is greedy_acceptance:
         passes = greedy_passes = [take_turns(greedily, prompts, failed, progress) for _ in range(settings.repeats)]
     else:
@@ -224,7 +226,8 @@ def _rule_facts(settings: CheckConfig, decoded: Pass) -> dict[str, Any]:
         return {"acceptance": "greedy"}
     facts: dict[str, Any] = {"acceptance": settings.acceptance, "temperature": settings.temperature}
     if settings.acceptance == "typical":
-        return facts | {"first_token": settings.first_token}
+        rule = {"eps": settings.typical_eps, "delta": settings.typical_delta}
+        return facts | rule | {"first_token": settings.first_token}
     facts["top_p"] = settings.top_p
     if settings.acceptance == "rejection":
         sides = zip(_texts(decoded[PLAIN]), _texts(decoded[MEDUSA]), strict=True)

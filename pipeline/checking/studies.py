@@ -6,8 +6,9 @@
     heads    how many heads are used: the export's tree cut at each depth
     batch    how many sequences decode at once, plain and with the tree
 
-The others cost the first `NUM_PROMPTS` prompts at no more than `MAX_NEW_TOKENS` tokens each, once per row: read their
-figures against each other, and the check's own for what the heads are worth. Every row is flat, for a table and a plot.
+A row of `typical` and `heads` costs the first `NUM_PROMPTS` prompts at no more than `MAX_NEW_TOKENS` tokens each, once,
+and where steps are recorded twice; one of `batch` as many texts as its size, four times. Read their figures against
+each other, and the check's own for what the heads are worth. Every row is flat, for a table and a plot.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     overhead           seconds per step / seconds per plain step of the same prompt, in turns; the median over prompts
@@ -163,8 +164,9 @@ def _measured(
     A figure is None where no answer took a step.
     """
     answers: list[list[Decoded]] = [[] for _ in sides]
-    for side in sides:  # warm-up
-        _decode(side, prompts[0], WARM_UP_TOKENS, 0)
+    for side in sides:  # warm-up; what records has to see every length
+        for seed, prompt in enumerate(prompts if side.decoder.records else prompts[:1]):
+            _decode(side, prompt, num_tokens if side.decoder.records else WARM_UP_TOKENS, seed)
     for seed, prompt in enumerate(prompts):
         for side, decoded in zip(sides, answers, strict=True):
             decoded.append(_decode(side, prompt, num_tokens, seed))

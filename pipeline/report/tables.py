@@ -40,21 +40,32 @@ def check_table(report: dict) -> Table:
         ("tokens/s, plain", "baseline_tokens_per_second", rate),
         ("time to first token", "time_to_first_token", duration),
         ("accepted per position", "accepted_per_position", _per_position),
-        ("acceptance", "acceptance", _word),
         ("log-likelihood, nats per token", "log_likelihood", _by_name),
         ("prompts", "prompts", count),
         ("prompts skipped", "skipped_prompts", count),
     )
     rows = [(label, *(word(part.get(key)) for part in engines.values())) for label, key, word in facts]
     rows.insert(3, ("greedy identical", *(identical(part)[0] for part in engines.values())))
-    rows.insert(4, ("greedy ties", *(count(pick(part, "greedy_match", "ties")) for part in engines.values())))
+    rows.insert(4, ("greedy ties", *map(_ties, engines.values())))
+    rows.insert(-3, ("acceptance", *map(_rule, engines.values())))
     known = tuple(row for row in rows if any(cell != UNKNOWN for cell in row[1:]))
     labels = {"native": "native", "vllm": "vLLM"}
     return Table("Check", ("", *(labels.get(name, name) for name in engines)), known)
 
 
-def _word(value: Any) -> str:
-    return UNKNOWN if value is None else str(value)
+def _ties(engine: dict) -> str:
+    """How many sequences differ at a tie, and the target's top-2 gap under which it is one."""
+    ties, tolerance = count(pick(engine, "greedy_match", "ties")), pick(engine, "tie_tolerance")
+    return ties if tolerance is None else f"{ties}; a top-2 gap under {tolerance:g} is one"
+
+
+def _rule(engine: dict) -> str:
+    """The acceptance rule with its numbers, and how many sampled texts are those that plain sampling draws."""
+    rule = engine.get("acceptance")
+    numbers = [f"{name} {engine[name]:g}" for name in ("temperature", "eps", "delta", "top_p") if name in engine]
+    first = [f"first token {engine['first_token']}"] if "first_token" in engine else []
+    same = [f"as plain sampling {engine['sampled_identical']}"] if "sampled_identical" in engine else []
+    return UNKNOWN if rule is None else ", ".join([rule, *numbers, *first, *same])
 
 
 def _by_name(values: Any) -> str:

@@ -13,12 +13,13 @@ from pipeline.checking import studies
 from pipeline.checking.ladder import guess_ranks, searched_tree
 from pipeline.checking.native import load_exported_heads
 from pipeline.checking.prompts import Prompt, held_out_prompts
-from pipeline.checking.studies import run_studies
+from pipeline.checking.studies import Side, run_studies
 from pipeline.config import CheckConfig
 from pipeline.medusa.decoding import MedusaDecoder, acceleration_rate, plain_decoder
 from pipeline.medusa.tree import cartesian_tree, stock_tree
 from pipeline.medusa.tree_search import simulated_acceleration_rate
 from pipeline.report.report import write_report
+from tests.medusa.test_recorded_steps import Tape
 
 SETTINGS = CheckConfig(max_new_tokens=10, engines=("native",))
 
@@ -149,3 +150,18 @@ def test_answers_without_a_step_have_no_figures_and_the_report_is_written(tmp_pa
 
 def test_only_what_is_asked_for_is_studied(plain, medusa, prompts):
     assert run_studies((), plain, medusa, prompts, SETTINGS, {}, []) == {}
+
+
+def test_what_records_has_recorded_before_it_is_timed(model, medusa, prompts, monkeypatch):
+    """On a GPU a recording takes seconds; here operators are recorded in its place."""
+    tape, events, decode = Tape(), [], studies._decode
+    record = tape.record
+    monkeypatch.setattr(tape, "record", lambda step: (events.append("record"), record(step))[1])
+    monkeypatch.setattr(studies, "_decode", lambda *words: (events.append("decode"), decode(*words))[1])
+    plain = MedusaDecoder(model, None, (), eos_token_ids=(1,), recorder=tape)
+    with_tree = MedusaDecoder(model, medusa.heads, medusa.tree.choices, eos_token_ids=(1,), recorder=tape)
+    sides = [Side({}, plain), Side({}, with_tree)]
+    studies._measured(sides, prompts, 10)
+    decoded = [place for place, event in enumerate(events) if event == "decode"]
+    first_timed = decoded[len(sides) * len(prompts)]
+    assert "record" in events[:first_timed] and "record" not in events[first_timed:]

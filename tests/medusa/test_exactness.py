@@ -58,7 +58,7 @@ def test_in_float32_answers_differ_at_ties_alone(family, target_of, fitted_heads
     exact = target_of(family)
     model = copy.deepcopy(exact).float()
     plain = plain_decoder(model, eos_token_ids=())
-    for number, (prompt, expected) in enumerate(answers(family)[::2]):
+    for number, (prompt, expected) in enumerate(answers(family)):
         heads = fitted_heads(exact, prompt + expected, 3, known=0.7).float()
         decoded = MedusaDecoder(model, heads, TREES[number % 3], eos_token_ids=()).generate(prompt, NUM_TOKENS)
         for text in (decoded.token_ids, plain.generate(prompt, NUM_TOKENS).token_ids):

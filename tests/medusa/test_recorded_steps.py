@@ -152,5 +152,18 @@ def test_cuda_graphs_write_what_transformers_writes(family, pair, continuation, 
         assert decoder.records and not caplog.records, "a step that cannot be recorded would be taken one by one"
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("rule", RULES)
+def test_cuda_graphs_in_a_batch_that_shrinks(rule, pair):
+    model, heads = (copy.deepcopy(one).cuda() for one in pair("mistral-window"))
+    noise = lambda: [torch.Generator("cuda").manual_seed(n) for n in range(len(PROMPTS))]  # noqa: E731
+    expected = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(7,)).generate_batch(PROMPTS, 30, rule, noise())
+    decoder = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(7,), recorder=recorder_for(model))
+    for _ in range(2):
+        found = decoder.generate_batch(PROMPTS, 30, rule, noise())
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert decoder.records
+
+
 def test_nothing_is_recorded_on_a_cpu(pair):
     assert recorder_for(pair("llama")[0]) is None

@@ -64,10 +64,16 @@ def test_without_a_check_there_is_no_row(report):
 def test_a_sampled_rule_shows_how_likely_the_target_finds_its_text(report):
     report["check"]["native"] |= {
         "acceptance": "typical",
+        "temperature": 0.7,
+        "eps": 0.09,
+        "delta": 0.3,
+        "first_token": "sampled",
+        "tie_tolerance": 0.001,
         "log_likelihood": {"greedy": -0.412, "sampling": -1.03, "typical": -0.5},
     }
     rows = {row[0]: row[1:] for row in check_table(report).rows}
-    assert rows["acceptance"] == ("typical", "-")
+    assert rows["acceptance"] == ("typical, temperature 0.7, eps 0.09, delta 0.3, first token sampled", "-")
+    assert rows["greedy ties"][0].endswith("; a top-2 gap under 0.001 is one")
     assert rows["log-likelihood, nats per token"] == ("greedy -0.41, sampling -1.03, typical -0.50", "-")
 
 

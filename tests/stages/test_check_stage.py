@@ -105,6 +105,7 @@ def test_typical_acceptance_is_measured_and_greedy_decoding_compared_all_the_sam
     rule = {"check__acceptance": "typical", "check__temperature": 0.7, "check__studies": ["heads"]}
     native = run_again(make_config(tmp_path, **rule, check__repeats=2)).latest("check").summary["native"]
     assert native["acceptance"] == "typical" and native["repeats"] == 2
+    assert (native["eps"], native["delta"], native["first_token"]) == (0.09, 0.3, "greedy")
     assert native["log_likelihood"].keys() == {"greedy", "sampling", "typical"}
     assert native["log_likelihood"]["greedy"] > native["log_likelihood"]["sampling"], "greedy text is likelier"
     assert native["studies"].keys() == {"heads"} and native["studies"]["heads"]
