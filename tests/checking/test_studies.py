@@ -161,7 +161,8 @@ def test_what_records_has_recorded_before_it_is_timed(model, medusa, prompts, mo
     plain = MedusaDecoder(model, None, (), eos_token_ids=(1,), recorder=tape)
     with_tree = MedusaDecoder(model, medusa.heads, medusa.tree.choices, eos_token_ids=(1,), recorder=tape)
     sides = [Side({}, plain), Side({}, with_tree)]
-    studies._measured(sides, prompts, 10)
+    monkeypatch.setattr("pipeline.medusa.cache._GRANULE", 8)  # a text outgrows several
+    studies._measured(sides, prompts, 40)
     decoded = [place for place, event in enumerate(events) if event == "decode"]
     first_timed = decoded[len(sides) * len(prompts)]
     assert "record" in events[:first_timed] and "record" not in events[first_timed:]
