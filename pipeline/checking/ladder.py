@@ -1,4 +1,4 @@
-"""The ladder of trees: plain, top-1 chain, Cartesian, the authors' stock tree, one searched of its size, the export's.
+"""What many trees are worth on the same prompts: a ladder of kinds of trees, and one tree with ever more heads.
 
 Greedy decoding writes the same text with any tree, so no tree has to decode it: one forward over every prompt and its
 plain answer gives the states that the heads read there, and walking through the answer gives each tree's acceleration
@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.checking.forward import last_positions
-from pipeline.checking.overhead import overheads, step_seconds, with_tree
+from pipeline.checking.overhead import Name, overheads, step_seconds, with_tree
 from pipeline.checking.prompts import Prompt
 from pipeline.conversations.spans import IGNORED
 from pipeline.medusa.accuracy import label_ranks
@@ -57,6 +57,29 @@ def tree_ladder(
         USED_TREE: medusa.tree.choices,
     }
     trees = {name: tree for name, tree in trees.items() if tree or name == "plain"}
+    worth = tree_figures(plain, medusa, prompts, answers, trees)
+    return [{"tree": name, "nodes": len(tree), **worth[name]} for name, tree in trees.items()]
+
+
+def heads_used(
+    plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], answers: Sequence[list[int]]
+) -> list[dict[str, Any]]:
+    """The export's tree cut at each depth: what its deeper heads add, and cost."""
+    choices = medusa.tree.choices
+    trees = {depth: [p for p in choices if len(p) <= depth] for depth in range(1, medusa.tree.max_depth + 1)}
+    worth = tree_figures(plain, medusa, prompts, answers, trees)
+    return [{"heads": depth, "nodes": len(tree), **worth[depth]} for depth, tree in trees.items()]
+
+
+def tree_figures(
+    plain: MedusaDecoder,
+    medusa: MedusaDecoder,
+    prompts: Sequence[Prompt],
+    answers: Sequence[list[int]],
+    trees: Mapping[Name, Sequence[Path]],
+) -> dict[Name, dict[str, float | None]]:
+    """Every tree's acceleration rate, overhead and speedup; None where no answer takes a step."""
+    assert medusa.heads is not None
     num_guesses = 1 + max(rank for tree in trees.values() for path in tree for rank in path)
     ranks = guess_ranks(medusa.model, medusa.heads, prompts, answers, num_guesses)
     decoders = {name: with_tree(medusa, tree) for name, tree in trees.items() if tree}
@@ -64,13 +87,12 @@ def tree_ladder(
     for decoder in decoders.values():  # warm-up
         step_seconds(decoder, timed[0])
     costs = overheads(plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length), decoders, timed)
-    rows = []
+    worth = {}
     for name, tree in trees.items():
         rate, cost = simulated_acceleration_rate(ranks, tree), costs[name] if tree else 1.0
         figures = {"acceleration_rate": rate, "overhead": cost, "speedup": rate / cost}
-        known = {key: round(value, 4) if np.isfinite(value) else None for key, value in figures.items()}
-        rows.append({"tree": name, "nodes": len(tree), **known})
-    return rows
+        worth[name] = {key: round(value, 4) if np.isfinite(value) else None for key, value in figures.items()}
+    return worth
 
 
 def searched_tree(calibration: Mapping[str, Any]) -> tuple[Path, ...]:

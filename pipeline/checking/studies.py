@@ -3,12 +3,13 @@
     trees    the ladder: plain, top-1 chain, Cartesian tree, the authors' stock tree, a searched one of its size, the
              export's own; see ladder.py
     typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling and rejection
-    heads    how many heads are used: the export's tree cut at each depth
+    heads    how many heads are used: the export's tree cut at each depth; see ladder.py
     batch    how many sequences decode at once, plain and with the tree
 
-A row of `typical` and `heads` costs the first `NUM_PROMPTS` prompts at no more than `MAX_NEW_TOKENS` tokens each, once,
-and where steps are recorded twice; one of `batch` as many texts as its size, four times. Read their figures against
-each other, and the check's own for what the heads are worth. Every row is flat, for a table and a plot.
+A row of `trees` and `heads` costs a few steps, whatever the prompts. One of `typical` costs the first `NUM_PROMPTS` at
+no more than `MAX_NEW_TOKENS` tokens each, once, and where steps are recorded twice; one of `batch` the same prompts, or
+as often as they fill its batch, `check.repeats` times. Read those figures against each other, and the check's own for
+what the heads are worth. Every row is flat, for a table and a plot.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     overhead           seconds per step / seconds per plain step of the same prompt, in turns; the median over prompts
@@ -28,8 +29,7 @@ from typing import Any, Literal
 
 import torch
 
-from pipeline.checking.ladder import tree_ladder
-from pipeline.checking.overhead import with_tree
+from pipeline.checking.ladder import heads_used, tree_ladder
 from pipeline.checking.progress import Progress
 from pipeline.checking.prompts import Prompt
 from pipeline.checking.quality import mean_log_likelihood
@@ -44,7 +44,6 @@ NUM_PROMPTS, MAX_NEW_TOKENS = 8, 64
 TEMPERATURES = (0.3, 0.7, 1.0)
 EPS = (0.01, 0.04, 0.09, 0.16, 0.25)  # the range that the paper sweeps
 BATCH_SIZES = (1, 2, 4, 8, 16)
-NUM_BATCH_REPEATS = 3
 WARM_UP_TOKENS = 4
 
 
@@ -72,7 +71,7 @@ def run_studies(
     Args:
         plain, medusa: The check's own decoders; the studies use their target, heads, tree and limits.
         prompts: At least one.
-        settings: Of the check: how many tokens, and typical acceptance's first token.
+        settings: Of the check: how many tokens, typical acceptance's first token, how often batches are timed.
         calibration: The calibrate stage's tree.json, for the stock-sized tree: its search's order where it has one
             (`searched`), else that of its `accuracies`; without either there is no such row.
         answers: What plain greedy decoding wrote for each prompt.
@@ -82,8 +81,8 @@ def run_studies(
     studies: dict[StudyName, Callable[[], list[Row]]] = {
         "trees": lambda: tree_ladder(plain, medusa, prompts, answers, calibration),
         "typical": lambda: typical_sweep(plain, medusa, few, num_tokens, settings.first_token),
-        "heads": lambda: heads_used(plain, medusa, few, num_tokens),
-        "batch": lambda: batch_sizes(plain, medusa, prompts, num_tokens),
+        "heads": lambda: heads_used(plain, medusa, prompts, answers),
+        "batch": lambda: batch_sizes(plain, medusa, few, num_tokens, settings.repeats),
     }
     rows: dict[str, list[Row]] = {}
     for name in [name for name in studies if name in names]:
@@ -122,29 +121,24 @@ def typical_sweep(
     return rows
 
 
-def heads_used(plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int) -> list[Row]:
-    """The export's tree cut at each depth: what its deeper heads add, and cost."""
-    sides = [Side({}, plain)]
-    for depth in range(1, medusa.tree.max_depth + 1):
-        tree = [path for path in medusa.tree.choices if len(path) <= depth]
-        sides.append(Side({"heads": depth, "nodes": len(tree)}, with_tree(medusa, tree, medusa.eos_token_ids)))
-    return _measured(sides, prompts, num_tokens)[1:]
-
-
-def batch_sizes(plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int) -> list[Row]:
-    """Tokens per second of whole batches, their prefill included, medians; where prompts are too few they repeat."""
+def batch_sizes(
+    plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int, repeats: int
+) -> list[Row]:
+    """Tokens per second of the same prompts, so many at once; where they are too few for a batch they repeat."""
     rows = []
     for size in BATCH_SIZES:
-        batch = [prompt.ids for prompt in islice(cycle(prompts), size)]
-        speeds: dict[str, list[float]] = {"plain": [], "medusa": []}
-        for repeat in range(1 + NUM_BATCH_REPEATS):
-            for name, decoder in (("plain", plain), ("medusa", medusa)):
-                warms_up = not repeat and not decoder.records  # what records has to see every length
+        texts = [prompt.ids for prompt in islice(cycle(prompts), max(size, len(prompts)))]
+        batches = [texts[start : start + size] for start in range(0, len(texts), size)]
+        for decoder in (plain, medusa):  # warm-up; what records has to see every length
+            for batch in batches if decoder.records else batches[:1]:
+                decoder.generate_batch(batch, num_tokens if decoder.records else WARM_UP_TOKENS)
+        speeds: tuple[list[float], list[float]] = ([], [])
+        for _ in range(repeats):
+            for decoder, rates in zip((plain, medusa), speeds, strict=True):
                 started = perf_counter()
-                answers = decoder.generate_batch(batch, WARM_UP_TOKENS if warms_up else num_tokens)
-                rate = sum(len(answer.token_ids) for answer in answers) / (perf_counter() - started)
-                speeds[name] += [rate] if repeat else []
-        plainly, by_tree = (statistics.median(speeds[name]) for name in ("plain", "medusa"))
+                answers = [answer for batch in batches for answer in decoder.generate_batch(batch, num_tokens)]
+                rates.append(sum(len(answer.token_ids) for answer in answers) / (perf_counter() - started))
+        plainly, by_tree = map(statistics.median, speeds)
         rows.append(
             {
                 "batch_size": size,

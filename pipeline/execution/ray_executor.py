@@ -19,14 +19,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline import OPENMP
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.execution.executor import LazyWorker, Outcome, ShardWorker
 from pipeline.execution.placement import Placement, Resources
 from pipeline.storage.durable import disk_errors
 from pipeline.storage.tasks import ShardTask
 
-# Idle threads that spin take the cores from their neighbours: vLLM beside a busy core made half its tokens.
-WORKER_ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
+WORKER_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 OBJECT_STORE_BYTES = 256 * 1024**2  # tasks and receipts only
 MAX_FAILED_STARTS = 3  # of workers, one after another, that end before they are given a shard
 SECONDS_TO_CLOSE = 30.0
@@ -103,7 +103,9 @@ class RayExecutor:
         quiet: dict[str, Any] = {
             "logging_level": logging.ERROR,
             "log_to_driver": False,
-            "runtime_env": {"env_vars": WORKER_ENVIRONMENT},
+            "runtime_env": {
+                "env_vars": WORKER_ENVIRONMENT | {name: os.environ[name] for name in OPENMP if name in os.environ}
+            },
         }
         local = {"num_cpus": len(os.sched_getaffinity(0)), "object_store_memory": OBJECT_STORE_BYTES}
         try:

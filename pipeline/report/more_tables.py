@@ -52,7 +52,7 @@ STUDIES: dict[str, tuple[str, str, tuple[Column, ...], int]] = {  # title, note,
     ),
     "batch": (
         "Study: batch size",
-        "Sequences decoded at once; prefill included.",
+        "The same prompts, so many at once; prefill included.",
         (("sequences", "batch_size", count), *_BOTH_RATES),
         1,
     ),

@@ -77,7 +77,7 @@ def vllm_decode_check(
 def _in_own_process(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Run `decode` on each task in a new interpreter; its errors are raised here as what they are."""
     path = os.pathsep.join(filter(None, [str(Path(pipeline.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": path}
+    environment = {**os.environ, "PYTHONPATH": path}
     with tempfile.TemporaryDirectory(prefix="vllm-decode-") as directory:
         task_file, result_file = Path(directory, "task.json"), Path(directory, "result.json")
         task_file.write_text(json.dumps(tasks), encoding="utf-8")

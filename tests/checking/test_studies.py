@@ -128,15 +128,36 @@ def test_sampling_exactly_writes_the_text_of_plain_sampling(plain, medusa, promp
     assert found[0.8, "plain", None]["log_likelihood"] < found[0.0, "plain", None]["log_likelihood"]
 
 
-def test_heads_are_used_up_to_each_depth_of_the_tree(plain, medusa, prompts):
-    (rows,) = run_studies(("heads",), plain, medusa, prompts, SETTINGS, {}, []).values()
+def test_heads_are_used_up_to_each_depth_of_the_tree(plain, medusa, prompts, texts):
+    (rows,) = run_studies(("heads",), plain, medusa, prompts, SETTINGS, {}, texts).values()
     assert [(row["heads"], row["nodes"]) for row in rows] == [(1, 2), (2, 4), (3, 5)]
     assert rows[0]["acceleration_rate"] <= 2.0  # one head adds at most one token
+    decoded = [medusa.generate(prompt.ids, 10) for prompt in prompts]
+    assert rows[-1]["acceleration_rate"] == pytest.approx(acceleration_rate(decoded), abs=1e-4)
 
 
-def test_batches_larger_than_the_prompts_repeat_them(plain, medusa, prompts):
-    (rows,) = run_studies(("batch",), plain, medusa, prompts, SETTINGS, {}, []).values()
+def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, monkeypatch):
+    """Whose rates differ far more than batches of them do. Where they are too few for a batch they repeat."""
+    asked = []
+
+    def listen_to(decoder):
+        generate = decoder.generate_batch
+
+        def generate_batch(ids, num_tokens):
+            asked.append((decoder, num_tokens, [tuple(one) for one in ids]))
+            return generate(ids, num_tokens)
+
+        monkeypatch.setattr(decoder, "generate_batch", generate_batch)
+
+    listen_to(plain)
+    listen_to(medusa)
+    settings = SETTINGS.model_copy(update={"repeats": 1})
+    (rows,) = run_studies(("batch",), plain, medusa, prompts, settings, {}, []).values()
     assert [row["batch_size"] for row in rows] == [1, 4]
+    one, other = (tuple(prompt.ids) for prompt in prompts[:2])
+    for decoder in (plain, medusa):
+        timed = [batch for asked_of, num_tokens, batch in asked if asked_of is decoder and num_tokens == 10]
+        assert timed == [[one], [other], [one, other, one, other]]
     for row in rows:
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["baseline_tokens_per_second"], rel=1e-2)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import OPENMP
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.executor import InlineExecutor, make_executor
 from pipeline.execution.placement import Placement
@@ -85,6 +86,10 @@ def test_an_executor_of_another_name_is_refused():
         make_executor("slurm")
 
 
+def environment(names: tuple[str, ...]) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in names}
+
+
 def outcomes_are_as_promised(executor, root) -> None:
     given, again = tasks(7, root), tasks(1, root)
     found = {}
@@ -140,6 +145,7 @@ def test_ray_does_the_same_in_other_processes_outlives_their_death_and_keeps_our
     try:
         assert {signal.getsignal(name) for name in before} == {ours}
         assert executor.resources().cpus == len(os.sched_getaffinity(0))
+        assert executor.call(environment, {"names": tuple(OPENMP)}, ONE) == {name: os.environ[name] for name in OPENMP}
         outcomes_are_as_promised(executor, tmp_path)
         with pytest.raises(EnvironmentFault) as caught:
             executor.call(die, {}, ONE)

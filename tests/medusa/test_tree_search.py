@@ -144,6 +144,28 @@ def test_the_size_is_the_one_with_the_highest_speedup_and_without_overheads_the_
     assert size == 1, "each node costs more than it can give"
 
 
+@pytest.mark.parametrize(
+    ("dearer", "chosen"),
+    [
+        (0.98, 2),  # two nodes are faster
+        (1.02, 2),  # as fast, as far as can be measured: the rate decides
+        (1.05, 1),  # one node is faster
+    ],
+)
+def test_among_sizes_that_are_as_fast_the_rate_decides(dearer, chosen):
+    ranks = of(np.random.default_rng(0).choice([0, 1, MISS], (1, 400)).astype(np.uint8), np.array([0]))
+    trees = {"joint": ((0,), (1,))}
+    one, two = (simulated_acceleration_rate(ranks, trees["joint"][:size]) for size in (1, 2))
+    assert two / one > 1.1
+    assert choose_tree(trees, ranks, (1, 2), {1: 1.0, 2: two / one * dearer}) == ("joint", chosen)
+
+
+def test_a_tree_that_gives_nothing_more_is_not_taken_however_little_it_costs():
+    ranks = of(np.array([[0, MISS] * 50], np.uint8), np.array([0]))
+    trees = {"product": ((0,), (1,))}
+    assert choose_tree(trees, ranks, (1, 2), {1: 1.0, 2: 1.01}) == ("product", 1)
+
+
 def test_a_head_that_is_never_right_still_gets_a_tree():
     ranks = of(np.full((2, 6), MISS, np.uint8), np.array([0, 3]))
     assert search_trees(ranks, 8, None, 5) == {"product": ((0,),), "joint": ((0,),)}
