@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import TypeVar
 
@@ -89,9 +89,9 @@ def undisturbed(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4] if seconds else math.nan
 
 
-def with_tree(medusa: MedusaDecoder, choices: Sequence[Path], eos_token_ids: Collection[int] = ()) -> MedusaDecoder:
-    """The same target and heads with another tree; without end tokens, unless some are given."""
-    return MedusaDecoder(medusa.model, medusa.heads, choices, eos_token_ids=eos_token_ids, max_length=medusa.max_length)
+def with_tree(medusa: MedusaDecoder, choices: Sequence[Path]) -> MedusaDecoder:
+    """The same target and heads with another tree, and without end tokens."""
+    return MedusaDecoder(medusa.model, medusa.heads, choices, eos_token_ids=(), max_length=medusa.max_length)
 
 
 @contextlib.contextmanager

@@ -1,15 +1,15 @@
 """What the check can find out beyond its verdict (`check.studies`): which tree, which rule, how many heads, what batch.
 
     trees    the ladder: plain, top-1 chain, Cartesian tree, the authors' stock tree, a searched one of its size, the
-             export's own; see ladder.py
+             export's own; see tree_studies.py
     typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling and rejection
-    heads    how many heads are used: the export's tree cut at each depth; see ladder.py
+    heads    how many heads are used: the export's tree cut at each depth; see tree_studies.py
     batch    how many sequences decode at once, plain and with the tree
 
-A row of `trees` and `heads` costs a few steps, whatever the prompts. One of `typical` costs the first `NUM_PROMPTS` at
-no more than `MAX_NEW_TOKENS` tokens each, once, and where steps are recorded twice; one of `batch` the same prompts, or
-as often as they fill its batch, `check.repeats` times. Read those figures against each other, and the check's own for
-what the heads are worth. Every row is flat, for a table and a plot.
+`trees` and `heads` cost a forward per prompt and a few steps per row. A row of `typical` costs the first `NUM_PROMPTS`
+at no more than `MAX_NEW_TOKENS` tokens each, once, and where steps are recorded twice; one of `batch` the same prompts,
+or as often as they fill its batch, `check.repeats` times, and where steps are recorded thrice more. Read those figures
+against each other, and the check's own for what the heads are worth. Every row is flat, for a table and a plot.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     overhead           seconds per step / seconds per plain step of the same prompt, in turns; the median over prompts
@@ -29,13 +29,14 @@ from typing import Any, Literal
 
 import torch
 
-from pipeline.checking.ladder import heads_used, tree_ladder
 from pipeline.checking.progress import Progress
 from pipeline.checking.prompts import Prompt
 from pipeline.checking.quality import mean_log_likelihood
+from pipeline.checking.tree_studies import heads_used, tree_ladder
 from pipeline.config import CheckConfig, StudyName
 from pipeline.medusa.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
 from pipeline.medusa.decoding import Decoded, MedusaDecoder, acceleration_rate
+from pipeline.medusa.recorded_steps import WARM_UP_STEPS
 from pipeline.targets.loading import input_device
 
 Row = dict[str, Any]
@@ -124,13 +125,17 @@ def typical_sweep(
 def batch_sizes(
     plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int, repeats: int
 ) -> list[Row]:
-    """Tokens per second of the same prompts, so many at once; where they are too few for a batch they repeat."""
+    """Tokens per second of the same prompts, decoded one by one, by twos and so on, to batches that they fill twice.
+
+    Of the prompts as many are taken as a power of two has, so that every size divides them, or they it.
+    """
+    asked = [prompt.ids for prompt in prompts[: 1 << (len(prompts).bit_length() - 1)]]
     rows = []
     for size in BATCH_SIZES:
-        texts = [prompt.ids for prompt in islice(cycle(prompts), max(size, len(prompts)))]
+        texts = list(islice(cycle(asked), max(size, len(asked))))
         batches = [texts[start : start + size] for start in range(0, len(texts), size)]
-        for decoder in (plain, medusa):  # warm-up; what records has to see every length
-            for batch in batches if decoder.records else batches[:1]:
+        for decoder in (plain, medusa):  # warm-up; what records has to see every length and width, and often enough
+            for batch in batches * (WARM_UP_STEPS + 1) if decoder.records else batches[:1]:
                 decoder.generate_batch(batch, num_tokens if decoder.records else WARM_UP_TOKENS)
         speeds: tuple[list[float], list[float]] = ([], [])
         for _ in range(repeats):

@@ -12,13 +12,12 @@ from pathlib import Path
 from pipeline.checkpoints.layout import check_num_heads, check_repo_id, is_local, repositories
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
 from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.medusa.tree import Path as TreePath
 from pipeline.medusa.tree import check_choices
 from pipeline.storage.run_directory import STAGES
 from pipeline.targets.lora import require_tunable
 from pipeline.targets.spec import TargetSpec, resolve
-
-SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it in a submitted job's entry point
 
 
 def check_config(config: Config, stages: Collection[str] = STAGES) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import json
 import logging
 import os
 import signal
@@ -26,11 +27,19 @@ from pipeline.execution.placement import Placement, Resources
 from pipeline.storage.durable import disk_errors
 from pipeline.storage.tasks import ShardTask
 
+SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it in a submitted job's entry point
 WORKER_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 OBJECT_STORE_BYTES = 256 * 1024**2  # tasks and receipts only
 MAX_FAILED_STARTS = 3  # of workers, one after another, that end before they are given a shard
 SECONDS_TO_CLOSE = 30.0
 LEAST_SECONDS = 900.0  # for a few rows of a shard, with the model to be loaded first
+
+
+def worker_environment() -> dict[str, str]:
+    """What workers find in their environment; what a submitted job has said itself is left to it, or Ray refuses."""
+    job = json.loads(os.environ.get(SUBMITTED_JOB) or "{}").get("runtime_env") or {}
+    ours = WORKER_ENVIRONMENT | {name: os.environ[name] for name in OPENMP if name in os.environ}
+    return {name: value for name, value in ours.items() if name not in job.get("env_vars", {})}
 
 
 class ShardActor:
@@ -103,9 +112,7 @@ class RayExecutor:
         quiet: dict[str, Any] = {
             "logging_level": logging.ERROR,
             "log_to_driver": False,
-            "runtime_env": {
-                "env_vars": WORKER_ENVIRONMENT | {name: os.environ[name] for name in OPENMP if name in os.environ}
-            },
+            "runtime_env": {"env_vars": worker_environment()},
         }
         local = {"num_cpus": len(os.sched_getaffinity(0)), "object_store_memory": OBJECT_STORE_BYTES}
         try:

@@ -22,7 +22,7 @@ from pipeline.medusa.tree import Path, greedy_tree
 MISS = 255  # the token is not among the guesses
 NO_LABEL = 254  # the span ends before it
 MAX_RANKS = 254
-SAME_SPEED = 0.03
+SAME_SPEED = 0.03  # what timing the same tree twice may differ by, relatively
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def choose_tree(
     """The search and the number of nodes that promise most on `ranks`, which the trees have not seen.
 
     The most is the highest speedup, by the overhead of each size; without overheads the highest acceleration rate.
-    Overheads of the same tree, measured again, differ by a few percent. Among choices that are as fast up to that, a
-    percent of acceleration rate counts as much as one of speed: it is exact, and worth the same on every device.
+    Among choices that timing cannot tell from the fastest one, speedup times acceleration rate decides: the rate is
+    counted, not timed, and is the same on every device.
     """
     choices = dict.fromkeys((name, min(size, len(tree))) for size in sizes for name, tree in trees.items())
     rates = {(name, size): simulated_acceleration_rate(ranks, trees[name][:size]) for name, size in choices}
@@ -89,7 +89,8 @@ def choose_tree(
         (name, size): rate / (interpolated_overhead(overheads, size) if overheads else 1.0)
         for (name, size), rate in rates.items()
     }
-    as_fast = [choice for choice in choices if speeds[choice] >= (1 - SAME_SPEED) * max(speeds.values())]
+    fastest = max(filter(np.isfinite, speeds.values()), default=0.0)  # an overhead is NaN where no step had room
+    as_fast = [choice for choice in choices if speeds[choice] >= (1 - SAME_SPEED) * fastest] or list(choices)
     return max(as_fast, key=lambda choice: speeds[choice] * rates[choice])
 
 

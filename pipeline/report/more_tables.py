@@ -52,7 +52,7 @@ STUDIES: dict[str, tuple[str, str, tuple[Column, ...], int]] = {  # title, note,
     ),
     "batch": (
         "Study: batch size",
-        "The same prompts, so many at once; prefill included.",
+        "The same prompts, decoded 1 to 16 at a time; prefill included.",
         (("sequences", "batch_size", count), *_BOTH_RATES),
         1,
     ),

@@ -4,7 +4,7 @@ Promises: everything comes from the `calibrate` split alone, which nothing was t
 one half of it, by the product of accuracies (paper 2.3.3) and by how often whole paths were right; the other half says
 which search has the higher acceleration rate, and what to expect, and that search is made again on both halves. With
 `calibrate.nodes: auto` the node budget is the one with the highest speedup, by the overhead of each size that is
-measured on this device. Or the tree is the user's own.
+measured on this device; among sizes within 3 % of it the acceleration rate counts too. Or the tree is the user's own.
 Where Medusa-2 tuned the backbone, the split's states are the tuned one's, made in a directory within this stage's; for
 another tree they are not made again.
 """
@@ -17,9 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.checking.ladder import STOCK_NODES
 from pipeline.checking.overhead import NUM_PROMPTS, NUM_STEPS, overhead_curve
 from pipeline.checking.prompts import held_out_prompts
+from pipeline.checking.tree_studies import STOCK_NODES
 from pipeline.config import Config
 from pipeline.errors import DataError
 from pipeline.execution.context import Context
@@ -44,7 +44,7 @@ from pipeline.training.evaluate import SPLIT, held_out_ranks
 from pipeline.training.feature_worker import Worker, engine_identity
 
 NAME = "calibrate"
-VERSION = 4
+VERSION = 5
 
 REPORTED_TOPS = 5
 MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # with the root powers of two, which matrix products are fastest at

@@ -40,7 +40,7 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, context_length, weight_files
 
 NAME = "check"
-VERSION = 3
+VERSION = 4
 
 LIMITS = {"min_acceleration_rate"}
 PROGRESS_FILE = "progress.tmp"

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.checking import studies
-from pipeline.checking.ladder import guess_ranks, searched_tree
 from pipeline.checking.native import load_exported_heads
 from pipeline.checking.prompts import Prompt, held_out_prompts
 from pipeline.checking.studies import Side, run_studies
+from pipeline.checking.tree_studies import guess_ranks, searched_tree
 from pipeline.config import CheckConfig
 from pipeline.medusa.decoding import MedusaDecoder, acceleration_rate, plain_decoder
 from pipeline.medusa.tree import cartesian_tree, stock_tree
@@ -22,6 +22,7 @@ from pipeline.report.report import write_report
 from tests.medusa.test_recorded_steps import Tape
 
 SETTINGS = CheckConfig(max_new_tokens=10, engines=("native",))
+TREE = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def plain(model) -> MedusaDecoder:
 @pytest.fixture(scope="module")
 def medusa(model, finished_run) -> MedusaDecoder:
     heads = load_exported_heads(str(finished_run.path / "latest/export"))
-    return MedusaDecoder(model, heads, [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)], eos_token_ids=(1,))
+    return MedusaDecoder(model, heads, TREE, eos_token_ids=(1,))
 
 
 @pytest.fixture(scope="module")
@@ -128,36 +129,52 @@ def test_sampling_exactly_writes_the_text_of_plain_sampling(plain, medusa, promp
     assert found[0.8, "plain", None]["log_likelihood"] < found[0.0, "plain", None]["log_likelihood"]
 
 
-def test_heads_are_used_up_to_each_depth_of_the_tree(plain, medusa, prompts, texts):
+def test_heads_are_used_up_to_each_depth_of_the_tree(model, finished_run, prompts):
+    """And each depth has the rate that decoding has with it; in float64, where no near-tie can blur it."""
+    model = copy.deepcopy(model).double()
+    heads = load_exported_heads(str(finished_run.path / "latest/export")).double()
+    plain = plain_decoder(model, eos_token_ids=(1,))
+    medusa = MedusaDecoder(model, heads, TREE, eos_token_ids=(1,))
+    texts = [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
     (rows,) = run_studies(("heads",), plain, medusa, prompts, SETTINGS, {}, texts).values()
     assert [(row["heads"], row["nodes"]) for row in rows] == [(1, 2), (2, 4), (3, 5)]
-    assert rows[0]["acceleration_rate"] <= 2.0  # one head adds at most one token
-    decoded = [medusa.generate(prompt.ids, 10) for prompt in prompts]
-    assert rows[-1]["acceleration_rate"] == pytest.approx(acceleration_rate(decoded), abs=1e-4)
+    for row in rows:
+        tree = [path for path in TREE if len(path) <= row["heads"]]
+        decoder = MedusaDecoder(model, heads, tree, eos_token_ids=(1,))
+        decoded = [decoder.generate(prompt.ids, 10) for prompt in prompts]
+        assert row["acceleration_rate"] == pytest.approx(acceleration_rate(decoded), abs=1e-4)
 
 
-def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, monkeypatch):
-    """Whose rates differ far more than batches of them do. Where they are too few for a batch they repeat."""
-    asked = []
+@pytest.fixture
+def asked_of(monkeypatch):
+    """What a decoder is asked for in batches from now on: (texts, tokens)."""
 
-    def listen_to(decoder):
-        generate = decoder.generate_batch
+    def listen(decoder: MedusaDecoder) -> list[tuple[list[list[int]], int]]:
+        asked, generate = [], decoder.generate_batch
 
         def generate_batch(ids, num_tokens):
-            asked.append((decoder, num_tokens, [tuple(one) for one in ids]))
+            asked.append((ids, num_tokens))
             return generate(ids, num_tokens)
 
         monkeypatch.setattr(decoder, "generate_batch", generate_batch)
+        return asked
 
-    listen_to(plain)
-    listen_to(medusa)
-    settings = SETTINGS.model_copy(update={"repeats": 1})
+    return listen
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, asked_of, monkeypatch, repeats):
+    """Whose rates differ far more than batches of them do. Where they are too few for a batch they repeat."""
+    monkeypatch.setattr(studies, "NUM_PROMPTS", 3)
+    monkeypatch.setattr(studies, "BATCH_SIZES", (1, 2, 4))
+    both = asked_of(plain), asked_of(medusa)
+    settings = SETTINGS.model_copy(update={"repeats": repeats})
     (rows,) = run_studies(("batch",), plain, medusa, prompts, settings, {}, []).values()
-    assert [row["batch_size"] for row in rows] == [1, 4]
-    one, other = (tuple(prompt.ids) for prompt in prompts[:2])
-    for decoder in (plain, medusa):
-        timed = [batch for asked_of, num_tokens, batch in asked if asked_of is decoder and num_tokens == 10]
-        assert timed == [[one], [other], [one, other, one, other]]
+    one, other, _ = (prompt.ids for prompt in prompts)
+    for asked in both:
+        timed = [texts for texts, num_tokens in asked if num_tokens == 10]
+        assert timed == [*[[one], [other]] * repeats, *[[one, other]] * repeats, *[[one, other] * 2] * repeats]
+    assert [row["batch_size"] for row in rows] == [1, 2, 4]
     for row in rows:
         assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["baseline_tokens_per_second"], rel=1e-2)
 
@@ -186,4 +203,21 @@ def test_what_records_has_recorded_before_it_is_timed(model, medusa, prompts, mo
     studies._measured(sides, prompts, 40)
     decoded = [place for place, event in enumerate(events) if event == "decode"]
     first_timed = decoded[len(sides) * len(prompts)]
+    assert "record" in events[:first_timed] and "record" not in events[first_timed:]
+
+
+def test_batches_are_recorded_before_they_are_timed(model, medusa, prompts, asked_of, monkeypatch):
+    """Also of the few texts that are left when others have ended."""
+    tape, events = Tape(), []
+    record, run = tape.record, studies.perf_counter
+    monkeypatch.setattr(tape, "record", lambda step: (events.append("record"), record(step))[1])
+    monkeypatch.setattr(studies, "perf_counter", lambda: (events.append("clock"), run())[1])
+    monkeypatch.setattr(studies, "BATCH_SIZES", (4,))
+    monkeypatch.setattr(studies, "NUM_PROMPTS", 3)
+    ends = tuple(range(300))[::7]
+    plain = MedusaDecoder(model, None, (), eos_token_ids=ends, recorder=tape)
+    with_tree = MedusaDecoder(model, medusa.heads, TREE, eos_token_ids=ends, recorder=tape)
+    monkeypatch.setattr("pipeline.medusa.cache._GRANULE", 8)
+    studies.batch_sizes(plain, with_tree, prompts, 40, 2)
+    first_timed = events.index("clock")
     assert "record" in events[:first_timed] and "record" not in events[first_timed:]

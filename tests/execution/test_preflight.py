@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.execution.preflight import SUBMITTED_JOB, check_config
+from pipeline.execution.preflight import check_config
+from pipeline.execution.ray_executor import SUBMITTED_JOB
 
 HUB = {"target__model": "owner/model"}
 MEDUSA_2 = {"train__method": "medusa-2"}

@@ -160,10 +160,21 @@ def test_among_sizes_that_are_as_fast_the_rate_decides(dearer, chosen):
     assert choose_tree(trees, ranks, (1, 2), {1: 1.0, 2: two / one * dearer}) == ("joint", chosen)
 
 
-def test_a_tree_that_gives_nothing_more_is_not_taken_however_little_it_costs():
-    ranks = of(np.array([[0, MISS] * 50], np.uint8), np.array([0]))
+@pytest.mark.parametrize(("gained", "chosen"), [(0.0, 1), (0.005, 1), (0.03, 2)])
+def test_a_rate_that_is_hardly_higher_is_not_worth_two_percent_of_speed(gained, chosen):
+    """Though timing could not tell the two apart."""
+    second = round(200 * gained)  # of 200 positions the first guess is right at half of them, never two in a row
+    ranks = of(np.array([[0, MISS] * 100 + [1, MISS] * second], np.uint8), np.array([0]))
     trees = {"product": ((0,), (1,))}
-    assert choose_tree(trees, ranks, (1, 2), {1: 1.0, 2: 1.01}) == ("product", 1)
+    one, two = (simulated_acceleration_rate(ranks, trees["product"][:size]) for size in (1, 2))
+    assert choose_tree(trees, ranks, (2, 1), {1: 1.0, 2: 1.02 * two / one}) == ("product", chosen)
+
+
+def test_a_size_whose_overhead_is_unknown_is_not_chosen_and_where_none_is_known_one_is():
+    ranks = of(np.array([[0, 1] * 50], np.uint8), np.array([0]))
+    trees = {"joint": ((0,), (1,))}
+    assert choose_tree(trees, ranks, (1, 2), {1: float("nan"), 2: 1.5}) == ("joint", 2)
+    assert choose_tree(trees, ranks, (1, 2), {1: float("nan"), 2: float("nan")})[0] == "joint"
 
 
 def test_a_head_that_is_never_right_still_gets_a_tree():

@@ -82,11 +82,12 @@ def tree_figures(
     assert medusa.heads is not None
     num_guesses = 1 + max(rank for tree in trees.values() for path in tree for rank in path)
     ranks = guess_ranks(medusa.model, medusa.heads, prompts, answers, num_guesses)
+    endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
     decoders = {name: with_tree(medusa, tree) for name, tree in trees.items() if tree}
     timed = [prompt.ids for prompt in prompts[:NUM_TIMED]]
-    for decoder in decoders.values():  # warm-up
+    for decoder in (endless, *decoders.values()):  # warm-up
         step_seconds(decoder, timed[0])
-    costs = overheads(plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length), decoders, timed)
+    costs = overheads(endless, decoders, timed)
     worth = {}
     for name, tree in trees.items():
         rate, cost = simulated_acceleration_rate(ranks, tree), costs[name] if tree else 1.0
