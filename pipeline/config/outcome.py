@@ -17,7 +17,7 @@ class CalibrateConfig(Section):
     nodes: PositiveInt | Literal["auto"] = Field(
         "auto",
         description="Node budget of the tree, the root not counted; auto: the size with the highest speedup, by "
-        "measured overhead, where the target decodes; of sizes within 3 % of it, that with the highest speedup times "
+        "measured overhead, where the target decodes; of sizes within 5 % of it, that with the highest speedup times "
         "acceleration rate.",
     )
     depth: PositiveInt | None = Field(None, description="Deepest path. Default: the number of heads.")

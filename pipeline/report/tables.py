@@ -127,7 +127,7 @@ def sizes_table(report: dict) -> Table:
     )
     columns = ("nodes", "overhead", "expected rate", "expected speedup")
     note = f"The {pick(report, 'tree', 'source')} search; {count(pick(report, 'tree', 'nodes'))} nodes are used, "
-    note += "the fastest up to 3 %."
+    note += "the fastest up to 5 %."
     return Table("Tree sizes", columns, rows, note if rows else "", "not measured", words=())
 
 

@@ -4,7 +4,7 @@ Promises: everything comes from the `calibrate` split alone, which nothing was t
 one half of it, by the product of accuracies (paper 2.3.3) and by how often whole paths were right; the other half says
 which search has the higher acceleration rate, and what to expect, and that search is made again on both halves. With
 `calibrate.nodes: auto` the node budget is the one with the highest speedup, by the overhead of each size that is
-measured on this device; among sizes within 3 % of it the acceleration rate counts too. Or the tree is the user's own.
+measured on this device; among sizes within 5 % of it the acceleration rate counts too. Or the tree is the user's own.
 Where Medusa-2 tuned the backbone, the split's states are the tuned one's, made in a directory within this stage's; for
 another tree they are not made again.
 """

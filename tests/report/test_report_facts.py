@@ -57,7 +57,7 @@ def test_the_sizes_that_were_measured_are_shown_with_what_they_promise(report):
     table = sizes_table(report)
     assert (
         table.rows == (("4", "1.25x", "2.50", "2.00x"),)
-        and table.note == "The joint search; 4 nodes are used, the fastest up to 3 %."
+        and table.note == "The joint search; 4 nodes are used, the fastest up to 5 %."
     )
     assert sizes_table({"tree": {"nodes": 4}}).rows == ()
 
