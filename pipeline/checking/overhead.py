@@ -98,9 +98,9 @@ def with_tree(medusa: MedusaDecoder, choices: Sequence[Path]) -> MedusaDecoder:
 def fastest_threads(plain: MedusaDecoder, prompt_ids: Sequence[int]) -> Iterator[int]:
     """Let torch compute with as many CPU threads as make plain steps fastest. On a GPU there is nothing to choose.
 
-    For a small target that is fewer than there are cores: after each of its hundreds of short operations the threads
-    wait for one another, and longest where the cores have other work. Tried are all, half of them, …, 1, in turns. A
-    target whose steps are long has work for all of them, and to try would take minutes.
+    For a small target that may be fewer than there are cores: after each of its hundreds of short operations the
+    threads wait for one another, and longest where the cores have other work. Tried are all, half of them, …, 1, in
+    turns. A target whose steps are long has work for all of them, and to try would take minutes.
     """
     most = torch.get_num_threads()
     if plain.device.type != "cpu":

@@ -12,7 +12,7 @@ or as often as they fill its batch, `check.repeats` times, and where steps are r
 against each other, and the check's own for what the heads are worth. Every row is flat, for a table and a plot.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
-    overhead           seconds per step / seconds per plain step of the same prompt, in turns; the median over prompts
+    overhead           seconds per step / seconds per plain step of the same prompts, in turns
     speedup            acceleration rate / overhead
     log-likelihood     nats per token of the answers under the target itself, at temperature 1
 """
@@ -118,16 +118,16 @@ def typical_sweep(
         for eps in EPS if temperature else ():
             rule = acceptance_rule("typical", temperature, eps, sqrt(eps), first_token=first_token)
             sides.append(Side({"temperature": temperature, "rule": "typical", "eps": eps}, medusa, rule))
-        rows += _measured(sides, prompts, num_tokens, likelihood=True)
+        rows += _measured(sides, prompts, num_tokens)
     return rows
 
 
 def batch_sizes(
     plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int, repeats: int
 ) -> list[Row]:
-    """Tokens per second of the same prompts, decoded one by one, by twos and so on, to batches that they fill twice.
+    """Tokens per second of the same prompts, 1 to 16 at a time, prefill included; medians of `repeats`.
 
-    Of the prompts as many are taken as a power of two has, so that every size divides them, or they it.
+    A power of two of them is taken, so that they fill every batch; they repeat where they are too few for it.
     """
     asked = [prompt.ids for prompt in prompts[: 1 << (len(prompts).bit_length() - 1)]]
     rows = []
@@ -155,9 +155,7 @@ def batch_sizes(
     return rows
 
 
-def _measured(
-    sides: Sequence[Side], prompts: Sequence[Prompt], num_tokens: int, *, likelihood: bool = False
-) -> list[Row]:
+def _measured(sides: Sequence[Side], prompts: Sequence[Prompt], num_tokens: int) -> list[Row]:
     """Every side's row against the first one, which is plain decoding; sides take turns prompt by prompt.
 
     A figure is None where no answer took a step.
@@ -173,9 +171,8 @@ def _measured(
     for side, decoded in zip(sides, answers, strict=True):
         rate, overhead = acceleration_rate(decoded), _overhead(decoded, answers[0])
         figures = {"acceleration_rate": rate, "overhead": overhead, "speedup": rate / overhead}
-        if likelihood:
-            texts = [one.token_ids for one in decoded]
-            figures["log_likelihood"] = mean_log_likelihood(side.decoder.model, prompts, texts)
+        texts = [one.token_ids for one in decoded]
+        figures["log_likelihood"] = mean_log_likelihood(side.decoder.model, prompts, texts)
         rows.append(side.names | {key: None if isnan(value) else round(value, 4) for key, value in figures.items()})
     return rows
 

@@ -206,12 +206,12 @@ def test_what_records_has_recorded_before_it_is_timed(model, medusa, prompts, mo
     assert "record" in events[:first_timed] and "record" not in events[first_timed:]
 
 
-def test_batches_are_recorded_before_they_are_timed(model, medusa, prompts, asked_of, monkeypatch):
+def test_batches_are_recorded_before_they_are_timed(model, medusa, prompts, monkeypatch):
     """Also of the few texts that are left when others have ended."""
     tape, events = Tape(), []
-    record, run = tape.record, studies.perf_counter
+    record, clock = tape.record, studies.perf_counter
     monkeypatch.setattr(tape, "record", lambda step: (events.append("record"), record(step))[1])
-    monkeypatch.setattr(studies, "perf_counter", lambda: (events.append("clock"), run())[1])
+    monkeypatch.setattr(studies, "perf_counter", lambda: (events.append("clock"), clock())[1])
     monkeypatch.setattr(studies, "BATCH_SIZES", (4,))
     monkeypatch.setattr(studies, "NUM_PROMPTS", 3)
     ends = tuple(range(300))[::7]
