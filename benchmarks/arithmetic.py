@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pipeline.medusa.heads import HeadsConfig
+from pipeline.heads.medusa import HeadsConfig
 
 PEAK_PRODUCTS = 100  # so many that a card's clock settles
 

@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from benchmarks import targets
 from benchmarks.claims import Claim, Result, in_turns
 from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
-from pipeline.checking.overhead import fastest_threads
-from pipeline.medusa.decoding import MedusaDecoder, plain_decoder
-from pipeline.medusa.heads import HeadsConfig, MedusaHeads
-from pipeline.medusa.tree import greedy_tree
+from pipeline.decoding.decoder import MedusaDecoder, plain_decoder
+from pipeline.decoding.tree import greedy_tree
+from pipeline.evaluation.overhead import fastest_threads
+from pipeline.heads.medusa import HeadsConfig, MedusaHeads
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)

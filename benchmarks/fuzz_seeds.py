@@ -26,12 +26,12 @@ from typing import Any
 
 import pyarrow as pa
 
+from pipeline.artifacts.rows import seed_row
+from pipeline.artifacts.schemas import SEEDS
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation, Refused
 from pipeline.conversations.readers import read_source
 from pipeline.errors import DataError
-from pipeline.storage.rows import seed_row
-from pipeline.storage.schemas import SEEDS
 from pipeline.storage.shards import quarantine_line
 
 ROWS_PER_FILE = 64

@@ -24,11 +24,11 @@ from benchmarks import targets
 from benchmarks.claims import Result, in_turns, speed_ratio
 from pipeline.conversations.conversation import Conversation, Message
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
-from pipeline.conversations.exchange import Completion, Finish, Request, Sampling
+from pipeline.conversations.requests import Completion, Finish, Request, Sampling
 from pipeline.conversations.template import ChatTemplate
+from pipeline.targets.dialogue_pool import converse
 from pipeline.targets.protocol import GenerationEngine
 from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer
-from pipeline.targets.talks import converse
 from pipeline.targets.vllm_engine import VLLMGenerationEngine, sampling_params
 
 AIM = 1.25

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 
 from benchmarks.arithmetic import peak_memory_gb, reset_peak_memory
 from benchmarks.claims import Claim, Result
-from pipeline.checking.figures import Pace, speed
-from pipeline.medusa.decoding import Decoded, MedusaDecoder, plain_decoder
-from pipeline.medusa.heads import HeadsConfig, MedusaHeads
-from pipeline.medusa.tree import greedy_tree
+from pipeline.decoding.decoder import Decoded, MedusaDecoder, plain_decoder
+from pipeline.decoding.tree import greedy_tree
+from pipeline.evaluation.figures import Pace, speed
+from pipeline.heads.medusa import HeadsConfig, MedusaHeads
 from pipeline.targets.loading import lm_head_weight
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ from benchmarks.arithmetic import Peak, backbone_flops, peak_memory_gb, reset_pe
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from benchmarks.features import AIM as AIM_OVER_FORWARD
 from benchmarks.features import forward_seconds, record_batches, stage_seconds
+from pipeline.artifacts.rows import spans_of
+from pipeline.artifacts.schemas import FEATURES
 from pipeline.config import FeaturesConfig
-from pipeline.storage.rows import spans_of
-from pipeline.storage.schemas import FEATURES
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.tasks import ShardTask
 from pipeline.training.feature_worker import Worker, row_groups, write_group

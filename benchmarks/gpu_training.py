@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Literal
 from benchmarks import rows
 from benchmarks.arithmetic import Peak, peak_memory_gb, reset_peak_memory, synchronize, training_flops
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
+from pipeline.artifacts.rows import spans_of
 from pipeline.config import TrainConfig
 from pipeline.conversations.spans import IGNORED, head_labels
-from pipeline.medusa.heads import HeadsConfig
-from pipeline.storage.rows import spans_of
+from pipeline.heads.medusa import HeadsConfig
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec
-from pipeline.training.loading import load_batches
+from pipeline.training.batches import load_batches
+from pipeline.training.epochs import EpochPlan
 from pipeline.training.medusa1 import open_features, train_medusa1
 from pipeline.training.metrics import read_metrics
-from pipeline.training.plan import EpochPlan
-from pipeline.training.spec import TrainSpec, product_dtype
+from pipeline.training.task import TrainSpec, product_dtype
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Size

@@ -25,10 +25,10 @@ from benchmarks import rows, targets
 from benchmarks.arithmetic import Peak, backbone_flops, peak_memory_gb, reset_peak_memory, synchronize, training_flops
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
 from pipeline.config import TrainConfig
-from pipeline.medusa.losses import plain_summed_cross_entropy
+from pipeline.heads.losses import plain_summed_cross_entropy
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.medusa2 import Trainer
-from pipeline.training.spec import TrainSpec
+from pipeline.training.task import TrainSpec
 from pipeline.training.texts import TextBatch, count_labels
 from pipeline.training.world import World
 

@@ -24,10 +24,10 @@ from benchmarks import targets
 from benchmarks.claims import Claim, Result
 from benchmarks.results import one_line
 from pipeline.cli.app import ends_well
-from pipeline.configuration import load_config
+from pipeline.config.load import load_config
 from pipeline.errors import CheckFailed, ConfigError
 from pipeline.flow import run_flow
-from pipeline.storage.durable import read_json
+from pipeline.storage.atomic import read_json
 
 DEMO = targets.ROOT / "configs" / "demo-medusa-2.yaml"
 METHODS = {

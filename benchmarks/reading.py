@@ -18,12 +18,12 @@ import torch
 
 from benchmarks import rows
 from benchmarks.claims import Claim, Result, in_turns
-from pipeline.storage.schemas import FEATURES
+from pipeline.artifacts.feature_rows import FeatureRows
+from pipeline.artifacts.schemas import FEATURES
 from pipeline.storage.shards import ShardWriter
+from pipeline.training.batches import load_batches
+from pipeline.training.epochs import EpochPlan
 from pipeline.training.feature_worker import row_groups, write_group
-from pipeline.training.features import FeatureRows
-from pipeline.training.loading import load_batches
-from pipeline.training.plan import EpochPlan
 
 AIM = 300.0
 VOCAB_SIZE, NUM_HEADS, BATCH_TOKENS = 4096, 5, 16_384

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.artifacts.schemas import GENERATED
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import Span
-from pipeline.storage.schemas import GENERATED
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.tasks import ShardTask
 

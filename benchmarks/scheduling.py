@@ -23,13 +23,13 @@ import psutil
 from rich.console import Console
 
 from benchmarks.claims import Claim, Result
-from pipeline.configuration import validate
-from pipeline.execution.context import Context
+from pipeline.artifacts.schemas import SEEDS
+from pipeline.config.load import validate
 from pipeline.execution.executor import Executor, Outcome, make_executor
 from pipeline.execution.placement import Placement
-from pipeline.execution.sharded import run_sharded
+from pipeline.run.context import Context
+from pipeline.run.sharded import run_sharded
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.schemas import SEEDS
 from pipeline.storage.shards import Receipt, ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows

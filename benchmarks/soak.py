@@ -37,12 +37,12 @@ from benchmarks import targets
 from benchmarks.claims import Claim, Result
 from benchmarks.run import keep
 from pipeline.cli.app import ends_well
-from pipeline.configuration import load_config
+from pipeline.config.load import load_config
+from pipeline.demo.target import train_tokenizer
 from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import parent_of, read_rows
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.demo import train_tokenizer
 
 STAGES = ("seeds", "generate", "features")
 IMPORTS = ["pipeline.flow", "pipeline.cli.app", "transformers.models.llama.modeling_llama"]

@@ -11,7 +11,7 @@ from transformers.utils import logging
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.readers import read_source
-from pipeline.targets.demo import new_model, train_tokenizer
+from pipeline.demo.target import new_model, train_tokenizer
 from pipeline.targets.spec import TargetSpec
 
 ROOT = Path(__file__).parent.parent

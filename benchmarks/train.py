@@ -21,19 +21,19 @@ import torch
 
 from benchmarks import rows, targets
 from benchmarks.claims import Claim, Result, in_turns, speed_ratio
+from pipeline.artifacts.rows import spans_of
 from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
-from pipeline.medusa.schedules import cosine_with_warmup
-from pipeline.storage.rows import spans_of
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec, model_config
+from pipeline.training.batches import Batch
+from pipeline.training.epochs import LANES, EpochPlan
 from pipeline.training.feature_worker import Worker
-from pipeline.training.loading import Batch
 from pipeline.training.medusa1 import initial_heads, learn, open_features, train_medusa1
 from pipeline.training.metrics import read_metrics
 from pipeline.training.optimizers import make_optimizer
-from pipeline.training.plan import LANES, EpochPlan
-from pipeline.training.spec import TrainSpec
+from pipeline.training.schedules import cosine_with_warmup
+from pipeline.training.task import TrainSpec
 from pipeline.training.world import World
 
 AIM = 2.0

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from pipeline.cli.app import ends_well
-from pipeline.configuration import load_config
-from pipeline.demo_target import ensure_demo_target
+from pipeline.config.load import load_config
+from pipeline.demo.ensure import ensure_demo_target
 from pipeline.errors import ConfigError
 from pipeline.flow import run_flow
 

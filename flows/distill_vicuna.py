@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from pipeline.cli.app import ends_well
-from pipeline.configuration import load_config
+from pipeline.config.load import load_config
 from pipeline.errors import ConfigError
 from pipeline.flow import run_flow
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from pipeline.cli.app import ends_well
-from pipeline.configuration import load_config
+from pipeline.config.load import load_config
 from pipeline.flow import run_flow
 
 CONFIG = Path(__file__).parent.parent / "configs" / "zephyr-7b.yaml"

@@ -18,14 +18,14 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.errors import CheckFailed, ConfigError, DamagedShard
-from pipeline.execution.context import Context
 from pipeline.execution.executor import check_executor
-from pipeline.execution.preflight import check_config
 from pipeline.execution.progress import duration
-from pipeline.run_report import publish_report
+from pipeline.run.context import Context
+from pipeline.run.identity import identity_of, locate, upstream_of
+from pipeline.run.preflight import check_config
+from pipeline.run.reporting import publish_report
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
-from pipeline.storage.durable import disk_errors
-from pipeline.storage.fingerprint import fingerprint
+from pipeline.storage.atomic import disk_errors
 from pipeline.storage.run_directory import RunDirectory, skipped_stages
 from pipeline.storage.stage_directory import StageDirectory
 
@@ -198,22 +198,6 @@ def push_run(
             return advance(context, push).summary
         finally:
             context.close()
-
-
-def locate(context: Context, stage: ModuleType) -> StageDirectory:
-    """The directory that a stage's fingerprint names; nothing is made."""
-    return context.run.stage(stage.NAME, fingerprint({"stage": stage.NAME, **identity_of(context, stage)}))
-
-
-def identity_of(context: Context, stage: ModuleType) -> dict[str, Any]:
-    """What a stage's result depends on: its code version, its settings and their inputs, the stages before it."""
-    upstream = {name: context.upstream[name].fingerprint for name in upstream_of(stage, context.config)}
-    return {"version": stage.VERSION, "settings": stage.identity(context), "upstream": upstream}
-
-
-def upstream_of(stage: ModuleType, config: Config) -> tuple[str, ...]:
-    """The stages that a stage reads."""
-    return stage.upstream(config) if hasattr(stage, "upstream") else stage.UPSTREAM
 
 
 def _wanted(config: Config, stages: Sequence[str], until: str | None, fresh: str | None) -> list[str]:

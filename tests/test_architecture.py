@@ -5,17 +5,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS = (
-    {"errors", "secrecy"},
+    {"errors", "redact"},
     {"config"},
-    {"configuration"},
     {"conversations"},
-    {"medusa", "targets", "checkpoints", "report"},
-    {"storage"},
-    {"training", "checking", "execution"},
+    {"heads", "targets", "export", "report"},
+    {"decoding", "storage"},
+    {"artifacts", "execution"},
+    {"training", "evaluation", "demo"},
+    {"run"},
     {"stages"},
-    {"run_report", "demo_target", "estimate"},
     {"flow"},
-    {"states"},
     {"cli"},
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

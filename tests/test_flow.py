@@ -279,9 +279,9 @@ def test_one_run_s_settings_never_reach_into_the_target_s_directory(finished_run
 
 
 def test_a_cluster_that_stands_already_says_itself_what_has_room(make_config, tmp_path, monkeypatch):
-    from pipeline.execution import context
     from pipeline.execution.executor import InlineExecutor
     from pipeline.execution.placement import Resources
+    from pipeline.run import context
 
     class Large(InlineExecutor):
         name = "ray"

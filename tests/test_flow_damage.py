@@ -10,8 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.storage import file_facts
-from pipeline.storage.file_facts import sha256_of
+from pipeline.storage import checksums as file_facts
+from pipeline.storage.checksums import sha256_of
 from pipeline.storage.shards import read_receipt
 from tests.flows.tiny import SHARDED, STAGES, contents, last_events, latest, run_again, shards_made, stages_run
 

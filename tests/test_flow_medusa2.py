@@ -12,17 +12,18 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from pipeline.checking.prompts import held_out_prompts
-from pipeline.checkpoints.medusa import read_export
 from pipeline.cli.app import app
 from pipeline.cli.chat_model import load_chat_model
 from pipeline.errors import CheckFailed, EnvironmentFault
-from pipeline.states import stage_states
+from pipeline.evaluation.prompts import held_out_prompts
+from pipeline.export.directory import read_export
+from pipeline.flow import STAGES as FLOW_STAGES
+from pipeline.run.status import stage_states
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer
-from tests.checkpoints.hub_stand_in import hub_on_loopback
 from tests.cli.tables import line_of
+from tests.export.hub_stand_in import hub_on_loopback
 from tests.flows.tiny import CONTEXT, latest, run_again, stages_run
 from tests.targets.adapters import logits_with_adapter_on
 
@@ -62,7 +63,7 @@ def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_
     assert (report["method"], report["train"]["recipe"]) == ("medusa-2", "joint")
     assert "learns from the text" in report["skipped"]["features"] and "features" not in report
     assert "learns from the text" in (joint_run.path / "report.md").read_text()
-    states = stage_states(*RunDirectory.open(joint_run.path))
+    states = stage_states(*RunDirectory.open(joint_run.path), FLOW_STAGES)
     assert {name: state.word for name, state in states.items()} == {
         **dict.fromkeys(STAGES, "done"),
         "features": "skipped",

@@ -17,7 +17,7 @@ from rich.console import Console
 from pipeline.cli.app import app, ends_well
 from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
-from tests.checkpoints.hub_stand_in import TOKEN, hub_on_loopback
+from tests.export.hub_stand_in import TOKEN, hub_on_loopback
 from tests.flows.tiny import stages_run
 
 HUB_IDS = {"push__repo_id": "me/heads", "push__base_model": "owner/target"}

@@ -16,9 +16,9 @@ import pytest
 import yaml
 
 from pipeline.errors import ConfigError
-from pipeline.secrecy import redacted
+from pipeline.redact import redacted
 from pipeline.storage.shards import read_rows
-from tests.checkpoints.hub_stand_in import TOKEN, HubStandIn
+from tests.export.hub_stand_in import TOKEN, HubStandIn
 from tests.flows.tiny import SHARDED, latest, run_again, stages_run
 
 pytest_plugins = ["tests.flows.failing"]

@@ -19,7 +19,7 @@ from rich.console import Console
 from pipeline.cli import chat, inspect, keys, plan, push, run, status, verify
 from pipeline.cli.shown import visible
 from pipeline.errors import Interrupted, MedusaDistillError
-from pipeline.secrecy import keep_out_of_logs, redacted
+from pipeline.redact import keep_out_of_logs, redacted
 
 app = typer.Typer(
     name="medusa-distill",

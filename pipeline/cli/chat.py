@@ -21,9 +21,9 @@ from pipeline.report.wording import duration, rate, ratio
 
 if TYPE_CHECKING:
     from pipeline.cli.chat_model import ChatModel
-    from pipeline.conversations.chat import Chat
+    from pipeline.conversations.chat_history import Chat
     from pipeline.conversations.text_stream import TextStream
-    from pipeline.medusa.acceptance import AcceptanceRule
+    from pipeline.decoding.acceptance import AcceptanceRule
 
 FREE = "green"
 LEGEND = f"[{FREE}]Green[/] tokens came for free: one step of the model wrote them beside its own."
@@ -68,7 +68,7 @@ def chat(
     Example: medusa-distill chat runs/demo/latest/export, and again with --plain.
     """
     from pipeline.cli.chat_model import load_chat_model
-    from pipeline.medusa.acceptance import acceptance_rule
+    from pipeline.decoding.acceptance import acceptance_rule
 
     model = load_chat_model(export_dir, plain=plain, base_model=base_model, chat_template=chat_template, gpus=gpus)
     chosen = acceptance_rule(rule.value, temperature)

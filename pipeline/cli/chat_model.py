@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.checking.native import load_exported_heads
-from pipeline.checking.overhead import fastest_threads
-from pipeline.checkpoints.layout import BACKBONE_DIRECTORY, CHOICES_FILE, read_config
 from pipeline.config import TargetConfig
-from pipeline.conversations.chat import Chat
+from pipeline.conversations.chat_history import Chat
 from pipeline.conversations.conversation import Message
 from pipeline.conversations.template import ChatTemplate
 from pipeline.conversations.text_stream import TextStream
+from pipeline.decoding.acceptance import AcceptanceRule
+from pipeline.decoding.decoder import MedusaDecoder, plain_decoder
+from pipeline.decoding.tree import Path as TreePath
+from pipeline.decoding.tree import check_choices
 from pipeline.errors import ConfigError, DataError
-from pipeline.medusa.acceptance import AcceptanceRule
-from pipeline.medusa.decoding import MedusaDecoder, plain_decoder
-from pipeline.medusa.tree import Path as TreePath
-from pipeline.medusa.tree import check_choices
+from pipeline.evaluation.native import load_exported_heads
+from pipeline.evaluation.overhead import fastest_threads
+from pipeline.export.layout import BACKBONE_DIRECTORY, CHOICES_FILE, read_config
 from pipeline.targets.files import is_local
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer, resolve

@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from pipeline.artifacts.rows import spans_of
 from pipeline.cli.shown import visible
 from pipeline.config import Config
 from pipeline.errors import ConfigError, MedusaDistillError
-from pipeline.storage.rows import spans_of
 from pipeline.storage.run_directory import STAGES, RunDirectory
 from pipeline.storage.shards import read_footer, read_rows
 from pipeline.storage.stage_directory import StageDirectory

@@ -13,15 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.config import Config, PlacementOf
-from pipeline.configuration import load_config
+from pipeline.config.load import load_config
 from pipeline.errors import EnvironmentFault
-from pipeline.estimate import estimate
 from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import place
+from pipeline.run.estimate import estimate
 from pipeline.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from pipeline.states import StageState
+    from pipeline.run.status import StageState
 
 
 def plan(
@@ -32,13 +32,14 @@ def plan(
 
     Starts and writes nothing; of a target on the Hub it fetches the configuration alone.
     """
-    from pipeline.states import stage_states  # torch and transformers: --help does not wait for them
+    from pipeline.flow import STAGES
+    from pipeline.run.status import stage_states  # torch and transformers: --help does not wait for them
 
     settings = load_config(config, overrides or ())
     run = RunDirectory(settings.run.directory, settings.run.store)
     console = Console(width=None if Console().is_terminal else 120)
     table = Table("stage", "what", "shards", "why", box=None, header_style="bold")
-    states = stage_states(run, settings)
+    states = stage_states(run, settings, STAGES)
     for name, state in states.items():
         if name != "push" or settings.push.repo_id:
             what = {"done": "kept", "skipped": "skip"}.get(state.word, "run")

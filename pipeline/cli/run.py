@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.configuration import load_config
+from pipeline.config.load import load_config
 
 
 def run(

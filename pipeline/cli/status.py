@@ -13,17 +13,18 @@ from rich.text import Text
 from pipeline.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from pipeline.states import StageState
+    from pipeline.run.status import StageState
 
 
 def status(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")]) -> None:
     """Per stage: done, partial, stale or not run, and why; rows, quarantined rows, seconds, tokens per second."""
-    from pipeline.states import stage_states  # torch and transformers: --help does not wait for them
+    from pipeline.flow import STAGES
+    from pipeline.run.status import stage_states  # torch and transformers: --help does not wait for them
 
     run, config = RunDirectory.open(run_dir)
     headers = ("stage", "state", "shards", "rows", "quarantined", "seconds", "tokens/s", "directory", "why")
     table = Table(*headers, box=None, header_style="bold")
-    for name, state in stage_states(run, config).items():
+    for name, state in stage_states(run, config, STAGES).items():
         summary = state.summary
         cells = [summary.get(key) for key in ("rows", "quarantined", "seconds", "tokens_per_second")]
         table.add_row(

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pipeline.conversations.conversation import Conversation, Message, Reason, Refusal
-from pipeline.conversations.draft import Draft, GeneratedRow
-from pipeline.conversations.exchange import Completion, Finish, Request, Sampling, sample_seed
-from pipeline.conversations.quality import degenerate_loop
+from pipeline.conversations.repetition import degenerate_loop
+from pipeline.conversations.requests import Completion, Finish, Request, Sampling, sample_seed
+from pipeline.conversations.row_builder import Draft, GeneratedRow
 from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import ConfigError
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline.conversations.conversation import Conversation, Reason, Refusal, Refused, Role, encodable
-from pipeline.conversations.mending import clean_text, mend
+from pipeline.conversations.repair import clean_text, mend
 
 Turns = list[tuple[Role, str]]
 

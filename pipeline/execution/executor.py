@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from pipeline.errors import ConfigError, MedusaDistillError
 from pipeline.execution.placement import Placement, Resources
-from pipeline.storage.durable import disk_errors
+from pipeline.storage.atomic import disk_errors
 from pipeline.storage.shards import Receipt
 from pipeline.storage.tasks import ShardTask
 

@@ -24,7 +24,7 @@ from pipeline import OPENMP
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.execution.executor import LazyWorker, Outcome, ShardWorker
 from pipeline.execution.placement import Placement, Resources
-from pipeline.storage.durable import disk_errors
+from pipeline.storage.atomic import disk_errors
 from pipeline.storage.tasks import ShardTask
 
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it in a submitted job's entry point

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.report.decoding_methods import methods_table
 from pipeline.report.facts import STAGES, Table, identical, pick
-from pipeline.report.methods import methods_table
 from pipeline.report.more_tables import more_tables
 from pipeline.report.wording import NOT_RUN, UNKNOWN, count, duration, pairs, percent, rate, ratio, times
 

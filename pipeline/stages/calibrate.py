@@ -17,16 +17,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.checking.overhead import NUM_PROMPTS, NUM_STEPS, overhead_curve
-from pipeline.checking.prompts import held_out_prompts
-from pipeline.checking.tree_studies import STOCK_NODES
 from pipeline.config import Config
-from pipeline.errors import DataError
-from pipeline.execution.context import Context
-from pipeline.execution.preflight import read_choices
-from pipeline.execution.sharded import run_sharded
-from pipeline.medusa.tree import Path as TreePath
-from pipeline.medusa.tree_search import (
+from pipeline.decoding.tree import Path as TreePath
+from pipeline.decoding.tree_search import (
     HeldOutRanks,
     choose_tree,
     path_frequencies,
@@ -34,7 +27,14 @@ from pipeline.medusa.tree_search import (
     search_trees,
     simulated_acceleration_rate,
 )
-from pipeline.storage.durable import write_json
+from pipeline.errors import DataError
+from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, overhead_curve
+from pipeline.evaluation.prompts import held_out_prompts
+from pipeline.evaluation.tree_studies import STOCK_NODES
+from pipeline.run.context import Context
+from pipeline.run.preflight import read_choices
+from pipeline.run.sharded import run_sharded
+from pipeline.storage.atomic import write_json
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.loading import input_device, load_causal_lm

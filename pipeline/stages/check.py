@@ -17,9 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.checking.native import check_native
-from pipeline.checking.progress import Progress, read_standing
-from pipeline.checking.prompts import (
+from pipeline.config import Config
+from pipeline.errors import CheckFailed, DataError
+from pipeline.evaluation.check_progress import Progress, read_standing
+from pipeline.evaluation.native import check_native
+from pipeline.evaluation.prompts import (
     Prompts,
     held_out_prompts,
     question_prompts,
@@ -27,15 +29,13 @@ from pipeline.checking.prompts import (
     with_room,
     with_room_for,
 )
-from pipeline.checking.served import check_served
-from pipeline.checking.verdict import failures
-from pipeline.config import Config
-from pipeline.errors import CheckFailed, DataError
-from pipeline.execution.context import Context
+from pipeline.evaluation.served import check_served
+from pipeline.evaluation.verdict import failures
 from pipeline.execution.hardware import with_hardware
 from pipeline.execution.placement import Placement
-from pipeline.execution.preflight import require_questions, resolve_assistant
-from pipeline.storage.durable import read_json, write_json, write_text
+from pipeline.run.context import Context
+from pipeline.run.preflight import require_questions, resolve_assistant
+from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, context_length, weight_files
 

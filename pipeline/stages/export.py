@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pipeline.checkpoints.backbone import link_backbone
-from pipeline.checkpoints.card import model_card
-from pipeline.checkpoints.layout import BACKBONE_DIRECTORY, ExportConfig, check_vocabulary
-from pipeline.checkpoints.medusa import write_export
-from pipeline.execution.context import Context
-from pipeline.medusa.heads import to_named_tensors
-from pipeline.medusa.tree import check_choices
+from pipeline.decoding.tree import check_choices
+from pipeline.export.card import model_card
+from pipeline.export.directory import write_export
+from pipeline.export.layout import BACKBONE_DIRECTORY, ExportConfig, check_vocabulary
+from pipeline.export.tuned_backbone import link_backbone
+from pipeline.heads.medusa import to_named_tensors
+from pipeline.run.context import Context
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import load_tokenizer, model_config
 from pipeline.training.checkpoints import load_heads

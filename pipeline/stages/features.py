@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.execution.context import Context
-from pipeline.execution.sharded import run_sharded
+from pipeline.run.context import Context
+from pipeline.run.sharded import run_sharded
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.feature_worker import Worker, engine_identity
 

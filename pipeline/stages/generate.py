@@ -12,23 +12,23 @@ import time
 from collections import Counter
 from typing import Any
 
+from pipeline.artifacts.rows import conversation_of, message_dicts
+from pipeline.artifacts.schemas import GENERATED
 from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Refusal, Refused
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
-from pipeline.conversations.draft import GeneratedRow
-from pipeline.conversations.exchange import Sampling
+from pipeline.conversations.requests import Sampling
+from pipeline.conversations.row_builder import GeneratedRow
 from pipeline.conversations.template import ChatTemplate
-from pipeline.execution.context import Context
-from pipeline.execution.sharded import run_sharded
-from pipeline.storage.rows import conversation_of, message_dicts
-from pipeline.storage.schemas import GENERATED
+from pipeline.run.context import Context
+from pipeline.run.sharded import run_sharded
 from pipeline.storage.shards import Receipt
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
+from pipeline.targets.dialogue_pool import Talk, Talks
 from pipeline.targets.engines import make_generation_engine, semantic_arguments
 from pipeline.targets.protocol import GenerationEngine
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
-from pipeline.targets.talks import Talk, Talks
 
 NAME = "generate"
 VERSION = 1

@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeline.checkpoints.hub import push_backbone, push_export
-from pipeline.checkpoints.layout import BACKBONE_DIRECTORY, repositories
-from pipeline.execution.context import Context
-from pipeline.storage.durable import read_json, write_json
+from pipeline.export.hub import push_backbone, push_export
+from pipeline.export.layout import BACKBONE_DIRECTORY, repositories
+from pipeline.run.context import Context
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
 

@@ -12,16 +12,16 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from pipeline.artifacts.rows import seed_row
+from pipeline.artifacts.schemas import SEEDS
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation, Deduplicator, Refused
 from pipeline.conversations.readers import name_sources, read_source, source_files
 from pipeline.errors import DataError
-from pipeline.execution.context import Context
-from pipeline.execution.tally import Tally
-from pipeline.storage.rows import seed_row
-from pipeline.storage.schemas import SEEDS
+from pipeline.run.context import Context
 from pipeline.storage.shards import Receipt, ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.totals import Tally
 
 NAME = "seeds"
 VERSION = 1

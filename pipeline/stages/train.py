@@ -11,12 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.execution.context import Context
+from pipeline.run.context import Context
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
-from pipeline.training.backbone import merge_backbone
+from pipeline.training.merge import merge_backbone
 from pipeline.training.methods import train
-from pipeline.training.spec import TrainSpec
+from pipeline.training.task import TrainSpec
 
 NAME = "train"
 VERSION = 1

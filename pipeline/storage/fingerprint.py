@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.storage.durable import write_text
+from pipeline.storage.atomic import write_text
 
 
 def fingerprint(parts: dict[str, Any]) -> str:

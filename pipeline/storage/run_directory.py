@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.configuration import dump_config, load_config
+from pipeline.config.load import dump_config, load_config
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.secrecy import redacted, redacted_values
-from pipeline.storage.durable import write_text
+from pipeline.redact import redacted, redacted_values
+from pipeline.storage.atomic import write_text
 from pipeline.storage.locks import Lock
 from pipeline.storage.stage_directory import StageDirectory
 

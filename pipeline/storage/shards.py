@@ -24,8 +24,8 @@ import pyarrow.parquet as pq
 
 from pipeline.conversations.conversation import Refused
 from pipeline.errors import DamagedShard, EnvironmentFault
-from pipeline.storage.durable import atomic_path, disk_errors, publish, read_json, temporary_beside, write_json
-from pipeline.storage.file_facts import FileFacts, HashedFile
+from pipeline.storage.atomic import atomic_path, disk_errors, publish, read_json, temporary_beside, write_json
+from pipeline.storage.checksums import FileFacts, HashedFile
 from pipeline.storage.fingerprint import ids_digest
 
 RECEIPT_KEY = b"medusa-distill.receipt"

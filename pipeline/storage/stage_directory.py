@@ -13,10 +13,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoints.layout import BACKBONE_DIRECTORY
 from pipeline.errors import DamagedShard, DataError
-from pipeline.storage.durable import read_json, sweep_temporary, write_json
-from pipeline.storage.file_facts import FileFacts
+from pipeline.export.layout import BACKBONE_DIRECTORY
+from pipeline.storage.atomic import read_json, sweep_temporary, write_json
+from pipeline.storage.checksums import FileFacts
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.locks import Lock
 from pipeline.storage.shards import Receipt, note_path, read_note, read_receipt, read_rows, write_note

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-    from pipeline.conversations.exchange import Completion, Request
+    from pipeline.conversations.requests import Completion, Request
 
 
 class GenerationEngine(Protocol):

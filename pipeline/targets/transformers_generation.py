@@ -14,12 +14,12 @@ import torch
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from pipeline.conversations.exchange import Completion, Finish, Request
+from pipeline.conversations.requests import Completion, Finish, Request
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.protocol import check_request
-from pipeline.targets.sampling import sample_tokens
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
+from pipeline.targets.token_sampling import sample_tokens
 
 # B batch, T cached positions, V vocabulary
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import pipeline
 from pipeline import errors
-from pipeline.conversations.exchange import Request
+from pipeline.conversations.requests import Request
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from pipeline.conversations.exchange import Completion, Request
+from pipeline.conversations.requests import Completion, Request
 from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.targets import files
 from pipeline.targets.loading import require_gpus

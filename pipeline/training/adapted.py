@@ -1,7 +1,7 @@
 """The target with LoRA on it, and itself without: what Medusa-2 trains, and what it is not to drift from.
 
 The original is the same weights with the adapter off. The lm_head never runs as a layer: what reads the states holds
-its logits in chunks (`pipeline.medusa.backbone_losses`).
+its logits in chunks (`pipeline.training.backbone_losses`).
 
 Letters: B sequences, T tokens, N learned positions, D hidden size, V vocabulary, R rank.
 """
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError
-from pipeline.medusa.backbone_losses import TunedHead
-from pipeline.storage.durable import atomic_path, write_text
+from pipeline.storage.atomic import atomic_path, write_text
 from pipeline.targets import files
 from pipeline.targets.loading import input_device, load_causal_lm, verify_tap
 from pipeline.targets.lora import HEADS_ALONE, add_lora
 from pipeline.targets.spec import TargetSpec
+from pipeline.training.backbone_losses import TunedHead
 from pipeline.training.sharding import shard_layers
 from pipeline.training.texts import TextBatch
 from pipeline.training.world import World

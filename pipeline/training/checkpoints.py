@@ -25,8 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pipeline.errors import DataError
-from pipeline.medusa.heads import HeadsConfig, MedusaHeads, from_named_tensors, to_named_tensors
-from pipeline.storage.durable import atomic_path, read_json, write_text
+from pipeline.heads.medusa import HeadsConfig, MedusaHeads, from_named_tensors, to_named_tensors
+from pipeline.storage.atomic import atomic_path, read_json, write_text
 
 SUMMARY_FILE = "summary.jsonl"
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline.medusa.accuracy import Score, score
-from pipeline.medusa.backbone_losses import Drift, measure_drift
-from pipeline.medusa.heads import MedusaHeads
+from pipeline.heads.accuracy import Score, score
+from pipeline.heads.medusa import MedusaHeads
 from pipeline.training import evaluate
 from pipeline.training.adapted import Backbone
-from pipeline.training.plan import part
-from pipeline.training.spec import TrainSpec, product_dtype
+from pipeline.training.backbone_losses import Drift, measure_drift
+from pipeline.training.epochs import part
+from pipeline.training.task import TrainSpec, product_dtype
 from pipeline.training.texts import Text, assemble_texts, pack
 from pipeline.training.world import World
 

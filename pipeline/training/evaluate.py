@@ -13,14 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.conversations.conversation import Role
-from pipeline.medusa.accuracy import Score, label_ranks, score
-from pipeline.medusa.heads import MedusaHeads
-from pipeline.medusa.tree_search import HeldOutRanks
+from pipeline.decoding.tree_search import HeldOutRanks
+from pipeline.heads.accuracy import Score, label_ranks, score
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.training.batches import load_batches
 from pipeline.training.checkpoints import load_heads
-from pipeline.training.features import FeatureRows
-from pipeline.training.loading import load_batches
-from pipeline.training.plan import EpochPlan
+from pipeline.training.epochs import EpochPlan
 from pipeline.training.world import World
 
 SPLIT = "calibrate"

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from pipeline.artifacts.rows import spans_of
+from pipeline.artifacts.schemas import FEATURES
 from pipeline.config import FeaturesConfig
 from pipeline.conversations.conversation import Reason, Refused
 from pipeline.conversations.spans import feature_positions
-from pipeline.storage.rows import spans_of
-from pipeline.storage.schemas import FEATURES
 from pipeline.storage.shards import Receipt, ShardWriter
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from pipeline.targets.engines import make_feature_engine, semantic_arguments

@@ -16,21 +16,21 @@ from typing import Any
 
 import torch
 
+from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
-from pipeline.medusa.heads import MedusaHeads
-from pipeline.medusa.losses import summed_cross_entropy
-from pipeline.medusa.schedules import cosine_with_warmup
+from pipeline.heads.losses import summed_cross_entropy
+from pipeline.heads.medusa import MedusaHeads
 from pipeline.targets.lm_head import read_lm_head
+from pipeline.training.batches import Batch, load_batches
 from pipeline.training.checkpoints import Checkpoints, read_summary, write_heads
-from pipeline.training.course import Progress, require_finite, resume, save
+from pipeline.training.epochs import EpochPlan
 from pipeline.training.evaluate import evaluate
-from pipeline.training.features import FeatureRows
-from pipeline.training.loading import Batch, load_batches
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.optimizers import make_optimizer
-from pipeline.training.plan import EpochPlan
-from pipeline.training.spec import TrainSpec, choose_device, memory_errors, product_dtype
+from pipeline.training.schedules import cosine_with_warmup
+from pipeline.training.state import Progress, require_finite, resume, save
+from pipeline.training.task import TrainSpec, choose_device, memory_errors, product_dtype
 from pipeline.training.world import World
 
 

@@ -21,18 +21,18 @@ import numpy as np
 import torch
 
 from pipeline.errors import DataError
-from pipeline.medusa.backbone_losses import summed_kl, summed_next_token_loss
-from pipeline.medusa.losses import summed_cross_entropy
-from pipeline.medusa.schedules import cosine_with_warmup, heads_weight
+from pipeline.heads.losses import summed_cross_entropy
 from pipeline.training.adapted import Backbone, write_adapter
+from pipeline.training.backbone_losses import summed_kl, summed_next_token_loss
 from pipeline.training.checkpoints import Checkpoints, load_heads, read_summary, write_heads
-from pipeline.training.course import Course, Progress, require_finite, resume, save, trained
 from pipeline.training.drift import evaluate_tuned
 from pipeline.training.evaluate import SPLIT
 from pipeline.training.medusa1 import initial_heads
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.optimizers import make_optimizer, set_lr
-from pipeline.training.spec import TrainSpec, choose_device, memory_errors, product_dtype
+from pipeline.training.schedules import cosine_with_warmup, heads_weight
+from pipeline.training.state import Course, Progress, require_finite, resume, save, trained
+from pipeline.training.task import TrainSpec, choose_device, memory_errors, product_dtype
 from pipeline.training.texts import Text, TextBatch, TextPlan, assemble_texts, count_labels, read_texts
 from pipeline.training.world import World
 

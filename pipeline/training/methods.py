@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.training.checkpoints import read_summary
-from pipeline.training.course import Progress
 from pipeline.training.medusa1 import count_steps, open_features, train_medusa1
 from pipeline.training.medusa2 import open_texts, text_plan, train_medusa2
 from pipeline.training.metrics import last_metrics
-from pipeline.training.spec import TrainSpec
+from pipeline.training.state import Progress
+from pipeline.training.task import TrainSpec
 from pipeline.training.world import World
 
 HEADS_FIRST = "heads-first"

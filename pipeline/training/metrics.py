@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.storage.durable import write_text
+from pipeline.storage.atomic import write_text
 
 FILE = "metrics.jsonl"
 TAIL_BYTES = 65_536

@@ -24,7 +24,7 @@ from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import IGNORED, Span, feature_positions, head_labels
 from pipeline.errors import DataError
 from pipeline.storage.shards import open_shard
-from pipeline.training.plan import part
+from pipeline.training.epochs import part
 
 REDO = "Delete this file and run the same command again: it is made anew."
 

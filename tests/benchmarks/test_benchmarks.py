@@ -14,8 +14,8 @@ from benchmarks.arithmetic import backbone_flops, training_flops
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
 from benchmarks.results import write_result, write_table
 from benchmarks.run import BENCHMARKS, main
-from pipeline.medusa.heads import HeadsConfig, MedusaHeads
-from pipeline.medusa.losses import plain_summed_cross_entropy
+from pipeline.heads.losses import plain_summed_cross_entropy
+from pipeline.heads.medusa import HeadsConfig, MedusaHeads
 
 SLOW = ("generate", "scheduling", "methods", "soak")  # they start vLLM, Ray, four runs, a run again and again
 IN_SECONDS = [name for name in BENCHMARKS if name not in SLOW]

@@ -13,11 +13,11 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from pipeline.checking import overhead
 from pipeline.cli.chat import FREE, Pace, write
 from pipeline.cli.chat_model import ChatModel
 from pipeline.conversations.text_stream import TextStream
-from pipeline.medusa.decoding import MedusaDecoder
+from pipeline.decoding.decoder import MedusaDecoder
+from pipeline.evaluation import overhead
 from tests.cli.tables import one_paragraph
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pipeline.conversations.conversation import Conversation, Message
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
-from pipeline.conversations.draft import GeneratedRow
-from pipeline.conversations.exchange import Completion, Request, Sampling
+from pipeline.conversations.requests import Completion, Request, Sampling
+from pipeline.conversations.row_builder import GeneratedRow
 
 SEED = Conversation(
     "seeds:7",

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.conversations.conversation import Reason, Refusal
 from pipeline.conversations.dialogue import Dialogue
-from pipeline.conversations.exchange import Completion, Sampling, sample_seed
+from pipeline.conversations.requests import Completion, Sampling, sample_seed
 from pipeline.conversations.spans import Span
 from pipeline.conversations.template import ChatTemplate
 from tests.conversations.scripted_target import LOOP, SEED, SETTINGS, answers, hold, ids_of, only_row, written

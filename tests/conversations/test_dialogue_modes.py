@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.conversations.conversation import Conversation, Message, Reason, Refusal
 from pipeline.conversations.dialogue import Dialogue
-from pipeline.conversations.exchange import Sampling
+from pipeline.conversations.requests import Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import ConfigError
 from tests.conversations.scripted_target import LOOP, SEED, SETTINGS, answers, hold, only_row, written

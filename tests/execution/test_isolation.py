@@ -9,11 +9,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeline.artifacts.schemas import SEEDS
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.executor import Outcome
 from pipeline.execution.isolation import find_poison
 from pipeline.execution.placement import Placement
-from pipeline.storage.schemas import SEEDS
 from pipeline.storage.shards import Receipt, ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask

@@ -96,9 +96,9 @@ def _work_alone(config: Path, name: str, index: int, line: Any) -> None:
     """What a worker of `name` does, less everything that its driver does."""
     from rich.console import Console
 
-    from pipeline.configuration import load_config
-    from pipeline.execution.context import Context
+    from pipeline.config.load import load_config
     from pipeline.flow import STAGES, locate
+    from pipeline.run.context import Context
     from pipeline.storage.run_directory import RunDirectory
 
     def stop(moment: str) -> None:
@@ -151,7 +151,7 @@ class Waiting:
 
 def _drive_and_wait(config: Path, said: Path, places: tuple[str, ...], line: Any) -> None:
     from pipeline.cli.app import main
-    from pipeline.execution.context import Context
+    from pipeline.run.context import Context
     from pipeline.training import medusa1
 
     def wait(place: str) -> None:

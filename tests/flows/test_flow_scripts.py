@@ -13,9 +13,9 @@ from types import ModuleType
 import pytest
 from rich.console import Console
 
-from pipeline import demo_target
 from pipeline.config import Config
-from pipeline.configuration import load_config
+from pipeline.config.load import load_config
+from pipeline.demo import ensure as demo_target
 from pipeline.errors import ConfigError
 from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory

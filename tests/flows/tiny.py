@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pipeline.config import Config
-from pipeline.configuration import validate
+from pipeline.config.load import validate
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 

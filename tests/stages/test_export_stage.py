@@ -10,7 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.checkpoints.medusa import read_export
+from pipeline.export.directory import read_export
 from pipeline.flow import run_flow
 from tests.flows.tiny import stages_run
 

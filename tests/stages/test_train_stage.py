@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from pipeline.execution.context import Context
+from pipeline.run.context import Context
 from pipeline.stages import train
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.run_directory import RunDirectory

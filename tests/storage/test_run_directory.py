@@ -13,7 +13,7 @@ KILLED_AT_THE_RENAME = """
 import os, signal, sys
 from pathlib import Path
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.durable import write_text
+from pipeline.storage.atomic import write_text
 run = RunDirectory(Path(sys.argv[1]))
 os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] == "file":

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.artifacts.schemas import SEEDS
 from pipeline.conversations.conversation import Reason, Refused
 from pipeline.errors import DamagedShard
-from pipeline.storage.schemas import SEEDS
 from pipeline.storage.shards import ShardWriter, open_shard, read_receipt, read_rows
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=30)

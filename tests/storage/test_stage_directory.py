@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 
+from pipeline.artifacts.schemas import SEEDS
 from pipeline.errors import EnvironmentFault
-from pipeline.storage.durable import atomic_path, sweep_temporary, write_json
+from pipeline.storage.atomic import atomic_path, sweep_temporary, write_json
 from pipeline.storage.fingerprint import FileDigests, fingerprint, ids_digest
 from pipeline.storage.locks import Lock
-from pipeline.storage.schemas import SEEDS
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 
-from pipeline.conversations.exchange import Completion, Request
+from pipeline.conversations.requests import Completion, Request
 from pipeline.errors import EnvironmentFault
-from pipeline.targets.sampling import sample_tokens, truncated_probabilities
 from pipeline.targets.spec import TargetSpec
+from pipeline.targets.token_sampling import sample_tokens, truncated_probabilities
 from pipeline.targets.transformers_generation import TransformersGenerationEngine
 from tests.targets.conftest import CONTEXT, EOS
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.conversations.exchange import Completion, Request
+from pipeline.conversations.requests import Completion, Request
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec

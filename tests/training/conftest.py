@@ -12,12 +12,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from pipeline.artifacts.schemas import FEATURES, GENERATED
 from pipeline.config import TrainConfig
 from pipeline.conversations.spans import Span, feature_positions
-from pipeline.storage.schemas import FEATURES, GENERATED
 from pipeline.storage.shards import ShardWriter
 from pipeline.targets.spec import TargetSpec
-from pipeline.training.spec import TrainSpec
+from pipeline.training.task import TrainSpec
 
 V, D, FINGERPRINT, TEXTS_FINGERPRINT = 40, 32, "f" * 64, "9" * 64
 STATES = torch.from_numpy(np.random.default_rng(7).normal(size=(V, D))).float()  # that say which token is next

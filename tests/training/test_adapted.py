@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OP
 
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.medusa.backbone_losses import measure_drift
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.tuned import load_tuned
 from pipeline.training.adapted import Backbone, verify_packing, write_adapter
+from pipeline.training.backbone_losses import measure_drift
 from pipeline.training.texts import TextBatch, assemble_texts, read_texts
 
 CPU = torch.device("cpu")

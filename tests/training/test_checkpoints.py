@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.errors import DataError, EnvironmentFault
-from pipeline.medusa.heads import HeadsConfig, MedusaHeads
+from pipeline.heads.medusa import HeadsConfig, MedusaHeads
 from pipeline.training import checkpoints as room
 from pipeline.training.checkpoints import Checkpoints, load_heads, read_checkpoint, read_summary, write_heads
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.conversations.spans import IGNORED
-from pipeline.medusa.heads import MedusaHeads
+from pipeline.heads.medusa import MedusaHeads
 from pipeline.storage.shards import read_rows
 from pipeline.training import evaluate as room
 from pipeline.training.checkpoints import write_heads
 from pipeline.training.evaluate import evaluate, held_out_ranks
-from pipeline.training.features import FeatureRows
 from pipeline.training.medusa1 import initial_heads, open_features
 from pipeline.training.world import World
 

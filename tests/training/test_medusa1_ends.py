@@ -21,7 +21,7 @@ from pipeline.training import medusa1 as room
 from pipeline.training.checkpoints import load_heads
 from pipeline.training.medusa1 import train_medusa1
 from pipeline.training.metrics import read_metrics
-from pipeline.training.spec import TrainSpec
+from pipeline.training.task import TrainSpec
 from tests.training.two_workers import train_as_two
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ from pipeline.errors import DataError
 from pipeline.training.medusa1 import train_medusa1
 from pipeline.training.methods import steps_of, train
 from pipeline.training.metrics import read_metrics
-from pipeline.training.spec import TrainSpec
+from pipeline.training.task import TrainSpec
 
 ray = pytest.importorskip("ray")
 

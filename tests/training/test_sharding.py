@@ -16,7 +16,7 @@ from pipeline.targets.lora import decoder_layers
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.medusa2 import Trainer, train_medusa2
 from pipeline.training.metrics import read_metrics
-from pipeline.training.spec import TrainSpec
+from pipeline.training.task import TrainSpec
 from pipeline.training.world import World
 from tests.training.test_medusa2_ends import Stopped, same, stop_at
 from tests.training.two_workers import train_as_two

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pipeline.training.spec import TrainSpec
+from pipeline.training.task import TrainSpec
 from pipeline.training.world import World
 
 PATIENCE = timedelta(seconds=120)  # with the other, should it run less than this one

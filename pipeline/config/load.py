@@ -1,0 +1,192 @@
+"""From a YAML file and `section.key=value` words to a `Config`.
+
+In the file, paths are relative to the file; in an override, to the working directory. Override values parse as YAML.
+Every mistake is a `ConfigError` that names the key and, for an unknown one, the nearest that exists.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from pipeline.config import Config
+from pipeline.errors import ConfigError
+from pipeline.redact import redacted
+
+PATH_KEYS = {("run", "root"), ("run", "store"), ("calibrate", "choices"), ("check", "prompts")}
+PATH_OR_NAME_KEYS = {("target", "model"), ("target", "chat_template"), ("check", "assistant_model")}
+
+
+def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a configuration file, apply overrides, validate.
+
+    Raises:
+        ConfigError: The file or an override cannot be read, or a key or value is wrong.
+    """
+    path = Path(file).expanduser()
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            "There is no such configuration file.", str(file), "Name a YAML file, such as one of configs/."
+        ) from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(
+            f"The configuration cannot be read: {error}", str(file), "It must be a YAML file of sections."
+        ) from None
+    if not isinstance(settings, dict):
+        raise ConfigError(
+            "The configuration is not a mapping of sections.", str(file), "See configs/demo.yaml for one."
+        )
+    settings = _resolve(settings, path.resolve().parent)
+    for word in overrides:
+        _override(settings, word, Path.cwd())
+    return validate(settings, str(file))
+
+
+def validate(settings: dict[str, Any], where: str) -> Config:
+    """A `Config` from plain data; every problem in it is named in one `ConfigError`."""
+    try:
+        config = Config.model_validate(settings)
+    except ValidationError as error:
+        problems = "; ".join(dict.fromkeys(_problem(e) for e in error.errors()))
+        raise ConfigError(f"The configuration is wrong: {problems}.", where, "The README lists every key.") from None
+    if key := _secret(config.model_dump(mode="json")):
+        what = f"{key} holds a token or a password, and every setting is written to run.yaml."
+        raise ConfigError(what, where, "Keep it in the environment, as HF_TOKEN, or in what `hf auth login` stores.")
+    return config
+
+
+def _secret(settings: Any, key: str = "") -> str | None:
+    """The first key whose text holds a secret."""
+    if isinstance(settings, dict):
+        return next((found for name, value in settings.items() if (found := _secret(value, f"{key}.{name}"))), None)
+    if isinstance(settings, list):
+        return next((found for value in settings if (found := _secret(value, key))), None)
+    return key.lstrip(".") if isinstance(settings, str) and redacted(settings) != settings else None
+
+
+def dump_config(config: Config) -> str:
+    """The resolved configuration as YAML that gives the same run again, from any working directory."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _override(settings: dict[str, Any], word: str, base: Path) -> None:
+    key, equals, text = word.partition("=")
+    names = tuple(key.split("."))
+    if not equals or len(names) < 2 or not all(names):
+        raise ConfigError(
+            f"'{word}' is not an override.", "command line", "Write section.key=value, such as train.lr=1e-3."
+        )
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"The value of {key} is not YAML: {error}.", "command line", "Quote it.") from None
+    nested: Any = value
+    for name in reversed(names):
+        nested = {name: nested}
+    resolved = _resolve(nested, base)
+    node = settings
+    for name in names[:-1]:
+        if node.get(name) is None:
+            node[name] = {}
+        node, resolved = node[name], resolved[name]
+        if not isinstance(node, dict):
+            raise ConfigError(
+                f"{key} reaches into a value that has no keys.", "command line", "Set the whole section's key instead."
+            )
+    node[names[-1]] = resolved[names[-1]]
+
+
+def _resolve(settings: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Make every path absolute (against `base`) and read a chat template named by its path."""
+    out = dict(settings)
+    for section, keys in settings.items():
+        if not isinstance(keys, dict):
+            continue
+        keys = out[section] = dict(keys)
+        for key, value in keys.items():
+            if isinstance(value, str) and (section, key) in PATH_KEYS:
+                keys[key] = _absolute(value, base)
+            elif isinstance(value, str) and (section, key) in PATH_OR_NAME_KEYS:
+                keys[key] = _absolute_if_path(value, base)
+        sources = keys.get("sources") if section == "seeds" else None
+        if isinstance(sources, str):
+            keys["sources"] = [{"path": _absolute(sources, base)}]
+        elif isinstance(sources, list):
+            keys["sources"] = [_resolve_source(source, base) for source in sources]
+        template = keys.get("chat_template") if section == "target" else None
+        if isinstance(template, str) and "{" not in template:
+            keys["chat_template"] = _read_template(template)
+    return out
+
+
+def _resolve_source(source: Any, base: Path) -> Any:
+    if isinstance(source, str):
+        return {"path": _absolute(source, base)}
+    if isinstance(source, dict) and isinstance(source.get("path"), str):
+        return source | {"path": _absolute(source["path"], base)}
+    return source
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"The chat template cannot be read: {error}.",
+            "target.chat_template",
+            "Give a Jinja file or the template's text.",
+        ) from None
+
+
+def _absolute(value: str, base: Path) -> str:
+    return str((base / Path(value).expanduser()).resolve())
+
+
+def _absolute_if_path(value: str, base: Path) -> str:
+    looks_like_one = value.startswith((".", "/", "~"))
+    return (
+        _absolute(value, base)
+        if looks_like_one or (len(value) < 4096 and "\n" not in value and (base / value).exists())
+        else value
+    )
+
+
+def _problem(error: Any) -> str:
+    location = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "extra_forbidden":
+        parent, name = error["loc"][:-1], str(error["loc"][-1])
+        near = difflib.get_close_matches(name, known_keys(parent), n=1)
+        return f"there is no key '{location}'" + (
+            f"; did you mean '{'.'.join([*map(str, parent), near[0]])}'?" if near else ""
+        )
+    if error["type"] == "missing":
+        return f"'{location}' is needed"
+    given = f", not {error['input']!r}" if not isinstance(error["input"], dict | list) else ""
+    message = error["msg"].removeprefix("Value error, ")
+    return f"'{location}': {message[0].lower()}{message[1:]}{given}"
+
+
+def known_keys(parent: tuple[Any, ...]) -> list[str]:
+    """The keys that exist below a location such as ('seeds', 'sources', 0)."""
+    model: Any = Config
+    for part in parent:
+        if isinstance(part, str) and part in model.model_fields:
+            model = _model_in(model.model_fields[part].annotation) or model
+    return list(model.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The settings class inside an annotation such as `tuple[SeedSource, ...]`."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (tuple, list, Union, types.UnionType):
+        return next((found for found in map(_model_in, get_args(annotation)) if found), None)
+    return None

@@ -1,0 +1,60 @@
+"""A conversation with a person, as token ids: the prompt of each question, the answers being the very ids written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipeline.conversations.conversation import Message, Reason, Refusal, encodable
+from pipeline.conversations.row_builder import Draft
+from pipeline.conversations.template import ChatTemplate
+
+
+class Chat:
+    """The turns so far.
+
+    Args:
+        room: Longest prompt in tokens.
+        system: A system message, or none.
+    """
+
+    def __init__(self, template: ChatTemplate, room: int, system: str | None = None):
+        self._template, self._room = template, room
+        self._system = (Message("system", system),) if system else ()
+        self._draft: Draft | None = None
+        self._asked: Draft | None = None
+
+    def ask(self, question: str) -> tuple[list[int], bool]:
+        """The ids up to where the answer begins, and whether earlier turns had to be forgotten to make room.
+
+        Raises:
+            Refusal: The question alone is too long, or the template refuses it; the turns so far stay.
+        """
+        message = Message("user", encodable(question))
+        asked = self._asking(message)
+        forgets = len(asked.ids) > self._room and self._draft is not None
+        if forgets:
+            asked = self._opening((*self._system, message))
+        if len(asked.ids) > self._room:
+            raise Refusal(Reason.TOO_LONG, f"This takes {len(asked.ids)} tokens, and there is room for {self._room}.")
+        self._asked = asked
+        return asked.ids, forgets
+
+    def answered(self, ids: Sequence[int], *, ended: bool) -> None:
+        """Takes the answer, its end token included where it `ended` by itself; without ids the question is dropped."""
+        assert self._asked is not None, "nothing was asked"
+        if ids:
+            message = Message("assistant", self._template.decode(ids))
+            self._draft = self._asked.written(list(ids), "stop" if ended else "length", message)
+        self._asked = None
+
+    def _asking(self, question: Message) -> Draft:
+        draft, template = self._draft, self._template
+        if draft is None:
+            return self._opening((*self._system, question))
+        messages = (*draft.messages, question)
+        if template.rewrites_history(messages):
+            return self._opening(messages)
+        return draft.read(template.glue(draft.messages[:-1], draft.ended, question.content), question)
+
+    def _opening(self, messages: tuple[Message, ...]) -> Draft:
+        return Draft(0, self._template.opening(messages), messages)

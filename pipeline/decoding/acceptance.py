@@ -1,0 +1,223 @@
+"""Which of a step's candidates are kept, and which token follows them: four rules.
+
+    greedy     the target's likeliest token: what greedy decoding writes
+    typical    what is likely enough for the target's entropy there (paper 2.3.1): fastest, another distribution
+    nucleus    what lies in the target's top-p nucleus: every token could have been sampled, another distribution
+    rejection  what sampling from the target draws: its distribution exactly
+
+A rule works on the tree's rows, not on padded lists of candidates: a row is accepted when its own token and those of
+all rows above it pass. There is no slot without a token, so none can be accepted by accident (token id 0 included).
+The deepest accepted row wins; the root's token was the rule's own choice and is always accepted.
+
+Letters: N rows (the root and the nodes), T positions (the root's children first), V vocabulary; leading dimensions,
+shown as …, pass through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pipeline.decoding.noise import draw, mass_ahead, widened
+from pipeline.decoding.tree import Tree
+
+RuleName = Literal["greedy", "typical", "nucleus", "rejection"]
+
+
+class Verdict(NamedTuple):
+    """The deepest accepted row and the token after it, both int64 [...]."""
+
+    row: Tensor
+    next_token: Tensor
+
+
+class AcceptanceRule(Protocol):
+    """What a decoder asks at every step; a rule that `samples` is given noise (see sampling.py), others None."""
+
+    @property
+    def samples(self) -> bool: ...
+
+    def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
+        """The token [...] that follows where the target has these logits [..., V]: no guess is judged."""
+        ...
+
+    def judge(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Verdict:
+        """Judges the tree's tokens [..., N] by the target's logits [..., N, V]; noise [..., max_depth + 1, V]."""
+        ...
+
+
+@dataclass(frozen=True)
+class GreedyAcceptance:
+    """Keeps what greedy decoding of the target would have written, token for token."""
+
+    samples = False
+
+    def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
+        return logits_V.argmax(-1)
+
+    def judge(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Verdict:
+        best_N = logits_NV.argmax(-1)
+        passes_N = tokens_N == best_N.index_select(-1, tree.parent)
+        row = (_accepted(passes_N, tree) * tree.depth).argmax(-1)
+        return Verdict(row, best_N.gather(-1, row[..., None])[..., 0])
+
+
+greedy_acceptance = GreedyAcceptance()
+
+
+@dataclass(frozen=True)
+class TypicalAcceptance:
+    """Keeps a token when p > min(eps, delta · exp(-H)); p and its entropy H are taken after `temperature` (2.3.1).
+
+    Of equally long candidates the likeliest wins. The token after it, the next step's first, is the target's greedy
+    choice as in the paper, so that the output is deterministic at every temperature; or, with `samples`, drawn from
+    the target at that temperature. The paper sets eps = 0.09 and delta = sqrt(eps).
+    """
+
+    temperature: float
+    eps: float = 0.09
+    delta: float = 0.3
+    samples: bool = False
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+
+    def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
+        if not self.samples:
+            return logits_V.argmax(-1)
+        assert noise_V is not None
+        return draw(logits_V, noise_V, self.temperature)
+
+    def judge(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Verdict:
+        log_p_NV = torch.log_softmax(widened(logits_NV) / self.temperature, -1)
+        finite_NV = log_p_NV.clamp(min=torch.finfo(log_p_NV.dtype).min)  # 0 · log 0 is 0
+        entropy_N = -torch.linalg.vecdot(log_p_NV.exp(), finite_NV)  # on a CPU in a third of the time of entr
+        threshold_N = (self.delta * torch.exp(-entropy_N)).clamp(max=self.eps)
+        log_p_N = _of_parents(log_p_NV, tokens_N, tree)
+        row = _likeliest_of_longest(log_p_N.exp() > threshold_N[..., tree.parent], log_p_N, tree)
+        return Verdict(row, _choose_after(self, row, logits_NV, tree, noise_TV))
+
+
+@dataclass(frozen=True)
+class NucleusAcceptance:
+    """Keeps a token that lies in the target's nucleus at `top_p`, after `temperature`.
+
+    Of equally long candidates the likeliest wins; the token after it is drawn from the nucleus. Every token is one
+    that nucleus sampling can draw, but a guess is kept whenever it can be, however often sampling would draw it; so
+    `top_p` must be below 1, where every guess would be kept. (What the authors' code calls nucleus draws a token for
+    each candidate and keeps those that agree: that is closer to `RejectionSampling` with a top_p.)
+    """
+
+    temperature: float
+    top_p: float
+    samples = True
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+        if not 0 < self.top_p < 1:
+            raise ValueError(f"a nucleus needs a top_p between 0 and 1, not {self.top_p}")
+
+    def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
+        assert noise_V is not None
+        return draw(logits_V, noise_V, self.temperature, self.top_p)
+
+    def judge(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Verdict:
+        p_NV = (widened(logits_NV) / self.temperature).softmax(-1)
+        ahead_N = mass_ahead(p_NV[..., tree.parent, :], tokens_N)
+        log_p_N = _of_parents(p_NV, tokens_N, tree).log()
+        row = _likeliest_of_longest(ahead_N < self.top_p, log_p_N, tree)
+        return Verdict(row, _choose_after(self, row, logits_NV, tree, noise_TV))
+
+
+@dataclass(frozen=True)
+class RejectionSampling:
+    """Keeps the target's distribution, after `temperature` and `top_p`, exactly.
+
+    Every node is a proposal without chance. Rejection tries a row's children one after another: it accepts a child
+    with its probability p, else sets that p to 0, renormalises and goes on; when none is left it draws from what
+    remains. Child i is then accepted with (1 - p_1 - … - p_{i-1}) · p_i / (1 - p_1 - … - p_{i-1}) = p_i, and any other
+    token drawn with its p. Drawing one token from p and following the child that carries it, if any, has the same
+    law with a single draw per position, and is what is done here.
+    """
+
+    temperature: float
+    top_p: float = 1.0
+    samples = True
+
+    def __post_init__(self) -> None:
+        _check_temperature(self.temperature)
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is a probability above 0, not {self.top_p}")
+
+    def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
+        assert noise_V is not None
+        return draw(logits_V, noise_V, self.temperature, self.top_p)
+
+    def judge(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Verdict:
+        assert noise_TV is not None
+        row = torch.zeros_like(tokens_N[..., 0])
+        token, is_open = row, torch.ones_like(row, dtype=torch.bool)
+        for depth in range(tree.max_depth + 1):  # the rows on the path alone are drawn from, not all N
+            drawn = self.choose(_at(logits_NV, row), noise_TV[..., depth, :])
+            token = torch.where(is_open, drawn, token)
+            follows_N = (tree.parent == row[..., None]) & (tree.depth > 0) & (tokens_N == token[..., None])
+            is_open = follows_N.any(-1)
+            row = torch.where(is_open, follows_N.long().argmax(-1), row)
+        return Verdict(row, token)
+
+
+def acceptance_rule(
+    name: RuleName,
+    temperature: float = 0.0,
+    eps: float = 0.09,
+    delta: float = 0.3,
+    top_p: float = 1.0,
+    first_token: Literal["greedy", "sampled"] = "greedy",
+) -> AcceptanceRule:
+    """The rule of that name; at temperature 0 every rule is greedy acceptance.
+
+    `eps`, `delta` and `first_token` are typical acceptance's, `top_p` is that of the nucleus, which must be below 1,
+    and of rejection. ValueError when a number is out of range.
+    """
+    if name == "greedy" or temperature == 0:
+        return greedy_acceptance
+    if name == "typical":
+        return TypicalAcceptance(temperature, eps, delta, samples=first_token == "sampled")
+    return (NucleusAcceptance if name == "nucleus" else RejectionSampling)(temperature, top_p)
+
+
+def _accepted(passes_N: Tensor, tree: Tree) -> Tensor:
+    """Rows that pass together with all rows above them; the root passes always."""
+    return (passes_N[..., None, :] | tree.elsewhere).all(-1)
+
+
+def _likeliest_of_longest(passes_N: Tensor, log_p_N: Tensor, tree: Tree) -> Tensor:
+    accepted_N = _accepted(passes_N, tree)
+    lengths_N = accepted_N * tree.depth
+    ties_N = accepted_N & (lengths_N == lengths_N.amax(-1, keepdim=True))
+    likelihood_N = torch.where(tree.elsewhere, 0.0, log_p_N[..., None, :]).sum(-1)
+    return likelihood_N.masked_fill(~ties_N, -torch.inf).argmax(-1)
+
+
+def _of_parents(values_NV: Tensor, tokens_N: Tensor, tree: Tree) -> Tensor:
+    """What each row's token has [..., N] in its parent's row."""
+    return values_NV.flatten(-2).gather(-1, tree.parent * values_NV.shape[-1] + tokens_N)
+
+
+def _choose_after(rule: AcceptanceRule, row: Tensor, logits_NV: Tensor, tree: Tree, noise_TV: Tensor | None) -> Tensor:
+    noise_V = None if noise_TV is None else _at(noise_TV, tree.depth.take(row))
+    return rule.choose(_at(logits_NV, row), noise_V)
+
+
+def _at(values_NV: Tensor, row: Tensor) -> Tensor:
+    """The vector [..., V] of one row each."""
+    index = row[..., None, None].expand(*row.shape, 1, values_NV.shape[-1])
+    return values_NV.gather(-2, index)[..., 0, :]
+
+
+def _check_temperature(temperature: float) -> None:
+    if temperature <= 0:
+        raise ValueError("this rule needs a temperature above 0; its limit at 0 is greedy acceptance")

@@ -1,0 +1,42 @@
+"""The demo's own target: made from the seeds' train split once, and again when the seeds change."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from rich.console import Console
+from transformers.utils import logging
+
+from pipeline.artifacts.rows import train_conversations
+from pipeline.config import Config
+from pipeline.demo.target import NUM_STEPS, train_demo_target
+from pipeline.execution.progress import Meter, duration
+from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.run_directory import RunDirectory
+
+MARK = "demo_target.json"  # says that the directory is ours, and from which seeds it was made
+
+
+def ensure_demo_target(run: RunDirectory, config: Config) -> None:
+    """Train the target at `target.model` unless it is there already, or is somebody's real model."""
+    directory = Path(config.target.model)
+    seeds = run.latest("seeds")
+    assert seeds is not None, "the demo target is trained from the seeds stage"
+    made_from = {"seeds": seeds.content, "seed": config.run.seed}
+    mark = read_json(directory / MARK)
+    if directory.exists() and (mark is None or mark["made_from"] == made_from):
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+    console = Console()
+    logging.disable_progress_bar()
+    with Meter(console, "target", NUM_STEPS, unit="steps") as meter:
+        facts = train_demo_target(
+            list(train_conversations(seeds)),
+            directory,
+            seed=config.run.seed,
+            progress=lambda step, total, loss: meter.update(step, f"loss {loss:.2f}"),
+        )
+    write_json(directory / MARK, {"made_from": made_from, **facts})
+    parameters = f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['steps']} steps, loss {facts['final_loss']:.2f}"
+    console.print(f"[green]✓[/] {'target':<10} {duration(facts['seconds']):<10} {parameters}", highlight=False)

@@ -1,0 +1,163 @@
+"""The demo target: a small chat model of Llama's architecture, trained here from a few hundred conversations.
+
+It stands in for a real target where no Hub is at hand: a real tokenizer, a chat template, weights that vLLM and
+transformers load as they load any other. It speaks of what it was trained on and is good for nothing else. It learns
+every token of a conversation, the user's too, so that it can talk to itself; demo_training.py says how.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.conversations.conversation import Conversation
+from pipeline.demo.train_target import Progress, train
+from pipeline.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+CONTEXT_LENGTH = 1024
+VOCAB_SIZE = 2048
+NUM_STEPS = 200  # 40 to 70 seconds on two cores: a training that the clock ends differs from run to run
+
+BOS, EOS = "<s>", "</s>"
+ROLE_MARKS = ["<|system|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{{- '<|' + message['role'] + '|>\\n' + message['content'] + eos_token + '\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"
+)
+
+
+def train_demo_target(
+    conversations: Sequence[Conversation],
+    directory: Path,
+    *,
+    seconds: float = 75,
+    seed: int = 0,
+    steps: int = NUM_STEPS,
+    progress: Progress | None = None,
+) -> dict:
+    """Train a chat model on `conversations` and write it to `directory`, complete or not at all.
+
+    Args:
+        conversations: What it learns to say; hold back what it is to be judged by.
+        directory: Does not exist yet. Holds a model of transformers afterwards, weights as safetensors.
+        seconds: Training ends here at the latest, the tokenizer's included; writing takes a second more.
+        seed: Of the weights and the order.
+        steps: Training ends after so many.
+        progress: Called after each step.
+
+    Returns:
+        What it cost: parameters, steps, tokens, seconds, tokens per second, the last loss, the arithmetic.
+
+    Raises:
+        DataError: No conversations.
+        FileExistsError: The directory exists.
+    """
+    started = time.monotonic()
+    if not conversations:
+        raise DataError("There are no conversations to train the demo target from.")
+    if directory.exists():
+        raise FileExistsError(directory)
+    tokenizer = train_tokenizer(conversations)
+    documents = tokenize(conversations, tokenizer)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = new_model(tokenizer)
+        record = train(model, documents, deadline=started + seconds, num_steps=steps, progress=progress)
+    with complete_or_absent(directory) as unfinished:
+        model.save_pretrained(unfinished, safe_serialization=True)
+        tokenizer.save_pretrained(unfinished)
+    return record | {"parameters": model.num_parameters(), "seconds": time.monotonic() - started}
+
+
+def train_tokenizer(conversations: Sequence[Conversation]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer of these texts: any text can be encoded, and decodes to itself."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    # Digits stand alone. Han characters are kept in short pieces, or whole phrases would become tokens.
+    pieces = Regex(r"\p{Han}{1,4}|\p{N}| ?[^\s\p{L}\p{N}]+| ?[\p{L}&&\P{Han}]+|\s")
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(pieces, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[BOS, EOS, *ROLE_MARKS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator((message.content for each in conversations for message in each.messages), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=EOS,
+        extra_special_tokens=ROLE_MARKS,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT_LENGTH,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def tokenize(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerFast) -> list[torch.Tensor]:
+    """Each conversation's ids as its chat template renders it."""
+    texts = [
+        tokenizer.apply_chat_template([asdict(message) for message in each.messages], tokenize=False)
+        for each in conversations
+    ]
+    return [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
+
+
+def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """The untrained model: 2.6 million parameters, heads of 64, which CPU attention of vLLM takes."""
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=3,
+        num_key_value_heads=3,
+        head_dim=64,
+        max_position_embeddings=CONTEXT_LENGTH,
+        tie_word_embeddings=False,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    model = LlamaForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
+    return model
+
+
+@contextmanager
+def complete_or_absent(directory: Path) -> Iterator[Path]:
+    """A temporary directory beside `directory` that takes its name at the end, or vanishes when anything is raised."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
+    try:
+        yield unfinished
+        unfinished.chmod(0o755)  # mkdtemp's directory is its owner's alone
+        os.rename(unfinished, directory)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise

@@ -1,0 +1,89 @@
+"""What transformers itself makes of the same prompts, greedily: `generate`, and its two ways to speculate.
+
+    generate       plain decoding with its dynamic cache
+    prompt-lookup  the guesses are what followed the last words where they stood before in the text
+    assistant      the guesses are a smaller model's (`check.assistant_model`), with the same vocabulary
+
+A streamer hears the tokens of every forward, so that they are counted and timed as our own decoding is.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from pipeline.config import BaselineName
+from pipeline.decoding.decoder import Decoded
+from pipeline.evaluation.figures import CannotDecode, Decode
+from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.spec import TargetSpec
+
+NUM_LOOKED_UP = 10  # tokens guessed at once, as in transformers' own guide
+
+
+class Hearing(BaseStreamer):
+    """The tokens of each of the target's forwards, and when they came."""
+
+    def __init__(self) -> None:
+        self.forwards: list[list[int]] = []
+        self.times: list[float] = []
+        self._began = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Takes the prompt, then what each forward gave."""
+        if self._began:
+            self.forwards.append(value.flatten().tolist())
+            self.times.append(perf_counter())
+        self._began = True
+
+    def end(self) -> None:
+        """The text is over."""
+
+
+def baseline(
+    name: BaselineName,
+    model: PreTrainedModel,
+    eos_token_ids: tuple[int, ...],
+    max_new_tokens: int,
+    assistant: TargetSpec | None = None,
+) -> Decode:
+    """A way of transformers to decode greedily; of the model's own generation settings none but these applies.
+
+    The decoder raises `CannotDecode` with the reason where transformers cannot decode this target, or a prompt, so.
+
+    Raises:
+        ConfigError, EnvironmentFault: The assistant cannot be loaded.
+    """
+    device = input_device(model)
+    settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
+    if eos_token_ids:
+        settings |= {"eos_token_id": list(eos_token_ids), "pad_token_id": eos_token_ids[0]}
+    more: dict[str, Any] = {}
+    if name == "prompt-lookup":
+        settings["prompt_lookup_num_tokens"] = NUM_LOOKED_UP
+    if name == "assistant":
+        assert assistant is not None, "CheckConfig asks for both or neither"
+        more["assistant_model"] = load_causal_lm(assistant, device)
+    chosen = GenerationConfig(**settings)
+    model.generation_config = GenerationConfig()  # generate fills in from it what the call leaves open
+
+    def decode(prompt_ids: list[int], seed: int) -> Decoded:
+        ids_1T = torch.tensor([prompt_ids], device=device)
+        heard = Hearing()
+        given = {"attention_mask": torch.ones_like(ids_1T), "generation_config": chosen, "streamer": heard, **more}
+        start = perf_counter()
+        try:
+            model.generate(ids_1T, **given)
+        except Exception as error:  # it says so in whatever way the model's or the cache's own code does
+            raise CannotDecode((str(error).splitlines() or [type(error).__name__])[0]) from error
+        token_ids = [token for new_ids in heard.forwards for token in new_ids]
+        finished: Literal["stop", "length"] = "stop" if token_ids[-1] in eos_token_ids else "length"
+        accepted = [len(new_ids) for new_ids in heard.forwards[1:]]
+        first, last = heard.times[0], heard.times[-1]
+        return Decoded(token_ids, finished, accepted, first - start, last - first)
+
+    return decode

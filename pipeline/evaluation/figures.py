@@ -1,0 +1,141 @@
+"""The figures that the field compares, from what several methods wrote for the same prompts.
+
+    acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
+    overhead           seconds per Medusa step / seconds per plain step
+    speedup            tokens per second / plain tokens per second, which is acceleration rate / overhead
+
+Seconds are decoding alone, the prefill apart. They are medians over the repetitions; times per answer are medians over
+answers and repetitions. A figure is None where no answer took a step.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.decoding.decoder import Decoded, acceleration_rate
+from pipeline.evaluation.check_progress import Progress
+from pipeline.evaluation.prompts import Prompt
+
+Decode = Callable[[list[int], int], Decoded]  # a prompt, and the seed of what is drawn
+Pass = Mapping[str, Sequence[Decoded]]  # one repetition: what each method wrote, prompt by prompt
+
+PLAIN, MEDUSA = "plain", "medusa"
+
+
+class CannotDecode(Exception):
+    """A method that is only compared with gives up, and this is why; what is checked never raises it."""
+
+
+def take_turns(
+    methods: Mapping[str, Decode],
+    prompts: Sequence[Prompt],
+    failed: dict[str, str] | None = None,
+    progress: Progress | None = None,
+) -> Pass:
+    """All prompts once. The methods take turns prompt by prompt: a machine that drifts slows them all.
+
+    A prompt's number is its seed. A method that cannot decode one of them is left out from there on, and of what is
+    returned; `failed` says why, and whoever is in it already is not asked.
+    """
+    failed = {} if failed is None else failed
+    written: dict[str, list[Decoded]] = {name: [] for name in methods}
+    for seed, prompt in enumerate(prompts):
+        for name, decode in methods.items():
+            if name in failed:
+                continue
+            try:
+                written[name].append(decode(prompt.ids, seed))
+            except CannotDecode as reason:
+                failed[name] = str(reason)
+        if progress:
+            progress.advance()
+    return {name: answers for name, answers in written.items() if name not in failed}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast one method wrote; NaN where it took no step."""
+
+    acceleration_rate: float
+    seconds_per_step: float
+    tokens_per_second: float
+    time_to_first_token: float
+    time_per_output_token: float
+
+    @classmethod
+    def of(cls, repetitions: Sequence[Sequence[Decoded]]) -> Pace:
+        """From one method's answers, repetition by repetition."""
+        first = repetitions[0]
+        seconds = statistics.median(sum(one.seconds for one in answers) for answers in repetitions)
+        every = [one for answers in repetitions for one in answers]
+        per_token = [one.seconds / sum(one.accepted) for one in every if one.accepted]
+        return cls(
+            acceleration_rate=acceleration_rate(first),
+            seconds_per_step=_ratio(seconds, sum(one.num_steps for one in first)),
+            tokens_per_second=_ratio(sum(sum(one.accepted) for one in first), seconds),
+            time_to_first_token=statistics.median(one.seconds_prefill for one in every),
+            time_per_output_token=statistics.median(per_token) if per_token else math.nan,
+        )
+
+
+def speed(passes: Sequence[Pass]) -> dict[str, float | None]:
+    """Medusa's figures against plain decoding's."""
+    plain, medusa = (Pace.of([one[method] for one in passes]) for method in (PLAIN, MEDUSA))
+    overhead = _ratio(medusa.seconds_per_step, plain.seconds_per_step)
+    return {
+        "acceleration_rate": rounded(medusa.acceleration_rate),
+        "overhead": rounded(overhead),
+        "speedup": rounded(_ratio(medusa.acceleration_rate, overhead)),
+        "tokens_per_second": rounded(medusa.tokens_per_second, 2),
+        "baseline_tokens_per_second": rounded(plain.tokens_per_second, 2),
+        "time_to_first_token": rounded(medusa.time_to_first_token, 6),
+        "baseline_time_to_first_token": rounded(plain.time_to_first_token, 6),
+        "time_per_output_token": rounded(medusa.time_per_output_token, 6),
+        "baseline_time_per_output_token": rounded(plain.time_per_output_token, 6),
+    }
+
+
+def pace_beside(passes: Sequence[Pass], method: str) -> dict[str, float | None]:
+    """Another method's figures; its speedup is over plain decoding."""
+    plain, other = (Pace.of([one[name] for one in passes]) for name in (PLAIN, method))
+    return {
+        "acceleration_rate": rounded(other.acceleration_rate),
+        "speedup": rounded(_ratio(other.tokens_per_second, plain.tokens_per_second)),
+        "tokens_per_second": rounded(other.tokens_per_second, 2),
+        "time_to_first_token": rounded(other.time_to_first_token, 6),
+        "time_per_output_token": rounded(other.time_per_output_token, 6),
+    }
+
+
+def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[dict[str, Any]]:
+    """The same for each category, in the order in which they first come; prompts without one are left out."""
+    members: dict[str, list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        if prompt.category:
+            members.setdefault(prompt.category, []).append(index)
+    shown = ("acceleration_rate", "speedup", "tokens_per_second", "baseline_tokens_per_second")
+    rows = []
+    for category, indices in members.items():
+        figures = speed([{name: [done[i] for i in indices] for name, done in one.items()} for one in passes])
+        rows.append({"category": category, "prompts": len(indices), **{key: figures[key] for key in shown}})
+    return rows
+
+
+def accepted_lengths(decoded: Sequence[Decoded]) -> list[int]:
+    """How many steps kept 0, 1, 2, … guesses beside the target's own token."""
+    counts = Counter(max(0, kept - 1) for one in decoded for kept in one.accepted)
+    return [counts[length] for length in range(max(counts, default=0) + 1)]
+
+
+def rounded(value: float, digits: int = 4) -> float | None:
+    """The figure as JSON carries it."""
+    return round(value, digits) if math.isfinite(value) else None
+
+
+def _ratio(value: float, other: float) -> float:
+    return value / other if other else math.nan

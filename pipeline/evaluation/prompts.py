@@ -1,0 +1,222 @@
+"""What the check decodes: one answer of each held-out conversation, or every turn of a file of questions.
+
+The turns of a question are asked one after another, as MT-Bench and Spec-Bench do: the prompt of the second holds the
+target's own answer to the first. These answers are written before anything is measured, so that whatever is compared
+decodes the very same prompts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.artifacts.rows import spans_of
+from pipeline.config import CheckConfig, SeedSource
+from pipeline.conversations.conversation import Conversation, Refusal
+from pipeline.conversations.dialogue import Dialogue, DialogueSettings
+from pipeline.conversations.readers import read_source
+from pipeline.conversations.requests import Completion, Sampling
+from pipeline.conversations.template import ChatTemplate
+from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
+from pipeline.errors import ConfigError
+from pipeline.evaluation.check_progress import Progress
+from pipeline.storage.shards import read_rows
+from pipeline.targets.dialogue_pool import converse
+from pipeline.targets.engines import EngineName, make_generation_engine
+from pipeline.targets.protocol import GenerationEngine
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
+
+MORE_PER_TURN = 16  # tokens that a template may put between an answer and the next question, and not at the beginning
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids up to where an answer begins, and whose they are.
+
+    `category` is the question's own, and of a held-out row its source; `turn` counts a conversation's answers from 0.
+    """
+
+    id: str
+    ids: list[int]
+    category: str | None = None
+    question_id: int | str | None = None
+    turn: int = 0
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts that fit, and how many did not."""
+
+    kept: list[Prompt]
+    skipped: int
+
+
+def rule_of(settings: CheckConfig) -> AcceptanceRule:
+    """The acceptance rule that is to be checked."""
+    return acceptance_rule(
+        settings.acceptance,
+        settings.temperature,
+        settings.typical_eps,
+        settings.typical_delta,
+        settings.top_p,
+        settings.first_token,
+    )
+
+
+def held_out_prompts(generated: Sequence[Path], number: int, room: int, split: str = "check") -> Prompts:
+    """The first `number` rows of a held-out split, each up to one of its answers.
+
+    Which one, a hash of the row's id decides: first and later turns are asked alike, as calibration looks at them.
+
+    Args:
+        generated: Shards of the generate stage, or of features.
+        room: Longest prompt in tokens; a row without an answer that begins before it is skipped and counted.
+    """
+    columns = ["id", "split", "input_ids", "spans"]
+    rows = (row for path in generated for row in read_rows(path, columns) if row["split"] == split)
+    kept: list[Prompt] = []
+    skipped = 0
+    for row in rows:
+        if len(kept) == number:
+            break
+        answers = [span for span in spans_of(row) if span.role == "assistant"]
+        fitting = [turn for turn, span in enumerate(answers) if span.start <= room]
+        if not fitting:
+            skipped += 1
+            continue
+        turn = fitting[_stable_hash(row["id"]) % len(fitting)]
+        source = row["id"].rpartition(":")[0]
+        kept.append(Prompt(row["id"], row["input_ids"][: answers[turn].start], source, turn=turn))
+    return Prompts(kept, skipped)
+
+
+def read_questions(path: Path) -> list[Conversation]:
+    """The questions of a file (MT-Bench, Spec-Bench, any form that seeds take); what is none is left out."""
+    rows = read_source(SeedSource(path=path), path.stem, max_characters=10**9)
+    return [row for row in rows if isinstance(row, Conversation)]
+
+
+def question_prompts(
+    target: TargetSpec,
+    questions: Sequence[Conversation],
+    settings: CheckConfig,
+    engine: EngineName,
+    gpus: int,
+    progress: Progress | None = None,
+) -> Prompts:
+    """The prompt of every turn, with the target's own answers to the turns before it.
+
+    The answers are greedy, or drawn as the acceptance rule draws, and as long as those that are measured. Prompts that
+    do not fit are skipped and counted, and so are the turns that the chat template refuses.
+
+    Args:
+        engine: Which one answers, all questions at once.
+    """
+    tokenizer, rule, num_turns = load_tokenizer(target), rule_of(settings), sum(map(_num_turns, questions))
+    template = ChatTemplate(tokenizer, target.chat_template)
+    sampling = Sampling(
+        temperature=settings.temperature if rule.samples else 0.0,
+        top_p=settings.top_p if rule.samples else 1.0,
+        max_new_tokens=settings.max_new_tokens,
+        stop_token_ids=eos_token_ids(target),
+    )
+    target = replace(target, max_tokens=min(context_length(target), _longest(questions, template, settings)))
+    held = DialogueSettings("replay", sampling, context_length(target), ends_at_flaws=False)
+    dialogues = [Dialogue(question, template, held) for question in questions]
+    progress = progress or Progress()
+    progress.begin("the prompts of later turns", num_turns, unit="answers")
+    running = make_generation_engine(engine, target, {}, gpus)
+    try:
+        converse(dialogues, Counted(running, progress))
+    finally:
+        running.close()
+    room = context_length(target) - settings.max_new_tokens
+    names = question_ids(questions)
+    asked = [
+        Prompt(f"{question.id}/{turn}", ids, question.category, name, turn)
+        for question, name, dialogue in zip(questions, names, dialogues, strict=True)
+        for turn, ids in enumerate(_prompts_of(dialogue))
+    ]
+    kept = [prompt for prompt in asked if len(prompt.ids) <= room]
+    return Prompts(kept, num_turns - len(kept))
+
+
+class Counted:
+    """A generation engine whose answers are counted as they come."""
+
+    def __init__(self, engine: GenerationEngine, progress: Progress):
+        self._engine, self._progress = engine, progress
+        self.capacity = engine.capacity
+        self.add, self.close = engine.add, engine.close
+
+    @property
+    def num_unfinished(self) -> int:
+        return self._engine.num_unfinished
+
+    def step(self) -> list[Completion]:
+        completions = self._engine.step()
+        self._progress.advance(len(completions))
+        return completions
+
+
+def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
+    """The target with the context that the check may fill: `check.max_tokens`, else all of the model's own.
+
+    `target.max_tokens` is what a conversation to be learned from may have; a prompt may be longer. It holds where the
+    model does not say its context.
+    """
+    roomy = replace(target, max_tokens=settings.max_tokens)
+    try:
+        return replace(roomy, max_tokens=context_length(roomy))
+    except ConfigError:
+        return target
+
+
+def with_room_for(target: TargetSpec, prompts: Sequence[Prompt], num_tokens: int) -> TargetSpec:
+    """The target with no more context than these prompts need, and so many tokens behind each: engines reserve it."""
+    longest = max(len(prompt.ids) for prompt in prompts) + num_tokens
+    return replace(target, max_tokens=min(context_length(target), longest))
+
+
+def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
+    """The file's own ids, as numbers where they are some; ours where it gives none or one twice."""
+    times = Counter(question.source_id for question in questions)
+    own = [q.source_id if q.source_id and times[q.source_id] == 1 else q.id for q in questions]
+    return [int(name) if name.isdecimal() else name for name in own]
+
+
+def _prompts_of(dialogue: Dialogue) -> Iterator[list[int]]:
+    """What stood before each answer of a conversation that is over."""
+    try:
+        rows = dialogue.rows()
+    except Refusal:
+        return
+    for row in rows:
+        yield from (row.input_ids[: span.start] for span in row.spans)
+
+
+def _longest(questions: Sequence[Conversation], template: ChatTemplate, settings: CheckConfig) -> int:
+    """More tokens than the longest of the conversations can have, answers included."""
+    return max((_most_tokens(question, template, settings.max_new_tokens) for question in questions), default=1)
+
+
+def _most_tokens(question: Conversation, template: ChatTemplate, max_new_tokens: int) -> int:
+    before = [message for message in question.messages if message.role == "system"]
+    total = 1
+    for message in question.messages:
+        if message.role == "user":
+            with contextlib.suppress(Refusal):  # a turn that the template refuses is not asked
+                total += len(template.opening([*before, message])) + max_new_tokens + MORE_PER_TURN
+    return total
+
+
+def _num_turns(question: Conversation) -> int:
+    return sum(message.role == "user" for message in question.messages)
+
+
+def _stable_hash(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -1,0 +1,189 @@
+"""What the check can find out beyond its verdict (`check.studies`): which tree, which rule, how many heads, what batch.
+
+    trees    the ladder: plain, top-1 chain, Cartesian tree, the authors' stock tree, a searched one of its size, the
+             export's own; see tree_studies.py
+    typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling and rejection
+    heads    how many heads are used: the export's tree cut at each depth; see tree_studies.py
+    batch    how many sequences decode at once, plain and with the tree
+
+`trees` and `heads` cost a forward per prompt and a few steps per row. A row of `typical` costs the first `NUM_PROMPTS`
+at no more than `MAX_NEW_TOKENS` tokens each, once, and where steps are recorded twice; one of `batch` the same prompts,
+or as often as they fill its batch, `check.repeats` times, and where steps are recorded thrice more. Read those figures
+against each other, and the check's own for what the heads are worth. Every row is flat, for a table and a plot.
+
+    acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
+    overhead           seconds per step / seconds per plain step of the same prompts, in turns
+    speedup            acceleration rate / overhead
+    log-likelihood     nats per token of the answers under the target itself, at temperature 1
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from math import isnan, nan, sqrt
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+
+from pipeline.config import CheckConfig, StudyName
+from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
+from pipeline.decoding.decoder import Decoded, MedusaDecoder, acceleration_rate
+from pipeline.decoding.recorded_steps import WARM_UP_STEPS
+from pipeline.evaluation.check_progress import Progress
+from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.quality import mean_log_likelihood
+from pipeline.evaluation.tree_studies import heads_used, tree_ladder
+from pipeline.targets.loading import input_device
+
+Row = dict[str, Any]
+
+NUM_PROMPTS, MAX_NEW_TOKENS = 8, 64
+TEMPERATURES = (0.3, 0.7, 1.0)
+EPS = (0.01, 0.04, 0.09, 0.16, 0.25)  # the range that the paper sweeps
+BATCH_SIZES = (1, 2, 4, 8, 16)
+WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Side:
+    """One row to be: what names it, and the decoder and the rule that it measures."""
+
+    names: Row
+    decoder: MedusaDecoder
+    rule: AcceptanceRule = greedy_acceptance
+
+
+def run_studies(
+    names: Collection[StudyName],
+    plain: MedusaDecoder,
+    medusa: MedusaDecoder,
+    prompts: Sequence[Prompt],
+    settings: CheckConfig,
+    calibration: Mapping[str, Any],
+    answers: Sequence[list[int]],
+    progress: Progress | None = None,
+) -> dict[str, list[Row]]:
+    """The rows of every study that is asked for, by its name.
+
+    Args:
+        plain, medusa: The check's own decoders; the studies use their target, heads, tree and limits.
+        prompts: At least one.
+        settings: Of the check: how many tokens, typical acceptance's first token, how often batches are timed.
+        calibration: The calibrate stage's tree.json, for the stock-sized tree: its search's order where it has one
+            (`searched`), else that of its `accuracies`; without either there is no such row.
+        answers: What plain greedy decoding wrote for each prompt.
+    """
+    num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
+    few = prompts[:NUM_PROMPTS]
+    studies: dict[StudyName, Callable[[], list[Row]]] = {
+        "trees": lambda: tree_ladder(plain, medusa, prompts, answers, calibration),
+        "typical": lambda: typical_sweep(plain, medusa, few, num_tokens, settings.first_token),
+        "heads": lambda: heads_used(plain, medusa, prompts, answers),
+        "batch": lambda: batch_sizes(plain, medusa, few, num_tokens, settings.repeats),
+    }
+    rows: dict[str, list[Row]] = {}
+    for name in [name for name in studies if name in names]:
+        if progress:
+            progress.begin("native", len(names), done=len(rows), unit="studies")
+        rows[name] = studies[name]()
+    return rows
+
+
+def typical_sweep(
+    plain: MedusaDecoder,
+    medusa: MedusaDecoder,
+    prompts: Sequence[Prompt],
+    num_tokens: int,
+    first_token: Literal["greedy", "sampled"],
+) -> list[Row]:
+    """Typical acceptance over eps and temperature; beside it greedy decoding, plain sampling and rejection (2.3.1).
+
+    The speedup of each is over plain decoding at its own temperature.
+    """
+    rows = []
+    for temperature in (0.0, *TEMPERATURES):
+        sampling = acceptance_rule("rejection", temperature)  # at 0 it is greedy
+        sides = [
+            Side({"temperature": temperature, "rule": "plain", "eps": None}, plain, sampling),
+            Side(
+                {"temperature": temperature, "rule": "rejection" if temperature else "greedy", "eps": None},
+                medusa,
+                sampling,
+            ),
+        ]
+        for eps in EPS if temperature else ():
+            rule = acceptance_rule("typical", temperature, eps, sqrt(eps), first_token=first_token)
+            sides.append(Side({"temperature": temperature, "rule": "typical", "eps": eps}, medusa, rule))
+        rows += _measured(sides, prompts, num_tokens)
+    return rows
+
+
+def batch_sizes(
+    plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int, repeats: int
+) -> list[Row]:
+    """Tokens per second of the same prompts, 1 to 16 at a time, prefill included; medians of `repeats`.
+
+    A power of two of them is taken, so that they fill every batch; they repeat where they are too few for it.
+    """
+    asked = [prompt.ids for prompt in prompts[: 1 << (len(prompts).bit_length() - 1)]]
+    rows = []
+    for size in BATCH_SIZES:
+        texts = list(islice(cycle(asked), max(size, len(asked))))
+        batches = [texts[start : start + size] for start in range(0, len(texts), size)]
+        for decoder in (plain, medusa):  # warm-up; what records has to see every length and width, and often enough
+            for batch in batches * (WARM_UP_STEPS + 1) if decoder.records else batches[:1]:
+                decoder.generate_batch(batch, num_tokens if decoder.records else WARM_UP_TOKENS)
+        speeds: tuple[list[float], list[float]] = ([], [])
+        for _ in range(repeats):
+            for decoder, rates in zip((plain, medusa), speeds, strict=True):
+                started = perf_counter()
+                answers = [answer for batch in batches for answer in decoder.generate_batch(batch, num_tokens)]
+                rates.append(sum(len(answer.token_ids) for answer in answers) / (perf_counter() - started))
+        plainly, by_tree = map(statistics.median, speeds)
+        rows.append(
+            {
+                "batch_size": size,
+                "tokens_per_second": round(by_tree, 2),
+                "baseline_tokens_per_second": round(plainly, 2),
+                "speedup": round(by_tree / plainly, 4),
+            }
+        )
+    return rows
+
+
+def _measured(sides: Sequence[Side], prompts: Sequence[Prompt], num_tokens: int) -> list[Row]:
+    """Every side's row against the first one, which is plain decoding; sides take turns prompt by prompt.
+
+    A figure is None where no answer took a step.
+    """
+    answers: list[list[Decoded]] = [[] for _ in sides]
+    for side in sides:  # warm-up; what records has to see every length
+        for seed, prompt in enumerate(prompts if side.decoder.records else prompts[:1]):
+            _decode(side, prompt, num_tokens if side.decoder.records else WARM_UP_TOKENS, seed)
+    for seed, prompt in enumerate(prompts):
+        for side, decoded in zip(sides, answers, strict=True):
+            decoded.append(_decode(side, prompt, num_tokens, seed))
+    rows = []
+    for side, decoded in zip(sides, answers, strict=True):
+        rate, overhead = acceleration_rate(decoded), _overhead(decoded, answers[0])
+        figures = {"acceleration_rate": rate, "overhead": overhead, "speedup": rate / overhead}
+        texts = [one.token_ids for one in decoded]
+        figures["log_likelihood"] = mean_log_likelihood(side.decoder.model, prompts, texts)
+        rows.append(side.names | {key: None if isnan(value) else round(value, 4) for key, value in figures.items()})
+    return rows
+
+
+def _decode(side: Side, prompt: Prompt, num_tokens: int, seed: int) -> Decoded:
+    device = input_device(side.decoder.model)
+    generator = torch.Generator(device).manual_seed(seed) if side.rule.samples else None
+    return side.decoder.generate(prompt.ids, num_tokens, side.rule, generator)
+
+
+def _overhead(decoded: Sequence[Decoded], plain: Sequence[Decoded]) -> float:
+    both = [(one, other) for one, other in zip(decoded, plain, strict=True) if one.num_steps and other.num_steps]
+    ratios = [(one.seconds / one.num_steps) / (other.seconds / other.num_steps) for one, other in both]
+    return statistics.median(ratios) if ratios else nan

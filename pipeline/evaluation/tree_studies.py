@@ -1,0 +1,131 @@
+"""What many trees are worth on the same prompts: a ladder of kinds of trees, and one tree with ever more heads.
+
+Greedy decoding writes the same text with any tree, so no tree has to decode it: one forward over every prompt and its
+plain answer gives the states that the heads read there, and walking through the answer gives each tree's acceleration
+rate on all prompts, the one that decoding has, up to ties. What a step of each costs is measured on a few.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from pipeline.conversations.spans import IGNORED
+from pipeline.decoding.decoder import MedusaDecoder, plain_decoder
+from pipeline.decoding.tree import Path, cartesian_tree, greedy_tree, stock_tree
+from pipeline.decoding.tree_search import HeldOutRanks, simulated_acceleration_rate
+from pipeline.evaluation.forward import last_positions
+from pipeline.evaluation.overhead import Name, overheads, step_seconds, with_tree
+from pipeline.evaluation.prompts import Prompt
+from pipeline.heads.accuracy import label_ranks
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.report.facts import SEARCHED_TREE, STOCK_TREE, USED_TREE
+
+# T answer tokens, N states that steps begin at, D hidden size, K heads
+
+STOCK_NODES = 63  # and the root
+CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes, about as many
+NUM_TIMED = 4  # prompts
+
+
+def tree_ladder(
+    plain: MedusaDecoder,
+    medusa: MedusaDecoder,
+    prompts: Sequence[Prompt],
+    answers: Sequence[list[int]],
+    calibration: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """From plain decoding to the export's tree: what each step up the ladder costs and gives.
+
+    Args:
+        answers: What plain greedy decoding wrote.
+        calibration: As in `run_studies`.
+    """
+    assert medusa.heads is not None
+    num_heads = medusa.heads.config.num_heads
+    widths, stock = CARTESIAN[:num_heads], stock_tree(num_heads)
+    trees: dict[str, Sequence[Path]] = {
+        "plain": (),
+        "top-1 chain": cartesian_tree([1] * num_heads),
+        f"Cartesian {'x'.join(map(str, widths))}": cartesian_tree(widths),
+        STOCK_TREE: stock,
+        SEARCHED_TREE: searched_tree(calibration)[: len(stock)],
+        USED_TREE: medusa.tree.choices,
+    }
+    trees = {name: tree for name, tree in trees.items() if tree or name == "plain"}
+    worth = tree_figures(plain, medusa, prompts, answers, trees)
+    return [{"tree": name, "nodes": len(tree), **worth[name]} for name, tree in trees.items()]
+
+
+def heads_used(
+    plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], answers: Sequence[list[int]]
+) -> list[dict[str, Any]]:
+    """The export's tree cut at each depth: what its deeper heads add, and cost."""
+    choices = medusa.tree.choices
+    trees = {depth: [p for p in choices if len(p) <= depth] for depth in range(1, medusa.tree.max_depth + 1)}
+    worth = tree_figures(plain, medusa, prompts, answers, trees)
+    return [{"heads": depth, "nodes": len(tree), **worth[depth]} for depth, tree in trees.items()]
+
+
+def tree_figures(
+    plain: MedusaDecoder,
+    medusa: MedusaDecoder,
+    prompts: Sequence[Prompt],
+    answers: Sequence[list[int]],
+    trees: Mapping[Name, Sequence[Path]],
+) -> dict[Name, dict[str, float | None]]:
+    """Every tree's acceleration rate, overhead and speedup; None where no answer takes a step."""
+    assert medusa.heads is not None
+    num_guesses = 1 + max(rank for tree in trees.values() for path in tree for rank in path)
+    ranks = guess_ranks(medusa.model, medusa.heads, prompts, answers, num_guesses)
+    endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
+    decoders = {name: with_tree(medusa, tree) for name, tree in trees.items() if tree}
+    timed = [prompt.ids for prompt in prompts[:NUM_TIMED]]
+    for decoder in (endless, *decoders.values()):  # warm-up
+        step_seconds(decoder, timed[0])
+    costs = overheads(endless, decoders, timed)
+    worth = {}
+    for name, tree in trees.items():
+        rate, cost = simulated_acceleration_rate(ranks, tree), costs[name] if tree else 1.0
+        figures = {"acceleration_rate": rate, "overhead": cost, "speedup": rate / cost}
+        worth[name] = {key: round(value, 4) if np.isfinite(value) else None for key, value in figures.items()}
+    return worth
+
+
+def searched_tree(calibration: Mapping[str, Any]) -> tuple[Path, ...]:
+    """The tree searched for these heads, of the stock tree's size: the same for every device."""
+    if searched := calibration.get("searched"):
+        return tuple(map(tuple, searched[:STOCK_NODES]))
+    return greedy_tree(accuracies, STOCK_NODES) if (accuracies := calibration.get("accuracies")) else ()
+
+
+def guess_ranks(
+    model: PreTrainedModel, heads: MedusaHeads, prompts: Sequence[Prompt], answers: Sequence[list[int]], top: int
+) -> HeldOutRanks:
+    """Where the tokens of every answer stand among the heads' first `top` guesses, at each place that a step may begin.
+
+    An answer's first token is the prefill's: steps begin there and at every later token but the last.
+    """
+    num_heads = heads.config.num_heads
+    parts_KN = [np.empty((num_heads, 0), np.uint8)]
+    lengths = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        lengths.append(len(answer) - 1)
+        if len(answer) == 1:
+            continue
+        later_N = torch.tensor(answer[1:])
+        labels_KN = torch.full((num_heads, len(later_N)), IGNORED)
+        for head in range(min(num_heads, len(later_N))):
+            labels_KN[head, : len(later_N) - head] = later_N[head:]
+        device = heads.block_weight.device
+        states_TD, _ = last_positions(model, prompt.ids + answer[:-1], len(answer))
+        with torch.inference_mode():
+            ranks_KN = label_ranks(heads, states_TD[:-1].to(device), labels_KN.to(device), top)
+        parts_KN.append(ranks_KN.cpu().numpy())
+    kept = np.array([length for length in lengths if length], np.int64)
+    starts = np.concatenate([[0], np.cumsum(kept)[:-1]]).astype(np.int64) if len(kept) else kept
+    return HeldOutRanks(np.concatenate(parts_KN, axis=1), starts, np.arange(len(kept)))

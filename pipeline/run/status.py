@@ -1,0 +1,136 @@
+"""Where a run stands: each stage's state against its configuration, without running anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from rich.console import Console
+
+from pipeline.config import Config
+from pipeline.errors import MedusaDistillError
+from pipeline.run.context import Context
+from pipeline.run.identity import identity_of, locate, upstream_of
+from pipeline.storage.run_directory import RunDirectory, skipped_stages
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.totals import Tally
+
+
+@dataclass(frozen=True)
+class StageState:
+    """One stage: `word` is done, partial (some must be made), stale (made from something else), not run or skipped.
+
+    `made` counts the shards that a run would keep, `expected` all that it would have at its end; both are 0 for a
+    stage without shards, and `expected` is None while nobody can know it.
+    """
+
+    word: str
+    why: str
+    directory: StageDirectory | None = None
+    made: int = 0
+    expected: int | None = 0
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What a finished stage says of itself, and of an unfinished one the sums over its shards."""
+        if self.directory is None:
+            return {}
+        return self.directory.summary or (Tally(self.directory.receipts().values()).summary() if self.made else {})
+
+
+def stage_states(run: RunDirectory, config: Config, stages: Mapping[str, ModuleType]) -> dict[str, StageState]:
+    """Every stage's state, upstream first. A target or seeds that are not there leave what the links say."""
+    context = Context(config, run, Console(quiet=True), read_only=True)
+    states: dict[str, StageState] = {}
+    obstacle: MedusaDistillError | None = None
+    skipped = skipped_stages(config)
+    for name, stage in stages.items():
+        if name in skipped:
+            states[name] = StageState("skipped", skipped[name])
+            continue
+        wanted: StageDirectory | None = None
+        try:
+            wanted = locate(context, stage) if obstacle is None else None
+        except MedusaDistillError as error:
+            obstacle = error
+        if wanted is None:
+            states[name] = _as_linked(run.latest(name), obstacle)
+            continue
+        states[name] = _state(context, run.latest(name), wanted, stage, states)
+        context.upstream[name] = wanted
+    return states
+
+
+def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError | None) -> StageState:
+    why = obstacle.what if obstacle else ""
+    if linked is None:
+        return StageState("not run", why, expected=None)
+    why = f"taken to be unchanged: {why}" if why else ""
+    made = len(linked.shards())
+    return StageState("done" if linked.done else "partial", why, linked, made, made if linked.done else None)
+
+
+def _state(
+    context: Context, linked: StageDirectory | None, wanted: StageDirectory, stage: Any, before: dict[str, StageState]
+) -> StageState:
+    sources = upstream_of(stage, context.config)
+    upstream = {name: context.upstream[name].content for name in sources}
+    if wanted.is_current(upstream) and wanted.fits:
+        made = len((wanted.done or {}).get("shards", ()))
+        return StageState("done", "", wanted, made, made)
+    made, expected = _made(context, wanted, sources), _expected(stage, before)
+    if not wanted.path.exists():
+        if linked is None:
+            return StageState("not run", "never run", expected=expected)
+        return StageState("stale", _difference(linked.identity, identity_of(context, stage)), linked, 0, expected)
+    unready = [name for name in sources if before[name].word != "done"]
+    if wanted.done is None:
+        return StageState("partial", "unfinished", wanted, made, expected)
+    if not wanted.fits:
+        files = [str(path.relative_to(wanted.path)) for path in wanted.misfits()]
+        more = f" and {len(files) - 2} more" if len(files) > 2 else ""
+        return StageState("partial", f"damaged: {', '.join(files[:2])}{more}", wanted, made, expected)
+    if unready:
+        return StageState("stale", f"{unready[0]} comes first; kept if that comes out the same", wanted, made, expected)
+    return StageState("stale", "what it was made from has changed", wanted, made, expected)
+
+
+def _made(context: Context, wanted: StageDirectory, sources: Sequence[str]) -> int:
+    """The shards that are whole and, where there is something to compare with, made from what is there now."""
+    have = wanted.receipts()
+    source = context.upstream[sources[0]].done if sources else None
+    if not source or not source.get("shards"):
+        return len(have)
+    content = {shard["index"]: shard["content_sha256"] for shard in source["shards"]}
+    return sum(receipt.upstream == content.get(index) for index, receipt in have.items())
+
+
+def _expected(stage: Any, before: dict[str, StageState]) -> int | None:
+    """One shard for each of the stage before; how many seeds there are, only reading them tells."""
+    if stage.NAME not in SHARDED:
+        return 0
+    return before[stage.UPSTREAM[0]].expected if stage.UPSTREAM else None
+
+
+SHARDED = ("seeds", "generate", "features")
+
+
+def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Which settings made a stage stale, by name."""
+    changed = sorted(_changed_keys(before.get("settings"), json.loads(json.dumps(now["settings"]))))
+    changed = [key.removeprefix("settings.") for key in changed]
+    if changed:
+        return "changed: " + ", ".join(changed[:4])
+    return "what comes before it changed" if before.get("upstream") != now["upstream"] else "the stage's code changed"
+
+
+def _changed_keys(before: Any, now: Any, prefix: str = "") -> set[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = before.keys() | now.keys()
+        return set().union(
+            *(_changed_keys(before.get(key), now.get(key), f"{prefix}.{key}".strip(".")) for key in keys)
+        )
+    return set() if before == now else {prefix}

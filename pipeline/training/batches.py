@@ -1,0 +1,136 @@
+"""Batches ahead of their use: threads read row groups and put batches together while the last batch is computed on.
+
+A batch is flat: rows end to end, no padding. Row groups are read by a small pool in the order in which the plan will
+need them and dropped after their last use; one more thread assembles batches (in pinned memory for a GPU, and sent
+there on a stream of its own), so the training loop only ever waits when reading is slower than computing.
+
+Letters: N positions, D hidden size, K heads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.artifacts.feature_rows import FeatureRows, RowGroup
+from pipeline.training.epochs import EpochPlan, Piece
+
+NUM_READERS = min(8, max(1, len(os.sched_getaffinity(0)) // 2))  # the other cores compute
+BATCHES_AHEAD = 2  # assembled batches that wait for the loop
+STEPS_AHEAD = 4  # steps whose row groups are being read already
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Hidden states in their stored dtype, and int64 labels with -100 where a head has nothing to learn."""
+
+    hidden_ND: Tensor
+    labels_KN: Tensor
+
+    def __len__(self) -> int:
+        return len(self.hidden_ND)
+
+
+def assemble(rows: FeatureRows, pieces: Sequence[Piece], groups: dict[int, RowGroup], *, pin: bool = False) -> Batch:
+    """The positions of `pieces`, copied into one batch."""
+    num_positions = sum(map(len, pieces))
+    hidden_ND = torch.empty(num_positions, rows.hidden_size, dtype=rows.dtype, pin_memory=pin)
+    labels_KN = torch.empty(rows.num_heads, num_positions, dtype=torch.int64, pin_memory=pin)
+    start = 0
+    for piece in pieces:
+        row, stop = groups[piece.group][piece.row], start + len(piece)
+        chosen = row.learnable[piece.start : piece.stop]
+        torch.index_select(row.hidden_ND, 0, chosen, out=hidden_ND[start:stop])
+        labels_KN[:, start:stop] = torch.from_numpy(row.labels_KN[:, piece.start : piece.stop])
+        start = stop
+    return Batch(hidden_ND, labels_KN)
+
+
+def load_batches(
+    rows: FeatureRows,
+    plan: EpochPlan,
+    steps: Iterable[int],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    device: torch.device | None = None,
+) -> Iterator[Batch]:
+    """One worker's batches of the plan's `steps`, in order, on `device`.
+
+    Raises:
+        DataError: A page fails its checksum, or a row does not belong to this target.
+    """
+    cuda = device is not None and device.type == "cuda"
+    stream = torch.cuda.Stream(device) if cuda else None
+    with ThreadPoolExecutor(NUM_READERS) as readers, ThreadPoolExecutor(1) as assembler:
+        source = _Source(rows, plan, rank, world_size, readers)
+        waiting: deque[Future[tuple[Batch, torch.cuda.Event | None]]] = deque()
+        try:
+            for pieces in source.walk(steps):
+                waiting.append(assembler.submit(source.batch, pieces, device, stream))
+                if len(waiting) > BATCHES_AHEAD:
+                    yield _ready(*waiting.popleft().result())
+            while waiting:
+                yield _ready(*waiting.popleft().result())
+        finally:  # also when the loop stops early: read nothing more
+            assembler.shutdown(wait=False, cancel_futures=True)
+            readers.shutdown(wait=False, cancel_futures=True)
+
+
+class _Source:
+    """Row groups that are open or being read, and batches made of them."""
+
+    def __init__(self, rows: FeatureRows, plan: EpochPlan, rank: int, world_size: int, readers: ThreadPoolExecutor):
+        self._rows, self._plan, self._rank, self._world_size = rows, plan, rank, world_size
+        self._readers = readers
+        self._groups: dict[int, Future[RowGroup]] = {}
+
+    def walk(self, steps: Iterable[int]) -> Iterator[dict[Piece, Future[RowGroup]]]:
+        """Each step's pieces with the row groups that hold them; those of the next steps are already being read."""
+        ahead: deque[list[Piece]] = deque()
+        for step in steps:
+            ahead.append(self._plan.pieces(step, self._rank, self._world_size))
+            for piece in ahead[-1]:
+                if piece.group not in self._groups:
+                    self._groups[piece.group] = self._readers.submit(self._rows.read_group, piece.group)
+            if len(ahead) > STEPS_AHEAD:
+                yield self._next(ahead)
+        while ahead:
+            yield self._next(ahead)
+
+    def _next(self, ahead: deque[list[Piece]]) -> dict[Piece, Future[RowGroup]]:
+        """Take the first step; forget the groups that no step in sight needs."""
+        pieces = ahead.popleft()
+        found = {piece: self._groups[piece.group] for piece in pieces}
+        needed = {piece.group for step in ahead for piece in step}
+        self._groups = {group: reading for group, reading in self._groups.items() if group in needed}
+        return found
+
+    def batch(
+        self, pieces: dict[Piece, Future[RowGroup]], device: torch.device | None, stream: torch.cuda.Stream | None
+    ) -> tuple[Batch, torch.cuda.Event | None]:
+        """Wait for the row groups and put the batch together, on the device if it is a GPU."""
+        groups = {piece.group: reading.result() for piece, reading in pieces.items()}
+        batch = assemble(self._rows, list(pieces), groups, pin=stream is not None)
+        if stream is None:
+            return batch, None
+        with torch.cuda.stream(stream):
+            hidden_ND = batch.hidden_ND.to(device, non_blocking=True)
+            labels_KN = batch.labels_KN.to(device, non_blocking=True)
+            return Batch(hidden_ND, labels_KN), stream.record_event()
+
+
+def _ready(batch: Batch, copied: torch.cuda.Event | None) -> Batch:
+    """The batch, safe to use on the current stream: a GPU copy is awaited there, not on the CPU."""
+    if copied is not None:
+        stream = torch.cuda.current_stream(batch.hidden_ND.device)
+        stream.wait_event(copied)
+        batch.hidden_ND.record_stream(stream)
+        batch.labels_KN.record_stream(stream)
+    return batch

@@ -1,0 +1,97 @@
+"""What a training run is asked to do, as plain data that travels to its workers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from pipeline.config import TrainConfig
+from pipeline.errors import EnvironmentFault
+from pipeline.heads.medusa import HeadsConfig
+from pipeline.targets.spec import TargetSpec
+
+
+@dataclass(frozen=True)
+class TrainSpec:
+    """All that a worker needs to know; picklable."""
+
+    shards: tuple[str, ...]  # the features stage's shards, in order; none where nothing is trained from the cache
+    fingerprint: str  # of the features stage
+    settings: TrainConfig
+    target: TargetSpec
+    hidden_size: int
+    vocab_size: int
+    seed: int
+    directory: str  # of the train stage, on storage that every worker sees
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    texts: tuple[str, ...] = ()  # the generate stage's shards, in order: what Medusa-2 trains from
+    texts_fingerprint: str = ""
+
+    @property
+    def path(self) -> Path:
+        return Path(self.directory)
+
+    @property
+    def heads_path(self) -> Path:
+        """Where the trained heads will be; heads of `heads_config` there say that training is finished."""
+        return self.path / "heads.safetensors"
+
+    @property
+    def adapter_path(self) -> Path:
+        """Where Medusa-2 leaves the backbone's adapter, as peft reads it."""
+        return self.path / "adapter"
+
+    @property
+    def trained_target(self) -> TargetSpec:
+        """The target as Medusa-2 trains it: its copy in `train.quantization`."""
+        return replace(self.target, quantization=self.settings.quantization_beside(self.target.quantization))
+
+    @property
+    def heads_config(self) -> HeadsConfig:
+        """The shape of the heads that are asked for."""
+        settings = self.settings
+        shape = (self.hidden_size, self.vocab_size, settings.num_heads, settings.num_layers)
+        return HeadsConfig(*shape, tied=settings.lm_head == "tied")
+
+
+def choose_device(spec: TrainSpec) -> torch.device:
+    """The worker's device; a GPU is the one that it was given.
+
+    Raises:
+        EnvironmentFault: A GPU is asked for and there is none.
+    """
+    has_gpu = torch.cuda.is_available()
+    if spec.device == "cuda" and not has_gpu:
+        fix = "Install torch with CUDA and check nvidia-smi, or set placement.train.gpus_per_worker: 0."
+        raise EnvironmentFault("Training is to run on a GPU, and none is visible.", "placement.train", fix)
+    if has_gpu and spec.device != "cpu":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@contextlib.contextmanager
+def memory_errors(spec: TrainSpec) -> Iterator[None]:
+    """Turn "out of memory" on a GPU into one readable error."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        fix = "Lower train.batch_tokens, or set train.optimizer: adamw-8bit or train.lm_head: tied."
+        if spec.settings.method == "medusa-2":
+            fix = (
+                "Lower train.micro_batch or train.sequence_length, or set train.gradient_checkpointing: true, "
+                "train.optimizer: adamw-8bit, train.shard_backbone: true (several workers) or "
+                "train.quantization: 4bit."
+            )
+        raise EnvironmentFault("The GPU's memory is too small for this training.", spec.directory, fix) from error
+
+
+def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:
+    """In what matrix products run; weights, sums and softmax are fp32 in any case."""
+    if spec.settings.precision == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[spec.settings.precision]

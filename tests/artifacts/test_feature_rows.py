@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.artifacts.feature_rows import FeatureRows
+from pipeline.artifacts.schemas import FEATURES
+from pipeline.conversations.spans import IGNORED, Span, feature_positions, head_labels
+from pipeline.errors import DataError
+from pipeline.storage.shards import ShardWriter, read_rows
+
+V, D, K, FINGERPRINT = 40, 32, 3, "f" * 64
+
+
+def open_rows(*shards: str | Path, roles=("assistant",), fingerprint=FINGERPRINT, hidden_size=D, vocab_size=V):
+    return FeatureRows(
+        tuple(map(str, shards)),
+        fingerprint=fingerprint,
+        hidden_size=hidden_size,
+        vocab_size=vocab_size,
+        num_heads=K,
+        roles=roles,
+    )
+
+
+def write(path: Path, groups: list[list[dict]], dtype: str = "float32") -> Path:
+    footer = {"dtype": dtype, "hidden_size": str(D)}
+    with ShardWriter(path, path.with_suffix(".q"), FEATURES, index=0, fingerprint=FINGERPRINT, footer=footer) as writer:
+        for group in groups:
+            writer.write(group)
+        writer.commit("features", None)
+    return path
+
+
+def row(name: str, spans: list[Span], dtype=torch.float32, seed: int = 0) -> dict:
+    num_tokens = max(span.end for span in spans)
+    random = torch.Generator().manual_seed(seed)
+    positions = feature_positions(spans)
+    hidden = torch.randn(len(positions), D, generator=random).to(dtype)
+    return {
+        "id": name,
+        "parent_id": name,
+        "split": "train",
+        "input_ids": torch.randint(0, V, (num_tokens,), generator=random).tolist(),
+        "spans": [vars(span) for span in spans],
+        "positions": positions,
+        "hidden": hidden.view(torch.uint8).numpy().tobytes(),
+    }
+
+
+@pytest.mark.parametrize("roles", [("assistant",), ("assistant", "user"), ("user",)])
+def test_states_and_labels_come_back_as_they_were_written(shards, roles):
+    rows = open_rows(*shards, roles=roles)
+    written = [found for path in shards for found in read_rows(Path(path))]
+    lengths = [rows.lengths(split) for split in ("train", "calibrate")]
+    seen = 0
+    for group in range(len(lengths[0])):
+        opened = rows.read_group(group)
+        for index in range(len(lengths[0][group])):
+            expected, found = written[seen], opened[index]
+            spans = [Span(**span) for span in expected["spans"]]
+            labels_KN = head_labels(expected["input_ids"], spans, K, roles)
+            keep = (labels_KN != IGNORED).any(0)
+            assert found.hidden_ND.numpy().tobytes() == expected["hidden"]
+            assert np.array_equal(found.labels_KN, labels_KN[:, keep])
+            assert found.learnable.tolist() == np.flatnonzero(keep).tolist()
+            of_train, of_held_out = (by_split[group][index] for by_split in lengths)
+            assert (of_train, of_held_out)[expected["split"] == "calibrate"] == keep.sum()
+            assert (of_train, of_held_out)[expected["split"] == "train"] == 0
+            seen += 1
+    assert seen == len(written) == 30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_states_keep_their_stored_dtype_and_are_not_copied(tmp_path, dtype):
+    spans = [Span(1, 9, "assistant")]
+    name = str(dtype).removeprefix("torch.")
+    path = write(tmp_path / "a.parquet", [[row("a", spans, dtype), row("b", spans, dtype, 1)]], name)
+    rows = open_rows(path)
+    group = rows.read_group(0)
+    assert rows.dtype == group[0].hidden_ND.dtype == dtype
+    gap = group[1].hidden_ND.data_ptr() - group[0].hidden_ND.data_ptr()
+    assert gap == 8 * D * dtype.itemsize  # both lie in the one buffer that Arrow decoded
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), st.sampled_from(["assistant", "user"])), max_size=4),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_lengths_read_from_the_spans_alone_count_the_labels(tmp_path_factory, drawn):
+    def spans_of(steps) -> list[Span]:
+        spans, end = [], 0
+        for gap, length, role in steps:
+            spans.append(Span(end + gap, end + gap + length, role))
+            end += gap + length
+        return spans or [Span(1, 2, "user")]
+
+    written = [row(str(i), spans_of(steps)) for i, steps in enumerate(drawn)]
+    rows = open_rows(write(tmp_path_factory.mktemp("drawn") / "a.parquet", [written]))
+    group = rows.read_group(0)
+    assert rows.lengths("train")[0].tolist() == [len(group[i].learnable) for i in range(len(written))]
+
+
+def test_a_shard_of_another_run_is_refused_by_name(shards):
+    with pytest.raises(DataError, match="another run") as error:
+        open_rows(*shards, fingerprint="e" * 64)
+    assert error.value.where == shards[0] and error.value.exit_code == 3
+
+
+def test_a_shard_of_another_hidden_size_is_refused_with_both_sizes(shards):
+    with pytest.raises(DataError, match=r"size 32.*have 64"):
+        open_rows(*shards, hidden_size=64)
+
+
+def test_a_token_outside_the_vocabulary_is_refused_with_both_numbers(shards):
+    rows = open_rows(*shards, vocab_size=20)
+    with pytest.raises(DataError, match=r"Token \d+ .* vocabulary of 20"):
+        for group, lengths in enumerate(rows.lengths("train")):
+            opened = rows.read_group(group)
+            for index in lengths.nonzero()[0]:
+                opened[index]
+
+
+def test_states_of_another_length_than_the_spans_say_are_refused(tmp_path):
+    broken = row("a", [Span(1, 9, "assistant")])
+    broken["hidden"] = broken["hidden"][: -4 * D]
+    group = open_rows(write(tmp_path / "a.parquet", [[broken]])).read_group(0)
+    with pytest.raises(DataError, match=rf"{7 * 4 * D} bytes of states instead of {8 * 4 * D}"):
+        group[0]
+
+
+def test_a_flipped_bit_is_found_by_its_page_checksum(tmp_path):
+    path = write(tmp_path / "a.parquet", [[row("a", [Span(1, 400, "assistant")])]])
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    rows = open_rows(path)
+    with pytest.raises(DataError, match="cannot be read") as error:
+        rows.read_group(0)
+    assert error.value.where == str(path)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"PAR1 and nothing else"])
+def test_a_missing_or_half_written_shard_is_a_data_error(tmp_path, content):
+    path = tmp_path / "a.parquet"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match="cannot be read"):
+        open_rows(path)
+
+
+def test_shards_of_different_dtypes_are_refused(tmp_path):
+    spans = [Span(1, 9, "assistant")]
+    one = write(tmp_path / "a.parquet", [[row("a", spans)]])
+    other = write(tmp_path / "b.parquet", [[row("b", spans, torch.float16)]], "float16")
+    with pytest.raises(DataError, match="different dtypes"):
+        open_rows(one, other)

@@ -1,0 +1,161 @@
+"""Settings are strict data: unknown keys are named, paths mean what their place says, and a dump gives the same run."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline import config as declarations
+from pipeline.cli.keys import reference
+from pipeline.config.load import dump_config, load_config
+from pipeline.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+MINIMAL = "run: {name: trial, root: runs}\ntarget: {model: ./target}\nseeds: {sources: [{path: seeds.jsonl}]}\n"
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "conf" / "trial.yaml"
+    path.parent.mkdir()
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_paths_in_the_file_are_relative_to_the_file(file):
+    config = load_config(file)
+    assert config.run.root == file.parent / "runs"
+    assert config.target.model == str(file.parent / "target")
+    assert config.seeds.sources[0].path == file.parent / "seeds.jsonl"
+
+
+def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(file, ["seeds.sources=mine.json", "run.root=out", "target.model=./other"])
+    assert config.seeds.sources[0].path == tmp_path / "mine.json"
+    assert config.run.root == tmp_path / "out"
+    assert config.target.model == str(tmp_path / "other")
+
+
+def test_a_hub_id_stays_a_hub_id(file):
+    assert (
+        load_config(file, ["target.model=HuggingFaceH4/zephyr-7b-beta"]).target.model == "HuggingFaceH4/zephyr-7b-beta"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("train.num_haeds=3", "did you mean 'train.num_heads'"),
+        ("tarin.lr=1", "did you mean 'train'"),
+        ("seeds.sources=[{paht: x}]", "there is no key 'seeds.sources.0.paht'; did you mean 'seeds.sources.0.path'"),
+        ("train.lr=fast", "'train.lr'"),
+        ("train.decay=2", "less than or equal to 1"),
+        ("train.lambda_0=0", "'train.lambda_0': input should be greater than 0"),
+        ("train.lambda_0=1.5", "'train.lambda_0': input should be less than or equal to 1"),
+        ("train.lora_rank=0", "'train.lora_rank'"),
+        ("train.lora_dropout=1", "'train.lora_dropout': input should be less than 1"),
+        ("train.backbone_lr=-1e-4", "'train.backbone_lr'"),
+        ("train.schedule=cosine", "'train.schedule'"),
+        ("nonsense", "is not an override"),
+        ("train.lr.x=1", "'train.lr': input should be a valid number"),
+        ("run.name.x=1", "reaches into a value"),
+        ("generate.mode=reply", "'generate.mode'"),
+        ("seeds.sources=[]", "at least one source"),
+        ("check.prompts=0", "'check.prompts': ask at least one held-out row, or name a file of questions, not 0"),
+        ("check.prompts=-3", "'check.prompts': ask at least one held-out row, or name a file of questions, not -3"),
+        ("check.prompts=1.5", "'check.prompts': ask at least one held-out row, or name a file of questions, not 1.5"),
+        ("check.prompts=true", "'check.prompts': ask at least one held-out row, or name a file of questions, not True"),
+        ("train.lr=.inf", "'train.lr'"),
+        ("generate.engine_args={hf_token: hf_abc}", "hf_token would be written to run.yaml"),
+    ],
+)
+def test_a_mistake_is_named_in_one_paragraph_with_exit_code_2(file, word, says):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [word])
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", "a: [", "just text"])
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, content):
+    (tmp_path / "bad.yaml").write_text(content)
+    with pytest.raises(ConfigError, match=r"bad\.yaml"):
+        load_config(tmp_path / "bad.yaml")
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="no such configuration"):
+        load_config(tmp_path / "absent.yaml")
+
+
+@pytest.mark.parametrize("words", [[], ["train.lr=0.5", "placement.train.workers=2"]])
+def test_an_empty_section_has_its_defaults(file, words):
+    file.write_text(file.read_text() + "train:\nplacement: {train: }\n")
+    config = load_config(file, words)
+    expected = (0.5, 2) if words else (declarations.TrainConfig().lr, 1)
+    assert (config.train.lr, config.placement.train.workers) == expected
+
+
+def test_runs_go_into_the_home_directory_where_no_root_is_given(file, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    file.write_text(yaml.safe_dump({**yaml.safe_load(file.read_text()), "run": {"name": "x"}}))
+    config = load_config(file)
+    assert config.run.directory == tmp_path / "home" / "medusa-runs" / "x"
+
+
+def test_a_chat_template_may_be_a_path_or_the_text_itself(file):
+    (file.parent / "chat.jinja").write_text("{{ messages }}")
+    assert (
+        load_config(file, [f"target.chat_template={file.parent / 'chat.jinja'}"]).target.chat_template
+        == "{{ messages }}"
+    )
+    with pytest.raises(ConfigError, match="chat template cannot be read"):
+        load_config(file, ["target.chat_template=absent.jinja"])
+
+
+@given(
+    lr=st.floats(1e-8, 1.0),
+    heads=st.integers(1, 10),
+    text=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), max_size=20),
+)
+def test_the_dumped_configuration_gives_the_same_run_again(tmp_path_factory, lr, heads, text):
+    path = tmp_path_factory.mktemp("dump") / "run.yaml"
+    path.write_text(MINIMAL)
+    settings = yaml.safe_load(dump_config(load_config(path))) | {"train": {"lr": lr, "num_heads": heads}}
+    settings["target"]["chat_template"] = "{" + text
+    path.write_text(yaml.safe_dump(settings))
+    config = load_config(path)
+    path.write_text(dump_config(config))
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_bundled_configuration_is_valid(path):
+    assert load_config(path).run.name
+
+
+def test_every_key_is_read_somewhere():
+    sources = [file.read_text() for file in (ROOT / "pipeline").rglob("*.py")]
+    attributes = {
+        node.attr for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)
+    }
+    classes = [
+        value
+        for value in vars(declarations).values()
+        if isinstance(value, type) and issubclass(value, declarations.Section)
+    ]
+    placed_by_stage_name = {"generate", "features", "train"}
+    for cls in classes:
+        for key in cls.model_fields:
+            assert key in attributes | placed_by_stage_name, f"{cls.__name__}.{key} is never read"
+
+
+def test_the_readme_lists_every_key_as_the_command_prints_them():
+    readme = (ROOT / "README.md").read_text()
+    block = readme.partition("<!-- keys -->")[2].partition("<!-- /keys -->")[0]
+    assert block.strip() == reference(), "put the output of `medusa-distill keys` between the README's key marks"

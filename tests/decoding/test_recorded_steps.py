@@ -1,0 +1,169 @@
+"""Recorded steps write what steps taken one by one do: nothing that changes between steps may be left on the host."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from pipeline.decoding import recorded_steps
+from pipeline.decoding.decoder import MedusaDecoder
+from pipeline.decoding.recorded_steps import recorder_for
+from pipeline.decoding.tree import cartesian_tree
+from tests.decoding.test_acceptance import RULES
+from tests.decoding.test_batches import PROMPTS, seeded
+from tests.decoding.test_decoding import FAMILIES, PROMPT, SPARSE
+
+
+class Tape(TorchDispatchMode):
+    """Records operators as a CUDA graph does: tensors by where they are, all else as it was; reading one is refused."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators: list[tuple] = []
+        self.replayed = 0
+
+    def run(self, function: Callable[[], None]) -> None:
+        function()
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        self.operators = operators = []
+        with self:
+            function()
+        return lambda: self._replay(operators)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.overloadpacket in (torch.ops.aten.item, torch.ops.aten._local_scalar_dense):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        made = operator(*args, **(kwargs or {}))
+        self.operators.append((operator, args, kwargs or {}, made))
+        return made
+
+    def _replay(self, operators: list[tuple]) -> None:
+        self.replayed += 1
+        again: dict[int, torch.Tensor] = {}
+        known = lambda tensor: again.get(id(tensor), tensor)  # noqa: E731
+        for operator, args, kwargs, made in operators:
+            result = operator(*tree_map_only(torch.Tensor, known, args), **tree_map_only(torch.Tensor, known, kwargs))
+            for old, new in zip(_tensors(made), _tensors(result), strict=True):
+                again[id(old)] = new
+
+
+def _tensors(made) -> list[torch.Tensor]:
+    return [one for one in (made if isinstance(made, tuple | list) else [made]) if isinstance(one, torch.Tensor)]
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch):
+    """Widths of 16 slots, so that texts outgrow several."""
+    monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 16)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recorded_step_replayed_writes_what_transformers_writes(family, pair, continuation):
+    model, heads = pair(family)
+    expected = continuation(model, PROMPT, 60)
+    for tree in (SPARSE, ()):
+        tape = Tape()
+        decoder = MedusaDecoder(model, heads, tree, eos_token_ids=(), recorder=tape)
+        first, again = decoder.generate(PROMPT, 60), decoder.generate(PROMPT, 60)
+        assert first.token_ids == again.token_ids == expected
+        assert tape.replayed > again.num_steps > 10, "what the first text has recorded must serve the second"
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("tree", [(), SPARSE, cartesian_tree((3, 2))], ids=["plain", "sparse", "cartesian"])
+def test_every_rule_and_a_batch_that_shrinks(rule, tree, pair):
+    model, heads = pair("mistral-window")
+    expected = MedusaDecoder(model, heads, tree, eos_token_ids=(7,)).generate_batch(PROMPTS, 30, rule, seeded(5))
+    tape = Tape()
+    decoder = MedusaDecoder(model, heads, tree, eos_token_ids=(7,), recorder=tape)
+    for _ in range(2):
+        found = decoder.generate_batch(PROMPTS, 30, rule, seeded(5))
+        assert [(one.token_ids, one.accepted) for one in found] == [(one.token_ids, one.accepted) for one in expected]
+    assert tape.replayed > 10
+
+
+def test_a_cache_that_moves_makes_recordings_void(pair, continuation):
+    model, heads = pair("llama")
+    tape = Tape()
+    decoder = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
+    for number in (1, 1, 3, 1):
+        found = decoder.generate_batch(PROMPTS[:number], 12)
+        assert [one.token_ids for one in found] == [continuation(model, prompt, 12) for prompt in PROMPTS[:number]]
+    assert tape.replayed
+
+
+def test_after_one_pass_nothing_is_recorded_any_more(pair, monkeypatch):
+    model, heads = pair("llama")
+    tape = Tape()
+    decoder = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
+    for prompt in PROMPTS:
+        decoder.generate(prompt, 40)
+    monkeypatch.setattr(tape, "record", lambda step: pytest.fail("a timed pass would wait for it"))
+    for prompt in PROMPTS:
+        decoder.generate(prompt, 40)
+
+
+def test_a_decoder_that_is_done_with_gives_its_memory_back_at_once(pair):
+    decoder = MedusaDecoder(*pair("llama"), SPARSE, eos_token_ids=(), recorder=Tape())
+    decoder.generate(PROMPT, 12)
+    cache = weakref.ref(decoder._cache)
+    gc.disable()
+    try:
+        del decoder
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def test_a_target_that_reads_its_numbers_back_is_decoded_step_by_step(pair, continuation, caplog):
+    model, heads = pair("llama")
+    tape = Tape()
+    decoder = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
+    hook = model.model.layers[1].register_forward_pre_hook(lambda _, inputs: inputs[0].sum().item() and None)
+    with caplog.at_level(logging.WARNING, recorded_steps.__name__):
+        for _ in range(2):
+            assert decoder.generate(PROMPT, 30).token_ids == continuation(model, PROMPT, 30)
+    hook.remove()
+    assert not tape.replayed
+    assert [record.message for record in caplog.records] == [
+        "The target's steps cannot be recorded, and are taken one by one: "
+        "operation not permitted when stream is capturing"
+    ]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cuda_graphs_write_what_transformers_writes(family, pair, continuation, caplog):
+    model, heads = pair(family)
+    expected = continuation(model, PROMPT, 60)
+    model, heads = copy.deepcopy(model).cuda(), copy.deepcopy(heads).cuda()
+    for tree in (SPARSE, ()):
+        decoder = MedusaDecoder(model, heads, tree, eos_token_ids=(), recorder=recorder_for(model))
+        assert decoder.generate(PROMPT, 60).token_ids == decoder.generate(PROMPT, 60).token_ids == expected
+        assert decoder.records and not caplog.records, "a step that cannot be recorded would be taken one by one"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.parametrize("rule", RULES)
+def test_cuda_graphs_in_a_batch_that_shrinks(rule, pair):
+    model, heads = (copy.deepcopy(one).cuda() for one in pair("mistral-window"))
+    noise = lambda: [torch.Generator("cuda").manual_seed(n) for n in range(len(PROMPTS))]  # noqa: E731
+    expected = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(7,)).generate_batch(PROMPTS, 30, rule, noise())
+    decoder = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(7,), recorder=recorder_for(model))
+    for _ in range(2):
+        found = decoder.generate_batch(PROMPTS, 30, rule, noise())
+        assert [one.token_ids for one in found] == [one.token_ids for one in expected]
+    assert decoder.records
+
+
+def test_nothing_is_recorded_on_a_cpu(pair):
+    assert recorder_for(pair("llama")[0]) is None

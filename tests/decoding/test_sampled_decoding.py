@@ -1,0 +1,144 @@
+"""Sampling with a tree: the target's distribution over whole texts, and the text that plain sampling writes."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipeline.decoding.acceptance import NucleusAcceptance, RejectionSampling, TypicalAcceptance, acceptance_rule
+from pipeline.decoding.decoder import MedusaDecoder, plain_decoder
+from pipeline.decoding.tree import cartesian_tree
+from pipeline.heads.medusa import HeadsConfig, MedusaHeads
+from tests.decoding.steps import chi_square_p
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+TREE = ((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1))
+TINY_VOCAB, NUM_TOKENS = 4, 3
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[LlamaForCausalLM, MedusaHeads]:
+    """A target of four tokens, and heads that guess at random."""
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(**sizes, vocab_size=TINY_VOCAB, max_position_embeddings=16, initializer_range=0.6)
+    heads = MedusaHeads(HeadsConfig(16, TINY_VOCAB, 2), dtype=torch.float64)
+    torch.nn.init.normal_(heads.lm_head)
+    return LlamaForCausalLM(config).double().eval(), heads
+
+
+@torch.no_grad()
+def law_of_texts(model, prompt: list[int], temperature: float) -> dict[tuple[int, ...], float]:
+    """The exact probability of every text: the product of the target's own, each text read whole."""
+    texts = list(product(range(TINY_VOCAB), repeat=NUM_TOKENS))
+    ids = torch.tensor([[*prompt, *text] for text in texts])
+    logits = model(input_ids=ids).logits[:, len(prompt) - 1 : -1] / temperature
+    chosen = logits.log_softmax(-1).gather(-1, ids[:, len(prompt) :, None]).sum((1, 2))
+    return dict(zip(texts, chosen.exp().tolist(), strict=True))
+
+
+def p_of_texts(model, heads, rule, temperature: float, num_texts: int) -> tuple[float, Counter[int]]:
+    """The chi-square test over all texts, and how many tokens the steps kept."""
+    decoder = MedusaDecoder(model, heads, ((0,), (1,), (0, 0), (1, 1)), eos_token_ids=())
+    counts, kept, generator = Counter(), Counter(), seeded(2)
+    for _ in range(num_texts):
+        decoded = decoder.generate([1, 2], NUM_TOKENS, rule, generator)
+        counts[tuple(decoded.token_ids)] += 1
+        kept.update(decoded.accepted)
+    law = law_of_texts(model, [1, 2], temperature)
+    return chi_square_p([counts[text] for text in law], list(law.values())), kept
+
+
+def test_texts_have_the_targets_own_distribution(tiny):
+    p, kept = p_of_texts(*tiny, RejectionSampling(0.8), 0.8, 2_000)
+    assert p > 1e-3
+    assert kept[2] > 400, "guesses must have been accepted"
+
+
+@pytest.mark.parametrize("rule", [TypicalAcceptance(0.8, samples=True), NucleusAcceptance(0.8, 0.999)])
+def test_the_other_rules_change_the_distribution(rule, tiny):
+    """What makes the test above one that can fail."""
+    p, _ = p_of_texts(*tiny, rule, 0.8, 400)
+    assert p < 1e-9
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-tied-mixed-windows", "gemma2-both-windows"])
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.9)])
+def test_rejection_sampling_writes_what_plain_sampling_writes(family, temperature, top_p, target_of, fitted_heads):
+    model, rule = target_of(family), RejectionSampling(temperature, top_p)
+    plain, kept, texts = plain_decoder(model, eos_token_ids=()), Counter(), set()
+    for seed in range(8):
+        expected = plain.generate(PROMPT, 24, rule, seeded(seed)).token_ids
+        heads = fitted_heads(model, PROMPT + expected, 3, known=0.7)
+        for tree in (TREE, cartesian_tree((4, 2))):
+            decoded = MedusaDecoder(model, heads, tree, eos_token_ids=()).generate(PROMPT, 24, rule, seeded(seed))
+            assert decoded.token_ids == expected
+            kept.update(decoded.accepted)
+        texts.add(tuple(expected))
+    assert len(texts) == 8 and {1, 2, 3} <= kept.keys()
+
+
+@pytest.mark.parametrize("position", [1, 4, 5, 11])
+def test_an_end_token_inside_a_sampled_path_ends_the_text_there(position, target_of, fitted_heads):
+    model, rule = target_of("qwen3-head-dim"), RejectionSampling(0.7)
+    text = plain_decoder(model, eos_token_ids=()).generate(PROMPT, 24, rule, seeded(3)).token_ids
+    heads = fitted_heads(model, PROMPT + text, 3)
+    decoder = MedusaDecoder(model, heads, ((0,), (0, 0), (0, 0, 0)), eos_token_ids=[text[position]])
+    decoded = decoder.generate(PROMPT, 24, rule, seeded(3))
+    assert decoded.token_ids == text[: text.index(text[position]) + 1]
+    assert decoded.finished == "stop" and sum(decoded.accepted) == len(decoded.token_ids) - 1
+
+
+@pytest.mark.parametrize("name", ["typical", "nucleus", "rejection"])
+def test_the_first_token_is_the_rules_own_choice(name, target_of):
+    """Also where it is the only one, and without a tree."""
+    model = target_of("llama")
+    rule = acceptance_rule(name, 1.5, top_p=0.9, first_token="sampled")
+    plain = plain_decoder(model, eos_token_ids=())
+    counts = Counter(plain.generate(PROMPT, 1, rule, seeded(seed)).token_ids[0] for seed in range(400))
+    with torch.no_grad():
+        p = (model(input_ids=torch.tensor([PROMPT])).logits[0, -1] / 1.5).softmax(-1).tolist()
+    if name != "typical":  # within the nucleus alone
+        likeliest = sorted(range(len(p)), key=lambda token: -p[token])
+        inside = [token for n, token in enumerate(likeliest) if sum(p[each] for each in likeliest[:n]) < 0.9]
+        p = [each / sum(p[i] for i in inside) if token in inside else 0.0 for token, each in enumerate(p)]
+    assert chi_square_p([counts[token] for token in range(len(p))], p) > 1e-3
+
+
+def test_typical_with_a_greedy_first_token_needs_no_generator_and_starts_greedily(target_of, continuation):
+    model = target_of("llama")
+    plain = plain_decoder(model, eos_token_ids=())
+    assert plain.generate(PROMPT, 12, TypicalAcceptance(4.0)).token_ids == continuation(model, PROMPT, 12)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral-window"])
+def test_nucleus_decoding_keeps_to_the_nucleus(family, target_of, continuation, fitted_heads):
+    """Every token of the text lies in the nucleus that the target, reading it whole, has there."""
+    model = target_of(family)
+    heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3, known=0.3)
+    decoder = MedusaDecoder(model, heads, cartesian_tree((6, 3)), eos_token_ids=())
+    ahead_of, kept = [], Counter()
+    for seed in range(10):
+        decoded = decoder.generate(PROMPT, 24, NucleusAcceptance(2.0, 0.8), seeded(seed))
+        kept.update(decoded.accepted)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([PROMPT + decoded.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+        for p, token in zip((logits / 2.0).softmax(-1).tolist(), decoded.token_ids, strict=True):
+            ahead_of.append(math.fsum(each for each in p if each > p[token]))
+    assert max(ahead_of) < 0.8
+    assert max(ahead_of) > 0.5 and kept[2] + kept[3] > 10, "the case must see unlikely tokens and kept guesses"
+
+
+@pytest.mark.parametrize("name", ["nucleus", "rejection"])
+def test_a_rule_that_samples_needs_a_generator(name, target_of):
+    with pytest.raises(ValueError, match="generator"):
+        plain_decoder(target_of("llama"), eos_token_ids=()).generate(PROMPT, 4, acceptance_rule(name, 0.7, top_p=0.9))

@@ -1,0 +1,94 @@
+"""Figures of decodings whose figures are known by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.decoding.decoder import Decoded
+from pipeline.evaluation.figures import accepted_lengths, by_category, pace_beside, speed, take_turns
+from pipeline.evaluation.prompts import Prompt
+
+
+def decoded(accepted: list[int], seconds: float, first: float = 0.1) -> Decoded:
+    return Decoded(list(range(1 + sum(accepted))), "length", accepted, first, seconds)
+
+
+PLAIN = [decoded([1] * 8, 0.8), decoded([1] * 4, 0.4)]  # 12 steps of 0.1 s
+MEDUSA = [decoded([3, 1, 4], 0.6, first=0.2), decoded([2, 2], 0.4, first=0.3)]  # 12 tokens in 5 steps of 0.2 s
+SLOW = [decoded([3, 1, 4], 5.0, first=0.2), decoded([2, 2], 9.0, first=0.7)]
+
+
+def test_rates_are_pooled_over_sequences_and_seconds_are_medians_over_repetitions():
+    found = speed([{"plain": PLAIN, "medusa": MEDUSA}, {"plain": PLAIN, "medusa": SLOW}] * 2)
+    assert found["acceleration_rate"] == pytest.approx(12 / 5)
+    assert found["baseline_tokens_per_second"] == pytest.approx(10.0)
+    found = speed([{"plain": PLAIN, "medusa": side} for side in (MEDUSA, SLOW, MEDUSA)])
+    assert found == {
+        "acceleration_rate": pytest.approx(12 / 5),
+        "overhead": pytest.approx(0.2 / 0.1),
+        "speedup": pytest.approx(1.2),
+        "tokens_per_second": pytest.approx(12.0),
+        "baseline_tokens_per_second": pytest.approx(10.0),
+        "time_to_first_token": pytest.approx(0.25),  # of 0.2, 0.2, 0.2, 0.3, 0.3, 0.7
+        "baseline_time_to_first_token": pytest.approx(0.1),
+        "time_per_output_token": pytest.approx(0.1),  # of 0.6/8 and 0.4/4, twice each, 5/8 and 9/4
+        "baseline_time_per_output_token": pytest.approx(0.1),
+    }
+
+
+def test_a_category_has_the_figures_of_its_own_prompts():
+    prompts = [Prompt("a", [1], "math"), Prompt("b", [1], "writing"), Prompt("c", [1], "math"), Prompt("d", [1])]
+    one = {
+        "plain": [decoded([1] * 8, 0.8), decoded([1] * 4, 0.8), decoded([1] * 2, 0.2), decoded([1], 9.0)],
+        "medusa": [decoded([4, 4], 0.4), decoded([2, 2], 0.4), decoded([2], 0.1), decoded([1], 9.0)],
+    }
+    assert by_category(prompts, [one, one]) == [
+        {
+            "category": "math",
+            "prompts": 2,
+            "acceleration_rate": pytest.approx(10 / 3, abs=1e-4),
+            "speedup": pytest.approx(2.0, abs=1e-3),
+            "tokens_per_second": pytest.approx(20.0),
+            "baseline_tokens_per_second": pytest.approx(10.0),
+        },
+        {
+            "category": "writing",
+            "prompts": 1,
+            "acceleration_rate": pytest.approx(2.0),
+            "speedup": pytest.approx(2.0),
+            "tokens_per_second": pytest.approx(10.0),
+            "baseline_tokens_per_second": pytest.approx(5.0),
+        },
+    ]
+
+
+def test_a_category_whose_answers_take_no_step_has_no_figures():
+    prompts = [Prompt("a", [1], "math"), Prompt("b", [1], "empty")]
+    one = {"plain": [PLAIN[0], decoded([], 0.0)], "medusa": [MEDUSA[0], decoded([], 0.0)]}
+    rows = by_category(prompts, [one])
+    assert rows[0]["speedup"] > 0
+    figures = {key: value for key, value in rows[1].items() if key not in ("category", "prompts")}
+    assert set(figures.values()) == {None}
+
+
+def test_another_method_is_measured_against_plain_decoding():
+    other = [decoded([2] * 4, 0.4), decoded([1] * 4, 0.2)]  # 12 tokens in 8 steps and 0.6 s
+    found = pace_beside([{"plain": PLAIN, "medusa": MEDUSA, "generate": other}], "generate")
+    assert found["acceleration_rate"] == pytest.approx(12 / 8)
+    assert found["tokens_per_second"] == pytest.approx(20.0)
+    assert found["speedup"] == pytest.approx(2.0)
+
+
+def test_methods_take_turns_and_each_prompt_has_its_seed():
+    asked = []
+
+    def asks(name):
+        return lambda ids, seed: asked.append((name, ids, seed)) or decoded([1], 0.1)
+
+    found = take_turns({"a": asks("a"), "b": asks("b")}, [Prompt("x", [7]), Prompt("y", [8])])
+    assert asked == [("a", [7], 0), ("b", [7], 0), ("a", [8], 1), ("b", [8], 1)]
+    assert {name: len(answers) for name, answers in found.items()} == {"a": 2, "b": 2}
+
+
+def test_accepted_lengths_count_the_guesses_beside_the_target_s_own_token():
+    assert accepted_lengths(MEDUSA) == [1, 2, 1, 1]  # steps of 1; 2 and 2; 3; 4 tokens

@@ -1,0 +1,64 @@
+"""What vLLM decoded, judged: its figures, and the target asked only where sequences differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.config import CheckConfig
+from pipeline.evaluation import served
+from pipeline.evaluation.prompts import Prompt
+from pipeline.targets.spec import TargetSpec
+
+PROMPTS = [Prompt("a", [0, 5]), Prompt("b", [0, 6])]
+
+
+@pytest.fixture
+def check(monkeypatch, tiny_target):
+    def run(plain: list[list[int]], medusa: list[list[int]], **figures):
+        asked = {
+            "num_drafts": 8,
+            "accepted_per_position": [4, 2, 0],
+            "acceleration_rate": 1.75,
+            "tokens_per_second": 30.0,
+        }
+        decoded = {
+            "plain": {"token_ids": plain, "tokens_per_second": 20.0},
+            "medusa": {"token_ids": medusa, **asked, **figures},
+        }
+        monkeypatch.setattr(served, "vllm_decode_check", lambda *arguments, **more: decoded)
+        return served.check_served(TargetSpec(str(tiny_target)), "export", PROMPTS, CheckConfig(), 3, 0)
+
+    return run
+
+
+def test_figures_are_per_draft_and_equal_sequences_load_no_target(check, monkeypatch):
+    monkeypatch.setattr(served, "load_causal_lm", None)
+    found = check([[1, 2], [3]], [[1, 2], [3]])
+    assert found == {
+        "vllm": {
+            "acceleration_rate": 1.75,
+            "accepted_per_position": [0.5, 0.25, 0.0],
+            "speedup": 1.5,
+            "tokens_per_second": 30.0,
+            "baseline_tokens_per_second": 20.0,
+            "greedy_match": {"sequences": 2, "identical": 2, "ties": 0},
+        },
+        "differing": [],
+    }
+
+
+def test_where_sequences_differ_the_target_s_own_gap_decides(check, tiny_target):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    found = check([[1, 2], [3, 9]], [[1, 2], [3, 8]])
+    logits = AutoModelForCausalLM.from_pretrained(tiny_target)(torch.tensor([[0, 6, 3]])).logits[0, -1]
+    best, second = logits.topk(2).values.tolist()
+    assert found["vllm"]["greedy_match"] == {"sequences": 2, "identical": 1, "ties": 0}
+    (differing,) = found["differing"]
+    assert (differing["id"], differing["at"]) == ("b", 1) and differing["gap"] == pytest.approx(best - second, abs=1e-5)
+
+
+def test_without_a_single_draft_nothing_was_accepted(check):
+    found = check([[1], [3]], [[1], [3]], num_drafts=0, accepted_per_position=[0, 0, 0], acceleration_rate=1.0)
+    assert found["vllm"]["accepted_per_position"] == [0.0, 0.0, 0.0]

@@ -1,0 +1,223 @@
+"""The studies' rows: what each row decodes with, and what must hold between rows whatever a machine's speed."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+import torch
+from tests.decoding.test_recorded_steps import Tape
+from transformers import AutoModelForCausalLM
+
+from pipeline.config import CheckConfig
+from pipeline.decoding.decoder import MedusaDecoder, acceleration_rate, plain_decoder
+from pipeline.decoding.tree import cartesian_tree, stock_tree
+from pipeline.decoding.tree_search import simulated_acceleration_rate
+from pipeline.evaluation import studies
+from pipeline.evaluation.native import load_exported_heads
+from pipeline.evaluation.prompts import Prompt, held_out_prompts
+from pipeline.evaluation.studies import Side, run_studies
+from pipeline.evaluation.tree_studies import guess_ranks, searched_tree
+from pipeline.report.report import write_report
+
+SETTINGS = CheckConfig(max_new_tokens=10, engines=("native",))
+TREE = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
+
+
+@pytest.fixture(scope="module")
+def model(tiny_target):
+    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def calibration(finished_run) -> dict:
+    return json.loads((finished_run.path / "latest/calibrate/tree.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def plain(model) -> MedusaDecoder:
+    return plain_decoder(model, eos_token_ids=(1,))
+
+
+@pytest.fixture(scope="module")
+def medusa(model, finished_run) -> MedusaDecoder:
+    heads = load_exported_heads(str(finished_run.path / "latest/export"))
+    return MedusaDecoder(model, heads, TREE, eos_token_ids=(1,))
+
+
+@pytest.fixture(scope="module")
+def prompts(finished_run) -> list[Prompt]:
+    return held_out_prompts(finished_run.latest("generate").shards(), 3, 100).kept
+
+
+@pytest.fixture(scope="module")
+def texts(plain, prompts) -> list[list[int]]:
+    return [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
+
+
+@pytest.fixture(autouse=True)
+def smaller(monkeypatch):
+    monkeypatch.setattr(studies, "NUM_PROMPTS", 2)
+    monkeypatch.setattr(studies, "TEMPERATURES", (0.8,))
+    monkeypatch.setattr(studies, "EPS", (0.04, 0.25))
+    monkeypatch.setattr(studies, "BATCH_SIZES", (1, 4))
+
+
+def test_the_ladder_of_trees_goes_from_plain_decoding_to_the_export_s_tree(plain, medusa, prompts, texts, calibration):
+    (rows,) = run_studies(("trees",), plain, medusa, prompts, SETTINGS, calibration, texts).values()
+    assert [(row["tree"], row["nodes"]) for row in rows] == [
+        ("plain", 0),
+        ("top-1 chain", 3),
+        ("Cartesian 4x2x2", 4 + 4 * 2 + 4 * 2 * 2),
+        ("stock (Vicuna-7B's)", 61),
+        ("searched, stock size", 61),
+        ("the export's", 5),
+    ]
+    assert rows[0]["acceleration_rate"] == rows[0]["overhead"] == rows[0]["speedup"] == 1.0
+    for row in rows:
+        assert row["speedup"] == pytest.approx(row["acceleration_rate"] / row["overhead"], rel=1e-3)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 10, 24])
+@pytest.mark.parametrize("eos", [(), tuple(range(300))[::7]], ids=["cut", "ended"])
+def test_a_walk_through_plain_text_finds_the_very_rate_that_decoding_with_the_tree_has(
+    model, finished_run, num_tokens, eos
+):
+    """Of every tree, cuts and ends included; in float64, where no near-tie can blur it."""
+    model = copy.deepcopy(model).double()
+    heads = load_exported_heads(str(finished_run.path / "latest/export")).double()
+    asked = held_out_prompts(finished_run.latest("generate").shards(), 8, 100).kept
+    plain = plain_decoder(model, eos_token_ids=eos)
+    texts = [plain.generate(prompt.ids, num_tokens).token_ids for prompt in asked]
+    ranks = guess_ranks(model, heads, asked, texts, 10)
+    for choices in (stock_tree(3), cartesian_tree([1, 1, 1]), [(0,), (3,), (0, 1)]):
+        decoder = MedusaDecoder(model, heads, choices, eos_token_ids=eos)
+        decoded = [decoder.generate(prompt.ids, num_tokens) for prompt in asked]
+        assert [one.token_ids for one in decoded] == texts
+        assert simulated_acceleration_rate(ranks, choices) == pytest.approx(acceleration_rate(decoded), nan_ok=True)
+
+
+def test_the_tree_of_the_stock_s_size_is_the_search_s_own_or_the_product_of_accuracies():
+    searched = [[0], [0, 0], [1]]
+    assert searched_tree({"searched": searched, "accuracies": [[0.5, 0.4]]}) == ((0,), (0, 0), (1,))
+    assert searched_tree({"accuracies": [[0.5, 0.1], [0.4, 0.2]]}) == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
+    assert searched_tree({}) == ()
+
+
+def test_calibration_keeps_its_search_up_to_the_stock_size_whatever_the_tree_s(calibration):
+    assert len(calibration["choices"]) == 8 and len(calibration["searched"]) == 63
+    assert calibration["searched"][:8] == calibration["choices"]
+
+
+def test_sampling_exactly_writes_the_text_of_plain_sampling(plain, medusa, prompts):
+    """Greedily and by rejection: so the target finds either side's text equally likely."""
+    (rows,) = run_studies(("typical",), plain, medusa, prompts, SETTINGS, {}, []).values()
+    found = {(row["temperature"], row["rule"], row["eps"]): row for row in rows}
+    assert found.keys() == {
+        (0.0, "plain", None),
+        (0.0, "greedy", None),
+        (0.8, "plain", None),
+        (0.8, "rejection", None),
+        (0.8, "typical", 0.04),
+        (0.8, "typical", 0.25),
+    }
+    for temperature, exact in ((0.0, "greedy"), (0.8, "rejection")):
+        plainly, tree = found[temperature, "plain", None], found[temperature, exact, None]
+        assert plainly["log_likelihood"] == pytest.approx(tree["log_likelihood"], abs=1e-4)
+        assert plainly["acceleration_rate"] == 1.0 <= tree["acceleration_rate"]
+    assert found[0.8, "plain", None]["log_likelihood"] < found[0.0, "plain", None]["log_likelihood"]
+
+
+def test_heads_are_used_up_to_each_depth_of_the_tree(model, finished_run, prompts):
+    """And each depth has the rate that decoding has with it; in float64, where no near-tie can blur it."""
+    model = copy.deepcopy(model).double()
+    heads = load_exported_heads(str(finished_run.path / "latest/export")).double()
+    plain = plain_decoder(model, eos_token_ids=(1,))
+    medusa = MedusaDecoder(model, heads, TREE, eos_token_ids=(1,))
+    texts = [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
+    (rows,) = run_studies(("heads",), plain, medusa, prompts, SETTINGS, {}, texts).values()
+    assert [(row["heads"], row["nodes"]) for row in rows] == [(1, 2), (2, 4), (3, 5)]
+    for row in rows:
+        tree = [path for path in TREE if len(path) <= row["heads"]]
+        decoder = MedusaDecoder(model, heads, tree, eos_token_ids=(1,))
+        decoded = [decoder.generate(prompt.ids, 10) for prompt in prompts]
+        assert row["acceleration_rate"] == pytest.approx(acceleration_rate(decoded), abs=1e-4)
+
+
+@pytest.fixture
+def asked_of(monkeypatch):
+    """What a decoder is asked for in batches from now on: (texts, tokens)."""
+
+    def listen(decoder: MedusaDecoder) -> list[tuple[list[list[int]], int]]:
+        asked, generate = [], decoder.generate_batch
+
+        def generate_batch(ids, num_tokens):
+            asked.append((ids, num_tokens))
+            return generate(ids, num_tokens)
+
+        monkeypatch.setattr(decoder, "generate_batch", generate_batch)
+        return asked
+
+    return listen
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, asked_of, monkeypatch, repeats):
+    """Whose rates differ far more than batches of them do. Where they are too few for a batch they repeat."""
+    monkeypatch.setattr(studies, "NUM_PROMPTS", 3)
+    monkeypatch.setattr(studies, "BATCH_SIZES", (1, 2, 4))
+    both = asked_of(plain), asked_of(medusa)
+    settings = SETTINGS.model_copy(update={"repeats": repeats})
+    (rows,) = run_studies(("batch",), plain, medusa, prompts, settings, {}, []).values()
+    one, other, _ = (prompt.ids for prompt in prompts)
+    for asked in both:
+        timed = [texts for texts, num_tokens in asked if num_tokens == 10]
+        assert timed == [*[[one], [other]] * repeats, *[[one, other]] * repeats, *[[one, other] * 2] * repeats]
+    assert [row["batch_size"] for row in rows] == [1, 2, 4]
+    for row in rows:
+        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["baseline_tokens_per_second"], rel=1e-2)
+
+
+def test_answers_without_a_step_have_no_figures_and_the_report_is_written(tmp_path, plain, medusa, prompts, texts):
+    settings = SETTINGS.model_copy(update={"max_new_tokens": 1})
+    found = run_studies(("trees", "heads"), plain, medusa, prompts, settings, {}, [text[:1] for text in texts])
+    assert {row["speedup"] for rows in found.values() for row in rows} == {None}
+    write_report(tmp_path, {"check": {"native": {"studies": found}}}, {})
+
+
+def test_only_what_is_asked_for_is_studied(plain, medusa, prompts):
+    assert run_studies((), plain, medusa, prompts, SETTINGS, {}, []) == {}
+
+
+def test_what_records_has_recorded_before_it_is_timed(model, medusa, prompts, monkeypatch):
+    """On a GPU a recording takes seconds; here operators are recorded in its place."""
+    tape, events, decode = Tape(), [], studies._decode
+    record = tape.record
+    monkeypatch.setattr(tape, "record", lambda step: (events.append("record"), record(step))[1])
+    monkeypatch.setattr(studies, "_decode", lambda *words: (events.append("decode"), decode(*words))[1])
+    plain = MedusaDecoder(model, None, (), eos_token_ids=(1,), recorder=tape)
+    with_tree = MedusaDecoder(model, medusa.heads, medusa.tree.choices, eos_token_ids=(1,), recorder=tape)
+    sides = [Side({}, plain), Side({}, with_tree)]
+    monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 8)  # a text outgrows several
+    studies._measured(sides, prompts, 40)
+    decoded = [place for place, event in enumerate(events) if event == "decode"]
+    first_timed = decoded[len(sides) * len(prompts)]
+    assert "record" in events[:first_timed] and "record" not in events[first_timed:]
+
+
+def test_batches_are_recorded_before_they_are_timed(model, medusa, prompts, monkeypatch):
+    """Also of the few texts that are left when others have ended."""
+    tape, events = Tape(), []
+    record, clock = tape.record, studies.perf_counter
+    monkeypatch.setattr(tape, "record", lambda step: (events.append("record"), record(step))[1])
+    monkeypatch.setattr(studies, "perf_counter", lambda: (events.append("clock"), clock())[1])
+    monkeypatch.setattr(studies, "BATCH_SIZES", (4,))
+    monkeypatch.setattr(studies, "NUM_PROMPTS", 3)
+    ends = tuple(range(300))[::7]
+    plain = MedusaDecoder(model, None, (), eos_token_ids=ends, recorder=tape)
+    with_tree = MedusaDecoder(model, medusa.heads, TREE, eos_token_ids=ends, recorder=tape)
+    monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 8)
+    studies.batch_sizes(plain, with_tree, prompts, 40, 2)
+    first_timed = events.index("clock")
+    assert "record" in events[:first_timed] and "record" not in events[first_timed:]

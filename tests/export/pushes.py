@@ -1,0 +1,38 @@
+"""An export to push, a report that allows it, and the push to the stand-in of the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pipeline.export.directory import write_export
+from pipeline.export.hub import push_export
+from pipeline.export.layout import ExportConfig
+from tests.export.exports import TokenizerStub
+from tests.export.hub_stand_in import HubStandIn
+
+MATCH = {"sequences": 4, "identical": 4, "ties": 0}
+PASSED = {
+    "num_heads": 1,
+    "check": {
+        "passed": True,
+        "native": {"acceleration_rate": 2.0, "greedy_match": MATCH},
+        "vllm": {"acceleration_rate": 1.5, "greedy_match": MATCH},
+    },
+}
+EXPORTED = {"README.md", "config.json", "medusa_choices.json", "medusa_lm_head.safetensors", "tokenizer.json"}
+
+
+def export_to(directory: Path, base_model: str = "owner/target", tokenizer: str = "{}") -> Path:
+    config = ExportConfig(base_model, hidden_size=4, vocab_size=6, num_heads=1)
+    tensors = {"0.0.linear.weight": torch.ones(4, 4), "0.0.linear.bias": torch.ones(4), "0.1.weight": torch.ones(6, 4)}
+    write_export(directory, tensors, config, tokenizer=TokenizerStub(tokenizer), choices=[[0]], card="before the check")
+    for bookkeeping in ("stage.json", "DONE.json", "lock", ".hidden"):
+        (directory / bookkeeping).write_text(str(directory))
+    return directory
+
+
+def push(export: Path, hub: HubStandIn, **changes) -> dict:
+    arguments = {"repo_id": "me/heads", "report": PASSED, "recipe": {}, "endpoint": hub.endpoint} | changes
+    return push_export(export, **arguments)

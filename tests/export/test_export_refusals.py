@@ -1,0 +1,174 @@
+"""Exports: what never gets into the directory, and what is not read out of it."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.errors import ConfigError, DataError, EnvironmentFault
+from pipeline.export import directory as room
+from pipeline.export.directory import read_export
+from pipeline.export.layout import check_num_heads
+from tests.export.exports import config_of, heads_of, holds, write
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda t: t.pop("1.0.linear.bias"), "1.0.linear.bias is missing"),
+        (lambda t: t.pop("2.1.weight"), "2.1.weight is missing"),
+        (lambda t: t.update({"lm_head.weight": torch.zeros(6, 4)}), "lm_head.weight is unknown"),
+        (lambda t: t.update({"0.0.linear.weight": torch.zeros(4, 5)}), r"shape \[4, 5\] instead of \[4, 4\]"),
+        (lambda t: t.update({"3.1.weight": torch.zeros(6, 4)}), "3.1.weight is unknown"),
+    ],
+)
+def test_heads_that_are_not_exactly_the_expected_ones_are_not_written(tmp_path, damage, said):
+    tensors = heads_of(config_of())
+    damage(tensors)
+    with pytest.raises(DataError, match=said):
+        write(tmp_path / "export", config_of(), tensors)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_vocabulary_mismatch_names_both_numbers(tmp_path):
+    with pytest.raises(DataError, match=r"6 tokens.*lm_head has 8") as caught:
+        write(tmp_path / "export", config_of(vocab_size=8), heads_of(config_of()))
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), "float32"), (float("-inf"), "bfloat16"), (1e6, "float16")])
+def test_numbers_that_the_dtype_cannot_hold_are_refused(tmp_path, value, dtype):
+    tensors = heads_of(config_of())
+    tensors["1.0.linear.weight"][2, 3] = value
+    with pytest.raises(DataError, match=rf"1\.0\.linear\.weight holds numbers that are not finite in {dtype}"):
+        write(tmp_path / "export", config_of(dtype=dtype), tensors)
+
+
+@pytest.mark.parametrize("format", ["expanded", "shared"])
+def test_heads_that_only_claim_to_be_tied_are_refused(tmp_path, format):
+    with pytest.raises(ConfigError, match="said to be tied"):
+        write(tmp_path / "export", config_of(tied=True, format=format), heads_of(config_of(tied=False)))
+
+
+@pytest.mark.parametrize("num_heads", [0, -1, 129])
+def test_a_head_count_that_vllm_cannot_draft_is_a_configuration_error(num_heads):
+    with pytest.raises(ConfigError, match="128") as caught:
+        config_of(num_heads=num_heads)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("num_heads", [1, 128])
+def test_head_counts_up_to_the_limit_are_carried(num_heads):
+    check_num_heads(num_heads)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"format": "shared"}, "train.lm_head: tied"),
+        ({"num_layers": 0}, "at least 1"),
+        ({"dtype": "int8"}, "float32"),
+        ({"base_model_name_or_path": "./models/mine"}, "neither a Hub id nor an absolute path"),
+    ],
+)
+def test_settings_that_no_engine_can_read_are_configuration_errors(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        config_of(**changes)
+
+
+@pytest.mark.parametrize("bit", [0x01, 0x80])  # 0x80: only the sign of a zero
+def test_a_tensor_that_reaches_the_disk_otherwise_than_it_was_trained_is_named_and_nothing_is_left(
+    tmp_path, monkeypatch, bit
+):
+    serialise = room.serialize_file
+
+    def damaging(specs, path, metadata):
+        serialise(specs, path, metadata)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= bit
+        path.write_bytes(data)
+
+    monkeypatch.setattr(room, "serialize_file", damaging)
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in heads_of(config_of()).items()}
+    with pytest.raises(DataError, match=r"tensor \d\.\d\..* is not the one that was trained"):
+        write(tmp_path / "export", config_of(), zeros)
+    assert list(tmp_path.iterdir()) == []
+
+
+def drop_a_tensor(path: Path) -> None:
+    tensors = load_file(path)
+    save_file({name: tensor.clone() for name, tensor in tensors.items() if name != "1.1.weight"}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (drop_a_tensor, "1.1.weight is missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cannot be read"),
+        (lambda path: path.unlink(), "cannot be read"),
+        (lambda path: path.write_bytes(b""), "cannot be read"),
+        (lambda path: save_file({n: t.half() for n, t in load_file(path).items()}, path), "is not float32"),
+        (lambda path: save_file({"a": torch.zeros(1)}, path.with_name("model.safetensors")), "model.safetensors"),
+        (lambda path: path.with_name("medusa_lm_head.pt").write_bytes(b""), "medusa_lm_head.pt"),
+        (lambda path: path.with_name("config.json").unlink(), "no config.json"),
+        (lambda path: path.with_name("config.json").write_text('{"model_type": "llama"}'), "not the configuration"),
+        (lambda path: path.with_name("config.json").write_text("{"), "not the configuration"),
+    ],
+)
+def test_a_damaged_export_is_refused_with_the_reason(tmp_path, damage, said):
+    directory = write(tmp_path / "export", config_of())
+    damage(directory / "medusa_lm_head.safetensors")
+    with pytest.raises(DataError, match=said):
+        read_export(directory)
+
+
+class DyingTokenizer:
+    def __init__(self, error: BaseException):
+        self.error = error
+
+    def save_pretrained(self, directory: str) -> None:
+        Path(directory, "tokenizer.json").write_text("{")
+        raise self.error
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "export", config_of(), tokenizer=DyingTokenizer(KeyboardInterrupt()))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_export_left_does_not_get_into_the_next_one(tmp_path):
+    (tmp_path / ".export.partial").mkdir()
+    (tmp_path / ".export.partial" / "stale.safetensors").write_bytes(b"half")
+    directory = write(tmp_path / "export", config_of())
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    assert "stale.safetensors" not in {path.name for path in directory.iterdir()}
+
+
+def test_a_full_disk_is_an_environment_fault_and_leaves_the_old_export_whole(tmp_path):
+    directory = write(tmp_path / "export", config_of())
+    full = DyingTokenizer(OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(EnvironmentFault, match="No space left") as caught:
+        write(directory, config_of(num_heads=2), tokenizer=full)
+    assert caught.value.exit_code == 4
+    assert holds(directory, config_of(), heads_of(config_of()))
+
+
+def test_weights_that_cannot_be_written_are_an_environment_fault(tmp_path):
+    tensors = heads_of(config_of())
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))  # smaller than the weights, larger than the rest
+    try:
+        with pytest.raises(EnvironmentFault, match="cannot be written"):
+            write(tmp_path / "export", config_of(), tensors)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,122 @@
+"""Exports: what engines will find in the directory."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+
+from pipeline.export.directory import read_export, tensors_as_saved
+from pipeline.export.layout import ExportConfig
+from tests.export.exports import TIED_AND_FORMAT, TREE, config_of, heads_of, holds, weights_of, write
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize(("tied", "format"), TIED_AND_FORMAT)
+def test_the_file_holds_exactly_the_tensors_that_engines_look_for(tmp_path, tied, format, num_layers):
+    config = config_of(tied=tied, format=format, num_layers=num_layers)
+    found = {name: list(tensor.shape) for name, tensor in weights_of(write(tmp_path / "export", config)).items()}
+    expected = {f"{k}.{i}.linear.weight": [4, 4] for k in range(3) for i in range(num_layers)}
+    expected |= {f"{k}.{i}.linear.bias": [4] for k in range(3) for i in range(num_layers)}
+    expected |= {f"{k}.{num_layers}.weight": [6, 4] for k in ([0] if format == "shared" else range(3))}
+    assert found == expected
+
+
+@pytest.mark.parametrize(("tied", "format"), TIED_AND_FORMAT)
+def test_config_json_says_what_each_engine_reads_and_nothing_that_misleads_it(tmp_path, tied, format):
+    directory = write(tmp_path / "export", config_of(tied=tied, format=format, num_layers=2, dtype="bfloat16"))
+    config = json.loads((directory / "config.json").read_text())
+    wanted = {"model_type": "medusa", "base_model_name_or_path": "owner/target", "hidden_size": 4, "vocab_size": 6}
+    wanted |= {"medusa_num_heads": 3, "medusa_num_layers": 2, "medusa_fc_bias": True, "dtype": "bfloat16"}
+    assert config.items() >= wanted.items()
+    assert config.get("original_lm_head", False) is (format == "shared")
+    assert "architectures" not in config  # TGI would switch Medusa off
+    # vLLM folds every key with "num" and "heads" (or "layers") into one number, in the order of the file
+    assert {value for key, value in config.items() if "num" in key and "heads" in key} == {3}
+    assert {value for key, value in config.items() if "num" in key and "layers" in key} == {2}
+    assert not {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"} & config.keys()
+
+
+def test_the_directory_has_tokenizer_tree_and_card(tmp_path):
+    directory = write(tmp_path / "export", config_of(), card="# A card")
+    names = {"config.json", "medusa_lm_head.safetensors", "medusa_choices.json", "tokenizer.json", "README.md"}
+    assert {path.name for path in directory.iterdir()} == names
+    assert json.loads((directory / "medusa_choices.json").read_text()) == TREE
+    assert (directory / "README.md").read_text() == "# A card"
+
+
+def test_whoever_can_read_the_configuration_can_read_the_weights(tmp_path):
+    directory = write(tmp_path / "export", config_of())
+    modes = {path.stat().st_mode for path in directory.iterdir()}
+    assert len(modes) == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    num_heads=st.integers(1, 4),
+    num_layers=st.integers(1, 3),
+    hidden_size=st.integers(1, 5),
+    vocab_size=st.integers(1, 7),
+    tied_and_format=st.sampled_from(TIED_AND_FORMAT),
+)
+def test_heads_of_any_shape_come_back_bit_for_bit(tmp_path_factory, tied_and_format, **shape):
+    tied, format = tied_and_format
+    config = ExportConfig("owner/target", tied=tied, format=format, **shape)
+    tensors = heads_of(config)
+    directory = write(tmp_path_factory.mktemp("x") / "export", config, choices=[[0]])
+    assert holds(directory, config, tensors)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_another_dtype_rounds_as_torch_does(tmp_path, dtype):
+    config = config_of(dtype=dtype)
+    tensors = heads_of(config)
+    directory = write(tmp_path / "export", config, tensors)
+    assert all(
+        torch.equal(saved, tensors[name].to(getattr(torch, dtype))) for name, saved in weights_of(directory).items()
+    )
+
+
+def test_heads_that_are_views_of_one_stacked_parameter_are_saved_apart(tmp_path):
+    config = config_of()
+    stacked_KVD = torch.randn(3, 4, 6).transpose(1, 2)  # not contiguous either
+    tensors = heads_of(config) | {f"{k}.1.weight": stacked_KVD[k].requires_grad_() for k in range(3)}
+    saved = weights_of(write(tmp_path / "export", config, tensors))
+    assert all(torch.equal(saved[f"{k}.1.weight"], stacked_KVD[k]) for k in range(3))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tied_heads_expand_on_disk_and_not_in_memory(tmp_path, dtype):
+    config = config_of(tied=True, dtype=dtype)
+    tensors = heads_of(config)
+    in_memory = tensors_as_saved(tensors, config)
+    assert len({in_memory[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 1
+    on_disk = weights_of(write(tmp_path / "export", config, tensors))
+    assert len({on_disk[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 3
+    assert all(torch.equal(on_disk[f"{k}.1.weight"], tensors["0.1.weight"].to(getattr(torch, dtype))) for k in range(3))
+
+
+@pytest.mark.parametrize("format", ["expanded", "shared"])
+def test_tied_heads_are_read_as_one_tensor_with_many_names(tmp_path, format):
+    _, tensors = read_export(write(tmp_path / "export", config_of(tied=True, format=format)))
+    assert len({tensors[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 1
+
+
+def test_transformers_loaders_find_the_format_in_the_file(tmp_path):
+    with safe_open(write(tmp_path / "export", config_of()) / "medusa_lm_head.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_an_existing_directory_keeps_what_its_owner_put_there(tmp_path):
+    directory = tmp_path / "export"
+    directory.mkdir()
+    (directory / "stage.json").write_text("{}")
+    write(directory, config_of(num_heads=2, hidden_size=3))
+    write(directory, config_of())
+    assert (directory / "stage.json").read_text() == "{}"
+    assert holds(directory, config_of(), heads_of(config_of()))
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.conversations.spans import IGNORED
+from pipeline.decoding.tree_search import HeldOutRanks
+from pipeline.heads.accuracy import MISS, NO_LABEL, label_ranks, score
+from pipeline.heads.losses import plain_summed_cross_entropy
+from pipeline.heads.medusa import HeadsConfig, MedusaHeads
+
+NUM_HEADS, NUM_ROWS, SIZE, VOCAB = 3, 29, 8, 13
+
+
+def case(tied: bool) -> tuple[MedusaHeads, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    heads = MedusaHeads(HeadsConfig(SIZE, VOCAB, NUM_HEADS, 1, tied))
+    for parameter in heads.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    labels = torch.randint(VOCAB, (NUM_HEADS, NUM_ROWS), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < 0.4] = IGNORED
+    return heads, torch.randn(NUM_ROWS, SIZE, generator=generator), labels
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * VOCAB * 4, 1 << 20])
+def test_hits_count_labels_above_which_fewer_than_r_tokens_stand(tied: bool, chunk_bytes: int):
+    heads, hidden, labels = case(tied)
+    _, hits, counts = score(heads, hidden, labels, 5, chunk_bytes=chunk_bytes)
+    logits = heads(hidden)
+    for k in range(NUM_HEADS):
+        rows = [n for n in range(NUM_ROWS) if labels[k, n] != IGNORED]
+        ranks = [int((logits[k, n] > logits[k, n, labels[k, n]]).sum()) for n in rows]
+        assert counts[k] == len(rows)
+        assert hits[k].tolist() == [sum(rank <= r for rank in ranks) for r in range(5)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * VOCAB * 4, 1 << 20])
+def test_losses_are_the_summed_cross_entropy(tied: bool, chunk_bytes: int):
+    heads, hidden, labels = case(tied)
+    losses, _, _ = score(heads, hidden, labels, 5, chunk_bytes=chunk_bytes)
+    expected = plain_summed_cross_entropy(heads.hidden(hidden), heads.lm_head, labels)
+    torch.testing.assert_close(losses.float(), expected.detach())
+
+
+def test_under_autocast_losses_stay_within_the_rounding_of_its_dtype():
+    heads, hidden, labels = case(tied=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = score(heads, hidden, labels, 5)
+    exact = score(heads, hidden, labels, 5)
+    torch.testing.assert_close(found.losses_K, exact.losses_K, rtol=2e-2, atol=0)
+    assert not torch.equal(found.losses_K, exact.losses_K)
+
+
+def test_ranks_say_of_every_label_where_it_stands_and_give_the_hits_that_the_score_counts():
+    heads, hidden, labels = case(tied=False)
+    ranks_KN = label_ranks(heads, hidden, labels, 5).numpy()
+    logits_KNV = heads(hidden)
+    for k, n in itertools.product(*map(range, labels.shape)):
+        if labels[k, n] == IGNORED:
+            assert ranks_KN[k, n] == NO_LABEL
+            continue
+        rank = int((logits_KNV[k, n] > logits_KNV[k, n, labels[k, n]]).sum())
+        assert ranks_KN[k, n] == (rank if rank < 5 else MISS)
+    alone_KR, counts_K = HeldOutRanks(ranks_KN, np.array([0]), np.array([0])).hits(5)
+    found = score(heads, hidden, labels, 5)
+    assert alone_KR.cumsum(1).tolist() == found.hits_KR.tolist() and counts_K.tolist() == found.counts_K.tolist()
+
+
+def test_every_label_is_hit_when_all_tokens_are_guessed():
+    heads, hidden, labels = case(tied=False)
+    _, hits, counts = score(heads, hidden, labels, VOCAB + 2)
+    assert hits[:, VOCAB - 1].tolist() == counts.tolist() == hits[:, -1].tolist()
+
+
+def test_batches_add_up():
+    heads, hidden, labels = case(tied=False)
+    parts = [score(heads, hidden[rows], labels[:, rows], 4) for rows in (slice(0, 9), slice(9, None))]
+    for whole, *sums in zip(score(heads, hidden, labels, 4), *parts, strict=True):
+        torch.testing.assert_close(sum(sums), whole)

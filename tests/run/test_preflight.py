@@ -1,0 +1,175 @@
+"""What a later stage could not carry out is refused before anything is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.execution.ray_executor import SUBMITTED_JOB
+from pipeline.run.preflight import check_config
+
+HUB = {"target__model": "owner/model"}
+MEDUSA_2 = {"train__method": "medusa-2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"train__num_heads": 129}, "train.num_heads"),
+        ({"calibrate__depth": 4}, "calibrate.depth"),
+        ({"export__formats": ["shared"]}, "export.formats"),
+        ({"calibrate__choices": "/absent.json"}, "calibrate.choices"),
+        ({"check__prompts": "/absent.jsonl"}, "check.prompts"),
+        ({"push__repo_id": "me/heads"}, "push.base_model"),
+        ({"push__repo_id": "heads", **HUB}, "push.repo_id"),
+        ({"push__repo_id": "me/heads", "push__base_model": "not an id"}, "push.base_model"),
+        ({"train__lora_rank": 65, **MEDUSA_2}, "train.lora_rank"),
+        ({"target__model": "/absent", **MEDUSA_2}, "target"),
+        ({"train__shard_backbone": True, "target__quantization": "4bit", **MEDUSA_2}, "train.shard_backbone"),
+        ({"train__shard_backbone": True, "train__quantization": "8bit", **MEDUSA_2}, "train.shard_backbone"),
+    ],
+)
+def test_it_is_refused_and_the_key_is_named(make_config, tmp_path, changes, key):
+    with pytest.raises(ConfigError, match=key) as caught:
+        check_config(make_config(tmp_path, **changes))
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train__num_heads": 128},
+        {"calibrate__depth": 3},
+        {"export__formats": ["shared"], "train__lm_head": "tied"},
+        {"push__repo_id": "me/heads", **HUB},
+        {"push__repo_id": "me/heads", "push__base_model": "owner/model"},
+        MEDUSA_2,
+        {"train__shard_backbone": True, **MEDUSA_2},
+        {"train__lora_rank": 65},
+        {"train__shard_backbone": True, "target__quantization": "4bit"},
+        {
+            "train__shard_backbone": True,
+            "target__quantization": "4bit",
+            "train__quantization": "none",
+            **MEDUSA_2,
+        },
+    ],
+)
+def test_it_is_allowed(make_config, tmp_path, changes):
+    check_config(make_config(tmp_path, **changes))
+
+
+def test_a_submitted_job_keeps_nothing_in_its_uploaded_copy(make_config, tmp_path, monkeypatch):
+    (tmp_path / "copy").mkdir()
+    monkeypatch.chdir(tmp_path / "copy")
+    inside, outside = tmp_path / "copy" / "runs", tmp_path / "runs"
+    check_config(make_config(inside))
+    monkeypatch.setenv(SUBMITTED_JOB, "{}")
+    check_config(make_config(outside))
+    with pytest.raises(ConfigError, match=r"run\.root"):
+        check_config(make_config(inside))
+    with pytest.raises(ConfigError, match=r"run\.store"):
+        check_config(make_config(outside, run__store=str(inside)))
+
+
+WANTS = [
+    ({"generate__engine": "vllm"}, "vllm", "generate.engine", "generate"),
+    ({"features__engine": "vllm"}, "vllm", "features.engine", "features"),
+    ({"check__engines": ["native", "vllm"]}, "vllm", "check.engines", "check"),
+    ({"train__optimizer": "adamw-8bit"}, "bitsandbytes", "train.optimizer", "train"),
+    ({"target__quantization": "8bit"}, "bitsandbytes", "target.quantization", "features"),
+    ({"train__quantization": "4bit"} | MEDUSA_2, "bitsandbytes", "train.quantization", "train"),
+    (MEDUSA_2, "peft", "train.method", "train"),
+]
+
+
+@pytest.fixture
+def own_machine(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.parametrize(("changes", "package", "key", "stage"), WANTS)
+def test_a_package_that_is_not_installed_is_named_before_anything_is_made(
+    make_config, tmp_path, monkeypatch, own_machine, changes, package, key, stage
+):
+    config = make_config(tmp_path / "runs", **changes)
+    check_config(config)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(EnvironmentFault, match=f"not installed here, and {stage} needs it.*{key}") as caught:
+        check_config(config)
+    assert "\n" not in str(caught.value) and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("changes", "package", "key", "stage"), WANTS)
+def test_a_package_is_not_asked_for_where_it_is_not_needed_here(
+    make_config, tmp_path, monkeypatch, own_machine, changes, package, key, stage
+):
+    """By a stage that is not to run, by one that was made elsewhere, or on a cluster, whose nodes have their own."""
+    config = make_config(tmp_path, **changes)
+    monkeypatch.setitem(sys.modules, package, None)
+    check_config(config, {"seeds", "generate", "features", "train", "check"} - {stage})
+    with monkeypatch.context() as on_cluster:
+        on_cluster.setenv("RAY_ADDRESS", "auto")
+        check_config(config)
+    made = config.run.directory / f"{stage}-0123abcd"
+    made.mkdir(parents=True)
+    with pytest.raises(EnvironmentFault):
+        check_config(config)  # begun, and not finished
+    (made / "DONE.json").write_text("{}")
+    check_config(config)
+
+
+def test_a_quantized_target_trains_quantized_too_unless_it_is_said(make_config, tmp_path, monkeypatch, own_machine):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    quantized = {"target__quantization": "4bit", **MEDUSA_2}
+    with pytest.raises(EnvironmentFault, match=r"train needs it.*target\.quantization"):
+        check_config(make_config(tmp_path, **quantized), {"train"})
+    check_config(make_config(tmp_path, **quantized, train__quantization="none"), {"train"})
+
+
+def test_replies_that_the_seeds_bring_need_no_engine(make_config, tmp_path, monkeypatch, own_machine):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    check_config(make_config(tmp_path, generate__engine="vllm", generate__mode="passthrough"))
+
+
+def test_looking_for_a_package_does_not_import_it(make_settings, tmp_path):
+    settings = make_settings(tmp_path, generate__engine="vllm", target__quantization="4bit")
+    script = (
+        "import json, sys; from pipeline.config.load import validate; from pipeline.run.preflight import *;"
+        "check_config(validate(json.loads(sys.argv[1]), 'test'));"
+        "print([name for name in ('vllm', 'bitsandbytes') if name in sys.modules])"
+    )
+    said = subprocess.run([sys.executable, "-c", script, json.dumps(settings)], capture_output=True, text=True)
+    assert said.stdout.strip() == "[]", said.stderr
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"acceptance": "rejection"}, r"rejection acceptance is greedy.*check\.temperature"),
+        ({"acceptance": "nucleus", "temperature": 0.7}, r"every guess.*check\.top_p"),
+        ({"acceptance": "typical", "temperature": 0.7, "top_p": 0.9}, r"no effect.*check\.top_p"),
+        ({"acceptance": "rejection", "temperature": 0.7, "first_token": "sampled"}, r"no effect.*check\.first_token"),
+    ],
+)
+def test_a_rule_with_numbers_that_it_cannot_use_is_refused(make_config, tmp_path, changes, says):
+    with pytest.raises(ConfigError, match=says):
+        check_config(make_config(tmp_path, **{f"check__{key}": value for key, value in changes.items()}))
+
+
+def test_every_rule_has_numbers_that_it_takes(make_config, tmp_path):
+    for rule, more in {"typical": {"first_token": "sampled"}, "nucleus": {"top_p": 0.9}, "rejection": {}}.items():
+        changes = {"acceptance": rule, "temperature": 0.7, **more}
+        check_config(make_config(tmp_path, **{f"check__{key}": value for key, value in changes.items()}))
+
+
+def test_medusa_2_takes_no_second_gpu_for_a_worker_that_would_not_use_it(make_config, tmp_path):
+    config = make_config(tmp_path, **MEDUSA_2, placement__train={"gpus_per_worker": 2})
+    with pytest.raises(ConfigError, match=r"one GPU per worker.*train\.shard_backbone"):
+        check_config(config, ["train"])
+    check_config(make_config(tmp_path, placement__train={"gpus_per_worker": 2}), ["train"])

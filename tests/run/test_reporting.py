@@ -1,0 +1,66 @@
+"""The report says where its speeds were measured, and of which commit the target was."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+from rich.console import Console
+
+from pipeline.execution.executor import make_executor
+from pipeline.execution.hardware import hardware, with_hardware
+from pipeline.execution.placement import Placement
+from pipeline.run.context import Context
+from pipeline.run.reporting import assemble, publish_report
+from pipeline.targets.spec import TargetSpec
+
+NODE = {"cpu": "another", "cores": 96, "memory_gb": 900, "gpus": ["NVIDIA H200"]}
+
+
+def edit_summary(run, stage: str, **changes: object) -> None:
+    path = run.latest(stage).path / "DONE.json"
+    done = json.loads(path.read_text())
+    kept = {key: value for key, value in (done["summary"] | changes).items() if value is not None}
+    path.write_text(json.dumps(done | {"summary": kept}))
+
+
+def test_the_check_keeps_what_it_ran_on(finished_run):
+    kept = finished_run.latest("check").summary["hardware"]
+    assert kept["cores"] == len(os.sched_getaffinity(0)) and kept.keys() == NODE.keys()
+
+
+def test_the_report_s_hardware_is_the_worker_s_that_decoded(copied_run, make_config, tmp_path):
+    edit_summary(copied_run, "check", hardware=NODE)
+    assert assemble(copied_run, make_config(tmp_path))[0]["hardware"] == NODE
+
+
+def test_a_check_that_does_not_say_where_it_ran_leaves_this_machine(copied_run, make_config, tmp_path):
+    edit_summary(copied_run, "check", hardware=None)
+    assert assemble(copied_run, make_config(tmp_path))[0]["hardware"] == hardware()
+
+
+def where(**arguments: object) -> dict:
+    return {"arguments": arguments, "visible": os.environ.get("ONLY_THERE")}
+
+
+@pytest.mark.slow
+def test_hardware_is_asked_in_the_process_that_works(monkeypatch):
+    """With Ray a process of its own, which need not be on this machine."""
+    executor = make_executor("ray")
+    try:
+        monkeypatch.setattr("pipeline.execution.hardware.hardware", lambda: "the driver's")
+        found = executor.call(with_hardware, {"function": where, "a": 1}, Placement(1, 1, 0))
+    finally:
+        executor.close()
+    assert found["arguments"] == {"a": 1} and found["hardware"]["cpu"] == hardware()["cpu"]
+
+
+@pytest.mark.parametrize("model", ["owner/model", None])
+def test_a_target_of_the_hub_stands_in_the_report_with_its_commit(copied_run, make_config, tmp_path, model):
+    changes = {"target__model": model} if model else {"target__revision": "main"}
+    context = Context(make_config(tmp_path, **changes), copied_run, Console(quiet=True), "inline")
+    context.__dict__["target"] = TargetSpec(model or context.config.target.model, revision="0123abc")
+    publish_report(context)
+    report = json.loads((copied_run.path / "report.json").read_text())
+    assert report.get("target_revision") == ("0123abc" if model else None)

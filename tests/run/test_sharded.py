@@ -1,0 +1,139 @@
+"""Shards are retried, given up on and counted as the limits say, whatever the worker does."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from rich.console import Console
+
+from pipeline.artifacts.schemas import SEEDS
+from pipeline.conversations.conversation import Reason, Refused
+from pipeline.errors import DataError, EnvironmentFault, MedusaDistillError
+from pipeline.execution.placement import Placement
+from pipeline.run.context import Context
+from pipeline.run.sharded import run_sharded
+from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.shards import ShardWriter, read_rows
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.tasks import ShardTask, shard_writer
+
+ROWS = 10
+CALLS: Counter[int] = Counter()
+
+
+class Copier:
+    """Copies a shard, refuses some of its rows, and fails as often as it is told to."""
+
+    def __init__(self, refuse=0, reason=Reason.EMPTY, failures: dict[int, int] | None = None, error=None):
+        self.refuse, self.reason, self.failures = refuse, reason, failures or {}
+        self.error = error or ZeroDivisionError("by\nzero")
+
+    def __call__(self, task: ShardTask):
+        CALLS[task.index] += 1
+        if CALLS[task.index] <= self.failures.get(task.index, 0):
+            raise self.error
+        rows = list(read_rows(task.source))
+        with shard_writer(task, SEEDS) as writer:
+            for row in rows[: self.refuse]:
+                writer.refuse(Refused(row["id"], self.reason, "", None))
+            writer.write(rows[self.refuse :])
+            return writer.commit("copy", [row["id"] for row in rows], {"tokens": 7.0}, busy_seconds=0.5)
+
+
+@pytest.fixture
+def upstream(tmp_path) -> StageDirectory:
+    stage = StageDirectory(tmp_path / "run", "seeds", "a" * 64)
+    for index in range(3):
+        with ShardWriter(
+            stage.shard_path(index), stage.quarantine_path(index), SEEDS, index=index, fingerprint=stage.fingerprint
+        ) as writer:
+            names = [f"s:{index * ROWS + number}" for number in range(ROWS)]
+            empty = {"source_id": None, "category": None, "split": "train", "messages": []}
+            writer.write([{"id": name, **empty} for name in names])
+            writer.commit("seeds", names)
+    return stage
+
+
+@pytest.fixture
+def go(tmp_path, upstream, make_config):
+    CALLS.clear()
+    stage = StageDirectory(tmp_path / "run", "copy", "b" * 64)
+    stage.create({})
+
+    def run(limits: dict | None = None, **arguments):
+        config = make_config(tmp_path, **{f"limits__{key}": value for key, value in (limits or {}).items()})
+        context = Context(config, RunDirectory(tmp_path / "run"), Console(quiet=True), "inline")
+        return run_sharded(context, stage, upstream, Copier, arguments, Placement(1, 1, 0), unit="tokens")
+
+    run.stage = stage
+    return run
+
+
+def test_totals_add_up_over_shards_and_rates_are_per_busy_second(go):
+    totals = go(refuse=1)
+    assert totals == {
+        "rows": 27,
+        "quarantined": 3,
+        "reasons": {"empty": 3},
+        "tokens": 21.0,
+        "tokens_per_second": 14.0,
+    }
+
+
+def test_a_second_call_does_nothing_and_reports_the_same(go):
+    first = go()
+    assert go() == first and CALLS == {0: 1, 1: 1, 2: 1}
+
+
+def test_a_failing_shard_is_tried_again_after_the_others(go):
+    totals = go(failures={1: 2})
+    assert totals["rows"] == 30 and CALLS == {0: 1, 1: 3, 2: 1}
+
+
+def test_a_shard_that_fails_too_often_ends_the_stage_in_one_line_and_the_others_stay(go, tmp_path):
+    with pytest.raises(EnvironmentFault, match="Shard 1 of copy failed 3 times, last with: ") as caught:
+        go(failures={1: 99})
+    assert "\n" not in str(caught.value) and CALLS[1] == 3
+    assert sorted(go.stage.receipts()) == [0, 2]
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    failed = [event for event in events if event["event"] == "shard-failed"]
+    assert len(failed) == 3 and "Traceback" in failed[0]["error"]
+    CALLS.clear()
+    assert go()["rows"] == 30 and CALLS == {1: 1}
+
+
+def test_an_error_for_the_user_ends_the_stage_at_once_as_it_is(go):
+    error = EnvironmentFault("No GPU.", "here", "Buy one.")
+    with pytest.raises(MedusaDistillError) as caught:
+        go(failures={0: 1}, error=error)
+    assert caught.value is error and CALLS == {0: 1}
+
+
+def test_too_much_quarantine_ends_the_stage_names_the_reasons_and_keeps_the_shards(go):
+    with pytest.raises(DataError, match=r"copy refused 9 of 30 rows.*empty 9") as caught:
+        go(refuse=3)
+    assert caught.value.exit_code == 3
+    assert sorted(go.stage.receipts()) == [0, 1, 2]
+    with pytest.raises(DataError):
+        go(refuse=3)
+    assert go({"max_quarantine_fraction": 0.3}, refuse=3)["rows"] == 21 and CALLS == {0: 1, 1: 1, 2: 1}
+
+
+def test_duplicates_do_not_count_as_refused(go):
+    assert go(refuse=9, reason=Reason.DUPLICATE)["quarantined"] == 27
+
+
+def test_a_disk_that_is_nearly_full_ends_the_stage_and_keeps_the_shards(go):
+    with pytest.raises(EnvironmentFault, match=r"limits\.min_free_disk_gb = 1000000000"):
+        go({"min_free_disk_gb": 1e9})
+    assert sorted(go.stage.receipts()) == [0]
+    assert go()["rows"] == 30 and CALLS == {0: 1, 1: 1, 2: 1}
+
+
+def test_shards_that_upstream_no_longer_has_are_dropped(go, upstream):
+    go()
+    upstream.shard_path(2).unlink()
+    assert go()["rows"] == 20
+    assert [path.stem for path in go.stage.shards()] == ["00000", "00001"]

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy, kl_div
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipeline.training.backbone_losses import TunedHead, measure_drift, summed_kl, summed_next_token_loss
+
+NUM_ROWS, SIZE, VOCAB, RANK = 37, 8, 19, 3
+ONE_ROW, SEVEN_ROWS = 1, 7 * VOCAB * 5 * 8  # chunk sizes in bytes, for fp64
+
+
+class Case:
+    """Random states, adapter and lm_head; what trains asks for gradients."""
+
+    def __init__(
+        self, rows: int = NUM_ROWS, *, bias: bool = False, dtype=torch.float64, seed: int = 0, far: float = 1.0
+    ):
+        draw = torch.Generator().manual_seed(seed)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=draw, dtype=torch.float64).to(dtype)
+
+        self.original = random(rows, SIZE)
+        self.hidden = (self.original + far * random(rows, SIZE)).requires_grad_()
+        self.low = random(rows, RANK).requires_grad_()
+        self.lora = (far * random(VOCAB, RANK)).requires_grad_()
+        self.head = TunedHead(random(VOCAB, SIZE), random(VOCAB) if bias else None, self.lora)
+        self.labels = torch.randint(VOCAB, (rows,), generator=draw)
+
+    def logits(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tuned model's and the original's, all at once."""
+        bias = 0 if self.head.bias_V is None else self.head.bias_V
+        own = self.head.weight_VD.T
+        return self.hidden @ own + self.low @ self.lora.T + bias, self.original @ own + bias
+
+    def plain(self, loss: str) -> torch.Tensor:
+        """The loss by torch's own functions, gradients left to autograd."""
+        tuned, original = self.logits()
+        if loss == "ce":
+            return cross_entropy(tuned, self.labels, reduction="sum")
+        return kl_div(tuned.log_softmax(1), original.log_softmax(1), reduction="sum", log_target=True)
+
+    def chunked(self, loss: str, **options: int | None) -> torch.Tensor:
+        if loss == "ce":
+            return summed_next_token_loss(self.hidden, self.low, self.head, self.labels, **options)
+        return summed_kl(self.hidden, self.low, self.head, self.original, **options)
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [self.hidden.grad, self.low.grad, self.lora.grad]
+
+
+@pytest.mark.parametrize("loss", ["kl", "ce"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [ONE_ROW, SEVEN_ROWS, None])
+def test_values_and_gradients_equal_the_definition(loss, bias, chunk_bytes):
+    plain, chunked = Case(bias=bias), Case(bias=bias)
+    expected, found = plain.plain(loss), chunked.chunked(loss, chunk_bytes=chunk_bytes)
+    (0.3 * expected).backward()
+    (0.3 * found).backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(chunked.gradients(), plain.gradients())
+
+
+@settings(max_examples=40)
+@given(rows=st.integers(0, 9), seed=st.integers(0, 10**6), far=st.floats(0, 30), chunk_rows=st.integers(1, 9))
+@pytest.mark.parametrize("loss", ["kl", "ce"])
+def test_they_do_for_any_states_however_far_from_the_original(loss, rows, seed, far, chunk_rows):
+    plain, chunked = (Case(rows, seed=seed, far=far) for _ in range(2))
+    expected, found = plain.plain(loss), chunked.chunked(loss, chunk_bytes=chunk_rows * VOCAB * 40)
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(chunked.gradients(), plain.gradients())
+
+
+def test_the_untouched_model_has_no_divergence_and_no_gradient():
+    case = Case(far=0.0)
+    loss = case.chunked("kl")
+    loss.backward()
+    assert loss == 0 and all(gradient.eq(0).all() for gradient in case.gradients()[:2])
+
+
+def test_divergence_is_from_the_original_not_to_it():
+    """Two tokens, by hand: KL((3/4, 1/4) ‖ (1/2, 1/2))."""
+    head = TunedHead(torch.eye(2, dtype=torch.float64), None, torch.zeros(2, 1, dtype=torch.float64))
+    original = torch.tensor([[0.75, 0.25]], dtype=torch.float64).log()
+    found = summed_kl(torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64), head, original)
+    expected = 0.75 * torch.log(torch.tensor(1.5)) + 0.25 * torch.log(torch.tensor(0.5))
+    assert float(found) == pytest.approx(float(expected))
+
+
+def test_a_confident_model_in_bfloat16_still_learns():
+    """q = 1 - 2^-10 rounds to 1 in bfloat16; its gradient q - 1 must not."""
+    head = TunedHead(torch.tensor([[6.9375], [0.0]]).bfloat16(), None, torch.zeros(2, 1))
+    hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    summed_next_token_loss(hidden, torch.zeros(1, 1), head, torch.zeros(1, dtype=torch.int64)).backward()
+    q = torch.softmax(torch.tensor([6.9375, 0.0]), 0)
+    assert float(hidden.grad) == pytest.approx(float((q[0] - 1) * 6.9375), rel=1e-2)
+
+
+@pytest.mark.parametrize("loss", ["kl", "ce"])
+def test_bfloat16_products_stay_within_their_rounding_and_fp32_adapters_take_fp32_gradients(loss):
+    half, exact = Case(dtype=torch.bfloat16), Case()
+    half.lora = half.lora.detach().float().requires_grad_()
+    half.low = half.low.detach().float().requires_grad_()
+    half.head = half.head._replace(lora_VR=half.lora)
+    found, expected = half.chunked(loss), exact.plain(loss)
+    found.backward()
+    expected.backward()
+    assert [gradient.dtype for gradient in half.gradients()] == [torch.bfloat16, torch.float32, torch.float32]
+    torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=0)
+    for ours, theirs in zip(half.gradients(), exact.gradients(), strict=True):
+        assert (ours.double() - theirs).norm() < 3e-2 * theirs.norm()
+
+
+@pytest.mark.parametrize("loss", ["kl", "ce"])
+def test_never_holds_the_logits_of_all_rows_forward_or_backward(loss):
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.dim() == 2 and result.shape[1] == VOCAB:
+                largest = max(largest, len(result))
+            return result
+
+    case = Case()
+    with Watch():
+        case.chunked(loss, chunk_bytes=SEVEN_ROWS).backward()
+    assert 7 <= largest <= SIZE < NUM_ROWS  # the [D, V] view of the weights is seen, too
+
+
+def test_gradients_are_handed_out_once():
+    loss = Case().chunked("kl")
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="consumed"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("chunk_bytes", [ONE_ROW, None])
+def test_drift_is_that_of_its_definition(chunk_bytes):
+    case = Case(far=0.4)
+    tuned, original = (logits.detach().log_softmax(1) for logits in case.logits())
+    arguments = (case.hidden, case.low, case.head, case.original, case.labels)
+    kl, original_loss, tuned_loss, agreed, positions = map(float, measure_drift(*arguments, chunk_bytes=chunk_bytes))
+    rows = torch.arange(NUM_ROWS)
+    assert kl == pytest.approx(float((original.exp() * (original - tuned)).sum()))
+    assert original_loss == pytest.approx(float(-original[rows, case.labels].sum()))
+    assert tuned_loss == pytest.approx(float(-tuned[rows, case.labels].sum()))
+    assert agreed == sum(int(a.argmax() == b.argmax()) for a, b in zip(tuned, original, strict=True)) < NUM_ROWS
+    assert positions == NUM_ROWS

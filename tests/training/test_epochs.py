@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.training.epochs import LANES, EpochPlan, Piece
+
+lengths_of_groups = st.lists(st.lists(st.integers(0, 40), max_size=6), max_size=8)
+settings = {
+    "lengths": lengths_of_groups,
+    "budget": st.integers(1, 100),
+    "seed": st.integers(0, 3),
+    "epoch": st.integers(0, 2),
+}
+
+
+def plan_of(
+    lengths: list[list[int]], budget: int, seed: int = 0, epoch: int = 0, limit: int | None = None
+) -> EpochPlan:
+    arrays = [np.asarray(group, dtype=np.int64) for group in lengths]
+    return EpochPlan(arrays, batch_tokens=budget, seed=seed, epoch=epoch, limit=limit)
+
+
+def positions(pieces: list[Piece]) -> list[tuple[int, int, int]]:
+    return [(piece.group, piece.row, position) for piece in pieces for position in range(piece.start, piece.stop)]
+
+
+@given(**settings)
+def test_every_position_comes_exactly_once_per_epoch(lengths, budget, seed, epoch):
+    plan = plan_of(lengths, budget, seed, epoch)
+    seen = Counter(p for step in range(plan.num_steps) for p in positions(plan.pieces(step)))
+    expected = {(g, r, p) for g, rows in enumerate(lengths) for r, length in enumerate(rows) for p in range(length)}
+    assert set(seen) == expected and set(seen.values()) <= {1}
+    assert plan.num_positions == len(expected)
+
+
+@given(**settings, world_size=st.integers(1, 40))
+def test_any_number_of_workers_shares_the_same_batches_equally(lengths, budget, seed, epoch, world_size):
+    plan = plan_of(lengths, budget, seed, epoch)
+    for step in range(plan.num_steps):
+        shares = [positions(plan.pieces(step, rank, world_size)) for rank in range(world_size)]
+        assert list(chain(*shares)) == positions(plan.pieces(step))
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@given(**settings)
+def test_batches_are_even_and_keep_to_the_budget_give_or_take_one_position_per_lane(lengths, budget, seed, epoch):
+    plan = plan_of(lengths, budget, seed, epoch)
+    sizes = [len(positions(plan.pieces(step))) for step in range(plan.num_steps)]
+    assert all(0 < size < budget + LANES for size in sizes)
+    assert not sizes or max(sizes) - min(sizes) <= LANES
+
+
+@given(**settings)
+def test_a_plan_is_a_pure_function_of_its_arguments(lengths, budget, seed, epoch):
+    one, other = plan_of(lengths, budget, seed, epoch), plan_of(lengths, budget, seed, epoch)
+    assert one.num_steps == other.num_steps
+    assert all(one.pieces(step) == other.pieces(step) for step in reversed(range(one.num_steps)))
+
+
+def test_epochs_and_seeds_have_orders_of_their_own():
+    lengths = [[5] * 8] * 40
+    orders = [tuple(plan_of(lengths, 80, seed, epoch).pieces(0)) for seed in range(2) for epoch in range(2)]
+    assert len(set(orders)) == 4
+
+
+def test_a_batch_mixes_row_groups_from_all_over_the_data_and_opens_few_at_once():
+    plan = plan_of([[50] * 10] * 200, budget=1600)
+    for step in range(plan.num_steps):
+        groups = {piece.group for piece in plan.pieces(step)}
+        assert LANES // 2 <= len(groups) <= 2 * LANES
+
+
+def test_a_row_longer_than_the_budget_is_cut_between_batches():
+    plan = plan_of([[1000]], budget=100)
+    assert plan.num_steps == 10
+    assert sorted(p for step in range(10) for p in positions(plan.pieces(step))) == [(0, 0, i) for i in range(1000)]
+
+
+def test_each_worker_reads_its_own_row_groups():
+    plan, workers = plan_of([[64] * 4] * 64, budget=1024), 4
+    read = [{p.group for s in range(plan.num_steps) for p in plan.pieces(s, r, workers)} for r in range(workers)]
+    assert sum(map(len, read)) <= 64 + LANES  # only a group that lies across a lane's edge is read by two
+
+
+@given(lengths=lengths_of_groups, limit=st.integers(1, 60))
+def test_a_limit_plans_so_many_positions_of_the_same_line(lengths, limit):
+    plan = plan_of(lengths, 7, limit=limit)
+    seen = [p for step in range(plan.num_steps) for p in positions(plan.pieces(step))]
+    assert len(seen) == len(set(seen)) == plan.num_positions == min(limit, sum(map(sum, lengths)))
+
+
+def test_no_data_is_an_epoch_without_steps():
+    plan = plan_of([[0, 0], []], budget=4)
+    assert (plan.num_steps, plan.num_positions) == (0, 0)
+    with pytest.raises(ValueError, match="step 0 of 0"):
+        plan.pieces(0)
