@@ -1,4 +1,4 @@
-"""The flow keeps what is done, redoes what is not, and nothing else; its run directory is as DESIGN promises."""
+"""The flow keeps what is done, redoes what is not, and nothing else; its run directory is the documented one."""
 
 from __future__ import annotations
 

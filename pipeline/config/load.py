@@ -56,7 +56,8 @@ def validate(settings: dict[str, Any], where: str) -> Config:
         config = Config.model_validate(settings)
     except ValidationError as error:
         problems = "; ".join(dict.fromkeys(_problem(e) for e in error.errors()))
-        raise ConfigError(f"The configuration is wrong: {problems}.", where, "The README lists every key.") from None
+        fix = "docs/configuration.md lists every key."
+        raise ConfigError(f"The configuration is wrong: {problems}.", where, fix) from None
     if key := _secret(config.model_dump(mode="json")):
         what = f"{key} holds a token or a password, and every setting is written to run.yaml."
         raise ConfigError(what, where, "Keep it in the environment, as HF_TOKEN, or in what `hf auth login` stores.")

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import config as declarations
-from pipeline.cli.keys import reference
 from pipeline.config.load import dump_config, load_config
 from pipeline.errors import ConfigError
 
@@ -153,9 +152,3 @@ def test_every_key_is_read_somewhere():
     for cls in classes:
         for key in cls.model_fields:
             assert key in attributes | placed_by_stage_name, f"{cls.__name__}.{key} is never read"
-
-
-def test_the_readme_lists_every_key_as_the_command_prints_them():
-    readme = (ROOT / "README.md").read_text()
-    block = readme.partition("<!-- keys -->")[2].partition("<!-- /keys -->")[0]
-    assert block.strip() == reference(), "put the output of `medusa-distill keys` between the README's key marks"

@@ -8,12 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.decoding.steps import VOCAB, chi_square_p, gumbel, random_step
 from transformers import TopPLogitsWarper
 
 from pipeline.decoding.acceptance import RejectionSampling, TypicalAcceptance
 from pipeline.decoding.noise import Noise, draw, mass_ahead, nucleus
 from pipeline.decoding.tree import cartesian_tree
+from tests.decoding.steps import VOCAB, chi_square_p, gumbel, random_step
 
 TREES = {
     "none": (),

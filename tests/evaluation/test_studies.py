@@ -7,7 +7,6 @@ import json
 
 import pytest
 import torch
-from tests.decoding.test_recorded_steps import Tape
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import CheckConfig
@@ -20,6 +19,7 @@ from pipeline.evaluation.prompts import Prompt, held_out_prompts
 from pipeline.evaluation.studies import Side, run_studies
 from pipeline.evaluation.tree_studies import guess_ranks, searched_tree
 from pipeline.report.report import write_report
+from tests.decoding.test_recorded_steps import Tape
 
 SETTINGS = CheckConfig(max_new_tokens=10, engines=("native",))
 TREE = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
