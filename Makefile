@@ -6,12 +6,15 @@ ACCELERATOR ?= $(or $(firstword $(INSTALLED)),cpu)
 PYTHON ?= python3.11
 PIP_FLAGS ?=
 METHOD ?= medusa-1
+WORKERS ?= auto
 BIN := $(VENV)/bin
 LOCK := requirements-$(ACCELERATOR).lock
 STAMP := $(VENV)/.installed-$(ACCELERATOR)
 OTHER := $(filter-out $(ACCELERATOR),$(INSTALLED))
 
-.PHONY: help install demo test check bench format clean
+TESTS := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+
+.PHONY: help install demo test lint check bench format clean
 
 help:               ## this list
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -28,14 +31,16 @@ $(STAMP): $(LOCK) pyproject.toml
 demo: install       ## the main job, end to end, with a small target that it trains first (METHOD=medusa-1 or medusa-2)
 	$(BIN)/python flows/demo.py $(METHOD)
 
-test: install       ## all tests
-	$(BIN)/python -m pytest
+test: install       ## all tests (WORKERS=auto is one process per core, WORKERS=0 none but this one)
+	$(TESTS)
 
-check: install      ## ruff, types and the fast tests: before every commit
+lint: install       ## ruff and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not fault"
+
+check: lint         ## lint and the fast tests: before every commit
+	$(TESTS) -m "not slow and not fault"
 
 bench: install      ## the measured claims, into benchmarks/results
 	$(BIN)/python -m benchmarks.run

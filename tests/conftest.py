@@ -16,3 +16,8 @@ settings.register_profile("untimed", deadline=None)  # a busy machine is not a f
 settings.load_profile("untimed")
 
 pytest_plugins = ["tests.flows.tiny"]  # the tiny target, seeds and finished run
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker per core that this process may use; each takes one to two GB of memory."""
+    return min(len(os.sched_getaffinity(0)), 8)

@@ -6,6 +6,7 @@ choices are no ties, and it has several end-of-sequence ids, so that some of its
 
 from __future__ import annotations
 
+import fcntl
 import json
 import random
 import shutil
@@ -32,6 +33,7 @@ SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
 WORDS = ["red", "green", "blue", "cat", "dog", "moon", "river", "stone", "why", "how", "what", "sings", "runs", "old"]
 
 MakeConfig = Callable[..., Config]
+Shared = Callable[[str, Callable[[Path], object]], Path]
 
 
 def save_target(directory: Path, *, template: str | None = TEMPLATE, vocab_size: int | None = None) -> Path:
@@ -96,15 +98,35 @@ def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 64 dimensions and 2 layers on disk."""
-    return save_target(tmp_path_factory.mktemp("tiny") / "target")
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    """`shared(name, make)`: a directory that all workers of this test run share; the first that asks fills it."""
+    base = tmp_path_factory.getbasetemp()
+    root = base.parent if hasattr(request.config, "workerinput") else base
+
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        directory, made = root / f"shared-{name}", root / f"shared-{name}.made"
+        with (root / f"shared-{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                shutil.rmtree(directory, ignore_errors=True)
+                directory.mkdir()
+                make(directory)
+                made.touch()
+        return directory
+
+    return get
 
 
 @pytest.fixture(scope="session")
-def tiny_seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_target(shared: Shared) -> Path:
+    """A Llama of 64 dimensions and 2 layers on disk."""
+    return shared("target", save_target)
+
+
+@pytest.fixture(scope="session")
+def tiny_seeds(shared: Shared) -> Path:
     """40 conversations on disk."""
-    return save_seeds(tmp_path_factory.mktemp("tiny-seeds") / "seeds.jsonl")
+    return shared("seeds", lambda directory: save_seeds(directory / "seeds.jsonl")) / "seeds.jsonl"
 
 
 @pytest.fixture(scope="session")
@@ -134,13 +156,9 @@ def make_config(make_settings: Callable[..., dict[str, Any]]) -> MakeConfig:
 
 
 @pytest.fixture(scope="session")
-def finished_run(tmp_path_factory: pytest.TempPathFactory, make_config: MakeConfig) -> RunDirectory:
-    """The whole flow, run once in this process. Nobody writes into it: see `copied_run`."""
-    from rich.console import Console
-
-    from pipeline.flow import run_flow
-
-    return run_flow(make_config(tmp_path_factory.mktemp("finished")), executor="inline", console=Console(quiet=True))
+def finished_run(shared: Shared, make_config: MakeConfig) -> RunDirectory:
+    """The whole flow, run once in one process. Nobody writes into it: see `copied_run`."""
+    return RunDirectory(shared("finished", lambda directory: run_again(make_config(directory))) / "run")
 
 
 @pytest.fixture
