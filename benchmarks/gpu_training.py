@@ -21,6 +21,7 @@ from pipeline.targets.spec import TargetSpec
 from pipeline.training.batches import load_batches
 from pipeline.training.epochs import EpochPlan
 from pipeline.training.medusa1 import open_features, train_medusa1
+from pipeline.training.methods import METHODS
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec, product_dtype
 
@@ -111,6 +112,7 @@ def _spec(target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size:
         shards=tuple(task.shard for task in tasks),
         fingerprint=rows.FINGERPRINT,
         settings=settings,
+        method=METHODS["medusa-1"],
         target=target,
         hidden_size=size.shape["hidden_size"],
         vocab_size=size.shape["vocab_size"],

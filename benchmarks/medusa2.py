@@ -28,6 +28,7 @@ from pipeline.config import TrainConfig
 from pipeline.heads.losses import plain_summed_cross_entropy
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.medusa2 import Trainer
+from pipeline.training.methods import METHODS
 from pipeline.training.task import TrainSpec
 from pipeline.training.texts import TextBatch, count_labels
 from pipeline.training.world import World
@@ -188,6 +189,7 @@ def _spec(case: Case, target: TargetSpec, shard: str, directory: Path) -> TrainS
         shards=(),
         fingerprint="",
         settings=settings,
+        method=METHODS["medusa-2"],
         target=target,
         hidden_size=case.shape["hidden_size"],
         vocab_size=case.shape["vocab_size"],

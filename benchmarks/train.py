@@ -30,6 +30,7 @@ from pipeline.training.batches import Batch
 from pipeline.training.epochs import LANES, EpochPlan
 from pipeline.training.feature_worker import Worker
 from pipeline.training.medusa1 import initial_heads, learn, open_features, train_medusa1
+from pipeline.training.methods import METHODS
 from pipeline.training.metrics import read_metrics
 from pipeline.training.optimizers import make_optimizer
 from pipeline.training.schedules import cosine_with_warmup
@@ -79,6 +80,7 @@ def _measured(case: Case, directory: Path) -> tuple[Claim, dict[str, Any]]:
             shards=(task.shard,),
             fingerprint=rows.FINGERPRINT,
             settings=TrainConfig(num_heads=case.num_heads, batch_tokens=LANES * per_row, epochs=1, warmup_steps=0),
+            method=METHODS["medusa-1"],
             target=case.target,
             hidden_size=text.hidden_size,
             vocab_size=text.vocab_size,

@@ -26,8 +26,9 @@ from pipeline.run.preflight import check_config
 from pipeline.run.reporting import publish_report
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
-from pipeline.storage.run_directory import RunDirectory, skipped_stages
+from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
+from pipeline.training.methods import method_of
 
 STAGES: dict[str, ModuleType] = {
     stage.NAME: stage for stage in (seeds, generate, features, train, calibrate, export, check, push)
@@ -66,7 +67,7 @@ def run_flow(
         try:
             # the workers of features also calibrate and check
             context.check_placements({*wanted, "features"} if "calibrate" in wanted else wanted)
-            for name in skipped_stages(config):
+            for name in method_of(config.train).skipped(config.train):
                 run.unlink_latest(name)
             run.event("run-started", stages=wanted, executor=executor)
             advance_all(context, wanted, fresh)
@@ -205,7 +206,7 @@ def _wanted(config: Config, stages: Sequence[str], until: str | None, fresh: str
         if name is not None and name not in stages:
             raise ConfigError(f"There is no stage '{name}'.", option, f"The stages are {', '.join(stages)}.")
     upto = stages[: stages.index(until) + 1] if until else stages
-    left_out = {*skipped_stages(config), *(() if config.push.repo_id else ("push",))}
+    left_out = {*method_of(config.train).skipped(config.train), *(() if config.push.repo_id else ("push",))}
     wanted = [name for name in upto if name not in left_out]
     if fresh is not None and fresh not in wanted:
         raise ConfigError(f"The stage '{fresh}' is not part of this run.", "--fresh", f"It runs {', '.join(wanted)}.")

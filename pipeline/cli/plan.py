@@ -19,6 +19,7 @@ from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import place
 from pipeline.run.estimate import estimate
 from pipeline.storage.run_directory import RunDirectory
+from pipeline.training.methods import method_of
 
 if TYPE_CHECKING:
     from pipeline.run.status import StageState
@@ -60,7 +61,7 @@ def plan(
         work += f"{tokens} written" if figures.written else f"at most {tokens} to write"
         need = f"as many positions of {figures.bytes_per_position:,} bytes each, {size(figures.disk_bytes)}"
     need = need if figures.bytes_per_position else "no states to cache"
-    if settings.train.method == "medusa-2":
+    if method_of(settings.train).tunes_backbone:
         need += ", and a tuned backbone as large as the target"
     here = f", of which {size(cached)} are on the disk" if cached else ""
     console.print(f"\n{work}, {need}{here}; {size(free)} are free.", highlight=False, soft_wrap=True)

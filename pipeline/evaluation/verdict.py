@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.config import Config
+from pipeline.training.methods import method_of
 
 
 def failures(measured: Mapping[str, Any], config: Config) -> list[str]:
@@ -18,7 +19,7 @@ def failures(measured: Mapping[str, Any], config: Config) -> list[str]:
 
     Args:
         measured: The check stage's summary.
-        config: The run's, of which `check.min_acceleration_rate` and for Medusa-2 `train.max_kl` are the limits.
+        config: The run's: its limits are `check.min_acceleration_rate` and, of a tuned backbone, `train.max_kl`.
     """
     least = config.check.min_acceleration_rate
     found = []
@@ -33,7 +34,7 @@ def failures(measured: Mapping[str, Any], config: Config) -> list[str]:
             found.append(f"{engine}: acceleration rate {rate:.2f} is below check.min_acceleration_rate = {least:.2f}")
     if "vllm" in measured and not any(measured["vllm"]["accepted_per_position"]):
         found.append("vllm: it accepted no drafted token")
-    if config.train.method == "medusa-2":
+    if method_of(config.train).tunes_backbone:
         kl, most = measured.get("kl", math.nan), config.train.max_kl
         if not kl <= most:
             found.append(f"the tuned backbone is {kl:.4f} nats from the target, above train.max_kl = {most:g}")

@@ -36,7 +36,12 @@ MEDUSA_2_SETTINGS = (
 
 
 def model_card(
-    report: Mapping[str, Any], *, base_model: str | None, repo_id: str | None, recipe: Mapping[str, Any]
+    report: Mapping[str, Any],
+    *,
+    base_model: str | None,
+    repo_id: str | None,
+    recipe: Mapping[str, Any],
+    tuned: bool = False,
 ) -> str:
     """The card as Markdown with the Hub's YAML front matter.
 
@@ -46,6 +51,7 @@ def model_card(
             says "a local model".
         repo_id: Where the heads are, or will be; None before that is known.
         recipe: The run's resolved configuration as plain data.
+        tuned: Whether the heads sit on a backbone that was trained with them.
     """
     base = _public(base_model)
     section = {name: recipe.get(name) or {} for name in ("target", "seeds", "generate", "train", "export")}
@@ -55,7 +61,7 @@ def model_card(
     facts = {
         "report": report,
         "base": base,
-        "tuned": section["train"].get("method") == "medusa-2",
+        "tuned": tuned,
         "original": _public(section["target"].get("model")),
         "drift": _drift(report),
         "here": here,
@@ -69,7 +75,7 @@ def model_card(
         "measures": MEASURES,
         "tops": _tops(report),
         "sources": _sources(sources),
-        "settings": _settings(report, section),
+        "settings": _settings(report, section, tuned),
         "choices_file": CHOICES_FILE,
     }
     return _rendered("heads", facts)
@@ -167,9 +173,11 @@ def _sources(sources: Sequence[Mapping[str, Any]]) -> list[str]:
     return named + ([f"{num_local} local source(s)"] if num_local else [])
 
 
-def _settings(report: Mapping[str, Any], section: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
+def _settings(
+    report: Mapping[str, Any], section: Mapping[str, Mapping[str, Any]], tuned: bool
+) -> list[tuple[str, Any]]:
     train = report.get("train") or {}
-    names = TRAIN_SETTINGS + (MEDUSA_2_SETTINGS if section["train"].get("method") == "medusa-2" else ())
+    names = TRAIN_SETTINGS + (MEDUSA_2_SETTINGS if tuned else ())
     settings = [
         *((name, section["train"].get(name)) for name in names),
         ("target's dtype", section["target"].get("dtype")),

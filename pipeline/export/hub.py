@@ -81,7 +81,8 @@ def push_export(
     else:
         check_repo_id(base, "push.base_model")
 
-    card = model_card(report, base_model=base, repo_id=repo_id, recipe=recipe)
+    tuned = (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file()
+    card = model_card(report, base_model=base, repo_id=repo_id, recipe=recipe, tuned=tuned)
     config = json.dumps(replace(exported, base_model_name_or_path=base).to_json(), indent=2) + "\n"
     files: dict[str, Path | bytes] = {name: directory / name for name in _names(directory)}
     additions = prepare({**files, CARD_FILE: card.encode(), CONFIG_FILE: config.encode()})

@@ -155,9 +155,9 @@ def check_vocabulary(heads_vocab_size: int, target_vocab_size: int) -> None:
         )
 
 
-def repositories(repo_id: str | None, method: str) -> tuple[str | None, str | None]:
+def repositories(repo_id: str | None, *, tuned: bool) -> tuple[str | None, str | None]:
     """Where the heads go on the Hub, and where a tuned backbone does: `repo_id`, whose heads have a name after its."""
-    if method == "medusa-1" or repo_id is None:
+    if repo_id is None or not tuned:
         return repo_id, None
     return repo_id + HEADS_SUFFIX, repo_id
 

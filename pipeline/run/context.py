@@ -21,6 +21,7 @@ from pipeline.storage.locks import Lock
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, resolve, weight_files
+from pipeline.training.methods import method_of
 
 
 @dataclass
@@ -78,8 +79,8 @@ class Context:
         return resolve(self.config.target, on_gpu=None if gpus is None else gpus > 0)
 
     def backbone(self, stage: str) -> TargetSpec:
-        """What the heads sit on: the target itself, or with Medusa-2 the tuned one in the directory of `stage`."""
-        if self.config.train.method == "medusa-1":
+        """What the heads sit on: the target itself, or the one that training has tuned, in the directory of `stage`."""
+        if not method_of(self.config.train).tunes_backbone:
             return self.target
         return replace(self.target, model=str(self.upstream[stage].path / BACKBONE_DIRECTORY), revision=None)
 

@@ -9,8 +9,8 @@ from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.readers import read_source
 from pipeline.errors import MedusaDistillError
-from pipeline.storage.run_directory import skipped_stages
 from pipeline.targets.spec import context_length, model_config, resolve
+from pipeline.training.methods import method_of
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, while the target cannot be looked up
@@ -49,7 +49,7 @@ def estimate(config: Config, seeds: dict[str, Any] | None, generated: dict[str, 
     rows = int(seeds["rows"]) if seeds else _count(config)
     bound = None if rows is None else rows * longest
     tokens = int(generated.get("tokens", 0)) if generated else bound
-    width = 0 if "features" in skipped_stages(config) else width
+    width = 0 if "features" in method_of(config.train).skipped(config.train) else width
     return Estimate(rows, tokens, hidden_size * width, bool(generated), assumed)
 
 

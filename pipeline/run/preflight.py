@@ -16,8 +16,8 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.export.layout import check_num_heads, check_repo_id, is_local, repositories
 from pipeline.storage.run_directory import STAGES
-from pipeline.targets.lora import require_tunable
 from pipeline.targets.spec import TargetSpec, resolve
+from pipeline.training.methods import method_of
 
 
 def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
@@ -27,6 +27,7 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
         ConfigError: Names the key.
         EnvironmentFault: A package that a stage needs is not installed.
     """
+    method = method_of(config.train)
     check_num_heads(config.train.num_heads)
     if config.calibrate.depth is not None and config.calibrate.depth > config.train.num_heads:
         raise ConfigError(
@@ -40,11 +41,8 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
             "export.formats",
             "Set train.lm_head to tied, or export.formats to [expanded].",
         )
-    if config.train.method == "medusa-2" and "train" in stages:
-        _require_one_gpu(config)
-        _require_whole_weights(config)
-        spec = resolve(config.target, on_gpu=False)
-        require_tunable(spec, config.train.lora_rank, sharded=config.train.shard_backbone)
+    if "train" in stages:
+        method.check(config)
     if config.calibrate.choices:
         read_choices(config)
     require_questions(config)
@@ -52,31 +50,11 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
     if config.check.assistant_model:
         resolve_assistant(config.check.assistant_model)
     if config.push.repo_id:
-        _check_push(config.push, config.target.model, config.train.method)
+        _check_push(config.push, config.target.model, tuned=method.tunes_backbone)
     if os.environ.get(SUBMITTED_JOB):
         _check_lasting(config)
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, what the workers have installed decides
         _check_packages(config, stages)
-
-
-def _require_one_gpu(config: Config) -> None:
-    if (config.placement.train.gpus_per_worker or 0) > 1:
-        raise ConfigError(
-            "Medusa-2 computes on one GPU per worker; more would stand idle.",
-            "placement.train.gpus_per_worker",
-            "Set it to 1 and raise placement.train.workers; where the target does not fit on one GPU, "
-            "train.shard_backbone: true splits it over the workers.",
-        )
-
-
-def _require_whole_weights(config: Config) -> None:
-    bits = config.train.quantization_beside(config.target.quantization)
-    if config.train.shard_backbone and bits:
-        raise ConfigError(
-            f"Weights in {bits} cannot be split over workers.",
-            "train.shard_backbone",
-            "Set it to false, since a quantized backbone is small, or train.quantization to none.",
-        )
 
 
 def read_choices(config: Config) -> tuple[TreePath, ...]:
@@ -127,14 +105,14 @@ def _check_rule(check: CheckConfig) -> None:
         raise ConfigError(f"{what}.", f"check.{key}", fix)
 
 
-def _check_push(push: PushConfig, target: str, method: str) -> None:
+def _check_push(push: PushConfig, target: str, *, tuned: bool) -> None:
     """Refuse at once what the Hub would be asked for in vain after hours of work."""
     assert push.repo_id, "nothing is to be pushed"
-    for repo_id in filter(None, repositories(push.repo_id, method)):
+    for repo_id in filter(None, repositories(push.repo_id, tuned=tuned)):
         check_repo_id(repo_id, "push.repo_id", with_owner=True)
     if push.base_model:
         check_repo_id(push.base_model, "push.base_model")
-    elif is_local(target) and method == "medusa-1":
+    elif is_local(target) and not tuned:
         fix = "Publish the target and name it there, or leave push.repo_id unset."
         raise ConfigError("Nobody else can load heads for a target that is only here.", "push.base_model", fix)
 
@@ -167,13 +145,11 @@ def _needed_packages(config: Config) -> Iterator[tuple[str, str, str, str]]:
         yield "check", "vllm", "check.engines", f"{install} check.engines to [native]."
     if config.train.optimizer == "adamw-8bit":
         yield "train", "bitsandbytes", "train.optimizer", f"{install} train.optimizer to adamw."
-    if config.train.method == "medusa-2":
-        yield "train", "peft", "train.method", f"{install} train.method to medusa-1."
-    if config.train.method == "medusa-2" and config.train.quantization_beside(config.target.quantization):
-        key = "train.quantization" if config.train.quantization else "target.quantization"
-        yield "train", "bitsandbytes", key, "Install it, or set train.quantization to none."
+    method = method_of(config.train)
+    for package in method.packages(config):
+        yield "train", *package
     if config.target.quantization:
-        loads_it = "calibrate" if config.train.method == "medusa-2" else "features"
+        loads_it = "calibrate" if method.tunes_backbone else "features"
         yield loads_it, "bitsandbytes", "target.quantization", "Install it, or leave target.quantization unset."
 
 

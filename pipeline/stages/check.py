@@ -38,6 +38,7 @@ from pipeline.run.preflight import require_questions, resolve_assistant
 from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, context_length, weight_files
+from pipeline.training.methods import method_of
 
 NAME = "check"
 VERSION = 4
@@ -50,7 +51,7 @@ SECONDS_BETWEEN_LOOKS = 0.5
 
 def upstream(config: Config) -> tuple[str, ...]:
     """What is asked and what answers; with Medusa-2 also how far training has moved the backbone."""
-    return ("generate", "export") if config.train.method == "medusa-1" else ("generate", "export", "train")
+    return ("generate", "export", *(("train",) if method_of(config.train).tunes_backbone else ()))
 
 
 def identity(context: Context) -> dict[str, Any]:
@@ -94,7 +95,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         served = context.executor.call(with_hardware, arguments, placement)
         result = {"hardware": served["hardware"], **result, "vllm": served["vllm"]}
         result["differing"] = result.get("differing", []) + served["differing"]
-    if context.config.train.method == "medusa-2":
+    if method_of(context.config.train).tunes_backbone:
         result["kl"] = context.upstream["train"].summary["drift"]["kl"]
     (stage.path / NATIVE_FILE).unlink(missing_ok=True)
     return result | {"passed": not failures(result, context.config)}

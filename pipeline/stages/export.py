@@ -20,6 +20,7 @@ from pipeline.run.context import Context
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import load_tokenizer, model_config
 from pipeline.training.checkpoints import load_heads
+from pipeline.training.methods import method_of
 
 NAME = "export"
 VERSION = 1
@@ -28,7 +29,7 @@ UPSTREAM = ("train", "calibrate")
 
 def identity(context: Context) -> dict[str, Any]:
     """The format, the dtype, and what the export calls its target; a tuned backbone is wherever the export is."""
-    tuned = context.config.train.method == "medusa-2"
+    tuned = method_of(context.config.train).tunes_backbone
     return {
         "settings": context.config.export.model_dump(mode="json"),
         "base_model": BACKBONE_DIRECTORY if tuned else context.target.model,
@@ -40,7 +41,8 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     """Write the directory and read it back."""
     settings, spec = context.config.export, context.target
     train, backbone = context.upstream["train"].path, stage.path.resolve() / BACKBONE_DIRECTORY
-    tuned = link_backbone(train / BACKBONE_DIRECTORY, backbone) if context.config.train.method == "medusa-2" else []
+    tunes = method_of(context.config.train).tunes_backbone
+    tuned = link_backbone(train / BACKBONE_DIRECTORY, backbone) if tunes else []
     heads = load_heads(train / "heads.safetensors")
     vocab_size = model_config(spec).get_text_config().vocab_size
     check_vocabulary(heads.config.vocab_size, vocab_size)
@@ -62,7 +64,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         config,
         tokenizer=load_tokenizer(spec),
         choices=check_choices(tree["choices"], config.num_heads, config.vocab_size),
-        card=model_card({}, base_model=None if tuned else spec.model, repo_id=None, recipe=recipe),
+        card=model_card({}, base_model=None if tuned else spec.model, repo_id=None, recipe=recipe, tuned=tunes),
     )
     return {
         "files": [path.name for path in files],

@@ -15,6 +15,7 @@ from pipeline.run.context import Context
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
+from pipeline.training.methods import method_of
 
 NAME = "push"
 VERSION = 1
@@ -48,7 +49,7 @@ def push(context: Context, *, dry_run: bool = False) -> dict[str, Any]:
     With Medusa-2 the receipt has the tuned backbone's under `backbone`.
     """
     settings, export = context.config.push, context.upstream["export"].path
-    heads_id, backbone_id = repositories(settings.repo_id, context.config.train.method)
+    heads_id, backbone_id = repositories(settings.repo_id, tuned=method_of(context.config.train).tunes_backbone)
     assert heads_id, "there is nothing to push to"
     shared: dict[str, Any] = {
         "private": settings.private,

@@ -15,8 +15,9 @@ from pipeline.run.context import Context
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
 from pipeline.training.merge import merge_backbone
-from pipeline.training.methods import train
+from pipeline.training.methods import method_of
 from pipeline.training.task import TrainSpec
+from pipeline.training.two_stage import train
 
 NAME = "train"
 VERSION = 1
@@ -30,36 +31,18 @@ BOOKKEEPING = {
     "shard_backbone",
     "max_kl",
 }
-ONLY_MEDUSA_2 = {
-    "recipe",
-    "backbone_loss",
-    "schedule",
-    "lambda_0",
-    "lora_rank",
-    "lora_alpha",
-    "lora_dropout",
-    "backbone_lr",
-    "sequence_length",
-    "batch_sequences",
-    "quantization",
-}
-ONLY_FROM_FEATURES = {"batch_tokens"}
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The stages that are read: the cache for heads alone, the text where the backbone learns along."""
-    if config.train.method == "medusa-1":
-        return ("features",)
-    return ("generate",) if config.train.recipe == "joint" else ("features", "generate")
+    """The stages that the method reads: the cache for heads alone, the text where the backbone learns along."""
+    return method_of(config.train).reads(config.train)
 
 
 def identity(context: Context) -> dict[str, Any]:
     """The recipe, the seed, and the target that heads and backbone start from; no key that this method never reads."""
-    unread = ONLY_MEDUSA_2 if context.config.train.method == "medusa-1" else set()
-    unread = unread if "features" in upstream(context.config) else unread | ONLY_FROM_FEATURES
-    if context.config.train.quantization_beside(context.target.quantization) == context.target.quantization:
-        unread = unread | {"quantization"}  # said or not, it is the target's own
-    settings = context.config.train.model_dump(mode="json", exclude=BOOKKEEPING | unread)
+    train = context.config.train
+    unread = method_of(train).unread(train, context.target.quantization)
+    settings = train.model_dump(mode="json", exclude=BOOKKEEPING | unread)
     return {"settings": settings, "seed": context.config.run.seed, "target": context.target_identity}
 
 
@@ -75,6 +58,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         texts=shards.get("generate", ()),
         texts_fingerprint=read["generate"].fingerprint if "generate" in read else "",
         settings=context.config.train,
+        method=method_of(context.config.train),
         target=context.target,
         hidden_size=text_config.hidden_size,
         vocab_size=text_config.vocab_size,

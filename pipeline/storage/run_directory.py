@@ -24,13 +24,6 @@ from pipeline.storage.stage_directory import StageDirectory
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
 
-def skipped_stages(config: Config) -> dict[str, str]:
-    """The stages whose result nobody would read, and why."""
-    if config.train.method == "medusa-2" and config.train.recipe == "joint":
-        return {"features": "not needed: joint Medusa-2 learns from the text"}
-    return {}
-
-
 class RunDirectory:
     """The directory of one run."""
 

@@ -1,92 +1,151 @@
-"""What `train.method` and `train.recipe` name: one training, or heads first and then heads and backbone together."""
+"""How heads are trained: what each method reads, which backbone its heads belong to, what it needs to be installed.
+
+`train.method` names an object in `METHODS`; nothing else asks which method it is. A method does not know which kind of
+head it trains. Importing this module does not import torch.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any, ClassVar, NamedTuple
 
-from pipeline.training.checkpoints import read_summary
-from pipeline.training.medusa1 import count_steps, open_features, train_medusa1
-from pipeline.training.medusa2 import open_texts, text_plan, train_medusa2
-from pipeline.training.metrics import last_metrics
-from pipeline.training.state import Progress
-from pipeline.training.task import TrainSpec
-from pipeline.training.world import World
-
-HEADS_FIRST = "heads-first"
+from pipeline.config import Config, TrainConfig
+from pipeline.config.training import Bits
+from pipeline.errors import ConfigError
 
 
-def train(spec: TrainSpec, world: World | None = None, on_progress: Progress | None = None) -> dict[str, Any]:
-    """Train by the method and the recipe of the settings; returns that training's summary.
+class Package(NamedTuple):
+    """A package that training imports, the key that asks for it, and what to do where it is not installed."""
 
-    Of two stages the first has a directory of its own in the second's, `heads-first/`, and stands in the summary under
-    `heads_first`. Each resumes for itself.
-
-    Raises:
-        MedusaDistillError: As `train_medusa1` and `train_medusa2` do.
-    """
-    if not _has_two_stages(spec):
-        method = train_medusa1 if spec.settings.method == "medusa-1" else train_medusa2
-        return method(spec, world, on_progress)
-    first = heads_first(spec)
-    first.path.mkdir(exist_ok=True)
-    before, total = steps_before(spec), steps_of(spec)
-
-    def shown(start: int) -> Progress | None:
-        def show(step: int, _: int, loss: float, rate: float) -> None:
-            assert on_progress
-            on_progress(start + step, total, loss, rate)
-
-        return show if on_progress else None
-
-    world = world or World()
-    summary = train_medusa1(first, world, shown(0))
-    world.wait()  # for the first worker to write the heads
-    return train_medusa2(spec, world, shown(before), first.heads_path) | {"heads_first": summary}
+    name: str
+    key: str
+    fix: str
 
 
-def finished(spec: TrainSpec) -> dict[str, Any] | None:
-    """The summary of a training that is over; None of one that is not.
+class Method(ABC):
+    """One way to train heads; holds no state, so that it travels to workers by its class."""
 
-    Raises:
-        DataError: Heads of another shape lie where these are to be.
-    """
-    summary = read_summary(spec.heads_path, spec.heads_config)
-    if summary is None or not _has_two_stages(spec):
-        return summary
-    return summary | {"heads_first": finished(heads_first(spec))}
+    name: ClassVar[str]
+    tunes_backbone: ClassVar[bool] = False
+    """Whether training changes the backbone too. That backbone is then exported, checked and published with the heads,
+    and the held-out states that calibrate reads are computed with it instead of taken from the features stage."""
+    memory_fix: ClassVar[str] = "Lower train.batch_tokens, or set train.optimizer: adamw-8bit or train.lm_head: tied."
+    """What to do where a GPU runs out of memory."""
 
+    @abstractmethod
+    def reads(self, train: TrainConfig) -> tuple[str, ...]:
+        """The stages that training reads: `features`, `generate` or both."""
 
-def heads_first(spec: TrainSpec) -> TrainSpec:
-    """The first of two stages: Medusa-1 from the cache."""
-    settings = spec.settings.model_copy(update={"method": "medusa-1"})
-    return replace(spec, settings=settings, directory=str(spec.path / HEADS_FIRST))
+    def skipped(self, train: TrainConfig) -> dict[str, str]:
+        """The stages whose result nothing would read, and why."""
+        return {}
 
+    def reported(self, train: TrainConfig) -> dict[str, Any]:
+        """What report.json says of the method under `train`."""
+        return {}
 
-def steps_of(spec: TrainSpec) -> int:
-    """Optimizer steps of the whole training; reads what it trains from, and refuses what is bad of it."""
-    if spec.settings.method == "medusa-1":
-        return count_steps(spec, open_features(spec))
-    plan = text_plan(spec, open_texts(spec)["train"])
-    return steps_before(spec) + plan.steps_per_epoch * spec.settings.epochs
+    def unread(self, train: TrainConfig, target_quantization: Bits | None) -> set[str]:
+        """The keys of `train` that the result does not depend on, besides bookkeeping."""
+        return set()
 
+    def check(self, config: Config) -> None:  # noqa: B027  (most methods train any target)
+        """Refuse settings and targets that this method cannot train; raises ConfigError."""
 
-def steps_before(spec: TrainSpec) -> int:
-    """Those of them that are the first of two stages'."""
-    return steps_of(heads_first(spec)) if _has_two_stages(spec) else 0
-
-
-def last_step(spec: TrainSpec, before: int) -> dict[str, Any] | None:
-    """The newest line of metrics with a loss, its step counted from the very first; `before` as `steps_before` says."""
-    if line := _with_loss(spec):
-        return line | {"step": before + line["step"]}
-    return _with_loss(heads_first(spec)) if _has_two_stages(spec) else None
+    def packages(self, config: Config) -> Iterator[Package]:
+        """The packages that training needs beyond torch and transformers."""
+        yield from ()
 
 
-def _has_two_stages(spec: TrainSpec) -> bool:
-    return spec.settings.method == "medusa-2" and spec.settings.recipe == "two-stage"
+class HeadsOnly(Method):
+    """Medusa-1: heads on the frozen backbone, from the cached states (paper 2.2.1)."""
+
+    name = "medusa-1"
+
+    def reads(self, train: TrainConfig) -> tuple[str, ...]:
+        return ("features",)
+
+    def unread(self, train: TrainConfig, target_quantization: Bits | None) -> set[str]:
+        return ONLY_WITH_BACKBONE
 
 
-def _with_loss(spec: TrainSpec) -> dict[str, Any] | None:
-    line = last_metrics(spec.path)
-    return line if line and "loss" in line else None
+class HeadsAndBackbone(Method):
+    """Medusa-2: heads and backbone (LoRA) together, from the generated text (2.2.2); after the heads alone, or not."""
+
+    name = "medusa-2"
+    tunes_backbone = True
+    memory_fix = (
+        "Lower train.micro_batch or train.sequence_length, or set train.gradient_checkpointing: true, "
+        "train.optimizer: adamw-8bit, train.shard_backbone: true (several workers) or train.quantization: 4bit."
+    )
+
+    def reads(self, train: TrainConfig) -> tuple[str, ...]:
+        return ("generate",) if train.recipe == "joint" else ("features", "generate")
+
+    def skipped(self, train: TrainConfig) -> dict[str, str]:
+        if train.recipe == "joint":
+            return {"features": "not needed: joint Medusa-2 learns from the text"}
+        return {}
+
+    def reported(self, train: TrainConfig) -> dict[str, Any]:
+        return {"recipe": train.recipe}
+
+    def unread(self, train: TrainConfig, target_quantization: Bits | None) -> set[str]:
+        same = train.quantization_beside(target_quantization) == target_quantization  # said or not, the target's own
+        return ({"batch_tokens"} if train.recipe == "joint" else set()) | ({"quantization"} if same else set())
+
+    def check(self, config: Config) -> None:
+        from pipeline.targets.lora import require_tunable
+        from pipeline.targets.spec import resolve
+
+        train = config.train
+        if (config.placement.train.gpus_per_worker or 0) > 1:
+            raise ConfigError(
+                "Medusa-2 computes on one GPU per worker; more would stand idle.",
+                "placement.train.gpus_per_worker",
+                "Set it to 1 and raise placement.train.workers; where the target does not fit on one GPU, "
+                "train.shard_backbone: true splits it over the workers.",
+            )
+        bits = train.quantization_beside(config.target.quantization)
+        if train.shard_backbone and bits:
+            raise ConfigError(
+                f"Weights in {bits} cannot be split over workers.",
+                "train.shard_backbone",
+                "Set it to false, since a quantized backbone is small, or train.quantization to none.",
+            )
+        require_tunable(resolve(config.target, on_gpu=False), train.lora_rank, sharded=train.shard_backbone)
+
+    def packages(self, config: Config) -> Iterator[Package]:
+        fix = "Install it with the right lock (`make install`), or set train.method to medusa-1."
+        yield Package("peft", "train.method", fix)
+        if config.train.quantization_beside(config.target.quantization):
+            key = "train.quantization" if config.train.quantization else "target.quantization"
+            yield Package("bitsandbytes", key, "Install it, or set train.quantization to none.")
+
+
+METHODS: dict[str, Method] = {method.name: method for method in (HeadsOnly(), HeadsAndBackbone())}
+ONLY_WITH_BACKBONE = {
+    "recipe",
+    "backbone_loss",
+    "schedule",
+    "lambda_0",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+    "backbone_lr",
+    "sequence_length",
+    "batch_sequences",
+    "quantization",
+}
+
+
+def method_of(train: TrainConfig) -> Method:
+    """The method that `train.method` names; raises ConfigError where there is none."""
+    if train.method not in METHODS:
+        near = difflib.get_close_matches(train.method, METHODS, n=1)
+        hint = f"Did you mean '{near[0]}'? " if near else ""
+        raise ConfigError(
+            f"There is no training method '{train.method}'.", "train.method", f"{hint}It is {' or '.join(METHODS)}."
+        )
+    return METHODS[train.method]

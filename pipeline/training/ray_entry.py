@@ -22,9 +22,9 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.config import LoggingConfig
 
 from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault, MedusaDistillError
-from pipeline.training.methods import finished, last_step, steps_before, steps_of, train
 from pipeline.training.state import Progress
 from pipeline.training.task import TrainSpec
+from pipeline.training.two_stage import finished, last_step, steps_before, steps_of, train
 from pipeline.training.world import World
 
 MAX_START_FAILURES = 10  # a minute each: a cluster that scales up needs some

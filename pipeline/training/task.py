@@ -14,6 +14,7 @@ from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
 from pipeline.heads.medusa import HeadsConfig
 from pipeline.targets.spec import TargetSpec
+from pipeline.training.methods import Method
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class TrainSpec:
     shards: tuple[str, ...]  # the features stage's shards, in order; none where nothing is trained from the cache
     fingerprint: str  # of the features stage
     settings: TrainConfig
+    method: Method
     target: TargetSpec
     hidden_size: int
     vocab_size: int
@@ -80,14 +82,8 @@ def memory_errors(spec: TrainSpec) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        fix = "Lower train.batch_tokens, or set train.optimizer: adamw-8bit or train.lm_head: tied."
-        if spec.settings.method == "medusa-2":
-            fix = (
-                "Lower train.micro_batch or train.sequence_length, or set train.gradient_checkpointing: true, "
-                "train.optimizer: adamw-8bit, train.shard_backbone: true (several workers) or "
-                "train.quantization: 4bit."
-            )
-        raise EnvironmentFault("The GPU's memory is too small for this training.", spec.directory, fix) from error
+        what = "The GPU's memory is too small for this training."
+        raise EnvironmentFault(what, spec.directory, spec.method.memory_fix) from error
 
 
 def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:

@@ -99,7 +99,7 @@ def test_heads_are_pushed_without_the_backbone_that_lies_beside_them(tmp_path, b
 def test_both_cards_say_that_it_has_changed_and_by_how_much():
     ours = {"repo_id": "me/tuned", "heads_repo_id": "me/tuned-medusa"}
     tuned = backbone_card(REPORT, base_model="owner/original", recipe=RECIPE, **ours)
-    heads = model_card(REPORT, base_model="me/tuned", repo_id="me/tuned-medusa", recipe=RECIPE)
+    heads = model_card(REPORT, base_model="me/tuned", repo_id="me/tuned-medusa", recipe=RECIPE, tuned=True)
     for card in (tuned, heads):
         assert all(figure in card for figure in SAID) and "owner/original" in card
         assert "vllm serve me/tuned " in card and '"model": "me/tuned-medusa"' in card
@@ -109,8 +109,8 @@ def test_both_cards_say_that_it_has_changed_and_by_how_much():
     assert (of_heads.base_model, of_heads["base_model_relation"]) == ("me/tuned", "adapter")
 
 
-def test_medusa_1_heads_have_no_changed_backbone():
-    card = model_card(PASSED, base_model="owner/t", repo_id="me/h", recipe={"train": {"method": "medusa-1"}})
+def test_heads_on_a_frozen_backbone_have_no_changed_backbone():
+    card = model_card(PASSED, base_model="owner/t", repo_id="me/h", recipe=RECIPE)
     assert "has changed" not in card and "lora" not in card
 
 
@@ -119,7 +119,7 @@ def test_a_local_original_is_not_named():
     recipe = RECIPE | {"target": {"model": "/home/me/secret"}}
     cards = [
         backbone_card(REPORT, base_model="/home/me/secret", recipe=recipe, **ours),
-        model_card(REPORT, base_model=None, repo_id=None, recipe=recipe),
+        model_card(REPORT, base_model=None, repo_id=None, recipe=recipe, tuned=True),
     ]
     assert all("secret" not in card for card in cards)
     assert "exported beside them in `backbone/`" in cards[1] and "A local model" in cards[0]

@@ -17,6 +17,7 @@ from pipeline.config import TrainConfig
 from pipeline.conversations.spans import Span, feature_positions
 from pipeline.storage.shards import ShardWriter
 from pipeline.targets.spec import TargetSpec
+from pipeline.training.methods import method_of
 from pipeline.training.task import TrainSpec
 
 V, D, FINGERPRINT, TEXTS_FINGERPRINT = 40, 32, "f" * 64, "9" * 64
@@ -114,10 +115,12 @@ def make_spec(tmp_path, shards, target) -> MakeSpec:
     def make(name: str = "train", *, shards: tuple[str, ...] = shards, **settings: Any) -> TrainSpec:
         usual = {"num_heads": 3, "epochs": 2, "batch_tokens": 40, "warmup_steps": 2, "lr": 1e-2, "checkpoint_every": 3}
         (tmp_path / name).mkdir(exist_ok=True)
+        train = TrainConfig(**{**usual, **settings})
         return TrainSpec(
             shards=shards,
             fingerprint=FINGERPRINT,
-            settings=TrainConfig(**{**usual, **settings}),
+            settings=train,
+            method=method_of(train),
             target=target,
             hidden_size=D,
             vocab_size=V,

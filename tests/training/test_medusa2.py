@@ -16,10 +16,10 @@ from pipeline.targets.lm_head import read_lm_head
 from pipeline.training import medusa2 as room
 from pipeline.training.checkpoints import load_heads
 from pipeline.training.medusa2 import Trainer, train_medusa2
-from pipeline.training.methods import HEADS_FIRST, steps_of, train
 from pipeline.training.metrics import read_metrics
 from pipeline.training.state import trained
 from pipeline.training.task import TrainSpec
+from pipeline.training.two_stage import HEADS_FIRST, steps_of, train
 from pipeline.training.world import World
 
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from pipeline.errors import DataError
 from pipeline.training.medusa2 import train_medusa2
-from pipeline.training.methods import HEADS_FIRST, train
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec
+from pipeline.training.two_stage import HEADS_FIRST, train
 from tests.training.two_workers import train_as_two
 
 

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 
 from pipeline.errors import DataError
 from pipeline.training.medusa1 import train_medusa1
-from pipeline.training.methods import steps_of, train
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec
+from pipeline.training.two_stage import steps_of, train
 
 ray = pytest.importorskip("ray")
 
