@@ -29,7 +29,7 @@ import pyarrow as pa
 from pipeline.artifacts.rows import seed_row
 from pipeline.artifacts.schemas import SEEDS
 from pipeline.config import SeedSource
-from pipeline.conversations.conversation import Conversation, Refused
+from pipeline.conversations.conversation import Conversation, RejectedRow
 from pipeline.conversations.readers import read_source
 from pipeline.errors import DataError
 from pipeline.storage.shards import quarantine_line
@@ -160,9 +160,9 @@ def expected(name: str, data: bytes) -> Expected:
         return Expected(0, breaks_off=True)
 
 
-def read_all(path: Path) -> tuple[list[Conversation | Refused], DataError | None]:
+def read_all(path: Path) -> tuple[list[Conversation | RejectedRow], DataError | None]:
     """The rows that come out of a file, and how it was refused in the end, if it was."""
-    rows: list[Conversation | Refused] = []
+    rows: list[Conversation | RejectedRow] = []
     try:
         rows.extend(read_source(SeedSource(path=path), "s", max_characters=100_000))
     except DataError as error:
@@ -188,7 +188,7 @@ def prove(name: str, data: bytes, directory: Path) -> Counter[str]:
     said.encode()
     kept = [row for row in rows if isinstance(row, Conversation)]
     pa.RecordBatch.from_pylist([seed_row(row, "train") for row in kept], schema=SEEDS)
-    refused = [row for row in rows if isinstance(row, Refused)]
+    refused = [row for row in rows if isinstance(row, RejectedRow)]
     for row in refused:
         assert json.loads(quarantine_line(row, "seeds").encode())["id"] == row.id
     return Counter({"kept": len(kept)}) + Counter(str(row.reason) for row in refused)

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from pipeline.cli.shown import visible
-from pipeline.conversations.conversation import Refusal
+from pipeline.conversations.conversation import RowRejected
 from pipeline.report.wording import duration, rate, ratio
 
 if TYPE_CHECKING:
@@ -96,8 +96,8 @@ def converse(model: ChatModel, conversation: Chat, how: Answering, console: Cons
     for number, question in enumerate(questions(notes, is_person)):
         try:
             prompt, forgets = conversation.ask(question)
-        except Refusal as refusal:
-            notes.print(f"That cannot be asked: {refusal.detail}", markup=False)
+        except RowRejected as rejected:
+            notes.print(f"That cannot be asked: {rejected.detail}", markup=False)
             continue
         if forgets:
             notes.print("The context is full: earlier turns are forgotten.", style="yellow")

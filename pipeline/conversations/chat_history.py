@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.conversations.conversation import Message, Reason, Refusal, encodable
+from pipeline.conversations.conversation import Message, Reason, RowRejected, encodable
 from pipeline.conversations.row_builder import Draft
 from pipeline.conversations.template import ChatTemplate
 
@@ -27,7 +27,7 @@ class Chat:
         """The ids up to where the answer begins, and whether earlier turns had to be forgotten to make room.
 
         Raises:
-            Refusal: The question alone is too long, or the template refuses it; the turns so far stay.
+            RowRejected: The question alone is too long, or the template refuses it; the turns so far stay.
         """
         message = Message("user", encodable(question))
         asked = self._asking(message)
@@ -35,7 +35,9 @@ class Chat:
         if forgets:
             asked = self._opening((*self._system, message))
         if len(asked.ids) > self._room:
-            raise Refusal(Reason.TOO_LONG, f"This takes {len(asked.ids)} tokens, and there is room for {self._room}.")
+            raise RowRejected(
+                Reason.TOO_LONG, f"This takes {len(asked.ids)} tokens, and there is room for {self._room}."
+            )
         self._asked = asked
         return asked.ids, forgets
 

@@ -1,7 +1,7 @@
 """A conversation, and what becomes of a row that cannot be one.
 
 Every row of every stage ends in exactly one of two ways: kept, or quarantined with one of the reasons below. Code
-that looks at one row raises `Refusal`; whoever owns the row turns that into a `Refused` record.
+that looks at one row raises `RowRejected`; whoever owns the row turns that into a `RejectedRow` record.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Reason(StrEnum):
     KILLED_WORKER = "killed-worker"  # the process that worked on it ended, each time and on no other row
 
 
-class Refusal(Exception):
+class RowRejected(Exception):
     """This row cannot be used; `detail` is for the person who reads the quarantine file."""
 
     def __init__(self, reason: Reason, detail: str):
@@ -85,7 +85,7 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True)
-class Refused:
+class RejectedRow:
     """One quarantined row; `row` is anything that JSON and UTF-8 can carry."""
 
     id: str
@@ -94,9 +94,9 @@ class Refused:
     row: Any
 
     @classmethod
-    def of(cls, id: str, refusal: Refusal, row: Any) -> Refused:
-        """The record of a refusal, its row made storable."""
-        return cls(id, refusal.reason, encodable(refusal.detail), storable(row))
+    def of(cls, id: str, rejected: RowRejected, row: Any) -> RejectedRow:
+        """The record of a rejected row, made storable."""
+        return cls(id, rejected.reason, encodable(rejected.detail), storable(row))
 
 
 class Deduplicator:
@@ -105,12 +105,12 @@ class Deduplicator:
     def __init__(self) -> None:
         self._first_seen: dict[str, str] = {}
 
-    def check(self, conversation: Conversation) -> Conversation | Refused:
-        """The conversation itself where its roles and texts are new, else a `Refused` that names the first."""
+    def check(self, conversation: Conversation) -> Conversation | RejectedRow:
+        """The conversation itself where its roles and texts are new, else a `RejectedRow` that names the first."""
         first = self._first_seen.setdefault(conversation.content_hash, conversation.id)
         if first == conversation.id:
             return conversation
-        return Refused(conversation.id, Reason.DUPLICATE, f"The same as {first}.", asdict(conversation))
+        return RejectedRow(conversation.id, Reason.DUPLICATE, f"The same as {first}.", asdict(conversation))
 
 
 def encodable(text: str) -> str:

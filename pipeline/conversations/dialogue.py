@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.conversations.conversation import Conversation, Message, Reason, Refusal
+from pipeline.conversations.conversation import Conversation, Message, Reason, RowRejected
 from pipeline.conversations.repetition import degenerate_loop
 from pipeline.conversations.requests import Completion, Finish, Request, Sampling, sample_seed
 from pipeline.conversations.row_builder import Draft, GeneratedRow
@@ -34,7 +34,7 @@ class DialogueSettings:
         max_tokens: The target's context: no row is longer.
         rounds: Most answers of a conversation; None for as many as there are questions, or as fit.
         on_truncated: What becomes of an answer cut at `max_new_tokens`: keep it, drop its turn and end there, or
-            refuse the conversation. An answer cut by the context's end ends the conversation in any case.
+            reject the conversation. An answer cut by the context's end ends the conversation in any case.
         seed: The run's seed.
         ends_at_flaws: Whether a degenerate loop or an answer without text ends the conversation. Neither has a place
             in what is learned from; a benchmark asks on.
@@ -80,7 +80,7 @@ class Dialogue:
         self._pending: Draft | None = None  # the same, up to where the requested text begins
         self._rows: dict[int, Draft] = {}  # what will stay, by the turn that a row begins with
         self._num_requests = self._num_answers = 0
-        self._ending: Refusal | None = None
+        self._ending: RowRejected | None = None
 
     def next_request(self) -> Request | None:
         """What the target is to write next, or None when the conversation is over."""
@@ -112,7 +112,7 @@ class Dialogue:
         """The finished rows.
 
         Raises:
-            Refusal: Nothing that the target wrote remains, or `on_truncated` refuses the conversation.
+            RowRejected: Nothing that the target wrote remains, or `on_truncated` rejects the conversation.
         """
         assert self._ending is not None, "the conversation is not over"
         if not self._rows:
@@ -133,7 +133,7 @@ class Dialogue:
         try:
             draft = self._prompt()
             room = self._room(draft)
-        except Refusal as ending:
+        except RowRejected as ending:
             self._ending = ending
             return None
         settings, sampling = self._settings, self._settings.sampling
@@ -149,10 +149,10 @@ class Dialogue:
         )
 
     def _prompt(self) -> Draft:
-        """Everything up to where the next text begins; a refusal when there is nothing left to ask."""
+        """Everything up to where the next text begins; RowRejected when there is nothing left to ask."""
         draft, template = self._draft, self._template
         if self._num_answers == self._settings.rounds:
-            raise Refusal(Reason.NOTHING_GENERATED, "All rounds are over.")
+            raise RowRejected(Reason.NOTHING_GENERATED, "All rounds are over.")
         if draft is not None and self._writer == "user":
             return draft.read(template.role_header(draft.messages[:-1], draft.ended))
         if draft is not None and draft.messages[-1].role == "user":  # the target asked itself
@@ -161,7 +161,7 @@ class Dialogue:
             return draft.read(template.role_footer(draft.messages[:-1], draft.ended))
         turn = next(self._turns, None)
         if turn is None:
-            raise Refusal(Reason.NOTHING_GENERATED, "The seed has no question, or for passthrough no answer.")
+            raise RowRejected(Reason.NOTHING_GENERATED, "The seed has no question, or for passthrough no answer.")
         self._seed_answer = turn.answer
         if draft is None:
             return self._new_row((*self._conversation.system, turn.question))
@@ -178,23 +178,23 @@ class Dialogue:
         num_tokens, max_tokens = len(draft.ids), self._settings.max_tokens
         if num_tokens >= max_tokens:
             reason = Reason.CONTEXT_FULL if self._rows else Reason.TOO_LONG
-            raise Refusal(reason, f"The prompt has {num_tokens} tokens, the context {max_tokens}.")
+            raise RowRejected(reason, f"The prompt has {num_tokens} tokens, the context {max_tokens}.")
         return max_tokens - num_tokens
 
-    def _flaw(self, ids: list[int], text: str, finish: Finish, context_left: int) -> Refusal | None:
+    def _flaw(self, ids: list[int], text: str, finish: Finish, context_left: int) -> RowRejected | None:
         """Why the text just written ends the conversation, if it does."""
         policy, ends_at_flaws = self._settings.on_truncated, self._settings.ends_at_flaws
         if ends_at_flaws and degenerate_loop(ids):
-            return Refusal(Reason.DEGENERATE_LOOP, f"The {self._writer}'s text ends in a loop.")
+            return RowRejected(Reason.DEGENERATE_LOOP, f"The {self._writer}'s text ends in a loop.")
         if ends_at_flaws and not text:
-            return Refusal(Reason.NOTHING_GENERATED, f"The {self._writer}'s text is empty.")
+            return RowRejected(Reason.NOTHING_GENERATED, f"The {self._writer}'s text is empty.")
         if finish == "stop" or policy == "keep":
             return None
         if context_left < 1:
-            return Refusal(Reason.CONTEXT_FULL, "The context ended within the text.")
+            return RowRejected(Reason.CONTEXT_FULL, "The context ended within the text.")
         if policy == "quarantine":
             self._rows.clear()
-        return Refusal(Reason.TRUNCATED, f"The {self._writer}'s text was cut after {len(ids)} tokens.")
+        return RowRejected(Reason.TRUNCATED, f"The {self._writer}'s text was cut after {len(ids)} tokens.")
 
     def _recite(self, request: Request) -> Completion:
         """The seed's own answer, as if the target had written it."""

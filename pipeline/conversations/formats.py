@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeline.conversations.conversation import Conversation, Reason, Refusal, Refused, Role, encodable
+from pipeline.conversations.conversation import Conversation, Reason, RejectedRow, Role, RowRejected, encodable
 from pipeline.conversations.repair import clean_text, mend
 
 Turns = list[tuple[Role, str]]
@@ -42,13 +42,13 @@ FORM_OF_KEY = {
 ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
 
 
-def read_row(row: Any, id: str, form: str, max_characters: int) -> Conversation | Refused:
+def read_row(row: Any, id: str, form: str, max_characters: int) -> Conversation | RejectedRow:
     """One row of a dump as a conversation, or the record of why it cannot be one."""
     try:
         turns = _TURNS[detect(row) if form == "auto" else form](row)
         messages = mend(turns, max_characters)
-    except Refusal as refusal:
-        return Refused.of(id, refusal, row)
+    except RowRejected as rejected:
+        return RejectedRow.of(id, rejected, row)
     fields = row if isinstance(row, dict) else {}
     source_id = next((name for key in ID_KEYS if (name := _name(fields.get(key)))), None)
     return Conversation(id, messages, source_id, _name(fields.get("category")))
@@ -58,7 +58,7 @@ def detect(row: Any) -> str:
     """The form of a row, by its keys.
 
     Raises:
-        Refusal: None of them is known.
+        RowRejected: None of them is known.
     """
     if isinstance(row, str):
         return "prompts"
@@ -66,7 +66,7 @@ def detect(row: Any) -> str:
         for key, form in FORM_OF_KEY.items():
             if row.get(key) is not None:
                 return form
-    raise Refusal(Reason.UNKNOWN_FORMAT, f"The row is {describe(row)}.")
+    raise RowRejected(Reason.UNKNOWN_FORMAT, f"The row is {describe(row)}.")
 
 
 def describe(row: Any) -> str:
@@ -106,7 +106,7 @@ def _prompt(row: Any) -> Turns:
         return _with_system(row, [("user", clean_text(row["prompt"]))])
     if isinstance(row, str):
         return [("user", clean_text(row))]
-    raise Refusal(Reason.UNKNOWN_FORMAT, f"The row is {describe(row)}; expected a string, or one under `prompt`.")
+    raise RowRejected(Reason.UNKNOWN_FORMAT, f"The row is {describe(row)}; expected a string, or one under `prompt`.")
 
 
 _TURNS: dict[str, Callable[[Any], Turns]] = {
@@ -121,18 +121,20 @@ _TURNS: dict[str, Callable[[Any], Turns]] = {
 def _list(row: Any, key: str) -> list[Any]:
     if not isinstance(row, dict) or not isinstance(row.get(key), list):
         found = describe(row.get(key)) if isinstance(row, dict) and key in row else describe(row)
-        raise Refusal(Reason.UNKNOWN_FORMAT, f"Expected a list under `{key}`, found {found}.")
+        raise RowRejected(Reason.UNKNOWN_FORMAT, f"Expected a list under `{key}`, found {found}.")
     return row[key]
 
 
 def _turn(turn: Any) -> tuple[Role, str]:
     """A turn's role and clean text."""
     if not isinstance(turn, dict):
-        raise Refusal(Reason.UNKNOWN_FORMAT, f"A turn is {describe(turn)}; expected an object with a role and a text.")
+        raise RowRejected(
+            Reason.UNKNOWN_FORMAT, f"A turn is {describe(turn)}; expected an object with a role and a text."
+        )
     name = _either(turn, "from", "role")
     role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
-        raise Refusal(Reason.UNKNOWN_FORMAT, f"A turn's role is {str(name)[:40]!r}; known are {', '.join(ROLES)}.")
+        raise RowRejected(Reason.UNKNOWN_FORMAT, f"A turn's role is {str(name)[:40]!r}; known are {', '.join(ROLES)}.")
     return role, clean_text(_joined_parts(_either(turn, "value", "content")))
 
 
@@ -148,7 +150,7 @@ def _joined_parts(content: Any) -> Any:
     for part in content:
         if not isinstance(part, str) and not (isinstance(part, dict) and isinstance(part.get("text"), str)):
             kind = part.get("type") if isinstance(part, dict) else describe(part)
-            raise Refusal(Reason.NOT_TEXT, f"A turn has a part that is not text: {str(kind)[:40]}.")
+            raise RowRejected(Reason.NOT_TEXT, f"A turn has a part that is not text: {str(kind)[:40]}.")
     return "".join(part if isinstance(part, str) else part["text"] for part in content)
 
 

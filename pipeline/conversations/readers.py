@@ -1,8 +1,8 @@
 """Read seed conversations: files, directories, .gz, and data sets on the Hub.
 
-Promises: every row comes out exactly once, as a conversation or as a refusal with its reason, under the id
+Promises: every row comes out exactly once, as a conversation or as a rejected row with its reason, under the id
 `source:row`; rows are streamed, never a whole file at once. What is no conversation data at all is an error that says
-what was found, not a thousand refusals.
+what was found, not a thousand rejected rows.
 
 Limit: in a JSON array nothing after a syntax error can be read, so that one ends the run; in JSONL it costs one row.
 """
@@ -26,7 +26,7 @@ from typing import Any, Protocol, cast
 import ijson
 from ijson.common import ObjectBuilder
 
-from pipeline.conversations.conversation import UNDECODABLE_MARK, Conversation, Reason, Refusal, Refused
+from pipeline.conversations.conversation import UNDECODABLE_MARK, Conversation, Reason, RejectedRow, RowRejected
 from pipeline.conversations.formats import EXPECTED, read_row
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
@@ -88,7 +88,7 @@ def source_files(path: Path) -> list[Path]:
     return [path / file for file in files]
 
 
-def read_source(source: Source, name: str, *, max_characters: int) -> Iterator[Conversation | Refused]:
+def read_source(source: Source, name: str, *, max_characters: int) -> Iterator[Conversation | RejectedRow]:
     """Each row of a source, under the id `name:row`, rows counted over all its files.
 
     Raises:
@@ -98,16 +98,16 @@ def read_source(source: Source, name: str, *, max_characters: int) -> Iterator[C
     """
     number = 0
     for where, rows in _streams(source):
-        recognised, first_refused = False, None
+        recognised, first_rejected = False, None
         for row in itertools.islice(rows, None if source.limit is None else source.limit - number):
             outcome = _outcome(row, f"{name}:{number}", source.format, max_characters)
-            refused = isinstance(outcome, Refused) and outcome.reason in NOT_CONVERSATIONS
-            recognised = recognised or not refused
-            first_refused = first_refused or (outcome if isinstance(outcome, Refused) else None)
+            rejected = isinstance(outcome, RejectedRow) and outcome.reason in NOT_CONVERSATIONS
+            recognised = recognised or not rejected
+            first_rejected = first_rejected or (outcome if isinstance(outcome, RejectedRow) else None)
             number += 1
             yield outcome
         if not recognised:
-            found = f"The first row: {first_refused.detail}" if first_refused else "It is empty."
+            found = f"The first row: {first_rejected.detail}" if first_rejected else "It is empty."
             raise _no_conversations(where, found)
         if number == source.limit:
             return
@@ -127,13 +127,13 @@ def _streams(source: Source) -> Iterator[tuple[str, Iterator[Any]]]:
 class _Unreadable:
     """A row that is not even JSON."""
 
-    refusal: Refusal
+    rejected: RowRejected
     text: str
 
 
-def _outcome(row: Any, id: str, form: str, max_characters: int) -> Conversation | Refused:
+def _outcome(row: Any, id: str, form: str, max_characters: int) -> Conversation | RejectedRow:
     if isinstance(row, _Unreadable):
-        return Refused.of(id, row.refusal, row.text)
+        return RejectedRow.of(id, row.rejected, row.text)
     return read_row(row, id, form, max_characters)
 
 
@@ -190,7 +190,7 @@ def _json_value(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         reason = Reason.UNDECODABLE if UNDECODABLE_MARK in text else Reason.BROKEN_JSON
-        return _Unreadable(Refusal(reason, f"It is not valid JSON: {error}."), text)
+        return _Unreadable(RowRejected(reason, f"It is not valid JSON: {error}."), text)
 
 
 def _array(file: io.BufferedReader | gzip.GzipFile, path: Path) -> Iterator[Any]:
@@ -223,7 +223,7 @@ def _items(events: Iterable[tuple[str, Any]]) -> Iterator[Any]:
         depth += starts
         deepest = max(deepest, depth)
         if depth == 1 and not starts:
-            too_deep = Refusal(Reason.BROKEN_JSON, f"It is nested more than {MAX_NESTING} levels deep.")
+            too_deep = RowRejected(Reason.BROKEN_JSON, f"It is nested more than {MAX_NESTING} levels deep.")
             yield builder.value if deepest < MAX_NESTING else _Unreadable(too_deep, "")
 
 

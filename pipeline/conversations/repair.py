@@ -10,19 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pipeline.conversations.conversation import UNDECODABLE_MARK, Message, Reason, Refusal, Role, encodable
+from pipeline.conversations.conversation import UNDECODABLE_MARK, Message, Reason, Role, RowRejected, encodable
 
 
 def clean_text(text: Any) -> str:
     """A turn's text without what no one meant to write: byte order marks, NULs, white space around it.
 
     Raises:
-        Refusal: It is no string, or there are undecodable bytes in it.
+        RowRejected: It is no string, or there are undecodable bytes in it.
     """
     if not isinstance(text, str):
-        raise Refusal(Reason.NOT_TEXT, f"A turn's text is a {type(text).__name__}.")
+        raise RowRejected(Reason.NOT_TEXT, f"A turn's text is a {type(text).__name__}.")
     if UNDECODABLE_MARK in text:
-        raise Refusal(Reason.UNDECODABLE, "A turn has bytes that are not UTF-8.")
+        raise RowRejected(Reason.UNDECODABLE, "A turn has bytes that are not UTF-8.")
     # White space before a text stays on its first line: it may be the indentation of code.
     return encodable(text).replace("\0", "").lstrip("\ufeff\r\n").rstrip()
 
@@ -31,19 +31,21 @@ def mend(turns: Sequence[tuple[Role, str]], max_characters: int) -> tuple[Messag
     """The turns, clean texts, as a conversation's messages.
 
     Raises:
-        Refusal: They are no conversation, or have more than `max_characters` characters.
+        RowRejected: They are no conversation, or have more than `max_characters` characters.
     """
     if not turns or not any(text for _, text in turns):
-        raise Refusal(Reason.EMPTY, "There is no text in it.")
+        raise RowRejected(Reason.EMPTY, "There is no text in it.")
     said = _without_loose_ends(turns)
     if not any(role == "user" for role, _ in said):
-        raise Refusal(Reason.NO_USER_TURN, "The user says nothing.")
+        raise RowRejected(Reason.NO_USER_TURN, "The user says nothing.")
     if any(not text for _, text in said):
-        raise Refusal(Reason.EMPTY, "A turn in the middle has no text.")
+        raise RowRejected(Reason.EMPTY, "A turn in the middle has no text.")
     messages = _joined(said)
     num_characters = sum(len(message.content) for message in messages)
     if num_characters > max_characters:
-        raise Refusal(Reason.TOO_LONG, f"{num_characters:,} characters; seeds.max_characters is {max_characters:,}.")
+        raise RowRejected(
+            Reason.TOO_LONG, f"{num_characters:,} characters; seeds.max_characters is {max_characters:,}."
+        )
     return messages
 
 
@@ -63,11 +65,11 @@ def _joined(said: Sequence[tuple[Role, str]]) -> tuple[Message, ...]:
     for role, text in said:
         last = messages[-1] if messages else None
         if role == "system" and last and last.role != "system":
-            raise Refusal(Reason.WRONG_ORDER, "A system prompt stands after the first turn.")
+            raise RowRejected(Reason.WRONG_ORDER, "A system prompt stands after the first turn.")
         if last is None or last.role != role or (questions_only and role == "user"):
             messages.append(Message(role, text))
         elif role == "assistant" and last.content != text:
-            raise Refusal(Reason.WRONG_ORDER, "Two answers stand in a row: a question is missing.")
+            raise RowRejected(Reason.WRONG_ORDER, "Two answers stand in a row: a question is missing.")
         elif last.content != text:
             messages[-1] = Message(role, f"{last.content}\n\n{text}")
     return tuple(messages)

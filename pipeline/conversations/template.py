@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import jinja2
 
-from pipeline.conversations.conversation import Message, Reason, Refusal
+from pipeline.conversations.conversation import Message, Reason, RowRejected
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,15 +55,15 @@ class ChatTemplate:
             hello = [Message("user", "Hello")]
             self.end_of_turn_ids = self._first_mark(self._after_answer(hello, "Hello"))
             self.end_of_user_ids = self._first_mark(self._after_user([]))
-        except Refusal as refusal:
-            what = f"The chat template cannot render a conversation of two questions: {refusal.detail}"
-            raise ConfigError(what, str(tokenizer.name_or_path), fix) from refusal
+        except RowRejected as rejected:
+            what = f"The chat template cannot render a conversation of two questions: {rejected.detail}"
+            raise ConfigError(what, str(tokenizer.name_or_path), fix) from rejected
 
     def render(self, messages: Sequence[Message], *, asks: bool) -> str:
         """The messages as text; with `asks`, up to where the next answer begins.
 
         Raises:
-            Refusal: The template raised, for example because it takes no system prompt.
+            RowRejected: The template raised, for example because it takes no system prompt.
         """
         try:
             return self._tokenizer.apply_chat_template(
@@ -73,7 +73,7 @@ class ChatTemplate:
                 tokenize=False,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
-            raise Refusal(Reason.TEMPLATE_REFUSED, f"{error}") from error
+            raise RowRejected(Reason.TEMPLATE_REFUSED, f"{error}") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """The ids as the text of a message: no special tokens, no space around it."""
@@ -145,7 +145,7 @@ class ChatTemplate:
     @staticmethod
     def _after(word: str, rendered: str) -> str:
         if word not in rendered:
-            raise Refusal(Reason.TEMPLATE_REFUSED, "The template leaves out a message.")
+            raise RowRejected(Reason.TEMPLATE_REFUSED, "The template leaves out a message.")
         return rendered.rpartition(word)[2]
 
     def _first_mark(self, text: str) -> tuple[int, ...]:

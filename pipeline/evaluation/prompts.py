@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.artifacts.rows import spans_of
 from pipeline.config import CheckConfig, SeedSource
-from pipeline.conversations.conversation import Conversation, Refusal
+from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
 from pipeline.conversations.readers import read_source
 from pipeline.conversations.requests import Completion, Sampling
@@ -193,7 +193,7 @@ def _prompts_of(dialogue: Dialogue) -> Iterator[list[int]]:
     """What stood before each answer of a conversation that is over."""
     try:
         rows = dialogue.rows()
-    except Refusal:
+    except RowRejected:
         return
     for row in rows:
         yield from (row.input_ids[: span.start] for span in row.spans)
@@ -209,7 +209,7 @@ def _most_tokens(question: Conversation, template: ChatTemplate, max_new_tokens:
     total = 1
     for message in question.messages:
         if message.role == "user":
-            with contextlib.suppress(Refusal):  # a turn that the template refuses is not asked
+            with contextlib.suppress(RowRejected):  # a turn that the template refuses is not asked
                 total += len(template.opening([*before, message])) + max_new_tokens + MORE_PER_TURN
     return total
 

@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.artifacts.rows import conversation_of, message_dicts
 from pipeline.artifacts.schemas import GENERATED
 from pipeline.config import GenerateConfig
-from pipeline.conversations.conversation import Refusal, Refused
+from pipeline.conversations.conversation import RejectedRow, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
 from pipeline.conversations.requests import Sampling
 from pipeline.conversations.row_builder import GeneratedRow
@@ -99,8 +99,8 @@ class Worker:
             for seed, dialogue in zip(seeds, talk.dialogues, strict=True):
                 try:
                     generated = dialogue.rows()
-                except Refusal as refusal:
-                    writer.refuse(Refused(seed["id"], refusal.reason, refusal.detail, seed))
+                except RowRejected as rejected:
+                    writer.reject(RejectedRow(seed["id"], rejected.reason, refusal.detail, seed))
                     continue
                 rows += [generated_row(row, seed["split"]) for row in generated]
                 counts.update(

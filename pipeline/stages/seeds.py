@@ -15,7 +15,7 @@ from typing import Any
 from pipeline.artifacts.rows import seed_row
 from pipeline.artifacts.schemas import SEEDS
 from pipeline.config import SeedSource
-from pipeline.conversations.conversation import Conversation, Deduplicator, Refused
+from pipeline.conversations.conversation import Conversation, Deduplicator, RejectedRow
 from pipeline.conversations.readers import name_sources, read_source, source_files
 from pipeline.errors import DataError
 from pipeline.run.context import Context
@@ -80,7 +80,7 @@ def one_line(summary: dict[str, Any]) -> str:
     return f"{summary['rows']:,} conversations ({held_out}), {summary['quarantined']} quarantined"
 
 
-def _read(context: Context) -> Iterator[Conversation | Refused]:
+def _read(context: Context) -> Iterator[Conversation | RejectedRow]:
     settings = context.config.seeds
     deduplicator = Deduplicator()
     for source, name in zip(settings.sources, name_sources(settings.sources), strict=True):
@@ -88,7 +88,9 @@ def _read(context: Context) -> Iterator[Conversation | Refused]:
             yield deduplicator.check(row) if isinstance(row, Conversation) else row
 
 
-def split_rows(rows: Iterable[Conversation | Refused], holdout: float) -> Iterator[tuple[Conversation | Refused, str]]:
+def split_rows(
+    rows: Iterable[Conversation | RejectedRow], holdout: float
+) -> Iterator[tuple[Conversation | RejectedRow, str]]:
     """Give every conversation its split: half of `holdout` calibrates, half checks, by the hash of the id.
 
     A set of up to `SMALL_SET` rows holds out exactly the smallest hashes, at least 8 for each; in a larger one a
@@ -113,20 +115,20 @@ def _unit_hash(row_id: str) -> float:
 
 
 def _chunks(
-    rows: Iterator[tuple[Conversation | Refused, str]], size: int
-) -> Iterator[list[tuple[Conversation | Refused, str]]]:
+    rows: Iterator[tuple[Conversation | RejectedRow, str]], size: int
+) -> Iterator[list[tuple[Conversation | RejectedRow, str]]]:
     while chunk := list(itertools.islice(rows, size)):
         yield chunk
 
 
-def _write_shard(stage: StageDirectory, index: int, chunk: list[tuple[Conversation | Refused, str]]) -> Receipt:
+def _write_shard(stage: StageDirectory, index: int, chunk: list[tuple[Conversation | RejectedRow, str]]) -> Receipt:
     with ShardWriter(
         stage.shard_path(index), stage.quarantine_path(index), SEEDS, index=index, fingerprint=stage.fingerprint
     ) as writer:
         writer.write([seed_row(row, split) for row, split in chunk if isinstance(row, Conversation)])
         for row, _ in chunk:
-            if isinstance(row, Refused):
-                writer.refuse(row)
+            if isinstance(row, RejectedRow):
+                writer.reject(row)
         splits = [split for row, split in chunk if isinstance(row, Conversation)]
         return writer.commit(
             NAME,

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.conversations.conversation import Refused
+from pipeline.conversations.conversation import RejectedRow
 from pipeline.errors import DamagedShard, EnvironmentFault
 from pipeline.storage.atomic import atomic_path, disk_errors, publish, read_json, temporary_beside, write_json
 from pipeline.storage.checksums import FileFacts, HashedFile
@@ -62,7 +62,7 @@ class ShardWriter:
 
     Args:
         path: Where the shard will be.
-        quarantine: Where its refused rows will be.
+        quarantine: Where its rejected rows will be.
         schema: One of `schemas`.
         footer: More schema metadata (dtype, hidden size, tap point).
         codec: Compression of the pages.
@@ -84,7 +84,7 @@ class ShardWriter:
         self.index, self.fingerprint, self.upstream = index, fingerprint, upstream
         self.footer, self.codec = footer or {}, codec
         self.ids: list[str] = []
-        self.refused: list[Refused] = []
+        self.rejected: list[RejectedRow] = []
         self._content = hashlib.sha256()
 
     def __enter__(self) -> ShardWriter:
@@ -126,9 +126,9 @@ class ShardWriter:
             self._writer.write_batch(batch, row_group_size=len(rows))
         hashing.result()
 
-    def refuse(self, refused: Refused) -> None:
+    def reject(self, rejected: RejectedRow) -> None:
         """Quarantine one row."""
-        self.refused.append(refused)
+        self.rejected.append(rejected)
 
     def commit(
         self,
@@ -151,21 +151,21 @@ class ShardWriter:
         if ids_in is not None:
             self._prove_complete(set(ids_in), stage)
         reasons: dict[str, int] = {}
-        for refused in self.refused:
-            reasons[str(refused.reason)] = reasons.get(str(refused.reason), 0) + 1
+        for rejected in self.rejected:
+            reasons[str(rejected.reason)] = reasons.get(str(rejected.reason), 0) + 1
         receipt = Receipt(
             index=self.index,
             fingerprint=self.fingerprint,
             upstream=self.upstream,
             num_rows=len(self.ids),
-            num_quarantined=len(self.refused),
+            num_quarantined=len(self.rejected),
             ids_sha256=ids_digest(self.ids),
             content_sha256=self._content.hexdigest(),
             reasons=reasons,
             stats=stats or {},
         )
         with atomic_path(self.quarantine_path) as temporary:
-            lines = (quarantine_line(refused, stage) for refused in self.refused)
+            lines = (quarantine_line(rejected, stage) for rejected in self.rejected)
             temporary.write_text("".join(lines), encoding="utf-8")
         said = {name: value for name, value in asdict(receipt).items() if name != "note"}
         self._writer.add_key_value_metadata({RECEIPT_KEY.decode(): json.dumps(said)})
@@ -183,19 +183,19 @@ class ShardWriter:
         def owners(ids: Iterable[str]) -> set[str]:
             return {row_id if row_id in ids_in else parent_of(row_id) for row_id in ids}
 
-        refused = [row.id for row in self.refused]
+        rejected = [row.id for row in self.rejected]
         kept = owners(self.ids)
-        assert kept | owners(refused) == ids_in, f"shard {self.index} of {stage} lost a row or made one up"
-        assert not kept & set(refused), f"shard {self.index} of {stage} kept and refused the same row"
+        assert kept | owners(rejected) == ids_in, f"shard {self.index} of {stage} lost a row or made one up"
+        assert not kept & set(rejected), f"shard {self.index} of {stage} kept and rejected the same row"
 
 
-def quarantine_line(refused: Refused, stage: str) -> str:
+def quarantine_line(rejected: RejectedRow, stage: str) -> str:
     row = {
-        "id": refused.id,
+        "id": rejected.id,
         "stage": stage,
-        "reason": str(refused.reason),
-        "detail": refused.detail,
-        "row": refused.row,
+        "reason": str(rejected.reason),
+        "detail": rejected.detail,
+        "row": rejected.row,
     }
     return json.dumps(row, ensure_ascii=True, default=str) + "\n"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.conversations.conversation import Reason, Refused
+from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.storage.shards import ShardWriter, read_rows
 
 
@@ -58,5 +58,5 @@ def shard_writer(task: ShardTask, schema: pa.Schema, **more: Any) -> Iterator[Sh
     ) as writer:
         for row in read_rows(task.source) if task.poison else ():
             if row["id"] in task.poison:
-                writer.refuse(Refused(row["id"], Reason.KILLED_WORKER, task.poison[row["id"]], row))
+                writer.reject(RejectedRow(row["id"], Reason.KILLED_WORKER, task.poison[row["id"]], row))
         yield writer

@@ -19,7 +19,7 @@ import torch
 from pipeline.artifacts.rows import spans_of
 from pipeline.artifacts.schemas import FEATURES
 from pipeline.config import FeaturesConfig
-from pipeline.conversations.conversation import Reason, Refused
+from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.conversations.spans import feature_positions
 from pipeline.storage.shards import Receipt, ShardWriter
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
@@ -114,8 +114,10 @@ def write_group(writer: ShardWriter, group: list[tuple[Row, torch.Tensor]]) -> i
         num_bad = 0 if finite_sum else int((~torch.isfinite(hidden_ND).all(dim=1)).sum())
         if num_bad:
             detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
-            writer.refuse(
-                Refused(row["id"], Reason.NON_FINITE, detail, {"input_ids": row["input_ids"], "spans": row["spans"]})
+            writer.reject(
+                RejectedRow(
+                    row["id"], Reason.NON_FINITE, detail, {"input_ids": row["input_ids"], "spans": row["spans"]}
+                )
             )
             continue
         finite.append({**row, "hidden": hidden_ND.view(torch.uint8).numpy().tobytes()})

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipeline.conversations.chat_history import Chat
-from pipeline.conversations.conversation import Refusal
+from pipeline.conversations.conversation import RowRejected
 from pipeline.conversations.template import ChatTemplate
 
 
@@ -62,7 +62,7 @@ def test_a_question_that_is_too_long_is_refused_and_changes_nothing(tokenizer, t
     chat = Chat(template, room=30)
     chat.ask("why")
     chat.answered([tokenizer.eos_token_id], ended=True)
-    with pytest.raises(Refusal, match="room for 30"):
+    with pytest.raises(RowRejected, match="room for 30"):
         chat.ask("stone " * 40)
     prompt, forgets = chat.ask("how")
     assert not forgets and prompt == rendered(tokenizer, ("user", "why"), ("assistant", ""), ("user", "how"))

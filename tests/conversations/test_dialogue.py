@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.conversations.conversation import Reason, Refusal
+from pipeline.conversations.conversation import Reason, RowRejected
 from pipeline.conversations.dialogue import Dialogue
 from pipeline.conversations.requests import Completion, Sampling, sample_seed
 from pipeline.conversations.spans import Span
@@ -99,7 +99,7 @@ def test_a_truncated_answer_refuses_the_conversation_where_the_policy_says_so_or
     dialogue = Dialogue(SEED, chatml, replace(SETTINGS, on_truncated=policy))
     hold(dialogue, tokenizer, *texts, "Never asked.")
     assert dialogue.next_request() is None
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RowRejected) as caught:
         dialogue.rows()
     assert caught.value.reason is Reason.TRUNCATED
 
@@ -110,7 +110,7 @@ def test_a_truncated_answer_refuses_the_conversation_where_the_policy_says_so_or
 def test_a_first_prompt_longer_than_the_context_is_refused(chatml):
     dialogue = Dialogue(SEED, chatml, replace(SETTINGS, max_tokens=20))
     assert dialogue.next_request() is None
-    with pytest.raises(Refusal, match="20") as caught:
+    with pytest.raises(RowRejected, match="20") as caught:
         dialogue.rows()
     assert caught.value.reason is Reason.TOO_LONG
 
@@ -143,7 +143,7 @@ def test_no_row_is_longer_than_the_context_and_every_span_is_what_was_sampled(ch
     assert all(request.max_new_tokens >= 1 for request in requests)
     try:
         (row,) = dialogue.rows()
-    except Refusal:
+    except RowRejected:
         return
     assert len(row.input_ids) <= max_tokens
     assert [span.start for span in row.spans] == [len(request.prompt_ids) for request in requests[: len(row.spans)]]
@@ -165,7 +165,7 @@ def test_a_useless_answer_ends_the_conversation_and_refuses_it_only_if_nothing_r
     at_once = Dialogue(SEED, chatml, SETTINGS)
     assert len(hold(at_once, tokenizer, text, "Never asked.")) == 1
     assert at_once.next_request() is None
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RowRejected) as caught:
         at_once.rows()
     assert caught.value.reason is reason
 
@@ -173,7 +173,7 @@ def test_a_useless_answer_ends_the_conversation_and_refuses_it_only_if_nothing_r
 def test_a_seed_that_the_template_refuses_is_refused_before_anything_is_asked(templates, tokenizer):
     dialogue = Dialogue(SEED, ChatTemplate(tokenizer, templates["without-system"]), SETTINGS)
     assert dialogue.next_request() is None
-    with pytest.raises(Refusal, match="System role not supported"):
+    with pytest.raises(RowRejected, match="System role not supported"):
         dialogue.rows()
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.conversations.conversation import Conversation, Message, Reason, Refusal
+from pipeline.conversations.conversation import Conversation, Message, Reason, RowRejected
 from pipeline.conversations.dialogue import Dialogue
 from pipeline.conversations.requests import Sampling
 from pipeline.conversations.template import ChatTemplate
@@ -80,7 +80,7 @@ def test_passthrough_refuses_a_seed_without_answers(chatml):
         Conversation("q:0", (Message("user", "Hello?"),)), chatml, replace(SETTINGS, mode="passthrough")
     )
     assert dialogue.next_request() is None
-    with pytest.raises(Refusal) as caught:
+    with pytest.raises(RowRejected) as caught:
         dialogue.rows()
     assert caught.value.reason is Reason.NOTHING_GENERATED
 

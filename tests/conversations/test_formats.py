@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.conversations.conversation import Conversation, Deduplicator, Message, Reason, Refused
+from pipeline.conversations.conversation import Conversation, Deduplicator, Message, Reason, RejectedRow
 from pipeline.conversations.formats import ROLES, read_row
 
 DIALOGUE = (
@@ -142,7 +142,7 @@ def test_surrogates_are_joined_or_replaced_so_that_every_text_is_utf8(text, stor
     assert contents(read(text)) == [("user", stored)]
 
 
-# Refused: the meaning is not plain.
+# RejectedRow: the meaning is not plain.
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_surrogates_are_joined_or_replaced_so_that_every_text_is_utf8(text, stor
 )
 def test_what_is_not_plain_is_refused_with_its_reason_and_row(row, reason):
     outcome = read(row)
-    assert isinstance(outcome, Refused)
+    assert isinstance(outcome, RejectedRow)
     assert (outcome.id, outcome.reason, outcome.row) == ("seeds:0", reason, json.loads(json.dumps(row)))
     assert outcome.detail
 
@@ -246,7 +246,7 @@ def test_any_row_has_exactly_one_outcome_and_it_can_be_stored(row, form):
     before = copy.deepcopy(row)
     outcome = read_row(row, "seeds:0", form, 1000)
     assert str(row) == str(before), "a row is read, not changed"
-    if isinstance(outcome, Refused):
+    if isinstance(outcome, RejectedRow):
         assert outcome.detail.encode()
         assert json.dumps(outcome.row, ensure_ascii=False, allow_nan=False).encode()
         return

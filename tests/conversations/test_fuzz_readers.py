@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks import fuzz_seeds
 from pipeline.conversations import readers
-from pipeline.conversations.conversation import Conversation, Reason, Refused
+from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
 from pipeline.conversations.readers import read_source
 from pipeline.errors import DataError
 
@@ -39,9 +39,9 @@ class Source:
     limit: None = None
 
 
-def read(path: Path, form: str = "auto") -> tuple[list[Conversation | Refused], str]:
+def read(path: Path, form: str = "auto") -> tuple[list[Conversation | RejectedRow], str]:
     """The rows, and why the file was refused in the end, if it was."""
-    rows: list[Conversation | Refused] = []
+    rows: list[Conversation | RejectedRow] = []
     try:
         rows.extend(read_source(Source(path, format=form), "s", max_characters=1000))
     except DataError as error:
@@ -49,7 +49,7 @@ def read(path: Path, form: str = "auto") -> tuple[list[Conversation | Refused], 
     return rows, ""
 
 
-def in_order(rows: list[Conversation | Refused]) -> bool:
+def in_order(rows: list[Conversation | RejectedRow]) -> bool:
     return [row.id for row in rows] == [f"s:{number}" for number in range(len(rows))]
 
 
@@ -96,7 +96,7 @@ def test_a_line_that_is_cut_down_to_its_brace_costs_itself_alone(tmp_path):
         path = tmp_path / "cut.jsonl"
         path.write_text("\n".join(["{" if number == broken else line for number, line in enumerate(lines)]))
         rows, refusal = read(path)
-        assert [row.id for row in rows if isinstance(row, Refused)] == [f"s:{broken}"] and len(rows) == 6
+        assert [row.id for row in rows if isinstance(row, RejectedRow)] == [f"s:{broken}"] and len(rows) == 6
         assert not refusal
 
 
@@ -111,7 +111,7 @@ def test_a_row_that_is_nested_without_end_costs_itself_alone_and_little_memory(t
     rows, refusal = read(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert [type(row) for row in rows] == [Conversation, Refused, Conversation] and not refusal
+    assert [type(row) for row in rows] == [Conversation, RejectedRow, Conversation] and not refusal
     assert rows[1].reason == Reason.BROKEN_JSON and peak < 50e6
 
 

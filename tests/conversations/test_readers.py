@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.conversations.conversation import Conversation, Reason, Refused
+from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
 from pipeline.conversations.readers import name_sources, read_source, source_files
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
@@ -256,7 +256,7 @@ def test_every_line_of_a_mangled_file_comes_out_exactly_once_and_storable(tmp_pa
     outcomes = read(path)
     assert [outcome.id for outcome in outcomes] == [f"s:{n}" for n in range(len(lines))]
     for outcome in outcomes:
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, RejectedRow):
             assert json.dumps([outcome.detail, outcome.row], ensure_ascii=False, allow_nan=False).encode()
         else:
             assert isinstance(outcome, Conversation)

@@ -11,7 +11,7 @@ import itertools
 
 import pytest
 
-from pipeline.conversations.conversation import Message, Reason, Refusal
+from pipeline.conversations.conversation import Message, Reason, RowRejected
 from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import ConfigError
 
@@ -180,7 +180,7 @@ def test_a_template_that_forgets_a_thought_two_turns_later_rewrites_history_then
 
 
 def test_a_system_prompt_that_the_template_refuses_refuses_the_row_with_the_templates_own_words(tokenizer, templates):
-    with pytest.raises(Refusal, match="System role not supported") as caught:
+    with pytest.raises(RowRejected, match="System role not supported") as caught:
         ChatTemplate(tokenizer, templates["without-system"]).opening(CHAT[:2])
     assert caught.value.reason is Reason.TEMPLATE_REFUSED
 

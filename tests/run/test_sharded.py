@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.artifacts.schemas import SEEDS
-from pipeline.conversations.conversation import Reason, Refused
+from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.errors import DataError, EnvironmentFault, MedusaDistillError
 from pipeline.execution.placement import Placement
 from pipeline.run.context import Context
@@ -37,7 +37,7 @@ class Copier:
         rows = list(read_rows(task.source))
         with shard_writer(task, SEEDS) as writer:
             for row in rows[: self.refuse]:
-                writer.refuse(Refused(row["id"], self.reason, "", None))
+                writer.reject(RejectedRow(row["id"], self.reason, "", None))
             writer.write(rows[self.refuse :])
             return writer.commit("copy", [row["id"] for row in rows], {"tokens": 7.0}, busy_seconds=0.5)
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pipeline.conversations.conversation import Conversation, Message, Reason, Refused
+from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
 from pipeline.errors import DataError
 from pipeline.flow import run_flow
 from pipeline.stages import seeds
@@ -23,8 +23,8 @@ def conversation(name: str) -> Conversation:
     return Conversation(name, (Message("user", "hello"),))
 
 
-def refused(name: str) -> Refused:
-    return Refused(name, Reason.EMPTY, "", None)
+def refused(name: str) -> RejectedRow:
+    return RejectedRow(name, Reason.EMPTY, "", None)
 
 
 def splits(rows, holdout: float) -> dict[str, str]:

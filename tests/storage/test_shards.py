@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.artifacts.schemas import SEEDS
-from pipeline.conversations.conversation import Reason, Refused
+from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.errors import DamagedShard
 from pipeline.storage.shards import ShardWriter, open_shard, read_receipt, read_rows
 
@@ -33,13 +33,13 @@ def write(folder, rows, refused=(), *, ids_in=None, fingerprint="f" * 64, groups
         for start in range(0, len(rows), size):
             writer.write(rows[start : start + size])
         for one in refused:
-            writer.refuse(one)
+            writer.reject(one)
         receipt = writer.commit("seeds", ids_in)
     return path, receipt
 
 
-def refused(row_id: str, text: str = "") -> Refused:
-    return Refused(row_id, Reason.EMPTY, "no text", {"text": text})
+def refused(row_id: str, text: str = "") -> RejectedRow:
+    return RejectedRow(row_id, Reason.EMPTY, "no text", {"text": text})
 
 
 @settings(max_examples=25, deadline=None)
@@ -63,7 +63,7 @@ def test_what_was_written_is_read_back_and_every_row_is_accounted_for(tmp_path_f
         (["a"], [], ["a", "b"], "lost a row"),
         (["a", "b"], [], ["a"], "made one up"),
         (["a", "a"], [], ["a"], "repeats an id"),
-        (["a"], ["a"], ["a"], "kept and refused"),
+        (["a"], ["a"], ["a"], "kept and rejected"),
         (["a#0", "a#1"], ["b"], ["a", "b", "c"], "lost a row"),
     ],
 )
