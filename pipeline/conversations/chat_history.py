@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.conversations.conversation import Message, Reason, RowRejected, encodable
-from pipeline.conversations.row_builder import Draft
+from pipeline.conversations.row_builder import RowBuilder
 from pipeline.conversations.template import ChatTemplate
 
 
@@ -20,8 +20,8 @@ class Chat:
     def __init__(self, template: ChatTemplate, room: int, system: str | None = None):
         self._template, self._room = template, room
         self._system = (Message("system", system),) if system else ()
-        self._draft: Draft | None = None
-        self._asked: Draft | None = None
+        self._builder: RowBuilder | None = None
+        self._asked: RowBuilder | None = None
 
     def ask(self, question: str) -> tuple[list[int], bool]:
         """The ids up to where the answer begins, and whether earlier turns had to be forgotten to make room.
@@ -31,7 +31,7 @@ class Chat:
         """
         message = Message("user", encodable(question))
         asked = self._asking(message)
-        forgets = len(asked.ids) > self._room and self._draft is not None
+        forgets = len(asked.ids) > self._room and self._builder is not None
         if forgets:
             asked = self._opening((*self._system, message))
         if len(asked.ids) > self._room:
@@ -46,17 +46,17 @@ class Chat:
         assert self._asked is not None, "nothing was asked"
         if ids:
             message = Message("assistant", self._template.decode(ids))
-            self._draft = self._asked.written(list(ids), "stop" if ended else "length", message)
+            self._builder = self._asked.written(list(ids), "stop" if ended else "length", message)
         self._asked = None
 
-    def _asking(self, question: Message) -> Draft:
-        draft, template = self._draft, self._template
-        if draft is None:
+    def _asking(self, question: Message) -> RowBuilder:
+        builder, template = self._builder, self._template
+        if builder is None:
             return self._opening((*self._system, question))
-        messages = (*draft.messages, question)
+        messages = (*builder.messages, question)
         if template.rewrites_history(messages):
             return self._opening(messages)
-        return draft.read(template.glue(draft.messages[:-1], draft.ended, question.content), question)
+        return builder.read(template.glue(builder.messages[:-1], builder.ended, question.content), question)
 
-    def _opening(self, messages: tuple[Message, ...]) -> Draft:
-        return Draft(0, self._template.opening(messages), messages)
+    def _opening(self, messages: tuple[Message, ...]) -> RowBuilder:
+        return RowBuilder(0, self._template.opening(messages), messages)

@@ -21,7 +21,7 @@ from typing import Literal
 from pipeline.conversations.conversation import Conversation, Message, Reason, RowRejected
 from pipeline.conversations.repetition import degenerate_loop
 from pipeline.conversations.requests import Completion, Finish, Request, Sampling, sample_seed
-from pipeline.conversations.row_builder import Draft, GeneratedRow
+from pipeline.conversations.row_builder import GeneratedRow, RowBuilder
 from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import ConfigError
 
@@ -76,9 +76,9 @@ class Dialogue:
         self._turns = iter(turns)
         self._seed_answer: str | None = None
         self._writer: Literal["user", "assistant"] = "assistant"
-        self._draft: Draft | None = None  # everything said so far
-        self._pending: Draft | None = None  # the same, up to where the requested text begins
-        self._rows: dict[int, Draft] = {}  # what will stay, by the turn that a row begins with
+        self._builder: RowBuilder | None = None  # everything said so far
+        self._pending: RowBuilder | None = None  # the same, up to where the requested text begins
+        self._rows: dict[int, RowBuilder] = {}  # what will stay, by the turn that a row begins with
         self._num_requests = self._num_answers = 0
         self._ending: RowRejected | None = None
 
@@ -93,17 +93,17 @@ class Dialogue:
     def receive(self, completion: Completion) -> None:
         """Takes what the target wrote for the last request."""
         assert self._pending is not None, f"{completion.id} answers no request"
-        draft, self._pending = self._pending, None
+        builder, self._pending = self._pending, None
         ids, finish = completion.token_ids, completion.finished
         text_ids = ids[:-1] if finish == "stop" and ids and ids[-1] in self._stop_token_ids else ids
         text = self._template.decode(text_ids)
-        context_left = self._settings.max_tokens - len(draft.ids) - len(ids)
+        context_left = self._settings.max_tokens - len(builder.ids) - len(ids)
         if flaw := self._flaw(text_ids, text, finish, context_left):
             self._ending = flaw
             return
-        self._draft = draft.written(ids, finish, Message(self._writer, text))
+        self._builder = builder.written(ids, finish, Message(self._writer, text))
         if self._writer == "assistant":
-            self._rows[self._draft.first_turn] = self._draft
+            self._rows[self._builder.first_turn] = self._builder
             self._num_answers += 1
         if self._settings.mode == "self-talk":
             self._writer = "user" if self._writer == "assistant" else "assistant"
@@ -118,7 +118,7 @@ class Dialogue:
         if not self._rows:
             raise self._ending
         parent, split = self._conversation.id, len(self._rows) > 1
-        return [draft.row(f"{parent}#{turn}" if split else parent, parent) for turn, draft in self._rows.items()]
+        return [builder.row(f"{parent}#{turn}" if split else parent, parent) for turn, builder in self._rows.items()]
 
     @property
     def _stop_token_ids(self) -> tuple[int, ...]:
@@ -131,16 +131,16 @@ class Dialogue:
         if self._ending is not None:
             return None
         try:
-            draft = self._prompt()
-            room = self._room(draft)
+            builder = self._prompt()
+            room = self._room(builder)
         except RowRejected as ending:
             self._ending = ending
             return None
         settings, sampling = self._settings, self._settings.sampling
-        turn, self._num_requests, self._pending = self._num_requests, self._num_requests + 1, draft
+        turn, self._num_requests, self._pending = self._num_requests, self._num_requests + 1, builder
         return Request(
             id=f"{self._conversation.id}/{turn}",
-            prompt_ids=draft.ids,
+            prompt_ids=builder.ids,
             max_new_tokens=room if settings.mode == "passthrough" else min(room, sampling.max_new_tokens),
             seed=sample_seed(settings.seed, self._conversation.id, turn) if sampling.temperature > 0 else None,
             temperature=sampling.temperature,
@@ -148,34 +148,34 @@ class Dialogue:
             stop_token_ids=self._stop_token_ids,
         )
 
-    def _prompt(self) -> Draft:
+    def _prompt(self) -> RowBuilder:
         """Everything up to where the next text begins; RowRejected when there is nothing left to ask."""
-        draft, template = self._draft, self._template
+        builder, template = self._builder, self._template
         if self._num_answers == self._settings.rounds:
             raise RowRejected(Reason.NOTHING_GENERATED, "All rounds are over.")
-        if draft is not None and self._writer == "user":
-            return draft.read(template.role_header(draft.messages[:-1], draft.ended))
-        if draft is not None and draft.messages[-1].role == "user":  # the target asked itself
-            if template.rewrites_history(draft.messages):
-                return self._new_row(draft.messages)
-            return draft.read(template.role_footer(draft.messages[:-1], draft.ended))
+        if builder is not None and self._writer == "user":
+            return builder.read(template.role_header(builder.messages[:-1], builder.ended))
+        if builder is not None and builder.messages[-1].role == "user":  # the target asked itself
+            if template.rewrites_history(builder.messages):
+                return self._new_row(builder.messages)
+            return builder.read(template.role_footer(builder.messages[:-1], builder.ended))
         turn = next(self._turns, None)
         if turn is None:
             raise RowRejected(Reason.NOTHING_GENERATED, "The seed has no question, or for passthrough no answer.")
         self._seed_answer = turn.answer
-        if draft is None:
+        if builder is None:
             return self._new_row((*self._conversation.system, turn.question))
-        messages = (*draft.messages, turn.question)
+        messages = (*builder.messages, turn.question)
         if template.rewrites_history(messages):
             return self._new_row(messages)
-        return draft.read(template.glue(draft.messages[:-1], draft.ended, turn.question.content), turn.question)
+        return builder.read(template.glue(builder.messages[:-1], builder.ended, turn.question.content), turn.question)
 
-    def _new_row(self, messages: tuple[Message, ...]) -> Draft:
-        return Draft(self._num_answers, self._template.opening(messages), messages)
+    def _new_row(self, messages: tuple[Message, ...]) -> RowBuilder:
+        return RowBuilder(self._num_answers, self._template.opening(messages), messages)
 
-    def _room(self, draft: Draft) -> int:
+    def _room(self, builder: RowBuilder) -> int:
         """How many tokens the context has left for a text."""
-        num_tokens, max_tokens = len(draft.ids), self._settings.max_tokens
+        num_tokens, max_tokens = len(builder.ids), self._settings.max_tokens
         if num_tokens >= max_tokens:
             reason = Reason.CONTEXT_FULL if self._rows else Reason.TOO_LONG
             raise RowRejected(reason, f"The prompt has {num_tokens} tokens, the context {max_tokens}.")

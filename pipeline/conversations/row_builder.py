@@ -31,7 +31,7 @@ class GeneratedRow:
 
 
 @dataclass(frozen=True)
-class Draft:
+class RowBuilder:
     """A row in the making. Every step makes a new one, so that a dropped turn leaves no trace."""
 
     first_turn: int
@@ -45,11 +45,11 @@ class Draft:
         """Whether its last text has an end of its own."""
         return self.finish[-1] == "stop"
 
-    def read(self, ids: list[int], *messages: Message) -> Draft:
+    def read(self, ids: list[int], *messages: Message) -> RowBuilder:
         """With tokens that the target did not write."""
         return replace(self, ids=self.ids + ids, messages=self.messages + messages)
 
-    def written(self, ids: list[int], finish: Finish, message: Message) -> Draft:
+    def written(self, ids: list[int], finish: Finish, message: Message) -> RowBuilder:
         """With a text that the target wrote."""
         span = Span(len(self.ids), len(self.ids) + len(ids), message.role)
         return replace(self.read(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish))
