@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow, Role, RowRejected, encodable
-from pipeline.conversations.repair import clean_text, mend
+from pipeline.conversations.repair import clean_text, repair
 
 Turns = list[tuple[Role, str]]
 
@@ -46,7 +46,7 @@ def read_row(row: Any, id: str, form: str, max_characters: int) -> Conversation 
     """One row of a dump as a conversation, or the record of why it cannot be one."""
     try:
         turns = _TURNS[detect(row) if form == "auto" else form](row)
-        messages = mend(turns, max_characters)
+        messages = repair(turns, max_characters)
     except RowRejected as rejected:
         return RejectedRow.of(id, rejected, row)
     fields = row if isinstance(row, dict) else {}

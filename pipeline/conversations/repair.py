@@ -1,4 +1,4 @@
-"""Mend a row's turns where the meaning is plain, refuse it with a reason where it is not.
+"""Repair a row's turns where the meaning is plain, refuse it with a reason where it is not.
 
 Mended: byte order marks, NULs, lone surrogates and white space around a text; empty system prompts and several of
 them; answers before the first question; an empty last answer; a message said twice, or in two parts, by the user.
@@ -27,7 +27,7 @@ def clean_text(text: Any) -> str:
     return encodable(text).replace("\0", "").lstrip("\ufeff\r\n").rstrip()
 
 
-def mend(turns: Sequence[tuple[Role, str]], max_characters: int) -> tuple[Message, ...]:
+def repair(turns: Sequence[tuple[Role, str]], max_characters: int) -> tuple[Message, ...]:
     """The turns, clean texts, as a conversation's messages.
 
     Raises:

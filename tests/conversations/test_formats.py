@@ -1,4 +1,4 @@
-"""Every form of dump as the same conversation; what is mended, and what is refused with which reason."""
+"""Every form of dump as the same conversation; what is repaired, and what is refused with which reason."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ A, B = ("human", "Hello?"), ("gpt", "Hi.")
 
 
 @pytest.mark.parametrize(
-    ("turns", "mended"),
+    ("turns", "repaired"),
     [
         ([("gpt", "Welcome!"), A, B], ["Hello?", "Hi."]),
         ([("system", "Be kind."), ("gpt", "Welcome!"), A], ["Be kind.", "Hello?"]),
@@ -133,8 +133,8 @@ A, B = ("human", "Hello?"), ("gpt", "Hi.")
         ([("human", "&lt;b&gt; is bold?"), B], ["&lt;b&gt; is bold?", "Hi."]),
     ],
 )
-def test_what_is_plainly_meant_is_mended(turns, mended):
-    assert [content for _, content in contents(read(sharegpt(*turns)))] == mended
+def test_what_is_plainly_meant_is_mended(turns, repaired):
+    assert [content for _, content in contents(read(sharegpt(*turns)))] == repaired
 
 
 @pytest.mark.parametrize(("text", "stored"), [("\ud83d\ude00", "😀"), ("a\ud83d", "a�"), ("\udc00b", "�b")])
