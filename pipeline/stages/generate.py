@@ -25,7 +25,7 @@ from pipeline.run.sharded import run_sharded
 from pipeline.storage.shards import Receipt
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
-from pipeline.targets.dialogue_pool import Talk, Talks
+from pipeline.targets.dialogue_pool import DialogueGroup, DialoguePool
 from pipeline.targets.engines import make_generation_engine, semantic_arguments
 from pipeline.targets.protocol import GenerationEngine
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
@@ -80,8 +80,8 @@ class Worker:
         if settings.mode != "passthrough":
             arguments = (settings.engine_args, gpus, settings.batch_invariant)
             self.engine = make_generation_engine(settings.engine, target, *arguments)
-        self.talks = Talks(self.engine)
-        self._begun: dict[str, tuple[list[Row], Talk]] = {}
+        self.pool = DialoguePool(self.engine)
+        self._begun: dict[str, tuple[list[Row], DialogueGroup]] = {}
         self._upcoming: ShardTask | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
@@ -90,13 +90,13 @@ class Worker:
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.monotonic()
-        seeds, talk = self._begin(task)
-        self.talks.finish(talk, self._begin_upcoming)
+        seeds, group = self._begin(task)
+        self.pool.finish(group, self._begin_upcoming)
         del self._begun[task.shard]
         counts: Counter[str] = Counter(tokens=0, turns=0)
         with shard_writer(task, GENERATED) as writer:
             rows: list[Row] = []
-            for seed, dialogue in zip(seeds, talk.dialogues, strict=True):
+            for seed, dialogue in zip(seeds, group.dialogues, strict=True):
                 try:
                     generated = dialogue.rows()
                 except RowRejected as rejected:
@@ -110,14 +110,14 @@ class Worker:
             ids_in = [*task.poison, *(seed["id"] for seed in seeds)]
             return writer.commit(NAME, ids_in, dict(counts), time.monotonic() - started)
 
-    def _begin(self, task: ShardTask) -> tuple[list[Row], Talk]:
+    def _begin(self, task: ShardTask) -> tuple[list[Row], DialogueGroup]:
         """The shard's seeds and their conversations, which wait for their turn unless they have begun already."""
         if task.shard not in self._begun:
             seeds = task_rows(task)
-            talk = self.talks.add(
+            group = self.pool.add(
                 Dialogue(conversation_of(row), self.template, self._dialogue_settings(row["split"])) for row in seeds
             )
-            self._begun[task.shard] = seeds, talk
+            self._begun[task.shard] = seeds, group
         return self._begun[task.shard]
 
     def _begin_upcoming(self) -> None:

@@ -16,33 +16,33 @@ from pipeline.targets.protocol import GenerationEngine
 
 
 @dataclass
-class Talk:
+class DialogueGroup:
     """Conversations that belong together, and how many of them are not over."""
 
     dialogues: list[Dialogue]
     num_left: int
 
 
-class Talks:
+class DialoguePool:
     """All conversations of one engine; without an engine only such as ask for nothing."""
 
     def __init__(self, engine: GenerationEngine | None):
         self._engine = engine
         self._seats = engine.capacity if engine else math.inf
-        self._unopened: deque[tuple[Dialogue, Talk]] = deque()
-        self._waiting: dict[str, tuple[Dialogue, Talk]] = {}  # for an answer, by the request's id
+        self._unopened: deque[tuple[Dialogue, DialogueGroup]] = deque()
+        self._waiting: dict[str, tuple[Dialogue, DialogueGroup]] = {}  # for an answer, by the request's id
 
-    def add(self, dialogues: Iterable[Dialogue]) -> Talk:
+    def add(self, dialogues: Iterable[Dialogue]) -> DialogueGroup:
         """Queue conversations behind those that are queued already."""
         listed = list(dialogues)
-        talk = Talk(listed, len(listed))
-        self._unopened.extend((dialogue, talk) for dialogue in listed)
-        return talk
+        group = DialogueGroup(listed, len(listed))
+        self._unopened.extend((dialogue, group) for dialogue in listed)
+        return group
 
-    def finish(self, talk: Talk, add_more: Callable[[], None] = lambda: None) -> None:
+    def finish(self, group: DialogueGroup, add_more: Callable[[], None] = lambda: None) -> None:
         """Go on until these conversations are over; `add_more` is called whenever a seat is free and none is queued."""
         self._open(add_more)
-        while talk.num_left:
+        while group.num_left:
             assert self._engine is not None, "without an engine nothing is asked for"
             for completion in self._engine.step():
                 dialogue, owner = self._waiting.pop(completion.id)
@@ -60,17 +60,17 @@ class Talks:
         while self._unopened and len(self._waiting) < self._seats:
             self._go_on(*self._unopened.popleft())
 
-    def _go_on(self, dialogue: Dialogue, talk: Talk) -> None:
+    def _go_on(self, dialogue: Dialogue, group: DialogueGroup) -> None:
         request = dialogue.next_request()
         if request is None:
-            talk.num_left -= 1
+            group.num_left -= 1
             return
         assert self._engine is not None, "without an engine nothing is asked for"
-        self._waiting[request.id] = dialogue, talk
+        self._waiting[request.id] = dialogue, group
         self._engine.add(request)
 
 
 def converse(dialogues: Iterable[Dialogue], engine: GenerationEngine | None) -> None:
     """Hold all these conversations to their end."""
-    talks = Talks(engine)
-    talks.finish(talks.add(dialogues))
+    pool = DialoguePool(engine)
+    pool.finish(pool.add(dialogues))

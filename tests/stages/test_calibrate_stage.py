@@ -60,9 +60,9 @@ def test_accuracies_are_those_of_the_calibrate_split_and_no_other(finished_run):
     assert train_KR[0, 0] / train_K[0] != pytest.approx(tree["accuracies"][0][0], abs=1e-3)
 
 
-def learned_talks(run) -> list[list[tuple]]:
+def learned_dialogues(run) -> list[list[tuple]]:
     """The spans of every held-out conversation, with all heads' guesses at each state."""
-    heads, talks = load_file(run.latest("train").path / "heads.safetensors"), []
+    heads, dialogues = load_file(run.latest("train").path / "heads.safetensors"), []
     for path in run.latest("features").shards():
         for row in read_rows(path):
             hidden_ND = np.frombuffer(row["hidden"], np.float32).reshape(-1, 64)
@@ -70,8 +70,8 @@ def learned_talks(run) -> list[list[tuple]]:
             order_KNV = [guesses(heads, head, hidden_ND) for head in range(3)] if row["split"] == "calibrate" else []
             learned = [span for span in row["spans"] if order_KNV and span["end"] - span["start"] > 1]
             if learned:
-                talks.append([(s["start"], s["end"], row["input_ids"], at, order_KNV) for s in learned])
-    return talks
+                dialogues.append([(s["start"], s["end"], row["input_ids"], at, order_KNV) for s in learned])
+    return dialogues
 
 
 def is_right(span: tuple, t: int, path) -> bool:
@@ -80,10 +80,10 @@ def is_right(span: tuple, t: int, path) -> bool:
     return inside and all(order_KNV[k][at[t], rank] == ids[t + 2 + k] for k, rank in enumerate(path))
 
 
-def walked_rate(talks: list[list[tuple]], choices: list[list[int]]) -> float:
+def walked_rate(dialogues: list[list[tuple]], choices: list[list[int]]) -> float:
     """Tokens per step, stepping through conversations as decoding does."""
     tokens = steps = 0
-    for span in (span for talk in talks for span in talk):
+    for span in (span for dialogue in dialogues for span in dialogue):
         start, end, *_ = span
         t = start - 1  # the state that the root's token, at t+1, was read from
         while t + 2 < end:
@@ -98,7 +98,7 @@ def test_the_tree_is_one_of_its_size_and_expects_what_a_walk_through_the_other_h
     choices = [tuple(path) for path in tree["choices"]]
     assert len(choices) == len(set(choices)) == 8 == summary["nodes"]
     assert all(len(path) == 1 or path[:-1] in choices for path in choices)
-    other_half = learned_talks(finished_run)[1::2]
+    other_half = learned_dialogues(finished_run)[1::2]
     assert tree["expected_acceleration_rate"] == pytest.approx(walked_rate(other_half, tree["judged"]))
     assert tree["searches"].keys() == {"product", "joint"}
     assert tree["searches"][summary["source"]] == max(tree["searches"].values()) == tree["expected_acceleration_rate"]
@@ -107,7 +107,7 @@ def test_the_tree_is_one_of_its_size_and_expects_what_a_walk_through_the_other_h
 def test_the_tree_that_is_used_is_searched_on_all_held_out_text(finished_run):
     tree = json.loads((finished_run.path / "latest/calibrate/tree.json").read_text())
     source = finished_run.latest("calibrate").summary["tree"]["source"]
-    spans = [span for talk in learned_talks(finished_run) for span in talk]
+    spans = [span for dialogue in learned_dialogues(finished_run) for span in dialogue]
     states = [(span, t) for span in spans for t in range(span[0] - 1, span[1] - 2)]
 
     def score(path) -> float:
@@ -161,7 +161,7 @@ def test_a_tree_of_the_user_s_own_is_taken_as_it_is(copied_run, make_config, tmp
     assert json.loads((run.path / "latest/export/medusa_choices.json").read_text()) == choices
     tree = run.latest("calibrate").summary["tree"]
     assert (tree["nodes"], tree["depth"], tree["source"]) == (4, 3, "calibrate.choices")
-    assert tree["expected_acceleration_rate"] == pytest.approx(walked_rate(learned_talks(run), choices), abs=1e-4)
+    assert tree["expected_acceleration_rate"] == pytest.approx(walked_rate(learned_dialogues(run), choices), abs=1e-4)
 
 
 def test_another_tree_in_the_same_file_is_noticed(copied_run, make_config, tmp_path):

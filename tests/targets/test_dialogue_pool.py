@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pipeline.conversations.conversation import Conversation, Message
 from pipeline.conversations.dialogue import Completion, Dialogue, DialogueSettings, Sampling
 from pipeline.conversations.template import ChatTemplate
-from pipeline.targets.dialogue_pool import Talks, converse
+from pipeline.targets.dialogue_pool import DialoguePool, converse
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from tests.flows.tiny import WORDS
 
@@ -119,18 +119,18 @@ def _alone(template: ChatTemplate, turns: list[int]) -> list[Dialogue]:
 )
 def test_the_next_shard_takes_the_seats_that_the_last_ones_of_this_one_leave_free(template, one, other, capacity):
     engine = ClockworkEngine("a", capacity)
-    talks, later = Talks(engine), []
-    first = talks.add(dialogues(template, one))
+    pool, later = DialoguePool(engine), []
+    first = pool.add(dialogues(template, one))
 
     def begin_next() -> None:
         if not later:
-            later.append(talks.add(dialogues(template, other, shard="t")))
+            later.append(pool.add(dialogues(template, other, shard="t")))
 
-    talks.finish(first, begin_next)
+    pool.finish(first, begin_next)
     ends = sorted(engine.answered_at[f"s:{number}/{length - 1}"] for number, length in enumerate(one))
     first_free_seat = 0 if len(one) < capacity else ends[len(one) - capacity]
     assert engine.asked_at["t:0/0"] == first_free_seat
     begin_next()
-    talks.finish(later[0])
+    pool.finish(later[0])
     assert [d.rows() for d in first.dialogues] == [d.rows() for d in _alone(template, one)]
     assert len(engine.asked_at) == sum(one) + sum(other) and engine.fullest <= capacity
