@@ -27,7 +27,7 @@ def inspect(
         str | None, typer.Argument(help="A row's id, or its number counted from 0. Default: the first.")
     ] = None,
 ) -> None:
-    """Show a row; what the target wrote is coloured (assistant green, user cyan), the prompt and the glue are not."""
+    """Show a row; what the target wrote is coloured (assistant green, user cyan), the prompt and the separators are not."""
     run, config = RunDirectory.open(run_dir)
     if stage not in STAGES:
         raise ConfigError(f"There is no stage '{stage}'.", "inspect", f"The stages are {', '.join(STAGES)}.")

@@ -56,7 +56,7 @@ class Chat:
         messages = (*builder.messages, question)
         if template.rewrites_history(messages):
             return self._opening(messages)
-        return builder.read(template.glue(builder.messages[:-1], builder.ended, question.content), question)
+        return builder.read(template.separator(builder.messages[:-1], builder.ended, question.content), question)
 
     def _opening(self, messages: tuple[Message, ...]) -> RowBuilder:
         return RowBuilder(0, self._template.opening(messages), messages)

@@ -168,7 +168,9 @@ class Dialogue:
         messages = (*builder.messages, turn.question)
         if template.rewrites_history(messages):
             return self._new_row(messages)
-        return builder.read(template.glue(builder.messages[:-1], builder.ended, turn.question.content), turn.question)
+        return builder.read(
+            template.separator(builder.messages[:-1], builder.ended, turn.question.content), turn.question
+        )
 
     def _new_row(self, messages: tuple[Message, ...]) -> RowBuilder:
         return RowBuilder(self._num_answers, self._template.opening(messages), messages)

@@ -84,19 +84,19 @@ class ChatTemplate:
         """Ids of a history that ends with a question, up to where its answer begins; BOS is the template's to set."""
         return self._tokenize(self.render(messages, asks=True))
 
-    def glue(self, messages: Sequence[Message], answer_ended: bool, next_user: str) -> list[int]:
+    def separator(self, messages: Sequence[Message], answer_ended: bool, next_user: str) -> list[int]:
         """Ids between a sampled answer and the next one.
 
         Args:
             messages: The history before that answer, with the user's message that it answers.
-            answer_ended: The sampled ids have the end-of-turn token already; otherwise the glue begins with it.
+            answer_ended: The sampled ids have the end-of-turn token already; otherwise the separator begins with it.
             next_user: The user's next message.
         """
         tail = self._tokenize_after(self._after_answer(messages, next_user))
         return _without_end(tail, self.end_of_turn_ids) if answer_ended else tail
 
     def role_header(self, messages: Sequence[Message], answer_ended: bool) -> list[int]:
-        """Ids between a sampled answer and a user's text that is to be sampled next; arguments as in `glue`."""
+        """Ids between a sampled answer and a user's text that is to be sampled next; arguments as in `separator`."""
         next_user = _unused_word(messages)
         header, _, _ = self._after_answer(messages, next_user).partition(next_user)
         # A space before a text belongs to the text's first token, as it does after the generation prompt "ASSISTANT:".

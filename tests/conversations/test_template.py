@@ -64,7 +64,7 @@ def test_prompts_and_sampled_answers_add_up_to_the_ids_that_transformers_gives(
         ids = ids + up_to(expected, len(ids), end_id)
         if asked + 1 == len(chat):
             break
-        ids = ids + chat_template.glue(chat[:asked], True, chat[asked + 1].content)
+        ids = ids + chat_template.separator(chat[:asked], True, chat[asked + 1].content)
     assert ids == expected[: len(ids)]
     assert tokenizer.decode(expected[len(ids) :]).strip() == ""
 
@@ -75,7 +75,9 @@ def test_a_truncated_answer_is_followed_by_the_end_of_turn_that_the_template_wri
     chat_template = ChatTemplate(tokenizer, template)
     cut = [*CHAT[:2], Message("assistant", "I am a sm"), CHAT[3]]
     sampled = tokenizer(" I am a sm" if family in ("llama-2", "vicuna") else "I am a sm", add_special_tokens=False)
-    ids = chat_template.opening(cut[:2]) + sampled["input_ids"] + chat_template.glue(cut[:2], False, cut[3].content)
+    ids = (
+        chat_template.opening(cut[:2]) + sampled["input_ids"] + chat_template.separator(cut[:2], False, cut[3].content)
+    )
     text, _ = reference(tokenizer, template, cut, asks=True)
     assert tokenizer.decode(ids) == text
 
@@ -142,7 +144,7 @@ def test_a_recited_conversation_is_the_one_that_transformers_renders(family, kin
     for asked in range(first, len(chat), 2):
         ids = ids + chat_template.recite(chat[:asked], chat[asked].content)
         if asked + 1 < len(chat):
-            ids = ids + chat_template.glue(chat[:asked], True, chat[asked + 1].content)
+            ids = ids + chat_template.separator(chat[:asked], True, chat[asked + 1].content)
     _, expected = reference(tokenizer, template, chat)
     assert ids == expected[: len(ids)]
     assert tokenizer.decode(expected[len(ids) :]).strip() == ""
@@ -193,7 +195,7 @@ def test_a_message_that_says_what_stands_in_for_messages_changes_nothing(tokeniz
         Message("user", "Placeholder"),
     ]
     ids = chat_template.opening(odd[:1]) + chat_template.recite(odd[:1], odd[1].content)
-    ids += chat_template.glue(odd[:1], True, odd[2].content)
+    ids += chat_template.separator(odd[:1], True, odd[2].content)
     assert ids == reference(tokenizer, templates["chatml"], odd, asks=True)[1]
 
 
