@@ -17,7 +17,7 @@ from pipeline.execution.placement import Placement
 from pipeline.run.context import Context
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask
-from pipeline.storage.totals import Tally
+from pipeline.storage.totals import StageTotals
 
 
 def run_sharded(
@@ -37,7 +37,7 @@ def run_sharded(
         unit: The receipt's statistic that the rate is shown in: `tokens` or `positions`.
 
     Returns:
-        Totals over all shards, see `Tally.summary`.
+        Totals over all shards, see `StageTotals.summary`.
 
     Raises:
         MedusaDistillError: A worker says so; too much was quarantined; the disk is nearly full.
@@ -50,20 +50,20 @@ def run_sharded(
     have = stage.receipts()
     pending = deque(stage.pending(tasks, have))
     unfinished = {task.index for task in pending}
-    tally = Tally(receipt for index, receipt in have.items() if index not in unfinished)
-    started, before = time.monotonic(), tally.stats[unit]
+    totals = StageTotals(receipt for index, receipt in have.items() if index not in unfinished)
+    started, before = time.monotonic(), totals.stats[unit]
     seconds_per_task = limits.max_hours_per_shard * 3600
-    with context.meter(stage.stage, len(tasks), done=tally.shards) as meter:
+    with context.meter(stage.stage, len(tasks), done=totals.shards) as meter:
         while pending:
             killers: list[Outcome] = []
             for outcome in context.executor.map(worker, arguments, pending, placement, seconds_per_task):
                 _record(context, stage, outcome)
                 if outcome.receipt:
-                    tally.add(outcome.receipt)
-                    rate = (tally.stats[unit] - before) / max(time.monotonic() - started, 1e-9)
-                    meter.advance(_note(rate, unit, tally.quarantined))
+                    totals.add(outcome.receipt)
+                    rate = (totals.stats[unit] - before) / max(time.monotonic() - started, 1e-9)
+                    meter.advance(_note(rate, unit, totals.quarantined))
                     _check_disk(limits, stage)
-                    tally.check_quarantine(stage.stage, str(stage.path), limits.max_quarantine_fraction, final=False)
+                    totals.check_quarantine(stage.stage, str(stage.path), limits.max_quarantine_fraction, final=False)
                 elif _again(limits, stage, outcome, failures):
                     pending.append(outcome.task)
                 else:
@@ -87,9 +87,9 @@ def run_sharded(
             pending.extend(replace(task, poison=poison.get(task.index, {})) for task in stage.pending(tasks, have))
             searched = {killer.task.index for killer in killers}
             _count_unseen(limits, stage, [task for task in pending if task.index not in searched], failures)
-    tally = Tally(have.values())
-    tally.check_quarantine(stage.stage, str(stage.path), limits.max_quarantine_fraction, final=True)
-    return tally.summary()
+    totals = StageTotals(have.values())
+    totals.check_quarantine(stage.stage, str(stage.path), limits.max_quarantine_fraction, final=True)
+    return totals.summary()
 
 
 def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:

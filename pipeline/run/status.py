@@ -16,7 +16,7 @@ from pipeline.run.context import Context
 from pipeline.run.identity import identity_of, locate, upstream_of
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.totals import Tally
+from pipeline.storage.totals import StageTotals
 from pipeline.training.methods import method_of
 
 
@@ -39,7 +39,9 @@ class StageState:
         """What a finished stage says of itself, and of an unfinished one the sums over its shards."""
         if self.directory is None:
             return {}
-        return self.directory.summary or (Tally(self.directory.receipts().values()).summary() if self.made else {})
+        return self.directory.summary or (
+            StageTotals(self.directory.receipts().values()).summary() if self.made else {}
+        )
 
 
 def stage_states(run: RunDirectory, config: Config, stages: Mapping[str, ModuleType]) -> dict[str, StageState]:

@@ -21,7 +21,7 @@ from pipeline.errors import DataError
 from pipeline.run.context import Context
 from pipeline.storage.shards import Receipt, ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.totals import Tally
+from pipeline.storage.totals import StageTotals
 
 NAME = "seeds"
 VERSION = 1
@@ -68,9 +68,9 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
             )
             meter.update(meter.done + len(chunk))
     stage.drop_shards_but(receipts)
-    tally = Tally(receipts.values())
-    tally.check_quarantine(NAME, str(stage.path), context.config.limits.max_quarantine_fraction, final=True)
-    summary = tally.summary()
+    totals = StageTotals(receipts.values())
+    totals.check_quarantine(NAME, str(stage.path), context.config.limits.max_quarantine_fraction, final=True)
+    summary = totals.summary()
     _require_enough(summary, stage)
     return summary
 

@@ -13,7 +13,7 @@ from pipeline.storage.shards import Receipt
 ENOUGH_TO_JUDGE = 100  # rows; a fraction of fewer says nothing yet
 
 
-class Tally:
+class StageTotals:
     """Sums over receipts, one addition per shard however many there are."""
 
     def __init__(self, receipts: Iterable[Receipt] = ()):
