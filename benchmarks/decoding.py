@@ -1,6 +1,6 @@
 """What a step with a tree costs over a plain one on this machine's CPU, by the tree's size and by the batch's.
 
-Measured: seconds per step of `MedusaDecoder` with trees of 1 to 256 nodes over those of `plain_decoder`, the same loop
+Measured: seconds per step of `Decoder` with trees of 1 to 256 nodes over those of `plain_decoder`, the same loop
 without a tree, in turns, with as many threads as make plain decoding fastest. Batches: the same for a tree of 8 nodes
 and several texts at once. Heads are untrained and untied (the dearer kind): what a step costs does not depend on what
 is accepted. The curve for a GPU is the gpu benchmark's.
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from benchmarks import targets
 from benchmarks.claims import Claim, Result, in_turns
 from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
-from pipeline.decoding.decoder import MedusaDecoder, plain_decoder
+from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
 from pipeline.evaluation.overhead import fastest_threads
 from pipeline.heads.medusa import HeadsConfig, MedusaHeads
@@ -54,7 +54,7 @@ def overheads(model: PreTrainedModel, what: str, prompt: Sequence[int], *, tiny:
     config = HeadsConfig(model.config.hidden_size, model.config.vocab_size, NUM_HEADS)
     heads = MedusaHeads.from_lm_head(config, lm_head_weight(model)).eval()
     plain = plain_decoder(model, eos_token_ids=())
-    trees = {size: MedusaDecoder(model, heads, greedy_tree(ACCURACY_KR, size), eos_token_ids=()) for size in SIZES}
+    trees = {size: Decoder(model, heads, greedy_tree(ACCURACY_KR, size), eos_token_ids=()) for size in SIZES}
     rounds = 1 if tiny else ROUNDS
     by_size = in_turns({n: lambda d=d: seconds_per_step(d, [prompt]) for n, d in {0: plain, **trees}.items()}, rounds)
     claims = [claim(f"{size} nodes, {what}", by_size[size], by_size[0]) for size in SIZES]
@@ -75,7 +75,7 @@ def claim(what: str, with_tree: Sequence[float], plain: Sequence[float]) -> Clai
     return Claim(f"overhead, {what}", measured, spread=(min(per_round), max(per_round)), sides=sides)
 
 
-def seconds_per_step(decoder: MedusaDecoder, prompts: Sequence[Sequence[int]]) -> float:
+def seconds_per_step(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> float:
     """Of a batch, without its prefills and without a step for those that a guess has brought to their end."""
     steps = decoder.stream_batch(prompts, (NUM_STEPS + 1) * (decoder.tree.max_depth + 1))
     for _ in prompts:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from benchmarks.arithmetic import peak_memory_gb, reset_peak_memory
 from benchmarks.claims import Claim, Result
-from pipeline.decoding.decoder import Decoded, MedusaDecoder, plain_decoder
+from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
 from pipeline.evaluation.figures import Pace, speed
 from pipeline.heads.medusa import HeadsConfig, MedusaHeads
@@ -36,11 +36,11 @@ def measure_decoding(model: PreTrainedModel, size: Size) -> Result:
     prompts = torch.randint(2, text.vocab_size, (size.num_prompts, size.prompt_tokens), generator=generator).tolist()
     reset_peak_memory(size.device)
     trees = {num_nodes: greedy_tree(ACCURACY_KR, num_nodes) for num_nodes in size.tree_nodes}
-    decoders: dict[tuple[str, int], MedusaDecoder] = {("", 0): plain_decoder(model, eos_token_ids=())}
+    decoders: dict[tuple[str, int], Decoder] = {("", 0): plain_decoder(model, eos_token_ids=())}
     for kind in AIMS:
         shape = HeadsConfig(text.hidden_size, text.vocab_size, NUM_HEADS, tied=kind == "tied")
         heads = MedusaHeads.from_lm_head(shape, lm_head_weight(model))
-        decoders |= {(kind, n): MedusaDecoder(model, heads, tree, eos_token_ids=()) for n, tree in trees.items()}
+        decoders |= {(kind, n): Decoder(model, heads, tree, eos_token_ids=()) for n, tree in trees.items()}
     for decoder in decoders.values():
         decoder.generate(prompts[0], size.new_tokens)  # whole: a GPU's steps are recorded anew as a text grows
     decoded: dict[tuple[str, int], list[Decoded]] = {key: [] for key in decoders}

@@ -17,7 +17,7 @@ from pipeline.conversations.conversation import Message
 from pipeline.conversations.template import ChatTemplate
 from pipeline.conversations.text_stream import TextStream
 from pipeline.decoding.acceptance import AcceptanceRule
-from pipeline.decoding.decoder import MedusaDecoder, plain_decoder
+from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import Path as TreePath
 from pipeline.decoding.tree import check_choices
 from pipeline.errors import ConfigError, DataError
@@ -39,7 +39,7 @@ NUM_WARM_UP_TOKENS = 8
 class ChatModel:
     """A decoder, its tokenizer and its chat template; `described` in a line."""
 
-    decoder: MedusaDecoder
+    decoder: Decoder
     tokenizer: PreTrainedTokenizerBase
     template: ChatTemplate
     described: str
@@ -88,7 +88,7 @@ def load_chat_model(
     else:
         heads = load_exported_heads(str(export)).to(input_device(model), model.dtype)
         choices = _choices(export, heads.config.num_heads, config.vocab_size)
-        decoder = MedusaDecoder(model, heads, choices, eos_token_ids=eos, max_length=context_length(spec))
+        decoder = Decoder(model, heads, choices, eos_token_ids=eos, max_length=context_length(spec))
         how = f"{decoder.tree.max_depth} heads, a tree of {len(choices)} nodes"
     decoder.generate(template.opening(GREETING), NUM_WARM_UP_TOKENS)
     return ChatModel(decoder, tokenizer, template, f"{spec.model}, {how}, {spec.dtype}, {decoder.device}")

@@ -65,7 +65,7 @@ def acceleration_rate(decoded: Iterable[Decoded]) -> float:
     return sum(steps) / len(steps) if steps else float("nan")
 
 
-class MedusaDecoder:
+class Decoder:
     """A target, its heads and their tree, ready to decode texts, one or a batch at a time. Buffers are built once.
 
     Args:
@@ -249,8 +249,6 @@ class _Text:
     noise: Noise
 
 
-def plain_decoder(
-    model: PreTrainedModel, *, eos_token_ids: Collection[int], max_length: int | None = None
-) -> MedusaDecoder:
+def plain_decoder(model: PreTrainedModel, *, eos_token_ids: Collection[int], max_length: int | None = None) -> Decoder:
     """The decoder without heads and tree: the baseline, by the same loop and cache."""
-    return MedusaDecoder(model, None, (), eos_token_ids=eos_token_ids, max_length=max_length)
+    return Decoder(model, None, (), eos_token_ids=eos_token_ids, max_length=max_length)

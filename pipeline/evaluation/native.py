@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import AcceptanceRule, RejectionSampling, greedy_acceptance
-from pipeline.decoding.decoder import Decoded, MedusaDecoder, plain_decoder
+from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.errors import ConfigError
 from pipeline.evaluation.answers import answer_lines, samples
 from pipeline.evaluation.baselines import baseline
@@ -80,7 +80,7 @@ def check_native(
     heads = load_exported_heads(export).to(input_device(model))
     eos, room = eos_token_ids(target), context_length(target)
     plain = plain_decoder(model, eos_token_ids=eos, max_length=room)
-    medusa = MedusaDecoder(model, heads, choices, eos_token_ids=eos, max_length=room)
+    medusa = Decoder(model, heads, choices, eos_token_ids=eos, max_length=room)
     others: dict[str, Decode] = {
         kind: baseline(kind, model, eos, settings.max_new_tokens, assistant) for kind in settings.baselines
     }
@@ -140,8 +140,8 @@ class Contest:
 
 
 def hold_contest(
-    plain: MedusaDecoder,
-    medusa: MedusaDecoder,
+    plain: Decoder,
+    medusa: Decoder,
     others: Mapping[str, Decode],
     prompts: Sequence[Prompt],
     settings: CheckConfig,
@@ -189,11 +189,11 @@ def load_exported_heads(export: str) -> MedusaHeads:
     return from_named_tensors(shape, tensors, where=export)
 
 
-def _methods(plain: MedusaDecoder, medusa: MedusaDecoder, rule: AcceptanceRule, num_tokens: int) -> dict[str, Decode]:
+def _methods(plain: Decoder, medusa: Decoder, rule: AcceptanceRule, num_tokens: int) -> dict[str, Decode]:
     """Both sides by the same rule; where it samples, both draw from the same seed."""
     device = input_device(plain.model)
 
-    def by(decoder: MedusaDecoder) -> Decode:
+    def by(decoder: Decoder) -> Decode:
         def decode(prompt_ids: list[int], seed: int) -> Decoded:
             generator = torch.Generator(device).manual_seed(seed) if rule.samples else None
             return decoder.generate(prompt_ids, num_tokens, rule, generator)
@@ -207,7 +207,7 @@ def _log_likelihoods(
     model: PreTrainedModel,
     prompts: Sequence[Prompt],
     settings: CheckConfig,
-    plain: MedusaDecoder,
+    plain: Decoder,
     first: Pass,
     plain_ids: Sequence[list[int]],
 ) -> dict[str, float]:

@@ -19,7 +19,7 @@ from typing import TypeVar
 import torch
 from transformers import PreTrainedModel
 
-from pipeline.decoding.decoder import MedusaDecoder, plain_decoder
+from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import Path
 from pipeline.heads.medusa import MedusaHeads
 
@@ -48,18 +48,16 @@ def overhead_curve(
     plain = plain_decoder(model, eos_token_ids=(), max_length=room)
     with fastest_threads(plain, prompts[0]):
         most = (deepest + 1) * undisturbed(step_seconds(plain, prompts[0]))
-        decoders: dict[int, MedusaDecoder] = {}
+        decoders: dict[int, Decoder] = {}
         for size, choices in sorted(trees.items()):
-            decoder = MedusaDecoder(model, heads, choices, eos_token_ids=(), max_length=room)
+            decoder = Decoder(model, heads, choices, eos_token_ids=(), max_length=room)
             if decoders and all(undisturbed(step_seconds(decoder, prompts[0])) > most for _ in range(NUM_TRIALS)):
                 break
             decoders[size] = decoder
         return overheads(plain, decoders, prompts)
 
 
-def overheads(
-    plain: MedusaDecoder, others: Mapping[Name, MedusaDecoder], prompts: Sequence[Sequence[int]]
-) -> dict[Name, float]:
+def overheads(plain: Decoder, others: Mapping[Name, Decoder], prompts: Sequence[Sequence[int]]) -> dict[Name, float]:
     """Seconds of each decoder's step over those of a plain one, behind the same prompts; all are warmed up.
 
     Decoders without end tokens, or a text may end before its first step.
@@ -73,7 +71,7 @@ def overheads(
     return {name: undisturbed(taken) / undisturbed(plainly) for name, taken in seconds.items()}
 
 
-def step_seconds(decoder: MedusaDecoder, prompt_ids: Sequence[int]) -> list[float]:
+def step_seconds(decoder: Decoder, prompt_ids: Sequence[int]) -> list[float]:
     """Of each of the first steps behind a prompt, the prefill apart; as many as there is room for."""
     steps = decoder.stream(prompt_ids, 1 + NUM_STEPS * (decoder.tree.max_depth + 1))
     next(steps)  # the prefill
@@ -89,13 +87,13 @@ def undisturbed(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4] if seconds else math.nan
 
 
-def with_tree(medusa: MedusaDecoder, choices: Sequence[Path]) -> MedusaDecoder:
+def with_tree(medusa: Decoder, choices: Sequence[Path]) -> Decoder:
     """The same target and heads with another tree, and without end tokens."""
-    return MedusaDecoder(medusa.model, medusa.heads, choices, eos_token_ids=(), max_length=medusa.max_length)
+    return Decoder(medusa.model, medusa.heads, choices, eos_token_ids=(), max_length=medusa.max_length)
 
 
 @contextlib.contextmanager
-def fastest_threads(plain: MedusaDecoder, prompt_ids: Sequence[int]) -> Iterator[int]:
+def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
     """Let torch compute with as many CPU threads as make plain steps fastest. On a GPU there is nothing to choose.
 
     For a small target that may be fewer than there are cores: after each of its hundreds of short operations the

@@ -31,7 +31,7 @@ import torch
 
 from pipeline.config import CheckConfig, StudyName
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
-from pipeline.decoding.decoder import Decoded, MedusaDecoder, acceleration_rate
+from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
 from pipeline.decoding.recorded_steps import WARM_UP_STEPS
 from pipeline.evaluation.check_progress import Progress
 from pipeline.evaluation.prompts import Prompt
@@ -53,14 +53,14 @@ class Side:
     """One row to be: what names it, and the decoder and the rule that it measures."""
 
     names: Row
-    decoder: MedusaDecoder
+    decoder: Decoder
     rule: AcceptanceRule = greedy_acceptance
 
 
 def run_studies(
     names: Collection[StudyName],
-    plain: MedusaDecoder,
-    medusa: MedusaDecoder,
+    plain: Decoder,
+    medusa: Decoder,
     prompts: Sequence[Prompt],
     settings: CheckConfig,
     calibration: Mapping[str, Any],
@@ -94,8 +94,8 @@ def run_studies(
 
 
 def typical_sweep(
-    plain: MedusaDecoder,
-    medusa: MedusaDecoder,
+    plain: Decoder,
+    medusa: Decoder,
     prompts: Sequence[Prompt],
     num_tokens: int,
     first_token: Literal["greedy", "sampled"],
@@ -122,9 +122,7 @@ def typical_sweep(
     return rows
 
 
-def batch_sizes(
-    plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], num_tokens: int, repeats: int
-) -> list[Row]:
+def batch_sizes(plain: Decoder, medusa: Decoder, prompts: Sequence[Prompt], num_tokens: int, repeats: int) -> list[Row]:
     """Tokens per second of the same prompts, 1 to 16 at a time, prefill included; medians of `repeats`.
 
     A power of two of them is taken, so that they fill every batch; they repeat where they are too few for it.

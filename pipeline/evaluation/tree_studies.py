@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.decoding.decoder import MedusaDecoder, plain_decoder
+from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import Path, cartesian_tree, greedy_tree, stock_tree
 from pipeline.decoding.tree_search import HeldOutRanks, simulated_acceleration_rate
 from pipeline.evaluation.forward import last_positions
@@ -33,8 +33,8 @@ NUM_TIMED = 4  # prompts
 
 
 def tree_ladder(
-    plain: MedusaDecoder,
-    medusa: MedusaDecoder,
+    plain: Decoder,
+    medusa: Decoder,
     prompts: Sequence[Prompt],
     answers: Sequence[list[int]],
     calibration: Mapping[str, Any],
@@ -62,7 +62,7 @@ def tree_ladder(
 
 
 def heads_used(
-    plain: MedusaDecoder, medusa: MedusaDecoder, prompts: Sequence[Prompt], answers: Sequence[list[int]]
+    plain: Decoder, medusa: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> list[dict[str, Any]]:
     """The export's tree cut at each depth: what its deeper heads add, and cost."""
     choices = medusa.tree.choices
@@ -72,8 +72,8 @@ def heads_used(
 
 
 def tree_figures(
-    plain: MedusaDecoder,
-    medusa: MedusaDecoder,
+    plain: Decoder,
+    medusa: Decoder,
     prompts: Sequence[Prompt],
     answers: Sequence[list[int]],
     trees: Mapping[Name, Sequence[Path]],

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from pipeline.cli.chat import FREE, Pace, write
 from pipeline.cli.chat_model import ChatModel
 from pipeline.conversations.text_stream import TextStream
-from pipeline.decoding.decoder import MedusaDecoder
+from pipeline.decoding.decoder import Decoder
 from pipeline.evaluation import overhead
 from tests.cli.tables import one_paragraph
 
@@ -54,9 +54,9 @@ def test_answers_are_written_on_as_many_threads_as_make_plain_steps_fastest(pipe
     before, seen = torch.get_num_threads(), []
     cost = {1: 3.0, 2: 1.0, 4: 2.0}
     monkeypatch.setattr(overhead, "step_seconds", lambda *_: [0.01 * cost[torch.get_num_threads()]])
-    stream = MedusaDecoder.stream
+    stream = Decoder.stream
     monkeypatch.setattr(
-        MedusaDecoder, "stream", lambda *arguments: (seen.append(torch.get_num_threads()), stream(*arguments))[1]
+        Decoder, "stream", lambda *arguments: (seen.append(torch.get_num_threads()), stream(*arguments))[1]
     )
     try:
         torch.set_num_threads(4)

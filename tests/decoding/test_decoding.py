@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 from pipeline.decoding.acceptance import TypicalAcceptance
-from pipeline.decoding.decoder import MedusaDecoder, acceleration_rate, plain_decoder
+from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.tree import cartesian_tree, check_choices
 from pipeline.errors import ConfigError
 from pipeline.heads.medusa import HeadsConfig, MedusaHeads
@@ -37,7 +37,7 @@ def test_greedy_tree_decoding_writes_what_transformers_writes(family, target_of,
     model = target_of(family)
     expected = continuation(model, PROMPT, 40)
     heads = fitted_heads(model, PROMPT + expected, 3, known=0.7)
-    decoded = MedusaDecoder(model, heads, SPARSE, eos_token_ids=()).generate(PROMPT, 40)
+    decoded = Decoder(model, heads, SPARSE, eos_token_ids=()).generate(PROMPT, 40)
     plain = plain_decoder(model, eos_token_ids=()).generate(PROMPT, 40)
     assert decoded.token_ids == plain.token_ids == expected
     assert {1, 3} <= set(decoded.accepted), "the case must see guesses accepted and refused"
@@ -50,7 +50,7 @@ def test_no_tree_and_no_heads_change_the_text(name, known, target_of, continuati
     model = target_of("mistral-window")
     expected = continuation(model, PROMPT, 40)
     heads = fitted_heads(model, PROMPT + expected, 3, known)
-    decoded = MedusaDecoder(model, heads, TREES[name], eos_token_ids=()).generate(PROMPT, 24)
+    decoded = Decoder(model, heads, TREES[name], eos_token_ids=()).generate(PROMPT, 24)
     assert decoded.token_ids == expected[:24]
     if known == 1.0:
         assert max(decoded.accepted) == 1 + max(map(len, TREES[name]))
@@ -61,7 +61,7 @@ def test_cache_after_compaction_is_that_of_the_accepted_tokens_alone(family, tar
     model = target_of(family)
     text = continuation(model, PROMPT, 40)
     heads = with_a_wrong_best_guess(fitted_heads(model, PROMPT + text, 3), text)
-    decoder = MedusaDecoder(model, heads, cartesian_tree((2, 2, 2)), eos_token_ids=())
+    decoder = Decoder(model, heads, cartesian_tree((2, 2, 2)), eos_token_ids=())
     ids = list(PROMPT)
     for new_ids in decoder.stream(PROMPT, 40):
         ids += new_ids
@@ -82,7 +82,7 @@ def test_paths_that_do_not_lie_in_order_are_moved(target_of, continuation, fitte
     model = target_of("llama")
     expected = continuation(model, PROMPT, 40)
     heads = with_a_wrong_best_guess(fitted_heads(model, PROMPT + expected, 3), expected)
-    decoded = MedusaDecoder(model, heads, cartesian_tree((2, 2, 2)), eos_token_ids=()).generate(PROMPT, 40)
+    decoded = Decoder(model, heads, cartesian_tree((2, 2, 2)), eos_token_ids=()).generate(PROMPT, 40)
     assert decoded.token_ids == expected
     assert decoded.accepted == [4] * 9 + [3]
 
@@ -94,7 +94,7 @@ def test_target_runs_once_per_step_and_once_for_the_prompt(target_of, continuati
     hook = model.register_forward_pre_hook(
         lambda _, args, kwargs: rows.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    decoded = MedusaDecoder(model, heads, SPARSE, eos_token_ids=()).generate(PROMPT, 30)
+    decoded = Decoder(model, heads, SPARSE, eos_token_ids=()).generate(PROMPT, 30)
     hook.remove()
     assert rows == [len(PROMPT)] + [1 + len(SPARSE)] * decoded.num_steps
     assert sum(decoded.accepted) == len(decoded.token_ids) - 1
@@ -106,7 +106,7 @@ def test_an_end_token_inside_an_accepted_path_ends_the_text_there(position, targ
     text = continuation(model, PROMPT, 40)[:24]
     heads = fitted_heads(model, PROMPT + text, 3)
     ends = [text[position], 23]
-    decoded = MedusaDecoder(model, heads, CHAIN, eos_token_ids=ends).generate(PROMPT, 24)
+    decoded = Decoder(model, heads, CHAIN, eos_token_ids=ends).generate(PROMPT, 24)
     assert decoded.token_ids == continuation(model, PROMPT, 24, ends) == text[: text.index(text[position]) + 1]
     assert decoded.finished == "stop"
     assert plain_decoder(model, eos_token_ids=ends).generate(PROMPT, 24).token_ids == decoded.token_ids
@@ -118,7 +118,7 @@ def test_length_cuts_inside_an_accepted_path(num_tokens, target_of, continuation
     model = target_of("llama")
     text = continuation(model, PROMPT, 40)[:20]
     heads = fitted_heads(model, PROMPT + text, 3)
-    decoded = MedusaDecoder(model, heads, CHAIN, eos_token_ids=()).generate(PROMPT, num_tokens)
+    decoded = Decoder(model, heads, CHAIN, eos_token_ids=()).generate(PROMPT, num_tokens)
     assert (decoded.token_ids, decoded.finished) == (text[:num_tokens], "length")
     assert sum(decoded.accepted) == num_tokens - 1
 
@@ -130,7 +130,7 @@ def test_an_end_token_behind_the_length_cut_does_not_count(target_of, continuati
     for num_tokens in range(1, 6):
         ends = [text[num_tokens]]  # in most cases within the last step's path
         if ends[0] not in text[:num_tokens]:
-            decoded = MedusaDecoder(model, heads, CHAIN, eos_token_ids=ends).generate(PROMPT, num_tokens)
+            decoded = Decoder(model, heads, CHAIN, eos_token_ids=ends).generate(PROMPT, num_tokens)
             assert (decoded.token_ids, decoded.finished) == (text[:num_tokens], "length")
 
 
@@ -139,7 +139,7 @@ def test_text_ends_with_the_context_even_where_positions_are_a_table(target_of, 
     prompt = [token % 24 for token in range(86)]
     text = continuation(model, prompt, 10)
     heads = fitted_heads(model, prompt + text, 3)
-    decoded = MedusaDecoder(model, heads, CHAIN, eos_token_ids=()).generate(prompt, 50)
+    decoded = Decoder(model, heads, CHAIN, eos_token_ids=()).generate(prompt, 50)
     assert decoded.token_ids == text and decoded.finished == "length"
 
 
@@ -152,7 +152,7 @@ def test_a_prompt_without_room_is_refused(prompt, target_of):
 def test_a_decoder_forgets_the_last_prompt(target_of, continuation, fitted_heads):
     model = target_of("mistral-window")
     heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40)[:20], 3)
-    decoder, plain = MedusaDecoder(model, heads, SPARSE, eos_token_ids=()), plain_decoder(model, eos_token_ids=())
+    decoder, plain = Decoder(model, heads, SPARSE, eos_token_ids=()), plain_decoder(model, eos_token_ids=())
     for prompt in (PROMPT, [2], [5, 6] * 20, PROMPT[::-1], PROMPT):
         expected = continuation(model, prompt, 12)
         assert decoder.generate(prompt, 12).token_ids == plain.generate(prompt, 12).token_ids == expected
@@ -170,7 +170,7 @@ def test_cache_grows_for_a_longer_sequence(target_of, continuation, monkeypatch)
 def test_acceleration_rate_is_pooled_over_sequences_without_the_prefills_token(target_of, continuation, fitted_heads):
     model = target_of("llama")
     heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3)
-    decoder = MedusaDecoder(model, heads, CHAIN, eos_token_ids=())
+    decoder = Decoder(model, heads, CHAIN, eos_token_ids=())
     decoded = [decoder.generate(PROMPT, 21), decoder.generate([5, 6], 8), decoder.generate(PROMPT, 1)]
     steps = sum(one.num_steps for one in decoded)
     assert acceleration_rate(decoded) == pytest.approx((20 + 7 + 0) / steps)
@@ -218,7 +218,7 @@ def test_typical_decoding_follows_the_paper_step_by_step(temperature, target_of,
     heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3, known=0.1)
     choices = (*cartesian_tree((6, 3)), (0, 0, 0), (1, 0, 0))
     expected = written_by_the_papers_words(model, heads, choices, PROMPT, 10, temperature, 0.09, 0.3)
-    decoder = MedusaDecoder(model, heads, choices, eos_token_ids=())
+    decoder = Decoder(model, heads, choices, eos_token_ids=())
     assert decoder.generate(PROMPT, 10, TypicalAcceptance(temperature)).token_ids == expected
     assert decoder.generate(PROMPT, 10).token_ids != expected, "the case must see more accepted than greedily"
 
@@ -226,20 +226,20 @@ def test_typical_decoding_follows_the_paper_step_by_step(temperature, target_of,
 def test_heads_of_another_vocabulary_or_size_are_refused(target_of):
     for config in (HeadsConfig(48, 25, 3), HeadsConfig(40, 24, 3)):
         with pytest.raises(ConfigError, match="heads have"):
-            MedusaDecoder(target_of("llama"), MedusaHeads(config), CHAIN, eos_token_ids=())
+            Decoder(target_of("llama"), MedusaHeads(config), CHAIN, eos_token_ids=())
 
 
 def test_an_attention_that_takes_no_tree_mask_is_refused(target_of, monkeypatch):
     model = target_of("llama")
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
     with pytest.raises(ConfigError, match="flash_attention_2"):
-        MedusaDecoder(model, MedusaHeads(HeadsConfig(48, 24, 3)), CHAIN, eos_token_ids=())
+        Decoder(model, MedusaHeads(HeadsConfig(48, 24, 3)), CHAIN, eos_token_ids=())
 
 
 def test_a_tree_deeper_than_the_heads_is_a_programmers_error(target_of):
     heads = MedusaHeads(HeadsConfig(48, 24, 2))
     with pytest.raises(ValueError, match="as many heads"):
-        MedusaDecoder(target_of("llama"), heads, check_choices(CHAIN, 3, 1), eos_token_ids=())
+        Decoder(target_of("llama"), heads, check_choices(CHAIN, 3, 1), eos_token_ids=())
 
 
 def test_decoding_leaves_the_model_as_it_was(target_of):

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from pipeline.decoding.decoder import MedusaDecoder, plain_decoder
+from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import cartesian_tree
 from tests.decoding.conftest import VOCAB
 
@@ -46,7 +46,7 @@ def test_fifty_prompts_are_answered_token_for_token(family, target_of, fitted_he
     plain, kept = plain_decoder(model, eos_token_ids=()), Counter()
     for number, (prompt, expected) in enumerate(answers(family)):
         heads = fitted_heads(model, prompt + expected, 3, known=0.7)
-        decoded = MedusaDecoder(model, heads, TREES[number % 3], eos_token_ids=()).generate(prompt, NUM_TOKENS)
+        decoded = Decoder(model, heads, TREES[number % 3], eos_token_ids=()).generate(prompt, NUM_TOKENS)
         assert decoded.token_ids == expected, prompt
         assert plain.generate(prompt, NUM_TOKENS).token_ids == expected, prompt
         kept.update(decoded.accepted)
@@ -60,7 +60,7 @@ def test_in_float32_answers_differ_at_ties_alone(family, target_of, fitted_heads
     plain = plain_decoder(model, eos_token_ids=())
     for number, (prompt, expected) in enumerate(answers(family)):
         heads = fitted_heads(exact, prompt + expected, 3, known=0.7).float()
-        decoded = MedusaDecoder(model, heads, TREES[number % 3], eos_token_ids=()).generate(prompt, NUM_TOKENS)
+        decoded = Decoder(model, heads, TREES[number % 3], eos_token_ids=()).generate(prompt, NUM_TOKENS)
         for text in (decoded.token_ids, plain.generate(prompt, NUM_TOKENS).token_ids):
             same = next((i for i, pair in enumerate(zip(text, expected, strict=True)) if len(set(pair)) > 1), None)
             if same is not None:

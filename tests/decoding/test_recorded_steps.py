@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from pipeline.decoding import recorded_steps
-from pipeline.decoding.decoder import MedusaDecoder
+from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.recorded_steps import recorder_for
 from pipeline.decoding.tree import cartesian_tree
 from tests.decoding.test_acceptance import RULES
@@ -72,7 +72,7 @@ def test_a_recorded_step_replayed_writes_what_transformers_writes(family, pair, 
     expected = continuation(model, PROMPT, 60)
     for tree in (SPARSE, ()):
         tape = Tape()
-        decoder = MedusaDecoder(model, heads, tree, eos_token_ids=(), recorder=tape)
+        decoder = Decoder(model, heads, tree, eos_token_ids=(), recorder=tape)
         first, again = decoder.generate(PROMPT, 60), decoder.generate(PROMPT, 60)
         assert first.token_ids == again.token_ids == expected
         assert tape.replayed > again.num_steps > 10, "what the first text has recorded must serve the second"
@@ -82,9 +82,9 @@ def test_a_recorded_step_replayed_writes_what_transformers_writes(family, pair, 
 @pytest.mark.parametrize("tree", [(), SPARSE, cartesian_tree((3, 2))], ids=["plain", "sparse", "cartesian"])
 def test_every_rule_and_a_batch_that_shrinks(rule, tree, pair):
     model, heads = pair("mistral-window")
-    expected = MedusaDecoder(model, heads, tree, eos_token_ids=(7,)).generate_batch(PROMPTS, 30, rule, seeded(5))
+    expected = Decoder(model, heads, tree, eos_token_ids=(7,)).generate_batch(PROMPTS, 30, rule, seeded(5))
     tape = Tape()
-    decoder = MedusaDecoder(model, heads, tree, eos_token_ids=(7,), recorder=tape)
+    decoder = Decoder(model, heads, tree, eos_token_ids=(7,), recorder=tape)
     for _ in range(2):
         found = decoder.generate_batch(PROMPTS, 30, rule, seeded(5))
         assert [(one.token_ids, one.accepted) for one in found] == [(one.token_ids, one.accepted) for one in expected]
@@ -94,7 +94,7 @@ def test_every_rule_and_a_batch_that_shrinks(rule, tree, pair):
 def test_a_cache_that_moves_makes_recordings_void(pair, continuation):
     model, heads = pair("llama")
     tape = Tape()
-    decoder = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
+    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
     for number in (1, 1, 3, 1):
         found = decoder.generate_batch(PROMPTS[:number], 12)
         assert [one.token_ids for one in found] == [continuation(model, prompt, 12) for prompt in PROMPTS[:number]]
@@ -104,7 +104,7 @@ def test_a_cache_that_moves_makes_recordings_void(pair, continuation):
 def test_after_one_pass_nothing_is_recorded_any_more(pair, monkeypatch):
     model, heads = pair("llama")
     tape = Tape()
-    decoder = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
+    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
     for prompt in PROMPTS:
         decoder.generate(prompt, 40)
     monkeypatch.setattr(tape, "record", lambda step: pytest.fail("a timed pass would wait for it"))
@@ -113,7 +113,7 @@ def test_after_one_pass_nothing_is_recorded_any_more(pair, monkeypatch):
 
 
 def test_a_decoder_that_is_done_with_gives_its_memory_back_at_once(pair):
-    decoder = MedusaDecoder(*pair("llama"), SPARSE, eos_token_ids=(), recorder=Tape())
+    decoder = Decoder(*pair("llama"), SPARSE, eos_token_ids=(), recorder=Tape())
     decoder.generate(PROMPT, 12)
     cache = weakref.ref(decoder._cache)
     gc.disable()
@@ -127,7 +127,7 @@ def test_a_decoder_that_is_done_with_gives_its_memory_back_at_once(pair):
 def test_a_target_that_reads_its_numbers_back_is_decoded_step_by_step(pair, continuation, caplog):
     model, heads = pair("llama")
     tape = Tape()
-    decoder = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
+    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
     hook = model.model.layers[1].register_forward_pre_hook(lambda _, inputs: inputs[0].sum().item() and None)
     with caplog.at_level(logging.WARNING, recorded_steps.__name__):
         for _ in range(2):
@@ -147,7 +147,7 @@ def test_cuda_graphs_write_what_transformers_writes(family, pair, continuation, 
     expected = continuation(model, PROMPT, 60)
     model, heads = copy.deepcopy(model).cuda(), copy.deepcopy(heads).cuda()
     for tree in (SPARSE, ()):
-        decoder = MedusaDecoder(model, heads, tree, eos_token_ids=(), recorder=recorder_for(model))
+        decoder = Decoder(model, heads, tree, eos_token_ids=(), recorder=recorder_for(model))
         assert decoder.generate(PROMPT, 60).token_ids == decoder.generate(PROMPT, 60).token_ids == expected
         assert decoder.records and not caplog.records, "a step that cannot be recorded would be taken one by one"
 
@@ -157,8 +157,8 @@ def test_cuda_graphs_write_what_transformers_writes(family, pair, continuation, 
 def test_cuda_graphs_in_a_batch_that_shrinks(rule, pair):
     model, heads = (copy.deepcopy(one).cuda() for one in pair("mistral-window"))
     noise = lambda: [torch.Generator("cuda").manual_seed(n) for n in range(len(PROMPTS))]  # noqa: E731
-    expected = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(7,)).generate_batch(PROMPTS, 30, rule, noise())
-    decoder = MedusaDecoder(model, heads, SPARSE, eos_token_ids=(7,), recorder=recorder_for(model))
+    expected = Decoder(model, heads, SPARSE, eos_token_ids=(7,)).generate_batch(PROMPTS, 30, rule, noise())
+    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(7,), recorder=recorder_for(model))
     for _ in range(2):
         found = decoder.generate_batch(PROMPTS, 30, rule, noise())
         assert [one.token_ids for one in found] == [one.token_ids for one in expected]

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.decoding.acceptance import NucleusAcceptance, RejectionSampling, TypicalAcceptance, acceptance_rule
-from pipeline.decoding.decoder import MedusaDecoder, plain_decoder
+from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import cartesian_tree
 from pipeline.heads.medusa import HeadsConfig, MedusaHeads
 from tests.decoding.steps import chi_square_p
@@ -48,7 +48,7 @@ def law_of_texts(model, prompt: list[int], temperature: float) -> dict[tuple[int
 
 def p_of_texts(model, heads, rule, temperature: float, num_texts: int) -> tuple[float, Counter[int]]:
     """The chi-square test over all texts, and how many tokens the steps kept."""
-    decoder = MedusaDecoder(model, heads, ((0,), (1,), (0, 0), (1, 1)), eos_token_ids=())
+    decoder = Decoder(model, heads, ((0,), (1,), (0, 0), (1, 1)), eos_token_ids=())
     counts, kept, generator = Counter(), Counter(), seeded(2)
     for _ in range(num_texts):
         decoded = decoder.generate([1, 2], NUM_TOKENS, rule, generator)
@@ -80,7 +80,7 @@ def test_rejection_sampling_writes_what_plain_sampling_writes(family, temperatur
         expected = plain.generate(PROMPT, 24, rule, seeded(seed)).token_ids
         heads = fitted_heads(model, PROMPT + expected, 3, known=0.7)
         for tree in (TREE, cartesian_tree((4, 2))):
-            decoded = MedusaDecoder(model, heads, tree, eos_token_ids=()).generate(PROMPT, 24, rule, seeded(seed))
+            decoded = Decoder(model, heads, tree, eos_token_ids=()).generate(PROMPT, 24, rule, seeded(seed))
             assert decoded.token_ids == expected
             kept.update(decoded.accepted)
         texts.add(tuple(expected))
@@ -92,7 +92,7 @@ def test_an_end_token_inside_a_sampled_path_ends_the_text_there(position, target
     model, rule = target_of("qwen3-head-dim"), RejectionSampling(0.7)
     text = plain_decoder(model, eos_token_ids=()).generate(PROMPT, 24, rule, seeded(3)).token_ids
     heads = fitted_heads(model, PROMPT + text, 3)
-    decoder = MedusaDecoder(model, heads, ((0,), (0, 0), (0, 0, 0)), eos_token_ids=[text[position]])
+    decoder = Decoder(model, heads, ((0,), (0, 0), (0, 0, 0)), eos_token_ids=[text[position]])
     decoded = decoder.generate(PROMPT, 24, rule, seeded(3))
     assert decoded.token_ids == text[: text.index(text[position]) + 1]
     assert decoded.finished == "stop" and sum(decoded.accepted) == len(decoded.token_ids) - 1
@@ -125,7 +125,7 @@ def test_nucleus_decoding_keeps_to_the_nucleus(family, target_of, continuation, 
     """Every token of the text lies in the nucleus that the target, reading it whole, has there."""
     model = target_of(family)
     heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3, known=0.3)
-    decoder = MedusaDecoder(model, heads, cartesian_tree((6, 3)), eos_token_ids=())
+    decoder = Decoder(model, heads, cartesian_tree((6, 3)), eos_token_ids=())
     ahead_of, kept = [], Counter()
     for seed in range(10):
         decoded = decoder.generate(PROMPT, 24, NucleusAcceptance(2.0, 0.8), seeded(seed))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.decoding.decoder import MedusaDecoder
+from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.tree import cartesian_tree
 from tests.decoding.test_acceptance import RULES
 
@@ -29,7 +29,7 @@ class Fetches(TorchDispatchMode):
 def test_one_fetch_per_step_and_one_for_the_prefill(rule, tree, target_of, continuation, fitted_heads, monkeypatch):
     model = target_of("llama")
     heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3, known=0.7)
-    decoder = MedusaDecoder(model, heads, tree, eos_token_ids=())
+    decoder = Decoder(model, heads, tree, eos_token_ids=())
     lists, fetch_list = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: lists.append(tensor) or fetch_list(tensor))
     with Fetches() as fetches:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.decoding.decoder import MedusaDecoder, acceleration_rate
+from pipeline.decoding.decoder import Decoder, acceleration_rate
 from pipeline.decoding.tree import greedy_tree
 from pipeline.decoding.tree_search import (
     HeldOutRanks,
@@ -193,7 +193,7 @@ def test_the_walk_foretells_what_the_decoder_does(target_of, continuation, fitte
         parts.append(label_ranks(heads, hidden_TD[len(prompt) - 1 :][:39], torch.tensor(labels), 4).numpy())
     ranks = of(np.concatenate(parts, axis=1), np.array([0, 39, 78]))
     choices, _ = joint_tree(ranks, 10)
-    decoder = MedusaDecoder(model, heads, choices, eos_token_ids=())
+    decoder = Decoder(model, heads, choices, eos_token_ids=())
     decoded = [decoder.generate(prompt, 40) for prompt in prompts]
     assert [one.token_ids for one in decoded] == texts
     assert simulated_acceleration_rate(ranks, choices) == pytest.approx(acceleration_rate(decoded))

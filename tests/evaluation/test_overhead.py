@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.decoding.cache import TreeCache
-from pipeline.decoding.decoder import MedusaDecoder, plain_decoder
+from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.evaluation import overhead
 from pipeline.evaluation.overhead import NUM_STEPS, fastest_threads, overhead_curve, overheads, step_seconds
 from pipeline.heads.medusa import HeadsConfig, MedusaHeads
@@ -51,7 +51,7 @@ def test_steps_that_other_work_interrupts_do_not_count(pair, monkeypatch):
         return [cost[decoder.tree.num_nodes] + next(delays) for _ in range(8)]
 
     monkeypatch.setattr(overhead, "step_seconds", step_seconds)
-    decoders = {size: MedusaDecoder(*pair, tree, eos_token_ids=()) for size, tree in TREES.items()}
+    decoders = {size: Decoder(*pair, tree, eos_token_ids=()) for size, tree in TREES.items()}
     found = overheads(plain_decoder(pair[0], eos_token_ids=()), decoders, [[5]] * 3)
     assert found == {1: pytest.approx(1.5), 2: pytest.approx(2.0), 4: pytest.approx(2.5)}
 

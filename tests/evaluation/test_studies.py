@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import CheckConfig
-from pipeline.decoding.decoder import MedusaDecoder, acceleration_rate, plain_decoder
+from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.tree import cartesian_tree, stock_tree
 from pipeline.decoding.tree_search import simulated_acceleration_rate
 from pipeline.evaluation import studies
@@ -36,14 +36,14 @@ def calibration(finished_run) -> dict:
 
 
 @pytest.fixture(scope="module")
-def plain(model) -> MedusaDecoder:
+def plain(model) -> Decoder:
     return plain_decoder(model, eos_token_ids=(1,))
 
 
 @pytest.fixture(scope="module")
-def medusa(model, finished_run) -> MedusaDecoder:
+def medusa(model, finished_run) -> Decoder:
     heads = load_exported_heads(str(finished_run.path / "latest/export"))
-    return MedusaDecoder(model, heads, TREE, eos_token_ids=(1,))
+    return Decoder(model, heads, TREE, eos_token_ids=(1,))
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_walk_through_plain_text_finds_the_very_rate_that_decoding_with_the_tr
     texts = [plain.generate(prompt.ids, num_tokens).token_ids for prompt in asked]
     ranks = guess_ranks(model, heads, asked, texts, 10)
     for choices in (stock_tree(3), cartesian_tree([1, 1, 1]), [(0,), (3,), (0, 1)]):
-        decoder = MedusaDecoder(model, heads, choices, eos_token_ids=eos)
+        decoder = Decoder(model, heads, choices, eos_token_ids=eos)
         decoded = [decoder.generate(prompt.ids, num_tokens) for prompt in asked]
         assert [one.token_ids for one in decoded] == texts
         assert simulated_acceleration_rate(ranks, choices) == pytest.approx(acceleration_rate(decoded), nan_ok=True)
@@ -134,13 +134,13 @@ def test_heads_are_used_up_to_each_depth_of_the_tree(model, finished_run, prompt
     model = copy.deepcopy(model).double()
     heads = load_exported_heads(str(finished_run.path / "latest/export")).double()
     plain = plain_decoder(model, eos_token_ids=(1,))
-    medusa = MedusaDecoder(model, heads, TREE, eos_token_ids=(1,))
+    medusa = Decoder(model, heads, TREE, eos_token_ids=(1,))
     texts = [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
     (rows,) = run_studies(("heads",), plain, medusa, prompts, SETTINGS, {}, texts).values()
     assert [(row["heads"], row["nodes"]) for row in rows] == [(1, 2), (2, 4), (3, 5)]
     for row in rows:
         tree = [path for path in TREE if len(path) <= row["heads"]]
-        decoder = MedusaDecoder(model, heads, tree, eos_token_ids=(1,))
+        decoder = Decoder(model, heads, tree, eos_token_ids=(1,))
         decoded = [decoder.generate(prompt.ids, 10) for prompt in prompts]
         assert row["acceleration_rate"] == pytest.approx(acceleration_rate(decoded), abs=1e-4)
 
@@ -149,7 +149,7 @@ def test_heads_are_used_up_to_each_depth_of_the_tree(model, finished_run, prompt
 def asked_of(monkeypatch):
     """What a decoder is asked for in batches from now on: (texts, tokens)."""
 
-    def listen(decoder: MedusaDecoder) -> list[tuple[list[list[int]], int]]:
+    def listen(decoder: Decoder) -> list[tuple[list[list[int]], int]]:
         asked, generate = [], decoder.generate_batch
 
         def generate_batch(ids, num_tokens):
@@ -196,8 +196,8 @@ def test_what_records_has_recorded_before_it_is_timed(model, medusa, prompts, mo
     record = tape.record
     monkeypatch.setattr(tape, "record", lambda step: (events.append("record"), record(step))[1])
     monkeypatch.setattr(studies, "_decode", lambda *words: (events.append("decode"), decode(*words))[1])
-    plain = MedusaDecoder(model, None, (), eos_token_ids=(1,), recorder=tape)
-    with_tree = MedusaDecoder(model, medusa.heads, medusa.tree.choices, eos_token_ids=(1,), recorder=tape)
+    plain = Decoder(model, None, (), eos_token_ids=(1,), recorder=tape)
+    with_tree = Decoder(model, medusa.heads, medusa.tree.choices, eos_token_ids=(1,), recorder=tape)
     sides = [Side({}, plain), Side({}, with_tree)]
     monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 8)  # a text outgrows several
     studies._measured(sides, prompts, 40)
@@ -215,8 +215,8 @@ def test_batches_are_recorded_before_they_are_timed(model, medusa, prompts, monk
     monkeypatch.setattr(studies, "BATCH_SIZES", (4,))
     monkeypatch.setattr(studies, "NUM_PROMPTS", 3)
     ends = tuple(range(300))[::7]
-    plain = MedusaDecoder(model, None, (), eos_token_ids=ends, recorder=tape)
-    with_tree = MedusaDecoder(model, medusa.heads, TREE, eos_token_ids=ends, recorder=tape)
+    plain = Decoder(model, None, (), eos_token_ids=ends, recorder=tape)
+    with_tree = Decoder(model, medusa.heads, TREE, eos_token_ids=ends, recorder=tape)
     monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 8)
     studies.batch_sizes(plain, with_tree, prompts, 40, 2)
     first_timed = events.index("clock")
