@@ -27,7 +27,7 @@ def inspect(
         str | None, typer.Argument(help="A row's id, or its number counted from 0. Default: the first.")
     ] = None,
 ) -> None:
-    """Show a row; what the target wrote is coloured (assistant green, user cyan), the prompt and the separators are not."""
+    """Show a row with what the target wrote in colour (assistant green, user cyan)."""
     run, config = RunDirectory.open(run_dir)
     if stage not in STAGES:
         raise ConfigError(f"There is no stage '{stage}'.", "inspect", f"The stages are {', '.join(STAGES)}.")

@@ -100,7 +100,7 @@ class Worker:
                 try:
                     generated = dialogue.rows()
                 except RowRejected as rejected:
-                    writer.reject(RejectedRow(seed["id"], rejected.reason, refusal.detail, seed))
+                    writer.reject(RejectedRow(seed["id"], rejected.reason, rejected.detail, seed))
                     continue
                 rows += [generated_row(row, seed["split"]) for row in generated]
                 counts.update(

@@ -38,7 +38,7 @@ def test_a_placement_is_given_if_and_only_if_every_worker_fits_on_some_node(node
     have = Resources(tuple(nodes))
     try:
         given_ = place("generate", wanted, have)
-    except EnvironmentFault:
+    except EnvironmentFault as refusal:
         gpus = wanted.gpus_per_worker if wanted.gpus_per_worker is not None else min(1, have.gpus)
         assert not can_place(nodes, wanted.workers, wanted.cpus_per_worker or 1, gpus)
         assert "placement.generate" in str(refusal) and "\n" not in str(refusal)

@@ -76,7 +76,7 @@ def written(random_target: TargetSpec, greedy: list[Request], sampled: list[Requ
         joining |= {completion.id: completion for completion in engine.step()}
     refusals = []
     for ids in ([], [1] * CONTEXT):
-        with pytest.raises(ValueError, match="prompt tokens") as rejected:
+        with pytest.raises(ValueError, match="prompt tokens") as refusal:
             engine.add(Request("bad", ids, 5))
         refusals.append(str(refusal.value))
     assert engine.step() == []
