@@ -21,13 +21,13 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.decoding.noise import draw, mass_ahead, widened
+from pipeline.decoding.noise import draw, mass_ahead, upcast
 from pipeline.decoding.tree import Tree
 
 RuleName = Literal["greedy", "typical", "nucleus", "rejection"]
 
 
-class Verdict(NamedTuple):
+class Acceptance(NamedTuple):
     """The deepest accepted row and the token after it, both int64 [...]."""
 
     row: Tensor
@@ -44,7 +44,7 @@ class AcceptanceRule(Protocol):
         """The token [...] that follows where the target has these logits [..., V]: no guess is judged."""
         ...
 
-    def judge(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Verdict:
+    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Acceptance:
         """Judges the tree's tokens [..., N] by the target's logits [..., N, V]; noise [..., max_depth + 1, V]."""
         ...
 
@@ -58,11 +58,11 @@ class GreedyAcceptance:
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
         return logits_V.argmax(-1)
 
-    def judge(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Verdict:
+    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Acceptance:
         best_N = logits_NV.argmax(-1)
         passes_N = tokens_N == best_N.index_select(-1, tree.parent)
         row = (_accepted(passes_N, tree) * tree.depth).argmax(-1)
-        return Verdict(row, best_N.gather(-1, row[..., None])[..., 0])
+        return Acceptance(row, best_N.gather(-1, row[..., None])[..., 0])
 
 
 greedy_acceptance = GreedyAcceptance()
@@ -91,14 +91,14 @@ class TypicalAcceptance:
         assert noise_V is not None
         return draw(logits_V, noise_V, self.temperature)
 
-    def judge(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Verdict:
-        log_p_NV = torch.log_softmax(widened(logits_NV) / self.temperature, -1)
+    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Acceptance:
+        log_p_NV = torch.log_softmax(upcast(logits_NV) / self.temperature, -1)
         finite_NV = log_p_NV.clamp(min=torch.finfo(log_p_NV.dtype).min)  # 0 · log 0 is 0
         entropy_N = -torch.linalg.vecdot(log_p_NV.exp(), finite_NV)  # on a CPU in a third of the time of entr
         threshold_N = (self.delta * torch.exp(-entropy_N)).clamp(max=self.eps)
         log_p_N = _of_parents(log_p_NV, tokens_N, tree)
         row = _likeliest_of_longest(log_p_N.exp() > threshold_N[..., tree.parent], log_p_N, tree)
-        return Verdict(row, _choose_after(self, row, logits_NV, tree, noise_TV))
+        return Acceptance(row, _choose_after(self, row, logits_NV, tree, noise_TV))
 
 
 @dataclass(frozen=True)
@@ -124,12 +124,12 @@ class NucleusAcceptance:
         assert noise_V is not None
         return draw(logits_V, noise_V, self.temperature, self.top_p)
 
-    def judge(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Verdict:
-        p_NV = (widened(logits_NV) / self.temperature).softmax(-1)
+    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Acceptance:
+        p_NV = (upcast(logits_NV) / self.temperature).softmax(-1)
         ahead_N = mass_ahead(p_NV[..., tree.parent, :], tokens_N)
         log_p_N = _of_parents(p_NV, tokens_N, tree).log()
         row = _likeliest_of_longest(ahead_N < self.top_p, log_p_N, tree)
-        return Verdict(row, _choose_after(self, row, logits_NV, tree, noise_TV))
+        return Acceptance(row, _choose_after(self, row, logits_NV, tree, noise_TV))
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class RejectionSampling:
         assert noise_V is not None
         return draw(logits_V, noise_V, self.temperature, self.top_p)
 
-    def judge(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Verdict:
+    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Acceptance:
         assert noise_TV is not None
         row = torch.zeros_like(tokens_N[..., 0])
         token, is_open = row, torch.ones_like(row, dtype=torch.bool)
@@ -166,7 +166,7 @@ class RejectionSampling:
             follows_N = (tree.parent == row[..., None]) & (tree.depth > 0) & (tokens_N == token[..., None])
             is_open = follows_N.any(-1)
             row = torch.where(is_open, follows_N.long().argmax(-1), row)
-        return Verdict(row, token)
+        return Acceptance(row, token)
 
 
 def acceptance_rule(

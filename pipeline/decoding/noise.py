@@ -45,7 +45,7 @@ class Noise:
 
 def draw(logits_V: Tensor, noise_V: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
     """A token [...] of the distribution softmax(logits [..., V] / temperature) within its nucleus."""
-    scaled_V = widened(logits_V) / temperature
+    scaled_V = upcast(logits_V) / temperature
     if top_p < 1:
         scaled_V = scaled_V.masked_fill(~nucleus(scaled_V, top_p), -torch.inf)
     return (scaled_V + noise_V).argmax(-1)
@@ -66,7 +66,7 @@ def mass_ahead(p_NV: Tensor, tokens_N: Tensor) -> Tensor:
     return torch.where(is_ahead_NV, p_NV, 0.0).sum(-1)
 
 
-def widened(logits_V: Tensor) -> Tensor:
+def upcast(logits_V: Tensor) -> Tensor:
     """Logits in at least float32: half precision is too coarse for probabilities."""
     return logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
 
@@ -74,5 +74,5 @@ def widened(logits_V: Tensor) -> Tensor:
 def _draw_noise(generator: torch.Generator, logits_NV: Tensor) -> Tensor:
     shape, device = logits_NV.shape[-1:], generator.device
     uniform_V = torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
-    race_V = uniform_V.log_().neg_().to(logits_NV.device, torch.promote_types(logits_NV.dtype, torch.float32))
-    return race_V.log_().neg_()
+    exponential_V = uniform_V.log_().neg_().to(logits_NV.device, torch.promote_types(logits_NV.dtype, torch.float32))
+    return exponential_V.log_().neg_()

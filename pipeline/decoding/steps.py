@@ -95,7 +95,7 @@ class TreeSteps:
         if not tree.num_nodes:
             token_B = rule.choose(logits_BNV[:, 0], None if noise_BTV is None else noise_BTV[:, 0])
             return Roots(hidden_BND[:, 0], token_B), tree.lineage, token_B[:, None]
-        row_B, token_B = rule.judge(logits_BNV, tokens_BN, tree, noise_BTV)
+        row_B, token_B = rule.accept(logits_BNV, tokens_BN, tree, noise_BTV)
         lineage_BT = tree.lineage.index_select(0, row_B)
         chosen_B11 = row_B[:, None, None].to(hidden_BND.device)
         hidden_BD = hidden_BND.gather(1, chosen_B11.expand(-1, 1, hidden_BND.shape[-1]))[:, 0]

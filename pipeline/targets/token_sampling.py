@@ -28,10 +28,10 @@ def sample_tokens(
         drawn_requests = [requests[row] for row in drawn]
         rows = torch.tensor(drawn, device=logits_BV.device)
         probabilities_BV = truncated_probabilities(logits_BV[rows].float(), drawn_requests)
-        race_BV = torch.empty_like(probabilities_BV)
-        for row, race_V in zip(drawn, race_BV, strict=True):
-            race_V.exponential_(generator=generators[row])
-        next_B[rows] = (probabilities_BV / race_BV).argmax(dim=-1)
+        exponential_BV = torch.empty_like(probabilities_BV)
+        for row, exponential_V in zip(drawn, exponential_BV, strict=True):
+            exponential_V.exponential_(generator=generators[row])
+        next_B[rows] = (probabilities_BV / exponential_BV).argmax(dim=-1)
     return next_B
 
 

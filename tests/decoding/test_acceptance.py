@@ -32,7 +32,7 @@ situations = st.tuples(
 def test_greedy_keeps_what_the_target_would_have_written(situation):
     seed, choices, _ = situation
     tree, logits, tokens = random_step(seed, choices)
-    row, next_token = greedy_acceptance.judge(logits, tokens, tree)
+    row, next_token = greedy_acceptance.accept(logits, tokens, tree)
 
     best = logits.argmax(-1).tolist()
     row_after = {(parent, token): row for path in candidates(tree, tokens) for row, parent, token in path}
@@ -53,11 +53,11 @@ def test_typical_is_the_papers_formula_over_every_candidate(situation):
         return p[token] > min(EPS, DELTA * math.exp(-entropy))
 
     row = longest_candidate(tree, logits, tokens, temperature, passes)
-    verdict = TypicalAcceptance(temperature, EPS, DELTA).judge(logits, tokens, tree)
+    verdict = TypicalAcceptance(temperature, EPS, DELTA).accept(logits, tokens, tree)
     assert (verdict.row, verdict.next_token) == (row, logits[row].argmax())
 
     noise = gumbel((tree.max_depth + 1, VOCAB), seed)
-    sampled = TypicalAcceptance(temperature, EPS, DELTA, samples=True).judge(logits, tokens, tree, noise)
+    sampled = TypicalAcceptance(temperature, EPS, DELTA, samples=True).accept(logits, tokens, tree, noise)
     assert (sampled.row, sampled.next_token) == (row, (logits[row] / temperature + noise[tree.depth[row]]).argmax())
 
 
@@ -67,7 +67,7 @@ def test_nucleus_keeps_the_longest_candidate_within_the_nucleus(situation, top_p
     seed, choices, temperature = situation
     tree, logits, tokens = random_step(seed, choices)
     noise = gumbel((tree.max_depth + 1, VOCAB), seed)
-    verdict = NucleusAcceptance(temperature, top_p).judge(logits, tokens, tree, noise)
+    verdict = NucleusAcceptance(temperature, top_p).accept(logits, tokens, tree, noise)
 
     row = longest_candidate(tree, logits, tokens, temperature, lambda p, token: token in nucleus_of(p, top_p))
     inside = nucleus_of(softmax(logits[row].tolist(), temperature), top_p)
@@ -123,10 +123,10 @@ RULES = [
 ]
 
 
-def judge(rule, step: tuple[Tree, torch.Tensor, torch.Tensor]) -> tuple[int, int]:
+def accept(rule, step: tuple[Tree, torch.Tensor, torch.Tensor]) -> tuple[int, int]:
     tree, logits, tokens = step
     noise = gumbel((tree.max_depth + 1, VOCAB), 0)  # far below the 40 between right and wrong
-    verdict = rule.judge(logits, tokens, tree, noise if rule.samples else None)
+    verdict = rule.accept(logits, tokens, tree, noise if rule.samples else None)
     return int(verdict.row), int(verdict.next_token)
 
 
@@ -167,10 +167,10 @@ def test_batches_are_judged_row_by_row(rule):
     tree = Tree(cartesian_tree((2, 2)))
     logits, tokens = torch.randn(2, 30, 7, VOCAB), torch.randint(VOCAB, (2, 30, 7))
     noise = gumbel((2, 30, 3, VOCAB), 1)
-    together = rule.judge(logits, tokens, tree, noise if rule.samples else None)
+    together = rule.accept(logits, tokens, tree, noise if rule.samples else None)
     assert together.row.unique().numel() > 2
     for i in range(30):
-        alone = rule.judge(logits[1, i], tokens[1, i], tree, noise[1, i] if rule.samples else None)
+        alone = rule.accept(logits[1, i], tokens[1, i], tree, noise[1, i] if rule.samples else None)
         assert (alone.row, alone.next_token) == (together.row[1, i], together.next_token[1, i])
 
 
@@ -178,7 +178,7 @@ def test_batches_are_judged_row_by_row(rule):
 def test_without_a_tree_a_rule_chooses_as_it_does_at_a_root_without_children(rule):
     logits, noise = torch.randn(200, VOCAB) * 2, gumbel((200, VOCAB), 2)
     chosen = rule.choose(logits, noise if rule.samples else None)
-    at_root = rule.judge(
+    at_root = rule.accept(
         logits[:, None], torch.zeros(200, 1, dtype=torch.int64), Tree(()), noise[:, None] if rule.samples else None
     )
     assert at_root.row.eq(0).all() and at_root.next_token.equal(chosen)
@@ -188,7 +188,7 @@ def test_without_a_tree_a_rule_chooses_as_it_does_at_a_root_without_children(rul
 def test_likelier_of_two_equally_long_candidates_wins():
     tree = Tree([(0,), (1,)])
     logits = torch.log(torch.tensor([[0.1, 0.35, 0.45, 0.05, 0.05]] * 3))
-    assert int(TypicalAcceptance(1.0).judge(logits, torch.tensor([0, 1, 2]), tree).row) == 2
+    assert int(TypicalAcceptance(1.0).accept(logits, torch.tensor([0, 1, 2]), tree).row) == 2
 
 
 def test_temperature_zero_is_greedy_acceptance():
@@ -224,4 +224,4 @@ def test_a_nucleus_that_holds_everything_is_refused():
 
 def test_impossible_tokens_do_not_turn_the_entropy_into_nan():
     tree, logits, tokens = Tree([(0,)]), torch.tensor([[0.0, 0.0, -torch.inf], [5.0, 0.0, -torch.inf]]), [2, 1]
-    assert int(TypicalAcceptance(1.0).judge(logits, torch.tensor(tokens), tree).row) == 1
+    assert int(TypicalAcceptance(1.0).accept(logits, torch.tensor(tokens), tree).row) == 1

@@ -56,7 +56,7 @@ def truncated(logits, temperature: float, top_p: float) -> list[list[float]]:
 
 def verdicts(rule, tree, logits, tokens, seed: int) -> Counter[tuple[int, int]]:
     noise = gumbel((NUM_SAMPLES, tree.max_depth + 1, VOCAB), seed)
-    found = rule.judge(logits.expand(NUM_SAMPLES, -1, -1), tokens.expand(NUM_SAMPLES, -1), tree, noise)
+    found = rule.accept(logits.expand(NUM_SAMPLES, -1, -1), tokens.expand(NUM_SAMPLES, -1), tree, noise)
     return Counter(zip(found.row.tolist(), found.next_token.tolist(), strict=True))
 
 
@@ -88,8 +88,8 @@ def test_law_of_rejection_gives_each_token_the_targets_own_probability():
 class KeepsRejectedChildren(RejectionSampling):
     """Wrong: after a rejection it draws from the whole distribution, the rejected children included."""
 
-    def judge(self, logits_NV, tokens_N, tree, noise_TV=None):
-        found = super().judge(logits_NV, tokens_N, tree, noise_TV)
+    def accept(self, logits_NV, tokens_N, tree, noise_TV=None):
+        found = super().accept(logits_NV, tokens_N, tree, noise_TV)
         last_logits_V = logits_NV[torch.arange(NUM_SAMPLES), found.row]
         return found._replace(next_token=self.choose(last_logits_V, gumbel((NUM_SAMPLES, VOCAB), 9)))
 
@@ -117,7 +117,7 @@ def test_rejection_draws_the_same_text_whatever_the_tree():
         tree, _, tokens = random_step(2, [path for path in choices if len(path) < 3])
         logits = logits_by_depth[tree.depth]
         for s in range(500):
-            row, token = rule.judge(logits, tokens, tree, noise[s])
+            row, token = rule.accept(logits, tokens, tree, noise[s])
             written = [*tokens[tree.lineages[row][1:]].tolist(), int(token)]
             assert written == plain[s][: len(written)]
 
