@@ -31,7 +31,7 @@ from pipeline.decoding.masks import TreeMasks, attention_windows
 from pipeline.decoding.noise import Noise
 from pipeline.decoding.readout import Forward, check_pair, reading
 from pipeline.decoding.recorded_steps import RECORDED_LENGTH, RecordedSteps, Recorder, recorder_for
-from pipeline.decoding.steps import Roots, Steps, TreeSteps
+from pipeline.decoding.steps import BatchState, Steps, TreeSteps
 from pipeline.decoding.tree import Path, Tree
 from pipeline.heads.medusa import MedusaHeads
 
@@ -186,13 +186,13 @@ class Decoder:
         """
         texts = self._begin(prompts, max_new_tokens, rule, generators)
         with reading(self.model) as forward:
-            roots = []
+            states = []
             for prompt, text in zip(prompts, texts, strict=True):
                 hidden_1D, logits_1V = self._prefill(forward, prompt)
                 token_1 = rule.choose(logits_1V, text.noise.ahead(1, logits_1V))
-                roots.append(Roots(hidden_1D, token_1))
+                states.append(BatchState(hidden_1D, token_1))
                 yield [(text.number, self._take(text, token_1.tolist()))]
-            self._steps.start(Roots(*(torch.cat(column) for column in zip(*roots, strict=True))))
+            self._steps.start(BatchState(*(torch.cat(column) for column in zip(*states, strict=True))))
             while places := [place for place, text in enumerate(texts) if text.room]:
                 if len(places) < len(texts):
                     self._steps.drop(places)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.readout import Forward
-from pipeline.decoding.steps import Roots, TreeSteps
+from pipeline.decoding.steps import BatchState, TreeSteps
 
 # Of a kind, before it is recorded: the first one chooses kernels; and what is rare is not worth a recording.
 WARM_UP_STEPS = 2
@@ -91,7 +91,7 @@ def recorder_for(model: PreTrainedModel) -> Recorder | None:
 class _Buffers:
     """What a batch of some size reads and writes, at addresses that stay; noise only for rules that sample."""
 
-    roots: Roots
+    state: BatchState
     length_B: Tensor
     found: Tensor
     noise_BTV: Tensor | None = None
@@ -113,24 +113,24 @@ class RecordedSteps:
     def records(self) -> bool:
         return self._can_record
 
-    def start(self, roots: Roots) -> None:
+    def start(self, state: BatchState) -> None:
         if self._allocation != self._cache.allocation:  # the cache has moved
             self._allocation = self._cache.allocation
             self._recorded.clear()
-        size = len(roots.token_B)
+        size = len(state.token_B)
         if size not in self._buffers:
             num_found = self._steps.tree.max_depth + 3 if self._steps.tree.num_nodes else 1
-            length_B, found = roots.token_B.clone(), roots.token_B.new_zeros(size, num_found)
-            self._buffers[size] = _Buffers(Roots(*(column.clone() for column in roots)), length_B, found)
+            length_B, found = state.token_B.clone(), state.token_B.new_zeros(size, num_found)
+            self._buffers[size] = _Buffers(BatchState(*(column.clone() for column in state)), length_B, found)
         buffers = self._buffers[size]
-        for column, values in zip(buffers.roots, roots, strict=True):
+        for column, values in zip(buffers.state, state, strict=True):
             column.copy_(values)
         buffers.length_B.copy_(torch.tensor(self._cache.lengths))
-        self._steps.start(buffers.roots)
+        self._steps.start(buffers.state)
 
     def drop(self, kept: Sequence[int]) -> None:
         self._cache.drop(kept)
-        self.start(Roots(*(column[kept] for column in self._steps.roots)))
+        self.start(BatchState(*(column[kept] for column in self._steps.state)))
 
     def take(self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None) -> list[list[int]]:
         buffers = self._buffers[len(self._cache.lengths)]
@@ -165,11 +165,11 @@ class RecordedSteps:
         mask = steps.masks.within(length_B, width)
         noise_BTV = buffers.noise_BTV if rule.samples else None
         with self._cache.fixed(length_B, tree.num_nodes + 1, width):
-            roots, lineage_BT, found = steps.verify(forward, positions_BN, mask, rule, noise_BTV)
+            state, retrieve_BT, found = steps.verify(forward, positions_BN, mask, rule, noise_BTV)
             if tree.num_nodes:
-                self._cache.move(lineage_BT, 1)
+                self._cache.move(retrieve_BT, 1)
         buffers.found.copy_(found)
-        for column, values in zip(buffers.roots, roots, strict=True):
+        for column, values in zip(buffers.state, state, strict=True):
             column.copy_(values)
         length_B += tree.depth.index_select(0, found[:, 0]) + 1 if tree.num_nodes else 1
 

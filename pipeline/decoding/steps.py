@@ -19,7 +19,7 @@ from pipeline.decoding.tree import Tree
 from pipeline.heads.medusa import MedusaHeads
 
 
-class Roots(NamedTuple):
+class BatchState(NamedTuple):
     """Where texts stand: the states [B, D] that the heads read next, and the tokens [B] chosen last."""
 
     hidden_BD: Tensor
@@ -34,7 +34,7 @@ class Steps(Protocol):
         """Whether steps are recorded as they come, and replayed later."""
         ...
 
-    def start(self, roots: Roots) -> None:
+    def start(self, state: BatchState) -> None:
         """Go on from here; the texts' entries are the cache's."""
         ...
 
@@ -55,28 +55,28 @@ class TreeSteps:
     def __init__(self, tree: Tree, heads: MedusaHeads | None, masks: TreeMasks, cache: TreeCache, max_length: int):
         self.tree, self.heads, self.masks, self.cache, self.max_length = tree, heads, masks, cache, max_length
 
-    def start(self, roots: Roots) -> None:
-        self.roots = roots
+    def start(self, state: BatchState) -> None:
+        self.state = state
 
     def drop(self, kept: Sequence[int]) -> None:
         self.cache.drop(kept)
-        self.roots = Roots(*(column[kept] for column in self.roots))
+        self.state = BatchState(*(column[kept] for column in self.state))
 
     def take(self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None) -> list[list[int]]:
-        tree, lengths, token_B = self.tree, self.cache.lengths, self.roots.token_B
+        tree, lengths, token_B = self.tree, self.cache.lengths, self.state.token_B
         starts = lengths[0] if len(lengths) == 1 else torch.tensor(lengths, device=token_B.device)[:, None]
         positions_BN = tree.depth[None] + starts
         if max(lengths) + tree.max_depth >= self.max_length:  # cut, but must not overrun a table of positions
             positions_BN.clamp_(max=self.max_length - 1)
         mask = self.masks.after(lengths) if tree.num_nodes or len(lengths) > 1 else None
-        self.roots, lineage_BT, found = self.verify(forward, positions_BN, mask, rule, noise_BTV)
+        self.state, retrieve_BT, found = self.verify(forward, positions_BN, mask, rule, noise_BTV)
         rows, written = self.read(found)
-        self.cache.keep(rows, lineage_BT)
+        self.cache.keep(rows, retrieve_BT)
         return written
 
     def propose(self) -> Tensor:
-        """The tokens [B, N] of every tree: the roots and, below them, the heads' guesses."""
-        hidden_BD, token_B = self.roots
+        """The tokens [B, N] of every tree: the root and, below it, the heads' guesses."""
+        hidden_BD, token_B = self.state
         if not self.tree.num_nodes:
             return token_B[:, None]
         assert self.heads is not None
@@ -87,20 +87,20 @@ class TreeSteps:
 
     def verify(
         self, forward: Forward, positions_BN: Tensor, mask: Masks, rule: AcceptanceRule, noise_BTV: Tensor | None
-    ) -> tuple[Roots, Tensor, Tensor]:
-        """One forward over the trees: the new roots, the lineages [B, T] to keep, and what the host is to know of it:
-        of every text the accepted row, the tokens of its lineage and the one after it, [B, T + 2]."""
+    ) -> tuple[BatchState, Tensor, Tensor]:
+        """One forward over the trees: the new state, the rows [B, T] to keep, and what the host is to know of it:
+        of every text the accepted row, the tokens of its retrieve_indices and the one after it, [B, T + 2]."""
         tree, tokens_BN = self.tree, self.propose()
         hidden_BND, logits_BNV = forward(tokens_BN, positions_BN, mask, self.cache)
         if not tree.num_nodes:
             token_B = rule.choose(logits_BNV[:, 0], None if noise_BTV is None else noise_BTV[:, 0])
-            return Roots(hidden_BND[:, 0], token_B), tree.lineage, token_B[:, None]
+            return BatchState(hidden_BND[:, 0], token_B), tree.retrieve_indices, token_B[:, None]
         row_B, token_B = rule.accept(logits_BNV, tokens_BN, tree, noise_BTV)
-        lineage_BT = tree.lineage.index_select(0, row_B)
+        retrieve_BT = tree.retrieve_indices.index_select(0, row_B)
         chosen_B11 = row_B[:, None, None].to(hidden_BND.device)
         hidden_BD = hidden_BND.gather(1, chosen_B11.expand(-1, 1, hidden_BND.shape[-1]))[:, 0]
-        found = torch.cat((row_B[:, None], tokens_BN.gather(1, lineage_BT), token_B[:, None]), 1)
-        return Roots(hidden_BD, token_B), lineage_BT, found
+        found = torch.cat((row_B[:, None], tokens_BN.gather(1, retrieve_BT), token_B[:, None]), 1)
+        return BatchState(hidden_BD, token_B), retrieve_BT, found
 
     def read(self, found: Tensor) -> tuple[list[list[int]], list[list[int]]]:
         """The rows that every text keeps and the tokens that it gains: a step's one transfer from the device."""
@@ -108,5 +108,5 @@ class TreeSteps:
             written = found.tolist()
             return [[0]] * len(written), written
         fetched = found.tolist()
-        rows = [self.tree.lineages[row] for row, *_ in fetched]
+        rows = [self.tree.retrieve_paths[row] for row, *_ in fetched]
         return rows, [[*path[1 : len(kept)], token] for kept, (_, *path, token) in zip(rows, fetched, strict=True)]

@@ -115,9 +115,9 @@ class Tree:
 
     Tensors: `parent` [N] (the root's is itself), `depth` [N], `guess` [N-1] (row in the flattened [K, R] guesses of
     the first `max_depth` heads, `top` each), `ancestors` [N, N] (row i attends to row j: j is i or above it),
-    `elsewhere` [N, N] (j is no guess on the path to row i: neither i nor above it, or the root), `lineage` [N, T]
+    `elsewhere` [N, N] (j is no guess on the path to row i: neither i nor above it, or the root), `retrieve_indices` [N, T]
     (rows from the root to row i; entries past its depth are 0 and not part of it).
-    On the host: `lineages`, without padding.
+    On the host: `retrieve_paths`, without padding.
     """
 
     def __init__(self, choices: Iterable[Path], device: torch.device | str = "cpu"):
@@ -128,9 +128,9 @@ class Tree:
         row_of = {(): 0} | {path: row for row, path in enumerate(self.choices, start=1)}
         if len(row_of) <= self.num_nodes or any(path[:-1] not in row_of for path in self.choices):
             raise ValueError("not a tree; `check_choices` says what is wrong with it")
-        self.lineages = [[row_of[path[:depth]] for depth in range(len(path) + 1)] for path in row_of]
-        padded = [rows + [0] * (self.max_depth + 1 - len(rows)) for rows in self.lineages]
-        self.lineage = torch.tensor(padded, device=device)
+        self.retrieve_paths = [[row_of[path[:depth]] for depth in range(len(path) + 1)] for path in row_of]
+        padded = [rows + [0] * (self.max_depth + 1 - len(rows)) for rows in self.retrieve_paths]
+        self.retrieve_indices = torch.tensor(padded, device=device)
         self.depth = torch.tensor([len(path) for path in row_of], device=device)
         self.parent = torch.tensor([row_of[path[:-1]] for path in row_of], device=device)
         guesses = [(len(path) - 1) * self.top + path[-1] for path in self.choices]
@@ -139,5 +139,5 @@ class Tree:
         self.elsewhere = ~self.ancestors | (self.depth == 0)
 
     def _ancestors(self) -> Tensor:
-        ancestors_NN = torch.eye(self.num_nodes + 1, dtype=torch.bool, device=self.lineage.device)
-        return ancestors_NN.scatter_(1, self.lineage, True)  # the padding marks the root, an ancestor of all
+        ancestors_NN = torch.eye(self.num_nodes + 1, dtype=torch.bool, device=self.retrieve_indices.device)
+        return ancestors_NN.scatter_(1, self.retrieve_indices, True)  # the padding marks the root, an ancestor of all

@@ -132,7 +132,7 @@ def accept(rule, step: tuple[Tree, torch.Tensor, torch.Tensor]) -> tuple[int, in
 
 @pytest.mark.parametrize("rule", RULES)
 def test_token_id_zero_is_a_token_like_any_other(rule):
-    assert judge(rule, chain_step([0, 0, 3], [2, 0, 0])) == (2, 3)
+    assert accept(rule, chain_step([0, 0, 3], [2, 0, 0])) == (2, 3)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -143,23 +143,23 @@ def test_rows_past_a_short_path_are_never_accepted(rule):
     logits = torch.full((5, VOCAB), -20.0)
     logits[0, 1] = logits[1, 0] = 20.0  # (0,) is right, and after it the target says 0
     logits[2:, 0] = 20.0
-    assert judge(rule, (tree, logits, tokens)) == (1, 0)
+    assert accept(rule, (tree, logits, tokens)) == (1, 0)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_root_that_repeats_the_next_token_is_not_its_own_child(rule):
-    assert judge(rule, chain_step([0, 2], [0, 3])) == (0, 0)
+    assert accept(rule, chain_step([0, 2], [0, 3])) == (0, 0)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_right_guess_below_a_wrong_one_is_not_accepted(rule):
-    assert judge(rule, chain_step([1, 2, 3], [0, 4, 2])) == (0, 1)
+    assert accept(rule, chain_step([1, 2, 3], [0, 4, 2])) == (0, 1)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_roots_own_token_is_never_judged(rule):
+def test_the_roots_own_token_is_always_accepted(rule):
     for token in range(VOCAB):
-        assert judge(rule, chain_step([1, 2, 3], [token, 1, 2])) == (2, 3)
+        assert accept(rule, chain_step([1, 2, 3], [token, 1, 2])) == (2, 3)
 
 
 @pytest.mark.parametrize("rule", RULES)
