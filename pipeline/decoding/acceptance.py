@@ -45,7 +45,7 @@ class AcceptanceRule(Protocol):
         ...
 
     def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Acceptance:
-        """Accept a part of the tree's tokens [..., N] by the target's logits [..., N, V]; noise [..., max_depth + 1, V]."""
+        """The longest path of the tokens [..., N] that passes; logits [..., N, V], noise [..., max_depth + 1, V]."""
         ...
 
 

@@ -4,7 +4,7 @@ Keys and values of all layers lie in one tensor (one per shape, dtype and device
 entries of every layer at once, in place. Each sequence of a batch has its own length and its own place. Layers keep
 the full length whatever their attention, since the window is in the mask (see masks.py), and hand out only the filled
 part, so that a step costs what its sequences cost, not the capacity. Or, `fixed`, some slots more, always as many, with
-the lengths read on the device: what a recorded step needs (see recorded_steps.py).
+the lengths read on the device: what a captured step needs (see cuda_graphs.py).
 
 Letters: L key and value tensors of the layers, B sequences, H key-value heads, S slots, D head size, N rows of a
 forward, T positions of a path.
@@ -75,7 +75,7 @@ class TreeCache(Cache):
         self._places = 0
         self._wanted = (0, 0)
         self._stores: list[Tensor] = []  # each [L, B, H, S, D]
-        self.allocation = 0  # how often memory was taken: recorded steps know the cache by its address
+        self.allocation = 0  # how often memory was taken: captured steps know the cache by its address
         self._opening = False
         self._rows: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._fixed_width: int | None = None

@@ -4,7 +4,7 @@ One step is one forward of the target over the token that it chose last (the roo
 under an explicit mask and explicit positions; the longest accepted path is kept, in the tokens and in the KV cache
 (paper 2.1.2, 2.3.1). The heads read one hidden state per step: the last accepted one, exactly as the lm_head reads
 it. No model code is touched. Plain decoding is the same loop with no tree. On a GPU both replay their steps as CUDA
-graphs (see recorded_steps.py). The acceptance rule decides every token, the prefill's too: greedy acceptance writes
+graphs (see cuda_graphs.py). The acceptance rule decides every token, the prefill's too: greedy acceptance writes
 what greedy decoding writes, and rejection sampling what plain sampling writes with a generator in the same state, both
 up to ties within rounding.
 
@@ -27,10 +27,10 @@ from transformers import PreTrainedModel
 
 from pipeline.decoding.acceptance import AcceptanceRule, greedy_acceptance
 from pipeline.decoding.cache import TreeCache, num_cached_layers
+from pipeline.decoding.cuda_graphs import CAPTURED_LENGTH, CapturedSteps, GraphCapture, graph_capture_for
 from pipeline.decoding.masks import TreeMasks, attention_windows
 from pipeline.decoding.noise import Noise
 from pipeline.decoding.readout import Forward, check_pair, reading
-from pipeline.decoding.recorded_steps import RECORDED_LENGTH, RecordedSteps, Recorder, recorder_for
 from pipeline.decoding.steps import BatchState, Steps, TreeSteps
 from pipeline.decoding.tree import Path, Tree
 from pipeline.heads.medusa import MedusaHeads
@@ -73,7 +73,7 @@ class Decoder:
         choices: The tree's paths; only as many heads as it is deep are evaluated.
         eos_token_ids: The tokens that end a sequence.
         max_length: Prompt and new tokens together; by default the model's context.
-        recorder: What records steps; by default CUDA graphs where the model lies on one GPU, and nothing elsewhere.
+        graph_capture: What records steps; by default CUDA graphs where the model lies on one GPU, and nothing elsewhere.
 
     Raises ConfigError when the heads do not belong to the target or its attention cannot verify a tree.
     """
@@ -86,7 +86,7 @@ class Decoder:
         *,
         eos_token_ids: Collection[int],
         max_length: int | None = None,
-        recorder: Recorder | None = None,
+        graph_capture: GraphCapture | None = None,
     ):
         if model.training:
             raise ValueError("call model.eval() first: dropout would make decoding random")
@@ -104,13 +104,13 @@ class Decoder:
         masks = TreeMasks(self.tree, windows, self.max_length, model.dtype, self.device)
         self._cache = TreeCache(num_cached_layers(config))
         steps = TreeSteps(self.tree, heads, masks, self._cache, self.max_length)
-        recorder = recorder or recorder_for(model)
-        self._steps: Steps = RecordedSteps(steps, recorder) if recorder else steps
+        graph_capture = graph_capture or graph_capture_for(model)
+        self._steps: Steps = CapturedSteps(steps, graph_capture) if graph_capture else steps
 
     @property
-    def records(self) -> bool:
-        """Whether steps are recorded as they come, so that texts of new lengths and batches take longer at first."""
-        return self._steps.records
+    def captures(self) -> bool:
+        """Whether steps are captured as they come, so that texts of new lengths and batches take longer at first."""
+        return self._steps.captures
 
     def generate(
         self,
@@ -216,8 +216,8 @@ class Decoder:
         if rule.samples and generators is None:
             raise ValueError("a rule that samples needs a generator")
         longest = max(len(prompt) + room for prompt, room in zip(prompts, rooms, strict=True))
-        if self.records:
-            longest = max(longest, min(self.max_length, RECORDED_LENGTH))
+        if self.captures:
+            longest = max(longest, min(self.max_length, CAPTURED_LENGTH))
         self._cache.begin(longest + self.tree.num_nodes + 1, len(prompts))
         sources = generators if rule.samples and generators else [None] * len(prompts)
         return [_Text(i, room, Noise(source)) for i, (room, source) in enumerate(zip(rooms, sources, strict=True))]

@@ -30,8 +30,8 @@ class Steps(Protocol):
     """What takes the steps of a batch."""
 
     @property
-    def records(self) -> bool:
-        """Whether steps are recorded as they come, and replayed later."""
+    def captures(self) -> bool:
+        """Whether steps are captured as they come, and replayed later."""
         ...
 
     def start(self, state: BatchState) -> None:
@@ -50,7 +50,7 @@ class Steps(Protocol):
 class TreeSteps:
     """Steps that hand the model what there is and no more: for any model on any device."""
 
-    records = False
+    captures = False
 
     def __init__(self, tree: Tree, heads: MedusaHeads | None, masks: TreeMasks, cache: TreeCache, max_length: int):
         self.tree, self.heads, self.masks, self.cache, self.max_length = tree, heads, masks, cache, max_length

@@ -159,7 +159,7 @@ def hold_contest(
     by_rule = _methods(plain, medusa, rule, num_tokens)
     greedily = _methods(plain, medusa, greedy_acceptance, num_tokens) | dict(others)
     take_turns(by_rule | dict(others), prompts[:NUM_WARM_UPS], failed)
-    if plain.records or medusa.records:  # once at every length, untimed
+    if plain.captures or medusa.captures:  # once at every length, untimed
         take_turns(by_rule, prompts)
         if rule is not greedy_acceptance:
             take_turns(_methods(plain, medusa, greedy_acceptance, num_tokens), prompts)

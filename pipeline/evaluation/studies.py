@@ -7,8 +7,8 @@
     batch    how many sequences decode at once, plain and with the tree
 
 `trees` and `heads` cost a forward per prompt and a few steps per row. A row of `typical` costs the first `NUM_PROMPTS`
-at no more than `MAX_NEW_TOKENS` tokens each, once, and where steps are recorded twice; one of `batch` the same prompts,
-or as often as they fill its batch, `check.repeats` times, and where steps are recorded thrice more. Read those figures
+at no more than `MAX_NEW_TOKENS` tokens each, once, and where steps are captured twice; one of `batch` the same prompts,
+or as often as they fill its batch, `check.repeats` times, and where steps are captured thrice more. Read those figures
 against each other, and the check's own for what the heads are worth. Every row is flat, for a table and a plot.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
@@ -31,8 +31,8 @@ import torch
 
 from pipeline.config import CheckConfig, StudyName
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
+from pipeline.decoding.cuda_graphs import WARM_UP_STEPS
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
-from pipeline.decoding.recorded_steps import WARM_UP_STEPS
 from pipeline.evaluation.check_progress import Progress
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.quality import mean_log_likelihood
@@ -132,9 +132,9 @@ def batch_sizes(plain: Decoder, medusa: Decoder, prompts: Sequence[Prompt], num_
     for size in BATCH_SIZES:
         texts = list(islice(cycle(asked), max(size, len(asked))))
         batches = [texts[start : start + size] for start in range(0, len(texts), size)]
-        for decoder in (plain, medusa):  # warm-up; what records has to see every length and width, and often enough
-            for batch in batches * (WARM_UP_STEPS + 1) if decoder.records else batches[:1]:
-                decoder.generate_batch(batch, num_tokens if decoder.records else WARM_UP_TOKENS)
+        for decoder in (plain, medusa):  # warm-up; a capture has to see every length and width, and often enough
+            for batch in batches * (WARM_UP_STEPS + 1) if decoder.captures else batches[:1]:
+                decoder.generate_batch(batch, num_tokens if decoder.captures else WARM_UP_TOKENS)
         speeds: tuple[list[float], list[float]] = ([], [])
         for _ in range(repeats):
             for decoder, rates in zip((plain, medusa), speeds, strict=True):
@@ -159,9 +159,9 @@ def _measured(sides: Sequence[Side], prompts: Sequence[Prompt], num_tokens: int)
     A figure is None where no answer took a step.
     """
     answers: list[list[Decoded]] = [[] for _ in sides]
-    for side in sides:  # warm-up; what records has to see every length
-        for seed, prompt in enumerate(prompts if side.decoder.records else prompts[:1]):
-            _decode(side, prompt, num_tokens if side.decoder.records else WARM_UP_TOKENS, seed)
+    for side in sides:  # warm-up; a capture has to see every length
+        for seed, prompt in enumerate(prompts if side.decoder.captures else prompts[:1]):
+            _decode(side, prompt, num_tokens if side.decoder.captures else WARM_UP_TOKENS, seed)
     for seed, prompt in enumerate(prompts):
         for side, decoded in zip(sides, answers, strict=True):
             decoded.append(_decode(side, prompt, num_tokens, seed))

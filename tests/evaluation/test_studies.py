@@ -19,7 +19,7 @@ from pipeline.evaluation.prompts import Prompt, held_out_prompts
 from pipeline.evaluation.studies import Side, run_studies
 from pipeline.evaluation.tree_studies import guess_ranks, searched_tree
 from pipeline.report.report import write_report
-from tests.decoding.test_recorded_steps import Tape
+from tests.decoding.test_cuda_graphs import Tape
 
 SETTINGS = CheckConfig(max_new_tokens=10, engines=("native",))
 TREE = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
@@ -190,34 +190,34 @@ def test_only_what_is_asked_for_is_studied(plain, medusa, prompts):
     assert run_studies((), plain, medusa, prompts, SETTINGS, {}, []) == {}
 
 
-def test_what_records_has_recorded_before_it_is_timed(model, medusa, prompts, monkeypatch):
-    """On a GPU a recording takes seconds; here operators are recorded in its place."""
+def test_steps_are_captured_before_they_are_timed(model, medusa, prompts, monkeypatch):
+    """On a GPU a capture takes seconds; here operators are recorded in its place."""
     tape, events, decode = Tape(), [], studies._decode
-    record = tape.record
-    monkeypatch.setattr(tape, "record", lambda step: (events.append("record"), record(step))[1])
+    capture = tape.capture
+    monkeypatch.setattr(tape, "capture", lambda step: (events.append("capture"), capture(step))[1])
     monkeypatch.setattr(studies, "_decode", lambda *words: (events.append("decode"), decode(*words))[1])
-    plain = Decoder(model, None, (), eos_token_ids=(1,), recorder=tape)
-    with_tree = Decoder(model, medusa.heads, medusa.tree.choices, eos_token_ids=(1,), recorder=tape)
+    plain = Decoder(model, None, (), eos_token_ids=(1,), graph_capture=tape)
+    with_tree = Decoder(model, medusa.heads, medusa.tree.choices, eos_token_ids=(1,), graph_capture=tape)
     sides = [Side({}, plain), Side({}, with_tree)]
     monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 8)  # a text outgrows several
     studies._measured(sides, prompts, 40)
     decoded = [place for place, event in enumerate(events) if event == "decode"]
     first_timed = decoded[len(sides) * len(prompts)]
-    assert "record" in events[:first_timed] and "record" not in events[first_timed:]
+    assert "capture" in events[:first_timed] and "capture" not in events[first_timed:]
 
 
-def test_batches_are_recorded_before_they_are_timed(model, medusa, prompts, monkeypatch):
+def test_batches_are_captured_before_they_are_timed(model, medusa, prompts, monkeypatch):
     """Also of the few texts that are left when others have ended."""
     tape, events = Tape(), []
-    record, clock = tape.record, studies.perf_counter
-    monkeypatch.setattr(tape, "record", lambda step: (events.append("record"), record(step))[1])
+    capture, clock = tape.capture, studies.perf_counter
+    monkeypatch.setattr(tape, "capture", lambda step: (events.append("capture"), capture(step))[1])
     monkeypatch.setattr(studies, "perf_counter", lambda: (events.append("clock"), clock())[1])
     monkeypatch.setattr(studies, "BATCH_SIZES", (4,))
     monkeypatch.setattr(studies, "NUM_PROMPTS", 3)
     ends = tuple(range(300))[::7]
-    plain = Decoder(model, None, (), eos_token_ids=ends, recorder=tape)
-    with_tree = Decoder(model, medusa.heads, TREE, eos_token_ids=ends, recorder=tape)
+    plain = Decoder(model, None, (), eos_token_ids=ends, graph_capture=tape)
+    with_tree = Decoder(model, medusa.heads, TREE, eos_token_ids=ends, graph_capture=tape)
     monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 8)
     studies.batch_sizes(plain, with_tree, prompts, 40, 2)
     first_timed = events.index("clock")
-    assert "record" in events[:first_timed] and "record" not in events[first_timed:]
+    assert "capture" in events[:first_timed] and "capture" not in events[first_timed:]

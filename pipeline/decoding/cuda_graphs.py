@@ -1,9 +1,9 @@
-"""Steps of fixed shapes, recorded once and then replayed whole: on a GPU, as one CUDA graph.
+"""Steps of fixed shapes, captured once and then replayed whole: on a GPU, as one CUDA graph.
 
 Launching the thousand short kernels of a forward one by one takes the host longer than a GPU needs to compute them. So
 everything that a step does on the device is one function of buffers that stay where they are: the texts' lengths are
 numbers on the device, the cache hands out a width that its texts fill within a few hundred slots, and the mask hides
-the rest. The host only reads what was accepted. One recording serves one batch size, width and rule.
+the rest. The host only reads what was accepted. One capture serves one batch size, width and rule.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V vocabulary.
 """
@@ -25,26 +25,26 @@ from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.readout import Forward
 from pipeline.decoding.steps import BatchState, TreeSteps
 
-# Of a kind, before it is recorded: the first one chooses kernels; and what is rare is not worth a recording.
+# Of a kind, before it is captured: the first one chooses kernels; and what is rare is not worth a capture.
 WARM_UP_STEPS = 2
-RECORDED_LENGTH = 4096  # tokens that a text is given room for at once: a cache that grows makes recordings void
+CAPTURED_LENGTH = 4096  # tokens that a text is given room for at once: a cache that grows makes captures void
 
 log = logging.getLogger(__name__)
 
 _Kind = tuple[int, int, AcceptanceRule]  # texts, width, rule
 
 
-class Recorder(Protocol):
+class GraphCapture(Protocol):
     """Runs what a step does on the device, and records it."""
 
     def run(self, function: Callable[[], None]) -> None:
-        """Call it, as it will be called when it is recorded."""
+        """Call it, as it will be called when it is captured."""
         ...
 
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """Call it, and return what has the same effect again.
 
-        RuntimeError when it does what cannot be recorded; it then had no effect.
+        RuntimeError when it does what cannot be captured; it then had no effect.
         """
         ...
 
@@ -63,7 +63,7 @@ class CudaGraphs:
             function()
         current.wait_stream(self._stream)
 
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.stream(torch.cuda.current_stream(self._device)),  # comes back even if the capture cannot end
@@ -80,7 +80,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def recorder_for(model: PreTrainedModel) -> Recorder | None:
+def graph_capture_for(model: PreTrainedModel) -> GraphCapture | None:
     """CUDA graphs where the whole model lies on one GPU; elsewhere none."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     (device, *others) = devices
@@ -97,26 +97,26 @@ class _Buffers:
     noise_BTV: Tensor | None = None
 
 
-class RecordedSteps:
-    """The steps of `TreeSteps`, recorded; where the target does what cannot be recorded, taken one by one."""
+class CapturedSteps:
+    """The steps of `TreeSteps`, captured; where the target does what cannot be captured, taken one by one."""
 
-    def __init__(self, steps: TreeSteps, recorder: Recorder):
+    def __init__(self, steps: TreeSteps, graph_capture: GraphCapture):
         self._steps, self._cache = steps, steps.cache
-        self._recorder: Recorder = recorder
-        self._can_record = True
+        self._graph_capture: GraphCapture = graph_capture
+        self._can_capture = True
         self._buffers: dict[int, _Buffers] = {}
         self._taken: Counter[_Kind] = Counter()
-        self._recorded: dict[_Kind, Callable[[], None]] = {}
+        self._captured: dict[_Kind, Callable[[], None]] = {}
         self._allocation = 0
 
     @property
-    def records(self) -> bool:
-        return self._can_record
+    def captures(self) -> bool:
+        return self._can_capture
 
     def start(self, state: BatchState) -> None:
         if self._allocation != self._cache.allocation:  # the cache has moved
             self._allocation = self._cache.allocation
-            self._recorded.clear()
+            self._captured.clear()
         size = len(state.token_B)
         if size not in self._buffers:
             num_found = self._steps.tree.max_depth + 3 if self._steps.tree.num_nodes else 1
@@ -144,19 +144,19 @@ class RecordedSteps:
 
     def _run(self, kind: _Kind, step: Callable[[], None]) -> None:
         self._taken[kind] += 1
-        if kind in self._recorded:
-            self._recorded[kind]()
-        elif self._can_record and self._taken[kind] > WARM_UP_STEPS:
+        if kind in self._captured:
+            self._captured[kind]()
+        elif self._can_capture and self._taken[kind] > WARM_UP_STEPS:
             try:
-                self._recorded[kind] = self._recorder.record(step)
+                self._captured[kind] = self._graph_capture.capture(step)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                log.warning("The target's steps cannot be recorded, and are taken one by one: %s", _cause(error))
-                self._can_record = False
+                log.warning("The target's steps cannot be captured and run one by one: %s", _cause(error))
+                self._can_capture = False
                 step()
         else:
-            self._recorder.run(step)
+            self._graph_capture.run(step)
 
     def _step(self, buffers: _Buffers, width: int, forward: Forward, rule: AcceptanceRule) -> None:
         """All that a step does on the device."""

@@ -1,4 +1,4 @@
-"""Recorded steps write what steps taken one by one do: nothing that changes between steps may be left on the host."""
+"""Captured steps write what uncaptured steps do: nothing that changes between steps may be left on the host."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
-from pipeline.decoding import recorded_steps
+from pipeline.decoding import cuda_graphs
+from pipeline.decoding.cuda_graphs import graph_capture_for
 from pipeline.decoding.decoder import Decoder
-from pipeline.decoding.recorded_steps import recorder_for
 from pipeline.decoding.tree import cartesian_tree
 from tests.decoding.test_acceptance import RULES
 from tests.decoding.test_batches import PROMPTS, seeded
@@ -33,7 +33,7 @@ class Tape(TorchDispatchMode):
     def run(self, function: Callable[[], None]) -> None:
         function()
 
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         self.operators = operators = []
         with self:
             function()
@@ -67,15 +67,15 @@ def narrow(monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_recorded_step_replayed_writes_what_transformers_writes(family, pair, continuation):
+def test_a_captured_step_replayed_writes_what_transformers_writes(family, pair, continuation):
     model, heads = pair(family)
     expected = continuation(model, PROMPT, 60)
     for tree in (SPARSE, ()):
         tape = Tape()
-        decoder = Decoder(model, heads, tree, eos_token_ids=(), recorder=tape)
+        decoder = Decoder(model, heads, tree, eos_token_ids=(), graph_capture=tape)
         first, again = decoder.generate(PROMPT, 60), decoder.generate(PROMPT, 60)
         assert first.token_ids == again.token_ids == expected
-        assert tape.replayed > again.num_steps > 10, "what the first text has recorded must serve the second"
+        assert tape.replayed > again.num_steps > 10, "what the first text has captured must serve the second"
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -84,36 +84,36 @@ def test_every_rule_and_a_batch_that_shrinks(rule, tree, pair):
     model, heads = pair("mistral-window")
     expected = Decoder(model, heads, tree, eos_token_ids=(7,)).generate_batch(PROMPTS, 30, rule, seeded(5))
     tape = Tape()
-    decoder = Decoder(model, heads, tree, eos_token_ids=(7,), recorder=tape)
+    decoder = Decoder(model, heads, tree, eos_token_ids=(7,), graph_capture=tape)
     for _ in range(2):
         found = decoder.generate_batch(PROMPTS, 30, rule, seeded(5))
         assert [(one.token_ids, one.accepted) for one in found] == [(one.token_ids, one.accepted) for one in expected]
     assert tape.replayed > 10
 
 
-def test_a_cache_that_moves_makes_recordings_void(pair, continuation):
+def test_a_cache_that_moves_makes_captures_void(pair, continuation):
     model, heads = pair("llama")
     tape = Tape()
-    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
+    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), graph_capture=tape)
     for number in (1, 1, 3, 1):
         found = decoder.generate_batch(PROMPTS[:number], 12)
         assert [one.token_ids for one in found] == [continuation(model, prompt, 12) for prompt in PROMPTS[:number]]
     assert tape.replayed
 
 
-def test_after_one_pass_nothing_is_recorded_any_more(pair, monkeypatch):
+def test_after_one_pass_nothing_is_captured_any_more(pair, monkeypatch):
     model, heads = pair("llama")
     tape = Tape()
-    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
+    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), graph_capture=tape)
     for prompt in PROMPTS:
         decoder.generate(prompt, 40)
-    monkeypatch.setattr(tape, "record", lambda step: pytest.fail("a timed pass would wait for it"))
+    monkeypatch.setattr(tape, "capture", lambda step: pytest.fail("a timed pass would wait for it"))
     for prompt in PROMPTS:
         decoder.generate(prompt, 40)
 
 
 def test_a_decoder_that_is_done_with_gives_its_memory_back_at_once(pair):
-    decoder = Decoder(*pair("llama"), SPARSE, eos_token_ids=(), recorder=Tape())
+    decoder = Decoder(*pair("llama"), SPARSE, eos_token_ids=(), graph_capture=Tape())
     decoder.generate(PROMPT, 12)
     cache = weakref.ref(decoder._cache)
     gc.disable()
@@ -127,16 +127,15 @@ def test_a_decoder_that_is_done_with_gives_its_memory_back_at_once(pair):
 def test_a_target_that_reads_its_numbers_back_is_decoded_step_by_step(pair, continuation, caplog):
     model, heads = pair("llama")
     tape = Tape()
-    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), recorder=tape)
+    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), graph_capture=tape)
     hook = model.model.layers[1].register_forward_pre_hook(lambda _, inputs: inputs[0].sum().item() and None)
-    with caplog.at_level(logging.WARNING, recorded_steps.__name__):
+    with caplog.at_level(logging.WARNING, cuda_graphs.__name__):
         for _ in range(2):
             assert decoder.generate(PROMPT, 30).token_ids == continuation(model, PROMPT, 30)
     hook.remove()
     assert not tape.replayed
     assert [record.message for record in caplog.records] == [
-        "The target's steps cannot be recorded, and are taken one by one: "
-        "operation not permitted when stream is capturing"
+        "The target's steps cannot be captured and run one by one: operation not permitted when stream is capturing"
     ]
 
 
@@ -147,9 +146,9 @@ def test_cuda_graphs_write_what_transformers_writes(family, pair, continuation, 
     expected = continuation(model, PROMPT, 60)
     model, heads = copy.deepcopy(model).cuda(), copy.deepcopy(heads).cuda()
     for tree in (SPARSE, ()):
-        decoder = Decoder(model, heads, tree, eos_token_ids=(), recorder=recorder_for(model))
+        decoder = Decoder(model, heads, tree, eos_token_ids=(), graph_capture=graph_capture_for(model))
         assert decoder.generate(PROMPT, 60).token_ids == decoder.generate(PROMPT, 60).token_ids == expected
-        assert decoder.records and not caplog.records, "a step that cannot be recorded would be taken one by one"
+        assert decoder.captures and not caplog.records, "a step that cannot be captured would run uncaptured"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
@@ -158,12 +157,12 @@ def test_cuda_graphs_in_a_batch_that_shrinks(rule, pair):
     model, heads = (copy.deepcopy(one).cuda() for one in pair("mistral-window"))
     noise = lambda: [torch.Generator("cuda").manual_seed(n) for n in range(len(PROMPTS))]  # noqa: E731
     expected = Decoder(model, heads, SPARSE, eos_token_ids=(7,)).generate_batch(PROMPTS, 30, rule, noise())
-    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(7,), recorder=recorder_for(model))
+    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(7,), graph_capture=graph_capture_for(model))
     for _ in range(2):
         found = decoder.generate_batch(PROMPTS, 30, rule, noise())
         assert [one.token_ids for one in found] == [one.token_ids for one in expected]
-    assert decoder.records
+    assert decoder.captures
 
 
-def test_nothing_is_recorded_on_a_cpu(pair):
-    assert recorder_for(pair("llama")[0]) is None
+def test_nothing_is_captured_on_a_cpu(pair):
+    assert graph_capture_for(pair("llama")[0]) is None
