@@ -73,7 +73,7 @@ class Decoder:
         choices: The tree's paths; only as many heads as it is deep are evaluated.
         eos_token_ids: The tokens that end a sequence.
         max_length: Prompt and new tokens together; by default the model's context.
-        graph_capture: What records steps; by default CUDA graphs where the model lies on one GPU, and nothing elsewhere.
+        graph_capture: Captures steps; by default CUDA graphs where the model lies on one GPU, and None elsewhere.
 
     Raises ConfigError when the heads do not belong to the target or its attention cannot verify a tree.
     """

@@ -115,9 +115,9 @@ class Tree:
 
     Tensors: `parent` [N] (the root's is itself), `depth` [N], `guess` [N-1] (row in the flattened [K, R] guesses of
     the first `max_depth` heads, `top` each), `ancestors` [N, N] (row i attends to row j: j is i or above it),
-    `elsewhere` [N, N] (j is no guess on the path to row i: neither i nor above it, or the root), `retrieve_indices` [N, T]
-    (rows from the root to row i; entries past its depth are 0 and not part of it).
-    On the host: `retrieve_paths`, without padding.
+    `elsewhere` [N, N] (j is no guess on the path to row i: neither i nor above it, or the root),
+    `retrieve_indices` [N, T] (rows from the root to row i, padded with 0 past its depth).
+    On the host: `retrieve_paths`, the same without padding.
     """
 
     def __init__(self, choices: Iterable[Path], device: torch.device | str = "cpu"):

@@ -134,9 +134,8 @@ def test_tensors_describe_the_paths(choices):
     for row, path in enumerate(paths):
         assert [paths[each] for each in tree.retrieve_paths[row]] == [path[:depth] for depth in range(len(path) + 1)]
         assert tree.retrieve_indices[row, : len(path) + 1].tolist() == tree.retrieve_paths[row]
-        assert (
-            sorted(tree.retrieve_paths[row]) == tree.retrieve_paths[row]
-        )  # moved entries never overwrite one still to be moved
+        # Sorted: a moved cache entry never overwrites one that is still to be moved.
+        assert sorted(tree.retrieve_paths[row]) == tree.retrieve_paths[row]
     guesses = torch.arange(tree.max_depth * tree.top).view(tree.max_depth, tree.top)
     assert guesses.flatten()[tree.guess].tolist() == [int(guesses[len(path) - 1, path[-1]]) for path in paths[1:]]
 
