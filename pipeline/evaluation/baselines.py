@@ -25,7 +25,7 @@ from pipeline.targets.spec import TargetSpec
 NUM_LOOKED_UP = 10  # tokens guessed at once, as in transformers' own guide
 
 
-class Hearing(BaseStreamer):
+class ForwardRecorder(BaseStreamer):
     """The tokens of each of the target's forwards, and when they came."""
 
     def __init__(self) -> None:
@@ -73,17 +73,17 @@ def baseline(
 
     def decode(prompt_ids: list[int], seed: int) -> Decoded:
         ids_1T = torch.tensor([prompt_ids], device=device)
-        heard = Hearing()
-        given = {"attention_mask": torch.ones_like(ids_1T), "generation_config": chosen, "streamer": heard, **more}
+        recorder = ForwardRecorder()
+        given = {"attention_mask": torch.ones_like(ids_1T), "generation_config": chosen, "streamer": recorder, **more}
         start = perf_counter()
         try:
             model.generate(ids_1T, **given)
         except Exception as error:  # it says so in whatever way the model's or the cache's own code does
             raise CannotDecode((str(error).splitlines() or [type(error).__name__])[0]) from error
-        token_ids = [token for new_ids in heard.forwards for token in new_ids]
+        token_ids = [token for new_ids in recorder.forwards for token in new_ids]
         finished: Literal["stop", "length"] = "stop" if token_ids[-1] in eos_token_ids else "length"
-        accepted = [len(new_ids) for new_ids in heard.forwards[1:]]
-        first, last = heard.times[0], heard.times[-1]
+        accepted = [len(new_ids) for new_ids in recorder.forwards[1:]]
+        first, last = recorder.times[0], recorder.times[-1]
         return Decoded(token_ids, finished, accepted, first - start, last - first)
 
     return decode

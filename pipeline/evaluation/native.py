@@ -85,8 +85,8 @@ def check_native(
         kind: baseline(kind, model, eos, settings.max_new_tokens, assistant) for kind in settings.baselines
     }
     with fastest_threads(plain_decoder(model, eos_token_ids=(), max_length=room), prompts[0].ids):
-        contest = hold_contest(plain, medusa, others, prompts, settings, progress)
-        first, greedy = contest.passes[0], contest.greedy_passes[0]
+        measurement = measure(plain, medusa, others, prompts, settings, progress)
+        first, greedy = measurement.passes[0], measurement.greedy_passes[0]
         plain_ids = _texts(greedy[PLAIN])
         studies = run_studies(
             settings.studies, plain, medusa, prompts, settings, calibration or {}, plain_ids, progress
@@ -99,20 +99,20 @@ def check_native(
 
     match, tokenizer = matched(MEDUSA), load_tokenizer(target)
     measured = [
-        {"name": method, **pace_beside(contest.greedy_passes, method), "greedy_match": matched(method).as_dict()}
+        {"name": method, **pace_beside(measurement.greedy_passes, method), "greedy_match": matched(method).as_dict()}
         for method in others
-        if method not in contest.failed
+        if method not in measurement.failed
     ]
     native = {
-        **speed(contest.passes),
+        **speed(measurement.passes),
         "greedy_match": match.as_dict(),
         "tie_tolerance": tolerance,
         "accepted_lengths": accepted_lengths(first[MEDUSA]),
         "prompts": len(prompts),
         "repeats": settings.repeats,
         **_rule_facts(settings, first),
-        "categories": by_category(prompts, contest.passes),
-        "baselines": measured + [{"name": method, "failed": reason} for method, reason in contest.failed.items()],
+        "categories": by_category(prompts, measurement.passes),
+        "baselines": measured + [{"name": method, "failed": reason} for method, reason in measurement.failed.items()],
     }
     if studies:
         native["studies"] = studies
@@ -123,7 +123,7 @@ def check_native(
         "target_text": text_statistics(model, prompts, plain_ids),
         "samples": samples(tokenizer, prompts, first[MEDUSA]),
         "answers": {
-            method: answer_lines(f"{name}-{method}", tokenizer, prompts, [one[method] for one in contest.passes])
+            method: answer_lines(f"{name}-{method}", tokenizer, prompts, [one[method] for one in measurement.passes])
             for method in (PLAIN, MEDUSA)
         },
         "differing": match.differing,
@@ -131,7 +131,7 @@ def check_native(
 
 
 @dataclass(frozen=True)
-class Contest:
+class Measurement:
     """What was written: every repetition by the rule; greedily, where the baselines take part; why some could not."""
 
     passes: list[Pass]
@@ -139,14 +139,14 @@ class Contest:
     failed: dict[str, str]
 
 
-def hold_contest(
+def measure(
     plain: Decoder,
     medusa: Decoder,
     others: Mapping[str, Decode],
     prompts: Sequence[Prompt],
     settings: CheckConfig,
     progress: Progress | None = None,
-) -> Contest:
+) -> Measurement:
     """Let everyone decode every prompt, warmed up. Under a rule that is not greedy, greedy text is written once.
 
     One of the others that fails, at the first prompt or the last, is out and spoils nothing for those that go on.
@@ -174,11 +174,11 @@ def hold_contest(
             "check.max_new_tokens",
             "Raise it, or check with other prompts.",
         )
-    return Contest(passes, greedy_passes, failed)
+    return Measurement(passes, greedy_passes, failed)
 
 
 def num_passes(settings: CheckConfig) -> int:
-    """How often a contest asks every prompt."""
+    """How often a measurement asks every prompt."""
     return settings.repeats + (rule_of(settings) is not greedy_acceptance)
 
 
