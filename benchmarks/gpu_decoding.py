@@ -16,7 +16,7 @@ from benchmarks.arithmetic import peak_memory_gb, reset_peak_memory
 from benchmarks.claims import Claim, Result
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
-from pipeline.evaluation.figures import Pace, speed
+from pipeline.evaluation.speed import Pace, speed
 from pipeline.heads.medusa import HeadsConfig, MedusaHeads
 from pipeline.targets.loading import lm_head_weight
 

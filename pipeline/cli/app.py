@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from pipeline.cli import chat, inspect, keys, plan, push, run, status, verify
-from pipeline.cli.shown import visible
+from pipeline.cli.terminal_text import visible
 from pipeline.errors import Interrupted, MedusaDistillError
 from pipeline.redact import keep_out_of_logs, redacted
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from pipeline.cli.shown import visible
+from pipeline.cli.terminal_text import visible
 from pipeline.conversations.conversation import RowRejected
 from pipeline.report.wording import duration, rate, ratio
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pipeline.artifacts.rows import spans_of
-from pipeline.cli.shown import visible
+from pipeline.cli.terminal_text import visible
 from pipeline.config import Config
 from pipeline.errors import ConfigError, MedusaDistillError
 from pipeline.storage.run_directory import STAGES, RunDirectory

@@ -18,7 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from pipeline.config import BaselineName
 from pipeline.decoding.decoder import Decoded
-from pipeline.evaluation.figures import CannotDecode, Decode
+from pipeline.evaluation.speed import CannotDecode, Decode
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec
 

@@ -23,7 +23,10 @@ from pipeline.evaluation.answers import answer_lines, samples
 from pipeline.evaluation.baselines import baseline
 from pipeline.evaluation.check_progress import Progress
 from pipeline.evaluation.comparison import GreedyMatch, compare, gap_of, tie_tolerance
-from pipeline.evaluation.figures import (
+from pipeline.evaluation.overhead import fastest_threads
+from pipeline.evaluation.prompts import Prompt, rule_of
+from pipeline.evaluation.quality import mean_log_likelihood, text_statistics
+from pipeline.evaluation.speed import (
     MEDUSA,
     PLAIN,
     Decode,
@@ -34,9 +37,6 @@ from pipeline.evaluation.figures import (
     speed,
     take_turns,
 )
-from pipeline.evaluation.overhead import fastest_threads
-from pipeline.evaluation.prompts import Prompt, rule_of
-from pipeline.evaluation.quality import mean_log_likelihood, text_statistics
 from pipeline.evaluation.studies import run_studies
 from pipeline.export.directory import read_export
 from pipeline.heads.medusa import HeadsConfig, MedusaHeads, from_named_tensors

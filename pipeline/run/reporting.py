@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.evaluation.verdict import failures
+from pipeline.evaluation.limits import failures
 from pipeline.execution.hardware import hardware
 from pipeline.export.card import model_card
 from pipeline.export.layout import repositories

@@ -20,6 +20,7 @@ from typing import Any
 from pipeline.config import Config
 from pipeline.errors import CheckFailed, DataError
 from pipeline.evaluation.check_progress import Progress, read_standing
+from pipeline.evaluation.limits import failures
 from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import (
     Prompts,
@@ -30,7 +31,6 @@ from pipeline.evaluation.prompts import (
     with_room_for,
 )
 from pipeline.evaluation.served import check_served
-from pipeline.evaluation.verdict import failures
 from pipeline.execution.hardware import with_hardware
 from pipeline.execution.placement import Placement
 from pipeline.run.context import Context

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from pipeline.cli.inspect import COLOURS, coloured
-from pipeline.cli.shown import visible
+from pipeline.cli.terminal_text import visible
 from pipeline.flow import run_flow
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer

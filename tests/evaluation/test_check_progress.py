@@ -6,8 +6,8 @@ import pytest
 
 from pipeline.evaluation import check_progress as told
 from pipeline.evaluation.check_progress import Progress, Standing, read_standing
-from pipeline.evaluation.figures import take_turns
 from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.speed import take_turns
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config import CheckConfig
 from pipeline.errors import ConfigError
-from pipeline.evaluation.figures import CannotDecode
 from pipeline.evaluation.native import check_native, load_exported_heads
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.quality import mean_log_likelihood, text_statistics
+from pipeline.evaluation.speed import CannotDecode
 from pipeline.targets.spec import TargetSpec
 
 EOS = {1, *range(100, 108)}

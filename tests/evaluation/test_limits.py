@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipeline.config.load import validate
-from pipeline.evaluation.verdict import failures
+from pipeline.evaluation.limits import failures
 
 
 def engine(rate: float, sequences: int = 8, identical: int = 8, ties: int = 0, **more) -> dict:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeline.decoding.decoder import Decoded
-from pipeline.evaluation.figures import accepted_lengths, by_category, pace_beside, speed, take_turns
 from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.speed import accepted_lengths, by_category, pace_beside, speed, take_turns
 
 
 def decoded(accepted: list[int], seconds: float, first: float = 0.1) -> Decoded:
