@@ -26,8 +26,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipeline.artifacts.rows import seed_row
-from pipeline.artifacts.schemas import SEEDS
+from pipeline.artifacts.seed_rows import SEEDS, SeedRow
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation, RejectedRow
 from pipeline.conversations.readers import read_source
@@ -187,7 +186,7 @@ def prove(name: str, data: bytes, directory: Path) -> Counter[str]:
         assert len(rows) == wanted.rows, f"{len(rows)} rows came out of {wanted.rows}"
     said.encode()
     kept = [row for row in rows if isinstance(row, Conversation)]
-    pa.RecordBatch.from_pylist([seed_row(row, "train") for row in kept], schema=SEEDS)
+    pa.RecordBatch.from_pylist([SeedRow(row, "train").stored() for row in kept], schema=SEEDS)
     refused = [row for row in rows if isinstance(row, RejectedRow)]
     for row in refused:
         assert json.loads(quarantine_line(row, "seeds").encode())["id"] == row.id

@@ -18,12 +18,12 @@ from benchmarks.arithmetic import Peak, backbone_flops, peak_memory_gb, reset_pe
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from benchmarks.features import AIM as AIM_OVER_FORWARD
 from benchmarks.features import forward_seconds, record_batches, stage_seconds
-from pipeline.artifacts.rows import spans_of
-from pipeline.artifacts.schemas import FEATURES
+from pipeline.artifacts.feature_rows import FEATURES, row_groups, write_group
+from pipeline.artifacts.generated_rows import TokenRow, spans_of
 from pipeline.config import FeaturesConfig
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.tasks import ShardTask
-from pipeline.training.feature_worker import Worker, row_groups, write_group
+from pipeline.training.feature_worker import Worker
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Size
@@ -53,7 +53,7 @@ def measure_features(
         seconds = in_turns(sides, size.rounds)
 
     lengths = [len(row["input_ids"]) for row in made]
-    num_positions = sum(len(span) for row in made for span in spans_of(row))
+    num_positions = sum(len(span) for row in made for span in spans_of(row["spans"]))
     kept_bytes = num_positions * worker.engine.hidden_size * worker.engine.dtype.itemsize
     peaks = rates(peak.flops, seconds["peak"])
     facts: dict[str, Any] = {"tokens": sum(lengths), "kept_positions": num_positions, "batches": len(batches)}
@@ -84,7 +84,7 @@ class WritingAlone:
         totals = accumulate(len(row["input_ids"]) for row in made)
         number = next((n for n, total in enumerate(totals, 1) if total >= SAMPLE_TOKENS), len(made))
         states = worker.engine.stream(row["input_ids"] for row in made[:number])
-        self._groups = list(row_groups(zip(made[:number], states, strict=True)))
+        self._groups = list(row_groups(zip(map(TokenRow.of, made[:number]), states, strict=True)))
         self._path = path
         self.num_bytes = sum(hidden_ND.nbytes for group in self._groups for _, hidden_ND in group)
 

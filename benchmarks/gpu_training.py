@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from benchmarks import rows
 from benchmarks.arithmetic import Peak, peak_memory_gb, reset_peak_memory, synchronize, training_flops
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
-from pipeline.artifacts.rows import spans_of
+from pipeline.artifacts.generated_rows import spans_of
 from pipeline.config import TrainConfig
 from pipeline.conversations.spans import IGNORED, head_labels
 from pipeline.heads.medusa import HeadsConfig
@@ -124,5 +124,5 @@ def _spec(target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size:
 
 def _labels_per_position(made: Sequence[rows.Row]) -> float:
     """Labels of all heads per position that is learned from: a little under their number, for spans end."""
-    labels = [head_labels(row["input_ids"], spans_of(row), NUM_HEADS, rows.ROLES) != IGNORED for row in made]
+    labels = [head_labels(row["input_ids"], spans_of(row["spans"]), NUM_HEADS, rows.ROLES) != IGNORED for row in made]
     return sum(int(each.sum()) for each in labels) / sum(int(each[0].sum()) for each in labels)

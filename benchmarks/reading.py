@@ -18,12 +18,11 @@ import torch
 
 from benchmarks import rows
 from benchmarks.claims import Claim, Result, in_turns
-from pipeline.artifacts.feature_rows import FeatureRows
-from pipeline.artifacts.schemas import FEATURES
+from pipeline.artifacts.feature_rows import FEATURES, FeatureRows, row_groups, write_group
+from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.storage.shards import ShardWriter
 from pipeline.training.batches import load_batches
 from pipeline.training.epochs import EpochPlan
-from pipeline.training.feature_worker import row_groups, write_group
 
 AIM = 300.0
 VOCAB_SIZE, NUM_HEADS, BATCH_TOKENS = 4096, 5, 16_384
@@ -54,10 +53,10 @@ def write_states(path: Path, num_rows: int, hidden_size: int, dtype: torch.dtype
     return positions
 
 
-def _with_states(made: list[rows.Row], hidden_size: int, dtype: torch.dtype) -> Iterator[tuple[rows.Row, torch.Tensor]]:
+def _with_states(made: list[rows.Row], hidden_size: int, dtype: torch.dtype) -> Iterator[tuple[TokenRow, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     for row in made:
-        yield row, torch.randn(len(row["input_ids"]), hidden_size, generator=generator).to(dtype)
+        yield TokenRow.of(row), torch.randn(len(row["input_ids"]), hidden_size, generator=generator).to(dtype)
 
 
 def _claim(path: Path, positions: int, hidden_size: int, dtype: torch.dtype) -> Claim:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.artifacts.schemas import GENERATED
+from pipeline.artifacts.generated_rows import GENERATED
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import Span
 from pipeline.storage.shards import ShardWriter

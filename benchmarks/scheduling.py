@@ -23,7 +23,7 @@ import psutil
 from rich.console import Console
 
 from benchmarks.claims import Claim, Result
-from pipeline.artifacts.schemas import SEEDS
+from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.config.load import validate
 from pipeline.execution.executor import Executor, Outcome, make_executor
 from pipeline.execution.placement import Placement

@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import rows, targets
 from benchmarks.claims import Claim, Result, in_turns, speed_ratio
-from pipeline.artifacts.rows import spans_of
+from pipeline.artifacts.generated_rows import spans_of
 from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
 from pipeline.targets.loading import load_causal_lm
@@ -75,7 +75,7 @@ def _measured(case: Case, directory: Path) -> tuple[Claim, dict[str, Any]]:
     with tempfile.TemporaryDirectory(dir=directory) as place:
         (task,) = rows.features_tasks(Path(place), [made])
         Worker(case.target, FeaturesConfig(tokens_per_batch=4096), gpus=0)(task)
-        per_row = int((head_labels(made[0]["input_ids"], spans_of(made[0]), 1, rows.ROLES) != IGNORED).sum())
+        per_row = int((head_labels(made[0]["input_ids"], spans_of(made[0]["spans"]), 1, rows.ROLES) != IGNORED).sum())
         spec = TrainSpec(
             shards=(task.shard,),
             fingerprint=rows.FINGERPRINT,
@@ -153,7 +153,7 @@ class OnlineLoop:
         return Batch(torch.cat(states), torch.cat(labels, 1))
 
     def _learned(self, hidden_TD: torch.Tensor, row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-        settings, spans = self.spec.settings, spans_of(row)
+        settings, spans = self.spec.settings, spans_of(row["spans"])
         labels_KN = head_labels(row["input_ids"], spans, settings.num_heads, settings.roles)
         learnable = labels_KN[0] != IGNORED
         positions_N = torch.from_numpy(feature_positions(spans)[learnable]).long()

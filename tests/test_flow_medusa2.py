@@ -24,7 +24,7 @@ from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from tests.cli.tables import line_of
 from tests.export.hub_stand_in import hub_on_loopback
-from tests.flows.tiny import CONTEXT, latest, run_again, stages_run
+from tests.flows.tiny import CONTEXT, latest, run_again, stages_run, token_rows
 from tests.targets.adapters import logits_with_adapter_on
 
 JOINT = {
@@ -149,7 +149,7 @@ def test_the_check_decodes_with_the_tuned_backbone(joint_run, tiny_target):
     match = native["greedy_match"]
     assert match["identical"] + match["ties"] == match["sequences"] == 4
     tokenizer = load_tokenizer(TargetSpec(str(tiny_target)))
-    asked = held_out_prompts(latest(joint_run, "generate").shards(), 4, CONTEXT - 12).kept
+    asked = held_out_prompts(token_rows(latest(joint_run, "generate")), 4, CONTEXT - 12).kept
     written = (latest(joint_run, "check").path / "answers/plain.jsonl").read_text().splitlines()
     answers = {line["question_id"]: line["choices"][0]["turns"][0] for line in map(json.loads, written)}
     assert answers.keys() == {prompt.id for prompt in asked}

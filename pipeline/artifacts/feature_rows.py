@@ -1,9 +1,8 @@
-"""The cached hidden states as torch tensors, straight out of the shards' Parquet pages.
+"""Rows of features: a conversation's tokens and the target's hidden state at each of its target-written ones.
 
-What a head learns from is decided here once more from the spans: a row's *learnable* positions are those at which head
-0 has a label (the others have none for any head). Lengths, plans and batches count these and nothing else.
-
-Limits: the unit of reading is a row group, verified page by page. States keep their stored dtype and are not copied.
+Written in row groups of about 64 MB (`row_groups`, `write_group`), and read as torch tensors straight out of the
+Parquet pages (`FeatureRows`): states keep their stored dtype and are not copied. A row's *learnable* positions are
+those at which head 0 has a label (the others have none for any head); lengths, plans and batches count these alone.
 
 Letters: N positions, D hidden size, V vocabulary, K heads.
 """
@@ -11,7 +10,8 @@ Letters: N positions, D hidden size, V vocabulary, K heads.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,13 +22,72 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.conversations.conversation import Role
-from pipeline.conversations.spans import IGNORED, Span, head_labels
+from pipeline.artifacts.generated_rows import REDO, SPANS, TokenRow, open_rows, require_vocabulary, spans_of
+from pipeline.conversations.conversation import Reason, RejectedRow, Role
+from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
 from pipeline.errors import DataError
-from pipeline.storage.shards import open_shard
+from pipeline.storage.shards import ShardWriter
 
+FEATURES = pa.schema(
+    [
+        ("id", pa.string()),
+        ("parent_id", pa.string()),
+        ("split", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("spans", SPANS),
+        ("positions", pa.list_(pa.int32())),  # s-1 … e-2 of every span [s, e)
+        ("hidden", pa.large_binary()),  # [len(positions), D], row-major, dtype and D in the footer
+    ]
+)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-REDO = "Delete this file and run the same command again: it is made anew."
+TAP = "last hidden state after the final norm"
+ROW_GROUP_BYTES = 64 * 1024**2  # what a reader holds at once
+
+
+def footer_of(dtype: torch.dtype, hidden_size: int) -> dict[str, str]:
+    """What a shard's footer says of its states."""
+    return {"dtype": str(dtype).removeprefix("torch."), "hidden_size": str(hidden_size), "tap": TAP}
+
+
+def row_groups(rows: Iterable[tuple[TokenRow, Tensor]]) -> Iterator[list[tuple[TokenRow, Tensor]]]:
+    """Rows [with states TD] as groups [with states ND, at the kept positions] of one split and about `ROW_GROUP_BYTES`.
+
+    A reader of the few held-out rows reads their groups alone, and not the hundred times larger rest with them.
+    """
+    group: list[tuple[TokenRow, Tensor]] = []
+    size = 0
+    for row, hidden_TD in rows:
+        if group and group[-1][0].split != row.split:
+            yield group
+            group, size = [], 0
+        kept_ND = hidden_TD[torch.from_numpy(feature_positions(row.spans)).long()]
+        group.append((row, kept_ND))
+        size += kept_ND.nbytes
+        if size >= ROW_GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def write_group(writer: ShardWriter, group: Sequence[tuple[TokenRow, Tensor]]) -> int:
+    """Write rows as one row group, quarantine those with a state that is not finite; how many positions were kept."""
+    finite = []
+    num_positions = 0
+    for row, hidden_ND in group:
+        # The sum is finite if all are, and ten times as fast to take; overflowing, it only costs the exact look.
+        finite_sum = math.isfinite(float(hidden_ND.sum(dtype=torch.float32)))
+        stored = row.stored()
+        if num_bad := 0 if finite_sum else int((~torch.isfinite(hidden_ND).all(dim=1)).sum()):
+            detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
+            what = {"input_ids": stored["input_ids"], "spans": stored["spans"]}
+            writer.reject(RejectedRow(row.id, Reason.NON_FINITE, detail, what))
+            continue
+        hidden = hidden_ND.view(torch.uint8).numpy().tobytes()
+        finite.append(stored | {"positions": feature_positions(row.spans), "hidden": hidden})
+        num_positions += len(hidden_ND)
+    writer.write(finite)
+    return num_positions
 
 
 @dataclass(frozen=True)
@@ -65,14 +124,15 @@ class FeatureRows:
         num_heads: int,
         roles: Collection[Role],
     ):
-        self.hidden_size, self.vocab_size, self.num_heads, self.roles = hidden_size, vocab_size, num_heads, tuple(roles)
+        self.fingerprint, self.hidden_size, self.vocab_size = fingerprint, hidden_size, vocab_size
+        self.num_heads, self.roles = num_heads, tuple(roles)
         self._groups: list[tuple[str, int]] = []
         self._lengths: list[npt.NDArray[np.int64]] = []
         self._splits: list[npt.NDArray[np.object_]] = []
         dtypes: dict[torch.dtype, str] = {}
         for path in shards:
-            with open_shard(path) as shard:
-                dtypes.setdefault(self._accept(path, shard, fingerprint), path)
+            with open_rows(path, fingerprint) as shard:
+                dtypes.setdefault(self._dtype_of(path, shard), path)
                 for group in range(shard.num_row_groups):
                     self._groups.append((path, group))
                     table = shard.read_row_group(group, columns=["split", "spans"], use_threads=False)
@@ -82,12 +142,9 @@ class FeatureRows:
             raise DataError(f"The shards hold states of different dtypes: {dtypes}.", None, REDO)
         self.dtype = next(iter(dtypes), torch.float32)
 
-    def _accept(self, path: str, shard: pq.ParquetFile, fingerprint: str) -> torch.dtype:
-        """A shard's dtype, after its footer has proved that it belongs here."""
+    def _dtype_of(self, path: str, shard: pq.ParquetFile) -> torch.dtype:
+        """The dtype that a shard's footer gives, after it has proved that the states are the target's."""
         footer = {key.decode(): value.decode() for key, value in (shard.schema_arrow.metadata or {}).items()}
-        if footer.get("fingerprint") != fingerprint:
-            found = footer.get("fingerprint", "none")
-            raise DataError(f"This shard is of another run: its fingerprint is {found}, not {fingerprint}.", path, REDO)
         size, dtype = footer.get("hidden_size", "unknown"), footer.get("dtype", "unknown")
         if size != str(self.hidden_size):
             what = f"This shard's states have size {size}, the target's have {self.hidden_size}"
@@ -107,7 +164,7 @@ class FeatureRows:
             DamagedShard: A page fails its checksum, or the file is gone.
         """
         path, group = self._groups[index]
-        with open_shard(path) as shard:
+        with open_rows(path, self.fingerprint) as shard:
             table = shard.read_row_group(group, columns=["id", "input_ids", "spans", "hidden"], use_threads=False)
         return RowGroup(self, path, table)
 
@@ -127,13 +184,11 @@ class RowGroup:
 
     def _take(self, index: int) -> Row:
         ids = self._table["input_ids"][index].values.to_numpy()
-        spans = [Span(**span) for span in self._table["spans"][index].as_py()]
+        spans = spans_of(self._table["spans"][index].as_py())
         rows, num_positions = self._rows, sum(map(len, spans))
         labels_KN = head_labels(ids, spans, rows.num_heads, rows.roles)
         learnable = np.flatnonzero(labels_KN[0] != IGNORED)
-        if (largest := labels_KN.max(initial=0)) >= rows.vocab_size:
-            what = f"Token {largest} is outside the target's vocabulary of {rows.vocab_size}"
-            raise DataError(f"{what}: these features are of another target.", self._where(index), REDO)
+        require_vocabulary(labels_KN, rows.vocab_size, self._where(index))
         num_bytes, found = num_positions * rows.hidden_size * rows.dtype.itemsize, len(self._states[index])
         if found != num_bytes:
             raise DataError(f"A row has {found} bytes of states instead of {num_bytes}.", self._where(index), REDO)

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.artifacts.rows import spans_of
+from pipeline.artifacts.generated_rows import spans_of
 from pipeline.cli.terminal_text import visible
 from pipeline.config import Config
 from pipeline.errors import ConfigError, MedusaDistillError
@@ -56,7 +56,7 @@ def inspect(
 def coloured(row: dict[str, Any], tokenizer: Any) -> Text:
     """A row's tokens as text, each target-written span in its role's colour."""
     ids, text, at = row["input_ids"], Text(), 0
-    for span in spans_of(row):
+    for span in spans_of(row["spans"]):
         text.append(visible(tokenizer.decode(ids[at : span.start])), style="dim")
         text.append(visible(tokenizer.decode(ids[span.start : span.end])), style=COLOURS.get(span.role, ""))
         at = span.end

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from transformers.utils import logging
 
-from pipeline.artifacts.rows import train_conversations
+from pipeline.artifacts.seed_rows import read_seeds
 from pipeline.config import Config
 from pipeline.demo.target import NUM_STEPS, train_demo_target
 from pipeline.execution.progress import Meter, duration
@@ -32,7 +32,7 @@ def ensure_demo_target(run: RunDirectory, config: Config) -> None:
     logging.disable_progress_bar()
     with Meter(console, "target", NUM_STEPS, unit="steps") as meter:
         facts = train_demo_target(
-            list(train_conversations(seeds)),
+            list(read_seeds(seeds.shards(), "train")),
             directory,
             seed=config.run.seed,
             progress=lambda step, total, loss: meter.update(step, f"loss {loss:.2f}"),

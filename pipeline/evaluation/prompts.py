@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeline.artifacts.rows import spans_of
+from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.config import CheckConfig, SeedSource
 from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
@@ -24,7 +24,6 @@ from pipeline.conversations.template import ChatTemplate
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.errors import ConfigError
 from pipeline.evaluation.check_progress import Progress
-from pipeline.storage.shards import read_rows
 from pipeline.targets.dialogue_pool import converse
 from pipeline.targets.engines import EngineName, make_generation_engine
 from pipeline.targets.protocol import GenerationEngine
@@ -67,30 +66,28 @@ def rule_of(settings: CheckConfig) -> AcceptanceRule:
     )
 
 
-def held_out_prompts(generated: Sequence[Path], number: int, room: int, split: str = "check") -> Prompts:
+def held_out_prompts(rows: Iterable[TokenRow], number: int, room: int, split: str = "check") -> Prompts:
     """The first `number` rows of a held-out split, each up to one of its answers.
 
     Which one, a hash of the row's id decides: first and later turns are asked alike, as calibration looks at them.
 
     Args:
-        generated: Shards of the generate stage, or of features.
+        rows: Of the generate stage, or of features.
         room: Longest prompt in tokens; a row without an answer that begins before it is skipped and counted.
     """
-    columns = ["id", "split", "input_ids", "spans"]
-    rows = (row for path in generated for row in read_rows(path, columns) if row["split"] == split)
     kept: list[Prompt] = []
     skipped = 0
-    for row in rows:
+    for row in (row for row in rows if row.split == split):
         if len(kept) == number:
             break
-        answers = [span for span in spans_of(row) if span.role == "assistant"]
+        answers = [span for span in row.spans if span.role == "assistant"]
         fitting = [turn for turn, span in enumerate(answers) if span.start <= room]
         if not fitting:
             skipped += 1
             continue
-        turn = fitting[_stable_hash(row["id"]) % len(fitting)]
-        source = row["id"].rpartition(":")[0]
-        kept.append(Prompt(row["id"], row["input_ids"][: answers[turn].start], source, turn=turn))
+        turn = fitting[_stable_hash(row.id) % len(fitting)]
+        source = row.id.rpartition(":")[0]
+        kept.append(Prompt(row.id, row.input_ids[: answers[turn].start].tolist(), source, turn=turn))
     return Prompts(kept, skipped)
 
 

@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pipeline.artifacts.generated_rows import read_token_rows
+from pipeline.artifacts.trained_heads import load_heads
 from pipeline.config import Config
 from pipeline.decoding.tree import Path as TreePath
 from pipeline.decoding.tree_search import (
@@ -39,7 +41,6 @@ from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length
-from pipeline.training.checkpoints import load_heads
 from pipeline.training.evaluate import SPLIT, held_out_ranks
 from pipeline.training.feature_worker import Worker, engine_identity
 from pipeline.training.methods import method_of
@@ -200,7 +201,9 @@ def measure_overheads(
 
 def _usual_prompts(features: StageDirectory, context: int) -> list[list[int]]:
     """Prompts as the check asks them, of this split; what leaves no room is cut from its beginning."""
-    prompts = held_out_prompts(features.shards(), NUM_PROMPTS, context, SPLIT).kept
+    prompts = held_out_prompts(
+        read_token_rows(features.shards(), features.fingerprint), NUM_PROMPTS, context, SPLIT
+    ).kept
     return [prompt.ids[-max(1, context - 1 - NUM_STEPS) :] for prompt in prompts]
 
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.config import Config
 from pipeline.errors import CheckFailed, DataError
 from pipeline.evaluation.check_progress import Progress, read_standing
@@ -187,7 +188,9 @@ def _prompts(context: Context, target: TargetSpec, progress: Progress) -> Prompt
     else:
         kind, where = "held-out prompt", "check.prompts"
         room = context_length(target) - settings.max_new_tokens
-        prompts = held_out_prompts(context.upstream["generate"].shards(), settings.prompts, room)
+        generated = context.upstream["generate"]
+        rows = read_token_rows(generated.shards(), generated.fingerprint)
+        prompts = held_out_prompts(rows, settings.prompts, room)
     if not prompts.kept:
         raise DataError(
             f"No {kind} leaves room for {settings.max_new_tokens} tokens in the target's context.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from pipeline.artifacts.trained_heads import load_heads
 from pipeline.decoding.tree import check_choices
 from pipeline.export.card import model_card
 from pipeline.export.directory import write_export
@@ -19,7 +20,6 @@ from pipeline.heads.medusa import to_named_tensors
 from pipeline.run.context import Context
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import load_tokenizer, model_config
-from pipeline.training.checkpoints import load_heads
 from pipeline.training.methods import method_of
 
 NAME = "export"

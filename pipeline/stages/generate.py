@@ -12,13 +12,12 @@ import time
 from collections import Counter
 from typing import Any
 
-from pipeline.artifacts.rows import conversation_of, message_dicts
-from pipeline.artifacts.schemas import GENERATED
+from pipeline.artifacts.generated_rows import GENERATED, stored_row
+from pipeline.artifacts.seed_rows import SeedRow
 from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import RejectedRow, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
 from pipeline.conversations.requests import Sampling
-from pipeline.conversations.row_builder import GeneratedRow
 from pipeline.conversations.template import ChatTemplate
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
@@ -33,8 +32,6 @@ from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, loa
 NAME = "generate"
 VERSION = 1
 UPSTREAM = ("seeds",)
-
-Row = dict[str, Any]
 
 
 def identity(context: Context) -> dict[str, Any]:
@@ -81,7 +78,7 @@ class Worker:
             arguments = (settings.engine_args, gpus, settings.batch_invariant)
             self.engine = make_generation_engine(settings.engine, target, *arguments)
         self.pool = DialoguePool(self.engine)
-        self._begun: dict[str, tuple[list[Row], DialogueGroup]] = {}
+        self._begun: dict[str, tuple[list[SeedRow], DialogueGroup]] = {}
         self._upcoming: ShardTask | None = None
 
     def expect(self, upcoming: ShardTask | None) -> None:
@@ -95,27 +92,27 @@ class Worker:
         del self._begun[task.shard]
         counts: Counter[str] = Counter(tokens=0, turns=0)
         with shard_writer(task, GENERATED) as writer:
-            rows: list[Row] = []
+            rows: list[dict[str, Any]] = []
             for seed, dialogue in zip(seeds, group.dialogues, strict=True):
                 try:
                     generated = dialogue.rows()
                 except RowRejected as rejected:
-                    writer.reject(RejectedRow(seed["id"], rejected.reason, rejected.detail, seed))
+                    writer.reject(RejectedRow(seed.id, rejected.reason, rejected.detail, seed.stored()))
                     continue
-                rows += [generated_row(row, seed["split"]) for row in generated]
+                rows += [stored_row(row, seed.split) for row in generated]
                 counts.update(
                     tokens=sum(row.num_generated for row in generated), turns=sum(len(row.spans) for row in generated)
                 )
             writer.write(rows)
-            ids_in = [*task.poison, *(seed["id"] for seed in seeds)]
+            ids_in = [*task.poison, *(seed.id for seed in seeds)]
             return writer.commit(NAME, ids_in, dict(counts), time.monotonic() - started)
 
-    def _begin(self, task: ShardTask) -> tuple[list[Row], DialogueGroup]:
+    def _begin(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:
         """The shard's seeds and their conversations, which wait for their turn unless they have begun already."""
         if task.shard not in self._begun:
-            seeds = task_rows(task)
+            seeds = [SeedRow.of(row) for row in task_rows(task)]
             group = self.pool.add(
-                Dialogue(conversation_of(row), self.template, self._dialogue_settings(row["split"])) for row in seeds
+                Dialogue(seed.conversation, self.template, self._dialogue_settings(seed.split)) for seed in seeds
             )
             self._begun[task.shard] = seeds, group
         return self._begun[task.shard]
@@ -145,16 +142,3 @@ class Worker:
             on_truncated=settings.on_truncated,
             seed=self.seed,
         )
-
-
-def generated_row(row: GeneratedRow, split: str) -> dict[str, Any]:
-    """A finished conversation as a row of this stage."""
-    return {
-        "id": row.id,
-        "parent_id": row.parent_id,
-        "split": split,
-        "input_ids": row.input_ids,
-        "spans": [{"start": span.start, "end": span.end, "role": span.role} for span in row.spans],
-        "finish": row.finish,
-        "messages": message_dicts(row.messages),
-    }

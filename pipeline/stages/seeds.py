@@ -12,8 +12,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from pipeline.artifacts.rows import seed_row
-from pipeline.artifacts.schemas import SEEDS
+from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation, Deduplicator, RejectedRow
 from pipeline.conversations.readers import name_sources, read_source, source_files
@@ -125,7 +124,7 @@ def _write_shard(stage: StageDirectory, index: int, chunk: list[tuple[Conversati
     with ShardWriter(
         stage.shard_path(index), stage.quarantine_path(index), SEEDS, index=index, fingerprint=stage.fingerprint
     ) as writer:
-        writer.write([seed_row(row, split) for row, split in chunk if isinstance(row, Conversation)])
+        writer.write([SeedRow(row, split).stored() for row, split in chunk if isinstance(row, Conversation)])
         for row, _ in chunk:
             if isinstance(row, RejectedRow):
                 writer.reject(row)
@@ -133,12 +132,12 @@ def _write_shard(stage: StageDirectory, index: int, chunk: list[tuple[Conversati
         return writer.commit(
             NAME,
             [row.id for row, _ in chunk],
-            {f"{s}_rows": float(splits.count(s)) for s in ("train", "calibrate", "check")},
+            {f"{s}_rows": float(splits.count(s)) for s in SPLITS},
         )
 
 
 def _require_enough(summary: dict[str, Any], stage: StageDirectory) -> None:
-    fewest = min(summary.get(f"{split}_rows", 0) for split in ("train", "calibrate", "check"))
+    fewest = min(summary.get(f"{split}_rows", 0) for split in SPLITS)
     if fewest < MIN_HELD_OUT:
         raise DataError(
             f"{summary['rows']} usable conversations are too few: training, calibration and the check need at least "

@@ -14,12 +14,12 @@ import numpy.typing as npt
 import torch
 
 from pipeline.artifacts.feature_rows import FeatureRows
+from pipeline.artifacts.trained_heads import load_heads
 from pipeline.conversations.conversation import Role
 from pipeline.decoding.tree_search import HeldOutRanks
 from pipeline.heads.accuracy import Score, label_ranks, score
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.training.batches import load_batches
-from pipeline.training.checkpoints import load_heads
 from pipeline.training.epochs import EpochPlan
 from pipeline.training.world import World
 

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from pipeline.artifacts.feature_rows import FeatureRows
+from pipeline.artifacts.trained_heads import read_summary, write_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
 from pipeline.heads.losses import summed_cross_entropy
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training.batches import Batch, load_batches
-from pipeline.training.checkpoints import Checkpoints, read_summary, write_heads
+from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.epochs import EpochPlan
 from pipeline.training.evaluate import evaluate
 from pipeline.training.metrics import MetricsLog

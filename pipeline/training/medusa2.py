@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.artifacts.trained_heads import load_heads, read_summary, write_heads
 from pipeline.errors import DataError
 from pipeline.heads.losses import summed_cross_entropy
 from pipeline.training.adapted import Backbone, write_adapter
 from pipeline.training.backbone_losses import summed_kl, summed_next_token_loss
-from pipeline.training.checkpoints import Checkpoints, load_heads, read_summary, write_heads
+from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.drift import evaluate_tuned
 from pipeline.training.evaluate import SPLIT
 from pipeline.training.medusa1 import initial_heads

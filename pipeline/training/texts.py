@@ -20,13 +20,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import IGNORED, Span, feature_positions, head_labels
-from pipeline.errors import DataError
-from pipeline.storage.shards import open_shard
 from pipeline.training.epochs import part
-
-REDO = "Delete this file and run the same command again: it is made anew."
 
 
 @dataclass(frozen=True)
@@ -68,25 +65,12 @@ def read_texts(
         DataError: A shard is of another run, or a token is none of the target's.
     """
     texts: dict[str, list[Text]] = {}
-    for path in shards:
-        with open_shard(path) as shard:
-            footer = (shard.schema_arrow.metadata or {}).get(b"fingerprint", b"none").decode()
-            if footer != fingerprint:
-                what = f"This shard is of another run: its fingerprint is {footer}, not {fingerprint}."
-                raise DataError(what, path, REDO)
-            table = shard.read(columns=["id", "split", "input_ids", "spans"])
-        columns = (table[name] for name in ("id", "split", "input_ids", "spans"))
-        for name, split, tokens, found in zip(*columns, strict=True):
-            ids = tokens.values.to_numpy()
-            if ids.max(initial=0) >= vocab_size:
-                what = f"Token {ids.max()} is outside the target's vocabulary of {vocab_size}."
-                raise DataError(what, f"{path}, row {name}", REDO)
-            spans = tuple(Span(**span) for span in found.as_py() if span["role"] in roles)
-            if spans:
-                reached = any(span.start <= sequence_length for span in spans)
-                # The last token of all is a label, and never read.
-                num_read = min(sequence_length, max(span.end for span in spans) - 1) if reached else 0
-                texts.setdefault(split.as_py(), []).append(Text(ids, spans, num_read))
+    for row in read_token_rows(shards, fingerprint, vocab_size):
+        if spans := tuple(span for span in row.spans if span.role in roles):
+            reached = any(span.start <= sequence_length for span in spans)
+            # The last token of all is a label, and never read.
+            num_read = min(sequence_length, max(span.end for span in spans) - 1) if reached else 0
+            texts.setdefault(row.split, []).append(Text(row.input_ids, spans, num_read))
     return texts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipeline.training.checkpoints import read_summary
+from pipeline.artifacts.trained_heads import read_summary
 from pipeline.training.medusa1 import count_steps, open_features, train_medusa1
 from pipeline.training.medusa2 import open_texts, text_plan, train_medusa2
 from pipeline.training.methods import HeadsOnly

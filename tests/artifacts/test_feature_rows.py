@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.artifacts.feature_rows import FeatureRows
-from pipeline.artifacts.schemas import FEATURES
+from pipeline.artifacts.feature_rows import FEATURES, FeatureRows
 from pipeline.conversations.spans import IGNORED, Span, feature_positions, head_labels
 from pipeline.errors import DataError
 from pipeline.storage.shards import ShardWriter, read_rows

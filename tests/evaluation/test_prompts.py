@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, Message
 from pipeline.evaluation import prompts
@@ -27,17 +28,20 @@ ROOM = 10_000
 
 
 @pytest.fixture(scope="module")
-def shards(finished_run):
-    return finished_run.latest("generate").shards()
+def rows(finished_run):
+    """The rows that are asked, as the shards hold them."""
+    found = (row for path in finished_run.latest("generate").shards() for row in read_rows(path))
+    return {row["id"]: row for row in found if row["split"] == "check"}
 
 
 @pytest.fixture(scope="module")
-def rows(shards):
-    return {row["id"]: row for path in shards for row in read_rows(path) if row["split"] == "check"}
+def generated(finished_run):
+    stage = finished_run.latest("generate")
+    return list(read_token_rows(stage.shards(), stage.fingerprint))
 
 
-def test_a_held_out_row_is_asked_for_one_of_its_answers_and_later_turns_come_up_too(shards, rows):
-    found = held_out_prompts(shards, 100, ROOM)
+def test_a_held_out_row_is_asked_for_one_of_its_answers_and_later_turns_come_up_too(generated, rows):
+    found = held_out_prompts(generated, 100, ROOM)
     assert [prompt.id for prompt in found.kept] == list(rows) and found.skipped == 0
     for prompt in found.kept:
         row = rows[prompt.id]
@@ -47,18 +51,18 @@ def test_a_held_out_row_is_asked_for_one_of_its_answers_and_later_turns_come_up_
     assert 0 < sum(turns) < len(turns), "first and second turns, by the rows' ids"
 
 
-def test_which_answer_depends_on_the_row_alone(shards):
-    found = held_out_prompts(shards, 100, ROOM).kept
-    assert held_out_prompts(shards, 2, ROOM).kept == found[:2]
-    assert sorted(held_out_prompts(shards[::-1], 100, ROOM).kept, key=lambda p: p.id) == sorted(
+def test_which_answer_depends_on_the_row_alone(generated):
+    found = held_out_prompts(generated, 100, ROOM).kept
+    assert held_out_prompts(generated, 2, ROOM).kept == found[:2]
+    assert sorted(held_out_prompts(generated[::-1], 100, ROOM).kept, key=lambda p: p.id) == sorted(
         found, key=lambda p: p.id
     )
 
 
-def test_an_earlier_turn_is_asked_where_the_later_one_does_not_fit_and_rows_without_any_are_counted(shards, rows):
+def test_an_earlier_turn_is_asked_where_the_later_one_does_not_fit_and_rows_without_any_are_counted(generated, rows):
     starts = {name: [span["start"] for span in row["spans"]] for name, row in rows.items()}
     room = sorted(first for first, *_ in starts.values())[3]
-    found = held_out_prompts(shards, 100, room)
+    found = held_out_prompts(generated, 100, room)
     assert [prompt.id for prompt in found.kept] == [name for name, (first, *_) in starts.items() if first <= room]
     assert all(len(prompt.ids) <= room for prompt in found.kept)
     assert len(found.kept) + found.skipped == len(rows)

@@ -20,6 +20,7 @@ from pipeline.evaluation.studies import Side, run_studies
 from pipeline.evaluation.tree_studies import guess_ranks, searched_tree
 from pipeline.report.report import write_report
 from tests.decoding.test_cuda_graphs import Tape
+from tests.flows.tiny import token_rows
 
 SETTINGS = CheckConfig(max_new_tokens=10, engines=("native",))
 TREE = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)]
@@ -48,7 +49,7 @@ def medusa(model, finished_run) -> Decoder:
 
 @pytest.fixture(scope="module")
 def prompts(finished_run) -> list[Prompt]:
-    return held_out_prompts(finished_run.latest("generate").shards(), 3, 100).kept
+    return held_out_prompts(token_rows(finished_run.latest("generate")), 3, 100).kept
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,7 @@ def test_a_walk_through_plain_text_finds_the_very_rate_that_decoding_with_the_tr
     """Of every tree, cuts and ends included; in float64, where no near-tie can blur it."""
     model = copy.deepcopy(model).double()
     heads = load_exported_heads(str(finished_run.path / "latest/export")).double()
-    asked = held_out_prompts(finished_run.latest("generate").shards(), 8, 100).kept
+    asked = held_out_prompts(token_rows(finished_run.latest("generate")), 8, 100).kept
     plain = plain_decoder(model, eos_token_ids=eos)
     texts = [plain.generate(prompt.ids, num_tokens).token_ids for prompt in asked]
     ranks = guess_ranks(model, heads, asked, texts, 10)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifacts.schemas import SEEDS
+from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.executor import Outcome
 from pipeline.execution.isolation import find_poison

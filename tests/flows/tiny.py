@@ -10,12 +10,13 @@ import fcntl
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.artifacts.generated_rows import TokenRow, read_token_rows
 from pipeline.config import Config
 from pipeline.config.load import validate
 from pipeline.storage.run_directory import RunDirectory
@@ -159,6 +160,10 @@ def make_config(make_settings: Callable[..., dict[str, Any]]) -> MakeConfig:
 def finished_run(shared: Shared, make_config: MakeConfig) -> RunDirectory:
     """The whole flow, run once in one process. Nobody writes into it: see `copied_run`."""
     return RunDirectory(shared("finished", lambda directory: run_again(make_config(directory))) / "run")
+
+
+def token_rows(stage: StageDirectory) -> Iterator[TokenRow]:
+    return read_token_rows(stage.shards(), stage.fingerprint)
 
 
 @pytest.fixture

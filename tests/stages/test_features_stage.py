@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from pipeline.artifacts import feature_rows
+from pipeline.conversations.spans import Span, feature_positions
 from pipeline.flow import run_flow
 from pipeline.storage.shards import read_footer, read_rows
 from pipeline.training import feature_worker
@@ -111,7 +113,7 @@ def test_a_row_whose_states_are_not_finite_is_quarantined_and_its_neighbours_are
 
 
 def test_small_row_groups_hold_the_same_rows(copied_run, make_config, tmp_path, monkeypatch, cached):
-    monkeypatch.setattr(feature_worker, "ROW_GROUP_BYTES", 20_000)
+    monkeypatch.setattr(feature_rows, "ROW_GROUP_BYTES", 20_000)
     config = make_config(tmp_path, features__codec="none")
     stage = run_flow(config, until="features", executor="inline", console=Console(quiet=True)).latest("features")
     from pipeline.storage.shards import open_shard
@@ -134,19 +136,20 @@ def test_grouping_keeps_every_row_once_in_order_and_closes_a_group_when_it_is_la
     rows = []
     for number, length in enumerate(lengths):
         start = min(starts, length - 1)
-        spans = [{"start": start, "end": length, "role": "assistant"}]
+        spans = [Span(start, length, "assistant")]
         hidden_TD = torch.full((length, 4), float(number)) + torch.arange(length)[:, None] / 100
         split = "check" if number in held_out else "train"
-        rows.append(({"id": str(number), "spans": spans, "split": split}, hidden_TD))
+        ids = np.zeros(length, np.int32)
+        rows.append((feature_rows.TokenRow(str(number), str(number), split, ids, spans), hidden_TD))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feature_worker, "ROW_GROUP_BYTES", limit)
-        groups = list(feature_worker.row_groups(rows))
+        patch.setattr(feature_rows, "ROW_GROUP_BYTES", limit)
+        groups = list(feature_rows.row_groups(rows))
     flat = [pair for group in groups for pair in group]
-    assert [row["id"] for row, _ in flat] == [str(number) for number in range(len(lengths))]
+    assert [row.id for row, _ in flat] == [str(number) for number in range(len(lengths))]
     for (row, kept_ND), (_, hidden_TD) in zip(flat, rows, strict=True):
-        assert torch.equal(kept_ND, hidden_TD[row["positions"]])
+        assert torch.equal(kept_ND, hidden_TD[feature_positions(row.spans)])
     for group, following in itertools.zip_longest(groups, groups[1:]):
         sizes = [kept_ND.nbytes for _, kept_ND in group]
         assert limit > sum(sizes[:-1])
-        (split,) = {row["split"] for row, _ in group}
-        assert following is None or sum(sizes) >= limit or following[0][0]["split"] != split
+        (split,) = {row.split for row, _ in group}
+        assert following is None or sum(sizes) >= limit or following[0][0].split != split

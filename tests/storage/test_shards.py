@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.artifacts.schemas import SEEDS
+from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.errors import DamagedShard
 from pipeline.storage.shards import ShardWriter, open_shard, read_receipt, read_rows

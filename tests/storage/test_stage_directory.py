@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from pipeline.artifacts.schemas import SEEDS
+from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.errors import EnvironmentFault
 from pipeline.storage.atomic import atomic_path, sweep_temporary, write_json
 from pipeline.storage.fingerprint import FileDigests, fingerprint, ids_digest

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.artifacts.schemas import FEATURES, GENERATED
+from pipeline.artifacts.feature_rows import FEATURES
+from pipeline.artifacts.generated_rows import GENERATED
 from pipeline.config import TrainConfig
 from pipeline.conversations.spans import Span, feature_positions
 from pipeline.storage.shards import ShardWriter

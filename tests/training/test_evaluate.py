@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from pipeline.artifacts.feature_rows import FeatureRows
+from pipeline.artifacts.trained_heads import write_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.storage.shards import read_rows
 from pipeline.training import evaluate as room
-from pipeline.training.checkpoints import write_heads
 from pipeline.training.evaluate import evaluate, held_out_ranks
 from pipeline.training.medusa1 import initial_heads, open_features
 from pipeline.training.world import World

@@ -4,13 +4,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.artifacts.trained_heads import load_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.heads.losses import plain_summed_cross_entropy
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training.batches import Batch
-from pipeline.training.checkpoints import load_heads
 from pipeline.training.medusa1 import initial_heads, learn, open_features, train_medusa1
 from pipeline.training.metrics import read_metrics
 from pipeline.training.optimizers import make_optimizer

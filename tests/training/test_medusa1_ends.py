@@ -16,9 +16,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.artifacts.trained_heads import load_heads
 from pipeline.errors import DataError
 from pipeline.training import medusa1 as room
-from pipeline.training.checkpoints import load_heads
 from pipeline.training.medusa1 import train_medusa1
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec

@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
 
+from pipeline.artifacts.trained_heads import load_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import CheckFailed, DataError
 from pipeline.storage.shards import read_rows
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training import medusa2 as room
-from pipeline.training.checkpoints import load_heads
 from pipeline.training.medusa2 import Trainer, train_medusa2
 from pipeline.training.metrics import read_metrics
 from pipeline.training.state import trained

@@ -1,0 +1,126 @@
+"""Rows of token ids and the spans that the target wrote: the generate stage's, and the columns that features keep.
+
+`open_rows` and `require_vocabulary` refuse a shard of another run, and tokens of another target, for every reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipeline.artifacts.seed_rows import MESSAGES, stored_messages
+from pipeline.conversations.row_builder import GeneratedRow
+from pipeline.conversations.spans import Span
+from pipeline.errors import DataError
+from pipeline.storage.shards import open_shard
+
+SPANS = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("role", pa.string())]))
+GENERATED = pa.schema(
+    [
+        ("id", pa.string()),
+        ("parent_id", pa.string()),  # the seed's id; differs from `id` where a template rewrites its history
+        ("split", pa.string()),
+        ("input_ids", pa.list_(pa.int32())),
+        ("spans", SPANS),  # target-written token ranges [start, end)
+        ("finish", pa.list_(pa.string())),  # stop | length, one per span
+        ("messages", MESSAGES),
+    ]
+)
+TOKEN_COLUMNS = ("id", "parent_id", "split", "input_ids", "spans")
+REDO = "Delete this file and run the same command again: it is made anew."
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """A conversation as token ids, and which of them the target wrote."""
+
+    id: str
+    parent_id: str
+    split: str
+    input_ids: npt.NDArray[np.int32]
+    spans: list[Span]
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> TokenRow:
+        """The row as `read_rows` gives it, of these columns at least."""
+        ids = np.asarray(row["input_ids"], np.int32)
+        return cls(row["id"], row["parent_id"], row["split"], ids, spans_of(row["spans"]))
+
+    def stored(self) -> dict[str, Any]:
+        """The row's columns as a `ShardWriter` takes them."""
+        return {
+            "id": self.id,
+            "parent_id": self.parent_id,
+            "split": self.split,
+            "input_ids": self.input_ids.tolist(),
+            "spans": [asdict(span) for span in self.spans],
+        }
+
+
+def spans_of(stored: Iterable[Mapping[str, Any]]) -> list[Span]:
+    """The spans of one row."""
+    return [Span(span["start"], span["end"], span["role"]) for span in stored]
+
+
+def stored_row(row: GeneratedRow, split: str) -> dict[str, Any]:
+    """A finished conversation as a `ShardWriter` of `GENERATED` takes it."""
+    return {
+        "id": row.id,
+        "parent_id": row.parent_id,
+        "split": split,
+        "input_ids": row.input_ids,
+        "spans": [asdict(span) for span in row.spans],
+        "finish": row.finish,
+        "messages": stored_messages(row.messages),
+    }
+
+
+def read_token_rows(
+    shards: Iterable[str | Path], fingerprint: str, vocab_size: int | None = None
+) -> Iterator[TokenRow]:
+    """The rows of shards of generate or features, in order; token ids are views of Arrow's memory.
+
+    Raises:
+        DamagedShard: A shard cannot be read.
+        DataError: A shard is of another run; a token is none of the vocabulary, where its size is given.
+    """
+    for path in shards:
+        with open_rows(path, fingerprint) as shard:
+            for group in range(shard.num_row_groups):
+                table = shard.read_row_group(group, columns=list(TOKEN_COLUMNS))
+                for name, parent, split, tokens, spans in zip(*(table[name] for name in TOKEN_COLUMNS), strict=True):
+                    ids = tokens.values.to_numpy()
+                    if vocab_size is not None:
+                        require_vocabulary(ids, vocab_size, f"{path}, row {name}")
+                    yield TokenRow(name.as_py(), parent.as_py(), split.as_py(), ids, spans_of(spans.as_py()))
+
+
+@contextlib.contextmanager
+def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
+    """A shard for reading whose footer proves that a stage of this fingerprint wrote it.
+
+    Raises:
+        DamagedShard: It is missing or damaged.
+        DataError: It is of another run.
+    """
+    with open_shard(path) as shard:
+        found = (shard.schema_arrow.metadata or {}).get(b"fingerprint", b"none").decode()
+        if found != fingerprint:
+            what = f"This shard is of another run: its fingerprint is {found}, not {fingerprint}."
+            raise DataError(what, str(path), REDO)
+        yield shard
+
+
+def require_vocabulary(ids: npt.NDArray[np.int32] | Sequence[int], vocab_size: int, where: str) -> None:
+    """Raise DataError where a token id is none of the target's."""
+    if (largest := np.max(ids, initial=0)) >= vocab_size:
+        what = f"Token {largest} is outside the target's vocabulary of {vocab_size}: this shard is of another target."
+        raise DataError(what, where, REDO)

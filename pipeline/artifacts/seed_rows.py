@@ -1,0 +1,64 @@
+"""Rows of the seeds stage: one conversation each, and the split that it belongs to for good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from pipeline.conversations.conversation import Conversation, Message
+from pipeline.storage.shards import read_rows
+
+SPLITS = ("train", "calibrate", "check")
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+SEEDS = pa.schema(
+    [
+        ("id", pa.string()),
+        ("source_id", pa.string()),  # the dump's own id; dumps repeat theirs
+        ("category", pa.string()),
+        ("split", pa.string()),  # one of SPLITS
+        ("messages", MESSAGES),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class SeedRow:
+    """A conversation and its split."""
+
+    conversation: Conversation
+    split: str
+
+    @property
+    def id(self) -> str:
+        return self.conversation.id
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> SeedRow:
+        """The row as `read_rows` gives it."""
+        messages = tuple(Message(message["role"], message["content"]) for message in row["messages"])
+        return cls(Conversation(row["id"], messages, row["source_id"], row["category"]), row["split"])
+
+    def stored(self) -> dict[str, Any]:
+        """The row as a `ShardWriter` of `SEEDS` takes it."""
+        conversation = self.conversation
+        return {
+            "id": conversation.id,
+            "source_id": conversation.source_id,
+            "category": conversation.category,
+            "split": self.split,
+            "messages": stored_messages(conversation.messages),
+        }
+
+
+def stored_messages(messages: Iterable[Message]) -> list[dict[str, str]]:
+    return [asdict(message) for message in messages]
+
+
+def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
+    """The conversations of one split, in order."""
+    for path in shards:
+        yield from (SeedRow.of(row).conversation for row in read_rows(path) if row["split"] == split)

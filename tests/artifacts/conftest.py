@@ -1,0 +1,3 @@
+"""The trainer's feature shards serve here too."""
+
+from tests.training.conftest import shards  # noqa: F401

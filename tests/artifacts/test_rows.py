@@ -1,0 +1,61 @@
+"""Rows come back as they were written, and only from the run and the target that they are of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.artifacts.generated_rows import GENERATED, TokenRow, read_token_rows, stored_row
+from pipeline.artifacts.seed_rows import SEEDS, SeedRow, read_seeds
+from pipeline.conversations.conversation import Conversation, Message
+from pipeline.conversations.row_builder import GeneratedRow
+from pipeline.conversations.spans import Span
+from pipeline.errors import DamagedShard, DataError
+from pipeline.storage.shards import ShardWriter, read_rows
+
+FINGERPRINT = "f" * 64
+TALK = (Message("user", "Why?"), Message("assistant", "Because."))
+GENERATED_ROW = GeneratedRow("s:1#1", "s:1", [5, 6, 7, 8], [Span(2, 4, "assistant")], ["stop"], TALK)
+
+
+def write(path: Path, schema, rows: list[dict]) -> Path:
+    with ShardWriter(path, path.with_suffix(".jsonl"), schema, index=0, fingerprint=FINGERPRINT) as writer:
+        writer.write(rows)
+        writer.commit("seeds", None)
+    return path
+
+
+def test_seed_rows_come_back_and_only_those_of_a_split_are_read(tmp_path):
+    rows = [
+        SeedRow(Conversation("s:1", TALK, "7", "riddles"), "train"),
+        SeedRow(Conversation("s:2", TALK[:1]), "check"),
+    ]
+    path = write(tmp_path / "a.parquet", SEEDS, [row.stored() for row in rows])
+    assert [SeedRow.of(row) for row in read_rows(path)] == rows
+    assert list(read_seeds([path], "train")) == [rows[0].conversation]
+
+
+def test_token_rows_come_back(tmp_path):
+    path = write(tmp_path / "a.parquet", GENERATED, [stored_row(GENERATED_ROW, "check")])
+    (found,) = read_token_rows([path], FINGERPRINT, vocab_size=9)
+    (again,) = map(TokenRow.of, read_rows(path))
+    for row in (found, again):
+        assert (row.id, row.parent_id, row.split) == ("s:1#1", "s:1", "check")
+        assert row.input_ids.dtype == np.int32 and row.input_ids.tolist() == GENERATED_ROW.input_ids
+        assert row.spans == GENERATED_ROW.spans
+    (stored,) = read_rows(path)
+    assert {key: stored[key] for key in found.stored()} == found.stored()
+
+
+def test_rows_of_another_run_or_another_vocabulary_and_damaged_ones_are_refused(tmp_path):
+    path = write(tmp_path / "a.parquet", GENERATED, [stored_row(GENERATED_ROW, "check")])
+    with pytest.raises(DataError, match=f"another run: its fingerprint is {FINGERPRINT}, not 0000"):
+        next(read_token_rows([path], "0" * 64))
+    with pytest.raises(DataError, match=r"Token 8 .* vocabulary of 8") as caught:
+        next(read_token_rows([path], FINGERPRINT, vocab_size=8))
+    assert "row s:1#1" in str(caught.value)
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(DamagedShard):
+        next(read_token_rows([path], FINGERPRINT))
