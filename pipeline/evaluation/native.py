@@ -21,7 +21,6 @@ from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.errors import ConfigError
 from pipeline.evaluation.answers import answer_lines, samples
 from pipeline.evaluation.baselines import baseline
-from pipeline.evaluation.check_progress import Progress
 from pipeline.evaluation.comparison import GreedyMatch, compare, gap_of, tie_tolerance
 from pipeline.evaluation.overhead import fastest_threads
 from pipeline.evaluation.prompts import Prompt, rule_of
@@ -38,6 +37,7 @@ from pipeline.evaluation.speed import (
     take_turns,
 )
 from pipeline.evaluation.studies import run_studies
+from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_export
 from pipeline.heads.medusa import HeadsConfig, MedusaHeads, from_named_tensors
 from pipeline.targets.loading import input_device, load_causal_lm
@@ -56,7 +56,7 @@ def check_native(
     name: str = "target",
     assistant: TargetSpec | None = None,
     calibration: Mapping[str, Any] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressReporter | None = None,
 ) -> dict[str, Any]:
     """Decode every prompt plainly, with the tree and by the baselines.
 
@@ -73,7 +73,7 @@ def check_native(
     Raises:
         ConfigError: No answer took a step.
     """
-    progress = progress or Progress()
+    progress = progress or ProgressReporter()
     times = f", {num_passes(settings)} times each" if num_passes(settings) > 1 else ""
     progress.begin(f"native{times}", len(prompts) * num_passes(settings))
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
@@ -145,7 +145,7 @@ def measure(
     others: Mapping[str, Decode],
     prompts: Sequence[Prompt],
     settings: CheckConfig,
-    progress: Progress | None = None,
+    progress: ProgressReporter | None = None,
 ) -> Measurement:
     """Let everyone decode every prompt, warmed up. Under a rule that is not greedy, greedy text is written once.
 

@@ -23,7 +23,7 @@ from pipeline.conversations.requests import Completion, Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.errors import ConfigError
-from pipeline.evaluation.check_progress import Progress
+from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.dialogue_pool import converse
 from pipeline.targets.engines import EngineName, make_generation_engine
 from pipeline.targets.protocol import GenerationEngine
@@ -103,7 +103,7 @@ def question_prompts(
     settings: CheckConfig,
     engine: EngineName,
     gpus: int,
-    progress: Progress | None = None,
+    progress: ProgressReporter | None = None,
 ) -> Prompts:
     """The prompt of every turn, with the target's own answers to the turns before it.
 
@@ -124,7 +124,7 @@ def question_prompts(
     target = replace(target, max_tokens=min(context_length(target), _longest(questions, template, settings)))
     held = DialogueSettings("replay", sampling, context_length(target), ends_at_flaws=False)
     dialogues = [Dialogue(question, template, held) for question in questions]
-    progress = progress or Progress()
+    progress = progress or ProgressReporter()
     progress.begin("the prompts of later turns", num_turns, unit="answers")
     running = make_generation_engine(engine, target, {}, gpus)
     try:
@@ -145,7 +145,7 @@ def question_prompts(
 class Counted:
     """A generation engine whose answers are counted as they come."""
 
-    def __init__(self, engine: GenerationEngine, progress: Progress):
+    def __init__(self, engine: GenerationEngine, progress: ProgressReporter):
         self._engine, self._progress = engine, progress
         self.capacity = engine.capacity
         self.add, self.close = engine.add, engine.close

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import CheckConfig
-from pipeline.evaluation.check_progress import Progress
 from pipeline.evaluation.comparison import GapAt, compare, gap_of, tie_tolerance
 from pipeline.evaluation.prompts import Prompt
+from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.vllm_decode import vllm_decode_check
@@ -25,7 +25,7 @@ def check_served(
     settings: CheckConfig,
     num_heads: int,
     gpus: int,
-    progress: Progress | None = None,
+    progress: ProgressReporter | None = None,
 ) -> dict[str, Any]:
     """Decode every prompt greedily in vLLM, plainly and with the heads.
 

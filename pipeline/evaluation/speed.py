@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.decoding.decoder import Decoded, acceleration_rate
-from pipeline.evaluation.check_progress import Progress
 from pipeline.evaluation.prompts import Prompt
+from pipeline.execution.progress import ProgressReporter
 
 Decode = Callable[[list[int], int], Decoded]  # a prompt, and the seed of what is drawn
 Pass = Mapping[str, Sequence[Decoded]]  # one repetition: what each method wrote, prompt by prompt
@@ -35,7 +35,7 @@ def take_turns(
     methods: Mapping[str, Decode],
     prompts: Sequence[Prompt],
     failed: dict[str, str] | None = None,
-    progress: Progress | None = None,
+    progress: ProgressReporter | None = None,
 ) -> Pass:
     """All prompts once. The methods take turns prompt by prompt: a machine that drifts slows them all.
 

@@ -33,10 +33,10 @@ from pipeline.config import CheckConfig, StudyName
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
 from pipeline.decoding.cuda_graphs import WARM_UP_STEPS
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
-from pipeline.evaluation.check_progress import Progress
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.quality import mean_log_likelihood
 from pipeline.evaluation.tree_studies import heads_used, tree_ladder
+from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.loading import input_device
 
 Row = dict[str, Any]
@@ -65,7 +65,7 @@ def run_studies(
     settings: CheckConfig,
     calibration: Mapping[str, Any],
     answers: Sequence[list[int]],
-    progress: Progress | None = None,
+    progress: ProgressReporter | None = None,
 ) -> dict[str, list[Row]]:
     """The rows of every study that is asked for, by its name.
 

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from pipeline.errors import ConfigError, MedusaDistillError
 from pipeline.execution.placement import Placement, Resources
+from pipeline.execution.progress import ProgressReporter
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.shards import Receipt
 from pipeline.storage.tasks import ShardTask
@@ -67,8 +68,17 @@ class Executor(Protocol):
         """
         ...
 
-    def call(self, function: Callable[..., Any], arguments: dict[str, Any], placement: Placement) -> Any:
-        """Run one function on its own resources and return what it returns; its errors are raised here."""
+    def call(
+        self,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        placement: Placement,
+        progress: ProgressReporter | None = None,
+    ) -> Any:
+        """Run one function on its own resources and return what it returns; its errors are raised here.
+
+        A `progress` is passed to the function under that name, and shown while it runs.
+        """
         ...
 
     def close(self) -> None:
@@ -137,9 +147,15 @@ class InlineExecutor:
             lazy.close()
             free_gpu_memory()
 
-    def call(self, function: Callable[..., Any], arguments: dict[str, Any], placement: Placement) -> Any:
+    def call(
+        self,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        placement: Placement,
+        progress: ProgressReporter | None = None,
+    ) -> Any:
         try:
-            return function(**arguments)
+            return function(**arguments, **({"progress": progress} if progress else {}))
         finally:
             free_gpu_memory()
 

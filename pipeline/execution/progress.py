@@ -1,22 +1,96 @@
-"""Progress that fits where it is shown: a live bar on a terminal, a plain line now and then everywhere else."""
+"""Progress: what work reports of itself, also from another process, and how it is shown.
+
+On a terminal `Meter` shows a live bar, everywhere else a plain line now and then. Work reports to a `ProgressReporter`:
+in the process that made it, the report is shown at once; a copy that was pickled to another process writes to a small
+file, from which the waiting process shows it (`poll`). The file is written at most every half second and holds nothing
+that lasts; a full disk does not stop the work.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 SECONDS_BETWEEN_LINES = 15.0
+SECONDS_BETWEEN_REPORTS = 0.5
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`done` of `total` units of one part of the work; a total of 0 is not known."""
+
+    part: str = ""
+    done: int = 0
+    total: int = 0
+    unit: str = "prompts"
+    note: str = ""  # a rate or a loss
+
+
+class ProgressReporter:
+    """Reports how far work is; pickle it to a worker and it reports across the process border.
+
+    Args:
+        path: The file that pickled copies write to; it must be visible to both processes.
+        show: What is called with each report, in the process that made the reporter. Without it nothing is shown.
+    """
+
+    def __init__(self, path: Path | None = None, show: Callable[[Progress], None] | None = None):
+        self.path, self._show = path, show
+        self._now = self._shown = Progress()
+        self._written = 0.0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ProgressReporter, (self.path,)
+
+    def begin(self, part: str, total: int, *, done: int = 0, unit: str = "prompts") -> None:
+        """The next part begins."""
+        self._now = Progress(part, done, total, unit)
+        self._report(at_once=True)
+
+    def advance(self, number: int = 1) -> None:
+        """So many more of this part's units are done."""
+        self.update(self._now.done + number)
+
+    def update(self, done: int, note: str = "") -> None:
+        """So many of this part's units are done."""
+        self._now = replace(self._now, done=done, note=note)
+        self._report()
+
+    def poll(self) -> None:
+        """Show what a copy in another process has written since the last call."""
+        now = self.read()
+        if now is not None and now != self._shown and self._show:
+            self._shown = now
+            self._show(now)
+
+    def read(self) -> Progress | None:
+        """The last report of a copy in another process; None without one, or while it is being written."""
+        try:
+            return Progress(**json.loads(self.path.read_text(encoding="utf-8"))) if self.path else None
+        except (OSError, ValueError):
+            return None
+
+    def close(self) -> None:
+        """Remove the file."""
+        if self.path:
+            self.path.unlink(missing_ok=True)
+
+    def _report(self, at_once: bool = False) -> None:
+        if self._show:
+            self._show(self._now)
+        elif self.path and (at_once or time.monotonic() - self._written >= SECONDS_BETWEEN_REPORTS):
+            self._written = time.monotonic()
+            with contextlib.suppress(OSError):
+                self.path.write_text(json.dumps(asdict(self._now)), encoding="utf-8")
 
 
 class Meter:
@@ -34,20 +108,21 @@ class Meter:
         self.console, self.name, self.total, self.done, self.unit = console, name, total, done, unit
         self._started = self._last_line = time.monotonic()
         self._at_start = done
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
+        self._part = ""
+        self._bar: bars.Progress | None = None
+        self._task: bars.TaskID | None = None
 
     def __enter__(self) -> Meter:
         if self.console.is_terminal:
             columns = (
-                TextColumn("{task.description:>10}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[note]}"),
-                TimeElapsedColumn(),
-                TimeRemainingColumn(),
+                bars.TextColumn("{task.description:>10}"),
+                bars.BarColumn(),
+                bars.MofNCompleteColumn(),
+                bars.TextColumn("{task.fields[note]}"),
+                bars.TimeElapsedColumn(),
+                bars.TimeRemainingColumn(),
             )
-            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._bar = bars.Progress(*columns, console=self.console, transient=True)
             self._bar.start()
             self._task = self._bar.add_task(self.name, total=self.total or None, completed=self.done, note="")
         return self
@@ -57,6 +132,15 @@ class Meter:
     ) -> None:
         if self._bar:
             self._bar.stop()
+
+    def show(self, now: Progress) -> None:
+        """Show a report; rate and time left start anew where it is the first of another part."""
+        if (now.part, now.unit) != (self._part, self.unit) or self.total != now.total:
+            self._part, self.unit, self.total, self._at_start = now.part, now.unit, now.total, now.done
+            self._started = time.monotonic()
+            if self._bar is not None and self._task is not None:
+                self._bar.reset(self._task, total=now.total or None, completed=now.done, note="")
+        self.update(now.done, ", ".join(filter(None, (now.note, now.part))))
 
     def update(self, done: int, note: str = "") -> None:
         """Say how far it is; `note` is a rate or a loss."""

@@ -24,6 +24,7 @@ from pipeline import OPENMP
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.execution.executor import LazyWorker, Outcome, ShardWorker
 from pipeline.execution.placement import Placement, Resources
+from pipeline.execution.progress import SECONDS_BETWEEN_REPORTS, ProgressReporter
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.tasks import ShardTask
 
@@ -193,13 +194,22 @@ class RayExecutor:
         for actor in (*idle, *busy):
             self._ray.kill(actor)
 
-    def call(self, function: Callable[..., Any], arguments: dict[str, Any], placement: Placement) -> Any:
+    def call(
+        self,
+        function: Callable[..., Any],
+        arguments: dict[str, Any],
+        placement: Placement,
+        progress: ProgressReporter | None = None,
+    ) -> Any:
         # max_calls=1: the process ends with the call, and with it what an engine holds of memory and GPU.
         remote = self._ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1)(
             run_and_carry_errors
         )
+        answer = remote.remote(function, arguments | ({"progress": progress} if progress else {}))
         try:
-            result, error = self._ray.get(remote.remote(function, arguments))
+            while progress and not self._ray.wait([answer], timeout=SECONDS_BETWEEN_REPORTS)[0]:
+                progress.poll()
+            result, error = self._ray.get(answer)
         except self._ray.exceptions.RayTaskError as failure:
             fix = "MEDUSA_DISTILL_TRACEBACK=1 shows all of it; --executor inline does it in this process."
             raise EnvironmentFault(f"{function.__name__} failed: {_said(failure)}.", "Ray", fix) from failure

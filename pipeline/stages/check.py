@@ -9,10 +9,7 @@ Native answers are left in `answers/plain.jsonl` and `answers/medusa.jsonl`, in 
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ from typing import Any
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.config import Config
 from pipeline.errors import CheckFailed, DataError
-from pipeline.evaluation.check_progress import Progress, read_standing
 from pipeline.evaluation.limits import failures
 from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import (
@@ -34,6 +30,7 @@ from pipeline.evaluation.prompts import (
 from pipeline.evaluation.served import check_served
 from pipeline.execution.hardware import with_hardware
 from pipeline.execution.placement import Placement
+from pipeline.execution.progress import ProgressReporter
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_questions, resolve_assistant
 from pipeline.storage.atomic import read_json, write_json, write_text
@@ -47,7 +44,6 @@ VERSION = 4
 LIMITS = {"min_acceleration_rate"}
 PROGRESS_FILE = "progress.tmp"
 NATIVE_FILE = "native.json"  # until vLLM has come to its end as well
-SECONDS_BETWEEN_LOOKS = 0.5
 
 
 def upstream(config: Config) -> tuple[str, ...]:
@@ -68,11 +64,15 @@ def identity(context: Context) -> dict[str, Any]:
 
 def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     """Decode with every engine that is asked for and judge the results."""
-    with _shown(context, stage.path.absolute() / PROGRESS_FILE) as progress:
-        return _decode_and_judge(context, stage, progress)
+    with context.meter(NAME, 0, unit="prompts") as meter:
+        progress = ProgressReporter(stage.path.absolute() / PROGRESS_FILE, meter.show)
+        try:
+            return _decode_and_judge(context, stage, progress)
+        finally:
+            progress.close()
 
 
-def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progress) -> dict[str, Any]:
+def _decode_and_judge(context: Context, stage: StageDirectory, progress: ProgressReporter) -> dict[str, Any]:
     settings, heads = context.config.check, context.config.train.num_heads
     target = with_room(context.backbone("export"), settings)
     prompts = _prompts(context, target, progress)
@@ -84,16 +84,15 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         "prompts": prompts.kept,
         "settings": settings,
         "gpus": placement.gpus,
-        "progress": progress,
     }
     result: dict[str, Any] = {"skipped_prompts": prompts.skipped}
     if "native" in settings.engines:
-        result |= read_json(stage.path / NATIVE_FILE) or _native(context, stage, shared, placement)
+        result |= read_json(stage.path / NATIVE_FILE) or _native(context, stage, shared, placement, progress)
         result["native"]["skipped_prompts"] = prompts.skipped
     if "vllm" in settings.engines:
         placement = context.placement("generate")
         arguments = {"function": check_served, **shared, "gpus": placement.gpus, "num_heads": heads}
-        served = context.executor.call(with_hardware, arguments, placement)
+        served = context.executor.call(with_hardware, arguments, placement, progress)
         result = {"hardware": served["hardware"], **result, "vllm": served["vllm"]}
         result["differing"] = result.get("differing", []) + served["differing"]
     if method_of(context.config.train).tunes_backbone:
@@ -102,7 +101,9 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     return result | {"passed": not failures(result, context.config)}
 
 
-def _native(context: Context, stage: StageDirectory, shared: dict[str, Any], placement: Placement) -> dict[str, Any]:
+def _native(
+    context: Context, stage: StageDirectory, shared: dict[str, Any], placement: Placement, progress: ProgressReporter
+) -> dict[str, Any]:
     """What `check_native` finds; its answers are written to their files, all else to one that the next run reads."""
     settings = context.config.check
     arguments = {
@@ -113,39 +114,12 @@ def _native(context: Context, stage: StageDirectory, shared: dict[str, Any], pla
         "assistant": _assistant(context),
         "calibration": _calibration(context) if settings.studies else None,
     }
-    result = context.executor.call(with_hardware, arguments, placement)
+    result = context.executor.call(with_hardware, arguments, placement, progress)
     for method, lines in result.pop("answers").items():
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         write_text(stage.path / "answers" / f"{method}.jsonl", text)
     write_json(stage.path / NATIVE_FILE, result)
     return result
-
-
-@contextlib.contextmanager
-def _shown(context: Context, file: Path) -> Iterator[Progress]:
-    """Show meanwhile what is told of progress, in whichever process: it passes through a file."""
-    over = threading.Event()
-
-    def follow() -> None:
-        shows, meter = ("", ""), None
-        with contextlib.ExitStack() as shown:
-            while not over.wait(SECONDS_BETWEEN_LOOKS):
-                if (now := read_standing(file)) is None:
-                    continue
-                if meter is None or (now.part, now.unit) != shows:
-                    shown.close()
-                    shows = now.part, now.unit
-                    meter = shown.enter_context(context.meter(NAME, now.total, unit=now.unit))
-                meter.update(now.done, now.part)
-
-    follower = threading.Thread(target=follow, daemon=True)
-    follower.start()
-    try:
-        yield Progress(file)
-    finally:
-        over.set()
-        follower.join()
-        file.unlink(missing_ok=True)
 
 
 def verdict(stage: StageDirectory, config: Config) -> None:
@@ -170,7 +144,7 @@ def _identical(engine: dict[str, Any]) -> str:
     return f"{engine['greedy_match']['identical']}/{engine['greedy_match']['sequences']} identical"
 
 
-def _prompts(context: Context, target: TargetSpec, progress: Progress) -> Prompts:
+def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -> Prompts:
     settings = context.config.check
     if isinstance(settings.prompts, Path):
         kind, where = "question", str(settings.prompts)
@@ -182,9 +156,8 @@ def _prompts(context: Context, target: TargetSpec, progress: Progress) -> Prompt
             "settings": settings,
             "engine": engine,
             "gpus": placement.gpus,
-            "progress": progress,
         }
-        prompts = context.executor.call(question_prompts, arguments, placement)
+        prompts = context.executor.call(question_prompts, arguments, placement, progress)
     else:
         kind, where = "held-out prompt", "check.prompts"
         room = context_length(target) - settings.max_new_tokens

@@ -7,6 +7,7 @@ import pytest
 from pipeline.decoding.decoder import Decoded
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import accepted_lengths, by_category, pace_beside, speed, take_turns
+from pipeline.execution.progress import ProgressReporter
 
 
 def decoded(accepted: list[int], seconds: float, first: float = 0.1) -> Decoded:
@@ -92,3 +93,16 @@ def test_methods_take_turns_and_each_prompt_has_its_seed():
 
 def test_accepted_lengths_count_the_guesses_beside_the_target_s_own_token():
     assert accepted_lengths(MEDUSA) == [1, 2, 1, 1]  # steps of 1; 2 and 2; 3; 4 tokens
+
+
+def test_every_prompt_is_counted_once_whatever_the_number_of_methods():
+    reports = []
+    progress = ProgressReporter(show=reports.append)
+    progress.begin("native", 3)
+    seen = []
+
+    def decode(ids, seed):
+        seen.append(reports[-1].done)
+
+    take_turns({"plain": decode, "medusa": decode}, [Prompt(str(n), [n]) for n in range(3)], progress=progress)
+    assert seen == [0, 0, 1, 1, 2, 2] and reports[-1].done == 3

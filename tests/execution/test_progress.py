@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeline.execution import progress
-from pipeline.execution.progress import Meter, duration
+from pipeline.execution.progress import Meter, Progress, ProgressReporter, duration
 
 
 @pytest.fixture
@@ -66,3 +67,67 @@ def test_a_duration_is_within_its_last_unit(seconds):
     sizes = {"s": 1, "min": 60, "h": 3600}
     said = sum(int(number) * sizes[unit] for number, unit in zip(words[::2], words[1::2], strict=True))
     assert abs(said - seconds) <= (60 if "h" in words else 0.5)
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_REPORTS", 0.0)
+
+
+def in_another_process(reporter: ProgressReporter) -> ProgressReporter:
+    return pickle.loads(pickle.dumps(reporter))
+
+
+def test_what_another_process_reports_is_shown_here_and_once(tmp_path, at_once):
+    shown = []
+    here = ProgressReporter(tmp_path / "progress", shown.append)
+    here.poll()
+    there = in_another_process(here)
+    there.begin("native", 36)
+    there.advance()
+    there.advance(2)
+    assert shown == [] and here.read() == Progress("native", 3, 36, "prompts")
+    here.poll()
+    here.poll()
+    there.begin("vLLM", 0, done=36, unit="prompts at once")
+    here.poll()
+    assert shown == [Progress("native", 3, 36), Progress("vLLM", 36, 0, "prompts at once")]
+    here.close()
+    assert not (tmp_path / "progress").exists()
+
+
+def test_what_this_process_reports_is_shown_at_once(tmp_path):
+    shown = []
+    here = ProgressReporter(tmp_path / "progress", shown.append)
+    here.begin("", 9, unit="steps")
+    here.update(4, "loss 1.000")
+    assert shown[-1] == Progress("", 4, 9, "steps", "loss 1.000") and not (tmp_path / "progress").exists()
+
+
+def test_a_file_that_is_half_written_says_nothing(tmp_path):
+    (tmp_path / "progress").write_text('{"part": "nat')
+    assert ProgressReporter(tmp_path / "progress").read() is None
+
+
+def test_a_disk_that_takes_no_more_stops_nothing(tmp_path):
+    reporter = ProgressReporter(tmp_path / "not" / "there")
+    reporter.begin("native", 1)
+    reporter.advance()
+
+
+def test_another_part_starts_its_rate_anew(clock):
+    def work(console):
+        with Meter(console, "check", 0, unit="prompts") as meter:
+            meter.show(Progress("native", 0, 4))
+            clock.now += 20
+            meter.show(Progress("native", 2, 4))
+            clock.now += 20
+            meter.show(Progress("vLLM", 0, 8))
+            clock.now += 20
+            meter.show(Progress("vLLM", 4, 8, note="3 tokens/s"))
+
+    assert lines(work) == [
+        "check: 2 of 4 prompts, 20 s left, native",
+        "check: 0 of 8 prompts, time left unknown, vLLM",
+        "check: 4 of 8 prompts, 20 s left, 3 tokens/s, vLLM",
+    ]

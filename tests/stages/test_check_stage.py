@@ -131,10 +131,7 @@ def test_what_was_decoded_natively_is_kept_when_vllm_fails(copied_run, make_conf
 
 
 def test_while_it_decodes_a_line_now_and_then_says_how_far_it_is(copied_run, make_config, tmp_path, monkeypatch):
-    """The function that decodes tells it through a file, as it does from a process of its own."""
     monkeypatch.setattr("pipeline.execution.progress.SECONDS_BETWEEN_LINES", 0.0)
-    monkeypatch.setattr("pipeline.stages.check.SECONDS_BETWEEN_LOOKS", 0.01)
-    monkeypatch.setattr("pipeline.evaluation.check_progress.SECONDS_BETWEEN_WRITES", 0.0)
     questions, out = tmp_path / "questions.jsonl", io.StringIO()
     questions.write_text("".join(json.dumps({"turns": [f"why {n}?", "how?"]}) + "\n" for n in range(4)))
     config = make_config(tmp_path, check__prompts=str(questions), check__repeats=2, check__studies=["heads"])
