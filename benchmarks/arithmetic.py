@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from pipeline.heads.medusa import HeadsConfig
+from pipeline.heads.medusa import MedusaShape
 
 PEAK_PRODUCTS = 100  # so many that a card's clock settles
 
@@ -28,7 +28,7 @@ def backbone_flops(model: PreTrainedModel, lengths: Iterable[int]) -> float:
     return float(sum(per_token * length + attention * length**2 for length in lengths))
 
 
-def training_flops(config: HeadsConfig, num_positions: float, num_labels: float) -> float:
+def training_flops(config: MedusaShape, num_positions: float, num_labels: float) -> float:
     """Medusa-1, forward and backward, over `num_positions` states with `num_labels` labels, all heads together.
 
     A trained lm_head takes three products per label (logits, its input's gradient, its own), a frozen one two; a first

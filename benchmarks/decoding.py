@@ -23,7 +23,7 @@ from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
 from pipeline.evaluation.overhead import fastest_threads
-from pipeline.heads.medusa import HeadsConfig, MedusaHeads
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -51,7 +51,7 @@ def measure(*, tiny: bool = False) -> Result:
 
 def overheads(model: PreTrainedModel, what: str, prompt: Sequence[int], *, tiny: bool) -> list[Claim]:
     """One claim per size of the tree, and one per size of the batch."""
-    config = HeadsConfig(model.config.hidden_size, model.config.vocab_size, NUM_HEADS)
+    config = MedusaShape(model.config.hidden_size, model.config.vocab_size, NUM_HEADS)
     heads = MedusaHeads.from_lm_head(config, lm_head_weight(model)).eval()
     plain = plain_decoder(model, eos_token_ids=())
     trees = {size: Decoder(model, heads, greedy_tree(ACCURACY_KR, size), eos_token_ids=()) for size in SIZES}

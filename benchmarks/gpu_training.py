@@ -15,7 +15,7 @@ from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from pipeline.artifacts.generated_rows import spans_of
 from pipeline.config import TrainConfig
 from pipeline.conversations.spans import IGNORED, head_labels
-from pipeline.heads.medusa import HeadsConfig
+from pipeline.heads.medusa import MedusaShape
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.batches import load_batches
@@ -51,7 +51,7 @@ def measure_training(
     labels_per_position = _labels_per_position(made)
     claims: list[Claim] = []
     for kind, training in trainings.items():
-        config = HeadsConfig(spec.hidden_size, spec.vocab_size, NUM_HEADS, tied=kind == "tied")
+        config = MedusaShape(spec.hidden_size, spec.vocab_size, NUM_HEADS, tied=kind == "tied")
         learned = rates(training.num_positions, seconds[kind])
         done = [each * training_flops(config, 1, labels_per_position) for each in learned]
         sides_of = {

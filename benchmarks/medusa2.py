@@ -133,7 +133,7 @@ class Steps:
         """What a step needs: the frozen backbone twice forward and once back, lm_head likewise, and the heads."""
         trainer = self.trainer
         backbone: Any = trainer.backbone.tuned
-        config = trainer.heads.config
+        config = trainer.heads.shape
         labels = int(count_labels(self._batches, config.num_heads)[1:].sum())
         lengths = [batch.ids_BT.shape[1] for batch in self._batches]
         layers = 3 * backbone_flops(backbone.get_base_model(), lengths)

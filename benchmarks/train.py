@@ -149,12 +149,13 @@ class OnlineLoop:
         hidden_BTD = self.backbone(
             input_ids=torch.tensor([row["input_ids"] for row in chosen]), use_cache=False
         ).last_hidden_state
-        states, labels = zip(*map(self._learned, hidden_BTD, chosen), strict=True)
-        return Batch(torch.cat(states), torch.cat(labels, 1))
+        states, following, labels = zip(*map(self._learned, hidden_BTD, chosen), strict=True)
+        return Batch(torch.cat(states), torch.cat(following), torch.cat(labels, 1))
 
-    def _learned(self, hidden_TD: torch.Tensor, row: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _learned(self, hidden_TD: torch.Tensor, row: dict[str, Any]) -> tuple[torch.Tensor, ...]:
         settings, spans = self.spec.settings, spans_of(row["spans"])
         labels_KN = head_labels(row["input_ids"], spans, settings.num_heads, settings.roles)
         learnable = labels_KN[0] != IGNORED
         positions_N = torch.from_numpy(feature_positions(spans)[learnable]).long()
-        return hidden_TD[positions_N], torch.from_numpy(labels_KN[:, learnable]).long()
+        next_N = torch.tensor(row["input_ids"])[positions_N + 1]
+        return hidden_TD[positions_N], next_N, torch.from_numpy(labels_KN[:, learnable]).long()

@@ -96,6 +96,7 @@ class Row:
 
     hidden_ND: Tensor  # all stored positions
     learnable: Tensor  # int64, which of them carry a label
+    next_N: npt.NDArray[np.int32]  # the tokens that follow the learnable positions
     labels_KN: npt.NDArray[np.int32]  # at the learnable positions alone
 
 
@@ -193,7 +194,8 @@ class RowGroup:
         if found != num_bytes:
             raise DataError(f"A row has {found} bytes of states instead of {num_bytes}.", self._where(index), REDO)
         hidden_ND = self._states[index].view(rows.dtype).view(num_positions, rows.hidden_size)
-        return Row(hidden_ND, torch.from_numpy(learnable), labels_KN[:, learnable])
+        next_N = ids[feature_positions(spans)[learnable] + 1]
+        return Row(hidden_ND, torch.from_numpy(learnable), next_N, labels_KN[:, learnable])
 
     def _where(self, index: int) -> str:
         return f"{self._path}, row {self._table['id'][index]}"

@@ -1,14 +1,13 @@
 """Trained heads: `heads.safetensors`, the end of a training, whole or absent; nothing is ever unpickled.
 
-Its header gives the heads' shape. What training says of them, timings included, lies beside it in `summary.jsonl`, a
-log: equal heads are equal files, and nothing that is made from them is stale.
+Its header gives the heads' kind and shape. What training says of them, timings included, lies beside it in
+`summary.jsonl`, a log: equal heads are equal files, and nothing that is made from them is stale.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,57 +15,49 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import DataError
-from pipeline.heads.medusa import HeadsConfig, MedusaHeads, from_named_tensors, to_named_tensors
+from pipeline.heads.kind import Heads, HeadsShape, head_kind
 from pipeline.storage.atomic import atomic_path, read_json, write_text
 
 HEADS_FILE = "heads.safetensors"
 SUMMARY_FILE = "summary.jsonl"
 
 
-def write_heads(path: Path, heads: MedusaHeads, summary: dict[str, Any]) -> None:
-    """Write trained heads under the names that engines read (`{k}.{l}.linear.weight`, …), after their summary.
-
-    Tied heads keep their one lm_head single, as `0.{L}.weight`.
-    """
+def write_heads(path: Path, heads: Heads, summary: dict[str, Any]) -> None:
+    """Write trained heads, after their summary."""
     write_text(path.with_name(SUMMARY_FILE), json.dumps(summary) + "\n")
     with atomic_path(path) as temporary:
-        tensors = {n: view.cpu().contiguous() for n, view in to_named_tensors(heads, expand_tied=False).items()}
-        save_file(tensors, temporary, {"heads": json.dumps(asdict(heads.config))})
+        tensors = {name: view.cpu().contiguous() for name, view in heads.named_tensors().items()}
+        save_file(tensors, temporary, {"heads": json.dumps(heads.shape.to_json())})
 
 
-def load_heads(path: Path) -> MedusaHeads:
+def load_heads(path: Path) -> Heads:
     """Trained heads, on the CPU.
 
     Raises:
         DataError: There are none, or the file is damaged.
     """
-    if (config := _heads_config(path)) is None:
+    if (shape := _heads_shape(path)) is None:
         fix = "Run again with --fresh train."
         raise DataError("There are no trained heads here, or they are damaged.", str(path), fix)
-    return from_named_tensors(config, load_file(path), where=str(path))
+    return head_kind(shape.kind).from_named_tensors(shape, load_file(path), where=str(path))
 
 
-def read_summary(path: Path, config: HeadsConfig) -> dict[str, Any] | None:
+def read_summary(path: Path, shape: HeadsShape) -> dict[str, Any] | None:
     """What training said of the heads in this file; None where there are none yet, or they are damaged.
 
     Raises:
-        DataError: They have another shape than `config`, so they are another training's.
+        DataError: They have another kind or shape than `shape`, so they are another training's.
     """
-    if (found := _heads_config(path)) is None:
+    if (found := _heads_shape(path)) is None:
         return None
-    if found != config:
-        what = f"The heads here have {_described(found)}; this training's have {_described(config)}."
+    if found != shape:
+        what = f"The heads here have {found.described()}; this training's have {shape.described()}."
         raise DataError(what, str(path), "Move them elsewhere, or run again with --fresh train.")
     return read_json(path.with_name(SUMMARY_FILE))
 
 
-def _described(config: HeadsConfig) -> str:
-    heads = f"{config.num_heads} {'tied' if config.tied else 'untied'} lm_heads, {config.num_layers} block(s) each"
-    return f"{heads}, a hidden size of {config.hidden_size} and a vocabulary of {config.vocab_size}"
-
-
-def _heads_config(path: Path) -> HeadsConfig | None:
+def _heads_shape(path: Path) -> HeadsShape | None:
     """The shape that the file's header gives; None where the file is absent, damaged, or of another writer."""
     with contextlib.suppress(OSError, SafetensorError, KeyError, TypeError, ValueError), safe_open(path, "pt") as file:
-        return HeadsConfig(**json.loads(file.metadata()["heads"]))
+        return HeadsShape.from_json(json.loads(file.metadata()["heads"]))
     return None

@@ -87,7 +87,7 @@ def load_chat_model(
         how = "without heads"
     else:
         heads = load_exported_heads(str(export)).to(input_device(model), model.dtype)
-        choices = _choices(export, heads.config.num_heads, config.vocab_size)
+        choices = _choices(export, heads.shape.num_heads, config.vocab_size)
         decoder = Decoder(model, heads, choices, eos_token_ids=eos, max_length=context_length(spec))
         how = f"{decoder.tree.max_depth} heads, a tree of {len(choices)} nodes"
     decoder.generate(template.opening(GREETING), NUM_WARM_UP_TOKENS)

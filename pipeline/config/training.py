@@ -12,6 +12,7 @@ Bits = Literal["4bit", "8bit"]
 
 
 class TrainConfig(Section):
+    heads: str = Field("medusa", description="The kind of heads.")
     method: Literal["medusa-1", "medusa-2"] = Field(
         "medusa-1",
         description="medusa-1: heads on the frozen backbone, from the cache; medusa-2: the backbone learns along "

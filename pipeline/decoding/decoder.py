@@ -1,4 +1,4 @@
-"""Decoding with Medusa heads on any transformers causal LM, and plain decoding with equal care.
+"""Decoding with heads of any kind on any transformers causal LM, and plain decoding with equal care.
 
 One step is one forward of the target over the token that it chose last (the root) and a tree of the heads' guesses,
 under an explicit mask and explicit positions; the longest accepted path is kept, in the tokens and in the KV cache
@@ -33,7 +33,7 @@ from pipeline.decoding.noise import Noise
 from pipeline.decoding.readout import Forward, check_pair, reading
 from pipeline.decoding.steps import BatchState, Steps, TreeSteps
 from pipeline.decoding.tree import Path, Tree
-from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.kind import Heads
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Decoder:
     def __init__(
         self,
         model: PreTrainedModel,
-        heads: MedusaHeads | None,
+        heads: Heads | None,
         choices: Iterable[Path],
         *,
         eos_token_ids: Collection[int],
@@ -98,7 +98,7 @@ class Decoder:
         self.max_length = max_length or config.max_position_embeddings
         windows = attention_windows(config)
         if self.tree.num_nodes:
-            if heads is None or heads.config.num_heads < self.tree.max_depth:
+            if heads is None or heads.shape.num_heads < self.tree.max_depth:
                 raise ValueError(f"a tree of depth {self.tree.max_depth} needs as many heads")
             check_pair(model, heads)
         masks = TreeMasks(self.tree, windows, self.max_length, model.dtype, self.device)

@@ -19,7 +19,7 @@ from transformers import Cache, PreTrainedModel
 
 from pipeline.decoding.masks import Masks
 from pipeline.errors import ConfigError
-from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.kind import Heads
 
 _TREE_ATTENTION = ("sdpa", "eager")
 
@@ -58,10 +58,10 @@ def reading(model: PreTrainedModel) -> Iterator[Forward]:
         hook.remove()
 
 
-def check_pair(model: PreTrainedModel, heads: MedusaHeads) -> None:
+def check_pair(model: PreTrainedModel, heads: Heads) -> None:
     """ConfigError unless the heads have the target's sizes and its attention takes a mask of our own."""
     config = model.config.get_text_config(decoder=True)
-    for name, of_heads in (("hidden_size", heads.config.hidden_size), ("vocab_size", heads.config.vocab_size)):
+    for name, of_heads in (("hidden_size", heads.shape.hidden_size), ("vocab_size", heads.shape.vocab_size)):
         of_target = getattr(config, name)
         if of_target != of_heads:
             raise ConfigError(

@@ -16,7 +16,7 @@ from pipeline.decoding.cache import TreeCache
 from pipeline.decoding.masks import Masks, TreeMasks
 from pipeline.decoding.readout import Forward
 from pipeline.decoding.tree import Tree
-from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.kind import Heads
 
 
 class BatchState(NamedTuple):
@@ -52,7 +52,7 @@ class TreeSteps:
 
     captures = False
 
-    def __init__(self, tree: Tree, heads: MedusaHeads | None, masks: TreeMasks, cache: TreeCache, max_length: int):
+    def __init__(self, tree: Tree, heads: Heads | None, masks: TreeMasks, cache: TreeCache, max_length: int):
         self.tree, self.heads, self.masks, self.cache, self.max_length = tree, heads, masks, cache, max_length
 
     def start(self, state: BatchState) -> None:
@@ -80,10 +80,8 @@ class TreeSteps:
         if not self.tree.num_nodes:
             return token_B[:, None]
         assert self.heads is not None
-        hidden_BD = hidden_BD.to(self.heads.block_weight.device)  # a target over several GPUs ends on another
-        guesses_KBR = self.heads(hidden_BD, self.tree.max_depth).topk(self.tree.top).indices.to(token_B.device)
-        guesses_BN = guesses_KBR.transpose(0, 1).flatten(1).index_select(1, self.tree.guess)
-        return torch.cat((token_B[:, None], guesses_BN), 1)
+        hidden_BD = hidden_BD.to(self.heads.device)  # a target over several GPUs ends on another
+        return torch.cat((token_B[:, None], self.heads.propose(hidden_BD, token_B, self.tree)), 1)
 
     def verify(
         self, forward: Forward, positions_BN: Tensor, mask: Masks, rule: AcceptanceRule, noise_BTV: Tensor | None

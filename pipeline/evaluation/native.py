@@ -39,7 +39,7 @@ from pipeline.evaluation.speed import (
 from pipeline.evaluation.studies import run_studies
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_export
-from pipeline.heads.medusa import HeadsConfig, MedusaHeads, from_named_tensors
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
 
@@ -185,8 +185,8 @@ def num_passes(settings: CheckConfig) -> int:
 def load_exported_heads(export: str) -> MedusaHeads:
     """The heads as the export's own files have them."""
     config, tensors = read_export(export)
-    shape = HeadsConfig(config.hidden_size, config.vocab_size, config.num_heads, config.num_layers, config.tied)
-    return from_named_tensors(shape, tensors, where=export)
+    shape = MedusaShape(config.hidden_size, config.vocab_size, config.num_heads, config.num_layers, config.tied)
+    return MedusaHeads._filled(shape, lambda heads: heads.exported_tensors("expanded"), tensors, export)
 
 
 def _methods(plain: Decoder, medusa: Decoder, rule: AcceptanceRule, num_tokens: int) -> dict[str, Decode]:

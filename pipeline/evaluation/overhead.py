@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import Path
-from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.kind import Heads
 
 Name = TypeVar("Name", bound=Hashable)
 NUM_STEPS, NUM_PROMPTS = 8, 6
@@ -32,7 +32,7 @@ LONG_STEP = 0.03  # seconds
 
 def overhead_curve(
     model: PreTrainedModel,
-    heads: MedusaHeads,
+    heads: Heads,
     trees: Mapping[int, Sequence[Path]],
     prompts: Sequence[Sequence[int]],
     max_length: int,

@@ -22,7 +22,7 @@ from pipeline.evaluation.forward import last_positions
 from pipeline.evaluation.overhead import Name, overheads, step_seconds, with_tree
 from pipeline.evaluation.prompts import Prompt
 from pipeline.heads.accuracy import label_ranks
-from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.kind import Heads
 from pipeline.report.facts import SEARCHED_TREE, STOCK_TREE, USED_TREE
 
 # T answer tokens, N states that steps begin at, D hidden size, K heads
@@ -46,7 +46,7 @@ def tree_ladder(
         calibration: As in `run_studies`.
     """
     assert medusa.heads is not None
-    num_heads = medusa.heads.config.num_heads
+    num_heads = medusa.heads.shape.num_heads
     widths, stock = CARTESIAN[:num_heads], stock_tree(num_heads)
     trees: dict[str, Sequence[Path]] = {
         "plain": (),
@@ -104,13 +104,13 @@ def searched_tree(calibration: Mapping[str, Any]) -> tuple[Path, ...]:
 
 
 def guess_ranks(
-    model: PreTrainedModel, heads: MedusaHeads, prompts: Sequence[Prompt], answers: Sequence[list[int]], top: int
+    model: PreTrainedModel, heads: Heads, prompts: Sequence[Prompt], answers: Sequence[list[int]], top: int
 ) -> HeldOutRanks:
     """Where the tokens of every answer stand among the heads' first `top` guesses, at each place that a step may begin.
 
     An answer's first token is the prefill's: steps begin there and at every later token but the last.
     """
-    num_heads = heads.config.num_heads
+    num_heads = heads.shape.num_heads
     parts_KN = [np.empty((num_heads, 0), np.uint8)]
     lengths = []
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -121,10 +121,11 @@ def guess_ranks(
         labels_KN = torch.full((num_heads, len(later_N)), IGNORED)
         for head in range(min(num_heads, len(later_N))):
             labels_KN[head, : len(later_N) - head] = later_N[head:]
-        device = heads.block_weight.device
+        device = heads.device
         states_TD, _ = last_positions(model, prompt.ids + answer[:-1], len(answer))
         with torch.inference_mode():
-            ranks_KN = label_ranks(heads, states_TD[:-1].to(device), labels_KN.to(device), top)
+            next_N = torch.tensor(answer[:-1], device=device)
+            ranks_KN = label_ranks(heads, states_TD[:-1].to(device), next_N, labels_KN.to(device), top)
         parts_KN.append(ranks_KN.cpu().numpy())
     kept = np.array([length for length in lengths if length], np.int64)
     starts = np.concatenate([[0], np.cumsum(kept)[:-1]]).astype(np.int64) if len(kept) else kept

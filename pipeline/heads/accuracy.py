@@ -1,12 +1,14 @@
 """How good the heads' guesses are: what the report shows and the tree search reads (paper 2.3.3).
 
-Sums are over labelled positions only and add up over batches and workers.
+Sums are over labelled positions only and add up over batches and workers. Guesses are ranked by the very `topk` that
+decoding uses; a head that reads tokens is given the true ones.
 
 Letters: N rows, C rows of a chunk, D hidden size, V vocabulary, K heads, R ranks (guesses per head).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.kind import Heads
 
 MISS = 255  # the token is not among the guesses
 NO_LABEL = 254  # the span ends before it
@@ -35,43 +37,47 @@ class Score(NamedTuple):
 
 
 @torch.no_grad()
-def score(heads: MedusaHeads, hidden_ND: Tensor, labels_KN: Tensor, top: int, *, chunk_bytes: int = 256 << 20) -> Score:
-    """The heads' loss, and how many labels are among each one's first 1, 2, … `top` guesses.
+def score(
+    heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, top: int, *, chunk_bytes: int = 256 << 20
+) -> Score:
+    """The heads' loss, and how many labels are among each one's first 1, 2, … `top` guesses; see `Heads.states`.
 
-    Guesses are ranked by the very `topk` that decoding uses. Products run in autocast's dtype where it is on, losses
-    in fp32, their sums in fp64. Logits of one head and at most `chunk_bytes` are held.
+    Losses are in fp32, their sums in fp64.
     """
-    hidden_KND, vocab_size = heads.hidden(hidden_ND), heads.config.vocab_size
-    num_rows = max(1, chunk_bytes // (vocab_size * hidden_KND.element_size()))
     total = Score.zero(len(labels_KN), top, hidden_ND.device)
-    for head, (hidden, labels_N) in enumerate(zip(hidden_KND, labels_KN, strict=True)):
-        weight_VD = (heads.lm_head if heads.config.tied else heads.lm_head[head]).to(hidden.dtype)
-        for rows_C in (labels_N != IGNORED).nonzero()[:, 0].split(num_rows):
-            logits_CV, labels_C = hidden[rows_C] @ weight_VD.t(), labels_N[rows_C]
-            total.losses_K[head] += cross_entropy(logits_CV.float(), labels_C, reduction="sum")
-            guesses_CR = logits_CV.topk(min(top, vocab_size)).indices
-            hits_R = (guesses_CR == labels_C[:, None]).sum(0)
-            total.hits_KR[head, : len(hits_R)] += hits_R
-            total.counts_K[head] += len(rows_C)
+    for head, _, logits_CV, labels_C in _labelled_logits(heads, hidden_ND, next_N, labels_KN, chunk_bytes):
+        total.losses_K[head] += cross_entropy(logits_CV.float(), labels_C, reduction="sum")
+        guesses_CR = logits_CV.topk(min(top, logits_CV.shape[1])).indices
+        hits_R = (guesses_CR == labels_C[:, None]).sum(0)
+        total.hits_KR[head, : len(hits_R)] += hits_R
+        total.counts_K[head] += len(labels_C)
     return total._replace(hits_KR=total.hits_KR.cumsum(1))
 
 
 @torch.no_grad()
 def label_ranks(
-    heads: MedusaHeads, hidden_ND: Tensor, labels_KN: Tensor, top: int, *, chunk_bytes: int = 256 << 20
+    heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, top: int, *, chunk_bytes: int = 256 << 20
 ) -> Tensor:
-    """Where each label stands among its head's guesses, uint8 [K, N]: 0 is the best, see `tree_search` for the others.
-
-    Guesses are ranked by the very `topk` that decoding uses; logits of one head and at most `chunk_bytes` are held.
-    """
-    hidden_KND, vocab_size = heads.hidden(hidden_ND), heads.config.vocab_size
-    num_rows = max(1, chunk_bytes // (vocab_size * hidden_KND.element_size()))
+    """Where each label stands among its head's guesses, uint8 [K, N], 0 for the best; or `MISS` or `NO_LABEL`."""
     ranks_KN = torch.full(labels_KN.shape, NO_LABEL, dtype=torch.uint8, device=hidden_ND.device)
-    for head, (hidden, labels_N) in enumerate(zip(hidden_KND, labels_KN, strict=True)):
-        weight_VD = (heads.lm_head if heads.config.tied else heads.lm_head[head]).to(hidden.dtype)
-        for rows_C in (labels_N != IGNORED).nonzero()[:, 0].split(num_rows):
-            guesses_CR = (hidden[rows_C] @ weight_VD.t()).topk(min(top, vocab_size)).indices
-            hit_CR = guesses_CR == labels_N[rows_C, None]
-            ranks_C = torch.where(hit_CR.any(1), hit_CR.int().argmax(1), MISS)
-            ranks_KN[head, rows_C] = ranks_C.to(torch.uint8)
+    for head, rows_C, logits_CV, labels_C in _labelled_logits(heads, hidden_ND, next_N, labels_KN, chunk_bytes):
+        guesses_CR = logits_CV.topk(min(top, logits_CV.shape[1])).indices
+        hit_CR = guesses_CR == labels_C[:, None]
+        ranks_C = torch.where(hit_CR.any(1), hit_CR.int().argmax(1), MISS)
+        ranks_KN[head, rows_C] = ranks_C.to(torch.uint8)
     return ranks_KN
+
+
+def _labelled_logits(
+    heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, chunk_bytes: int
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+    """(head, rows [C], logits [C, V], labels [C]) of all that carry a label, one head and `chunk_bytes` at a time.
+
+    Products run in autocast's dtype where it is on.
+    """
+    states_KND = heads.states(hidden_ND, next_N, labels_KN)
+    num_rows = max(1, chunk_bytes // (heads.shape.vocab_size * states_KND.element_size()))
+    for head, (states_ND, labels_N) in enumerate(zip(states_KND, labels_KN, strict=True)):
+        weight_VD = heads.lm_head_of(head).to(states_ND.dtype)
+        for rows_C in (labels_N != IGNORED).nonzero()[:, 0].split(num_rows):
+            yield head, rows_C, states_ND[rows_C] @ weight_VD.t(), labels_N[rows_C]

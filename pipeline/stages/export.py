@@ -16,7 +16,7 @@ from pipeline.export.card import model_card
 from pipeline.export.directory import write_export
 from pipeline.export.layout import BACKBONE_DIRECTORY, ExportConfig, check_vocabulary
 from pipeline.export.tuned_backbone import link_backbone
-from pipeline.heads.medusa import to_named_tensors
+from pipeline.heads.medusa import MedusaHeads
 from pipeline.run.context import Context
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import load_tokenizer, model_config
@@ -44,15 +44,16 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     tunes = method_of(context.config.train).tunes_backbone
     tuned = link_backbone(train / BACKBONE_DIRECTORY, backbone) if tunes else []
     heads = load_heads(train / "heads.safetensors")
+    assert isinstance(heads, MedusaHeads)
     vocab_size = model_config(spec).get_text_config().vocab_size
-    check_vocabulary(heads.config.vocab_size, vocab_size)
+    check_vocabulary(heads.shape.vocab_size, vocab_size)
     config = ExportConfig(
         base_model_name_or_path=str(backbone) if tuned else spec.model,
-        hidden_size=heads.config.hidden_size,
+        hidden_size=heads.shape.hidden_size,
         vocab_size=vocab_size,
-        num_heads=heads.config.num_heads,
-        num_layers=heads.config.num_layers,
-        tied=heads.config.tied,
+        num_heads=heads.shape.num_heads,
+        num_layers=heads.shape.num_layers,
+        tied=heads.shape.tied,
         format=settings.formats[0],
         dtype=spec.dtype if settings.dtype == "auto" else settings.dtype,
     )
@@ -60,7 +61,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     recipe = context.config.model_dump(mode="json")
     files = write_export(
         stage.path,
-        to_named_tensors(heads),
+        heads.exported_tensors("expanded"),
         config,
         tokenizer=load_tokenizer(spec),
         choices=check_choices(tree["choices"], config.num_heads, config.vocab_size),

@@ -1,6 +1,6 @@
-"""The target's output embedding alone, out of its weight files: what the heads start from.
+"""The target's lm_head and its input embedding, each alone, out of its weight files: what heads start from.
 
-Training from cached features needs [V, D] of a target and nothing else of it; reading one tensor takes a second where
+Training from cached features needs these [V, D] of a target and nothing else of it; reading one takes a second where
 loading a 70B target would take minutes and 140 GB. Where the files leave any doubt, the model is loaded after all.
 
 Letters: D hidden size, V vocabulary.
@@ -9,7 +9,7 @@ Letters: D hidden size, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -33,19 +33,30 @@ def read_lm_head(spec: TargetSpec) -> Tensor:
         ConfigError: The target has no linear lm_head, or cannot be loaded.
         EnvironmentFault: The Hub cannot be reached.
     """
-    weight_VD = _from_files(spec)
+    weight_VD = _from_files(spec, _lm_heads)
     if weight_VD is None:
         weight_VD = lm_head_weight(load_causal_lm(spec)).clone()
     return weight_VD.to(getattr(torch, spec.dtype))
 
 
-def _from_files(spec: TargetSpec) -> Tensor | None:
+def read_embedding(spec: TargetSpec) -> Tensor:
+    """The target's input embedding [V, D], as `read_lm_head` reads the lm_head."""
+    weight_VD = _from_files(spec, lambda names, _: _named(names, INPUT_EMBEDDINGS))
+    if weight_VD is None:
+        weight_VD = load_causal_lm(spec).get_input_embeddings().weight.detach().clone()
+    return weight_VD.to(getattr(torch, spec.dtype))
+
+
+def _lm_heads(names: Collection[str], tied: bool) -> list[str]:
+    inputs, outputs = _named(names, INPUT_EMBEDDINGS), _named(names, OUTPUT_EMBEDDINGS)
+    return inputs if tied and not outputs else [] if tied else outputs
+
+
+def _from_files(spec: TargetSpec, candidates_of: Callable[[Collection[str], bool], list[str]]) -> Tensor | None:
     """The tensor, where exactly one fits by name and shape; None where only the model itself can tell."""
     text = model_config(spec).get_text_config()
-    tied = bool(text.tie_word_embeddings)
     file_of = _weight_map(spec)
-    inputs, outputs = _named(file_of, INPUT_EMBEDDINGS), _named(file_of, OUTPUT_EMBEDDINGS)
-    candidates = inputs if tied and not outputs else [] if tied else outputs
+    candidates = candidates_of(file_of, bool(text.tie_word_embeddings))
     if len(candidates) != 1:
         return None
     path = file_of[candidates[0]]

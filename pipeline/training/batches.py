@@ -28,9 +28,13 @@ STEPS_AHEAD = 4  # steps whose row groups are being read already
 
 @dataclass(frozen=True)
 class Batch:
-    """Hidden states in their stored dtype, and int64 labels with -100 where a head has nothing to learn."""
+    """Hidden states in their stored dtype, the tokens that follow, and labels, -100 where a head has nothing to learn.
+
+    Tokens are int64.
+    """
 
     hidden_ND: Tensor
+    next_N: Tensor
     labels_KN: Tensor
 
     def __len__(self) -> int:
@@ -41,15 +45,17 @@ def assemble(rows: FeatureRows, pieces: Sequence[Piece], groups: dict[int, RowGr
     """The positions of `pieces`, copied into one batch."""
     num_positions = sum(map(len, pieces))
     hidden_ND = torch.empty(num_positions, rows.hidden_size, dtype=rows.dtype, pin_memory=pin)
+    next_N = torch.empty(num_positions, dtype=torch.int64, pin_memory=pin)
     labels_KN = torch.empty(rows.num_heads, num_positions, dtype=torch.int64, pin_memory=pin)
     start = 0
     for piece in pieces:
         row, stop = groups[piece.group][piece.row], start + len(piece)
         chosen = row.learnable[piece.start : piece.stop]
         torch.index_select(row.hidden_ND, 0, chosen, out=hidden_ND[start:stop])
+        next_N[start:stop] = torch.from_numpy(row.next_N[piece.start : piece.stop])
         labels_KN[:, start:stop] = torch.from_numpy(row.labels_KN[:, piece.start : piece.stop])
         start = stop
-    return Batch(hidden_ND, labels_KN)
+    return Batch(hidden_ND, next_N, labels_KN)
 
 
 def load_batches(
@@ -121,9 +127,8 @@ class _Source:
         if stream is None:
             return batch, None
         with torch.cuda.stream(stream):
-            hidden_ND = batch.hidden_ND.to(device, non_blocking=True)
-            labels_KN = batch.labels_KN.to(device, non_blocking=True)
-            return Batch(hidden_ND, labels_KN), stream.record_event()
+            tensors = (batch.hidden_ND, batch.next_N, batch.labels_KN)
+            return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors)), stream.record_event()
 
 
 def _ready(batch: Batch, copied: torch.cuda.Event | None) -> Batch:
@@ -131,6 +136,6 @@ def _ready(batch: Batch, copied: torch.cuda.Event | None) -> Batch:
     if copied is not None:
         stream = torch.cuda.current_stream(batch.hidden_ND.device)
         stream.wait_event(copied)
-        batch.hidden_ND.record_stream(stream)
-        batch.labels_KN.record_stream(stream)
+        for tensor in (batch.hidden_ND, batch.next_N, batch.labels_KN):
+            tensor.record_stream(stream)
     return batch

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pipeline.heads.accuracy import Score, score
-from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.kind import Heads
 from pipeline.training import evaluate
 from pipeline.training.adapted import Backbone
 from pipeline.training.backbone_losses import Drift, measure_drift
@@ -27,7 +27,7 @@ from pipeline.training.world import World
 @torch.no_grad()
 def evaluate_tuned(
     backbone: Backbone,
-    heads: MedusaHeads,
+    heads: Heads,
     texts: Mapping[str, Sequence[Text]],
     spec: TrainSpec,
     world: World,
@@ -39,7 +39,7 @@ def evaluate_tuned(
     tuned) in nats per position, perplexity of the text, the share of positions at which both would choose the same
     token. At most about `evaluate.MAX_POSITIONS` positions are looked at, always the same ones.
     """
-    settings, device = spec.settings, heads.block_weight.device
+    settings, device = spec.settings, heads.device
     dtype = product_dtype(spec, device)
     chosen = _sample(texts.get(evaluate.SPLIT, ()))
     groups = pack([text.num_read for text in chosen], settings.sequence_length)
@@ -52,7 +52,7 @@ def evaluate_tuned(
         with autocast():
             hidden_ND, original_ND = backbone.states(batch), backbone.original_states(batch)
             low_NR = backbone.low(hidden_ND)
-            found = score(heads, hidden_ND, batch.labels_KN, evaluate.TOP)
+            found = score(heads, hidden_ND, batch.next_N, batch.labels_KN, evaluate.TOP)
         moved = measure_drift(hidden_ND.to(dtype), low_NR, backbone.head, original_ND, batch.next_N)
         for total, more in zip((*drift, *scores), (*moved, *found), strict=True):
             total += more

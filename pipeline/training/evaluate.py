@@ -18,7 +18,7 @@ from pipeline.artifacts.trained_heads import load_heads
 from pipeline.conversations.conversation import Role
 from pipeline.decoding.tree_search import HeldOutRanks
 from pipeline.heads.accuracy import Score, label_ranks, score
-from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.kind import Heads
 from pipeline.training.batches import load_batches
 from pipeline.training.epochs import EpochPlan
 from pipeline.training.world import World
@@ -29,7 +29,7 @@ TOP = 5
 
 
 def evaluate(
-    heads: MedusaHeads, rows: FeatureRows, world: World, *, batch_tokens: int, dtype: torch.dtype
+    heads: Heads, rows: FeatureRows, world: World, *, batch_tokens: int, dtype: torch.dtype
 ) -> list[dict[str, float]]:
     """Per head {loss, top1, …, top5} over the held-out rows, all workers together; empty where no row is held out.
 
@@ -60,16 +60,16 @@ def held_out_ranks(
     At most about `MAX_POSITIONS` positions are looked at, of rows from all over the data, in fp32 on `device`.
     """
     module = load_heads(Path(heads)).to(device)
-    config = module.config
+    shape = module.shape
     rows = FeatureRows(
         shards,
         fingerprint=fingerprint,
-        hidden_size=config.hidden_size,
-        vocab_size=config.vocab_size,
-        num_heads=config.num_heads,
+        hidden_size=shape.hidden_size,
+        vocab_size=shape.vocab_size,
+        num_heads=shape.num_heads,
         roles=roles,
     )
-    parts_KN = [np.empty((config.num_heads, 0), np.uint8)]
+    parts_KN = [np.empty((shape.num_heads, 0), np.uint8)]
     starts, conversations = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     num_positions = 0
     for group, chosen in _sample(rows.lengths(SPLIT)):
@@ -78,7 +78,8 @@ def held_out_ranks(
             row = opened[index]
             labels_KN = torch.from_numpy(row.labels_KN).to(device, torch.int64)
             hidden_ND = row.hidden_ND[row.learnable].to(device, torch.float32)
-            parts_KN.append(label_ranks(module, hidden_ND, labels_KN, top).cpu().numpy())
+            next_N = torch.from_numpy(row.next_N).to(device, torch.int64)
+            parts_KN.append(label_ranks(module, hidden_ND, next_N, labels_KN, top).cpu().numpy())
             # A span's last state has nothing to learn: where one is left out, the next span begins.
             starts.append(num_positions + np.flatnonzero(np.diff(row.learnable.numpy(), prepend=-2) != 1))
             conversations.append(np.full(len(starts[-1]), len(conversations)))
@@ -101,17 +102,15 @@ def _sample(lengths: Sequence[npt.NDArray[np.int64]]) -> Iterator[tuple[int, lis
         yield group, sorted(taken[group])
 
 
-def _score(
-    heads: MedusaHeads, rows: FeatureRows, top: int, batch_tokens: int, world: World, dtype: torch.dtype
-) -> Score:
+def _score(heads: Heads, rows: FeatureRows, top: int, batch_tokens: int, world: World, dtype: torch.dtype) -> Score:
     """The score over the held-out positions of all workers."""
-    device, num_heads = heads.block_weight.device, heads.config.num_heads
+    device, num_heads = heads.device, heads.shape.num_heads
     plan = EpochPlan(rows.lengths(SPLIT), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
     total = Score.zero(num_heads, top, device)
     steps = range(plan.num_steps)
     for batch in load_batches(rows, plan, steps, rank=world.rank, world_size=world.size, device=device):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            part = score(heads, batch.hidden_ND, batch.labels_KN, top)
+            part = score(heads, batch.hidden_ND, batch.next_N, batch.labels_KN, top)
         for sums, more in zip(total, part, strict=True):
             sums += more
     world.sum_all(total)

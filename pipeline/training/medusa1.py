@@ -15,14 +15,14 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.trained_heads import read_summary, write_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
-from pipeline.heads.losses import summed_cross_entropy
-from pipeline.heads.medusa import MedusaHeads
-from pipeline.targets.lm_head import read_lm_head
+from pipeline.heads.kind import Heads, TargetWeights, head_kind
+from pipeline.targets.lm_head import read_embedding, read_lm_head
 from pipeline.training.batches import Batch, load_batches
 from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.epochs import EpochPlan
@@ -48,7 +48,7 @@ def train_medusa1(spec: TrainSpec, world: World | None = None, on_progress: Prog
             lie where these are to be.
         EnvironmentFault: The GPU or bitsandbytes is missing, or the disk is full.
     """
-    if summary := read_summary(spec.heads_path, spec.heads_config):
+    if summary := read_summary(spec.heads_path, spec.heads_shape):
         return summary
     world = world or World()
     settings, device = spec.settings, choose_device(spec)
@@ -120,21 +120,28 @@ def count_steps(spec: TrainSpec, rows: FeatureRows) -> int:
     return plan.num_steps * spec.settings.epochs
 
 
-def initial_heads(spec: TrainSpec) -> MedusaHeads:
-    """Heads that predict what the target predicts (2.1.1), in fp32 on the CPU."""
-    lm_head_VD = read_lm_head(spec.target).float()
-    if lm_head_VD.shape != (spec.vocab_size, spec.hidden_size):
-        expected = f"{spec.vocab_size} x {spec.hidden_size}"
-        what = f"The target's lm_head is {' x '.join(map(str, lm_head_VD.shape))}, its configuration says {expected}."
-        raise ConfigError(what, spec.target.model, "Check the target's config.json against its weights.")
-    return MedusaHeads.from_lm_head(spec.heads_config, lm_head_VD)
+def initial_heads(spec: TrainSpec) -> Heads:
+    """Untrained heads of the kind that is asked for, in fp32 on the CPU."""
+
+    def of_the_right_size(name: str, matrix_VD: Tensor) -> Tensor:
+        if matrix_VD.shape != (spec.vocab_size, spec.hidden_size):
+            found, said = " x ".join(map(str, matrix_VD.shape)), f"{spec.vocab_size} x {spec.hidden_size}"
+            what = f"The target's {name} is {found}, its configuration says {said}."
+            raise ConfigError(what, spec.target.model, "Check the target's config.json against its weights.")
+        return matrix_VD.float()
+
+    target = TargetWeights(
+        lambda: of_the_right_size("lm_head", read_lm_head(spec.target)),
+        lambda: of_the_right_size("embedding", read_embedding(spec.target)),
+    )
+    return head_kind(spec.settings.heads).initial(spec.heads_shape, target)
 
 
 def learn(
-    heads: MedusaHeads, optimizer: torch.optim.Optimizer, batch: Batch, lr: float, spec: TrainSpec, world: World
+    heads: Heads, optimizer: torch.optim.Optimizer, batch: Batch, lr: float, spec: TrainSpec, world: World
 ) -> dict[str, Any]:
     """One optimizer step on one batch, of which this worker holds a share; returns the figures of the whole batch."""
-    settings, device = spec.settings, heads.block_weight.device
+    settings, device = spec.settings, heads.device
     dtype = product_dtype(spec, device)
     counts_K = world.sum((batch.labels_KN != IGNORED).sum(1))  # head 0 has a label at every position
     decays_K = settings.decay ** torch.arange(1, settings.num_heads + 1, device=device)
@@ -142,8 +149,7 @@ def learn(
 
     optimizer.zero_grad(set_to_none=True)
     with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-        hidden_KND = heads.hidden(batch.hidden_ND)
-    sums_K = summed_cross_entropy(hidden_KND.to(dtype), heads.lm_head, batch.labels_KN)
+        sums_K = heads.summed_losses(batch.hidden_ND, batch.next_N, batch.labels_KN)
     (weights_K * sums_K).sum().backward()
 
     parameters = [parameter for parameter in heads.parameters() if parameter.requires_grad]

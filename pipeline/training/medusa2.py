@@ -22,7 +22,6 @@ import torch
 
 from pipeline.artifacts.trained_heads import load_heads, read_summary, write_heads
 from pipeline.errors import DataError
-from pipeline.heads.losses import summed_cross_entropy
 from pipeline.training.adapted import Backbone, write_adapter
 from pipeline.training.backbone_losses import summed_kl, summed_next_token_loss
 from pipeline.training.checkpoints import Checkpoints
@@ -55,7 +54,7 @@ def train_medusa2(
             lie where these are to be.
         EnvironmentFault: The GPU or bitsandbytes is missing, memory is too small, or the disk is full.
     """
-    if summary := read_summary(spec.heads_path, spec.heads_config):
+    if summary := read_summary(spec.heads_path, spec.heads_shape):
         return summary
     world, device = world or World(), choose_device(spec)
     with ExitStack() as stack:
@@ -146,13 +145,12 @@ class Trainer:
             original_ND = self.backbone.original_states(batch) if self.settings.backbone_loss == "kl" else None
             hidden_ND = self.backbone.states(batch)
             low_NR = self.backbone.low(hidden_ND)
-            hidden_KND = self.heads.hidden(hidden_ND)
+            head_losses_K = self.heads.summed_losses(hidden_ND, batch.next_N, batch.labels_KN)
         hidden_ND, head = hidden_ND.to(self.dtype), self.backbone.head
         if original_ND is None:
             backbone_loss = summed_next_token_loss(hidden_ND, low_NR, head, batch.next_N)
         else:
             backbone_loss = summed_kl(hidden_ND, low_NR, head, original_ND)
-        head_losses_K = summed_cross_entropy(hidden_KND.to(self.dtype), self.heads.lm_head, batch.labels_KN)
         return torch.cat([backbone_loss[None], head_losses_K])
 
     def batches(self, step: int) -> Iterator[Numbered]:

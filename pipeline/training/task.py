@@ -12,7 +12,7 @@ import torch
 
 from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
-from pipeline.heads.medusa import HeadsConfig
+from pipeline.heads.kind import HeadsShape, head_kind
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.methods import Method
 
@@ -40,7 +40,7 @@ class TrainSpec:
 
     @property
     def heads_path(self) -> Path:
-        """Where the trained heads will be; heads of `heads_config` there say that training is finished."""
+        """Where the trained heads will be; heads of `heads_shape` there say that training is finished."""
         return self.path / "heads.safetensors"
 
     @property
@@ -54,11 +54,9 @@ class TrainSpec:
         return replace(self.target, quantization=self.settings.quantization_beside(self.target.quantization))
 
     @property
-    def heads_config(self) -> HeadsConfig:
+    def heads_shape(self) -> HeadsShape:
         """The shape of the heads that are asked for."""
-        settings = self.settings
-        shape = (self.hidden_size, self.vocab_size, settings.num_heads, settings.num_layers)
-        return HeadsConfig(*shape, tied=settings.lm_head == "tied")
+        return head_kind(self.settings.heads).shape_of(self.settings, self.hidden_size, self.vocab_size)
 
 
 def choose_device(spec: TrainSpec) -> torch.device:

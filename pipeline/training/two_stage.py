@@ -52,7 +52,7 @@ def finished(spec: TrainSpec) -> dict[str, Any] | None:
     Raises:
         DataError: Heads of another shape lie where these are to be.
     """
-    summary = read_summary(spec.heads_path, spec.heads_config)
+    summary = read_summary(spec.heads_path, spec.heads_shape)
     if summary is None or not _has_two_stages(spec):
         return summary
     return summary | {"heads_first": finished(heads_first(spec))}

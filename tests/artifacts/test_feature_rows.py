@@ -67,6 +67,8 @@ def test_states_and_labels_come_back_as_they_were_written(shards, roles):
             keep = (labels_KN != IGNORED).any(0)
             assert found.hidden_ND.numpy().tobytes() == expected["hidden"]
             assert np.array_equal(found.labels_KN, labels_KN[:, keep])
+            following = [t for span in spans for t in expected["input_ids"][span.start : span.end]]
+            assert np.array_equal(found.next_N, np.array(following)[keep])
             assert found.learnable.tolist() == np.flatnonzero(keep).tolist()
             of_train, of_held_out = (by_split[group][index] for by_split in lengths)
             assert (of_train, of_held_out)[expected["split"] == "calibrate"] == keep.sum()

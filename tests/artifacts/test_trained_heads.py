@@ -8,18 +8,18 @@ from safetensors.torch import save_file
 
 from pipeline.artifacts.trained_heads import load_heads, read_summary, write_heads
 from pipeline.errors import DataError
-from pipeline.heads.medusa import HeadsConfig, MedusaHeads
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_trained_heads_come_back_with_their_summary(tmp_path, tied):
-    heads = MedusaHeads.from_lm_head(HeadsConfig(8, 12, 3, 2, tied), torch.randn(12, 8))
+    heads = MedusaHeads.from_lm_head(MedusaShape(8, 12, 3, 2, tied), torch.randn(12, 8))
     torch.nn.init.normal_(heads.block_weight)
     path = tmp_path / "heads.safetensors"
-    assert read_summary(path, heads.config) is None
+    assert read_summary(path, heads.shape) is None
     write_heads(path, heads, {"steps": 7})
     found = load_heads(path)
-    assert read_summary(path, heads.config) == {"steps": 7} and found.config == heads.config
+    assert read_summary(path, heads.shape) == {"steps": 7} and found.shape == heads.shape
     for name, tensor in heads.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name
 
@@ -35,23 +35,23 @@ def test_trained_heads_come_back_with_their_summary(tmp_path, tied):
     ],
 )
 def test_heads_of_another_shape_are_not_taken_for_this_training_s(tmp_path, other, said):
-    heads = MedusaHeads(HeadsConfig(8, 12, 3, 2))
+    heads = MedusaHeads(MedusaShape(8, 12, 3, 2))
     write_heads(tmp_path / "heads.safetensors", heads, {"steps": 7})
     with pytest.raises(DataError, match=said):
-        read_summary(tmp_path / "heads.safetensors", replace(heads.config, **other))
+        read_summary(tmp_path / "heads.safetensors", replace(heads.shape, **other))
 
 
 def test_a_file_of_another_writer_is_not_taken_for_trained_heads(tmp_path):
     path = tmp_path / "heads.safetensors"
     save_file({"0.0.linear.weight": torch.zeros(8, 8)}, path)
-    assert read_summary(path, HeadsConfig(8, 12, 3)) is None
+    assert read_summary(path, MedusaShape(8, 12, 3)) is None
     with pytest.raises(DataError, match="no trained heads"):
         load_heads(path)
 
 
 def test_damaged_heads_are_named(tmp_path):
     path = tmp_path / "heads.safetensors"
-    write_heads(path, MedusaHeads(HeadsConfig(8, 12, 3)), {})
+    write_heads(path, MedusaHeads(MedusaShape(8, 12, 3)), {})
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(DataError, match="damaged"):
         load_heads(path)

@@ -15,7 +15,7 @@ from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
 from benchmarks.results import write_result, write_table
 from benchmarks.run import BENCHMARKS, main
 from pipeline.heads.losses import plain_summed_cross_entropy
-from pipeline.heads.medusa import HeadsConfig, MedusaHeads
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
 SLOW = ("generate", "scheduling", "methods", "soak")  # they start vLLM, Ray, four runs, a run again and again
 IN_SECONDS = [name for name in BENCHMARKS if name not in SLOW]
@@ -95,7 +95,7 @@ def test_the_backbones_operations_are_those_that_torch_counts():
 def test_trainings_operations_are_those_that_torch_counts(tied, num_layers):
     from torch.utils.flop_counter import FlopCounterMode
 
-    config = HeadsConfig(24, 40, 3, num_layers, tied)
+    config = MedusaShape(24, 40, 3, num_layers, tied)
     heads = MedusaHeads.from_lm_head(config, torch.randn(40, 24))
     hidden_ND, labels_KN = torch.randn(10, 24), torch.randint(0, 40, (3, 10))
     with FlopCounterMode(display=False) as counter:

@@ -25,7 +25,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from pipeline.heads.medusa import HeadsConfig, MedusaHeads
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
 SIZE, VOCAB, CONTEXT = 48, 24, 96
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -112,7 +112,7 @@ def _fitted_heads(model: PreTrainedModel, ids: list[int], num_heads: int, known:
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     model(input_ids=torch.tensor([ids]))
     hook.remove()
-    heads = MedusaHeads(HeadsConfig(SIZE, VOCAB, num_heads), dtype=torch.float64)
+    heads = MedusaHeads(MedusaShape(SIZE, VOCAB, num_heads), dtype=torch.float64)
     generator = torch.Generator().manual_seed(3)
     for k in range(num_heads):
         hidden, labels = seen[0][0, : len(ids) - 2 - k], torch.tensor(ids[2 + k :])

@@ -10,7 +10,7 @@ from pipeline.decoding.acceptance import TypicalAcceptance
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.tree import cartesian_tree, check_choices
 from pipeline.errors import ConfigError
-from pipeline.heads.medusa import HeadsConfig, MedusaHeads
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
 FAMILIES = ["llama", "llama-eager", "mistral-window", "qwen2", "qwen3-head-dim", "gemma2-both-windows"]
 FAMILIES += ["qwen2-tied-mixed-windows", "cohere-scaled", "gpt2-positions"]
@@ -27,7 +27,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 def with_a_wrong_best_guess(heads: MedusaHeads, text: list[int]) -> MedusaHeads:
     """Makes a token that the text lacks every head's best guess, so that the accepted rows are never the first."""
-    wrong = next(token for token in range(heads.config.vocab_size) if token not in text)
+    wrong = next(token for token in range(heads.shape.vocab_size) if token not in text)
     heads.lm_head.data[:, wrong] = 4 * heads.lm_head.data.sum(1)  # one-hot logits sum to about 1
     return heads
 
@@ -224,7 +224,7 @@ def test_typical_decoding_follows_the_paper_step_by_step(temperature, target_of,
 
 
 def test_heads_of_another_vocabulary_or_size_are_refused(target_of):
-    for config in (HeadsConfig(48, 25, 3), HeadsConfig(40, 24, 3)):
+    for config in (MedusaShape(48, 25, 3), MedusaShape(40, 24, 3)):
         with pytest.raises(ConfigError, match="heads have"):
             Decoder(target_of("llama"), MedusaHeads(config), CHAIN, eos_token_ids=())
 
@@ -233,11 +233,11 @@ def test_an_attention_that_takes_no_tree_mask_is_refused(target_of, monkeypatch)
     model = target_of("llama")
     monkeypatch.setattr(model.config, "_attn_implementation_internal", "flash_attention_2")
     with pytest.raises(ConfigError, match="flash_attention_2"):
-        Decoder(model, MedusaHeads(HeadsConfig(48, 24, 3)), CHAIN, eos_token_ids=())
+        Decoder(model, MedusaHeads(MedusaShape(48, 24, 3)), CHAIN, eos_token_ids=())
 
 
 def test_a_tree_deeper_than_the_heads_is_a_programmers_error(target_of):
-    heads = MedusaHeads(HeadsConfig(48, 24, 2))
+    heads = MedusaHeads(MedusaShape(48, 24, 2))
     with pytest.raises(ValueError, match="as many heads"):
         Decoder(target_of("llama"), heads, check_choices(CHAIN, 3, 1), eos_token_ids=())
 

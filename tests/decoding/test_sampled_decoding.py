@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipeline.decoding.acceptance import NucleusAcceptance, RejectionSampling, TypicalAcceptance, acceptance_rule
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import cartesian_tree
-from pipeline.heads.medusa import HeadsConfig, MedusaHeads
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from tests.decoding.steps import chi_square_p
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -31,7 +31,7 @@ def tiny() -> tuple[LlamaForCausalLM, MedusaHeads]:
     torch.manual_seed(1)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(**sizes, vocab_size=TINY_VOCAB, max_position_embeddings=16, initializer_range=0.6)
-    heads = MedusaHeads(HeadsConfig(16, TINY_VOCAB, 2), dtype=torch.float64)
+    heads = MedusaHeads(MedusaShape(16, TINY_VOCAB, 2), dtype=torch.float64)
     torch.nn.init.normal_(heads.lm_head)
     return LlamaForCausalLM(config).double().eval(), heads
 

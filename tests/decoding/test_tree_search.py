@@ -190,7 +190,8 @@ def test_the_walk_foretells_what_the_decoder_does(target_of, continuation, fitte
         with torch.no_grad():
             hidden_TD = model.base_model(torch.tensor([prompt + text])).last_hidden_state[0]
         labels = [[text[t + 1 + k] if t + 1 + k < 40 else IGNORED for t in range(39)] for k in range(3)]
-        parts.append(label_ranks(heads, hidden_TD[len(prompt) - 1 :][:39], torch.tensor(labels), 4).numpy())
+        next_N, labels_KN = torch.tensor(text[:39]), torch.tensor(labels)
+        parts.append(label_ranks(heads, hidden_TD[len(prompt) - 1 :][:39], next_N, labels_KN, 4).numpy())
     ranks = of(np.concatenate(parts, axis=1), np.array([0, 39, 78]))
     choices, _ = joint_tree(ranks, 10)
     decoder = Decoder(model, heads, choices, eos_token_ids=())

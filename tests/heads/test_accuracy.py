@@ -10,14 +10,15 @@ from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.tree_search import HeldOutRanks
 from pipeline.heads.accuracy import MISS, NO_LABEL, label_ranks, score
 from pipeline.heads.losses import plain_summed_cross_entropy
-from pipeline.heads.medusa import HeadsConfig, MedusaHeads
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
 NUM_HEADS, NUM_ROWS, SIZE, VOCAB = 3, 29, 8, 13
+NEXT = torch.zeros(NUM_ROWS, dtype=torch.int64)  # which these heads do not read
 
 
 def case(tied: bool) -> tuple[MedusaHeads, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    heads = MedusaHeads(HeadsConfig(SIZE, VOCAB, NUM_HEADS, 1, tied))
+    heads = MedusaHeads(MedusaShape(SIZE, VOCAB, NUM_HEADS, 1, tied))
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
     labels = torch.randint(VOCAB, (NUM_HEADS, NUM_ROWS), generator=generator)
@@ -29,7 +30,7 @@ def case(tied: bool) -> tuple[MedusaHeads, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * VOCAB * 4, 1 << 20])
 def test_hits_count_labels_above_which_fewer_than_r_tokens_stand(tied: bool, chunk_bytes: int):
     heads, hidden, labels = case(tied)
-    _, hits, counts = score(heads, hidden, labels, 5, chunk_bytes=chunk_bytes)
+    _, hits, counts = score(heads, hidden, NEXT, labels, 5, chunk_bytes=chunk_bytes)
     logits = heads(hidden)
     for k in range(NUM_HEADS):
         rows = [n for n in range(NUM_ROWS) if labels[k, n] != IGNORED]
@@ -42,7 +43,7 @@ def test_hits_count_labels_above_which_fewer_than_r_tokens_stand(tied: bool, chu
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * VOCAB * 4, 1 << 20])
 def test_losses_are_the_summed_cross_entropy(tied: bool, chunk_bytes: int):
     heads, hidden, labels = case(tied)
-    losses, _, _ = score(heads, hidden, labels, 5, chunk_bytes=chunk_bytes)
+    losses, _, _ = score(heads, hidden, NEXT, labels, 5, chunk_bytes=chunk_bytes)
     expected = plain_summed_cross_entropy(heads.hidden(hidden), heads.lm_head, labels)
     torch.testing.assert_close(losses.float(), expected.detach())
 
@@ -50,15 +51,15 @@ def test_losses_are_the_summed_cross_entropy(tied: bool, chunk_bytes: int):
 def test_under_autocast_losses_stay_within_the_rounding_of_its_dtype():
     heads, hidden, labels = case(tied=False)
     with torch.autocast("cpu", torch.bfloat16):
-        found = score(heads, hidden, labels, 5)
-    exact = score(heads, hidden, labels, 5)
+        found = score(heads, hidden, NEXT, labels, 5)
+    exact = score(heads, hidden, NEXT, labels, 5)
     torch.testing.assert_close(found.losses_K, exact.losses_K, rtol=2e-2, atol=0)
     assert not torch.equal(found.losses_K, exact.losses_K)
 
 
 def test_ranks_say_of_every_label_where_it_stands_and_give_the_hits_that_the_score_counts():
     heads, hidden, labels = case(tied=False)
-    ranks_KN = label_ranks(heads, hidden, labels, 5).numpy()
+    ranks_KN = label_ranks(heads, hidden, NEXT, labels, 5).numpy()
     logits_KNV = heads(hidden)
     for k, n in itertools.product(*map(range, labels.shape)):
         if labels[k, n] == IGNORED:
@@ -67,18 +68,18 @@ def test_ranks_say_of_every_label_where_it_stands_and_give_the_hits_that_the_sco
         rank = int((logits_KNV[k, n] > logits_KNV[k, n, labels[k, n]]).sum())
         assert ranks_KN[k, n] == (rank if rank < 5 else MISS)
     alone_KR, counts_K = HeldOutRanks(ranks_KN, np.array([0]), np.array([0])).hits(5)
-    found = score(heads, hidden, labels, 5)
+    found = score(heads, hidden, NEXT, labels, 5)
     assert alone_KR.cumsum(1).tolist() == found.hits_KR.tolist() and counts_K.tolist() == found.counts_K.tolist()
 
 
 def test_every_label_is_hit_when_all_tokens_are_guessed():
     heads, hidden, labels = case(tied=False)
-    _, hits, counts = score(heads, hidden, labels, VOCAB + 2)
+    _, hits, counts = score(heads, hidden, NEXT, labels, VOCAB + 2)
     assert hits[:, VOCAB - 1].tolist() == counts.tolist() == hits[:, -1].tolist()
 
 
 def test_batches_add_up():
     heads, hidden, labels = case(tied=False)
-    parts = [score(heads, hidden[rows], labels[:, rows], 4) for rows in (slice(0, 9), slice(9, None))]
-    for whole, *sums in zip(score(heads, hidden, labels, 4), *parts, strict=True):
+    parts = [score(heads, hidden[rows], NEXT[rows], labels[:, rows], 4) for rows in (slice(0, 9), slice(9, None))]
+    for whole, *sums in zip(score(heads, hidden, NEXT, labels, 4), *parts, strict=True):
         torch.testing.assert_close(sum(sums), whole)

@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.conversations.spans import IGNORED
 from pipeline.heads.losses import plain_summed_cross_entropy, summed_cross_entropy
-from pipeline.heads.medusa import HeadsConfig, MedusaHeads
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
 NUM_HEADS, NUM_ROWS, SIZE, VOCAB = 3, 37, 8, 19
 ONE_ROW, SEVEN_ROWS = 1, 7 * VOCAB * 16  # chunk sizes in bytes, for fp64
@@ -115,7 +115,7 @@ def test_fp32_master_weights_take_gradients_of_bfloat16_products():
 
 def test_under_autocast_hidden_states_stay_in_its_dtype_and_gradients_in_the_weights_own():
     _, lm_head, labels = case(tied=False, dtype=torch.float32)
-    heads = MedusaHeads(HeadsConfig(SIZE, VOCAB, NUM_HEADS))
+    heads = MedusaHeads(MedusaShape(SIZE, VOCAB, NUM_HEADS))
     torch.nn.init.normal_(heads.block_weight)
     hidden = torch.randn(NUM_ROWS, SIZE)
     exact = summed_cross_entropy(heads.hidden(hidden), lm_head, labels)

@@ -6,14 +6,16 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
 from pipeline.errors import DataError
-from pipeline.heads.medusa import HeadsConfig, MedusaHeads, from_named_tensors, to_named_tensors
+from pipeline.heads.kind import TargetWeights
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
 SIZE, VOCAB = 6, 11
+NO_TARGET = TargetWeights(lm_head=lambda: torch.empty(0), embedding=lambda: torch.empty(0))
 
 
 def random_heads(num_heads: int = 3, num_layers: int = 2, tied: bool = False) -> MedusaHeads:
     generator = torch.Generator().manual_seed(0)
-    heads = MedusaHeads(HeadsConfig(SIZE, VOCAB, num_heads, num_layers, tied), dtype=torch.float64)
+    heads = MedusaHeads(MedusaShape(SIZE, VOCAB, num_heads, num_layers, tied), dtype=torch.float64)
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     return heads
@@ -22,7 +24,7 @@ def random_heads(num_heads: int = 3, num_layers: int = 2, tied: bool = False) ->
 @pytest.mark.parametrize("tied", [False, True])
 def test_first_prediction_of_every_head_is_the_targets(tied: bool):
     lm_head, hidden = torch.randn(VOCAB, SIZE), torch.randn(4, SIZE)
-    heads = MedusaHeads.from_lm_head(HeadsConfig(SIZE, VOCAB, 3, 2, tied), lm_head)
+    heads = MedusaHeads.from_lm_head(MedusaShape(SIZE, VOCAB, 3, 2, tied), lm_head)
     torch.testing.assert_close(heads(hidden), linear(hidden, lm_head).expand(3, -1, -1))
 
 
@@ -30,7 +32,7 @@ def test_first_prediction_of_every_head_is_the_targets(tied: bool):
 @pytest.mark.parametrize("tied", [False, True])
 def test_exported_tensors_applied_one_head_at_a_time_give_the_same_logits(num_layers: int, tied: bool):
     heads, hidden = random_heads(3, num_layers, tied), torch.randn(4, SIZE, dtype=torch.float64)
-    tensors = to_named_tensors(heads)
+    tensors = heads.exported_tensors("expanded")
     for k, logits in enumerate(heads(hidden)):
         x = hidden
         for block in range(num_layers):
@@ -46,7 +48,7 @@ def test_only_the_heads_asked_for_are_evaluated():
 
 def test_tied_heads_share_the_lm_head_and_never_train_it():
     lm_head = torch.randn(VOCAB, SIZE)
-    heads = MedusaHeads.from_lm_head(HeadsConfig(SIZE, VOCAB, 3, 1, tied=True), lm_head)
+    heads = MedusaHeads.from_lm_head(MedusaShape(SIZE, VOCAB, 3, 1, tied=True), lm_head)
     assert heads.lm_head.data_ptr() == lm_head.data_ptr()
     trained = {name for name, parameter in heads.named_parameters() if parameter.requires_grad}
     assert trained == {"block_weight", "block_bias"}
@@ -55,17 +57,23 @@ def test_tied_heads_share_the_lm_head_and_never_train_it():
 def test_untied_heads_leave_the_targets_lm_head_alone():
     lm_head = torch.randn(VOCAB, SIZE)
     before = lm_head.clone()
-    heads = MedusaHeads.from_lm_head(HeadsConfig(SIZE, VOCAB, 3), lm_head)
+    heads = MedusaHeads.from_lm_head(MedusaShape(SIZE, VOCAB, 3), lm_head)
     heads.lm_head.data += 1
     assert torch.equal(lm_head, before)
 
 
-@pytest.mark.parametrize(("tied", "expand"), [(False, True), (True, True), (True, False)])
-def test_heads_survive_a_safetensors_file(tmp_path, tied: bool, expand: bool):
+@pytest.mark.parametrize(
+    ("tied", "format"), [(False, None), (True, None), (False, "expanded"), (True, "expanded"), (True, "shared")]
+)
+def test_heads_survive_a_safetensors_file(tmp_path, tied: bool, format: str | None):
     heads = random_heads(3, 2, tied)
-    tensors = to_named_tensors(heads, expand_tied=expand)
+    tensors = heads.exported_tensors(format) if format else heads.named_tensors()
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "heads.safetensors")
-    read = from_named_tensors(heads.config, load_file(tmp_path / "heads.safetensors"))
+    stored = load_file(tmp_path / "heads.safetensors")
+    if format:
+        read = MedusaHeads.from_exported(heads.shape, format, stored, NO_TARGET)
+    else:
+        read = MedusaHeads.from_named_tensors(heads.shape, stored)
     for name, parameter in heads.named_parameters():
         assert torch.equal(read.get_parameter(name), parameter), name
         assert read.get_parameter(name).requires_grad == parameter.requires_grad
@@ -74,7 +82,7 @@ def test_heads_survive_a_safetensors_file(tmp_path, tied: bool, expand: bool):
 @pytest.mark.parametrize(("tied", "expand", "num_stored"), [(False, True, 3), (True, True, 3), (True, False, 1)])
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_names_and_shapes_are_those_that_the_engines_read(tied: bool, expand: bool, num_stored: int, num_layers: int):
-    tensors = to_named_tensors(random_heads(3, num_layers, tied), expand_tied=expand)
+    tensors = random_heads(3, num_layers, tied).exported_tensors("expanded" if expand else "shared")
     expected = {f"{k}.{i}.linear.weight": (SIZE, SIZE) for k in range(3) for i in range(num_layers)}
     expected |= {f"{k}.{i}.linear.bias": (SIZE,) for k in range(3) for i in range(num_layers)}
     expected |= {f"{k}.{num_layers}.weight": (VOCAB, SIZE) for k in range(num_stored)}
@@ -85,13 +93,13 @@ def test_names_and_shapes_are_those_that_the_engines_read(tied: bool, expand: bo
 def test_naming_the_tensors_copies_none_of_them(tied: bool):
     heads = random_heads(3, 2, tied)
     stores = {parameter.untyped_storage().data_ptr() for parameter in heads.parameters()}
-    assert {tensor.untyped_storage().data_ptr() for tensor in to_named_tensors(heads).values()} == stores
+    assert {tensor.untyped_storage().data_ptr() for tensor in heads.exported_tensors("expanded").values()} == stores
 
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
 def test_tensors_of_other_heads_are_refused_by_name(damage: str):
     heads = random_heads()
-    tensors = to_named_tensors(heads)
+    tensors = heads.named_tensors()
     if damage == "missing":
         del tensors["1.0.linear.bias"]
     elif damage == "unknown":
@@ -99,16 +107,16 @@ def test_tensors_of_other_heads_are_refused_by_name(damage: str):
     else:
         tensors["1.0.linear.bias"] = torch.zeros(SIZE + 1)
     with pytest.raises(DataError, match=r"1\.0\.linear\.bias"):
-        from_named_tensors(heads.config, tensors, where="heads.safetensors")
+        MedusaHeads.from_named_tensors(heads.shape, tensors, where="heads.safetensors")
 
 
 def test_heads_that_differ_are_not_read_as_tied():
-    tensors = to_named_tensors(random_heads(tied=True))
+    tensors = random_heads(tied=True).exported_tensors("expanded")
     tensors["2.2.weight"] = tensors["2.2.weight"] + 1
     with pytest.raises(DataError, match="differ"):
-        from_named_tensors(HeadsConfig(SIZE, VOCAB, 3, 2, tied=True), tensors)
+        MedusaHeads.from_exported(MedusaShape(SIZE, VOCAB, 3, 2, tied=True), "expanded", tensors, NO_TARGET)
 
 
 def test_lm_head_of_another_vocabulary_is_refused():
     with pytest.raises(ValueError, match="lm_head"):
-        MedusaHeads.from_lm_head(HeadsConfig(SIZE, VOCAB, 2), torch.zeros(VOCAB + 1, SIZE))
+        MedusaHeads.from_lm_head(MedusaShape(SIZE, VOCAB, 2), torch.zeros(VOCAB + 1, SIZE))

@@ -34,6 +34,8 @@ def test_a_batch_holds_the_plans_positions_end_to_end_without_padding(rows, plan
         expected = torch.cat([row.hidden_ND[row.learnable[part]] for row, part in taken])
         labels = torch.cat([torch.from_numpy(row.labels_KN[:, part]) for row, part in taken], 1)
         assert torch.equal(batch.hidden_ND, expected) and torch.equal(batch.labels_KN, labels.long())
+        following = torch.cat([torch.from_numpy(row.next_N[part]) for row, part in taken])
+        assert torch.equal(batch.next_N, following.long())
         assert (batch.labels_KN[0] >= 0).all()
 
 

@@ -18,21 +18,24 @@ from pipeline.training.task import TrainSpec
 from pipeline.training.world import World
 
 
-def all_positions(spec: TrainSpec, split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every learnable state and its labels, read row by row."""
+def all_positions(spec: TrainSpec, split: str) -> tuple[torch.Tensor, ...]:
+    """Every learnable state, the token that follows and its labels, read row by row."""
     rows = open_features(spec)
     found = []
     for group, lengths in enumerate(rows.lengths(split)):
         taken = [rows.read_group(group)[row] for row in lengths.nonzero()[0]]
-        found += [(row.hidden_ND[row.learnable], torch.from_numpy(row.labels_KN)) for row in taken]
-    hidden, labels = zip(*found, strict=True)
-    return torch.cat(hidden), torch.cat(labels, 1).long()
+        found += [
+            (row.hidden_ND[row.learnable], torch.from_numpy(row.next_N), torch.from_numpy(row.labels_KN))
+            for row in taken
+        ]
+    hidden, following, labels = zip(*found, strict=True)
+    return torch.cat(hidden), torch.cat(following).long(), torch.cat(labels, 1).long()
 
 
 def test_training_starts_at_the_targets_own_prediction(make_spec):
     spec = make_spec(epochs=1, batch_tokens=10_000, warmup_steps=0)
     train_medusa1(spec)
-    hidden_ND, labels_KN = all_positions(spec, "train")
+    hidden_ND, _, labels_KN = all_positions(spec, "train")
     logits_NV = hidden_ND @ read_lm_head(spec.target).T
     losses = [torch.nn.functional.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED) for labels_N in labels_KN]
     expected = sum(0.8 ** (k + 1) * loss for k, loss in enumerate(losses))
@@ -55,7 +58,7 @@ def test_tied_heads_never_train_the_lm_head(make_spec):
     spec = make_spec(lm_head="tied")
     train_medusa1(spec)
     heads = load_heads(spec.heads_path)
-    assert heads.config.tied and torch.equal(heads.lm_head, read_lm_head(spec.target))
+    assert heads.shape.tied and torch.equal(heads.lm_head, read_lm_head(spec.target))
     assert heads.block_weight.any()
     assert not any("lm_head" in name for path in spec.path.glob("checkpoints/*") for name in load_file(path))
 

@@ -130,7 +130,7 @@ def test_the_trained_heads_say_what_they_are(make_spec):
     spec = make_spec(num_heads=2, num_layers=2)
     summary = train_medusa1(spec)
     heads = load_heads(spec.heads_path)
-    assert (heads.config.num_heads, heads.config.num_layers, heads.config.tied) == (2, 2, False)
+    assert (heads.shape.num_heads, heads.shape.num_layers, heads.shape.tied) == (2, 2, False)
     assert json.loads(json.dumps(summary)) == summary and os.path.getsize(spec.heads_path) > 0
     spec.heads_path.write_bytes(spec.heads_path.read_bytes()[:100])
     with pytest.raises(DataError, match="damaged"):

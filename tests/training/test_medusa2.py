@@ -147,7 +147,7 @@ def test_tied_heads_never_train_the_lm_head_and_the_adapter_still_adapts_it(make
     spec = make_tuning(lm_head="tied", epochs=2)
     train_medusa2(spec)
     heads = load_heads(spec.heads_path)
-    assert heads.config.tied and torch.equal(heads.lm_head, read_lm_head(spec.target))
+    assert heads.shape.tied and torch.equal(heads.lm_head, read_lm_head(spec.target))
     adapter = load_file(spec.adapter_path / "adapter_model.safetensors")
     assert adapter["base_model.model.lm_head.lora_B.weight"].any()
 

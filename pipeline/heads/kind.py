@@ -1,0 +1,292 @@
+"""What a kind of heads is: its shape, parameters and start, what it learns, what it proposes, how it is exported.
+
+A kind is one file in this package: a `HeadsShape`, a subclass of `Heads`, and a line in `KINDS`. Training, calibration,
+decoding, export and serving use this interface alone and never ask which kind it is.
+
+All kinds predict alike: head k (0-based) at position t predicts the token at t+2+k from the target's hidden state at t,
+after the target's final norm. A kind may also read the tokens t+1 … t+1+k between, in training the true ones (teacher
+forcing) and in decoding those that it has proposed.
+
+Letters: B texts, N rows (positions) or nodes of a tree, D hidden size, V vocabulary, K heads.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.errors import ConfigError, DataError
+from pipeline.heads.losses import summed_cross_entropy
+
+if TYPE_CHECKING:
+    from pipeline.config import TrainConfig
+
+# A kind's name, as `train.heads` has it: its class, or where that is imported from when it is first asked for.
+KINDS: dict[str, str | type[Heads]] = {"medusa": "pipeline.heads.medusa:MedusaHeads"}
+
+
+def head_kind(name: str) -> type[Heads]:
+    """The kind of this name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in KINDS:
+        near = difflib.get_close_matches(name, KINDS, n=1)
+        fix = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(KINDS)}."
+        raise ConfigError(f'There is no kind of heads called "{name}".', "train.heads", fix)
+    kind = KINDS[name]
+    if isinstance(kind, str):
+        module, _, attribute = kind.partition(":")
+        kind = getattr(importlib.import_module(module), attribute)
+    assert not isinstance(kind, str)
+    return kind
+
+
+@dataclass(frozen=True)
+class HeadsShape:
+    """All that decides a set of heads' parameters, as plain data; a kind adds fields of its own.
+
+    `kind` is its name in `KINDS`. Raises ValueError for a size below 1.
+    """
+
+    kind: ClassVar[str]
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+
+    def __post_init__(self) -> None:
+        if min(value for value in asdict(self).values() if type(value) is int) < 1:
+            raise ValueError(f"every size of the heads must be at least 1: {self}")
+
+    def described(self) -> str:
+        """In words, for an error: `3 linear heads, a hidden size of 64 and a vocabulary of 300`."""
+        return f"{self._parts()}, a hidden size of {self.hidden_size} and a vocabulary of {self.vocab_size}"
+
+    def _parts(self) -> str:
+        return f"{self.num_heads} {self.kind} heads"
+
+    def to_json(self) -> dict[str, Any]:
+        """The kind and every field, as file headers hold them."""
+        return {"kind": self.kind, **asdict(self)}
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> HeadsShape:
+        """The inverse of `to_json`; KeyError, TypeError or ValueError for anything else."""
+        fields = dict(content)
+        return head_kind(fields.pop("kind")).Shape(**fields)
+
+
+@dataclass(frozen=True)
+class TargetWeights:
+    """The target's own matrices [V, D], each read when it is first asked for."""
+
+    lm_head: Callable[[], Tensor]
+    embedding: Callable[[], Tensor]
+
+
+class ProposalTree(Protocol):
+    """What a proposal needs to know of a tree; rows are the root and, in depth-first order, the nodes."""
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    @property
+    def max_depth(self) -> int: ...
+
+    @property
+    def top(self) -> int: ...  # ranks per head
+
+    @property
+    def guess(self) -> Tensor: ...  # [N]: each node's place in the flattened [max_depth, top] guesses
+
+    @property
+    def depth(self) -> Tensor: ...  # [1 + N], of the rows
+
+    @property
+    def parent(self) -> Tensor: ...  # [1 + N], rows
+
+
+class Heads(nn.Module, ABC):
+    """A set of K heads of one kind; zero until it is filled by `initial`, `from_named_tensors` or `from_exported`.
+
+    A subclass defines the attributes and methods below that have no default, an `__init__` with this signature, and
+    whatever default it improves on. Parameters that do not train have `requires_grad=False`.
+    """
+
+    Shape: ClassVar[type[HeadsShape]]
+    title: ClassVar[str]  # of the heads in a model card, a report: "Medusa heads"
+    vllm_method: ClassVar[str]  # in vLLM's speculative configuration
+    weights_file: ClassVar[str] = "model.safetensors"  # of the export
+    choices_file: ClassVar[str] = "tree_choices.json"  # of the export: the tree's paths
+    card_about: ClassVar[str]  # Jinja of the model card: what these heads are, in a sentence or two
+    card_engines: ClassVar[str] = ""  # Jinja of the model card: how other engines than vLLM serve them
+
+    shape: HeadsShape
+    lm_head: Tensor  # [K, V, D], or one [V, D] that all heads share and that is frozen
+
+    def __init__(self, shape: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None):
+        super().__init__()
+        self.shape = shape
+
+    # Configuration and start
+
+    @classmethod
+    @abstractmethod
+    def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> HeadsShape:
+        """The shape that the configuration asks for, of a target with these sizes."""
+
+    @classmethod
+    @abstractmethod
+    def initial(cls, shape: Any, target: TargetWeights) -> Self:
+        """Untrained heads, in the dtype and on the device of the target's matrices."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    # Training and calibration
+
+    @abstractmethod
+    def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
+        """What each head's lm_head reads, [K, N, D], given the true tokens between.
+
+        Args:
+            hidden_ND: The target's states at positions t, in any float dtype.
+            next_N: The tokens at t+1, int64.
+            labels_KN: The tokens at t+2+k, int64; -100 where the span has ended, and from there on for every later k.
+        """
+
+    def summed_losses(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
+        """Each head's cross entropy summed over its labels, [K], never holding all logits; arguments as of `states`.
+
+        Products run in autocast's dtype where it is on.
+        """
+        states_KND, device = self.states(hidden_ND, next_N, labels_KN), hidden_ND.device.type
+        if torch.is_autocast_enabled(device):
+            states_KND = states_KND.to(torch.get_autocast_dtype(device))
+        return summed_cross_entropy(states_KND, self.lm_head, labels_KN)
+
+    def lm_head_of(self, head: int) -> Tensor:
+        """The [V, D] matrix that turns this head's states into logits."""
+        return self.lm_head if self.lm_head.dim() == 2 else self.lm_head[head]
+
+    # Decoding
+
+    @abstractmethod
+    def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
+        """The tokens [B, N] of the tree's nodes: a node at depth d and rank r holds its head d-1's guess r.
+
+        `hidden_BD` are the states that the target chose `token_B` from, the roots. Fixed shapes and no transfer to the
+        host, so that a step can be captured as a CUDA graph.
+        """
+
+    # Files
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """Detached views of all that `heads.safetensors` holds, frozen matrices too."""
+        return {name: parameter.detach() for name, parameter in self.named_parameters()}
+
+    @classmethod
+    def from_named_tensors(cls, shape: Any, tensors: Mapping[str, Tensor], *, where: str | None = None) -> Self:
+        """The inverse of `named_tensors`, in the tensors' own dtype.
+
+        Raises:
+            DataError: A tensor is missing, unknown or of another shape.
+        """
+        return cls._filled(shape, lambda heads: heads.named_tensors(), tensors, where)
+
+    # Export: one directory that engines load; config.json, weights, tree, tokenizer and card
+
+    @classmethod
+    def check_format(cls, shape: Any, format: str) -> None:
+        """ConfigError unless such heads can be stored in this one of `export.formats`."""
+        if format != "expanded":
+            what = f"The {format} format does not apply to {shape.kind} heads."
+            raise ConfigError(what, "export.formats", "Export with `formats: [expanded]`.")
+
+    @classmethod
+    @abstractmethod
+    def engine_config(cls, shape: Any, format: str, target: Mapping[str, Any]) -> dict[str, Any]:
+        """The keys of the export's config.json that are this kind's own; `target` is its target's config.json.
+
+        The exporter adds sizes, dtype, `base_model_name_or_path` and what vLLM's speculators format asks for.
+        """
+
+    @abstractmethod
+    def exported_tensors(self, format: str) -> dict[str, Tensor]:
+        """Detached views, named as engines name them; what engines take from the target is left out."""
+
+    @classmethod
+    def from_exported(
+        cls,
+        shape: Any,
+        format: str,
+        tensors: Mapping[str, Tensor],
+        target: TargetWeights,
+        *,
+        where: str | None = None,
+    ) -> Self:
+        """The inverse of `exported_tensors`; a kind whose export leaves matrices out takes them from the target."""
+        return cls._filled(shape, lambda heads: heads.exported_tensors(format), tensors, where)
+
+    @classmethod
+    def exported_shapes(cls, shape: Any, format: str) -> dict[str, tuple[int, ...]]:
+        """Every tensor of the export's weights file, by name: exactly these."""
+        empty = cls(shape, device=torch.device("meta"))
+        return {name: tuple(view.shape) for name, view in empty.exported_tensors(format).items()}
+
+    @classmethod
+    def speculative_config(cls, export: str, num_speculative_tokens: int) -> dict[str, Any]:
+        """How vLLM is told to draft with these heads on a target of their own."""
+        return {"method": cls.vllm_method, "model": export, "num_speculative_tokens": num_speculative_tokens}
+
+    @classmethod
+    def _filled(
+        cls,
+        shape: Any,
+        views_of: Callable[[Self], dict[str, Tensor]],
+        tensors: Mapping[str, Tensor],
+        where: str | None,
+    ) -> Self:
+        """Heads whose named views hold the tensors; names that share one view must hold the same."""
+        expected = {name: tuple(view.shape) for name, view in views_of(cls(shape, device=torch.device("meta"))).items()}
+        require_shapes(shape, expected, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, where)
+        first = next(iter(tensors.values()))
+        heads = cls(shape, dtype=first.dtype, device=first.device)
+        written: dict[int, Tensor] = {}
+        for name, view in views_of(heads).items():
+            source = written.setdefault(view.data_ptr(), tensors[name])
+            if source is tensors[name]:
+                view.copy_(source)
+            elif not torch.equal(source, tensors[name]):
+                what = f"These heads share one tensor under several names, and {name} differs from the others."
+                raise DataError(what, where, "Export or train them again.")
+        return heads
+
+
+def require_shapes(
+    shape: HeadsShape,
+    expected: Mapping[str, tuple[int, ...]],
+    found: Mapping[str, tuple[int, ...]],
+    where: str | None,
+) -> None:
+    """Raise DataError, naming the first few, where names or shapes of tensors are not those of these heads."""
+    problems = [f"{name} is missing" for name in expected if name not in found]
+    problems += [f"{name} is unknown" for name in found if name not in expected]
+    problems += [
+        f"{name} has shape {list(found[name])} instead of {list(sizes)}"
+        for name, sizes in expected.items()
+        if name in found and found[name] != sizes
+    ]
+    if problems:
+        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
+        what = f"These are not {shape.described()}: {', '.join(problems[:3])}{more}."
+        raise DataError(what, where, "Use the heads and the target that belong together, or export again.")
