@@ -1,19 +1,19 @@
-"""Reading a transformers causal LM: one forward that gives the logits and the hidden states they were read from.
+"""Forwards of a transformers causal LM that return its logits and the hidden states that its lm_head read.
 
-The hidden states are taken where the lm_head takes them, by a hook on that module, and the logits from the model
-itself: whatever a model does around its lm_head (scaling, soft-capping, adapters) is then right without knowing of
-it.
+The hidden states come from a hook on the lm_head and the logits from the model itself, so whatever a model does around
+its lm_head (scaling, soft-capping, adapters) is included.
 
 Letters: B sequences, T positions, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
@@ -34,32 +34,56 @@ class Forward(Protocol):
 
 @contextmanager
 def reading(model: PreTrainedModel) -> Iterator[Forward]:
-    """The model's forward with its hidden states, while the context lasts; afterwards the model is as it was."""
+    """The model's forward with its hidden states; the hook is removed when the context ends."""
+    can_select = _can_select_logits(model)
+    with _lm_head_inputs(model) as seen:
+
+        def forward(ids_BT: Tensor, positions_BT: Tensor, mask: Masks, cache: Cache, *, last_only: bool = False):
+            selection: dict[str, Any] = {"logits_to_keep": 1} if last_only and can_select else {}
+            logits_BTV = model(
+                input_ids=ids_BT,
+                position_ids=positions_BT,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                **selection,
+            ).logits
+            hidden_BTD = seen.pop()
+            return (hidden_BTD[:, -1:], logits_BTV[:, -1:]) if last_only else (hidden_BTD, logits_BTV)
+
+        yield forward
+
+
+@torch.inference_mode()
+def last_positions(model: PreTrainedModel, ids: Sequence[int], number: int) -> tuple[Tensor, Tensor]:
+    """One forward over a text: the hidden states [number, D] and logits [number, V] of its last positions.
+
+    Where the model supports it, no other logits are computed: for a long prompt they would take gigabytes.
+    """
+    ids_1T = torch.tensor([ids], device=model.get_input_embeddings().weight.device)
+    selection: dict[str, Any] = {"logits_to_keep": number} if _can_select_logits(model) else {}
+    with _lm_head_inputs(model) as seen:
+        logits_1TV = model(input_ids=ids_1T, use_cache=False, **selection).logits
+    return seen[-1][0, -number:], logits_1TV[0, -number:]
+
+
+@contextmanager
+def _lm_head_inputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
+    """The states that the lm_head reads, appended by each forward within the context."""
     seen: list[Tensor] = []
-    can_select = "logits_to_keep" in signature(model.forward).parameters
-
-    def forward(ids_BT: Tensor, positions_BT: Tensor, mask: Masks, cache: Cache, *, last_only: bool = False):
-        selection: dict[str, Any] = {"logits_to_keep": 1} if last_only and can_select else {}
-        logits_BTV = model(
-            input_ids=ids_BT,
-            position_ids=positions_BT,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            **selection,
-        ).logits
-        hidden_BTD = seen.pop()
-        return (hidden_BTD[:, -1:], logits_BTV[:, -1:]) if last_only else (hidden_BTD, logits_BTV)
-
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:
-        yield forward
+        yield seen
     finally:
         hook.remove()
 
 
+def _can_select_logits(model: PreTrainedModel) -> bool:
+    return "logits_to_keep" in signature(model.forward).parameters
+
+
 def check_pair(model: PreTrainedModel, heads: Heads) -> None:
-    """ConfigError unless the heads have the target's sizes and its attention takes a mask of our own."""
+    """ConfigError unless the heads have the target's sizes and its attention takes a custom mask."""
     config = model.config.get_text_config(decoder=True)
     for name, of_heads in (("hidden_size", heads.shape.hidden_size), ("vocab_size", heads.shape.vocab_size)):
         of_target = getattr(config, name)
@@ -72,7 +96,7 @@ def check_pair(model: PreTrainedModel, heads: Heads) -> None:
     attention = config._attn_implementation
     if attention not in _TREE_ATTENTION:
         raise ConfigError(
-            f"The target runs its attention by {attention!r}, which takes no mask of a tree.",
+            f"The target's attention is {attention!r}, which takes no tree mask.",
             "attn_implementation",
             f"Load the target with one of {', '.join(_TREE_ATTENTION)}.",
         )

@@ -1,9 +1,9 @@
-"""The export decoded by our own tree decoder on plain transformers, against plain decoding in the same process.
+"""The native check: the export decoded by our tree decoder on plain transformers, against plain decoding.
 
-Both decoders are the same loop with the same cache, one with the tree and one without. They take turns prompt by
-prompt, after a warm-up, on as many CPU threads as make plain decoding fastest. Plain decoding follows the same rule,
-greedily or sampled from the same seeds, but greedy text is always compared too, and what transformers itself makes of
-the prompts is measured beside it (`check.baselines`).
+Both sides are the same decoder with the same cache, one with the tree and one without. They decode prompt by prompt in
+turn, after a warm-up, on the number of CPU threads at which plain decoding is fastest. Plain decoding follows the same
+acceptance rule, greedily or sampled from the same seeds; greedy text is compared in any case. transformers' own
+decoding of the same prompts is measured beside it (`check.baselines`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import AcceptanceRule, RejectionSampling, greedy_acceptance
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.errors import ConfigError
-from pipeline.evaluation.answers import answer_lines, samples
+from pipeline.evaluation.answers import (
+    GreedyMatch,
+    answer_lines,
+    compare,
+    gap_of,
+    mean_log_likelihood,
+    samples,
+    text_statistics,
+    tie_tolerance,
+)
 from pipeline.evaluation.baselines import baseline
-from pipeline.evaluation.comparison import GreedyMatch, compare, gap_of, tie_tolerance
 from pipeline.evaluation.overhead import fastest_threads
-from pipeline.evaluation.prompts import Prompt, rule_of
-from pipeline.evaluation.quality import mean_log_likelihood, text_statistics
+from pipeline.evaluation.prompts import CheckRequest, Prompt, rule_of
 from pipeline.evaluation.speed import (
     MEDUSA,
     PLAIN,
@@ -41,128 +47,109 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_export
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.targets.loading import input_device, load_causal_lm
-from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
+from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer
 
 NUM_WARM_UPS = 2  # prompts
 
 
-def check_native(
-    target: TargetSpec,
-    export: str,
-    prompts: list[Prompt],
-    settings: CheckConfig,
-    choices: list[tuple[int, ...]],
-    gpus: int,
-    name: str = "target",
-    assistant: TargetSpec | None = None,
-    calibration: Mapping[str, Any] | None = None,
-    progress: ProgressReporter | None = None,
-) -> dict[str, Any]:
-    """Decode every prompt plainly, with the tree and by the baselines.
+@dataclass(frozen=True)
+class Methods:
+    """What is compared: plain decoding, decoding with the heads, and transformers' baselines by name."""
 
-    Args:
-        name: The target's in the files of answers: `NAME-plain` and `NAME-medusa`.
-        assistant: The model behind the baseline of that name.
-        calibration: The calibrate stage's tree.json, for the studies.
-        progress: Is told how far it is.
-
-    Returns:
-        `native` and `target_text` of report.json, `samples` for its drawing, `answers` as the lines of a file per
-        method, and the `differing` sequences that are not ties.
-
-    Raises:
-        ConfigError: No answer took a step.
-    """
-    progress = progress or ProgressReporter()
-    times = f", {num_passes(settings)} times each" if num_passes(settings) > 1 else ""
-    progress.begin(f"native{times}", len(prompts) * num_passes(settings))
-    model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
-    heads = load_exported_heads(export).to(input_device(model))
-    eos, room = eos_token_ids(target), context_length(target)
-    plain = plain_decoder(model, eos_token_ids=eos, max_length=room)
-    medusa = Decoder(model, heads, choices, eos_token_ids=eos, max_length=room)
-    others: dict[str, Decode] = {
-        kind: baseline(kind, model, eos, settings.max_new_tokens, assistant) for kind in settings.baselines
-    }
-    with fastest_threads(plain_decoder(model, eos_token_ids=(), max_length=room), prompts[0].ids):
-        measurement = measure(plain, medusa, others, prompts, settings, progress)
-        first, greedy = measurement.passes[0], measurement.greedy_passes[0]
-        plain_ids = _texts(greedy[PLAIN])
-        studies = run_studies(
-            settings.studies, plain, medusa, prompts, settings, calibration or {}, plain_ids, progress
-        )
-    tolerance, gap_at = tie_tolerance(target, settings), gap_of(model)
-    names, prompt_ids = [prompt.id for prompt in prompts], [prompt.ids for prompt in prompts]
-
-    def matched(method: str) -> GreedyMatch:
-        return compare(names, prompt_ids, plain_ids, _texts(greedy[method]), gap_at, tolerance)
-
-    match, tokenizer = matched(MEDUSA), load_tokenizer(target)
-    measured = [
-        {"name": method, **pace_beside(measurement.greedy_passes, method), "greedy_match": matched(method).as_dict()}
-        for method in others
-        if method not in measurement.failed
-    ]
-    native = {
-        **speed(measurement.passes),
-        "greedy_match": match.as_dict(),
-        "tie_tolerance": tolerance,
-        "accepted_lengths": accepted_lengths(first[MEDUSA]),
-        "prompts": len(prompts),
-        "repeats": settings.repeats,
-        **_rule_facts(settings, first),
-        "categories": by_category(prompts, measurement.passes),
-        "baselines": measured + [{"name": method, "failed": reason} for method, reason in measurement.failed.items()],
-    }
-    if studies:
-        native["studies"] = studies
-    if settings.acceptance != "greedy":
-        native["log_likelihood"] = _log_likelihoods(model, prompts, settings, plain, first, plain_ids)
-    return {
-        "native": native,
-        "target_text": text_statistics(model, prompts, plain_ids),
-        "samples": samples(tokenizer, prompts, first[MEDUSA]),
-        "answers": {
-            method: answer_lines(f"{name}-{method}", tokenizer, prompts, [one[method] for one in measurement.passes])
-            for method in (PLAIN, MEDUSA)
-        },
-        "differing": match.differing,
-    }
+    plain: Decoder
+    medusa: Decoder
+    baselines: Mapping[str, Decode]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was written: every repetition by the rule; greedily, where the baselines take part; why some could not."""
+    """Decoded answers: each repetition by the rule; each greedy one, baselines included; why baselines failed."""
 
     passes: list[Pass]
     greedy_passes: list[Pass]
     failed: dict[str, str]
 
+    @property
+    def plain_greedy(self) -> list[list[int]]:
+        return _texts(self.greedy_passes[0][PLAIN])
 
-def measure(
-    plain: Decoder,
-    medusa: Decoder,
-    others: Mapping[str, Decode],
-    prompts: Sequence[Prompt],
-    settings: CheckConfig,
-    progress: ProgressReporter | None = None,
-) -> Measurement:
-    """Let everyone decode every prompt, warmed up. Under a rule that is not greedy, greedy text is written once.
 
-    One of the others that fails, at the first prompt or the last, is out and spoils nothing for those that go on.
+def check_native(request: CheckRequest, progress: ProgressReporter | None = None) -> dict[str, Any]:
+    """Decode every prompt plainly, with the tree and by the baselines.
+
+    Returns:
+        `native` and `target_text` of report.json, `samples` for its drawing, `answers` as the lines of one file per
+        method, and the `differing` sequences that are not ties.
 
     Raises:
         ConfigError: No answer took a step.
     """
-    rule, num_tokens = rule_of(settings), settings.max_new_tokens
+    settings, prompts, repetitions = request.settings, request.prompts, num_passes(request.settings)
+    progress = progress or ProgressReporter()
+    times = f", {repetitions} times each" if repetitions > 1 else ""
+    progress.begin(f"native{times}", len(prompts) * repetitions)
+    methods = load_methods(request)
+    plain, medusa = methods.plain, methods.medusa
+    endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
+    with fastest_threads(endless, prompts[0].ids):
+        measured = measure(methods, prompts, settings, progress)
+        calibration, answers = request.calibration or {}, measured.plain_greedy
+        studies = run_studies(settings.studies, plain, medusa, prompts, settings, calibration, answers, progress)
+    match = greedy_match(request, methods, measured, MEDUSA)
+    tokenizer = load_tokenizer(request.target)
+    return {
+        "native": native_figures(request, methods, measured, match) | ({"studies": studies} if studies else {}),
+        "target_text": text_statistics(plain.model, prompts, answers),
+        "samples": samples(tokenizer, prompts, measured.passes[0][MEDUSA]),
+        "answers": {
+            side: answer_lines(f"{request.name}-{side}", tokenizer, prompts, [one[side] for one in measured.passes])
+            for side in (PLAIN, MEDUSA)
+        },
+        "differing": match.differing,
+    }
+
+
+def load_methods(request: CheckRequest) -> Methods:
+    """The target, loaded once, behind every method."""
+    target, settings = request.target, request.settings
+    model = load_causal_lm(target, "cuda" if request.gpus else "cpu", max(1, request.gpus))
+    heads = load_exported_heads(request.export).to(input_device(model))
+    eos, room = eos_token_ids(target), context_length(target)
+    return Methods(
+        plain_decoder(model, eos_token_ids=eos, max_length=room),
+        Decoder(model, heads, request.choices, eos_token_ids=eos, max_length=room),
+        {kind: baseline(kind, model, eos, settings.max_new_tokens, request.assistant) for kind in settings.baselines},
+    )
+
+
+def load_exported_heads(export: str) -> MedusaHeads:
+    """The heads as the export's files have them."""
+    config, tensors = read_export(export)
+    shape = MedusaShape(config.hidden_size, config.vocab_size, config.num_heads, config.num_layers, config.tied)
+    return MedusaHeads._filled(shape, lambda heads: heads.exported_tensors("expanded"), tensors, export)
+
+
+def measure(
+    methods: Methods, prompts: Sequence[Prompt], settings: CheckConfig, progress: ProgressReporter | None = None
+) -> Measurement:
+    """Decode every prompt by every method, after a warm-up. Under a sampling rule, greedy text is decoded once.
+
+    A baseline that fails on any prompt is left out from there on; the other methods continue.
+
+    Raises:
+        ConfigError: No answer took a step.
+    """
     failed: dict[str, str] = {}
-    by_rule = _methods(plain, medusa, rule, num_tokens)
-    greedily = _methods(plain, medusa, greedy_acceptance, num_tokens) | dict(others)
-    take_turns(by_rule | dict(others), prompts[:NUM_WARM_UPS], failed)
-    if plain.captures or medusa.captures:  # once at every length, untimed
+    rule = rule_of(settings)
+    by_rule = _both_sides(methods, rule, settings.max_new_tokens)
+    both_greedy = _both_sides(methods, greedy_acceptance, settings.max_new_tokens)
+    baselines = dict(methods.baselines)
+    take_turns(by_rule | baselines, prompts[:NUM_WARM_UPS], failed)
+    if methods.plain.captures or methods.medusa.captures:  # capture the graphs of every length, untimed
         take_turns(by_rule, prompts)
         if rule is not greedy_acceptance:
-            take_turns(_methods(plain, medusa, greedy_acceptance, num_tokens), prompts)
+            take_turns(both_greedy, prompts)
+    greedily = both_greedy | baselines
     if rule is greedy_acceptance:
         passes = greedy_passes = [take_turns(greedily, prompts, failed, progress) for _ in range(settings.repeats)]
     else:
@@ -178,20 +165,50 @@ def measure(
 
 
 def num_passes(settings: CheckConfig) -> int:
-    """How often a measurement asks every prompt."""
+    """How often `measure` decodes every prompt."""
     return settings.repeats + (rule_of(settings) is not greedy_acceptance)
 
 
-def load_exported_heads(export: str) -> MedusaHeads:
-    """The heads as the export's own files have them."""
-    config, tensors = read_export(export)
-    shape = MedusaShape(config.hidden_size, config.vocab_size, config.num_heads, config.num_layers, config.tied)
-    return MedusaHeads._filled(shape, lambda heads: heads.exported_tensors("expanded"), tensors, export)
+def greedy_match(request: CheckRequest, methods: Methods, measured: Measurement, method: str) -> GreedyMatch:
+    """A method's greedy answers against plain decoding's."""
+    answers = _texts(measured.greedy_passes[0][method])
+    tolerance = tie_tolerance(request.target, request.settings)
+    return compare(request.prompts, measured.plain_greedy, answers, gap_of(methods.plain.model), tolerance)
 
 
-def _methods(plain: Decoder, medusa: Decoder, rule: AcceptanceRule, num_tokens: int) -> dict[str, Decode]:
+def native_figures(
+    request: CheckRequest, methods: Methods, measured: Measurement, match: GreedyMatch
+) -> dict[str, Any]:
+    """`check.native` of report.json, without the studies."""
+    settings, first = request.settings, measured.passes[0]
+    beside = [
+        {
+            "name": name,
+            **pace_beside(measured.greedy_passes, name),
+            "greedy_match": greedy_match(request, methods, measured, name).as_dict(),
+        }
+        for name in methods.baselines
+        if name not in measured.failed
+    ]
+    figures = {
+        **speed(measured.passes),
+        "greedy_match": match.as_dict(),
+        "tie_tolerance": tie_tolerance(request.target, settings),
+        "accepted_lengths": accepted_lengths(first[MEDUSA]),
+        "prompts": len(request.prompts),
+        "repeats": settings.repeats,
+        **_rule_facts(settings, first),
+        "categories": by_category(request.prompts, measured.passes),
+        "baselines": beside + [{"name": name, "failed": reason} for name, reason in measured.failed.items()],
+    }
+    if settings.acceptance != "greedy":
+        figures["log_likelihood"] = _log_likelihoods(request, methods, measured)
+    return figures
+
+
+def _both_sides(methods: Methods, rule: AcceptanceRule, num_tokens: int) -> dict[str, Decode]:
     """Both sides by the same rule; where it samples, both draw from the same seed."""
-    device = input_device(plain.model)
+    device = input_device(methods.plain.model)
 
     def by(decoder: Decoder) -> Decode:
         def decode(prompt_ids: list[int], seed: int) -> Decoded:
@@ -200,28 +217,26 @@ def _methods(plain: Decoder, medusa: Decoder, rule: AcceptanceRule, num_tokens: 
 
         return decode
 
-    return {PLAIN: by(plain), MEDUSA: by(medusa)}
+    return {PLAIN: by(methods.plain), MEDUSA: by(methods.medusa)}
 
 
-def _log_likelihoods(
-    model: PreTrainedModel,
-    prompts: Sequence[Prompt],
-    settings: CheckConfig,
-    plain: Decoder,
-    first: Pass,
-    plain_ids: Sequence[list[int]],
-) -> dict[str, float]:
-    """How likely the target finds greedy text, what plain sampling draws, and the rule's text."""
-    sampled = first[PLAIN]
+def _log_likelihoods(request: CheckRequest, methods: Methods, measured: Measurement) -> dict[str, float]:
+    """The target's log-likelihood of greedy text, of plain sampling and of the rule's text."""
+    settings, prompts, model = request.settings, request.prompts, methods.plain.model
+    sampled, by_rule = measured.passes[0][PLAIN], measured.passes[0][MEDUSA]
     if not rule_of(settings).samples:  # typical acceptance with a greedy first token is deterministic
-        sampling = _methods(plain, plain, RejectionSampling(settings.temperature), settings.max_new_tokens)
+        sampling = _both_sides(methods, RejectionSampling(settings.temperature), settings.max_new_tokens)
         sampled = take_turns({PLAIN: sampling[PLAIN]}, prompts)[PLAIN]
-    written = {"greedy": plain_ids, "sampling": _texts(sampled), settings.acceptance: _texts(first[MEDUSA])}
+    written = {
+        "greedy": measured.plain_greedy,
+        "sampling": _texts(sampled),
+        settings.acceptance: _texts(by_rule),
+    }
     return {name: round(mean_log_likelihood(model, prompts, answers), 4) for name, answers in written.items()}
 
 
 def _rule_facts(settings: CheckConfig, decoded: Pass) -> dict[str, Any]:
-    """The rule and its numbers; of rejection sampling, how many texts are those that plain sampling draws."""
+    """The rule and its numbers; for rejection sampling, how many texts equal those of plain sampling."""
     if settings.acceptance == "greedy":
         return {"acceptance": "greedy"}
     facts: dict[str, Any] = {"acceptance": settings.acceptance, "temperature": settings.temperature}

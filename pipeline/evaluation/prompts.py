@@ -1,8 +1,8 @@
-"""What the check decodes: one answer of each held-out conversation, or every turn of a file of questions.
+"""What a check is asked to decode: one answer of each held-out conversation, or every turn of a file of questions.
 
-The turns of a question are asked one after another, as MT-Bench and Spec-Bench do: the prompt of the second holds the
-target's own answer to the first. These answers are written before anything is measured, so that whatever is compared
-decodes the very same prompts.
+The turns of a question are asked one after another, as in MT-Bench and Spec-Bench: the prompt of the second turn holds
+the target's own answer to the first. Those answers are generated before anything is measured, so that every method
+decodes the same prompts.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.config import CheckConfig, SeedSource
@@ -22,6 +23,7 @@ from pipeline.conversations.readers import read_source
 from pipeline.conversations.requests import Completion, Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
+from pipeline.decoding.tree import Path as TreePath
 from pipeline.errors import ConfigError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.dialogue_pool import converse
@@ -29,14 +31,14 @@ from pipeline.targets.engines import EngineName, make_generation_engine
 from pipeline.targets.protocol import GenerationEngine
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
 
-MORE_PER_TURN = 16  # tokens that a template may put between an answer and the next question, and not at the beginning
+MORE_PER_TURN = 16  # an upper bound on the tokens that a template adds between an answer and the next question
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids up to where an answer begins, and whose they are.
+    """Token ids up to where an answer begins.
 
-    `category` is the question's own, and of a held-out row its source; `turn` counts a conversation's answers from 0.
+    `category` is the question's own, or the source of a held-out row; `turn` counts a conversation's answers from 0.
     """
 
     id: str
@@ -54,8 +56,32 @@ class Prompts:
     skipped: int
 
 
+@dataclass(frozen=True)
+class CheckRequest:
+    """One engine's check; picklable, because it crosses to the process that decodes.
+
+    Attributes:
+        export: The export directory.
+        choices: The export's tree, for native decoding.
+        gpus: How many the engine spans; 0 is the CPU.
+        name: The target's in the files of answers: `NAME-plain` and `NAME-medusa`.
+        assistant: The model behind the baseline of that name.
+        calibration: The calibrate stage's tree.json, for the studies.
+    """
+
+    target: TargetSpec
+    export: str
+    prompts: list[Prompt]
+    settings: CheckConfig
+    choices: Sequence[TreePath] = ()
+    gpus: int = 0
+    name: str = "target"
+    assistant: TargetSpec | None = None
+    calibration: Mapping[str, Any] | None = None
+
+
 def rule_of(settings: CheckConfig) -> AcceptanceRule:
-    """The acceptance rule that is to be checked."""
+    """The acceptance rule that the check decodes with."""
     return acceptance_rule(
         settings.acceptance,
         settings.temperature,
@@ -69,11 +95,11 @@ def rule_of(settings: CheckConfig) -> AcceptanceRule:
 def held_out_prompts(rows: Iterable[TokenRow], number: int, room: int, split: str = "check") -> Prompts:
     """The first `number` rows of a held-out split, each up to one of its answers.
 
-    Which one, a hash of the row's id decides: first and later turns are asked alike, as calibration looks at them.
+    A hash of the row's id chooses the answer, so that first and later turns are equally frequent, as in calibration.
 
     Args:
-        rows: Of the generate stage, or of features.
-        room: Longest prompt in tokens; a row without an answer that begins before it is skipped and counted.
+        rows: Rows of the generate stage, or of features.
+        room: The longest prompt in tokens; a row whose answers all begin beyond it is skipped and counted.
     """
     kept: list[Prompt] = []
     skipped = 0
@@ -92,7 +118,7 @@ def held_out_prompts(rows: Iterable[TokenRow], number: int, room: int, split: st
 
 
 def read_questions(path: Path) -> list[Conversation]:
-    """The questions of a file (MT-Bench, Spec-Bench, any form that seeds take); what is none is left out."""
+    """The questions of a file (MT-Bench, Spec-Bench, any format of seeds); rejected rows are left out."""
     rows = read_source(SeedSource(path=path), path.stem, max_characters=10**9)
     return [row for row in rows if isinstance(row, Conversation)]
 
@@ -107,11 +133,11 @@ def question_prompts(
 ) -> Prompts:
     """The prompt of every turn, with the target's own answers to the turns before it.
 
-    The answers are greedy, or drawn as the acceptance rule draws, and as long as those that are measured. Prompts that
-    do not fit are skipped and counted, and so are the turns that the chat template refuses.
+    The answers are greedy, or sampled as the acceptance rule samples, and as long as those that are measured. Prompts
+    that do not fit, and turns that the chat template rejects, are skipped and counted.
 
     Args:
-        engine: Which one answers, all questions at once.
+        engine: The engine that answers; it takes all questions at once.
     """
     tokenizer, rule, num_turns = load_tokenizer(target), rule_of(settings), sum(map(_num_turns, questions))
     template = ChatTemplate(tokenizer, target.chat_template)
@@ -122,8 +148,8 @@ def question_prompts(
         stop_token_ids=eos_token_ids(target),
     )
     target = replace(target, max_tokens=min(context_length(target), _longest(questions, template, settings)))
-    held = DialogueSettings("replay", sampling, context_length(target), ends_at_flaws=False)
-    dialogues = [Dialogue(question, template, held) for question in questions]
+    replay = DialogueSettings("replay", sampling, context_length(target), ends_at_flaws=False)
+    dialogues = [Dialogue(question, template, replay) for question in questions]
     progress = progress or ProgressReporter()
     progress.begin("the prompts of later turns", num_turns, unit="answers")
     running = make_generation_engine(engine, target, {}, gpus)
@@ -143,7 +169,7 @@ def question_prompts(
 
 
 class Counted:
-    """A generation engine whose answers are counted as they come."""
+    """A generation engine that reports each finished answer as progress."""
 
     def __init__(self, engine: GenerationEngine, progress: ProgressReporter):
         self._engine, self._progress = engine, progress
@@ -161,33 +187,33 @@ class Counted:
 
 
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
-    """The target with the context that the check may fill: `check.max_tokens`, else all of the model's own.
+    """The target with the context that the check may use: `check.max_tokens`, or all of the model's own.
 
-    `target.max_tokens` is what a conversation to be learned from may have; a prompt may be longer. It holds where the
-    model does not say its context.
+    `target.max_tokens` limits the conversations of training; a prompt may be longer. It applies here only where the
+    model does not state its context.
     """
-    roomy = replace(target, max_tokens=settings.max_tokens)
+    longer = replace(target, max_tokens=settings.max_tokens)
     try:
-        return replace(roomy, max_tokens=context_length(roomy))
+        return replace(longer, max_tokens=context_length(longer))
     except ConfigError:
         return target
 
 
 def with_room_for(target: TargetSpec, prompts: Sequence[Prompt], num_tokens: int) -> TargetSpec:
-    """The target with no more context than these prompts need, and so many tokens behind each: engines reserve it."""
+    """The target with just the context that these prompts and `num_tokens` after each need: engines reserve it."""
     longest = max(len(prompt.ids) for prompt in prompts) + num_tokens
     return replace(target, max_tokens=min(context_length(target), longest))
 
 
 def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
-    """The file's own ids, as numbers where they are some; ours where it gives none or one twice."""
+    """The file's own ids, as integers where they are; ours where an id is missing or repeated."""
     times = Counter(question.source_id for question in questions)
     own = [q.source_id if q.source_id and times[q.source_id] == 1 else q.id for q in questions]
     return [int(name) if name.isdecimal() else name for name in own]
 
 
 def _prompts_of(dialogue: Dialogue) -> Iterator[list[int]]:
-    """What stood before each answer of a conversation that is over."""
+    """The prompt of each answer of a finished conversation."""
     try:
         rows = dialogue.rows()
     except RowRejected:
@@ -197,7 +223,7 @@ def _prompts_of(dialogue: Dialogue) -> Iterator[list[int]]:
 
 
 def _longest(questions: Sequence[Conversation], template: ChatTemplate, settings: CheckConfig) -> int:
-    """More tokens than the longest of the conversations can have, answers included."""
+    """An upper bound on the tokens of the longest conversation, answers included."""
     return max((_most_tokens(question, template, settings.max_new_tokens) for question in questions), default=1)
 
 
@@ -206,7 +232,7 @@ def _most_tokens(question: Conversation, template: ChatTemplate, max_new_tokens:
     total = 1
     for message in question.messages:
         if message.role == "user":
-            with contextlib.suppress(RowRejected):  # a turn that the template refuses is not asked
+            with contextlib.suppress(RowRejected):  # a turn that the template rejects is not asked
                 total += len(template.opening([*before, message])) + max_new_tokens + MORE_PER_TURN
     return total
 

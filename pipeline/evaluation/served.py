@@ -1,6 +1,7 @@
-"""The export decoded by vLLM as it will be served (`method: medusa`), against vLLM without it.
+"""The served check: the export decoded by vLLM (`method: medusa`), against vLLM without it.
 
-vLLM proposes the heads' top-1 chain, never the tree, so its acceleration rate is the lower one.
+vLLM proposes the chain of the heads' top-1 guesses, never a tree, so its acceleration rate is lower than the native
+one.
 """
 
 from __future__ import annotations
@@ -9,47 +10,39 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from pipeline.config import CheckConfig
-from pipeline.evaluation.comparison import GapAt, compare, gap_of, tie_tolerance
-from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.answers import GapAt, compare, gap_of, tie_tolerance
+from pipeline.evaluation.prompts import CheckRequest
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.loading import load_causal_lm
-from pipeline.targets.spec import TargetSpec
 from pipeline.targets.vllm_decode import vllm_decode_check
 
 
-def check_served(
-    target: TargetSpec,
-    export: str,
-    prompts: list[Prompt],
-    settings: CheckConfig,
-    num_heads: int,
-    gpus: int,
-    progress: ProgressReporter | None = None,
-) -> dict[str, Any]:
-    """Decode every prompt greedily in vLLM, plainly and with the heads.
+def check_served(request: CheckRequest, num_heads: int, progress: ProgressReporter | None = None) -> dict[str, Any]:
+    """Decode every prompt greedily in vLLM, without the heads and with them.
 
     Returns:
         `vllm` of report.json, and the `differing` sequences that are not ties.
     """
+    target, settings, prompts, gpus = request.target, request.settings, request.prompts, request.gpus
     if progress:
         progress.begin("vLLM", 0, done=len(prompts), unit="prompts at once")
-    ids = [prompt.ids for prompt in prompts]
     decoded = vllm_decode_check(
-        target, Path(export), ids, settings.max_new_tokens, num_heads, repeats=settings.repeats, gpus=gpus
+        target,
+        Path(request.export),
+        [prompt.ids for prompt in prompts],
+        settings.max_new_tokens,
+        num_heads,
+        repeats=settings.repeats,
+        gpus=gpus,
     )
     plain, medusa = decoded["plain"], decoded["medusa"]
-    tolerance = tie_tolerance(target, settings)
-    names = [prompt.id for prompt in prompts]
 
     @functools.cache
-    def gap_in_target() -> GapAt:  # only where sequences differ is the target loaded once more
+    def target_gap() -> GapAt:  # the target is loaded only where sequences differ
         return gap_of(load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus)))
 
-    def gap_at(prefix: list[int]) -> float:
-        return gap_in_target()(prefix)
-
-    match = compare(names, ids, plain["token_ids"], medusa["token_ids"], gap_at, tolerance)
+    tolerance = tie_tolerance(target, settings)
+    match = compare(prompts, plain["token_ids"], medusa["token_ids"], lambda prefix: target_gap()(prefix), tolerance)
     drafts = max(1, medusa["num_drafts"])
     return {
         "vllm": {

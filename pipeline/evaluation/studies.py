@@ -33,8 +33,8 @@ from pipeline.config import CheckConfig, StudyName
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
 from pipeline.decoding.cuda_graphs import WARM_UP_STEPS
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
+from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.prompts import Prompt
-from pipeline.evaluation.quality import mean_log_likelihood
 from pipeline.evaluation.tree_studies import heads_used, tree_ladder
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.loading import input_device

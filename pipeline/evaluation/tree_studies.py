@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.decoder import Decoder, plain_decoder
+from pipeline.decoding.readout import last_positions
 from pipeline.decoding.tree import Path, cartesian_tree, greedy_tree, stock_tree
 from pipeline.decoding.tree_search import HeldOutRanks, simulated_acceleration_rate
-from pipeline.evaluation.forward import last_positions
 from pipeline.evaluation.overhead import Name, overheads, step_seconds, with_tree
 from pipeline.evaluation.prompts import Prompt
 from pipeline.heads.accuracy import label_ranks

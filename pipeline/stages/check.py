@@ -20,6 +20,7 @@ from pipeline.errors import CheckFailed, DataError
 from pipeline.evaluation.limits import failures
 from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import (
+    CheckRequest,
     Prompts,
     held_out_prompts,
     question_prompts,
@@ -78,20 +79,25 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     prompts = _prompts(context, target, progress)
     target = with_room_for(target, prompts.kept, settings.max_new_tokens + heads + 1)  # vLLM drafts beyond the end
     placement = context.placement("features")
-    shared = {
-        "target": target,
-        "export": str(context.upstream["export"].path),
-        "prompts": prompts.kept,
-        "settings": settings,
-        "gpus": placement.gpus,
-    }
+    request = CheckRequest(
+        target,
+        str(context.upstream["export"].path),
+        prompts.kept,
+        settings,
+        choices=_choices(context),
+        gpus=placement.gpus,
+        name=Path(context.config.target.model).name,
+        assistant=_assistant(context),
+        calibration=_calibration(context) if settings.studies else None,
+    )
     result: dict[str, Any] = {"skipped_prompts": prompts.skipped}
     if "native" in settings.engines:
-        result |= read_json(stage.path / NATIVE_FILE) or _native(context, stage, shared, placement, progress)
+        result |= read_json(stage.path / NATIVE_FILE) or _native(context, stage, request, placement, progress)
         result["native"]["skipped_prompts"] = prompts.skipped
     if "vllm" in settings.engines:
         placement = context.placement("generate")
-        arguments = {"function": check_served, **shared, "gpus": placement.gpus, "num_heads": heads}
+        served_request = replace(request, gpus=placement.gpus)
+        arguments = {"function": check_served, "request": served_request, "num_heads": heads}
         served = context.executor.call(with_hardware, arguments, placement, progress)
         result = {"hardware": served["hardware"], **result, "vllm": served["vllm"]}
         result["differing"] = result.get("differing", []) + served["differing"]
@@ -102,18 +108,10 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
 
 
 def _native(
-    context: Context, stage: StageDirectory, shared: dict[str, Any], placement: Placement, progress: ProgressReporter
+    context: Context, stage: StageDirectory, request: CheckRequest, placement: Placement, progress: ProgressReporter
 ) -> dict[str, Any]:
-    """What `check_native` finds; its answers are written to their files, all else to one that the next run reads."""
-    settings = context.config.check
-    arguments = {
-        "function": check_native,
-        **shared,
-        "choices": _choices(context),
-        "name": Path(context.config.target.model).name,
-        "assistant": _assistant(context),
-        "calibration": _calibration(context) if settings.studies else None,
-    }
+    """The result of `check_native`; answers go to their own files, the rest to one that a resumed check reads."""
+    arguments = {"function": check_native, "request": request}
     result = context.executor.call(with_hardware, arguments, placement, progress)
     for method, lines in result.pop("answers").items():
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -9,28 +9,29 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from pipeline.config import CheckConfig
-from pipeline.evaluation.comparison import compare, gap_of, tie_tolerance
+from pipeline.evaluation.answers import compare, gap_of, tie_tolerance
+from pipeline.evaluation.prompts import Prompt
 from pipeline.targets.spec import TargetSpec
 
 
-def judged(plain: list[int], other: list[int], gap: float, tolerance: float = 1e-4):
+def compared(plain: list[int], other: list[int], gap: float, tolerance: float = 1e-4):
     asked: list[list[int]] = []
 
     def gap_at(prefix: list[int]) -> float:
         asked.append(prefix)
         return gap
 
-    return compare(["row"], [[7, 8]], [plain], [other], gap_at, tolerance), asked
+    return compare([Prompt("row", [7, 8])], [plain], [other], gap_at, tolerance), asked
 
 
 def test_equal_texts_ask_the_target_nothing():
-    match, asked = judged([1, 2, 3], [1, 2, 3], 0.0)
+    match, asked = compared([1, 2, 3], [1, 2, 3], 0.0)
     assert match.as_dict() == {"sequences": 1, "identical": 1, "ties": 0} and asked == []
 
 
 @pytest.mark.parametrize(("gap", "ties"), [(0.0, 1), (1e-4, 1), (1.01e-4, 0), (3.0, 0)])
-def test_texts_that_part_are_judged_by_the_gap_before_their_first_difference(gap, ties):
-    match, asked = judged([1, 2, 3, 4, 9], [1, 2, 5, 4, 1], gap)
+def test_texts_that_differ_are_ties_by_the_gap_before_their_first_difference(gap, ties):
+    match, asked = compared([1, 2, 3, 4, 9], [1, 2, 5, 4, 1], gap)
     assert asked == [[7, 8, 1, 2]]
     assert match.as_dict() == {"sequences": 1, "identical": 0, "ties": ties}
     expected = [{"id": "row", "at": 2, "gap": gap, "plain": [3, 4, 9], "other": [5, 4, 1]}]
@@ -39,7 +40,7 @@ def test_texts_that_part_are_judged_by_the_gap_before_their_first_difference(gap
 
 @pytest.mark.parametrize(("plain", "other"), [([1, 2], [1, 2, 3]), ([1, 2, 3], [1, 2])])
 def test_a_text_that_ends_earlier_differs_where_it_ends(plain, other):
-    match, asked = judged(plain, other, 1.0)
+    match, asked = compared(plain, other, 1.0)
     assert asked == [[7, 8, 1, 2]] and match.differing[0]["at"] == 2
 
 
@@ -48,9 +49,10 @@ TEXTS = st.lists(st.tuples(*[st.lists(st.integers(0, 2), max_size=5)] * 2), max_
 
 @given(texts=TEXTS, gaps=st.lists(st.sampled_from([0.0, 1.0]), min_size=8, max_size=8))
 def test_every_sequence_is_identical_a_tie_or_named(texts, gaps):
-    names, plain, other = [str(i) for i in range(len(texts))], [a for a, _ in texts], [b for _, b in texts]
+    prompts = [Prompt(str(number), []) for number in range(len(texts))]
+    plain, other = [a for a, _ in texts], [b for _, b in texts]
     each = iter(gaps)
-    match = compare(names, [[]] * len(texts), plain, other, lambda prefix: next(each), 0.5)
+    match = compare(prompts, plain, other, lambda prefix: next(each), 0.5)
     assert match.identical == sum(a == b for a, b in texts)
     assert match.identical + match.ties + len(match.differing) == match.sequences == len(texts)
 

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.config import CheckConfig
 from pipeline.errors import ConfigError
+from pipeline.evaluation.answers import mean_log_likelihood, text_statistics
 from pipeline.evaluation.native import check_native, load_exported_heads
-from pipeline.evaluation.prompts import Prompt
-from pipeline.evaluation.quality import mean_log_likelihood, text_statistics
+from pipeline.evaluation.prompts import CheckRequest, Prompt
 from pipeline.evaluation.speed import CannotDecode
 from pipeline.targets.spec import TargetSpec
 
@@ -65,7 +65,8 @@ def check(finished_run, tiny_target):
         named = [Prompt(str(number), ids) for number, ids in enumerate(prompts)]
         export = str(finished_run.path / "latest/export")
         usual = {"max_new_tokens": 12, "engines": ["native"]} | settings
-        return check_native(TargetSpec(str(tiny_target)), export, named, CheckConfig(**usual), [(0,), (1,), (0, 0)], 0)
+        choices = [(0,), (1,), (0, 0)]
+        return check_native(CheckRequest(TargetSpec(str(tiny_target)), export, named, CheckConfig(**usual), choices))
 
     return run
 

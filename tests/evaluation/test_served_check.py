@@ -1,4 +1,4 @@
-"""What vLLM decoded, judged: its figures, and the target asked only where sequences differ."""
+"""The figures of the served check; the target is loaded only where sequences differ."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from pipeline.config import CheckConfig
 from pipeline.evaluation import served
-from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.prompts import CheckRequest, Prompt
 from pipeline.targets.spec import TargetSpec
 
 PROMPTS = [Prompt("a", [0, 5]), Prompt("b", [0, 6])]
@@ -26,7 +26,7 @@ def check(monkeypatch, tiny_target):
             "medusa": {"token_ids": medusa, **asked, **figures},
         }
         monkeypatch.setattr(served, "vllm_decode_check", lambda *arguments, **more: decoded)
-        return served.check_served(TargetSpec(str(tiny_target)), "export", PROMPTS, CheckConfig(), 3, 0)
+        return served.check_served(CheckRequest(TargetSpec(str(tiny_target)), "export", PROMPTS, CheckConfig()), 3)
 
     return run
 
