@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -56,7 +57,7 @@ def test_a_file_of_questions_is_asked_instead_of_held_out_rows(copied_run, make_
     for method in ("plain", "medusa"):
         lines = [json.loads(line) for line in (stage.path / f"answers/{method}.jsonl").read_text().splitlines()]
         assert [line["question_id"] for line in lines] == [0, 1, 2, 3, 4]
-        assert {line["model_id"] for line in lines} == {f"target-{method}"}
+        assert {line["model_id"] for line in lines} == {f"{Path(config.target.model).name}-{method}"}
         assert all(len(line["choices"][0]["turns"]) == 2 for line in lines)
     lengths = [length for line in lines for length in line["choices"][0]["accept_lengths"]]
     assert sum(lengths) / len(lengths) == pytest.approx(native["acceleration_rate"], abs=1e-3)
