@@ -31,7 +31,7 @@ from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, loa
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from pipeline.heads.medusa import MedusaHeads
+    from pipeline.heads.kind import Heads
 
 Choices = Iterable[Sequence[int]]
 
@@ -96,7 +96,7 @@ class Target:
             yield "".join(map(stream.push, new_ids))
         yield stream.flush()
 
-    def decoder(self, heads: MedusaHeads | None = None, tree: str | Path | Choices = ()) -> Decoder:
+    def decoder(self, heads: Heads | None = None, tree: str | Path | Choices = ()) -> Decoder:
         """A decoder of this target with heads and a tree, or, without them, plain decoding by the same loop.
 
         Raises:
@@ -105,12 +105,12 @@ class Target:
         choices: tuple[TreePath, ...] = ()
         if heads is not None:
             heads = heads.to(input_device(self.model), self.model.dtype)
-            choices = check_choices(load_tree(tree), heads.config.num_heads, heads.config.vocab_size)
+            choices = check_choices(load_tree(tree), heads.shape.num_heads, heads.shape.vocab_size)
         room = context_length(self.spec)
         return Decoder(self.model, heads, choices, eos_token_ids=self.eos_token_ids, max_length=room)
 
 
-def load_heads(export: str | Path) -> MedusaHeads:
+def load_heads(export: str | Path) -> Heads:
     """The heads of an export, on the CPU.
 
     Raises:
@@ -172,7 +172,7 @@ class Export:
 
     path: Path
     target: Target
-    heads: MedusaHeads
+    heads: Heads
     decoder: Decoder
 
 

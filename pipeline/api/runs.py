@@ -16,20 +16,20 @@ from rich.console import Console
 
 from pipeline import flow
 from pipeline.api.models import Choices, load_tree
-from pipeline.artifacts.rows import conversation_of
+from pipeline.artifacts.generated_rows import TokenRow, read_token_rows
+from pipeline.artifacts.seed_rows import read_seeds
+from pipeline.artifacts.trained_heads import HEADS_FILE, load_heads
 from pipeline.config import Config
 from pipeline.decoding.tree import Path as TreePath
 from pipeline.decoding.tree import check_choices
 from pipeline.decoding.tree_search import simulated_acceleration_rate
 from pipeline.errors import DataError
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import read_rows
-from pipeline.training.checkpoints import load_heads
 from pipeline.training.evaluate import held_out_ranks
 
 if TYPE_CHECKING:
     from pipeline.conversations.conversation import Conversation
-    from pipeline.heads.medusa import MedusaHeads
+    from pipeline.heads.kind import Heads
 
 
 def run_flow(
@@ -99,19 +99,19 @@ class Run:
         """The Parquet files of `seeds`, `generate` or `features`, in order."""
         return self._stage(stage).shards()
 
-    def conversations(self, split: str | None = None) -> Iterator[Conversation]:
-        """The seeds, all or those of one split: `train`, `calibrate` or `check`."""
-        for path in self.shards("seeds"):
-            yield from (conversation_of(row) for row in read_rows(path) if split in (None, row["split"]))
+    def conversations(self, split: str) -> Iterator[Conversation]:
+        """The seeds of one split: `train`, `calibrate` or `check`."""
+        return read_seeds(self.shards("seeds"), split)
 
-    def generated(self, split: str | None = None) -> Iterator[dict[str, Any]]:
-        """The conversations as token ids, with the spans that the target wrote."""
-        for path in self.shards("generate"):
-            yield from (row for row in read_rows(path) if split in (None, row["split"]))
+    def generated(self, split: str | None = None) -> Iterator[TokenRow]:
+        """The conversations as token ids, with the spans that the target wrote; all, or those of one split."""
+        stage = self._stage("generate")
+        rows = read_token_rows(stage.shards(), stage.fingerprint)
+        return (row for row in rows if split in (None, row.split))
 
-    def heads(self) -> MedusaHeads:
+    def heads(self) -> Heads:
         """The trained heads, on the CPU."""
-        return load_heads(self._stage("train").path / "heads.safetensors")
+        return load_heads(self._stage("train").path / HEADS_FILE)
 
     def tree(self) -> tuple[TreePath, ...]:
         """The paths of the tree that the run uses."""
@@ -125,7 +125,7 @@ class Run:
         Raises:
             ConfigError: This is no tree over the run's heads.
         """
-        features, heads = self._stage("features"), self._stage("train").path / "heads.safetensors"
+        features, heads = self._stage("features"), self._stage("train").path / HEADS_FILE
         settings = self.config
         choices = check_choices(load_tree(tree), settings.train.num_heads, settings.calibrate.top)
         shards, roles, top = list(map(str, features.shards())), settings.train.roles, settings.calibrate.top

@@ -53,8 +53,10 @@ def test_an_unknown_name_is_an_attribute_error():
 def test_a_run_opens_with_what_its_stages_made(run, finished_run):
     report = json.loads((finished_run.path / "report.json").read_text())
     assert run.report == report
-    assert len(list(run.conversations())) == report["seeds"]["rows"]
-    assert {row["split"] for row in run.generated("check")} == {"check"}
+    assert (
+        sum(len(list(run.conversations(split))) for split in ("train", "calibrate", "check")) == report["seeds"]["rows"]
+    )
+    assert {row.split for row in run.generated("check")} == {"check"}
     assert len(run.tree()) == report["tree"]["nodes"]
     assert run.accuracies()[0][0] == pytest.approx(report["heads"][0]["top1"], abs=1e-4)
     assert run.export.samefile(finished_run.path / "latest" / "export")

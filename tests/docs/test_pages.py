@@ -93,8 +93,9 @@ def test_every_command_exists_and_every_file_that_it_runs(page):
 @pytest.mark.parametrize("page", PROSE)
 def test_every_key_that_is_named_exists(page):
     prose = re.sub(r"```.*?```|`there is no key.*?`", "", text(page), flags=re.DOTALL)
+    key = re.compile(rf"(?<![\w./-])({'|'.join(known_keys(()))})((?:\.[a-z_0-9]+)+)(?=$|[ =:,])")
     for code in re.findall(r"`([^`\n]+)`", prose):
-        for section, rest in re.findall(rf"(?<![\w./-])({'|'.join(known_keys(()))})((?:\.[a-z_0-9]+)+)(?=$|[ =:,])", code):
+        for section, rest in key.findall(code):
             names = rest.lstrip(".").split(".")
             for place, name in enumerate(names):
                 is_file = names[-1] in ("py", "md", "json", "jsonl", "yaml", "html", "svg")
