@@ -187,4 +187,6 @@ def target_of(export: Path) -> str:
         return str(export / BACKBONE_DIRECTORY)
     if not is_local(named) or Path(named).is_dir():
         return named
-    raise ConfigError(f"The export's target is not there: {named}.", str(export), "Say where it is: give the target.")
+    raise ConfigError(
+        f"The export's target is not there: {named}.", str(export), "Say where it is with --base-model, or `target=`."
+    )
