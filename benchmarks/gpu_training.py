@@ -13,9 +13,9 @@ from benchmarks import rows
 from benchmarks.arithmetic import Peak, peak_memory_gb, reset_peak_memory, synchronize, training_flops
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from pipeline.artifacts.generated_rows import spans_of
-from pipeline.config import TrainConfig
+from pipeline.config import MedusaConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED, head_labels
-from pipeline.heads.medusa import MedusaShape
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.batches import load_batches
@@ -106,12 +106,17 @@ class ReadingAlone:
 
 def _spec(target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size: Size, lm_head: Kind) -> TrainSpec:
     settings = TrainConfig(
-        num_heads=NUM_HEADS, lm_head=lm_head, batch_tokens=size.batch_tokens, epochs=size.epochs, checkpoint_every=10**9
+        num_heads=NUM_HEADS,
+        medusa=MedusaConfig(lm_head=lm_head),
+        batch_tokens=size.batch_tokens,
+        epochs=size.epochs,
+        checkpoint_every=10**9,
     )
     return TrainSpec(
         shards=tuple(task.shard for task in tasks),
         fingerprint=rows.FINGERPRINT,
         settings=settings,
+        kind=MedusaHeads,
         method=METHODS["medusa-1"],
         target=target,
         hidden_size=size.shape["hidden_size"],

@@ -24,8 +24,9 @@ from torch.nn.functional import kl_div
 from benchmarks import rows, targets
 from benchmarks.arithmetic import Peak, backbone_flops, peak_memory_gb, reset_peak_memory, synchronize, training_flops
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
-from pipeline.config import TrainConfig
+from pipeline.config import BackboneConfig, TrainConfig
 from pipeline.heads.losses import plain_summed_cross_entropy
+from pipeline.heads.medusa import MedusaHeads
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.medusa2 import Trainer
 from pipeline.training.methods import METHODS
@@ -177,18 +178,21 @@ def _spec(case: Case, target: TargetSpec, shard: str, directory: Path) -> TrainS
     settings = TrainConfig(
         method="medusa-2",
         num_heads=case.num_heads,
-        sequence_length=case.sequence_length,
-        batch_sequences=case.batch_sequences,
         epochs=100,
         warmup_steps=0,
-        schedule="constant",
-        lora_rank=16,
-        gradient_checkpointing=case.device.type == "cuda",
+        backbone=BackboneConfig(
+            schedule="constant",
+            lora_rank=16,
+            sequence_length=case.sequence_length,
+            batch_sequences=case.batch_sequences,
+            gradient_checkpointing=case.device.type == "cuda",
+        ),
     )
     return TrainSpec(
         shards=(),
         fingerprint="",
         settings=settings,
+        kind=MedusaHeads,
         method=METHODS["medusa-2"],
         target=target,
         hidden_size=case.shape["hidden_size"],

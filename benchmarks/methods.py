@@ -32,9 +32,9 @@ from pipeline.storage.atomic import read_json
 DEMO = targets.ROOT / "configs" / "demo-medusa-2.yaml"
 METHODS = {
     "Medusa-1": ("method=medusa-1",),
-    "Medusa-2, joint": ("method=medusa-2", "recipe=joint", "backbone_loss=kl"),
-    "Medusa-2, two-stage": ("method=medusa-2", "recipe=two-stage", "backbone_loss=kl"),
-    "hard labels": ("method=medusa-2", "recipe=joint", "backbone_loss=ce"),
+    "Medusa-2, joint": ("method=medusa-2", "backbone.recipe=joint", "backbone.loss=kl"),
+    "Medusa-2, two-stage": ("method=medusa-2", "backbone.recipe=two-stage", "backbone.loss=kl"),
+    "hard labels": ("method=medusa-2", "backbone.recipe=joint", "backbone.loss=ce"),
 }
 SETTINGS = ("calibrate.nodes=16", "check.engines=[native]", "check.baselines=[]", "check.min_acceleration_rate=0")
 FEW = (
@@ -67,7 +67,7 @@ def compare(config: Path, overrides: Sequence[str], executor: str = "ray") -> Re
     claims, facts = [], {}
     epochs = load_config(config, [*SETTINGS, *overrides]).train.epochs
     for number, (name, recipe) in enumerate(METHODS.items(), start=1):
-        settings = [f"epochs={max(1, epochs // 2) if 'recipe=two-stage' in recipe else epochs}", *recipe]
+        settings = [f"epochs={max(1, epochs // 2) if 'backbone.recipe=two-stage' in recipe else epochs}", *recipe]
         report = report_of(config, [*SETTINGS, *overrides, *(f"train.{key}" for key in settings)], number, executor)
         native, train = report["check"]["native"], report["train"]
         drift = train.get("drift", {"kl": 0.0, "perplexity_change": 0.0, "greedy_agreement": 1.0})

@@ -24,6 +24,7 @@ from benchmarks.claims import Claim, Result, in_turns, speed_ratio
 from pipeline.artifacts.generated_rows import spans_of
 from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
+from pipeline.heads.medusa import MedusaHeads
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec, model_config
 from pipeline.training.batches import Batch
@@ -80,6 +81,7 @@ def _measured(case: Case, directory: Path) -> tuple[Claim, dict[str, Any]]:
             shards=(task.shard,),
             fingerprint=rows.FINGERPRINT,
             settings=TrainConfig(num_heads=case.num_heads, batch_tokens=LANES * per_row, epochs=1, warmup_steps=0),
+            kind=MedusaHeads,
             method=METHODS["medusa-1"],
             target=case.target,
             hidden_size=text.hidden_size,

@@ -22,7 +22,7 @@ from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import duration
 from pipeline.run.context import Context
 from pipeline.run.identity import identity_of, locate, upstream_of
-from pipeline.run.preflight import check_config
+from pipeline.run.preflight import check_config, unread_settings
 from pipeline.run.reporting import publish_report
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
@@ -60,6 +60,8 @@ def run_flow(
     wanted = _wanted(config, stages, until, fresh)
     check_executor(executor)
     check_config(config, wanted)
+    for warning in unread_settings(config):
+        console.print(f"[yellow]![/] {warning}", highlight=False, soft_wrap=True)
     run = RunDirectory.create(config)
     with disk_errors(run.path), run.locked():
         run.write_config(config)

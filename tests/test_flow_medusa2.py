@@ -29,12 +29,12 @@ from tests.targets.adapters import logits_with_adapter_on
 
 JOINT = {
     "train__method": "medusa-2",
-    "train__sequence_length": 96,
-    "train__batch_sequences": 4,
-    "train__micro_batch": 4,
-    "train__lora_rank": 4,
-    "train__backbone_lr": 0.05,  # enough for other words
-    "train__max_kl": 50.0,
+    "train__backbone__sequence_length": 96,
+    "train__backbone__batch_sequences": 4,
+    "train__backbone__micro_batch": 4,
+    "train__backbone__lora_rank": 4,
+    "train__backbone__lr": 0.05,  # enough for other words
+    "train__backbone__max_kl": 50.0,
     "check__prompts": 4,
 }
 STAGES = ["seeds", "generate", "train", "calibrate", "export", "check"]
@@ -166,9 +166,9 @@ def test_a_backbone_that_moved_too_far_fails_the_check_and_nothing_is_made_again
     kl = latest(run, "train").summary["drift"]["kl"]
     assert json.loads((run.path / "report.json").read_text())["train"]["drift"]["kl"] == kl
     for most, fails in ((0.9 * kl, True), (1.1 * kl, False)):
-        config = make_config(tmp_path, **JOINT | {"train__max_kl": most})
+        config = make_config(tmp_path, **JOINT | {"train__backbone__max_kl": most})
         if fails:
-            with pytest.raises(CheckFailed, match=r"nats from the target, above train\.max_kl = "):
+            with pytest.raises(CheckFailed, match=r"nats from the target, above train\.backbone\.max_kl = "):
                 run_again(config)
         else:
             run_again(config)
@@ -216,7 +216,7 @@ def test_what_is_damaged_of_a_backbone_or_its_states_is_made_again_and_nothing_i
 
 
 def test_two_stages_train_from_both_and_calibrate_with_the_tuned_backbone(make_config, tmp_path):
-    run = run_again(make_config(tmp_path, **JOINT, train__recipe="two-stage"), until="export")
+    run = run_again(make_config(tmp_path, **JOINT, train__backbone__recipe="two-stage"), until="export")
     assert stages_run(run) == ["seeds", "generate", "features", "train", "calibrate", "export"]
     assert list(latest(run, "calibrate").path.glob("states-*/shards/*.parquet"))
     assert backbone_of(run).is_dir()

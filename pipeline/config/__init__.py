@@ -12,9 +12,10 @@ from pipeline.config.data import FeaturesConfig, GenerateConfig, SeedsConfig, Se
 from pipeline.config.outcome import BaselineName, CalibrateConfig, CheckConfig, ExportConfig, PushConfig, StudyName
 from pipeline.config.running import LimitsConfig, PlacementConfig, PlacementOf, RunConfig
 from pipeline.config.section import Dtype, Section
-from pipeline.config.training import TrainConfig
+from pipeline.config.training import BackboneConfig, MedusaConfig, TrainConfig
 
 __all__ = [
+    "BackboneConfig",
     "BaselineName",
     "CalibrateConfig",
     "CheckConfig",
@@ -24,6 +25,7 @@ __all__ = [
     "FeaturesConfig",
     "GenerateConfig",
     "LimitsConfig",
+    "MedusaConfig",
     "PlacementConfig",
     "PlacementOf",
     "PushConfig",

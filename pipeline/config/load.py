@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
@@ -163,11 +163,8 @@ def _absolute_if_path(value: str, base: Path) -> str:
 def _problem(error: Any) -> str:
     location = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        parent, name = error["loc"][:-1], str(error["loc"][-1])
-        near = difflib.get_close_matches(name, known_keys(parent), n=1)
-        return f"there is no key '{location}'" + (
-            f"; did you mean '{'.'.join([*map(str, parent), near[0]])}'?" if near else ""
-        )
+        near = nearest_key(error["loc"])
+        return f"there is no key '{location}'" + (f"; did you mean '{near}'?" if near else "")
     if error["type"] == "missing":
         return f"'{location}' is needed"
     given = f", not {error['input']!r}" if not isinstance(error["input"], dict | list) else ""
@@ -175,13 +172,39 @@ def _problem(error: Any) -> str:
     return f"'{location}': {message[0].lower()}{message[1:]}{given}"
 
 
-def known_keys(parent: tuple[Any, ...]) -> list[str]:
-    """The keys that exist below a location such as ('seeds', 'sources', 0)."""
-    model: Any = Config
-    for part in parent:
-        if isinstance(part, str) and part in model.model_fields:
-            model = _model_in(model.model_fields[part].annotation) or model
-    return list(model.model_fields)
+def nearest_key(location: tuple[str | int, ...]) -> str | None:
+    """The key that was most likely meant by one that does not exist, such as ('train', 'lora_rank').
+
+    First one beside it that is nearly the same; then a key that has moved: with the same last name, or with all the
+    words of the wrong one. Last one whose name is similar, beside it or elsewhere in its section.
+    """
+    parts = [part for part in location if isinstance(part, str)]
+    section, name, wrong = parts[0], parts[-1], ".".join(parts)
+    if len(parts) == 1:
+        return next(iter(difflib.get_close_matches(name, Config.model_fields, n=1)), None)
+    leaves = list(_leaves(Config))
+    beside = {key[-1]: ".".join(map(str, (*location[:-1], key[-1]))) for key in leaves if list(key[:-1]) == parts[:-1]}
+    within = {key[-1]: ".".join(key) for key in leaves if key[0] == section}
+    if near := difflib.get_close_matches(name, beside, n=1, cutoff=0.85):
+        return beside[near[0]]
+    if moved := [key for key in leaves if key[-1] == name or _words(parts) <= _words(key)]:
+        moved = [key for key in moved if key[0] == section] or moved
+        return ".".join(max(moved, key=lambda key: difflib.SequenceMatcher(None, wrong, ".".join(key)).ratio()))
+    for keys in (beside, within):
+        if near := difflib.get_close_matches(name, keys, n=1):
+            return keys[near[0]]
+    return None
+
+
+def _words(key: Iterable[str]) -> set[str]:
+    return {word for part in key for word in part.split("_")}
+
+
+def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Every key as the names that lead to it."""
+    for name, field in model.model_fields.items():
+        inner = _model_in(field.annotation)
+        yield from _leaves(inner, (*parents, name)) if inner else iter([(*parents, name)])
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -1,4 +1,7 @@
-"""How heads are trained, and the backbone with them."""
+"""How heads are trained, and the backbone with them.
+
+What only one kind of head or one method reads is a section of its own, named after it.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,82 @@ from pipeline.config.section import Section
 Bits = Literal["4bit", "8bit"]
 
 
+class MedusaConfig(Section):
+    num_layers: int = Field(1, description="L: residual blocks per head.", ge=1)
+    lm_head: Literal["untied", "tied"] = Field(
+        "untied", description="untied: each head trains its own copy; tied: all share the target's, frozen."
+    )
+
+
+class BackboneConfig(Section):
+    recipe: Literal["joint", "two-stage"] = Field(
+        "joint",
+        description="joint: heads and backbone from the start; two-stage: the heads first, from the cache, as medusa-1 "
+        "trains them.",
+    )
+    loss: Literal["kl", "ce"] = Field(
+        "kl", description="kl: the backbone stays close to the original model; ce: it learns the text as hard labels."
+    )
+    schedule: Literal["sine", "linear", "constant"] = Field(
+        "sine", description="How the weight of the heads' losses rises to lambda_0 over the training."
+    )
+    lambda_0: float = Field(0.01, description="Final weight of the heads' losses.", gt=0, le=1)
+    lr: PositiveFloat | None = Field(
+        None, description="Peak learning rate of the backbone's LoRA. Default: a quarter of train.lr."
+    )
+    lora_rank: PositiveInt = Field(32, description="Rank of LoRA, on every linear layer, lm_head included.")
+    lora_alpha: PositiveInt = Field(16, description="LoRA's scale is alpha / rank.")
+    lora_dropout: float = Field(0.05, description="Dropout before LoRA.", ge=0, lt=1)
+    sequence_length: int = Field(
+        2048,
+        description="Conversations are packed into sequences of so many tokens, none seeing another; what is longer is "
+        "cut.",
+        ge=8,
+    )
+    batch_sequences: PositiveInt = Field(128, description="Packed sequences per optimizer step, over all workers.")
+    micro_batch: PositiveInt = Field(1, description="Sequences of one forward; the others accumulate.")
+    gradient_checkpointing: bool = Field(
+        True, description="Keep one state per layer and compute the others again: less memory, more time."
+    )
+    quantization: Literal["none", "4bit", "8bit"] | None = Field(
+        None,
+        description="Hold the copy that trains in 4 or 8 bit (QLoRA), and nothing else: what is published is the "
+        "target's own weights and what was learned. With kl that copy is the teacher too. Default: "
+        "target.quantization.",
+    )
+    shard: bool = Field(
+        False,
+        description="Split the frozen layers over the workers (FSDP) where one GPU does not hold the target: each "
+        "keeps its part, and gathers each layer in every forward and backward. Less memory, more traffic; one worker "
+        "keeps all.",
+    )
+    max_kl: PositiveFloat = Field(
+        0.1, description="The check fails where KL(original, tuned) is above, in nats per held-out position."
+    )
+
+    def quantization_beside(self, target: Bits | None) -> Bits | None:
+        """What the copy that trains is held in, where target.quantization is `target`."""
+        return target if self.quantization is None else None if self.quantization == "none" else self.quantization
+
+
 class TrainConfig(Section):
-    heads: str = Field("medusa", description="The kind of heads.")
-    method: Literal["medusa-1", "medusa-2"] = Field(
+    heads: str = Field("medusa", description="Kind of head; medusa: each head guesses from the target's state alone.")
+    method: str = Field(
         "medusa-1",
         description="medusa-1: heads on the frozen backbone, from the cache; medusa-2: the backbone learns along "
         "(LoRA), from the generated text.",
     )
     num_heads: int = Field(5, description="K: how many tokens ahead of the next the heads guess.", ge=1)
-    num_layers: int = Field(1, description="L: residual blocks per head.", ge=1)
-    lm_head: Literal["untied", "tied"] = Field(
-        "untied", description="untied: each head trains its own copy; tied: all share the target's, frozen."
+    epochs: PositiveInt = Field(2, description="Passes over the features, and over the text.")
+    lr: PositiveFloat = Field(1e-3, description="Peak learning rate of the heads.")
+    batch_tokens: PositiveInt = Field(
+        16_384, description="Positions per optimizer step from the cache, over all workers."
     )
+    warmup_steps: int = Field(40, description="Linear warmup; then cosine to 0.", ge=0)
     decay: float = Field(0.8, description="Head k's loss weighs decay^(k+1).", gt=0, le=1)
     roles: tuple[Literal["assistant", "user"], ...] = Field(
         ("assistant",), description="Whose target-written text is learned.", min_length=1
     )
-    lr: PositiveFloat = Field(1e-3, description="Peak learning rate of the heads.")
-    epochs: PositiveInt = Field(2, description="Passes over the features, and over the text.")
-    batch_tokens: PositiveInt = Field(16_384, description="Positions per optimizer step, over all workers.")
-    warmup_steps: int = Field(40, description="Linear warmup; then cosine to 0.", ge=0)
     optimizer: Literal["adamw", "adamw-8bit"] = Field(
         "adamw", description="adamw-8bit keeps its moments in 8 bit (bitsandbytes)."
     )
@@ -41,60 +100,10 @@ class TrainConfig(Section):
     )
     checkpoint_every: PositiveInt = Field(200, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = Field(2, description="How many of the newest checkpoints stay on disk.")
-    recipe: Literal["joint", "two-stage"] = Field(
-        "joint",
-        description="medusa-2: joint: heads and backbone from the start; two-stage: the heads first, from the cache, "
-        "as medusa-1 trains them.",
-    )
-    backbone_loss: Literal["kl", "ce"] = Field(
-        "kl",
-        description="medusa-2: kl: the backbone stays close to the original model; ce: it learns the text as hard "
-        "labels.",
-    )
-    schedule: Literal["sine", "linear", "constant"] = Field(
-        "sine", description="medusa-2: how the weight of the heads' losses rises to lambda_0 over the training."
-    )
-    lambda_0: float = Field(0.01, description="medusa-2: final weight of the heads' losses.", gt=0, le=1)
-    lora_rank: PositiveInt = Field(32, description="medusa-2: rank of LoRA, on every linear layer, lm_head included.")
-    lora_alpha: PositiveInt = Field(16, description="medusa-2: LoRA's scale is alpha / rank.")
-    lora_dropout: float = Field(0.05, description="medusa-2: dropout before LoRA.", ge=0, lt=1)
-    backbone_lr: PositiveFloat | None = Field(
-        None, description="medusa-2: peak learning rate of LoRA. Default: a quarter of train.lr."
-    )
-    sequence_length: int = Field(
-        2048,
-        description="medusa-2: conversations are packed into sequences of so many tokens, none seeing another; what is "
-        "longer is cut.",
-        ge=8,
-    )
-    batch_sequences: PositiveInt = Field(
-        128, description="medusa-2: packed sequences per optimizer step, over all workers."
-    )
-    micro_batch: PositiveInt = Field(1, description="medusa-2: sequences of one forward; the others accumulate.")
-    gradient_checkpointing: bool = Field(
-        True, description="medusa-2: keep one state per layer and compute the others again: less memory, more time."
-    )
-    quantization: Literal["none", "4bit", "8bit"] | None = Field(
-        None,
-        description="medusa-2: hold the copy that trains in 4 or 8 bit (QLoRA), and nothing else: what is published is "
-        "the target's own weights and what was learned. With kl that copy is the teacher too. Default: "
-        "target.quantization.",
-    )
-    shard_backbone: bool = Field(
-        False,
-        description="medusa-2: split the frozen layers over the workers (FSDP) where one GPU does not hold the target: "
-        "each keeps its part, and gathers each layer in every forward and backward. Less memory, more traffic; one "
-        "worker keeps all.",
-    )
-    max_kl: PositiveFloat = Field(
-        0.1, description="medusa-2: the check fails where KL(original, tuned) is above, in nats per held-out position."
-    )
-
-    def quantization_beside(self, target: Bits | None) -> Bits | None:
-        """What the copy that trains is held in, where target.quantization is `target`."""
-        return target if self.quantization is None else None if self.quantization == "none" else self.quantization
+    medusa: MedusaConfig = Field(default_factory=MedusaConfig, description="Read with train.heads: medusa.")
+    backbone: BackboneConfig = Field(default_factory=BackboneConfig, description="Read with train.method: medusa-2.")
 
     @property
     def peak_backbone_lr(self) -> float:
         """A quarter of the heads' unless it is given: theirs is 4 times the backbone's (paper, appendix B)."""
-        return self.lr / 4 if self.backbone_lr is None else self.backbone_lr
+        return self.lr / 4 if self.backbone.lr is None else self.backbone.lr

@@ -121,7 +121,7 @@ class Tree:
     """
 
     def __init__(self, choices: Iterable[Path], device: torch.device | str = "cpu"):
-        self.choices: tuple[Path, ...] = tuple(sorted(map(tuple, choices)))
+        self.choices: tuple[Path, ...] = tuple(sorted(choices))
         self.num_nodes = len(self.choices)
         self.max_depth = max(map(len, self.choices), default=0)
         self.top = max((rank + 1 for path in self.choices for rank in path), default=0)

@@ -19,7 +19,7 @@ def failures(measured: Mapping[str, Any], config: Config) -> list[str]:
 
     Args:
         measured: The check stage's summary.
-        config: The run's: its limits are `check.min_acceleration_rate` and, of a tuned backbone, `train.max_kl`.
+        config: The run's. Its limits are `check.min_acceleration_rate` and `train.backbone.max_kl`, where it is tuned.
     """
     least = config.check.min_acceleration_rate
     found = []
@@ -35,7 +35,7 @@ def failures(measured: Mapping[str, Any], config: Config) -> list[str]:
     if "vllm" in measured and not any(measured["vllm"]["accepted_per_position"]):
         found.append("vllm: it accepted no drafted token")
     if method_of(config.train).tunes_backbone:
-        kl, most = measured.get("kl", math.nan), config.train.max_kl
+        kl, most = measured.get("kl", math.nan), config.train.backbone.max_kl
         if not kl <= most:
-            found.append(f"the tuned backbone is {kl:.4f} nats from the target, above train.max_kl = {most:g}")
+            found.append(f"the tuned backbone is {kl:.4f} nats from the target, above train.backbone.max_kl = {most:g}")
     return found

@@ -26,12 +26,12 @@ MEASURES = (
     ("tokens/s without heads", "baseline_tokens_per_second", ",.0f"),
 )
 TRAIN_SETTINGS = (
-    "method", "num_heads", "num_layers", "lm_head", "decay", "roles", "lr", "epochs", "batch_tokens", "warmup_steps",
+    "heads", "method", "num_heads", "decay", "roles", "lr", "epochs", "batch_tokens", "warmup_steps",
     "optimizer", "weight_decay", "max_grad_norm", "precision",
 )  # fmt: skip
-MEDUSA_2_SETTINGS = (
-    "recipe", "backbone_loss", "schedule", "lambda_0", "lora_rank", "lora_alpha", "lora_dropout", "backbone_lr",
-    "sequence_length", "batch_sequences", "quantization",
+BACKBONE_SETTINGS = (
+    "recipe", "loss", "schedule", "lambda_0", "lr", "lora_rank", "lora_alpha", "lora_dropout", "sequence_length",
+    "batch_sequences", "quantization",
 )  # fmt: skip
 
 
@@ -177,9 +177,12 @@ def _settings(
     report: Mapping[str, Any], section: Mapping[str, Mapping[str, Any]], tuned: bool
 ) -> list[tuple[str, Any]]:
     train = report.get("train") or {}
-    names = TRAIN_SETTINGS + (MEDUSA_2_SETTINGS if tuned else ())
+    chosen = section["train"]
+    of_kind, of_backbone = chosen.get(chosen.get("heads") or "") or {}, (chosen.get("backbone") or {}) if tuned else {}
     settings = [
-        *((name, section["train"].get(name)) for name in names),
+        *((name, chosen.get(name)) for name in TRAIN_SETTINGS),
+        *of_kind.items(),
+        *((f"backbone.{name}", of_backbone.get(name)) for name in BACKBONE_SETTINGS),
         ("target's dtype", section["target"].get("dtype")),
         ("target's quantization", section["target"].get("quantization")),
         ("positions trained on", _number(train.get("tokens"))),

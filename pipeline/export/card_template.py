@@ -10,7 +10,8 @@ HEADS = """\
 [Medusa](https://arxiv.org/abs/2401.10774) heads that make
 {%+ if base %}[{{ base }}](https://huggingface.co/{{ base }}){% else %}a local model{% endif %}
  decode several tokens per forward
-{%- if num_heads %}: {{ num_heads }} heads of {{ train.num_layers | default(1) }} residual block(s) each{% endif %}.
+{%- if num_heads %}: {{ num_heads }} heads of {{ train.medusa.num_layers | default(1) }} residual block(s) each
+{%- endif %}.
 Head k (from 0) reads the target's last hidden state at position t and guesses the token at t+2+k. The target verifies
 the guesses, so that greedy output stays its own.
 
@@ -38,7 +39,7 @@ vllm serve {{ base or "BASE_MODEL" }} \\
 {% endif %}
 `num_speculative_tokens` may be anything from 1 to {{ num_heads or "the number of heads" }}.
 
-{% if shared and train.num_layers != 1 %}
+{% if shared and train.medusa.num_layers != 1 %}
 TGI cannot load these heads: it shares one lm_head among heads of one block only.
 {% else %}
 With TGI, which finds the base model in `config.json`:

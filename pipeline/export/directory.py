@@ -124,7 +124,7 @@ def tensors_as_saved(tensors: Mapping[str, Tensor], config: ExportConfig) -> dic
         if untied := [name for name in others if not _same_bits(saved[name], saved[first])]:
             raise ConfigError(
                 f"The heads are said to be tied, and {untied[0]} is not {first}.",
-                "train.lm_head",
+                "train.medusa.lm_head",
                 "Export them as untied heads.",
             )
     return {name: saved[name] for name in config.shapes()}

@@ -61,7 +61,7 @@ class ExportConfig:
         if self.num_layers < 1:
             raise ConfigError(
                 f"A head of {self.num_layers} residual blocks cannot be exported.",
-                "train.num_layers",
+                "train.medusa.num_layers",
                 "Use at least 1: without a block every head is the same linear map of the target's state.",
             )
         if self.dtype not in DTYPES:
@@ -70,7 +70,7 @@ class ExportConfig:
             raise ConfigError(
                 "The shared format stores one lm_head for all heads, and these heads have one each.",
                 "export.formats",
-                "Train with `train.lm_head: tied`, or export with `formats: [expanded]`.",
+                "Train with `train.medusa.lm_head: tied`, or export with `formats: [expanded]`.",
             )
         if not is_local(self.base_model_name_or_path):
             check_repo_id(self.base_model_name_or_path, "target.model")

@@ -70,8 +70,8 @@ class MedusaHeads(Heads):
 
     @classmethod
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> MedusaShape:
-        tied = settings.lm_head == "tied"
-        return MedusaShape(hidden_size, vocab_size, settings.num_heads, settings.num_layers, tied)
+        tied = settings.medusa.lm_head == "tied"
+        return MedusaShape(hidden_size, vocab_size, settings.num_heads, settings.medusa.num_layers, tied)
 
     @classmethod
     def initial(cls, shape: MedusaShape, target: TargetWeights) -> MedusaHeads:
@@ -130,7 +130,7 @@ class MedusaHeads(Heads):
             raise ConfigError(
                 "The shared format stores one lm_head, and untied heads have one each.",
                 "export.formats",
-                "Set train.lm_head to tied, or export.formats to [expanded].",
+                "Set train.medusa.lm_head to tied, or export.formats to [expanded].",
             )
 
     @classmethod

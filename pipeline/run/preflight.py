@@ -15,6 +15,7 @@ from pipeline.decoding.tree import check_choices
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.export.layout import check_num_heads, check_repo_id, is_local, repositories
+from pipeline.heads.kind import head_kind
 from pipeline.storage.run_directory import STAGES
 from pipeline.targets.spec import TargetSpec, resolve
 from pipeline.training.methods import method_of
@@ -27,7 +28,7 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
         ConfigError: Names the key.
         EnvironmentFault: A package that a stage needs is not installed.
     """
-    method = method_of(config.train)
+    kind, method = head_kind(config.train.heads), method_of(config.train)
     check_num_heads(config.train.num_heads)
     if config.calibrate.depth is not None and config.calibrate.depth > config.train.num_heads:
         raise ConfigError(
@@ -35,12 +36,8 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
             "calibrate.depth",
             "Lower it or raise train.num_heads.",
         )
-    if "shared" in config.export.formats and config.train.lm_head != "tied":
-        raise ConfigError(
-            "The shared format stores one lm_head, and untied heads have one each.",
-            "export.formats",
-            "Set train.lm_head to tied, or export.formats to [expanded].",
-        )
+    for format in config.export.formats:
+        kind.check_format(kind.shape_of(config.train, 1, 1), format)  # whatever the target's sizes
     if "train" in stages:
         method.check(config)
     if config.calibrate.choices:
@@ -55,6 +52,13 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
         _check_lasting(config)
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, what the workers have installed decides
         _check_packages(config, stages)
+
+
+def unread_settings(config: Config) -> list[str]:
+    """A warning where keys are set that only another kind of head or another method reads."""
+    unread = method_of(config.train).unread(config.train)
+    chosen = f"train.heads: {config.train.heads} and train.method: {config.train.method}"
+    return [f"Not read with {chosen}: {', '.join(unread)}."] if unread else []
 
 
 def read_choices(config: Config) -> tuple[TreePath, ...]:

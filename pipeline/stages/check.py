@@ -1,9 +1,9 @@
 """check: the export decoded, natively with the tree and in vLLM as it will be served, against the target alone.
 
 Promises: it fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie, when vLLM accepts
-nothing, below `check.min_acceleration_rate`, or beyond `train.max_kl`. Another limit is another verdict on what was
-decoded. Each engine runs in a process of its own and decodes the same prompts; what the native one has found is kept
-when vLLM does not come to its end.
+nothing, below `check.min_acceleration_rate`, or beyond `train.backbone.max_kl`. Another limit is another verdict on
+what was decoded. Each engine runs in a process of its own and decodes the same prompts; what the native one has found
+is kept when vLLM does not come to its end.
 Native answers are left in `answers/plain.jsonl` and `answers/medusa.jsonl`, in Spec-Bench's schema.
 """
 

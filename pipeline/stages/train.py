@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.config import Config
+from pipeline.heads.kind import head_kind
 from pipeline.run.context import Context
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
@@ -23,14 +24,6 @@ NAME = "train"
 VERSION = 1
 
 QUANTIZED_TEACHER = "the backbone is held to the quantized target, a worse teacher than the target itself"
-BOOKKEEPING = {
-    "checkpoint_every",
-    "keep_checkpoints",
-    "micro_batch",
-    "gradient_checkpointing",
-    "shard_backbone",
-    "max_kl",
-}
 
 
 def upstream(config: Config) -> tuple[str, ...]:
@@ -41,8 +34,7 @@ def upstream(config: Config) -> tuple[str, ...]:
 def identity(context: Context) -> dict[str, Any]:
     """The recipe, the seed, and the target that heads and backbone start from; no key that this method never reads."""
     train = context.config.train
-    unread = method_of(train).unread(train, context.target.quantization)
-    settings = train.model_dump(mode="json", exclude=BOOKKEEPING | unread)
+    settings = method_of(train).settings(train, context.target.quantization)
     return {"settings": settings, "seed": context.config.run.seed, "target": context.target_identity}
 
 
@@ -58,6 +50,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         texts=shards.get("generate", ()),
         texts_fingerprint=read["generate"].fingerprint if "generate" in read else "",
         settings=context.config.train,
+        kind=head_kind(context.config.train.heads),
         method=method_of(context.config.train),
         target=context.target,
         hidden_size=text_config.hidden_size,
@@ -66,7 +59,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         directory=str(stage.path),
         device="cuda" if placement.gpus else "cpu",
     )
-    if spec.texts and spec.trained_target.quantization and spec.settings.backbone_loss == "kl":
+    if spec.texts and spec.trained_target.quantization and spec.settings.backbone.loss == "kl":
         context.console.print(f"[yellow]![/] {NAME:<10} {QUANTIZED_TEACHER}", highlight=False, soft_wrap=True)
     with context.meter(NAME, 0, unit="steps") as meter:
 

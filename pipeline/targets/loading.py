@@ -97,7 +97,7 @@ def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
-        fix = "pip install bitsandbytes, or leave target.quantization and train.quantization unset."
+        fix = "pip install bitsandbytes, or leave target.quantization and train.backbone.quantization unset."
         raise EnvironmentFault("bitsandbytes is not importable.", f"quantization: {spec.quantization}", fix) from error
     from transformers import BitsAndBytesConfig
 

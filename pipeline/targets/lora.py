@@ -59,7 +59,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
     if layers := [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
         return layers
-    fix = "Set train.shard_backbone: false, or choose a target whose layers transformers knows."
+    fix = "Set train.backbone.shard: false, or choose a target whose layers transformers knows."
     raise ConfigError("The target has no decoder layers that could be split over workers.", files.WHERE, fix)
 
 
@@ -75,11 +75,15 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
     config = model_config(spec)
     text = config.get_text_config()
     if getattr(config, "quantization_config", None):
-        fix = "Name the target's original weights; train.quantization: 4bit trains on a quantized copy of them."
+        fix = (
+            "Name the target's original weights; train.backbone.quantization: 4bit trains on a quantized copy of them."
+        )
         raise ConfigError("A tuned backbone cannot be merged into weights that are quantized.", files.WHERE, fix)
     if rank > text.hidden_size:
         fix = "Lower it: 32 is usual."
-        raise ConfigError(f"A rank of {rank} is more than the hidden size, {text.hidden_size}.", "train.lora_rank", fix)
+        raise ConfigError(
+            f"A rank of {rank} is more than the hidden size, {text.hidden_size}.", "train.backbone.lora_rank", fix
+        )
     if changed := changed_logits(config):
         what = f"The target changes what its lm_head says ({changed}), which the backbone's loss does not follow."
         raise ConfigError(what, files.WHERE, HEADS_ALONE)

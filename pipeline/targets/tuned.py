@@ -48,7 +48,7 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
         merged = adapted.merge_and_unload()
     for name, weight in merged.named_parameters():
         if not torch.isfinite(torch.stack(weight.aminmax())).all():
-            fix = "Train again with a lower train.backbone_lr, or set target.dtype to bfloat16."
+            fix = "Train again with a lower train.backbone.lr, or set target.dtype to bfloat16."
             raise DataError(f"The merged {name} is not finite in {weight.dtype}.", str(adapter), fix)
     return merged.eval().requires_grad_(False)
 

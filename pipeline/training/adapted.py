@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeline.config import TrainConfig
+from pipeline.config import BackboneConfig
 from pipeline.errors import ConfigError
 from pipeline.storage.atomic import atomic_path, write_text
 from pipeline.targets import files
@@ -29,7 +29,7 @@ from pipeline.training.texts import TextBatch
 from pipeline.training.world import World
 
 NAME = "default"  # peft's, of an adapter
-LESS_ON_EACH = "Set train.shard_backbone: true with several workers, or train.quantization: 4bit."
+LESS_ON_EACH = "Set train.backbone.shard: true with several workers, or train.backbone.quantization: 4bit."
 
 
 class Backbone(nn.Module):
@@ -40,7 +40,7 @@ class Backbone(nn.Module):
         settings: LoRA's rank, alpha and dropout, and whether to recompute activations.
         device: Where it goes.
         dtype: In what matrix products run; where it is another than fp32, under autocast.
-        world: The workers; `settings.shard_backbone` splits the frozen layers over them, where they are several.
+        world: The workers; `train.backbone.shard` splits the frozen layers over them, where they are several.
 
     Raises:
         ConfigError: LoRA does not find its layers, its lm_head reads something else than its last states, or packed
@@ -51,14 +51,14 @@ class Backbone(nn.Module):
     def __init__(
         self,
         spec: TargetSpec,
-        settings: TrainConfig,
+        settings: BackboneConfig,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         world: World | None = None,
     ):
         super().__init__()
         world = world or World()
-        sharded = settings.shard_backbone and world.size > 1
+        sharded = settings.shard and world.size > 1
         target = load_causal_lm(spec, "cpu" if sharded else device, too_large=LESS_ON_EACH)
         _keep_differentiable(target)
         self.tuned = add_lora(target, rank=settings.lora_rank, alpha=settings.lora_alpha, dropout=settings.lora_dropout)

@@ -42,7 +42,7 @@ def evaluate_tuned(
     settings, device = spec.settings, heads.device
     dtype = product_dtype(spec, device)
     chosen = _sample(texts.get(evaluate.SPLIT, ()))
-    groups = pack([text.num_read for text in chosen], settings.sequence_length)
+    groups = pack([text.num_read for text in chosen], settings.backbone.sequence_length)
     drift, scores = Drift.zero(device), Score.zero(settings.num_heads, evaluate.TOP, device)
     backbone.eval()
     share = groups[slice(*part(0, len(groups), world.rank, world.size))]

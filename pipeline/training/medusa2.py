@@ -96,7 +96,7 @@ class Trainer:
         self.plan = text_plan(spec, self.texts["train"])
         self.total_steps = self.plan.steps_per_epoch * spec.settings.epochs
         torch.manual_seed(spec.seed)  # every worker draws the same adapter
-        self.backbone = Backbone(spec.trained_target, spec.settings, device, self.dtype, world)
+        self.backbone = Backbone(spec.trained_target, spec.settings.backbone, device, self.dtype, world)
         self.heads = (load_heads(heads_from) if heads_from else initial_heads(spec)).to(device)
         self.modules = {"heads": self.heads, "backbone": self.backbone}
         self.optimizer = make_optimizer(self.heads, spec.settings, self.backbone)
@@ -106,7 +106,7 @@ class Trainer:
         """One optimizer step, of which this worker computes a share; returns the figures of the whole."""
         settings = self.settings
         share = cosine_with_warmup(step, self.total_steps, min(settings.warmup_steps, self.total_steps // 2))
-        weight = heads_weight(step, self.total_steps, settings.lambda_0, settings.schedule)
+        weight = heads_weight(step, self.total_steps, settings.backbone.lambda_0, settings.backbone.schedule)
         batches = list(self.batches(step))
         counts = count_labels([batch for _, batch in batches], settings.num_heads).to(self.device)
         counts = self.world.sum(counts).clamp(min=1)  # every worker divides by the labels of the whole step
@@ -142,7 +142,7 @@ class Trainer:
         """The backbone's loss and each head's, summed over the batch: [1 + K]."""
         with self.autocast():
             # The original first, while no activations of the tuned model are held.
-            original_ND = self.backbone.original_states(batch) if self.settings.backbone_loss == "kl" else None
+            original_ND = self.backbone.original_states(batch) if self.settings.backbone.loss == "kl" else None
             hidden_ND = self.backbone.states(batch)
             low_NR = self.backbone.low(hidden_ND)
             head_losses_K = self.heads.summed_losses(hidden_ND, batch.next_N, batch.labels_KN)
@@ -157,7 +157,7 @@ class Trainer:
         """This worker's part of a step: equally many batches as any other's, of which the last may hold nothing."""
         epoch, step = divmod(step, self.plan.steps_per_epoch)
         share = self.plan.sequences(epoch, step, self.world.rank, self.world.size)
-        texts, size = self.texts["train"], self.settings.micro_batch
+        texts, size = self.texts["train"], self.settings.backbone.micro_batch
         for start in range(0, self.plan.largest_share(step, self.world.size), size):
             part = share[start : start + size]
             sequences = [[texts[index] for index in group] for _, group in part]
@@ -189,10 +189,11 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
         fingerprint=spec.texts_fingerprint,
         vocab_size=spec.vocab_size,
         roles=spec.settings.roles,
-        sequence_length=spec.settings.sequence_length,
+        sequence_length=spec.settings.backbone.sequence_length,
     )
     if not any(text.num_read for text in texts.get("train", ())):
-        what = f"No train row has target-written text in the roles {spec.settings.roles} within train.sequence_length."
+        within = f"in the roles {spec.settings.roles} within train.backbone.sequence_length"
+        what = f"No train row has target-written text {within}."
         raise DataError(what, "train.roles", "Generate more answers, learn from other roles or raise the length.")
     return texts
 
@@ -200,13 +201,13 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
 def require_held_out(texts: dict[str, list[Text]]) -> None:
     """Refuse to train where nobody could say how far the backbone has moved; raises DataError."""
     if not any(text.num_read for text in texts.get(SPLIT, ())):
-        what = "No held-out row has target-written text within train.sequence_length to measure the drift on."
-        raise DataError(what, "train.sequence_length", "Raise it, or hold out more rows (seeds.holdout).")
+        what = "No held-out row has target-written text within train.backbone.sequence_length to measure the drift on."
+        raise DataError(what, "train.backbone.sequence_length", "Raise it, or hold out more rows (seeds.holdout).")
 
 
 def text_plan(spec: TrainSpec, texts: Sequence[Text]) -> TextPlan:
     """The steps of every epoch."""
-    settings = spec.settings
+    settings = spec.settings.backbone
     sizes = {"sequence_length": settings.sequence_length, "batch_sequences": settings.batch_sequences}
     return TextPlan(texts, **sizes, seed=spec.seed)
 

@@ -11,9 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
-from pipeline.config import Config, TrainConfig
+from pipeline.config import Config, Section, TrainConfig
 from pipeline.config.training import Bits
 from pipeline.errors import ConfigError
+
+BOOKKEEPING = {"checkpoint_every", "keep_checkpoints"}
 
 
 class Package(NamedTuple):
@@ -31,7 +33,11 @@ class Method(ABC):
     tunes_backbone: ClassVar[bool] = False
     """Whether training changes the backbone too. That backbone is then exported, checked and published with the heads,
     and the held-out states that calibrate reads are computed with it instead of taken from the features stage."""
-    memory_fix: ClassVar[str] = "Lower train.batch_tokens, or set train.optimizer: adamw-8bit or train.lm_head: tied."
+    sections: ClassVar[tuple[str, ...]] = ()
+    """The nested sections of `train` that belong to this method."""
+    memory_fix: ClassVar[str] = (
+        "Lower train.batch_tokens, or set train.optimizer: adamw-8bit or train.medusa.lm_head: tied."
+    )
     """What to do where a GPU runs out of memory."""
 
     @abstractmethod
@@ -46,9 +52,21 @@ class Method(ABC):
         """What report.json says of the method under `train`."""
         return {}
 
-    def unread(self, train: TrainConfig, target_quantization: Bits | None) -> set[str]:
-        """The keys of `train` that the result does not depend on, besides bookkeeping."""
-        return set()
+    def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
+        """The keys of `train` that the result depends on, as plain data: no bookkeeping, and no section of another
+        kind or method."""
+        return train.model_dump(mode="json", exclude=BOOKKEEPING | _sections(train) - self.sections_of(train))
+
+    def unread(self, train: TrainConfig) -> list[str]:
+        """The keys of `train` that are set to no use, since only another kind or method reads them."""
+        others = sorted(_sections(train) - self.sections_of(train))
+        return [
+            f"train.{name}.{key}" for name in others for key in getattr(train, name).model_dump(exclude_defaults=True)
+        ]
+
+    def sections_of(self, train: TrainConfig) -> set[str]:
+        """The nested sections of `train` that are read: the kind's, which has its name, and the method's."""
+        return {train.heads, *self.sections}
 
     def check(self, config: Config) -> None:  # noqa: B027  (most methods train any target)
         """Refuse settings and targets that this method cannot train; raises ConfigError."""
@@ -66,78 +84,75 @@ class HeadsOnly(Method):
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
         return ("features",)
 
-    def unread(self, train: TrainConfig, target_quantization: Bits | None) -> set[str]:
-        return ONLY_WITH_BACKBONE
-
 
 class HeadsAndBackbone(Method):
     """Medusa-2: heads and backbone (LoRA) together, from the generated text (2.2.2); after the heads alone, or not."""
 
     name = "medusa-2"
     tunes_backbone = True
+    sections = ("backbone",)
     memory_fix = (
-        "Lower train.micro_batch or train.sequence_length, or set train.gradient_checkpointing: true, "
-        "train.optimizer: adamw-8bit, train.shard_backbone: true (several workers) or train.quantization: 4bit."
+        "Lower train.backbone.micro_batch or train.backbone.sequence_length, or set "
+        "train.backbone.gradient_checkpointing: true, train.optimizer: adamw-8bit, train.backbone.shard: true (several "
+        "workers) or train.backbone.quantization: 4bit."
     )
 
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
-        return ("generate",) if train.recipe == "joint" else ("features", "generate")
+        return ("generate",) if train.backbone.recipe == "joint" else ("features", "generate")
 
     def skipped(self, train: TrainConfig) -> dict[str, str]:
-        if train.recipe == "joint":
+        if train.backbone.recipe == "joint":
             return {"features": "not needed: joint Medusa-2 learns from the text"}
         return {}
 
     def reported(self, train: TrainConfig) -> dict[str, Any]:
-        return {"recipe": train.recipe}
+        return {"recipe": train.backbone.recipe}
 
-    def unread(self, train: TrainConfig, target_quantization: Bits | None) -> set[str]:
-        same = train.quantization_beside(target_quantization) == target_quantization  # said or not, the target's own
-        return ({"batch_tokens"} if train.recipe == "joint" else set()) | ({"quantization"} if same else set())
+    def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
+        found = super().settings(train, target_quantization)
+        unread = {"micro_batch", "gradient_checkpointing", "shard", "max_kl"}
+        if train.backbone.quantization_beside(target_quantization) == target_quantization:
+            unread.add("quantization")  # set or not, it is the target's own
+        if train.backbone.recipe == "joint":
+            del found["batch_tokens"]
+        return found | {"backbone": {key: value for key, value in found["backbone"].items() if key not in unread}}
 
     def check(self, config: Config) -> None:
         from pipeline.targets.lora import require_tunable
         from pipeline.targets.spec import resolve
 
-        train = config.train
+        settings = config.train.backbone
         if (config.placement.train.gpus_per_worker or 0) > 1:
             raise ConfigError(
                 "Medusa-2 computes on one GPU per worker; more would stand idle.",
                 "placement.train.gpus_per_worker",
                 "Set it to 1 and raise placement.train.workers; where the target does not fit on one GPU, "
-                "train.shard_backbone: true splits it over the workers.",
+                "train.backbone.shard: true splits it over the workers.",
             )
-        bits = train.quantization_beside(config.target.quantization)
-        if train.shard_backbone and bits:
+        bits = settings.quantization_beside(config.target.quantization)
+        if settings.shard and bits:
             raise ConfigError(
                 f"Weights in {bits} cannot be split over workers.",
-                "train.shard_backbone",
-                "Set it to false, since a quantized backbone is small, or train.quantization to none.",
+                "train.backbone.shard",
+                "Set it to false, since a quantized backbone is small, or train.backbone.quantization to none.",
             )
-        require_tunable(resolve(config.target, on_gpu=False), train.lora_rank, sharded=train.shard_backbone)
+        require_tunable(resolve(config.target, on_gpu=False), settings.lora_rank, sharded=settings.shard)
 
     def packages(self, config: Config) -> Iterator[Package]:
         fix = "Install it with the right lock (`make install`), or set train.method to medusa-1."
         yield Package("peft", "train.method", fix)
-        if config.train.quantization_beside(config.target.quantization):
-            key = "train.quantization" if config.train.quantization else "target.quantization"
-            yield Package("bitsandbytes", key, "Install it, or set train.quantization to none.")
+        settings = config.train.backbone
+        if settings.quantization_beside(config.target.quantization):
+            key = "train.backbone.quantization" if settings.quantization else "target.quantization"
+            yield Package("bitsandbytes", key, "Install it, or set train.backbone.quantization to none.")
+
+
+def _sections(train: TrainConfig) -> set[str]:
+    """The nested sections of `train`."""
+    return {name for name in type(train).model_fields if isinstance(getattr(train, name), Section)}
 
 
 METHODS: dict[str, Method] = {method.name: method for method in (HeadsOnly(), HeadsAndBackbone())}
-ONLY_WITH_BACKBONE = {
-    "recipe",
-    "backbone_loss",
-    "schedule",
-    "lambda_0",
-    "lora_rank",
-    "lora_alpha",
-    "lora_dropout",
-    "backbone_lr",
-    "sequence_length",
-    "batch_sequences",
-    "quantization",
-}
 
 
 def method_of(train: TrainConfig) -> Method:

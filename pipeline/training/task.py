@@ -12,18 +12,19 @@ import torch
 
 from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
-from pipeline.heads.kind import HeadsShape, head_kind
+from pipeline.heads.kind import Heads, HeadsShape
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.methods import Method
 
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """All that a worker needs to know; picklable."""
+    """All that a worker needs to know; picklable. It carries kind and method, so that workers look neither up."""
 
     shards: tuple[str, ...]  # the features stage's shards, in order; none where nothing is trained from the cache
     fingerprint: str  # of the features stage
     settings: TrainConfig
+    kind: type[Heads]
     method: Method
     target: TargetSpec
     hidden_size: int
@@ -50,13 +51,13 @@ class TrainSpec:
 
     @property
     def trained_target(self) -> TargetSpec:
-        """The target as Medusa-2 trains it: its copy in `train.quantization`."""
-        return replace(self.target, quantization=self.settings.quantization_beside(self.target.quantization))
+        """The target as Medusa-2 trains it: its copy in `train.backbone.quantization`."""
+        return replace(self.target, quantization=self.settings.backbone.quantization_beside(self.target.quantization))
 
     @property
     def heads_shape(self) -> HeadsShape:
         """The shape of the heads that are asked for."""
-        return head_kind(self.settings.heads).shape_of(self.settings, self.hidden_size, self.vocab_size)
+        return self.kind.shape_of(self.settings, self.hidden_size, self.vocab_size)
 
 
 def choose_device(spec: TrainSpec) -> torch.device:

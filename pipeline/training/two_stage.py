@@ -1,4 +1,4 @@
-"""What `train.method` and `train.recipe` name: one training, or heads first and then heads and backbone together."""
+"""One training, or heads first and then heads and backbone together."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def last_step(spec: TrainSpec, before: int) -> dict[str, Any] | None:
 
 
 def _has_two_stages(spec: TrainSpec) -> bool:
-    return spec.method.tunes_backbone and spec.settings.recipe == "two-stage"
+    return spec.method.tunes_backbone and spec.settings.backbone.recipe == "two-stage"
 
 
 def _with_loss(spec: TrainSpec) -> dict[str, Any] | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline import config as declarations
@@ -53,12 +53,12 @@ def test_a_hub_id_stays_a_hub_id(file):
         ("seeds.sources=[{paht: x}]", "there is no key 'seeds.sources.0.paht'; did you mean 'seeds.sources.0.path'"),
         ("train.lr=fast", "'train.lr'"),
         ("train.decay=2", "less than or equal to 1"),
-        ("train.lambda_0=0", "'train.lambda_0': input should be greater than 0"),
-        ("train.lambda_0=1.5", "'train.lambda_0': input should be less than or equal to 1"),
-        ("train.lora_rank=0", "'train.lora_rank'"),
-        ("train.lora_dropout=1", "'train.lora_dropout': input should be less than 1"),
-        ("train.backbone_lr=-1e-4", "'train.backbone_lr'"),
-        ("train.schedule=cosine", "'train.schedule'"),
+        ("train.backbone.lambda_0=0", "'train.backbone.lambda_0': input should be greater than 0"),
+        ("train.backbone.lambda_0=1.5", "'train.backbone.lambda_0': input should be less than or equal to 1"),
+        ("train.backbone.lora_rank=0", "'train.backbone.lora_rank'"),
+        ("train.backbone.lora_dropout=1", "'train.backbone.lora_dropout': input should be less than 1"),
+        ("train.backbone.lr=-1e-4", "'train.backbone.lr'"),
+        ("train.backbone.schedule=cosine", "'train.backbone.schedule'"),
         ("nonsense", "is not an override"),
         ("train.lr.x=1", "'train.lr': input should be a valid number"),
         ("run.name.x=1", "reaches into a value"),
@@ -78,6 +78,42 @@ def test_a_mistake_is_named_in_one_paragraph_with_exit_code_2(file, word, says):
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+MOVED = {
+    "train.num_layers": "train.medusa.num_layers",
+    "train.lm_head": "train.medusa.lm_head",
+    "train.recipe": "train.backbone.recipe",
+    "train.backbone_loss": "train.backbone.loss",
+    "train.schedule": "train.backbone.schedule",
+    "train.lambda_0": "train.backbone.lambda_0",
+    "train.backbone_lr": "train.backbone.lr",
+    "train.lora_rank": "train.backbone.lora_rank",
+    "train.lora_alpha": "train.backbone.lora_alpha",
+    "train.lora_dropout": "train.backbone.lora_dropout",
+    "train.sequence_length": "train.backbone.sequence_length",
+    "train.batch_sequences": "train.backbone.batch_sequences",
+    "train.micro_batch": "train.backbone.micro_batch",
+    "train.gradient_checkpointing": "train.backbone.gradient_checkpointing",
+    "train.quantization": "train.backbone.quantization",
+    "train.shard_backbone": "train.backbone.shard",
+    "train.max_kl": "train.backbone.max_kl",
+    "train.lora_rnk": "train.backbone.lora_rank",
+    "train.medusa.lora_rank": "train.backbone.lora_rank",
+    "train.backbone.lorarank": "train.backbone.lora_rank",
+    "train.lern_rate": None,
+    "placement.train.worker": "placement.train.workers",
+    "calibrate.prompts": "check.prompts",
+}
+
+
+@pytest.mark.parametrize(("key", "meant"), MOVED.items())
+def test_a_key_that_has_moved_or_is_misspelt_is_answered_with_the_full_key_that_was_meant(file, key, meant):
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [f"{key}=1"])
+    said = str(caught.value)
+    assert f"there is no key '{key}'" in said
+    assert f"did you mean '{meant}'?" in said if meant else "did you mean" not in said
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "a: [", "just text"])
@@ -117,7 +153,6 @@ def test_a_chat_template_may_be_a_path_or_the_text_itself(file):
         load_config(file, ["target.chat_template=absent.jinja"])
 
 
-@settings(max_examples=25)
 @given(
     lr=st.floats(1e-8, 1.0),
     heads=st.integers(1, 10),

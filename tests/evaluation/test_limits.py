@@ -45,6 +45,6 @@ def test_what_fails_the_check(measured, least, says):
     [({"kl": 0.19}, False), ({"kl": 0.2}, False), ({"kl": 0.21}, True), ({"kl": float("nan")}, True), ({}, True)],
 )
 def test_a_backbone_that_moved_too_far_or_nobody_knows_how_far_fails_it(kl, fails):
-    found = failures({"native": engine(2.0), **kl}, config(method="medusa-2", max_kl=0.2))
-    assert len(found) == fails and all("above train.max_kl = 0.2" in line for line in found)
+    found = failures({"native": engine(2.0), **kl}, config(method="medusa-2", backbone={"max_kl": 0.2}))
+    assert len(found) == fails and all("above train.backbone.max_kl = 0.2" in line for line in found)
     assert failures({"native": engine(2.0), **kl}, config()) == [], "Medusa-1 moves nothing"

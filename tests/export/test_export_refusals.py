@@ -71,7 +71,7 @@ def test_head_counts_up_to_the_limit_are_carried(num_heads):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"format": "shared"}, "train.lm_head: tied"),
+        ({"format": "shared"}, "train.medusa.lm_head: tied"),
         ({"num_layers": 0}, "at least 1"),
         ({"dtype": "int8"}, "float32"),
         ({"base_model_name_or_path": "./models/mine"}, "neither a Hub id nor an absolute path"),

@@ -23,7 +23,10 @@ DRIFT = {
 }
 REPORT = PASSED | {"train": {"drift": DRIFT}}
 SAID = ("0.0123", "2.100 → 2.142", "+2.00%", "98.76%", "4,321")
-RECIPE = {"train": {"method": "medusa-2", "recipe": "joint", "lora_rank": 32}, "target": {"model": "owner/original"}}
+RECIPE = {
+    "train": {"method": "medusa-2", "backbone": {"recipe": "joint", "lora_rank": 32}},
+    "target": {"model": "owner/original"},
+}
 
 
 @pytest.fixture
@@ -103,7 +106,7 @@ def test_both_cards_say_that_it_has_changed_and_by_how_much():
     for card in (tuned, heads):
         assert all(figure in card for figure in SAID) and "owner/original" in card
         assert "vllm serve me/tuned " in card and '"model": "me/tuned-medusa"' in card
-    assert "backbone has changed" in heads and "| lora_rank | 32 |" in heads
+    assert "backbone has changed" in heads and "| backbone.lora_rank | 32 |" in heads
     of_tuned, of_heads = ModelCard(tuned).data, ModelCard(heads).data
     assert (of_tuned.base_model, of_tuned["base_model_relation"]) == ("owner/original", "finetune")
     assert (of_heads.base_model, of_heads["base_model_relation"]) == ("me/tuned", "adapter")

@@ -41,7 +41,14 @@ RECIPE = {
     "target": {"model": "/home/me/models/secret", "dtype": "bfloat16", "quantization": None},
     "seeds": {"sources": [{"hub": "owner/chats", "path": None}, {"hub": None, "path": "/home/me/private.jsonl"}]},
     "generate": {"mode": "replay", "temperature": 0.7, "holdout_temperature": 0.0},
-    "train": {"method": "medusa-1", "num_heads": 3, "num_layers": 1, "lr": 0.001, "roles": ["assistant"]},
+    "train": {
+        "method": "medusa-1",
+        "num_heads": 3,
+        "heads": "medusa",
+        "medusa": {"num_layers": 1},
+        "lr": 0.001,
+        "roles": ["assistant"],
+    },
     "export": {"formats": ["expanded"]},
 }
 
@@ -117,7 +124,7 @@ def test_a_failed_check_is_said_in_the_card():
 
 @pytest.mark.parametrize(("num_layers", "tgi"), [(1, "--model-id me/heads"), (2, "TGI cannot load these heads")])
 def test_the_shared_format_tells_which_engines_cannot_load_it(num_layers, tgi):
-    train = RECIPE["train"] | {"num_layers": num_layers}
+    train = RECIPE["train"] | {"medusa": {"num_layers": num_layers}}
     card = card_of(recipe=RECIPE | {"train": train, "export": {"formats": ["shared"]}})
     assert "TensorRT-LLM cannot load these heads" in card
     assert tgi in card

@@ -14,9 +14,9 @@ pytestmark = pytest.mark.fault
 
 JOINT = {
     "train__method": "medusa-2",
-    "train__sequence_length": 96,
-    "train__batch_sequences": 4,
-    "train__lora_rank": 4,
+    "train__backbone__sequence_length": 96,
+    "train__backbone__batch_sequences": 4,
+    "train__backbone__lora_rank": 4,
 }
 DEATHS = [("renamed", "heads.safetensors", False), ("rename", "backbone", False), ("renamed", "backbone", True)]
 

@@ -17,7 +17,6 @@ from pipeline.config import Config
 from pipeline.config.load import load_config
 from pipeline.demo import ensure as demo_target
 from pipeline.errors import ConfigError
-from pipeline.evaluation import studies
 from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
@@ -29,23 +28,16 @@ EVERYTHING = ["seeds", "generate", "features", "train", "calibrate", "export", "
 
 
 @pytest.fixture
-def no_plots(unrendered_plots) -> None:
-    """Plots are drawn of all studies, from what a flow has measured."""
-
-
-@pytest.fixture
 def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
     """`story("distill_zephyr", *words)` runs a flow on the tiny target, inline; its run is at `tmp_path`/<name>."""
-    for figure, few in {"NUM_PROMPTS": 2, "TEMPERATURES": (0.7,), "EPS": (0.04, 0.25), "BATCH_SIZES": (1, 4)}.items():
-        monkeypatch.setattr(studies, figure, few)
 
-    def tell(name: str, *words: str, **options: str) -> None:
+    def tell(name: str, *words: str) -> None:
         spec = importlib.util.spec_from_file_location(name, FLOWS / f"{name}.py")
         assert spec and spec.loader
         module: ModuleType = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         inline = partial(run_flow, console=Console(quiet=True))
-        module.run_flow = lambda *given, **more: inline(*given, **{**more, "executor": "inline", **options})  # type: ignore
+        module.run_flow = lambda *given, **more: inline(*given, **{**more, "executor": "inline"})  # type: ignore
         first = [word for word in words if "=" not in word]
         small = [
             f"run.root={tmp_path}",
@@ -63,7 +55,11 @@ def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
     return tell
 
 
-SHORT = ("train.sequence_length=96", "train.batch_sequences=8", "train.micro_batch=8")  # of Medusa-2's texts
+SHORT = (
+    "train.backbone.sequence_length=96",
+    "train.backbone.batch_sequences=8",
+    "train.backbone.micro_batch=8",
+)  # of Medusa-2's texts
 
 
 def test_zephyr_writes_both_sides_itself_and_learns_from_the_text(story, tmp_path):
@@ -76,7 +72,7 @@ def test_zephyr_writes_both_sides_itself_and_learns_from_the_text(story, tmp_pat
 
 
 def test_vicuna_brings_the_chat_template_that_its_target_lacks(story, tmp_path):
-    story("distill_vicuna", "vicuna-7b", *SHORT, "train.sequence_length=192")
+    story("distill_vicuna", "vicuna-7b", *SHORT, "train.backbone.sequence_length=192")
     run = RunDirectory(tmp_path / "vicuna-7b")
     assert stages_run(run) == EVERYTHING
     export = run.latest("export").path
@@ -89,17 +85,19 @@ def test_vicuna_brings_the_chat_template_that_its_target_lacks(story, tmp_path):
 
 def test_the_recipes_are_the_paper_s():
     """Appendix B: rates of heads and backbone, warmup, sequences; Medusa-2 in two stages for Vicuna-7B (FACTS)."""
-    keys = ("recipe", "schedule", "lambda_0", "lr", "backbone_lr", "warmup_steps", "sequence_length", "batch_sequences")
-    alone = ("joint", "sine", 0.01, 4e-4, 1e-4, 20, 2048, 128)
+    keys = ("recipe", "schedule", "lambda_0", "lr", "sequence_length", "batch_sequences")
+    alone = ("joint", "sine", 0.01, 1e-4, 2048, 128)
     expected = {
-        "zephyr-7b": alone,
-        "vicuna-33b": alone,
-        "vicuna-7b": ("two-stage", "constant", 0.2, 2e-3, 5e-4, 40, 2048, 64),
+        "zephyr-7b": ((4e-4, 20), alone),
+        "vicuna-33b": ((4e-4, 20), alone),
+        "vicuna-7b": ((2e-3, 40), ("two-stage", "constant", 0.2, 5e-4, 2048, 64)),
     }
-    for name, recipe in expected.items():
+    for name, (heads, recipe) in expected.items():
         train = load_config(FLOWS.parent / "configs" / f"{name}.yaml").train
-        assert (train.method, train.backbone_loss, train.lora_rank, train.lora_alpha) == ("medusa-2", "kl", 32, 16)
-        assert tuple(getattr(train, key) for key in keys) == recipe, name
+        assert (train.method, train.lr, train.warmup_steps) == ("medusa-2", *heads)
+        tuned = train.backbone
+        assert (tuned.loss, tuned.lora_rank, tuned.lora_alpha) == ("kl", 32, 16)
+        assert tuple(getattr(tuned, key) for key in keys) == recipe, name
 
 
 def test_vicuna_without_its_first_word_says_so(story):
@@ -125,7 +123,7 @@ def test_the_demo_makes_its_target_from_the_train_split_once(story, tmp_path, ti
     assert made == [train]
     story("demo", *words)
     assert len(made) == 1 and stages_run(run) == []
-    story("demo", *words, f"seeds.sources={save_seeds(tmp_path / 'more.jsonl', 50)}", until="seeds")
+    story("demo", *words, f"seeds.sources={save_seeds(tmp_path / 'more.jsonl', 50)}")
     assert len(made) == 2 and len(made[1]) == 34
 
 
@@ -139,9 +137,9 @@ def test_both_demos_are_alike_but_for_their_training():
 
 def test_the_second_demo_takes_target_and_text_from_the_first(story, tmp_path, tiny_target, monkeypatch):
     monkeypatch.setattr(demo_target, "train_demo_target", None)  # somebody's own model is not trained
-    words = (f"target.model={tiny_target}", "check.min_acceleration_rate=1", "check.prompts=4", "check.studies=[]")
-    story("demo", *words, until="generate")
-    story("demo", "medusa-2", *words, *SHORT, f"run.store={tmp_path / 'demo'}", "train.max_kl=9")
+    words = (f"target.model={tiny_target}", "check.min_acceleration_rate=1", "check.prompts=4")
+    story("demo", *words)
+    story("demo", "medusa-2", *words, *SHORT, f"run.store={tmp_path / 'demo'}", "train.backbone.max_kl=9")
     run = RunDirectory(tmp_path / "demo-medusa-2")
     assert stages_run(run) == ["train", "calibrate", "export", "check"]
     for stage in ("seeds", "generate"):

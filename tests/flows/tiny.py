@@ -6,6 +6,7 @@ choices are no ties, and it has several end-of-sequence ids, so that some of its
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import json
 import random
@@ -90,11 +91,14 @@ def save_seeds(path: Path, number: int = NUM_SEEDS) -> Path:
 
 
 def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Settings with `section__key=value` changes."""
-    out = {section: dict(keys) for section, keys in settings.items()}
+    """Settings with `section__key=value` or `section__inner__key=value` changes."""
+    out = copy.deepcopy(settings)
     for name, value in changes.items():
-        section, key = name.split("__")
-        out.setdefault(section, {})[key] = value
+        *sections, key = name.split("__")
+        place = out
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
     return out
 
 
@@ -116,23 +120,6 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         return directory
 
     return get
-
-
-@pytest.fixture(autouse=True)
-def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plots in the reports of a flow's tests, but in `finished_run`: they take a third of a tiny run's time.
-
-    A module that wants them overrides this fixture.
-    """
-    if "make_settings" in request.fixturenames:
-        monkeypatch.setattr("pipeline.report.html.drawings", lambda *_: {})
-
-
-@pytest.fixture
-def unrendered_plots(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plots are drawn from the data, but not written as SVG, which is four fifths of the work."""
-    blank = '<svg viewBox="0 0 1 1"></svg>'
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write(blank))
 
 
 @pytest.fixture(scope="session")

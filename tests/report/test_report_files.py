@@ -14,8 +14,6 @@ import pytest
 
 from pipeline.report.report import write_report
 
-pytestmark = pytest.mark.usefixtures("unrendered_plots")  # tests/report/test_report_plots.py looks at them
-
 
 def _read_json(directory: Path) -> dict:
     def refuse(constant: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.ray_executor import SUBMITTED_JOB
-from pipeline.run.preflight import check_config
+from pipeline.run.preflight import check_config, unread_settings
 
 HUB = {"target__model": "owner/model"}
 MEDUSA_2 = {"train__method": "medusa-2"}
@@ -20,6 +20,8 @@ MEDUSA_2 = {"train__method": "medusa-2"}
     ("changes", "key"),
     [
         ({"train__num_heads": 129}, "train.num_heads"),
+        ({"train__heads": "medus"}, r"train\.heads.*Did you mean medusa"),
+        ({"train__method": "medusa1"}, r"train\.method.*Did you mean 'medusa-1'"),
         ({"calibrate__depth": 4}, "calibrate.depth"),
         ({"export__formats": ["shared"]}, "export.formats"),
         ({"calibrate__choices": "/absent.json"}, "calibrate.choices"),
@@ -27,10 +29,10 @@ MEDUSA_2 = {"train__method": "medusa-2"}
         ({"push__repo_id": "me/heads"}, "push.base_model"),
         ({"push__repo_id": "heads", **HUB}, "push.repo_id"),
         ({"push__repo_id": "me/heads", "push__base_model": "not an id"}, "push.base_model"),
-        ({"train__lora_rank": 65, **MEDUSA_2}, "train.lora_rank"),
+        ({"train__backbone__lora_rank": 65, **MEDUSA_2}, "train.backbone.lora_rank"),
         ({"target__model": "/absent", **MEDUSA_2}, "target"),
-        ({"train__shard_backbone": True, "target__quantization": "4bit", **MEDUSA_2}, "train.shard_backbone"),
-        ({"train__shard_backbone": True, "train__quantization": "8bit", **MEDUSA_2}, "train.shard_backbone"),
+        ({"train__backbone__shard": True, "target__quantization": "4bit", **MEDUSA_2}, "train.backbone.shard"),
+        ({"train__backbone__shard": True, "train__backbone__quantization": "8bit", **MEDUSA_2}, "train.backbone.shard"),
     ],
 )
 def test_it_is_refused_and_the_key_is_named(make_config, tmp_path, changes, key):
@@ -45,23 +47,31 @@ def test_it_is_refused_and_the_key_is_named(make_config, tmp_path, changes, key)
         {},
         {"train__num_heads": 128},
         {"calibrate__depth": 3},
-        {"export__formats": ["shared"], "train__lm_head": "tied"},
+        {"export__formats": ["shared"], "train__medusa__lm_head": "tied"},
         {"push__repo_id": "me/heads", **HUB},
         {"push__repo_id": "me/heads", "push__base_model": "owner/model"},
         MEDUSA_2,
-        {"train__shard_backbone": True, **MEDUSA_2},
-        {"train__lora_rank": 65},
-        {"train__shard_backbone": True, "target__quantization": "4bit"},
+        {"train__backbone__shard": True, **MEDUSA_2},
+        {"train__backbone__lora_rank": 65},
+        {"train__backbone__shard": True, "target__quantization": "4bit"},
         {
-            "train__shard_backbone": True,
+            "train__backbone__shard": True,
             "target__quantization": "4bit",
-            "train__quantization": "none",
+            "train__backbone__quantization": "none",
             **MEDUSA_2,
         },
     ],
 )
 def test_it_is_allowed(make_config, tmp_path, changes):
     check_config(make_config(tmp_path, **changes))
+
+
+def test_keys_that_the_chosen_kind_and_method_never_read_are_warned_of(make_config, tmp_path):
+    assert unread_settings(make_config(tmp_path)) == []
+    changes = {"train__backbone__lora_rank": 4, "train__backbone__lr": 1e-4}
+    (warning,) = unread_settings(make_config(tmp_path, **changes))
+    assert "train.backbone.lora_rank" in warning and "train.backbone.lr" in warning and "medusa-1" in warning
+    assert unread_settings(make_config(tmp_path, **changes, **MEDUSA_2)) == []
 
 
 def test_a_submitted_job_keeps_nothing_in_its_uploaded_copy(make_config, tmp_path, monkeypatch):
@@ -83,7 +93,7 @@ WANTS = [
     ({"check__engines": ["native", "vllm"]}, "vllm", "check.engines", "check"),
     ({"train__optimizer": "adamw-8bit"}, "bitsandbytes", "train.optimizer", "train"),
     ({"target__quantization": "8bit"}, "bitsandbytes", "target.quantization", "features"),
-    ({"train__quantization": "4bit"} | MEDUSA_2, "bitsandbytes", "train.quantization", "train"),
+    ({"train__backbone__quantization": "4bit"} | MEDUSA_2, "bitsandbytes", "train.backbone.quantization", "train"),
     (MEDUSA_2, "peft", "train.method", "train"),
 ]
 
@@ -129,7 +139,7 @@ def test_a_quantized_target_trains_quantized_too_unless_it_is_said(make_config, 
     quantized = {"target__quantization": "4bit", **MEDUSA_2}
     with pytest.raises(EnvironmentFault, match=r"train needs it.*target\.quantization"):
         check_config(make_config(tmp_path, **quantized), {"train"})
-    check_config(make_config(tmp_path, **quantized, train__quantization="none"), {"train"})
+    check_config(make_config(tmp_path, **quantized, train__backbone__quantization="none"), {"train"})
 
 
 def test_replies_that_the_seeds_bring_need_no_engine(make_config, tmp_path, monkeypatch, own_machine):
@@ -170,6 +180,6 @@ def test_every_rule_has_numbers_that_it_takes(make_config, tmp_path):
 
 def test_medusa_2_takes_no_second_gpu_for_a_worker_that_would_not_use_it(make_config, tmp_path):
     config = make_config(tmp_path, **MEDUSA_2, placement__train={"gpus_per_worker": 2})
-    with pytest.raises(ConfigError, match=r"one GPU per worker.*train\.shard_backbone"):
+    with pytest.raises(ConfigError, match=r"one GPU per worker.*train\.backbone\.shard"):
         check_config(config, ["train"])
     check_config(make_config(tmp_path, placement__train={"gpus_per_worker": 2}), ["train"])

@@ -48,7 +48,7 @@ def test_the_model_card_is_renewed_with_the_checked_figures_and_nothing_else_cha
 
 @pytest.mark.parametrize("form", ["expanded", "shared"])
 def test_tied_heads_carry_the_target_s_own_lm_head(copied_run, make_config, tmp_path, tiny_target, form):
-    run = run_again(make_config(tmp_path, train__lm_head="tied", export__formats=[form]))
+    run = run_again(make_config(tmp_path, train__medusa__lm_head="tied", export__formats=[form]))
     assert stages_run(run) == ["train", "calibrate", "export", "check"]
     stored = load_file(run.path / "latest/export/medusa_lm_head.safetensors")
     lm_heads = [name for name in stored if name.endswith(".1.weight")]

@@ -11,7 +11,7 @@ from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.run_directory import RunDirectory
 
 MEDUSA_2 = {"train__method": "medusa-2"}
-TWO_STAGE = MEDUSA_2 | {"train__recipe": "two-stage"}
+TWO_STAGE = MEDUSA_2 | {"train__backbone__recipe": "two-stage"}
 
 
 @pytest.fixture
@@ -23,28 +23,29 @@ def identity(make_config, tmp_path):
     return of
 
 
-def test_medusa1_is_named_as_it_was_before_there_was_another_method(make_config, tmp_path):
+def test_heads_alone_are_named_by_the_common_keys_and_their_kind_s_own(make_config, tmp_path):
     config = make_config(tmp_path)
     settings = train.identity(Context(config, RunDirectory.create(config), Console(quiet=True)))["settings"]
-    common = {"method", "num_heads", "num_layers", "lm_head", "decay", "roles", "lr", "epochs", "batch_tokens"}
+    common = {"heads", "method", "num_heads", "medusa", "decay", "roles", "lr", "epochs", "batch_tokens"}
     assert set(settings) == common | {"warmup_steps", "optimizer", "weight_decay", "max_grad_norm", "precision"}
+    assert set(settings["medusa"]) == {"num_layers", "lm_head"}
 
 
 @pytest.mark.parametrize(
     ("method", "key", "value"),
     [
-        ({}, "lambda_0", 0.5),
-        ({}, "lora_rank", 3),
-        ({}, "sequence_length", 100),
-        ({}, "recipe", "two-stage"),
+        ({}, "backbone__lambda_0", 0.5),
+        ({}, "backbone__lora_rank", 3),
+        ({}, "backbone__sequence_length", 100),
+        ({}, "backbone__recipe", "two-stage"),
         (MEDUSA_2, "batch_tokens", 99),
-        (MEDUSA_2, "max_kl", 0.5),
-        (MEDUSA_2, "micro_batch", 4),
-        (MEDUSA_2, "gradient_checkpointing", False),
-        (MEDUSA_2, "shard_backbone", True),
-        (MEDUSA_2, "quantization", "none"),
-        (MEDUSA_2 | {"target__quantization": "4bit"}, "quantization", "4bit"),
-        ({}, "quantization", "4bit"),
+        (MEDUSA_2, "backbone__max_kl", 0.5),
+        (MEDUSA_2, "backbone__micro_batch", 4),
+        (MEDUSA_2, "backbone__gradient_checkpointing", False),
+        (MEDUSA_2, "backbone__shard", True),
+        (MEDUSA_2, "backbone__quantization", "none"),
+        (MEDUSA_2 | {"target__quantization": "4bit"}, "backbone__quantization", "4bit"),
+        ({}, "backbone__quantization", "4bit"),
         (TWO_STAGE, "checkpoint_every", 7),
     ],
 )
@@ -56,14 +57,15 @@ def test_what_makes_no_difference_leaves_a_training_s_name_alone(identity, metho
     ("method", "key", "value"),
     [
         ({}, "method", "medusa-2"),
+        ({}, "medusa__num_layers", 2),
         ({}, "batch_tokens", 99),
-        (MEDUSA_2, "recipe", "two-stage"),
-        (MEDUSA_2, "backbone_loss", "ce"),
-        (MEDUSA_2, "backbone_lr", 1e-5),
-        (MEDUSA_2, "lora_dropout", 0.1),
-        (MEDUSA_2, "batch_sequences", 3),
-        (MEDUSA_2, "quantization", "4bit"),
-        (MEDUSA_2 | {"target__quantization": "4bit"}, "quantization", "none"),
+        (MEDUSA_2, "backbone__recipe", "two-stage"),
+        (MEDUSA_2, "backbone__loss", "ce"),
+        (MEDUSA_2, "backbone__lr", 1e-5),
+        (MEDUSA_2, "backbone__lora_dropout", 0.1),
+        (MEDUSA_2, "backbone__batch_sequences", 3),
+        (MEDUSA_2, "backbone__quantization", "4bit"),
+        (MEDUSA_2 | {"target__quantization": "4bit"}, "backbone__quantization", "none"),
         (TWO_STAGE, "batch_tokens", 99),
     ],
 )

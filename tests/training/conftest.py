@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.artifacts.feature_rows import FEATURES
 from pipeline.artifacts.generated_rows import GENERATED
-from pipeline.config import TrainConfig
+from pipeline.config import BackboneConfig, MedusaConfig, TrainConfig
 from pipeline.conversations.spans import Span, feature_positions
+from pipeline.heads.kind import head_kind
 from pipeline.storage.shards import ShardWriter
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.methods import method_of
@@ -106,6 +107,19 @@ def texts(tmp_path_factory) -> tuple[str, ...]:
     return tuple(paths)
 
 
+def nested(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of `train` in their sections; `backbone_lr` and `backbone_loss` name the backbone's."""
+    found: dict[str, Any] = {"medusa": {}, "backbone": {}}
+    for key, value in settings.items():
+        if key in MedusaConfig.model_fields:
+            found["medusa"][key] = value
+        elif key.startswith("backbone_") or (key in BackboneConfig.model_fields and key != "lr"):
+            found["backbone"][key.removeprefix("backbone_")] = value
+        else:
+            found[key] = value
+    return found
+
+
 MakeSpec = Callable[..., TrainSpec]
 
 
@@ -116,11 +130,12 @@ def make_spec(tmp_path, shards, target) -> MakeSpec:
     def make(name: str = "train", *, shards: tuple[str, ...] = shards, **settings: Any) -> TrainSpec:
         usual = {"num_heads": 3, "epochs": 2, "batch_tokens": 40, "warmup_steps": 2, "lr": 1e-2, "checkpoint_every": 3}
         (tmp_path / name).mkdir(exist_ok=True)
-        train = TrainConfig(**{**usual, **settings})
+        train = TrainConfig(**nested({**usual, **settings}))
         return TrainSpec(
             shards=shards,
             fingerprint=FINGERPRINT,
             settings=train,
+            kind=head_kind(train.heads),
             method=method_of(train),
             target=target,
             hidden_size=D,

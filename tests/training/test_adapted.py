@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from pipeline.config import TrainConfig
+from pipeline.config import BackboneConfig
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.tuned import load_tuned
@@ -37,7 +37,7 @@ def batch(sequences) -> TextBatch:
 def make(spec: TargetSpec, **settings) -> Backbone:
     torch.manual_seed(1)
     usual = {"lora_rank": 4, "lora_alpha": 8, "lora_dropout": 0.0, "gradient_checkpointing": False}
-    return Backbone(spec, TrainConfig(**{**usual, **settings}), CPU)
+    return Backbone(spec, BackboneConfig(**{**usual, **settings}), CPU)
 
 
 def disturbed(backbone: Backbone) -> Backbone:
@@ -124,7 +124,7 @@ def test_a_target_that_does_not_fit_names_what_makes_it_smaller_where_it_trains(
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
-    with pytest.raises(EnvironmentFault, match=r"does not fit.*train\.shard_backbone.*train\.quantization"):
+    with pytest.raises(EnvironmentFault, match=r"does not fit.*train\.backbone\.shard.*train\.backbone\.quantization"):
         make(target)
 
 

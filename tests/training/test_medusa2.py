@@ -39,7 +39,7 @@ def disturb(trainer: Trainer) -> None:
 
 def plain_loss(trainer: Trainer, rows: list[dict]) -> torch.Tensor:
     """The total loss by its definition: row after row through peft's own model, full logits, positions in a loop."""
-    spec, settings = trainer.spec, trainer.settings
+    settings = trainer.settings
     backbone: list[torch.Tensor] = []
     heads: list[list[torch.Tensor]] = [[] for _ in range(settings.num_heads)]
     model = trainer.backbone.tuned
@@ -54,7 +54,7 @@ def plain_loss(trainer: Trainer, rows: list[dict]) -> torch.Tensor:
             if span["role"] not in settings.roles:
                 continue
             for position in range(span["start"] - 1, span["end"] - 1):
-                if settings.backbone_loss == "ce":
+                if settings.backbone.loss == "ce":
                     backbone.append(cross_entropy(logits[position], ids[position + 1]))
                 else:
                     p, q = original[position].log_softmax(0), logits[position].log_softmax(0)
@@ -63,8 +63,10 @@ def plain_loss(trainer: Trainer, rows: list[dict]) -> torch.Tensor:
                     if position + 2 + k < span["end"]:
                         heads[k].append(cross_entropy(guesses[k, position], ids[position + 2 + k]))
     means = [torch.stack(losses).mean() for losses in heads]
-    assert spec.settings.schedule == "constant"
-    return torch.stack(backbone).mean() + settings.lambda_0 * sum(0.8 ** (k + 1) * mean for k, mean in enumerate(means))
+    assert settings.backbone.schedule == "constant"
+    return torch.stack(backbone).mean() + settings.backbone.lambda_0 * sum(
+        0.8 ** (k + 1) * mean for k, mean in enumerate(means)
+    )
 
 
 def rows_of(spec: TrainSpec, split: str = "train") -> list[dict]:

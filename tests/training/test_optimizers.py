@@ -80,7 +80,7 @@ def test_weights_decay_and_biases_and_frozen_parameters_do_not(name):
 def test_heads_learn_four_times_as_fast_as_the_backbone_unless_told_otherwise_biases_among_them(name):
     for given, expected in ((None, 2.5e-3), (1e-4, 1e-4)):
         heads, backbone = Stacks(), nn.Linear(64, 80)
-        optimizer = make_optimizer(heads, settings(name, backbone_lr=given, weight_decay=0.1), backbone)
+        optimizer = make_optimizer(heads, settings(name, backbone={"lr": given}, weight_decay=0.1), backbone)
         before = [each.detach().clone() for each in (heads.block_weight, heads.block_bias, *backbone.parameters())]
         set_lr(optimizer, 0.5)
         for parameter in [*heads.parameters(), *backbone.parameters()]:

@@ -18,12 +18,12 @@ from tests.targets.adapters import logits_with_adapter_on
 
 MEDUSA_2 = {
     "train__method": "medusa-2",
-    "train__sequence_length": 96,
-    "train__batch_sequences": 4,
-    "train__micro_batch": 4,
-    "train__lora_rank": 4,
-    "train__backbone_lr": 0.05,
-    "train__max_kl": 50.0,
+    "train__backbone__sequence_length": 96,
+    "train__backbone__batch_sequences": 4,
+    "train__backbone__micro_batch": 4,
+    "train__backbone__lora_rank": 4,
+    "train__backbone__lr": 0.05,
+    "train__backbone__max_kl": 50.0,
     "check__prompts": 4,
 }
 
@@ -39,7 +39,7 @@ def test_a_run_with_a_four_bit_copy_publishes_whole_weights_that_decode_exactly(
         return load(name, *args, **settings)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spy)
-    config = make_config(tmp_path, **MEDUSA_2, train__quantization="4bit")
+    config = make_config(tmp_path, **MEDUSA_2, train__backbone__quantization="4bit")
     run = run_flow(config, executor="inline", console=Console(file=(said := StringIO())))
     assert [quantized for _, quantized in loaded].count(True) == 1 and (True, True) in loaded
     assert said.getvalue().count(QUANTIZED_TEACHER) == 1 and "nats from the target in 4bit" in said.getvalue()

@@ -63,7 +63,7 @@ def test_two_workers_train_heads_first_and_then_the_backbone_with_them(cluster, 
 
     """The second stage with the backbone split over them."""
     settings = {"recipe": "two-stage", "epochs": 2, "lora_dropout": 0.3}
-    alone, together = make_tuning("one", **settings), make_tuning("two", shard_backbone=True, **settings)
+    alone, together = make_tuning("one", **settings), make_tuning("two", shard=True, **settings)
     expected, shown = train(alone), []
     found = train_on_ray(together, 2, 1, 0, 3, on_progress=lambda step, total, *_: shown.append((step, total)))
     assert shown[-1] == (steps_of(together), steps_of(together)) and shown == sorted(shown)
