@@ -16,8 +16,8 @@ import torch
 from benchmarks import rows, targets
 from benchmarks.claims import Claim, Result
 from pipeline.config import FeaturesConfig
+from pipeline.stages.features import Worker
 from pipeline.storage.shards import Codec
-from pipeline.training.feature_worker import Worker
 
 AIM = 1.02
 HIDDEN_SIZES = (256, 4096)  # the demo's, and a 7B model's

@@ -19,10 +19,10 @@ from transformers import PreTrainedModel
 from benchmarks import rows, targets
 from benchmarks.claims import Claim, Result, in_turns, speed_ratio
 from pipeline.config import FeaturesConfig
+from pipeline.stages.features import Worker
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec, model_config
 from pipeline.targets.transformers_features import TransformersFeatureEngine
-from pipeline.training.feature_worker import Worker
 
 AIM = 0.85
 TOKENS_PER_BATCH = 8192  # the demo's

@@ -21,9 +21,9 @@ from benchmarks.features import forward_seconds, record_batches, stage_seconds
 from pipeline.artifacts.feature_rows import FEATURES, row_groups, write_group
 from pipeline.artifacts.generated_rows import TokenRow, spans_of
 from pipeline.config import FeaturesConfig
+from pipeline.stages.features import Worker
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.tasks import ShardTask
-from pipeline.training.feature_worker import Worker
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Size

@@ -25,11 +25,11 @@ from pipeline.artifacts.generated_rows import spans_of
 from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
 from pipeline.heads.medusa import MedusaHeads
+from pipeline.stages.features import Worker
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec, model_config
 from pipeline.training.batches import Batch
 from pipeline.training.epochs import LANES, EpochPlan
-from pipeline.training.feature_worker import Worker
 from pipeline.training.medusa1 import initial_heads, learn, open_features, train_medusa1
 from pipeline.training.methods import METHODS
 from pipeline.training.metrics import read_metrics

@@ -1,9 +1,7 @@
 """The order of the stages, and a run from top to bottom.
 
-A stage is a module with the same few names: `NAME`, `VERSION`, `UPSTREAM` (or `upstream(config)`, where the method
-decides what it reads), `identity(context)` (what its result depends on) and `run(context, directory)` (make it exist,
-return a summary). A stage whose DONE.json stands, whose files are as it says and whose upstream still has the content
-it was made from is not run again.
+A stage whose DONE.json stands, whose files are as it says and whose upstream still has the content that it was made
+from is kept; any other is made.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rich.console import Console
@@ -21,17 +18,26 @@ from pipeline.errors import CheckFailed, ConfigError, DamagedShard
 from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import duration
 from pipeline.run.context import Context
-from pipeline.run.identity import identity_of, locate, upstream_of
 from pipeline.run.preflight import check_config, unread_settings
-from pipeline.run.reporting import publish_report
+from pipeline.run.stage import Stage
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.training.methods import method_of
 
-STAGES: dict[str, ModuleType] = {
-    stage.NAME: stage for stage in (seeds, generate, features, train, calibrate, export, check, push)
+STAGES: dict[str, Stage] = {
+    stage.name: stage
+    for stage in (
+        seeds.STAGE,
+        generate.STAGE,
+        features.STAGE,
+        train.STAGE,
+        features.TUNED,
+        calibrate.STAGE,
+        export.STAGE,
+        check.STAGE,
+        push.STAGE,
+    )
 }
 
 
@@ -67,10 +73,10 @@ def run_flow(
         run.write_config(config)
         context = Context(config, run, console, executor)
         try:
-            # the workers of features also calibrate and check
-            context.check_placements({*wanted, "features"} if "calibrate" in wanted else wanted)
-            for name in method_of(config.train).skipped(config.train):
-                run.unlink_latest(name)
+            context.check_placements({placement for name in wanted for placement in STAGES[name].placements})
+            for name, stage in STAGES.items():
+                if stage.skipped(config) is not None:
+                    run.unlink_latest(name)
             run.event("run-started", stages=wanted, executor=executor)
             advance_all(context, wanted, fresh)
         finally:
@@ -93,35 +99,24 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
             if owner is None or str(damaged.where) in discarded:
                 raise
             discarded.add(str(damaged.where))
-            context.lock(owner).own()
-            _discard(context, owner, [Path(str(damaged.where))])
+            owner.discard([Path(str(damaged.where))])
+            _tell_damage(context, owner, [Path(str(damaged.where))])
             position, fresh = wanted.index(owner.stage), None
 
 
-def advance(context: Context, stage: ModuleType, *, fresh: bool = False) -> StageDirectory:
+def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDirectory:
     """Bring one stage up to date and link it as the latest; from then on the run holds it against being changed."""
-    directory = locate(context, stage)
-    directory.create(identity_of(context, stage))
+    directory = stage.locate(context)
+    directory.enter(stage.identity_of(context))
     context.run.link_latest(directory)
-    upstream = {name: context.upstream[name].content for name in upstream_of(stage, context.config)}
-    lock = context.lock(directory)
-    lock.share()
-    directory.clean()
-    if fresh or not directory.is_current(upstream) or directory.examine():
-        lock.own()
-        if fresh:
-            directory.drop()
-        elif damaged := directory.examine():
-            _discard(context, directory, damaged)
-        _run_stage(context, stage, directory, upstream)
-        lock.share()
+    upstream = stage.contents(context)
+    if fresh or not directory.is_whole(upstream):
+        _tell_damage(context, directory, directory.begin(upstream, fresh=fresh))
+        _make(context, stage, directory, upstream)
     else:
-        context.console.print(f"[green]✓[/] {stage.NAME:<10} kept       {directory.path.name}", highlight=False)
-    directory.require_own_shards()
-    context.upstream[stage.NAME] = directory
-    if stage is check:
-        publish_report(context)
-        check.verdict(directory, context.config)
+        context.console.print(f"[green]✓[/] {stage.name:<10} kept       {directory.path.name}", highlight=False)
+    context.upstream[stage.name] = directory
+    stage.conclude(context, directory)
     return directory
 
 
@@ -131,24 +126,24 @@ def _owner(context: Context, damaged: DamagedShard) -> StageDirectory | None:
     return next((stage for stage in context.upstream.values() if stage.path in (folder, folder.parent)), None)
 
 
-def _discard(context: Context, stage: StageDirectory, damaged: Sequence[Path]) -> None:
+def _tell_damage(context: Context, stage: StageDirectory, damaged: Sequence[Path]) -> None:
+    if not damaged:
+        return
     names = [str(path.relative_to(stage.path)) for path in damaged]
     context.run.event("damaged", stage=stage.stage, files=names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     context.console.print(f"[yellow]![/] {stage.stage:<10} damaged, made again: {', '.join(names[:3])}{more}")
-    stage.discard(damaged)
 
 
-def _run_stage(context: Context, stage: ModuleType, directory: StageDirectory, upstream: dict[str, str]) -> None:
-    directory.prepare(upstream)
-    context.run.event("stage-started", stage=stage.NAME, fingerprint=directory.fingerprint)
+def _make(context: Context, stage: Stage, directory: StageDirectory, upstream: dict[str, str]) -> None:
+    context.run.event("stage-started", stage=stage.name, fingerprint=directory.fingerprint)
     started = time.monotonic()
     summary = stage.run(context, directory)
     seconds = round(time.monotonic() - started, 3)
     directory.finish({**summary, "seconds": seconds}, upstream)
-    context.run.event("stage-finished", stage=stage.NAME, seconds=seconds)
+    context.run.event("stage-finished", stage=stage.name, seconds=seconds)
     context.console.print(
-        f"[green]✓[/] {stage.NAME:<10} {duration(seconds):<10} {stage.one_line(summary)}",
+        f"[green]✓[/] {stage.name:<10} {duration(seconds):<10} {stage.one_line(summary)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -178,7 +173,7 @@ def push_run(
     if not config.push.repo_id:
         raise ConfigError("There is no repository to push to.", "push.repo_id", "Give --repo-id USER/NAME.")
     context = Context(config, run, console, "inline")
-    for name in push.UPSTREAM:
+    for name in push.STAGE.upstream(config):
         stage = run.latest(name)
         if stage is None or not stage.done:
             raise ConfigError(
@@ -187,18 +182,18 @@ def push_run(
                 f"Run it first: medusa-distill run {path / 'run.yaml'}",
             )
         context.upstream[name] = stage
-    export, checked = (context.upstream[name] for name in push.UPSTREAM)
-    check.verdict(checked, config)
-    if (checked.done or {})["upstream"].get(export.stage) != export.content:
+    exported, checked = context.upstream["export"], context.upstream["check"]
+    check.require_passed(checked, config)
+    if (checked.done or {})["upstream"].get("export") != exported.content:
         fix = f"Run it: medusa-distill run {path / 'run.yaml'}"
-        raise CheckFailed("The check has not seen these heads.", str(export.path), fix)
+        raise CheckFailed("The check has not seen these heads.", str(exported.path), fix)
     if dry_run:
         receipt = push.push(context, dry_run=True)
         push.print_dry_run(console, receipt)
         return receipt
     with run.locked():
         try:
-            return advance(context, push).summary
+            return advance(context, push.STAGE).summary
         finally:
             context.close()
 
@@ -208,8 +203,9 @@ def _wanted(config: Config, stages: Sequence[str], until: str | None, fresh: str
         if name is not None and name not in stages:
             raise ConfigError(f"There is no stage '{name}'.", option, f"The stages are {', '.join(stages)}.")
     upto = stages[: stages.index(until) + 1] if until else stages
-    left_out = {*method_of(config.train).skipped(config.train), *(() if config.push.repo_id else ("push",))}
-    wanted = [name for name in upto if name not in left_out]
+    named = [name for name in upto if STAGES[name].skipped(config) is None and (name != "push" or config.push.repo_id)]
+    read = {source for name in named for source in STAGES[name].upstream(config)}
+    wanted = [name for name in STAGES if name in read.union(named)]
     if fresh is not None and fresh not in wanted:
         raise ConfigError(f"The stage '{fresh}' is not part of this run.", "--fresh", f"It runs {', '.join(wanted)}.")
     return wanted

@@ -95,7 +95,7 @@ def test_the_same_command_again_keeps_everything_and_computes_nothing(copied_run
         raise AssertionError("an engine was asked for")
 
     monkeypatch.setattr("pipeline.stages.generate.make_generation_engine", forbidden)
-    monkeypatch.setattr("pipeline.training.feature_worker.make_feature_engine", forbidden)
+    monkeypatch.setattr("pipeline.stages.features.make_feature_engine", forbidden)
     before = {p: p.stat().st_mtime_ns for p in copied_run.path.rglob("*.parquet")}
     run = run_again(make_config(tmp_path))
     assert stages_run(run) == [] and shards_made(run) == []
@@ -144,7 +144,7 @@ def test_runs_that_name_one_store_share_the_feature_cache(copied_run, make_confi
 
 def test_a_second_run_in_a_store_is_refused_while_the_first_is_in_the_same_stage(copied_run, make_config, tmp_path):
     recipe = make_config(tmp_path, run__name="recipe", run__store=str(copied_run.path), train__lr=3e-2)
-    with latest(copied_run, "features").lock() as lock:
+    with latest(copied_run, "features").lock as lock:
         lock.own()
         with pytest.raises(EnvironmentFault, match="holds the features stage"):
             run_again(recipe)
@@ -169,7 +169,7 @@ def test_fresh_makes_a_stage_again_and_keeps_what_follows_when_it_is_the_same(co
 
 def test_fresh_does_not_throw_away_what_another_run_is_working_on(copied_run, make_config, tmp_path):
     features = latest(copied_run, "features")
-    with features.lock() as lock:
+    with features.lock as lock:
         lock.share()  # as a run does that trains from it
         with pytest.raises(EnvironmentFault, match="holds the features stage"):
             run_again(make_config(tmp_path), fresh="features")

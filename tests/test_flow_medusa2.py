@@ -18,7 +18,7 @@ from pipeline.errors import CheckFailed, EnvironmentFault
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.directory import read_export
 from pipeline.flow import STAGES as FLOW_STAGES
-from pipeline.run.status import stage_states
+from pipeline.run.status import stage_statuses
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer
@@ -37,7 +37,7 @@ JOINT = {
     "train__backbone__max_kl": 50.0,
     "check__prompts": 4,
 }
-STAGES = ["seeds", "generate", "train", "calibrate", "export", "check"]
+STAGES = ["seeds", "generate", "train", "tuned-features", "calibrate", "export", "check"]
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_
     assert (report["method"], report["train"]["recipe"]) == ("medusa-2", "joint")
     assert "learns from the text" in report["skipped"]["features"] and "features" not in report
     assert "learns from the text" in (joint_run.path / "report.md").read_text()
-    states = stage_states(*RunDirectory.open(joint_run.path), FLOW_STAGES)
-    assert {name: state.word for name, state in states.items()} == {
+    states = stage_statuses(*RunDirectory.open(joint_run.path), FLOW_STAGES)
+    assert {name: state.status for name, state in states.items()} == {
         **dict.fromkeys(STAGES, "done"),
         "features": "skipped",
         "push": "not run",
@@ -104,8 +104,7 @@ def test_the_exported_backbone_is_target_and_adapter_and_the_heads_name_it(joint
 
 
 def test_calibration_looks_at_held_out_rows_through_the_tuned_backbone(joint_run):
-    states = next(latest(joint_run, "calibrate").path.glob("states-*/shards"))
-    rows = [row for path in sorted(states.glob("*.parquet")) for row in read_rows(path)]
+    rows = [row for path in latest(joint_run, "tuned-features").shards() for row in read_rows(path)]
     generated = [row for path in latest(joint_run, "generate").shards() for row in read_rows(path)]
     assert [row["id"] for row in rows] == [row["id"] for row in generated if row["split"] == "calibrate"]
     model = AutoModelForCausalLM.from_pretrained(backbone_of(joint_run)).model
@@ -117,22 +116,18 @@ def test_calibration_looks_at_held_out_rows_through_the_tuned_backbone(joint_run
 
 
 def test_another_tree_is_searched_on_the_very_states_that_the_first_one_was(run, make_config, tmp_path, monkeypatch):
-    def states() -> list[Path]:
-        return sorted(latest(run, "calibrate").path.glob("states-*/*/*"))
-
-    before = states()
-    assert {path.parent.name for path in before} == {"quarantine", "receipts", "shards"}
+    states = latest(run, "tuned-features")
     with monkeypatch.context() as patched:
-        patched.setattr("pipeline.stages.calibrate.Worker", None)
+        patched.setattr("pipeline.stages.features.Worker", None)
         changed = run_again(make_config(tmp_path, **JOINT, calibrate__nodes=4), until="calibrate")
     assert stages_run(changed) == ["calibrate"] and latest(run, "calibrate").summary["tree"]["nodes"] == 4
-    assert len(states()) == len(before) and all(map(Path.samefile, states(), before))
-    assert latest(run, "calibrate").verify() == []
+    assert latest(run, "tuned-features").path == states.path and states.verify() == []
 
-    shard = next(path for path in states() if path.suffix == ".parquet")
-    shard.write_bytes(bytes(reversed(shard.read_bytes())))  # both names' content
+    shard = states.shard_path(0)
+    shard.write_bytes(bytes(reversed(shard.read_bytes())))
+    assert states.verify()
     run_again(make_config(tmp_path, **JOINT, calibrate__nodes=4), until="calibrate")
-    assert latest(run, "calibrate").verify() == []
+    assert stages_run(run) == ["tuned-features"] and states.verify() == []
 
 
 @torch.inference_mode()
@@ -195,7 +190,7 @@ def test_a_run_that_lies_elsewhere_makes_nothing_again_and_uses_the_backbone_tha
     [
         ("train", "backbone/model.safetensors", ["train"]),
         ("export", "backbone/config.json", ["export"]),
-        ("calibrate", "states-*/shards/00000.parquet", ["calibrate"]),
+        ("tuned-features", "shards/00000.parquet", ["tuned-features"]),
     ],
 )
 def test_what_is_damaged_of_a_backbone_or_its_states_is_made_again_and_nothing_is_trained(
@@ -211,14 +206,14 @@ def test_what_is_damaged_of_a_backbone_or_its_states_is_made_again_and_nothing_i
     assert latest(run, stage).verify()
     assert stages_run(run_again(config, until="export")) == remade
     assert latest(run, stage).verify() == [] and heads.stat().st_mtime_ns == trained
-    if stage != "calibrate":  # whose shards say when they were written
+    if stage != "tuned-features":  # whose shards say when they were written
         assert path.read_bytes() == whole
 
 
 def test_two_stages_train_from_both_and_calibrate_with_the_tuned_backbone(make_config, tmp_path):
     run = run_again(make_config(tmp_path, **JOINT, train__backbone__recipe="two-stage"), until="export")
-    assert stages_run(run) == ["seeds", "generate", "features", "train", "calibrate", "export"]
-    assert list(latest(run, "calibrate").path.glob("states-*/shards/*.parquet"))
+    assert stages_run(run) == ["seeds", "generate", "features", "train", "tuned-features", "calibrate", "export"]
+    assert latest(run, "tuned-features").shards()
     assert backbone_of(run).is_dir()
 
 

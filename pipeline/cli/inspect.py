@@ -13,7 +13,7 @@ from pipeline.artifacts.generated_rows import spans_of
 from pipeline.cli.terminal_text import visible
 from pipeline.config import Config
 from pipeline.errors import ConfigError, MedusaDistillError
-from pipeline.storage.run_directory import STAGES, RunDirectory
+from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_footer, read_rows
 from pipeline.storage.stage_directory import StageDirectory
 
@@ -29,10 +29,12 @@ def inspect(
 ) -> None:
     """Show a row with what the target wrote in colour (assistant green, user cyan)."""
     run, config = RunDirectory.open(run_dir)
-    if stage not in STAGES:
-        raise ConfigError(f"There is no stage '{stage}'.", "inspect", f"The stages are {', '.join(STAGES)}.")
     directory = run.latest(stage)
     if directory is None:
+        from pipeline.flow import STAGES
+
+        if stage not in STAGES:
+            raise ConfigError(f"There is no stage '{stage}'.", "inspect", f"The stages are {', '.join(STAGES)}.")
         raise ConfigError(f"This run has not reached {stage} yet.", str(run.path), "See `medusa-distill status`.")
     console = Console(highlight=False)
     if not directory.shards():

@@ -22,7 +22,7 @@ from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.methods import method_of
 
 if TYPE_CHECKING:
-    from pipeline.run.status import StageState
+    from pipeline.run.status import StageStatus
 
 
 def plan(
@@ -34,16 +34,16 @@ def plan(
     Starts and writes nothing; of a target on the Hub it fetches the configuration alone.
     """
     from pipeline.flow import STAGES
-    from pipeline.run.status import stage_states  # torch and transformers: --help does not wait for them
+    from pipeline.run.status import stage_statuses  # torch and transformers: --help does not wait for them
 
     settings = load_config(config, overrides or ())
     run = RunDirectory(settings.run.directory, settings.run.store)
     console = Console(width=None if Console().is_terminal else 120)
     table = Table("stage", "what", "shards", "why", box=None, header_style="bold")
-    states = stage_states(run, settings, STAGES)
+    states = stage_statuses(run, settings, STAGES)
     for name, state in states.items():
         if name != "push" or settings.push.repo_id:
-            what = {"done": "kept", "skipped": "skip"}.get(state.word, "run")
+            what = {"done": "kept", "skipped": "skip"}.get(state.status, "run")
             table.add_row(name, what, _shards(state), Text(state.why))
     console.print(table)
     figures = estimate(settings, _summary(states["seeds"]), _summary(states["generate"]))
@@ -69,16 +69,16 @@ def plan(
         console.print(figures.assumed, highlight=False, markup=False, soft_wrap=True)
     for name in type(settings.placement).model_fields:
         console.print(f"{name}: {_workers(name, settings)}", highlight=False, markup=False, soft_wrap=True)
-    if features.word != "done" and (figures.disk_bytes or 0) - cached > free:
+    if features.status != "done" and (figures.disk_bytes or 0) - cached > free:
         console.print("[yellow]That does not fit: name a larger run.store, or fewer rows with limit.[/]")
 
 
-def _summary(state: StageState) -> dict[str, Any] | None:
+def _summary(state: StageStatus) -> dict[str, Any] | None:
     """What a stage that is done says of itself."""
-    return state.directory.summary if state.word == "done" and state.directory else None
+    return state.directory.summary if state.status == "done" and state.directory else None
 
 
-def _shards(state: StageState) -> str:
+def _shards(state: StageStatus) -> str:
     """How many shards are made and how many are left to make, as far as that is known."""
     pending = (state.expected or 0) - state.made
     parts = [f"{state.made} done"] if state.made else []

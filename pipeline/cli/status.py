@@ -13,32 +13,32 @@ from rich.text import Text
 from pipeline.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from pipeline.run.status import StageState
+    from pipeline.run.status import StageStatus
 
 
 def status(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")]) -> None:
     """Per stage: done, partial, stale or not run, and why; rows, quarantined rows, seconds, tokens per second."""
     from pipeline.flow import STAGES
-    from pipeline.run.status import stage_states  # torch and transformers: --help does not wait for them
+    from pipeline.run.status import stage_statuses  # torch and transformers: --help does not wait for them
 
     run, config = RunDirectory.open(run_dir)
     headers = ("stage", "state", "shards", "rows", "quarantined", "seconds", "tokens/s", "directory", "why")
     table = Table(*headers, box=None, header_style="bold")
-    for name, state in stage_states(run, config, STAGES).items():
+    for name, state in stage_statuses(run, config, STAGES).items():
         summary = state.summary
         cells = [summary.get(key) for key in ("rows", "quarantined", "seconds", "tokens_per_second")]
         table.add_row(
             name,
-            state.word,
+            state.status,
             shards_in_words(state),
             *("" if cell is None else f"{cell:,.0f}" if isinstance(cell, int) else f"{cell:,.1f}" for cell in cells),
             state.directory.path.name if state.directory else "",
-            Text("" if state.word == "not run" else state.why),
+            Text("" if state.status == "not run" else state.why),
         )
     Console(width=None if Console().is_terminal else 160).print(table)
 
 
-def shards_in_words(state: StageState) -> str:
+def shards_in_words(state: StageStatus) -> str:
     """Shards that are made, of all that are to be."""
     if state.directory is None or not (state.made or state.expected):
         return ""

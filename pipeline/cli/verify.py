@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from pipeline.errors import CheckFailed
-from pipeline.storage.run_directory import STAGES, RunDirectory
+from pipeline.storage.run_directory import RunDirectory
 
 
 def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")]) -> None:
@@ -17,13 +17,11 @@ def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such
     run, _ = RunDirectory.open(run_dir)
     console = Console(highlight=False)
     damaged: list[str] = []
-    for name in STAGES:
-        stage = run.latest(name)
-        if stage is None:
-            if (link := run.path / "latest" / name).is_symlink():
-                damaged.append(f"{name}: {link.readlink().name} is missing")
-                console.print(f"[red]damaged[/]  {name:<10} no directory")
-            continue
+    for link in run.links():
+        if not link.is_dir():
+            damaged.append(f"{link.name}: {link.readlink().name} is missing")
+            console.print(f"[red]damaged[/]  {link.name:<10} no directory")
+    for name, stage in run.stages().items():
         problems = stage.verify()
         damaged += [f"{name}: {problem}" for problem in problems]
         state = f"{len(stage.done['files'])} files" if stage.done else f"{len(stage.shards())} shards, unfinished"

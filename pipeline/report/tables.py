@@ -134,9 +134,8 @@ def sizes_table(report: dict) -> Table:
 def stages_table(report: dict) -> Table:
     """Every stage with its rows, its quarantined rows, its time and what it made."""
     seconds = pick(report, "seconds_by_stage") or {}
-    names = [*(name for name in seconds if name not in STAGES), *STAGES]  # the demo makes its target first
     rows = []
-    for name in names:
+    for name in _stages_in_order(seconds):
         part = pick(report, name)
         if name not in seconds and not part:
             rows.append((name, *[NOT_RUN] * 3, pick(report, "skipped", name) or ""))
@@ -146,6 +145,16 @@ def stages_table(report: dict) -> Table:
         rows.append((name, count(num_rows), count(quarantined), duration(seconds.get(name)), _made(report, name)))
     shares = _shares([seconds.get(row[0]) for row in rows])
     return Table("Stages", ("stage", "rows", "quarantined", "time", "made"), tuple(rows), words=(0, 4), shares=shares)
+
+
+def _stages_in_order(seconds: dict) -> list[str]:
+    """The stages that every run may have, and where they were run those that few have."""
+    names, before = list(STAGES), None
+    for name in seconds:
+        if name not in names:
+            names.insert(names.index(before) + 1 if before else 0, name)
+        before = name
+    return names
 
 
 def quarantined_rows(report: dict, stage: str) -> int | None:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +18,6 @@ from pipeline.execution.placement import Placement, place
 from pipeline.execution.progress import Meter
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.storage.fingerprint import FileDigests
-from pipeline.storage.locks import Lock
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, resolve, weight_files
@@ -37,26 +37,24 @@ class Context:
     executor_name: str = "ray"
     read_only: bool = False
     upstream: dict[str, StageDirectory] = field(default_factory=dict)
-    locks: dict[str, Lock] = field(default_factory=dict)
+    directories: dict[Path, StageDirectory] = field(default_factory=dict)
 
     @functools.cached_property
     def executor(self) -> Executor:
         """Started when the first stage needs it: a run that is finished already starts nothing."""
         return make_executor(self.executor_name)
 
-    def lock(self, stage: StageDirectory) -> Lock:
-        """The lock of a stage's directory, which the run keeps until its end: what it has read, nobody throws away."""
-        held = self.locks.get(stage.stage)
-        if held is None or held.path.parent != stage.path:
-            self.locks[stage.stage] = stage.lock()
-        return self.locks[stage.stage]
+    def directory(self, name: str, fingerprint: str, **layout: tuple[str, ...]) -> StageDirectory:
+        """A stage's directory, one object for each: it keeps its lock until the run's end."""
+        directory = StageDirectory(self.run.store, name, fingerprint, **layout)
+        return self.directories.setdefault(directory.path, directory)
 
     def close(self) -> None:
         """Give back what was started and what is held."""
         if "executor" in self.__dict__:
             self.executor.close()
-        for lock in self.locks.values():
-            lock.release()
+        for directory in self.directories.values():
+            directory.release()
 
     @functools.cached_property
     def digests(self) -> FileDigests:

@@ -16,13 +16,12 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.export.layout import check_num_heads, check_repo_id, is_local, repositories
 from pipeline.heads.kind import head_kind
-from pipeline.storage.run_directory import STAGES
 from pipeline.targets.spec import TargetSpec, resolve
 from pipeline.training.methods import method_of
 
 
-def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
-    """Refuse settings that a later stage could not carry out; `stages` are those that are to run.
+def check_config(config: Config, stages: Collection[str] | None = None) -> None:
+    """Refuse settings that a later stage could not carry out; `stages` are those that are to run, None is all.
 
     Raises:
         ConfigError: Names the key.
@@ -38,7 +37,7 @@ def check_config(config: Config, stages: Collection[str] = STAGES) -> None:
         )
     for format in config.export.formats:
         kind.check_format(kind.shape_of(config.train, 1, 1), format)  # whatever the target's sizes
-    if "train" in stages:
+    if stages is None or "train" in stages:
         method.check(config)
     if config.calibrate.choices:
         read_choices(config)
@@ -121,7 +120,7 @@ def _check_push(push: PushConfig, target: str, *, tuned: bool) -> None:
         raise ConfigError("Nobody else can load heads for a target that is only here.", "push.base_model", fix)
 
 
-def _check_packages(config: Config, stages: Collection[str]) -> None:
+def _check_packages(config: Config, stages: Collection[str] | None) -> None:
     """Look for the packages that the settings ask for, without importing them.
 
     A stage that the store has a finished result of may be kept, made on another machine: it is left to say so itself.
@@ -129,7 +128,7 @@ def _check_packages(config: Config, stages: Collection[str]) -> None:
     store = (config.run.store or config.run.directory).expanduser()
     for stage, package, key, fix in _needed_packages(config):
         made_before = any(store.glob(f"{stage}-*/DONE.json"))
-        if stage in stages and not made_before and not _is_installed(package):
+        if (stages is None or stage in stages) and not made_before and not _is_installed(package):
             name = {"vllm": "vLLM"}.get(package, package)
             raise EnvironmentFault(f"{name} is not installed here, and {stage} needs it.", key, fix)
 

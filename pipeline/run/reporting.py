@@ -17,7 +17,7 @@ from pipeline.report.report import write_report
 from pipeline.report.terminal import print_report
 from pipeline.run.context import Context
 from pipeline.storage.atomic import read_json, write_text
-from pipeline.storage.run_directory import STAGES, RunDirectory
+from pipeline.storage.run_directory import RunDirectory
 from pipeline.targets.files import is_local
 from pipeline.training.methods import method_of
 from pipeline.training.metrics import read_curves
@@ -57,7 +57,7 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
 
     Its speeds are the check's, and so is its hardware: that of the machine which decoded.
     """
-    found = {name: stage for name in STAGES if (stage := run.latest(name)) and stage.done}
+    found = {name: stage for name, stage in run.stages().items() if stage.done}
     summaries = {name: stage.summary for name, stage in found.items()}
     report: dict[str, Any] = {
         "target": config.target.model,

@@ -1,11 +1,10 @@
-"""Where a run stands: each stage's state against its configuration, without running anything."""
+"""The status of each stage of a run against its configuration, without running anything."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from rich.console import Console
@@ -13,22 +12,21 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.errors import MedusaDistillError
 from pipeline.run.context import Context
-from pipeline.run.identity import identity_of, locate, upstream_of
+from pipeline.run.stage import Stage
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.totals import StageTotals
-from pipeline.training.methods import method_of
 
 
 @dataclass(frozen=True)
-class StageState:
-    """One stage: `word` is done, partial (some must be made), stale (made from something else), not run or skipped.
+class StageStatus:
+    """One stage: `status` is done, partial (some must be made), stale (made from something else), not run or skipped.
 
     `made` counts the shards that a run would keep, `expected` all that it would have at its end; both are 0 for a
     stage without shards, and `expected` is None while nobody can know it.
     """
 
-    word: str
+    status: str
     why: str
     directory: StageDirectory | None = None
     made: int = 0
@@ -44,61 +42,65 @@ class StageState:
         )
 
 
-def stage_states(run: RunDirectory, config: Config, stages: Mapping[str, ModuleType]) -> dict[str, StageState]:
-    """Every stage's state, upstream first. A target or seeds that are not there leave what the links say."""
+def stage_statuses(run: RunDirectory, config: Config, stages: Mapping[str, Stage]) -> dict[str, StageStatus]:
+    """Every stage's status, upstream first; without the target or the seeds it is what the links say."""
     context = Context(config, run, Console(quiet=True), read_only=True)
-    states: dict[str, StageState] = {}
+    statuses: dict[str, StageStatus] = {}
     obstacle: MedusaDistillError | None = None
-    skipped = method_of(config.train).skipped(config.train)
     for name, stage in stages.items():
-        if name in skipped:
-            states[name] = StageState("skipped", skipped[name])
+        if (why := stage.skipped(config)) is not None:
+            statuses |= {name: StageStatus("skipped", why)} if why else {}
             continue
         wanted: StageDirectory | None = None
         try:
-            wanted = locate(context, stage) if obstacle is None else None
+            wanted = stage.locate(context) if obstacle is None else None
         except MedusaDistillError as error:
             obstacle = error
         if wanted is None:
-            states[name] = _as_linked(run.latest(name), obstacle)
+            statuses[name] = _as_linked(run.latest(name), obstacle)
             continue
-        states[name] = _state(context, run.latest(name), wanted, stage, states)
+        statuses[name] = _status(context, run.latest(name), wanted, stage, statuses)
         context.upstream[name] = wanted
-    return states
+    return statuses
 
 
-def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError | None) -> StageState:
+def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError | None) -> StageStatus:
     why = obstacle.what if obstacle else ""
     if linked is None:
-        return StageState("not run", why, expected=None)
+        return StageStatus("not run", why, expected=None)
     why = f"taken to be unchanged: {why}" if why else ""
     made = len(linked.shards())
-    return StageState("done" if linked.done else "partial", why, linked, made, made if linked.done else None)
+    return StageStatus("done" if linked.done else "partial", why, linked, made, made if linked.done else None)
 
 
-def _state(
-    context: Context, linked: StageDirectory | None, wanted: StageDirectory, stage: Any, before: dict[str, StageState]
-) -> StageState:
-    sources = upstream_of(stage, context.config)
-    upstream = {name: context.upstream[name].content for name in sources}
-    if wanted.is_current(upstream) and wanted.fits:
+def _status(
+    context: Context,
+    linked: StageDirectory | None,
+    wanted: StageDirectory,
+    stage: Stage,
+    before: dict[str, StageStatus],
+) -> StageStatus:
+    sources = stage.upstream(context.config)
+    if wanted.is_current(stage.contents(context)) and not wanted.misfits():
         made = len((wanted.done or {}).get("shards", ()))
-        return StageState("done", "", wanted, made, made)
-    made, expected = _made(context, wanted, sources), _expected(stage, before)
+        return StageStatus("done", "", wanted, made, made)
+    made, expected = _made(context, wanted, sources), _expected(stage, sources, before)
     if not wanted.path.exists():
         if linked is None:
-            return StageState("not run", "never run", expected=expected)
-        return StageState("stale", _difference(linked.identity, identity_of(context, stage)), linked, 0, expected)
-    unready = [name for name in sources if before[name].word != "done"]
+            return StageStatus("not run", "never run", expected=expected)
+        return StageStatus("stale", _difference(linked.identity, stage.identity_of(context)), linked, 0, expected)
+    unready = [name for name in sources if before[name].status != "done"]
     if wanted.done is None:
-        return StageState("partial", "unfinished", wanted, made, expected)
-    if not wanted.fits:
-        files = [str(path.relative_to(wanted.path)) for path in wanted.misfits()]
+        return StageStatus("partial", "unfinished", wanted, made, expected)
+    if misfits := wanted.misfits():
+        files = [str(path.relative_to(wanted.path)) for path in misfits]
         more = f" and {len(files) - 2} more" if len(files) > 2 else ""
-        return StageState("partial", f"damaged: {', '.join(files[:2])}{more}", wanted, made, expected)
+        return StageStatus("partial", f"damaged: {', '.join(files[:2])}{more}", wanted, made, expected)
     if unready:
-        return StageState("stale", f"{unready[0]} comes first; kept if that comes out the same", wanted, made, expected)
-    return StageState("stale", "what it was made from has changed", wanted, made, expected)
+        return StageStatus(
+            "stale", f"{unready[0]} comes first; kept if that comes out the same", wanted, made, expected
+        )
+    return StageStatus("stale", "what it was made from has changed", wanted, made, expected)
 
 
 def _made(context: Context, wanted: StageDirectory, sources: Sequence[str]) -> int:
@@ -111,14 +113,11 @@ def _made(context: Context, wanted: StageDirectory, sources: Sequence[str]) -> i
     return sum(receipt.upstream == content.get(index) for index, receipt in have.items())
 
 
-def _expected(stage: Any, before: dict[str, StageState]) -> int | None:
+def _expected(stage: Stage, sources: Sequence[str], before: dict[str, StageStatus]) -> int | None:
     """One shard for each of the stage before; how many seeds there are, only reading them tells."""
-    if stage.NAME not in SHARDED:
+    if not stage.sharded:
         return 0
-    return before[stage.UPSTREAM[0]].expected if stage.UPSTREAM else None
-
-
-SHARDED = ("seeds", "generate", "features")
+    return before[sources[0]].expected if sources else None
 
 
 def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:

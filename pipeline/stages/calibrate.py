@@ -5,15 +5,11 @@ one half of it, by the product of accuracies (paper 2.3.3) and by how often whol
 which search has the higher acceleration rate, and what to expect, and that search is made again on both halves. With
 `calibrate.nodes: auto` the node budget is the one with the highest speedup, by the overhead of each size that is
 measured on this device; among sizes within 5 % of it the acceleration rate counts too. Or the tree is the user's own.
-Where Medusa-2 tuned the backbone, the split's states are the tuned one's, made in a directory within this stage's; for
-another tree they are not made again.
+Where training tuned the backbone, the states are those of the `tuned-features` stage.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +31,12 @@ from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.evaluation.tree_studies import STOCK_NODES
 from pipeline.run.context import Context
 from pipeline.run.preflight import read_choices
-from pipeline.run.sharded import run_sharded
+from pipeline.run.stage import Stage, Summary
 from pipeline.storage.atomic import write_json
-from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length
 from pipeline.training.evaluate import SPLIT, held_out_ranks
-from pipeline.training.feature_worker import Worker, engine_identity
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
@@ -53,22 +47,20 @@ MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # with the root powers of two,
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The cached states, or the text of which a tuned backbone makes others."""
-    return ("generate" if method_of(config.train).tunes_backbone else "features", "train")
+    """The states that the heads are measured on: the cached ones, or those of the tuned backbone."""
+    return ("tuned-features" if method_of(config.train).tunes_backbone else "features", "train")
 
 
 def identity(context: Context) -> dict[str, Any]:
-    """The budget, or the content of the user's tree; and how states are made here, if they are."""
+    """The budget, or the content of the user's tree."""
     settings = context.config.calibrate
     choices = read_choices(context.config) if settings.choices else None
-    tuned = method_of(context.config.train).tunes_backbone
-    here = {"states": engine_identity(context.config.features)} if tuned else {}
-    return {"nodes": settings.nodes, "depth": settings.depth, "top": settings.top, "choices": choices, **here}
+    return {"nodes": settings.nodes, "depth": settings.depth, "top": settings.top, "choices": choices}
 
 
-def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
+def run(context: Context, stage: StageDirectory) -> Summary:
     """Measure the heads, search the tree, choose its size."""
-    settings, features = context.config.calibrate, _features(context, stage)
+    settings, features = context.config.calibrate, context.upstream[upstream(context.config)[0]]
     ranks = _held_out_ranks(context, features)
     hits_KR, counts_K = ranks.hits(settings.top)
     searched_on, judged_on = ranks.halves()
@@ -115,42 +107,6 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
         },
         "positions": int(counts_K.max()),
     }
-
-
-def _features(context: Context, stage: StageDirectory) -> StageDirectory:
-    """Where the held-out states are: in the cache, or made here of the held-out rows by the tuned backbone."""
-    if not method_of(context.config.train).tunes_backbone:
-        return context.upstream["features"]
-    train, placement = context.upstream["train"], context.placement("features")
-    made_of = {
-        "backbone": train.content,
-        "train": train.fingerprint,
-        "engine": engine_identity(context.config.features),
-    }
-    states = StageDirectory(stage.path, "states", fingerprint(made_of | {"version": VERSION}))
-    if not states.path.exists():  # where a shard turned out damaged, it is made again, not taken again
-        _link_states(states, list(stage.path.parent.glob(f"{NAME}-*/{states.path.name}")))
-    arguments = {
-        "target": context.backbone("train"),
-        "settings": context.config.features,
-        "gpus": placement.gpus,
-        "split": SPLIT,
-    }
-    run_sharded(context, states, context.upstream["generate"], Worker, arguments, placement, unit="positions")
-    return states
-
-
-def _link_states(states: StageDirectory, others: Iterable[Path]) -> None:
-    """Take the shards of other calibrations that looked through the same backbone, with another tree in mind.
-
-    They take no room twice; where the file system has no hard links, they are made again.
-    """
-    for other in others:
-        for folder in ("quarantine", "receipts", "shards"):  # a shard is there only with what belongs to it
-            (states.path / folder).mkdir(parents=True, exist_ok=True)
-            for file in (path for path in (other / folder).glob("*") if path.suffix != ".tmp"):
-                with contextlib.suppress(OSError):  # it is there already, or was thrown away just now
-                    os.link(file, states.path / folder / file.name)
 
 
 def _held_out_ranks(context: Context, features: StageDirectory) -> HeldOutRanks:
@@ -207,7 +163,7 @@ def _usual_prompts(features: StageDirectory, context: int) -> list[list[int]]:
     return [prompt.ids[-max(1, context - 1 - NUM_STEPS) :] for prompt in prompts]
 
 
-def one_line(summary: dict[str, Any]) -> str:
+def one_line(summary: Summary) -> str:
     tree = summary["tree"]
     accuracies = " ".join(f"{head['top1']:.0%}" for head in summary["heads"])
     rate = tree["expected_acceleration_rate"]
@@ -218,3 +174,6 @@ def _head(hits_R: list[int], count: int) -> dict[str, Any]:
     """top1 to top5 and how many labels they were measured on."""
     tops = {f"top{rank + 1}": round(hits / count, 4) for rank, hits in enumerate(hits_R[:REPORTED_TOPS])}
     return {**tops, "labels": count}
+
+
+STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, placements=("train", "features"))

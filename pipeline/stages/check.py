@@ -34,6 +34,8 @@ from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ProgressReporter
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_questions, resolve_assistant
+from pipeline.run.reporting import publish_report
+from pipeline.run.stage import Stage, Summary
 from pipeline.storage.atomic import read_json, write_json, write_text
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, context_length, weight_files
@@ -63,7 +65,7 @@ def identity(context: Context) -> dict[str, Any]:
     return {"settings": settings}
 
 
-def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
+def run(context: Context, stage: StageDirectory) -> Summary:
     """Decode with every engine that is asked for and judge the results."""
     with context.meter(NAME, 0, unit="prompts") as meter:
         progress = ProgressReporter(stage.path.absolute() / PROGRESS_FILE, meter.show)
@@ -120,7 +122,13 @@ def _native(
     return result
 
 
-def verdict(stage: StageDirectory, config: Config) -> None:
+def conclude(context: Context, stage: StageDirectory) -> None:
+    """Publish the report, then judge what was found by the limits of this configuration."""
+    publish_report(context)
+    require_passed(stage, context.config)
+
+
+def require_passed(stage: StageDirectory, config: Config) -> None:
     """Raise `CheckFailed` when what the finished check has found is beyond the limits of this configuration."""
     if found := failures(stage.summary, config):
         reasons = "; ".join(found)
@@ -128,7 +136,7 @@ def verdict(stage: StageDirectory, config: Config) -> None:
         raise CheckFailed(f"The check failed: {reasons}.", str(stage.path), fix)
 
 
-def one_line(summary: dict[str, Any]) -> str:
+def one_line(summary: Summary) -> str:
     parts = []
     if native := summary.get("native"):
         speed = f"acceleration rate {native['acceleration_rate']:.2f}, speedup {native['speedup']:.2f}x"
@@ -183,3 +191,6 @@ def _choices(context: Context) -> list[tuple[int, ...]]:
 
 def _calibration(context: Context) -> dict[str, Any]:
     return read_json(context.upstream["calibrate"].path / "tree.json") or {}
+
+
+STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, conclude, placements=("features", "generate"))

@@ -14,17 +14,17 @@ from pipeline.artifacts.trained_heads import load_heads
 from pipeline.decoding.tree import check_choices
 from pipeline.export.card import model_card
 from pipeline.export.directory import write_export
-from pipeline.export.layout import BACKBONE_DIRECTORY, ExportConfig, check_vocabulary
+from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, ExportConfig, check_vocabulary
 from pipeline.export.tuned_backbone import link_backbone
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.run.context import Context
+from pipeline.run.stage import Stage, Summary, reads
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import load_tokenizer, model_config
 from pipeline.training.methods import method_of
 
 NAME = "export"
 VERSION = 1
-UPSTREAM = ("train", "calibrate")
 
 
 def identity(context: Context) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def identity(context: Context) -> dict[str, Any]:
     }
 
 
-def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
+def run(context: Context, stage: StageDirectory) -> Summary:
     """Write the directory and read it back."""
     settings, spec = context.config.export, context.target
     train, backbone = context.upstream["train"].path, stage.path.resolve() / BACKBONE_DIRECTORY
@@ -76,7 +76,19 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     }
 
 
-def one_line(summary: dict[str, Any]) -> str:
+def one_line(summary: Summary) -> str:
     tuned = f"; the tuned backbone, {summary['backbone_bytes'] / 1e6:,.1f} MB" if "backbone_bytes" in summary else ""
     heads = f"{len(summary['files'])} files, {summary['bytes'] / 1e6:,.1f} MB, {summary['dtype']}"
     return f"{heads}, read back and compared{tuned}"
+
+
+STAGE = Stage(
+    NAME,
+    VERSION,
+    reads("train", "calibrate"),
+    identity,
+    run,
+    one_line,
+    scratch=(CARD_FILE,),  # written again with every report
+    parts=(BACKBONE_DIRECTORY,),
+)

@@ -21,6 +21,7 @@ from pipeline.conversations.requests import Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
+from pipeline.run.stage import Stage, Summary, reads
 from pipeline.storage.shards import Receipt
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
@@ -31,7 +32,6 @@ from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, loa
 
 NAME = "generate"
 VERSION = 1
-UPSTREAM = ("seeds",)
 
 
 def identity(context: Context) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def identity(context: Context) -> dict[str, Any]:
     return {"settings": settings, "seed": context.config.run.seed, "target": context.target_identity}
 
 
-def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
+def run(context: Context, stage: StageDirectory) -> Summary:
     """Generate every pending shard."""
     placement = context.placement(NAME)
     settings = context.config.generate
@@ -56,7 +56,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     return run_sharded(context, stage, context.upstream["seeds"], Worker, arguments, placement, unit="tokens")
 
 
-def one_line(summary: dict[str, Any]) -> str:
+def one_line(summary: Summary) -> str:
     speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
     written = f"{summary['rows']:,} rows, {summary.get('tokens', 0):,.0f} tokens written"
     return f"{written}{speed}, {summary['quarantined']} quarantined"
@@ -142,3 +142,6 @@ class Worker:
             on_truncated=settings.on_truncated,
             seed=self.seed,
         )
+
+
+STAGE = Stage(NAME, VERSION, reads("seeds"), identity, run, one_line, sharded=True, placements=(NAME,))

@@ -12,6 +12,7 @@ from rich.console import Console
 from pipeline.export.hub import push_backbone, push_export
 from pipeline.export.layout import BACKBONE_DIRECTORY, repositories
 from pipeline.run.context import Context
+from pipeline.run.stage import Stage, Summary, reads
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
@@ -19,14 +20,13 @@ from pipeline.training.methods import method_of
 
 NAME = "push"
 VERSION = 1
-UPSTREAM = ("export", "check")
 
 
 def identity(context: Context) -> dict[str, Any]:
     return context.config.push.model_dump(mode="json")
 
 
-def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
+def run(context: Context, stage: StageDirectory) -> Summary:
     """Push, and keep the receipt."""
     receipt = push(context)
     write_json(stage.path / "receipt.json", receipt)
@@ -81,7 +81,7 @@ def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
         console.print(f"[yellow]Still missing:[/] {missing}", highlight=False, soft_wrap=True)
 
 
-def one_line(summary: dict[str, Any]) -> str:
+def one_line(summary: Summary) -> str:
     parts = [summary["backbone"]] if "backbone" in summary else []
     return "; ".join(
         f"{part['repo']} has it already"
@@ -89,3 +89,6 @@ def one_line(summary: dict[str, Any]) -> str:
         else f"{part['files']} files to {part['repo']}, commit {str(part['commit'])[:8]}"
         for part in [*parts, summary]
     )
+
+
+STAGE = Stage(NAME, VERSION, reads("export", "check"), identity, run, one_line)

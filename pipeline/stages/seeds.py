@@ -18,13 +18,13 @@ from pipeline.conversations.conversation import Conversation, Deduplicator, Reje
 from pipeline.conversations.readers import name_sources, read_source, source_files
 from pipeline.errors import DataError
 from pipeline.run.context import Context
+from pipeline.run.stage import Stage, Summary, reads
 from pipeline.storage.shards import Receipt, ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.totals import StageTotals
 
 NAME = "seeds"
 VERSION = 1
-UPSTREAM: tuple[str, ...] = ()
 
 MIN_HELD_OUT = 8
 SMALL_SET = 4096  # up to here the held-out rows are counted out exactly, so that small sets have enough of them
@@ -50,7 +50,7 @@ def _source_identity(context: Context, source: SeedSource) -> dict[str, Any]:
     return described | {"files": [[file.name, context.digests.of(file)] for file in source_files(source.path)]}
 
 
-def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
+def run(context: Context, stage: StageDirectory) -> Summary:
     """Read every source and write the shards."""
     settings = context.config.seeds
     receipts: dict[int, Receipt] = {}
@@ -74,7 +74,7 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     return summary
 
 
-def one_line(summary: dict[str, Any]) -> str:
+def one_line(summary: Summary) -> str:
     held_out = f"{summary['calibrate_rows']:,.0f} to calibrate, {summary['check_rows']:,.0f} to check"
     return f"{summary['rows']:,} conversations ({held_out}), {summary['quarantined']} quarantined"
 
@@ -136,7 +136,7 @@ def _write_shard(stage: StageDirectory, index: int, chunk: list[tuple[Conversati
         )
 
 
-def _require_enough(summary: dict[str, Any], stage: StageDirectory) -> None:
+def _require_enough(summary: Summary, stage: StageDirectory) -> None:
     fewest = min(summary.get(f"{split}_rows", 0) for split in SPLITS)
     if fewest < MIN_HELD_OUT:
         raise DataError(
@@ -145,3 +145,6 @@ def _require_enough(summary: dict[str, Any], stage: StageDirectory) -> None:
             str(stage.path),
             "Name more or larger sources in seeds.sources, or raise seeds.holdout.",
         )
+
+
+STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, sharded=True)

@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.config import Config
+from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.kind import head_kind
 from pipeline.run.context import Context
+from pipeline.run.stage import Stage, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
 from pipeline.training.merge import merge_backbone
@@ -38,7 +40,7 @@ def identity(context: Context) -> dict[str, Any]:
     return {"settings": settings, "seed": context.config.run.seed, "target": context.target_identity}
 
 
-def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
+def run(context: Context, stage: StageDirectory) -> Summary:
     """Train until heads.safetensors is there."""
     placement = context.placement(NAME)
     text_config = model_config(context.target).get_text_config()
@@ -83,8 +85,21 @@ def run(context: Context, stage: StageDirectory) -> dict[str, Any]:
     return summary
 
 
-def one_line(summary: dict[str, Any]) -> str:
+def one_line(summary: Summary) -> str:
     steps = f"{summary['steps']:,} steps, loss {summary['final_loss']:.3f}"
     drift = f"; KL {summary['drift']['kl']:.4f} nats from the target" if summary.get("drift") else ""
     drift += f" in {summary['quantization']}" if summary.get("quantization") else ""
     return f"{steps}, {summary['tokens_per_second']:,.0f} positions/s{drift}"
+
+
+STAGE = Stage(
+    NAME,
+    VERSION,
+    upstream,
+    identity,
+    run,
+    one_line,
+    placements=(NAME,),
+    scratch=("checkpoints", "tensorboard", "ray"),
+    parts=(BACKBONE_DIRECTORY,),
+)

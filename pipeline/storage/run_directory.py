@@ -10,6 +10,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,6 @@ from pipeline.redact import redacted, redacted_values
 from pipeline.storage.atomic import write_text
 from pipeline.storage.locks import Lock
 from pipeline.storage.stage_directory import StageDirectory
-
-STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
 
 class RunDirectory:
@@ -63,17 +62,25 @@ class RunDirectory:
             )
         config = load_config(path / "run.yaml")
         run = cls(path.resolve(), config.run.store)
-        if first := run.latest(STAGES[0]):
-            run.store = first.path.parent  # where it lies now: the store may have been copied along
+        for stage in run.stages().values():
+            run.store = stage.path.parent  # where it lies now: the store may have been copied along
+            break
         return run, config
-
-    def stage(self, name: str, fingerprint: str) -> StageDirectory:
-        return StageDirectory(self.store, name, fingerprint)
 
     def latest(self, name: str) -> StageDirectory | None:
         """The stage's current directory, or None where the run has not reached it."""
         link = self.path / "latest" / name
         return StageDirectory.at(link.resolve()) if link.is_dir() else None
+
+    def stages(self) -> dict[str, StageDirectory]:
+        """The current directories of the stages that the run has reached, those first that others read."""
+        found = {link.name: StageDirectory.at(link.resolve()) for link in self.links() if link.is_dir()}
+        read = {name: stage.identity.get("upstream", {}).keys() & found.keys() for name, stage in found.items()}
+        return {name: found[name] for name in TopologicalSorter(read).static_order()}
+
+    def links(self) -> list[Path]:
+        """The links in `latest/`, by name."""
+        return sorted((self.path / "latest").glob("[!.]*"))
 
     def link_latest(self, stage: StageDirectory) -> None:
         """Point `latest/<stage>` at a directory, relatively and atomically."""

@@ -7,6 +7,7 @@ found: by `verify`, which reads everything, and by `run`, which reads again what
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DamagedShard, DataError
-from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.storage.atomic import read_json, sweep_temporary, write_json
 from pipeline.storage.checksums import FileFacts
 from pipeline.storage.fingerprint import fingerprint
@@ -23,15 +23,27 @@ from pipeline.storage.shards import Receipt, note_path, read_note, read_receipt,
 from pipeline.storage.tasks import ShardTask
 
 SHARDED = ("shards", "quarantine", "receipts")
-UNCOUNTED = {"receipts", "attempts", "isolation", "checkpoints", "tensorboard", "ray"}  # of no account once it is done
+BOOKKEEPING = ("stage.json", "upstream.json", "DONE.json", "lock", "receipts", "attempts", "isolation")
 
 
 class StageDirectory:
-    """The directory of one stage of one fingerprint."""
+    """The directory of one stage of one fingerprint.
 
-    def __init__(self, store: Path, stage: str, fingerprint: str):
+    Whoever makes the result calls `enter`, then, unless it `is_whole`, `begin` and `finish`. From `enter` on the
+    directory is held against being changed by others, until `release`.
+
+    Args:
+        store: Where stage directories lie.
+        scratch: Names of files and folders in it that do not count once the stage is done.
+        parts: Folders in it that are made again alone when one of their files is damaged.
+    """
+
+    def __init__(
+        self, store: Path, stage: str, fingerprint: str, *, scratch: Sequence[str] = (), parts: Sequence[str] = ()
+    ):
         self.stage, self.fingerprint = stage, fingerprint
         self.path = store / f"{stage}-{fingerprint[:8]}"
+        self.uncounted, self.parts = {*BOOKKEEPING, *scratch}, parts
 
     @classmethod
     def at(cls, path: Path) -> StageDirectory:
@@ -41,13 +53,64 @@ class StageDirectory:
         stage.path = path
         return stage
 
+    @functools.cached_property
+    def lock(self) -> Lock:
+        """The directory's lock, not yet held."""
+        return Lock(self.path / "lock", f"the {self.stage} stage")
+
+    def enter(self, identity: dict[str, Any]) -> None:
+        """Make the directory, say in stage.json what it depends on, and hold it; leftovers of killed workers go.
+
+        Raises:
+            EnvironmentFault: Another process changes it.
+        """
+        self.create(identity)
+        self.lock.share()
+        for folder in SHARDED:
+            sweep_temporary(self.path / folder)
+
     def create(self, identity: dict[str, Any]) -> None:
-        """Make the directory and say in stage.json what it depends on."""
+        """Make the directory and stage.json."""
         self.path.mkdir(parents=True, exist_ok=True)
         if read_json(self.path / "stage.json") is None:
             write_json(
                 self.path / "stage.json", {"stage": self.stage, "fingerprint": self.fingerprint, "identity": identity}
             )
+
+    def is_whole(self, upstream: dict[str, str]) -> bool:
+        """Whether the stage is finished, was made from this upstream content, and no file is damaged.
+
+        Raises:
+            DataError: A file that is no shard of this stage lies among its shards.
+        """
+        whole = self.is_current(upstream) and not self.examine()
+        if whole:
+            self._require_own_shards({path for path, _ in self._facts()})
+        return whole
+
+    def begin(self, upstream: dict[str, str], *, fresh: bool = False) -> list[Path]:
+        """Hold the directory alone and drop what cannot be kept: all of it, what is damaged, what has another upstream.
+
+        Shards name their upstream shard one by one and are kept where it is unchanged. Returns the damaged files.
+
+        Raises:
+            EnvironmentFault: Another process holds the directory.
+        """
+        self.lock.own()
+        damaged = [] if fresh else self.examine()
+        self.discard(damaged)
+        sweep_temporary(self.path)
+        made_from = read_json(self.path / "upstream.json")
+        if fresh or (made_from is not None and made_from != upstream):
+            self._drop(keep=() if fresh else SHARDED)
+        (self.path / "DONE.json").unlink(missing_ok=True)
+        write_json(self.path / "upstream.json", upstream)
+        return damaged
+
+    def release(self) -> None:
+        """Hold the directory no longer."""
+        if "lock" in self.__dict__:
+            self.lock.release()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -83,20 +146,6 @@ class StageDirectory:
             and (receipt.note is None or receipt.note.file.fit(path))
             and self.quarantine_path(receipt.index).exists()
         }
-
-    def require_own_shards(self) -> None:
-        """Refuse to go on while a file that is no whole shard of this finished stage lies among its shards.
-
-        Raises:
-            DataError: Names the file.
-        """
-        self._require({path for path, _ in self._facts()})
-
-    def _require(self, ours: Collection[Path]) -> None:
-        for path in self.shards():
-            if path not in ours:
-                fix = "Delete this file and run the same command again: what is missing is made anew."
-                raise DataError("This shard is of another run, or damaged.", str(path), fix)
 
     def tasks(self, upstream: StageDirectory) -> list[ShardTask]:
         """One task per upstream shard."""
@@ -141,7 +190,7 @@ class StageDirectory:
             DataError: A file that is no whole shard of this stage lies among its shards.
         """
         receipts = [receipt for _, receipt in sorted(self.receipts().items())]
-        self._require({self.shard_path(receipt.index) for receipt in receipts})
+        self._require_own_shards({self.shard_path(receipt.index) for receipt in receipts})
         known = {self.shard_path(receipt.index): receipt.note.file for receipt in receipts if receipt.note}
         facts = {path: known.get(path) or FileFacts.of(path) for path in self._lasting_files()}
         done = {
@@ -153,6 +202,11 @@ class StageDirectory:
             "summary": summary,
         }
         write_json(self.path / "DONE.json", done)
+
+    def _require_own_shards(self, ours: Collection[Path]) -> None:
+        if foreign := [path for path in self.shards() if path not in ours]:
+            fix = "Delete this file and run the same command again: what is missing is made anew."
+            raise DataError("This shard is of another run, or damaged.", str(foreign[0]), fix)
 
     @property
     def content(self) -> str:
@@ -166,13 +220,8 @@ class StageDirectory:
         done = self.done
         return done is not None and done.get("fingerprint") == self.fingerprint and done.get("upstream") == upstream
 
-    @property
-    def fits(self) -> bool:
-        """Whether every file that counts is there in full size; nothing is read."""
-        return not self.misfits()
-
     def misfits(self) -> list[Path]:
-        """The files that count and are missing or of another size."""
+        """The files that count and are missing or of another size; nothing is read."""
         return [path for path, facts in self._facts() if not facts.fit(path)]
 
     def examine(self) -> list[Path]:
@@ -199,19 +248,20 @@ class StageDirectory:
         return damaged
 
     def discard(self, damaged: Sequence[Path]) -> None:
-        """Forget that the stage is done and drop what is damaged, for whoever holds the lock.
+        """Hold the directory alone, forget that the stage is done, and drop what is damaged.
 
-        A shard goes with its quarantine file and is made again alone; so is a tuned backbone, of what lies beside it.
-        Any other file takes all but the shards along.
+        A shard goes with its quarantine file and is made again alone, and so is a folder of `parts`. Any other file
+        takes all but the shards along.
         """
+        self.lock.own()
         (self.path / "DONE.json").unlink(missing_ok=True)
         for path in damaged:
             if path.parent.name in ("shards", "quarantine"):
                 self._drop_shard(path.parent.parent / "shards" / f"{path.stem}.parquet")
-            elif path.parent.name == BACKBONE_DIRECTORY:
+            elif path.parent.name in self.parts:
                 shutil.rmtree(path.parent, ignore_errors=True)
             else:
-                self.drop(keep=SHARDED)
+                self._drop(keep=SHARDED)
 
     def verify(self) -> list[str]:
         """Read every file again and say what is missing, damaged or foreign, one line each."""
@@ -233,42 +283,16 @@ class StageDirectory:
             return [(self.path / name, FileFacts(**facts)) for name, facts in done["files"].items()]
         return [(path, note.file) for path in self.shards() if (note := read_note(path))]
 
-    def prepare(self, upstream: dict[str, str]) -> None:
-        """Get ready to run, alone: forget DONE.json, drop leftovers and what was made from other upstream content.
-
-        Shards name their upstream shard one by one and are kept where it is unchanged.
-        """
-        sweep_temporary(self.path)
-        made_from = read_json(self.path / "upstream.json")
-        (self.path / "DONE.json").unlink(missing_ok=True)
-        if made_from is not None and made_from != upstream:
-            self.drop(keep=SHARDED)
-        write_json(self.path / "upstream.json", upstream)
-
-    def drop(self, keep: Sequence[str] = ()) -> None:
-        """Throw away what was made, for whoever holds the lock; what the directory is for stays."""
+    def _drop(self, keep: Sequence[str] = ()) -> None:
+        """Remove what was made; what the directory is for stays."""
         for path in self.path.iterdir():
             if path.name not in ("stage.json", "lock", *keep):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _lasting_files(self) -> list[Path]:
-        """Every file but the bookkeeping, what is of no account any more, and the card, which is written again.
-
-        An orphan of a killed run may still be at its temporary file: that is no part of the stage either.
-        """
-        passing = {"stage.json", "upstream.json", "DONE.json", "lock", "README.md"}
-        found = (path for path in sorted(self.path.rglob("*")) if path.is_file() and path.name not in passing)
-        lasting = (path for path in found if path.suffix != ".tmp")
-        return [path for path in lasting if not UNCOUNTED & set(path.relative_to(self.path).parts)]
-
-    def lock(self) -> Lock:
-        """The directory's lock, not yet held."""
-        return Lock(self.path / "lock", f"the {self.stage} stage")
-
-    def clean(self) -> None:
-        """Remove what killed workers left half-written, for whoever holds the lock, alone or not."""
-        for folder in SHARDED:
-            sweep_temporary(self.path / folder)
+        """Every file but bookkeeping, scratch and what an orphan of a killed run is still writing."""
+        found = (path for path in sorted(self.path.rglob("*")) if path.is_file() and path.suffix != ".tmp")
+        return [path for path in found if not self.uncounted & set(path.relative_to(self.path).parts)]
 
 
 def _is_log(path: Path) -> bool:

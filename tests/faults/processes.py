@@ -5,6 +5,7 @@ They are forked from a server that has torch and transformers loaded already: on
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import multiprocessing
 import os
@@ -97,7 +98,7 @@ def _work_alone(config: Path, name: str, index: int, line: Any) -> None:
     from rich.console import Console
 
     from pipeline.config.load import load_config
-    from pipeline.flow import STAGES, locate
+    from pipeline.flow import STAGES
     from pipeline.run.context import Context
     from pipeline.storage.run_directory import RunDirectory
 
@@ -107,18 +108,18 @@ def _work_alone(config: Path, name: str, index: int, line: Any) -> None:
 
     for moment in ("open", "write"):
         at(moment, f"{name}-*/shards/{index:05d}.parquet", lambda moment=moment: stop(moment))
-    settings, module = load_config(config, ()), STAGES[name]
+    settings, module = load_config(config, ()), importlib.import_module(f"pipeline.stages.{name}")
     run = RunDirectory.create(settings)
     context = Context(settings, run, Console(quiet=True), "inline", read_only=True)
     for earlier in list(STAGES)[: list(STAGES).index(name)]:
-        context.upstream[earlier] = locate(context, STAGES[earlier])
+        context.upstream[earlier] = STAGES[earlier].locate(context)
 
     def only_one(context: Any, stage: Any, upstream: Any, worker: Any, arguments: Any, *_: object, **__: object) -> Any:
         worker(**arguments)(stage.tasks(upstream)[index])
         os._exit(0)
 
     module.run_sharded = only_one
-    module.run(context, locate(context, module))
+    module.run(context, STAGES[name].locate(context))
 
 
 class Waiting:

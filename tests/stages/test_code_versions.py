@@ -21,7 +21,6 @@ from pipeline.stages import features, generate, seeds
 from pipeline.storage.shards import read_rows
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec
-from pipeline.training import feature_worker
 from tests.flows.tiny import SPECIAL, TEMPLATE, WORDS
 
 GOLDEN = {
@@ -58,7 +57,7 @@ def made(tmp_path_factory, make_config) -> dict[str, StageDirectory]:
     stages = {"seeds": run_flow(make_config(root), until="seeds", executor="inline", console=Console(quiet=True))}
     found = {"seeds": stages["seeds"].latest("seeds")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feature_worker, "make_feature_engine", lambda *arguments: Echo())
+        patch.setattr(features, "make_feature_engine", lambda *arguments: Echo())
         workers = {
             "generate": generate.Worker(spec, GenerateConfig(mode="passthrough"), seed=0, gpus=0),
             "features": features.Worker(spec, FeaturesConfig(), gpus=0),

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from pipeline.artifacts import feature_rows
 from pipeline.conversations.spans import Span, feature_positions
 from pipeline.flow import run_flow
+from pipeline.stages import features as features_stage
 from pipeline.storage.shards import read_footer, read_rows
-from pipeline.training import feature_worker
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_row_whose_states_are_not_finite_is_quarantined_and_its_neighbours_are
 ):
     bad = cached[3]["id"], cached[20]["id"]
     poisoned = [row["input_ids"] for row in cached if row["id"] in bad]
-    real = feature_worker.make_feature_engine
+    real = features_stage.make_feature_engine
 
     class Poisoned:
         def __init__(self, engine):
@@ -98,7 +98,7 @@ def test_a_row_whose_states_are_not_finite_is_quarantined_and_its_neighbours_are
         def close(self):
             self.engine.close()
 
-    monkeypatch.setattr(feature_worker, "make_feature_engine", lambda *arguments: Poisoned(real(*arguments)))
+    monkeypatch.setattr(features_stage, "make_feature_engine", lambda *arguments: Poisoned(real(*arguments)))
     config = make_config(tmp_path, features__codec="lz4")
     run = run_flow(config, until="features", executor="inline", console=Console(quiet=True))
     stage = run.latest("features")

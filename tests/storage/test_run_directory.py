@@ -7,19 +7,21 @@ import sys
 
 from pipeline.config import Config
 from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.stage_directory import StageDirectory
 
 # Dies where the file is written and not yet in its place, or the link made and not yet in its place.
 KILLED_AT_THE_RENAME = """
 import os, signal, sys
 from pathlib import Path
 from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.atomic import write_text
 run = RunDirectory(Path(sys.argv[1]))
 os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] == "file":
     write_text(run.path / "run.yaml", "half")
 else:
-    run.link_latest(run.stage("seeds", "0" * 64))
+    run.link_latest(StageDirectory(run.store, "seeds", "0" * 64))
 """
 
 
@@ -33,8 +35,8 @@ def test_leftovers_of_killed_drivers_are_removed_and_nothing_else(tmp_path):
     )
     run = RunDirectory.create(config)
     run.write_config(config)
-    run.stage("seeds", "1" * 64).path.mkdir()
-    (run.stage("seeds", "1" * 64).path / "of-a-live-run.tmp").touch()
+    StageDirectory(run.store, "seeds", "1" * 64).path.mkdir()
+    (StageDirectory(run.store, "seeds", "1" * 64).path / "of-a-live-run.tmp").touch()
     for theirs in ("mine.tmp", "latest/.notes"):
         (run.path / theirs).parent.mkdir(exist_ok=True)
         (run.path / theirs).touch()

@@ -86,24 +86,24 @@ def test_a_finished_stage_is_current_until_a_file_or_its_upstream_changes(pair):
     assert down.is_current(upstream) and down.summary == {"rows": 3} and down.verify() == []
     assert not down.is_current({"seeds": "something else"})
     down.shard_path(0).write_bytes(b"")
-    assert not down.fits and down.examine() == [down.shard_path(0)]
+    assert down.misfits() and down.examine() == [down.shard_path(0)]
     assert "damaged" in down.verify()[0]
 
 
 def test_results_of_other_upstream_content_are_dropped_but_shards_are_kept(pair):
     up, down = pair
-    down.prepare({"seeds": "one"})
+    down.begin({"seeds": "one"})
     do(down, up, range(3))
     write_json(down.path / "heads.json", {})
-    down.prepare({"seeds": "one"})
+    down.begin({"seeds": "one"})
     assert (down.path / "heads.json").exists()
-    down.prepare({"seeds": "two"})
+    down.begin({"seeds": "two"})
     assert not (down.path / "heads.json").exists()
     assert len(down.shards()) == 3
 
 
 def hold(path, ready, release):
-    with StageDirectory(path, "train", "d" * 64).lock() as lock:
+    with StageDirectory(path, "train", "d" * 64).lock as lock:
         lock.own()
         ready.set()
         release.wait(60)
@@ -115,13 +115,13 @@ def test_a_second_driver_is_told_who_holds_the_lock_and_a_dead_one_holds_nothing
     holder = context.Process(target=hold, args=(tmp_path, ready, release))
     holder.start()
     assert ready.wait(60)
-    stage = StageDirectory(tmp_path, "train", "d" * 64)
     for take in (Lock.own, Lock.share):
-        with pytest.raises(EnvironmentFault, match=f"process {holder.pid} on"), stage.lock() as lock:
+        stage = StageDirectory(tmp_path, "train", "d" * 64)
+        with pytest.raises(EnvironmentFault, match=f"process {holder.pid} on"), stage.lock as lock:
             take(lock)
     holder.kill()
     holder.join()
-    with stage.lock() as lock:
+    with StageDirectory(tmp_path, "train", "d" * 64).lock as lock:
         lock.own()
 
 
