@@ -1,13 +1,13 @@
-"""Which of a step's candidates are kept, and which token follows them: four rules.
+"""Acceptance rules: which of a step's candidates are kept, and which token follows them.
 
-    greedy     the target's likeliest token: what greedy decoding writes
-    typical    what is likely enough for the target's entropy there (paper 2.3.1): fastest, another distribution
-    nucleus    what lies in the target's top-p nucleus: every token could have been sampled, another distribution
-    rejection  what sampling from the target draws: its distribution exactly
+    greedy     the target's most probable token: the text of greedy decoding
+    typical    tokens probable enough for the target's entropy (paper 2.3.1): fastest, a different distribution
+    nucleus    tokens in the target's top-p nucleus: each could have been sampled, a different distribution
+    rejection  the tokens that sampling from the target draws: exactly its distribution
 
-A rule works on the tree's rows, not on padded lists of candidates: a row is accepted when its own token and those of
-all rows above it pass. There is no slot without a token, so none can be accepted by accident (token id 0 included).
-The deepest accepted row wins; the root's token was the rule's own choice and is always accepted.
+A rule works on the tree's rows, not on padded lists of candidates: a row is accepted when its token and the tokens of
+all rows above it pass. Every row has a token, so padding can never be accepted (token id 0 included). The deepest
+accepted row wins; the root's token was chosen by the previous step and is always accepted.
 
 Letters: N rows (the root and the nodes), T positions (the root's children first), V vocabulary; leading dimensions,
 shown as …, pass through.
@@ -35,13 +35,13 @@ class Acceptance(NamedTuple):
 
 
 class AcceptanceRule(Protocol):
-    """What a decoder asks at every step; a rule that `samples` is given noise (see sampling.py), others None."""
+    """A rule that `samples` is given noise (see noise.py), the others None."""
 
     @property
     def samples(self) -> bool: ...
 
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
-        """The token [...] that follows where the target has these logits [..., V]: no guess is judged."""
+        """The next tokens [...] for logits [..., V], without candidates."""
         ...
 
     def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Acceptance:
@@ -51,7 +51,7 @@ class AcceptanceRule(Protocol):
 
 @dataclass(frozen=True)
 class GreedyAcceptance:
-    """Keeps what greedy decoding of the target would have written, token for token."""
+    """Keeps the tokens that greedy decoding of the target writes."""
 
     samples = False
 
@@ -72,9 +72,9 @@ greedy_acceptance = GreedyAcceptance()
 class TypicalAcceptance:
     """Keeps a token when p > min(eps, delta · exp(-H)); p and its entropy H are taken after `temperature` (2.3.1).
 
-    Of equally long candidates the likeliest wins. The token after it, the next step's first, is the target's greedy
-    choice as in the paper, so that the output is deterministic at every temperature; or, with `samples`, drawn from
-    the target at that temperature. The paper sets eps = 0.09 and delta = sqrt(eps).
+    Of equally long candidates the most probable wins. The token after it is the target's greedy choice as in the paper,
+    so that the output is deterministic at every temperature, or, with `samples`, sampled from the target at that
+    temperature. The paper sets eps = 0.09 and delta = sqrt(eps).
     """
 
     temperature: float
@@ -105,10 +105,10 @@ class TypicalAcceptance:
 class NucleusAcceptance:
     """Keeps a token that lies in the target's nucleus at `top_p`, after `temperature`.
 
-    Of equally long candidates the likeliest wins; the token after it is drawn from the nucleus. Every token is one
-    that nucleus sampling can draw, but a guess is kept whenever it can be, however often sampling would draw it; so
-    `top_p` must be below 1, where every guess would be kept. (What the authors' code calls nucleus draws a token for
-    each candidate and keeps those that agree: that is closer to `RejectionSampling` with a top_p.)
+    Of equally long candidates the most probable wins; the token after it is sampled from the nucleus. Nucleus sampling
+    could draw every token, but a candidate in the nucleus is kept however rarely sampling would draw it; `top_p` must
+    be below 1, where every candidate would be kept. (The rule that the authors' code calls nucleus samples a token per
+    candidate and keeps those that agree, which is closer to `RejectionSampling` with a top_p.)
     """
 
     temperature: float
@@ -134,13 +134,13 @@ class NucleusAcceptance:
 
 @dataclass(frozen=True)
 class RejectionSampling:
-    """Keeps the target's distribution, after `temperature` and `top_p`, exactly.
+    """Keeps exactly the target's distribution after `temperature` and `top_p`.
 
-    Every node is a proposal without chance. Rejection tries a row's children one after another: it accepts a child
-    with its probability p, else sets that p to 0, renormalises and goes on; when none is left it draws from what
-    remains. Child i is then accepted with (1 - p_1 - … - p_{i-1}) · p_i / (1 - p_1 - … - p_{i-1}) = p_i, and any other
-    token drawn with its p. Drawing one token from p and following the child that carries it, if any, has the same
-    law with a single draw per position, and is what is done here.
+    Candidates are deterministic proposals. Rejection sampling tries a row's children in order: it accepts a child with
+    its probability p, otherwise sets that p to 0, renormalises and continues; when none is left it samples from the
+    rest. Child i is then accepted with (1 - p_1 - … - p_{i-1}) · p_i / (1 - p_1 - … - p_{i-1}) = p_i, and any other
+    token sampled with its p. Sampling one token from p and following the child that has it, if any, gives the same
+    distribution with a single draw per position, and is what this rule does.
     """
 
     temperature: float
@@ -160,7 +160,7 @@ class RejectionSampling:
         assert noise_TV is not None
         row = torch.zeros_like(tokens_N[..., 0])
         token, is_open = row, torch.ones_like(row, dtype=torch.bool)
-        for depth in range(tree.max_depth + 1):  # the rows on the path alone are drawn from, not all N
+        for depth in range(tree.max_depth + 1):  # samples only on the path, not for all N rows
             drawn = self.choose(_at(logits_NV, row), noise_TV[..., depth, :])
             token = torch.where(is_open, drawn, token)
             follows_N = (tree.parent == row[..., None]) & (tree.depth > 0) & (tokens_N == token[..., None])
@@ -179,8 +179,8 @@ def acceptance_rule(
 ) -> AcceptanceRule:
     """The rule of that name; at temperature 0 every rule is greedy acceptance.
 
-    `eps`, `delta` and `first_token` are typical acceptance's, `top_p` is that of the nucleus, which must be below 1,
-    and of rejection. ValueError when a number is out of range.
+    `eps`, `delta` and `first_token` belong to typical acceptance, `top_p` to nucleus (below 1) and rejection.
+    ValueError when a number is out of range.
     """
     if name == "greedy" or temperature == 0:
         return greedy_acceptance
@@ -190,7 +190,7 @@ def acceptance_rule(
 
 
 def _accepted(passes_N: Tensor, tree: Tree) -> Tensor:
-    """Rows that pass together with all rows above them; the root passes always."""
+    """Rows that pass together with all rows above them; the root always passes."""
     return (passes_N[..., None, :] | tree.elsewhere).all(-1)
 
 
@@ -203,7 +203,7 @@ def _likeliest_of_longest(passes_N: Tensor, log_p_N: Tensor, tree: Tree) -> Tens
 
 
 def _of_parents(values_NV: Tensor, tokens_N: Tensor, tree: Tree) -> Tensor:
-    """What each row's token has [..., N] in its parent's row."""
+    """The value [..., N] of each row's token in its parent's row."""
     return values_NV.flatten(-2).gather(-1, tree.parent * values_NV.shape[-1] + tokens_N)
 
 

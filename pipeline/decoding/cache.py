@@ -1,10 +1,10 @@
-"""A preallocated KV cache that trees are written into and that keeps the accepted paths alone.
+"""A preallocated KV cache that a tree is written into and that keeps only the accepted path.
 
-Keys and values of all layers lie in one tensor (one per shape, dtype and device), so that keeping a path moves the
-entries of every layer at once, in place. Each sequence of a batch has its own length and its own place. Layers keep
-the full length whatever their attention, since the window is in the mask (see masks.py), and hand out only the filled
-part, so that a step costs what its sequences cost, not the capacity. Or, `fixed`, some slots more, always as many, with
-the lengths read on the device: what a captured step needs (see cuda_graphs.py).
+Keys and values of all layers are views of one tensor (per shape, dtype and device), so keeping a path moves the entries
+of all layers at once, in place. Each sequence of a batch has its own length and its own place. Layers keep the full
+length whatever their attention, since windows are part of the mask (see masks.py), and return only the filled part, so
+that a step costs the length of its sequences and not the capacity. Within `fixed` they return a constant number of
+slots and read the lengths on the device, as a captured step needs (see cuda_graphs.py).
 
 Letters: L key and value tensors of the layers, B sequences, H key-value heads, S slots, D head size, N rows of a
 forward, T positions of a path.
@@ -27,15 +27,15 @@ _GRANULE = 256  # slots; sequences of similar length then share one allocation
 
 
 class _TreeCacheLayer(CacheLayerMixin):
-    """One layer's part of the cache: before there is room, it holds the first prompt's states as they come."""
+    """One layer's part of the cache; before allocation it holds the first prompt's states as they are."""
 
     def __init__(self, cache: TreeCache):
         super().__init__()
-        self.cache = cast(TreeCache, weakref.proxy(cache))  # in a cycle both would outlive their decoder for a while
+        self.cache = cast(TreeCache, weakref.proxy(cache))  # a reference cycle would delay freeing both
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Room is made by the cache, for all layers together."""
+        """The cache allocates all layers together."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -57,15 +57,15 @@ class _TreeCacheLayer(CacheLayerMixin):
 
 
 def num_cached_layers(config: PretrainedConfig) -> int:
-    """How many layers keep keys and values of their own (some models share them between layers)."""
+    """The number of layers with keys and values of their own (some models share them between layers)."""
     return len(get_layer_types_and_kwargs(config)[0])
 
 
 class TreeCache(Cache):
     """The KV cache of a batch.
 
-    `begin` it, `open` and fill one prompt after another; then forwards over the trees of all open sequences write their
-    rows, and `keep` keeps those that were accepted. `drop` closes the sequences that have ended.
+    `begin` a batch, then `open`, fill and `keep_prompt` for each prompt. After that each forward over the trees writes
+    its rows and `keep` retains the accepted ones. `drop` removes finished sequences.
     """
 
     def __init__(self, num_layers: int):
@@ -75,7 +75,7 @@ class TreeCache(Cache):
         self._places = 0
         self._wanted = (0, 0)
         self._stores: list[Tensor] = []  # each [L, B, H, S, D]
-        self.allocation = 0  # how often memory was taken: captured steps know the cache by its address
+        self.allocation = 0  # number of allocations: a captured step is bound to one
         self._opening = False
         self._rows: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._fixed_width: int | None = None
@@ -86,7 +86,7 @@ class TreeCache(Cache):
         return 0 if self._opening or not self.lengths else max(self.lengths)
 
     def begin(self, num_slots: int, num_sequences: int = 1) -> None:
-        """Forgets the last batch; the longest sequence of the next one and its tree will need `num_slots`."""
+        """Start a new batch whose longest sequence, tree included, needs `num_slots`."""
         self.lengths, self._rows, self._opening = [], {}, False
         self._wanted = (num_slots, num_sequences)
         if num_slots > self.num_slots or num_sequences > self._places:
@@ -95,18 +95,18 @@ class TreeCache(Cache):
                 layer.keys = layer.values = None
 
     def open(self) -> None:
-        """The next forward is the prompt of one more sequence."""
+        """The next forward is another sequence's prompt."""
         self._opening = True
 
     def keep_prompt(self, num_tokens: int) -> None:
-        """Keeps the prompt's rows, all of them, and makes room for what follows."""
+        """Keep all rows of the prompt, and allocate after the first one."""
         self._opening = False
         self.lengths.append(num_tokens)
         if self.num_slots == 0:
             self._allocate()
 
     def write(self, part: Tensor, states: Tensor) -> Tensor:
-        """Writes rows [B, H, N, D] behind their sequences' and returns [B, H, S', D]: what is filled of one layer."""
+        """Append rows [B, H, N, D] to their sequences; returns the filled part [B, H, S', D] of one layer."""
         num_rows = states.shape[2]
         if len(states) == 1 and self._fixed_width is None:
             place = len(self.lengths) if self._opening else 0
@@ -118,12 +118,12 @@ class TreeCache(Cache):
         return part.narrow(0, 0, len(states)).narrow(2, 0, self._fixed_width or self.length + num_rows)
 
     def width(self, num_rows: int) -> int:
-        """Slots that hold so many more rows of every open sequence: the same number for many steps."""
+        """Slots for `num_rows` more rows of each open sequence, rounded up so that many steps share a width."""
         return -(-(self.length + num_rows) // _GRANULE) * _GRANULE
 
     @contextmanager
     def fixed(self, length_B: Tensor, num_rows: int, width: int) -> Iterator[None]:
-        """Within, the sequences' lengths are those on the device alone, and layers hand out `width` slots."""
+        """Within this context lengths are read on the device and layers return `width` slots."""
         device = length_B.device
         places_B1 = torch.arange(len(length_B), device=device)[:, None]
         self._rows = {device: (places_B1, length_B[:, None] + torch.arange(num_rows, device=device))}
@@ -134,10 +134,9 @@ class TreeCache(Cache):
             self._rows, self._fixed_width = {}, None
 
     def keep(self, rows: Sequence[Sequence[int]], rows_BT: Tensor) -> None:
-        """Keeps these rows of the last forward, in this order: each sequence's root and accepted nodes, ascending.
+        """Keep these rows of the last forward: each sequence's root and accepted nodes, ascending.
 
-        `rows` and `rows_BT` (which may be longer) name the same rows, on the host and on the device, so that nothing
-        is copied between them.
+        `rows` and `rows_BT` (which may be padded) are the same rows on the host and on the device, which avoids a copy.
         """
         in_place = min(next((i for i, row in enumerate(path) if row != i), len(path)) for path in rows)
         longest = max(map(len, rows))
@@ -146,12 +145,12 @@ class TreeCache(Cache):
         self.advance(rows)
 
     def advance(self, rows: Sequence[Sequence[int]]) -> None:
-        """Counts these rows of the last forward to their sequences; they lie where they belong."""
+        """Add these rows of the last forward to the sequences' lengths; they are in place already."""
         self.lengths = [length + len(path) for length, path in zip(self.lengths, rows, strict=True)]
         self._rows = {}
 
     def drop(self, kept: Sequence[int]) -> None:
-        """Closes all sequences but those at these places, ascending, which move up."""
+        """Remove all sequences but those at these places, ascending; the remaining ones move up."""
         for place, old in enumerate(kept):
             if place != old:
                 for store in self._stores:
@@ -161,7 +160,7 @@ class TreeCache(Cache):
         self._rows = {}
 
     def move(self, rows_BT: Tensor, first: int) -> None:
-        """Moves rows to where the path's positions from `first` belong; what is moved past a path's end is not read."""
+        """Move rows to the path's positions from `first` on; entries past a path's end are never read."""
         rows_BT = rows_BT[:, first:]
         for store in self._stores:
             self._move(store, rows_BT.to(store.device), first, rows_BT.shape[1])
@@ -177,7 +176,7 @@ class TreeCache(Cache):
         store[:, place_B1, :, targets_BT] = store[:, place_B1, :, slot_BN[:, :1] + rows_BT]
 
     def _rows_on(self, device: torch.device, num_rows: int = 1) -> tuple[Tensor, Tensor]:
-        """Places [B, 1] and slots [B, N] of the rows that follow the open sequences; the same for every layer."""
+        """Places [B, 1] and slots [B, N] of the rows after the open sequences; the same for every layer."""
         if device not in self._rows:
             places_B1 = torch.arange(len(self.lengths), device=device)[:, None]
             lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
@@ -185,7 +184,7 @@ class TreeCache(Cache):
         return self._rows[device]
 
     def _allocate(self) -> None:
-        """One store per kind of tensor, the first prompt's states moved in, and every layer given its part."""
+        """Allocate one store per kind of tensor, copy the first prompt's states, and give each layer its view."""
         self.allocation += 1
         wanted_slots, self._places = self._wanted
         self.num_slots = -(-wanted_slots // _GRANULE) * _GRANULE
@@ -197,7 +196,7 @@ class TreeCache(Cache):
                 kinds[num_heads, size, states.dtype, states.device].append((layer, name))
         for (num_heads, size, dtype, device), members in kinds.items():
             shape = (len(members), self._places, num_heads, self.num_slots, size)
-            store = torch.zeros(shape, dtype=dtype, device=device)  # a masked slot still counts, 0 times its value
+            store = torch.zeros(shape, dtype=dtype, device=device)  # a masked slot's value must be finite
             for part, (layer, name) in zip(store, members, strict=True):
                 part[:1].narrow(2, 0, self.lengths[0]).copy_(getattr(layer, name))
                 setattr(layer, name, part)

@@ -1,9 +1,9 @@
-"""Steps of fixed shapes, captured once and then replayed whole: on a GPU, as one CUDA graph.
+"""Decoding steps captured as CUDA graphs and replayed.
 
-Launching the thousand short kernels of a forward one by one takes the host longer than a GPU needs to compute them. So
-everything that a step does on the device is one function of buffers that stay where they are: the texts' lengths are
-numbers on the device, the cache hands out a width that its texts fill within a few hundred slots, and the mask hides
-the rest. The host only reads what was accepted. One capture serves one batch size, width and rule.
+Launching the thousand short kernels of a forward takes the host longer than the GPU needs to run them. A captured step
+is one function of buffers with fixed addresses and shapes: lengths are read on the device, the cache returns a width
+rounded up to a few hundred slots, and the mask hides the unused ones. The host reads only what was accepted. One
+capture serves one batch size, width and rule.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V vocabulary.
 """
@@ -25,9 +25,9 @@ from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.readout import Forward
 from pipeline.decoding.steps import BatchState, TreeSteps
 
-# Of a kind, before it is captured: the first one chooses kernels; and what is rare is not worth a capture.
+# Uncaptured steps of each kind: the first one selects kernels, and a rare kind is not worth a capture.
 WARM_UP_STEPS = 2
-CAPTURED_LENGTH = 4096  # tokens that a text is given room for at once: a cache that grows makes captures void
+CAPTURED_LENGTH = 4096  # tokens of cache allocated per text from the start: reallocation invalidates captures
 
 log = logging.getLogger(__name__)
 
@@ -35,22 +35,22 @@ _Kind = tuple[int, int, AcceptanceRule]  # texts, width, rule
 
 
 class GraphCapture(Protocol):
-    """Runs what a step does on the device, and records it."""
+    """Runs and captures a step's work on the device."""
 
     def run(self, function: Callable[[], None]) -> None:
-        """Call it, as it will be called when it is captured."""
+        """Call the function as it will be called during capture."""
         ...
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Call it, and return what has the same effect again.
+        """Call the function and return its replay.
 
-        RuntimeError when it does what cannot be captured; it then had no effect.
+        Raises RuntimeError, without having had an effect, when the function cannot be captured.
         """
         ...
 
 
 class CudaGraphs:
-    """CUDA graphs on one GPU. They share their scratch memory, as none runs while another does."""
+    """CUDA graphs on one GPU. They share one memory pool, since they never run concurrently."""
 
     def __init__(self, device: torch.device):
         self._device, self._stream = device, _side_stream(device)
@@ -66,22 +66,22 @@ class CudaGraphs:
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
         with (
-            torch.cuda.stream(torch.cuda.current_stream(self._device)),  # comes back even if the capture cannot end
+            torch.cuda.stream(torch.cuda.current_stream(self._device)),  # restored even if the capture fails
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
         ):
-            function()  # launches nothing yet
+            function()  # captured, not run
         graph.replay()
         return graph.replay
 
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all decoders: each stream has a workspace of its own."""
+    """Shared by all decoders: each stream allocates its own workspace."""
     return torch.cuda.Stream(device)
 
 
 def graph_capture_for(model: PreTrainedModel) -> GraphCapture | None:
-    """CUDA graphs where the whole model lies on one GPU; elsewhere none."""
+    """CUDA graphs where the whole model is on one GPU, otherwise None."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     (device, *others) = devices
     return CudaGraphs(device) if device.type == "cuda" and not others else None
@@ -89,7 +89,7 @@ def graph_capture_for(model: PreTrainedModel) -> GraphCapture | None:
 
 @dataclass
 class _Buffers:
-    """What a batch of some size reads and writes, at addresses that stay; noise only for rules that sample."""
+    """A batch's inputs and outputs at fixed addresses; noise only for rules that sample."""
 
     state: BatchState
     length_B: Tensor
@@ -98,7 +98,7 @@ class _Buffers:
 
 
 class CapturedSteps:
-    """The steps of `TreeSteps`, captured; where the target does what cannot be captured, taken one by one."""
+    """The steps of `TreeSteps`, captured and replayed; uncaptured where the target does not support capture."""
 
     def __init__(self, steps: TreeSteps, graph_capture: GraphCapture):
         self._steps, self._cache = steps, steps.cache
@@ -114,7 +114,7 @@ class CapturedSteps:
         return self._can_capture
 
     def start(self, state: BatchState) -> None:
-        if self._allocation != self._cache.allocation:  # the cache has moved
+        if self._allocation != self._cache.allocation:  # the cache was reallocated
             self._allocation = self._cache.allocation
             self._captured.clear()
         size = len(state.token_B)
@@ -159,7 +159,7 @@ class CapturedSteps:
             self._graph_capture.run(step)
 
     def _step(self, buffers: _Buffers, width: int, forward: Forward, rule: AcceptanceRule) -> None:
-        """All that a step does on the device."""
+        """The device's part of a step."""
         steps, tree, length_B = self._steps, self._steps.tree, buffers.length_B
         positions_BN = (length_B[:, None] + tree.depth).clamp_(max=steps.max_length - 1)
         mask = steps.masks.within(length_B, width)
@@ -175,7 +175,7 @@ class CapturedSteps:
 
 
 def _cause(error: BaseException) -> str:
-    """What went wrong first, in a line: a capture that is broken off fails once more where it ends."""
+    """The first error, in one line: a failed capture raises again where it ends."""
     while error.__context__:
         error = error.__context__
     return str(error).split("\n")[0]

@@ -1,15 +1,14 @@
-"""Decoding with heads of any kind on any transformers causal LM, and plain decoding with equal care.
+"""Decoding with heads of any kind on any transformers causal LM, and plain decoding by the same loop.
 
 One step is one forward of the target over the token that it chose last (the root) and a tree of the heads' guesses,
-under an explicit mask and explicit positions; the longest accepted path is kept, in the tokens and in the KV cache
-(paper 2.1.2, 2.3.1). The heads read one hidden state per step: the last accepted one, exactly as the lm_head reads
-it. No model code is touched. Plain decoding is the same loop with no tree. On a GPU both replay their steps as CUDA
-graphs (see cuda_graphs.py). The acceptance rule decides every token, the prefill's too: greedy acceptance writes
-what greedy decoding writes, and rejection sampling what plain sampling writes with a generator in the same state, both
-up to ties within rounding.
+with an explicit mask and explicit positions; the longest accepted path is kept in the text and in the KV cache (paper
+2.1.2, 2.3.1). The heads read one hidden state per step: the last accepted one, as the lm_head reads it. Model code is
+not modified. Plain decoding is the same loop without a tree. On a GPU both replay CUDA graphs (see cuda_graphs.py).
+The acceptance rule chooses every token, including the prefill's: greedy acceptance gives the text of greedy decoding,
+rejection sampling that of plain sampling with a generator in the same state, both up to ties within rounding.
 
-Limits: attention by sdpa or eager (others take no custom mask); rotary or learned positions.
-Where the rotary frequencies depend on the length (dynamic NTK, longrope), text that crosses their switch may differ.
+Limits: attention by sdpa or eager (others take no custom mask); rotary or learned positions. Where the rotary
+frequencies depend on the length (dynamic NTK, longrope), text that crosses the switch may differ.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V vocabulary, K heads, R ranks.
 """
@@ -32,7 +31,7 @@ from pipeline.decoding.masks import TreeMasks, attention_windows
 from pipeline.decoding.noise import Noise
 from pipeline.decoding.readout import Forward, check_pair, reading
 from pipeline.decoding.steps import BatchState, Steps, TreeSteps
-from pipeline.decoding.tree import Path, Tree
+from pipeline.decoding.tree import Choices, Tree
 from pipeline.heads.kind import Heads
 
 
@@ -40,8 +39,8 @@ from pipeline.heads.kind import Heads
 class Decoded:
     """One decoded sequence.
 
-    `token_ids`: the new tokens, an end token included; `accepted`: how many of them each step after the prefill gave,
-    after cuts; the prefill gave the first. Seconds are wall time, `seconds` without the prefill.
+    `token_ids`: the new tokens, an end token included; `accepted`: how many of them each step after the prefill added
+    (the prefill adds the first). `seconds` is wall time without the prefill.
     """
 
     token_ids: list[int]
@@ -57,22 +56,22 @@ class Decoded:
 
 
 def acceleration_rate(decoded: Iterable[Decoded]) -> float:
-    """Tokens kept per target forward, pooled over sequences; the prefill and its token are not counted.
+    """Tokens per target forward, pooled over sequences, without the prefill and its token.
 
-    Plain decoding has 1.0. NaN when no sequence took a step.
+    1.0 for plain decoding; NaN when no sequence took a step.
     """
     steps = [kept for one in decoded for kept in one.accepted]
     return sum(steps) / len(steps) if steps else float("nan")
 
 
 class Decoder:
-    """A target, its heads and their tree, ready to decode texts, one or a batch at a time. Buffers are built once.
+    """A target, its heads and their tree; decodes one text or a batch at a time and reuses its buffers.
 
     Args:
         model: A causal LM in eval mode; `heads` may be None only with an empty tree.
-        choices: The tree's paths; only as many heads as it is deep are evaluated.
+        choices: The tree's paths, as tuples or lists of ranks; only as many heads as it is deep are evaluated.
         eos_token_ids: The tokens that end a sequence.
-        max_length: Prompt and new tokens together; by default the model's context.
+        max_length: Limit of prompt and new tokens together; by default the model's context.
         graph_capture: Captures steps; by default CUDA graphs where the model lies on one GPU, and None elsewhere.
 
     Raises ConfigError when the heads do not belong to the target or its attention cannot verify a tree.
@@ -82,7 +81,7 @@ class Decoder:
         self,
         model: PreTrainedModel,
         heads: Heads | None,
-        choices: Iterable[Path],
+        choices: Choices,
         *,
         eos_token_ids: Collection[int],
         max_length: int | None = None,
@@ -109,7 +108,7 @@ class Decoder:
 
     @property
     def captures(self) -> bool:
-        """Whether steps are captured as they come, so that texts of new lengths and batches take longer at first."""
+        """Whether steps are captured as CUDA graphs: the first texts of a new length or batch size are then slower."""
         return self._steps.captures
 
     def generate(
@@ -119,10 +118,10 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generator: torch.Generator | None = None,
     ) -> Decoded:
-        """Decodes until an end token, `max_new_tokens` or `max_length`.
+        """Decode until an end token, `max_new_tokens` or `max_length`.
 
-        A rule that samples draws from `generator`, best a freshly seeded one per text and on the target's device: it
-        is left some positions ahead of the text's end. ValueError when it lacks one or the prompt leaves no room.
+        A rule that samples draws from `generator`; use a freshly seeded one per text, on the target's device, since
+        noise is drawn a few positions ahead of the text. ValueError without one, or when the prompt leaves no room.
         """
         return self.generate_batch([prompt_ids], max_new_tokens, rule, [generator] if generator else None)[0]
 
@@ -133,10 +132,10 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generators: Sequence[torch.Generator] | None = None,
     ) -> list[Decoded]:
-        """The same for several prompts in one batch, each with an accepted length of its own.
+        """`generate` for several prompts as one batch, each with its own accepted lengths.
 
-        Prompts are prefilled one by one, so `seconds_prefill` of the later ones holds the earlier ones'; `seconds`
-        count from the last prefill. A text that has ended leaves the batch.
+        Prompts are prefilled one by one, so `seconds_prefill` includes the earlier prompts' prefills; `seconds` counts
+        from the last prefill. A finished text leaves the batch.
         """
         written: list[list[list[int]]] = [[] for _ in prompts]
         first, last = [0.0] * len(prompts), [0.0] * len(prompts)
@@ -166,7 +165,7 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generator: torch.Generator | None = None,
     ) -> Generator[list[int]]:
-        """`generate` step by step: first the prefill's token, then what each forward adds, already cut."""
+        """`generate` step by step: the prefill's token, then the tokens that each forward adds."""
         for ((_, new_ids),) in self.stream_batch(
             [prompt_ids], max_new_tokens, rule, [generator] if generator else None
         ):
@@ -180,9 +179,9 @@ class Decoder:
         rule: AcceptanceRule = greedy_acceptance,
         generators: Sequence[torch.Generator] | None = None,
     ) -> Iterator[list[tuple[int, list[int]]]]:
-        """`generate_batch` forward by forward: each text's prefill, then steps of all that go on.
+        """`generate_batch` forward by forward: each text's prefill, then steps of all unfinished texts.
 
-        Yields (number of the text, what the forward adds to it, cut where it ends).
+        Yields lists of (index of the text, the tokens that this forward adds to it).
         """
         texts = self._begin(prompts, max_new_tokens, rule, generators)
         with reading(self.model) as forward:
@@ -223,7 +222,7 @@ class Decoder:
         return [_Text(i, room, Noise(source)) for i, (room, source) in enumerate(zip(rooms, sources, strict=True))]
 
     def _prefill(self, forward: Forward, prompt_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A prompt's forward: the state [1, D] that the heads read next, and the logits [1, V] of the first token."""
+        """A prompt's forward: the last hidden state [1, D] and the logits [1, V] of the first new token."""
         ids_1T = torch.tensor([prompt_ids], device=self.device)
         positions_1T = torch.arange(len(prompt_ids), device=self.device)[None]
         self._cache.open()
@@ -232,7 +231,7 @@ class Decoder:
         return hidden_11D[:, 0], logits_11V[:, 0]
 
     def _take(self, text: _Text, ids: list[int]) -> list[int]:
-        """The tokens up to and with the first end token, as many as there is room for."""
+        """The tokens up to and including the first end token, limited by the remaining room."""
         text.noise.advance(len(ids))
         end = next((i for i, token in enumerate(ids[: text.room]) if token in self.eos_token_ids), None)
         kept = ids[: text.room] if end is None else ids[: end + 1]
@@ -242,7 +241,7 @@ class Decoder:
 
 @dataclass
 class _Text:
-    """A text being written: its number, how many tokens may still come, and what it draws from."""
+    """A text being decoded: its index, how many tokens it may still get, and its noise."""
 
     number: int
     room: int
@@ -250,5 +249,5 @@ class _Text:
 
 
 def plain_decoder(model: PreTrainedModel, *, eos_token_ids: Collection[int], max_length: int | None = None) -> Decoder:
-    """The decoder without heads and tree: the baseline, by the same loop and cache."""
+    """A decoder without heads and tree: the baseline, with the same loop and cache."""
     return Decoder(model, None, (), eos_token_ids=eos_token_ids, max_length=max_length)

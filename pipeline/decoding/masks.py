@@ -1,9 +1,9 @@
 """The additive attention masks under which one forward verifies a whole tree (paper 2.1.2).
 
 A row attends to the sequence so far, to itself and to the nodes above it, within its layer's window. Distances are
-taken between positions in the text, not between cache slots: siblings share a position. Counted back from the
-sequence's end, a mask is the same at every length, so it is built once, for the longest prefix, and a step's mask is
-a slice of it, or, for a batch, gathered from it.
+taken between positions in the text, not between cache slots: siblings share a position. Relative to the sequence's
+end a mask is the same at every length, so it is built once, for the longest prefix, and a step's mask is a slice of
+it, or gathered from it for a batch.
 
 Letters: N rows of the tree, S columns: the longest prefix, the rows, and one that no row sees; B sequences.
 """
@@ -24,9 +24,9 @@ Masks = Tensor | dict[str, Tensor] | None
 
 
 def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
-    """The kinds of attention layers that a model has, each with its sliding window (None: all of the past).
+    """The model's kinds of attention layers, each with its sliding window (None: full attention).
 
-    Raises ConfigError for a kind of layer that a mask cannot verify a tree in.
+    Raises ConfigError for a kind of layer in which no mask can verify a tree.
     """
     windows: dict[str, int | None] = {}
     for kind, settings in zip(*get_layer_types_and_kwargs(config.get_text_config(decoder=True)), strict=True):
@@ -53,7 +53,7 @@ class TreeMasks:
         self._masks = {kind: _mask_NS(tree, window, max_prefix, dtype).to(device) for kind, window in windows.items()}
 
     def after(self, lengths: Sequence[int]) -> Masks:
-        """The mask [B, 1, N, longest + N] behind prefixes of these lengths; one per kind where a model has several.
+        """The mask [B, 1, N, longest + N] after prefixes of these lengths; one per kind where a model has several.
 
         Columns beyond a shorter sequence's own rows are hidden.
         """
@@ -63,7 +63,7 @@ class TreeMasks:
         return self._each(lambda mask_NS: mask_NS[None, None].narrow(3, start, columns))
 
     def within(self, length_B: Tensor, columns: int) -> Masks:
-        """The same for lengths [B] on the device, over so many columns: [B, 1, N, columns]."""
+        """The same for lengths [B] on the device and a fixed number of columns: [B, 1, N, columns]."""
         first_B1 = self.max_prefix - length_B[:, None]
         column_BS = (first_B1 + torch.arange(columns, device=length_B.device)).clamp_(max=self._last_column)
         return self._each(lambda mask_NS: mask_NS[:, column_BS].transpose(0, 1)[:, None])

@@ -1,13 +1,13 @@
-"""Drawing tokens from the target's distribution, so that one seed writes one text, whatever the tree.
+"""Sampling from the target's distribution with noise per position, so that a seed gives one text for every tree.
 
-A token is drawn as argmax(z / temperature + g) over the logits z, where g = -log(-log u) with uniform u: the Gumbel-max
-form of softmax sampling. The noise g belongs to a position of the text and not to a step: a step that looks at several
-positions takes the noise of each, and what lies behind the last token that it keeps waits for the next step. So the
-tree changes what a step costs, but neither the law of the text nor, up to rounding, the text itself.
+A token is sampled as argmax(z / temperature + g) over the logits z, where g = -log(-log u) with uniform u: the
+Gumbel-max form of softmax sampling. The noise g belongs to a position of the text, not to a step: a step that looks at
+several positions uses the noise of each, and noise beyond the last kept token is used by the next step. The tree
+therefore changes the cost of a step, but neither the distribution of the text nor, up to rounding, the text itself.
 
-The nucleus at top_p is the smallest set of likeliest tokens that holds at least that probability (Holtzman et al.,
-arXiv 1904.09751), as in transformers and vLLM: a token belongs to it when all tokens ahead of it, the likelier ones
-and of equally likely ones those with lower ids, hold less than top_p together. The likeliest token always belongs.
+The nucleus at top_p is the smallest set of most probable tokens with at least that probability (Holtzman et al., arXiv
+1904.09751), as in transformers and vLLM: a token belongs to it when the tokens ahead of it (more probable, or equally
+probable with a lower id) have less than top_p together. The most probable token always belongs.
 
 Letters: N rows, T positions, V vocabulary; leading dimensions, shown as …, pass through.
 """
@@ -19,11 +19,11 @@ from torch import Tensor
 
 
 class Noise:
-    """The Gumbel noise of one text's next positions, from a generator that is this text's alone; none without one.
+    """The Gumbel noise of one text's next positions, from that text's own generator; None without a generator.
 
-    Each position takes V numbers from the generator, in the text's order. They are made in float64: with the 2^-24
-    steps of a float32 draw the rare tokens of a large vocabulary would be off. A generator on the target's device
-    spares a copy per token.
+    Each position takes V numbers from the generator, in the order of the text. They are drawn in float64: the 2^-24
+    resolution of float32 would bias the rare tokens of a large vocabulary. A generator on the target's device avoids a
+    copy per token.
     """
 
     def __init__(self, generator: torch.Generator | None):
@@ -31,7 +31,7 @@ class Noise:
         self._waiting: list[Tensor] = []
 
     def ahead(self, num_positions: int, logits_NV: Tensor) -> Tensor | None:
-        """The noise [T, V] of the next positions, on the logits' device and in the precision they are judged in."""
+        """The noise [T, V] of the next positions, on the logits' device and in their upcast dtype."""
         if self._generator is None:
             return None
         while len(self._waiting) < num_positions:
@@ -39,12 +39,12 @@ class Noise:
         return torch.stack(self._waiting[:num_positions])
 
     def advance(self, num_tokens: int) -> None:
-        """Leaves these positions behind: their tokens are written."""
+        """Discard the noise of positions whose tokens are written."""
         del self._waiting[:num_tokens]
 
 
 def draw(logits_V: Tensor, noise_V: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
-    """A token [...] of the distribution softmax(logits [..., V] / temperature) within its nucleus."""
+    """Sample tokens [...] from the nucleus of softmax(logits [..., V] / temperature)."""
     scaled_V = upcast(logits_V) / temperature
     if top_p < 1:
         scaled_V = scaled_V.masked_fill(~nucleus(scaled_V, top_p), -torch.inf)

@@ -1,4 +1,6 @@
-"""One step of decoding: the heads propose trees, the target verifies them, accepted paths are kept (paper 2.1, 2.3.1).
+"""One step of decoding: the heads propose a tree per text, the target verifies it, the accepted path is kept.
+
+Paper 2.1 and 2.3.1.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V vocabulary, K heads, R ranks.
 """
@@ -20,35 +22,35 @@ from pipeline.heads.kind import Heads
 
 
 class BatchState(NamedTuple):
-    """Where texts stand: the states [B, D] that the heads read next, and the tokens [B] chosen last."""
+    """The hidden states [B, D] that the heads read next, and the tokens [B] chosen last."""
 
     hidden_BD: Tensor
     token_B: Tensor
 
 
 class Steps(Protocol):
-    """What takes the steps of a batch."""
+    """Takes the decoding steps of a batch."""
 
     @property
     def captures(self) -> bool:
-        """Whether steps are captured as they come, and replayed later."""
+        """Whether steps are captured as CUDA graphs and replayed."""
         ...
 
     def start(self, state: BatchState) -> None:
-        """Go on from here; the texts' entries are the cache's."""
+        """Set the state; the prompts are in the cache already."""
         ...
 
     def drop(self, kept: Sequence[int]) -> None:
-        """Go on with the texts at these places alone, ascending."""
+        """Keep only the texts at these indices, ascending."""
         ...
 
     def take(self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None) -> list[list[int]]:
-        """One forward of the target, and the tokens that it adds to every text."""
+        """One forward of the target; returns the tokens that it adds to each text."""
         ...
 
 
 class TreeSteps:
-    """Steps that hand the model what there is and no more: for any model on any device."""
+    """Steps with inputs of exactly the current length: for any model on any device."""
 
     captures = False
 
@@ -66,7 +68,7 @@ class TreeSteps:
         tree, lengths, token_B = self.tree, self.cache.lengths, self.state.token_B
         starts = lengths[0] if len(lengths) == 1 else torch.tensor(lengths, device=token_B.device)[:, None]
         positions_BN = tree.depth[None] + starts
-        if max(lengths) + tree.max_depth >= self.max_length:  # cut, but must not overrun a table of positions
+        if max(lengths) + tree.max_depth >= self.max_length:  # these rows are cut later, but their positions must exist
             positions_BN.clamp_(max=self.max_length - 1)
         mask = self.masks.after(lengths) if tree.num_nodes or len(lengths) > 1 else None
         self.state, retrieve_BT, found = self.verify(forward, positions_BN, mask, rule, noise_BTV)
@@ -75,19 +77,22 @@ class TreeSteps:
         return written
 
     def propose(self) -> Tensor:
-        """The tokens [B, N] of every tree: the root and, below it, the heads' guesses."""
+        """The tokens [B, N] of each tree: the root, then the heads' guesses."""
         hidden_BD, token_B = self.state
         if not self.tree.num_nodes:
             return token_B[:, None]
         assert self.heads is not None
-        hidden_BD = hidden_BD.to(self.heads.device)  # a target over several GPUs ends on another
+        hidden_BD = hidden_BD.to(self.heads.device)  # a target over several GPUs returns its states on the last one
         return torch.cat((token_B[:, None], self.heads.propose(hidden_BD, token_B, self.tree)), 1)
 
     def verify(
         self, forward: Forward, positions_BN: Tensor, mask: Masks, rule: AcceptanceRule, noise_BTV: Tensor | None
     ) -> tuple[BatchState, Tensor, Tensor]:
-        """One forward over the trees: the new state, the rows [B, T] to keep, and what the host is to know of it:
-        of every text the accepted row, the tokens of its retrieve_indices and the one after it, [B, T + 2]."""
+        """One forward over the trees.
+
+        Returns the new state, the rows [B, T] to keep, and what the host reads, [B, T + 2]: for each text the
+        accepted row, the tokens on its path, and the token after it.
+        """
         tree, tokens_BN = self.tree, self.propose()
         hidden_BND, logits_BNV = forward(tokens_BN, positions_BN, mask, self.cache)
         if not tree.num_nodes:
@@ -101,7 +106,7 @@ class TreeSteps:
         return BatchState(hidden_BD, token_B), retrieve_BT, found
 
     def read(self, found: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-        """The rows that every text keeps and the tokens that it gains: a step's one transfer from the device."""
+        """The rows that each text keeps and the tokens it gains; the only transfer from the device in a step."""
         if not self.tree.num_nodes:
             written = found.tolist()
             return [[0]] * len(written), written

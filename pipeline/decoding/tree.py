@@ -1,8 +1,9 @@
-"""The tree of candidates that one decoding step verifies: searching it, checking it, and its tensors.
+"""The tree of candidates that one decoding step verifies: known shapes, validation and tensors.
 
-A path is a tuple of ranks, one per depth: (0, 2) is the third guess of head 1 after the best guess of head 0. A tree is
-a set of paths that holds every prefix of its members; each path is a node, and the root, the token that the target
-itself already chose, is not counted among the nodes (paper 2.1.2, 2.3.3).
+A path is a sequence of ranks, one per depth: (0, 2) is the third guess of head 1 after the best guess of head 0. A tree
+is a set of paths that contains every prefix of its members. Each path is a node; the root, the token that the target
+has already chosen, is not counted as one (paper 2.1.2, 2.3.3). Lists of lists, as JSON has them, are accepted wherever
+a tree is.
 
 Letters: N rows (the root and the nodes), K heads, R ranks (guesses per head), T positions on a path, the root included.
 """
@@ -20,8 +21,9 @@ from torch import Tensor
 from pipeline.errors import ConfigError
 
 Path = tuple[int, ...]
+Choices = Iterable[Sequence[int]]  # the paths of a tree, without the root
 
-# Of every inner path of the stock tree how many children it has: the guesses of ranks 0, 1, 2, …
+# The number of children of each inner path of the stock tree: ranks 0, 1, 2, …
 _STOCK_CHILDREN: dict[Path, int] = {
     **{(): 10, (0,): 10, (1,): 7, (2,): 3, (3,): 2, (0, 0): 10, (0, 1): 3, (0, 2): 2, (1, 0): 2, (2, 0): 1},
     **{(rank,): 1 for rank in range(4, 10)},
@@ -30,13 +32,13 @@ _STOCK_CHILDREN: dict[Path, int] = {
 }
 
 
-def path_probability(accuracy_KR: Sequence[Sequence[float]], path: Path) -> float:
-    """The estimated chance that a whole path is right: the product of its guesses' accuracies (2.3.3)."""
+def path_probability(accuracy_KR: Sequence[Sequence[float]], path: Sequence[int]) -> float:
+    """The estimated probability that a whole path is right: the product of its guesses' accuracies (2.3.3)."""
     return prod(accuracy_KR[depth][rank] for depth, rank in enumerate(path))
 
 
-def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: Iterable[Path]) -> float:
-    """Expected tokens per step: 1 for the token that every step yields, plus the chance of each node (2.3.3)."""
+def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: Choices) -> float:
+    """Expected tokens per step: 1 for the target's own token, plus the probability of each node (2.3.3)."""
     return 1.0 + sum(path_probability(accuracy_KR, path) for path in choices)
 
 
@@ -45,9 +47,8 @@ def greedy_tree(
 ) -> tuple[Path, ...]:
     """The tree of at most `num_nodes` nodes with the highest expected acceleration rate (2.3.3).
 
-    Grows by the connected node with the largest product of accuracies a_k(i). As no node is likelier than its parent,
-    this is the optimum, and its first n nodes are the best tree of n. A guess that was never right adds nothing and
-    is left out.
+    Repeatedly adds the connected node with the largest product of accuracies a_k(i). No node is more probable than its
+    parent, so the result is optimal and its first n nodes are the best tree of n. Guesses with accuracy 0 are left out.
     """
     depth_limit = min(len(accuracy_KR), max_depth or len(accuracy_KR))
     chosen: list[Path] = []
@@ -69,14 +70,14 @@ def cartesian_tree(widths: Sequence[int]) -> tuple[Path, ...]:
 
 
 def stock_tree(max_depth: int) -> tuple[Path, ...]:
-    """The tree that comes with the authors' code, searched for their Vicuna-7B: 63 nodes, cut at `max_depth`."""
+    """The tree of the authors' code, searched for their Vicuna-7B: 63 nodes, cut at `max_depth`."""
     paths: list[Path] = [()]
-    for path in paths:  # which grows along: every path's children come after it
+    for path in paths:  # the list grows while it is read: children follow their parent
         paths += [(*path, rank) for rank in range(_STOCK_CHILDREN.get(path, 0)) if len(path) < max_depth]
     return tuple(paths[1:])
 
 
-def check_choices(choices: Iterable[Sequence[int]], num_heads: int, top: int) -> tuple[Path, ...]:
+def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[Path, ...]:
     """The choices as paths, in their order.
 
     Raises ConfigError unless they form a tree over `num_heads` heads and the best `top` guesses of each.
@@ -103,31 +104,31 @@ def check_choices(choices: Iterable[Sequence[int]], num_heads: int, top: int) ->
             raise ConfigError(f"The path {list(path)} asks for a guess that is not made.", "choices", fix)
         if len(path) > 1 and path[:-1] not in known:
             fix = f"Add {list(path[:-1])}."
-            raise ConfigError(f"The path {list(path)} hangs in the air: its parent is missing.", "choices", fix)
+            raise ConfigError(f"The parent of the path {list(path)} is missing.", "choices", fix)
     return tuple(paths)
 
 
 class Tree:
-    """A tree's tensors, built once: row 0 is the root, row i + 1 is `choices[i]`, parents come before their children.
+    """A tree's tensors: row 0 is the root, row i + 1 is `choices[i]`, parents come before their children.
 
-    Rows are in depth-first order, so that the path of best guesses, the likeliest to be accepted, is rows 1, 2, 3, …:
-    its cache entries then already lie where they belong. `Tree(())` is plain decoding.
+    Rows are in depth-first order, so the path of best guesses, the one most often accepted, is rows 1, 2, 3, …, whose
+    cache entries need not be moved. `Tree(())` is plain decoding. ValueError unless the choices form a tree.
 
     Tensors: `parent` [N] (the root's is itself), `depth` [N], `guess` [N-1] (row in the flattened [K, R] guesses of
     the first `max_depth` heads, `top` each), `ancestors` [N, N] (row i attends to row j: j is i or above it),
-    `elsewhere` [N, N] (j is no guess on the path to row i: neither i nor above it, or the root),
+    `elsewhere` [N, N] (j is not a guess on the path to row i: neither i nor above it, or the root),
     `retrieve_indices` [N, T] (rows from the root to row i, padded with 0 past its depth).
     On the host: `retrieve_paths`, the same without padding.
     """
 
-    def __init__(self, choices: Iterable[Path], device: torch.device | str = "cpu"):
-        self.choices: tuple[Path, ...] = tuple(sorted(choices))
+    def __init__(self, choices: Choices, device: torch.device | str = "cpu"):
+        self.choices: tuple[Path, ...] = tuple(sorted(map(tuple, choices)))
         self.num_nodes = len(self.choices)
         self.max_depth = max(map(len, self.choices), default=0)
         self.top = max((rank + 1 for path in self.choices for rank in path), default=0)
         row_of = {(): 0} | {path: row for row, path in enumerate(self.choices, start=1)}
         if len(row_of) <= self.num_nodes or any(path[:-1] not in row_of for path in self.choices):
-            raise ValueError("not a tree; `check_choices` says what is wrong with it")
+            raise ValueError("not a tree: a path is repeated or its parent is missing; `check_choices` names it")
         self.retrieve_paths = [[row_of[path[:depth]] for depth in range(len(path) + 1)] for path in row_of]
         padded = [rows + [0] * (self.max_depth + 1 - len(rows)) for rows in self.retrieve_paths]
         self.retrieve_indices = torch.tensor(padded, device=device)
@@ -140,4 +141,4 @@ class Tree:
 
     def _ancestors(self) -> Tensor:
         ancestors_NN = torch.eye(self.num_nodes + 1, dtype=torch.bool, device=self.retrieve_indices.device)
-        return ancestors_NN.scatter_(1, self.retrieve_indices, True)  # the padding marks the root, an ancestor of all
+        return ancestors_NN.scatter_(1, self.retrieve_indices, True)  # padding marks the root, an ancestor of every row

@@ -1,8 +1,8 @@
-"""Searching the tree that makes the most of the heads' guesses, on the ranks that held-out tokens have among them.
+"""Searching for the best tree, from the ranks of held-out tokens among the heads' guesses.
 
-A rank says how a held-out token would have been found: 0 where a head's first guess is right, 1 where its second is.
-From ranks alone follow the heads' accuracies (paper 2.3.3), how often whole paths are right, and, walking through the
-held-out text as decoding would, the acceleration rate that a tree would have had on it, with no forward at all.
+A rank is the place of the held-out token: 0 where a head's first guess is right, 1 where its second is. Ranks determine
+the heads' accuracies (paper 2.3.3), how often whole paths are right and, by a walk through the held-out text in the
+steps of decoding, the acceleration rate of any tree on it, without a forward.
 
 Letters: N positions, end to end as the target wrote them, K heads, R ranks.
 """
@@ -11,24 +11,24 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.decoding.tree import Path, greedy_tree
+from pipeline.decoding.tree import Choices, Path, greedy_tree
 from pipeline.heads.accuracy import NO_LABEL
 
 MAX_RANKS = 254
-SAME_SPEED = 0.05  # what timing the same tree twice may differ by, relatively
+SAME_SPEED = 0.05  # relative difference between two timings of the same tree
 
 
 @dataclass(frozen=True)
 class HeldOutRanks:
-    """Ranks uint8 [K, N] of the tokens at t+2+k, where the spans begin, and of which conversation each span is.
+    """Ranks uint8 [K, N] of the tokens at t+2+k, the first position of each span, and each span's conversation.
 
-    `starts` ascend from 0; spans of one conversation stand together and have the same number in `conversations`.
+    `starts` ascend from 0; spans of one conversation are adjacent and have the same number in `conversations`.
     """
 
     ranks_KN: npt.NDArray[np.uint8]
@@ -39,9 +39,9 @@ class HeldOutRanks:
         return self.ranks_KN.shape[1]
 
     def halves(self) -> tuple[HeldOutRanks, HeldOutRanks]:
-        """Every other conversation, so that what is searched on one half can be judged on the other.
+        """Every other conversation: one half to search trees on, the other to choose between them.
 
-        Not every other span: where all conversations have two, one half would be first answers, the other second ones.
+        Not every other span: where each conversation has two, one half would hold first answers only.
         """
         lengths = np.diff(self.starts, append=len(self))
         _, place = np.unique(self.conversations, return_inverse=True)
@@ -53,13 +53,13 @@ class HeldOutRanks:
         return HeldOutRanks(self.ranks_KN[:, np.repeat(chosen, lengths)], starts, self.conversations[chosen])
 
     def hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """How often each head's r-th guess alone is right, [K, R], and of how many labels, [K]."""
+        """How often each head's r-th guess is right, [K, R], and the number of labels, [K]."""
         hits_KR = np.stack([np.bincount(ranks_N, minlength=256)[:top] for ranks_N in self.ranks_KN])
         return hits_KR, (self.ranks_KN != NO_LABEL).sum(1)
 
 
 def rank_accuracies(hits_KR: npt.NDArray[np.int64], counts_K: npt.NDArray[np.int64]) -> list[list[float]]:
-    """a_k(i): the share of its labels that head k's i-th guess alone hits; 0 without labels (2.3.3)."""
+    """a_k(i): the share of its labels that head k's i-th guess hits; 0 without labels (2.3.3)."""
     return (hits_KR / np.maximum(counts_K, 1)[:, None]).tolist()
 
 
@@ -76,11 +76,11 @@ def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top
 def choose_tree(
     trees: dict[str, tuple[Path, ...]], ranks: HeldOutRanks, sizes: Sequence[int], overheads: dict[int, float]
 ) -> tuple[str, int]:
-    """The search and the number of nodes that promise most on `ranks`, which the trees have not seen.
+    """The search and the number of nodes with the highest speedup on `ranks`, which the trees were not searched on.
 
-    The most is the highest speedup, by the overhead of each size; without overheads the highest acceleration rate.
-    Among choices that timing cannot tell from the fastest one, speedup times acceleration rate decides: the rate is
-    counted, not timed, and is the same on every device.
+    Speedup uses the overhead of each size; without overheads the acceleration rate decides. Among choices within
+    timing noise of the fastest one, speedup times acceleration rate decides: the rate is counted, not timed, and is
+    the same on every device.
     """
     choices = dict.fromkeys((name, min(size, len(tree))) for size in sizes for name, tree in trees.items())
     rates = {(name, size): simulated_acceleration_rate(ranks, trees[name][:size]) for name, size in choices}
@@ -96,10 +96,10 @@ def choose_tree(
 def joint_tree(
     ranks: HeldOutRanks, num_nodes: int, max_depth: int | None = None
 ) -> tuple[tuple[Path, ...], list[float]]:
-    """The tree of at most `num_nodes` nodes whose paths were right most often, and how often each was.
+    """The tree of at most `num_nodes` nodes whose paths were right most often, and the frequency of each.
 
-    Heads err together, so the product of their accuracies underrates the paths that follow a right first guess. A path
-    is right no more often than its parent, so growing by the most frequent one is optimal, and the first n nodes are
+    The heads' errors are correlated, so the product of accuracies underrates paths that follow a right first guess. A
+    path is right no more often than its parent, so adding the most frequent one is optimal and the first n nodes are
     the best tree of n. Paths that were never right are left out.
     """
     depth_limit = min(len(ranks.ranks_KN), max_depth or len(ranks.ranks_KN))
@@ -119,28 +119,28 @@ def joint_tree(
     return tuple(chosen[1:]), frequencies[1:]  # without the root
 
 
-def path_frequencies(ranks: HeldOutRanks, choices: Sequence[Path]) -> list[float]:
-    """How often each path is right, of all positions."""
+def path_frequencies(ranks: HeldOutRanks, choices: Choices) -> list[float]:
+    """The share of all positions at which each path is right."""
     return [float(np.mean(_right(ranks, path))) if len(ranks) else 0.0 for path in choices]
 
 
-def accepted_lengths(ranks: HeldOutRanks, choices: Iterable[Path]) -> npt.NDArray[np.int64]:
-    """How many guesses [N] greedy acceptance would keep at each position: the depth of its deepest right path."""
+def accepted_lengths(ranks: HeldOutRanks, choices: Choices) -> npt.NDArray[np.int64]:
+    """The number of guesses [N] that greedy acceptance keeps at each position: the depth of the deepest right path."""
     right: dict[Path, npt.NDArray[np.bool_]] = {(): np.ones(len(ranks), bool)}
     lengths_N = np.zeros(len(ranks), np.int64)
-    for path in sorted(choices, key=len):
+    for path in sorted(map(tuple, choices), key=len):
         depth = len(path) - 1
         right[path] = right[path[:-1]] & (ranks.ranks_KN[depth] == path[-1])
         lengths_N[right[path]] = depth + 1
     return lengths_N
 
 
-def simulated_acceleration_rate(ranks: HeldOutRanks, choices: Iterable[Path]) -> float:
-    """Tokens per forward that the tree would have had on the held-out text, walked through as greedy decoding does.
+def simulated_acceleration_rate(ranks: HeldOutRanks, choices: Choices) -> float:
+    """Tokens per forward of greedy decoding with the tree, had it written the held-out text.
 
-    After a step that kept a guesses the next one starts a+1 positions on. A span's first token comes from the prefill
-    and is not counted; what a step would keep beyond its end is cut. Decoding visits hard positions more often than
-    easy ones, which an average over all positions does not know. NaN without positions.
+    After a step that keeps a guesses the next one starts a+1 positions on. A span's first token comes from the prefill
+    and is not counted; what a step would keep beyond the span's end is cut. Unlike an average over positions, the walk
+    visits hard positions more often than easy ones, as decoding does. NaN without positions.
     """
     stride = (accepted_lengths(ranks, choices) + 1).tolist()
     num_steps = 0
@@ -151,7 +151,7 @@ def simulated_acceleration_rate(ranks: HeldOutRanks, choices: Iterable[Path]) ->
     return len(ranks) / num_steps if num_steps else float("nan")
 
 
-def _right(ranks: HeldOutRanks, path: Path) -> npt.NDArray[np.bool_]:
+def _right(ranks: HeldOutRanks, path: Sequence[int]) -> npt.NDArray[np.bool_]:
     return np.logical_and.reduce([ranks.ranks_KN[depth] == rank for depth, rank in enumerate(path)])
 
 

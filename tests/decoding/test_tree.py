@@ -157,3 +157,10 @@ def test_the_stock_tree_is_a_tree_of_63_nodes_of_the_shape_that_is_published():
     assert check_choices(tree, num_heads=4, top=10) == tree
     assert [sum(len(path) == depth for path in tree) for depth in (1, 2, 3, 4)] == [10, 28, 23, 2]
     assert set(stock_tree(2)) == {path for path in tree if len(path) <= 2}
+
+
+def test_a_tree_may_be_given_as_json_has_it():
+    paths = ((0,), (0, 1), (2,))
+    lists = [list(path) for path in paths]
+    assert Tree(lists).choices == Tree(paths).choices
+    assert expected_acceleration_rate([[0.5, 0.2, 0.1], [0.3, 0.2]], lists) == pytest.approx(1 + 0.5 + 0.5 * 0.2 + 0.1)
