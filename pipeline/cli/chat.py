@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pipeline.cli.terminal_text import visible
 from pipeline.conversations.conversation import RowRejected
-from pipeline.report.wording import duration, rate, ratio
+from pipeline.report.formatting import duration, rate, ratio
 
 if TYPE_CHECKING:
     from pipeline.cli.chat_model import ChatModel

@@ -104,7 +104,7 @@ def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[Path, ...
             raise ConfigError(f"The path {list(path)} asks for a guess that is not made.", "choices", fix)
         if len(path) > 1 and path[:-1] not in known:
             fix = f"Add {list(path[:-1])}."
-            raise ConfigError(f"The parent of the path {list(path)} is missing.", "choices", fix)
+            raise ConfigError(f"The path {list(path)} is not connected: its parent is missing.", "choices", fix)
     return tuple(paths)
 
 

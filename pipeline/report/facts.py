@@ -1,7 +1,7 @@
-"""What a report says: its title, its verdict and its headline figures, shared by the terminal, Markdown and HTML.
+"""A report's title, outcome, warnings and headline figures, shared by the terminal, Markdown and HTML.
 
-Every form shows the same `Figure`s and `Table`s, so that they cannot disagree. Every part of a report is optional: a
-run that was stopped half-way still has its facts, and what is missing reads "not run". Nothing here draws or writes.
+Every form shows the same `Figure`s and `Table`s. Every part of a report is optional, since a run may be unfinished;
+missing parts read "not run".
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report.wording import NOT_RUN, UNKNOWN, count, rate, ratio, signed_percent, times
+from pipeline.report.formatting import NOT_RUN, UNKNOWN, count, rate, ratio, signed_percent, times
 
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
-STOCK_TREE, SEARCHED_TREE, USED_TREE = "stock (Vicuna-7B's)", "searched, stock size", "the export's"  # of the ladder
+# Names in the study of trees.
+STOCK_TREE, SEARCHED_TREE, USED_TREE = "stock (Vicuna-7B's)", "searched, stock size", "the export's"
 NOTABLE_GAP = 0.1  # between the expected acceleration rate and the measured one
 
 _ORDER = (
@@ -35,20 +36,20 @@ class Figure:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of text; `empty` stands in for it where it has no rows."""
+    """A table of text; `empty` is shown where it has no rows."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
     empty: str = NOT_RUN
-    words: tuple[int, ...] = (0,)  # the columns that hold words; the others hold numbers and align to the right
-    shares: tuple[float, ...] = ()  # per row a share of the largest, for a form that draws bars
+    words: tuple[int, ...] = (0,)  # text columns; the others are numbers, aligned to the right
+    shares: tuple[float, ...] = ()  # per row, a bar's share of the largest
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Whether the check passed; None where there was none."""
+class Outcome:
+    """Whether the check passed; None where it was not run."""
 
     passed: bool | None
     text: str
@@ -56,7 +57,7 @@ class Verdict:
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON carries it: a number that is not finite becomes None, an array a list, anything else its text."""
+    """`value` as JSON allows it: non-finite numbers become None, arrays lists, other objects their text."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -75,7 +76,7 @@ def finite(value: Any) -> Any:
 
 
 def in_order(report: dict) -> dict:
-    """The report with its parts in the order in which a person reads them; unknown parts come last, by name."""
+    """The report with its parts in reading order; unknown parts come last, by name."""
     known = [key for key in _ORDER if key in report]
     return {key: report[key] for key in [*known, *sorted(report.keys() - set(known))]}
 
@@ -88,12 +89,12 @@ def pick(report: Any, *path: str) -> Any:
 
 
 def title(report: dict) -> str:
-    """The one line that names the report."""
+    """The title line."""
     return f"Medusa heads for {pick(report, 'target') or 'an unnamed target'}"
 
 
 def subtitle(report: dict) -> str:
-    """Method, heads, run and date: those that are known."""
+    """Method, heads, run and date, as far as known."""
     heads = pick(report, "num_heads")
     name, date = pick(report, "run", "name"), pick(report, "run", "date")
     method = ", ".join(filter(None, (pick(report, "method"), pick(report, "train", "recipe"))))
@@ -101,17 +102,17 @@ def subtitle(report: dict) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def verdict(report: dict) -> Verdict:
+def check_outcome(report: dict) -> Outcome:
     """Whether the check passed, and its failures as sentences."""
     passed = pick(report, "check", "passed")
     failures = tuple(str(failure) for failure in pick(report, "check", "failures") or ())
     if passed is None and not failures:
-        return Verdict(None, "check not run")
-    return Verdict(True, "check passed") if passed and not failures else Verdict(False, "check failed", failures)
+        return Outcome(None, "check not run")
+    return Outcome(True, "check passed") if passed and not failures else Outcome(False, "check failed", failures)
 
 
 def warnings(report: dict) -> tuple[str, ...]:
-    """What a reader should not overlook, though no check failed over it."""
+    """What a reader should notice although the check passed."""
     found = []
     promises = [speedup for size in pick(report, "tree", "sizes") or [] if (speedup := size.get("expected_speedup"))]
     speedup = pick(report, "check", "native", "speedup")
@@ -119,28 +120,28 @@ def warnings(report: dict) -> tuple[str, ...]:
         best = times(max(promises))
         if speedup is not None and speedup >= 1:
             found.append(
-                f"Calibration promised no speedup above 1, the best one {best}, and the check measured "
-                f"{times(speedup)}: other work probably disturbed one of them, and the tree's size may be wrong; "
-                "`--fresh calibrate` measures anew."
+                f"Calibration expected no speedup above 1, the best {best}, and the check measured {times(speedup)}: "
+                "other load probably disturbed one of them, and the tree's size may be wrong; "
+                "`--fresh calibrate` measures again."
             )
         else:
-            found.append(f"The tree does not pay on this device: no size promises a speedup above 1, the best {best}.")
+            found.append(f"The tree does not pay off on this device: no expected speedup is above 1, the best {best}.")
     elif speedup is not None and speedup < 1:
         found.append(f"Decoding is slower with the heads than without them: the measured speedup is {times(speedup)}.")
     expected = pick(report, "tree", "expected_acceleration_rate")
     measured = pick(report, "check", "native", "acceleration_rate")
-    greedy = pick(report, "check", "native", "acceptance") in (None, "greedy")  # which is what calibration expects of
+    greedy = pick(report, "check", "native", "acceptance") in (None, "greedy")  # calibration expects greedy decoding
     if greedy and expected and measured is not None and abs(gap := measured / expected - 1) > NOTABLE_GAP:
         found.append(
             f"The measured acceleration rate is {abs(gap):.0%} {'above' if gap > 0 else 'below'} the expected one: "
-            "the check's prompts may be another kind of text than the held-out rows that the tree was judged on, "
-            "or both are few."
+            "the check's prompts may differ in kind from the held-out rows that the tree was chosen on, "
+            "or there are few of either."
         )
     return tuple(found)
 
 
 def headline(report: dict) -> list[Figure]:
-    """The figures that people compare, in the field's terms (paper, section 3 and appendix B)."""
+    """The headline figures, in the paper's terms (section 3 and appendix B)."""
     native, vllm, text = pick(report, "check", "native"), pick(report, "check", "vllm"), pick(report, "target_text")
     matched, matched_note = identical(native)
     expected = f"; {ratio(pick(report, 'tree', 'expected_acceleration_rate'))} expected" if pick(report, "tree") else ""
@@ -165,7 +166,7 @@ def headline(report: dict) -> list[Figure]:
 
 
 def _searched_over_stock(native: Any) -> list[Figure]:
-    """What the search has gained over the tree of the authors' code, where the ladder of trees is known."""
+    """The gain of the searched tree over the tree of the authors' code, where the study of trees was run."""
     rows = pick(native, "studies", "trees") or []
     rates = {row.get("tree"): row.get("acceleration_rate") for row in rows}
     stock, searched, used = (rates.get(name) for name in (STOCK_TREE, SEARCHED_TREE, USED_TREE))
@@ -176,7 +177,7 @@ def _searched_over_stock(native: Any) -> list[Figure]:
 
 
 def identical(engine: Any) -> tuple[str, str]:
-    """How many greedy sequences equal plain decoding, as `31/32`, and a note on those that part at a tie."""
+    """How many greedy sequences equal plain decoding, as `31/32`, and a note on those that differ at a tie."""
     match = pick(engine, "greedy_match")
     sequences, equal, ties = (pick(match, key) for key in ("sequences", "identical", "ties"))
     if sequences is None:

@@ -1,8 +1,7 @@
-"""report.html: one file that shows the whole run, on a desktop or a phone, in the light or the dark.
+"""report.html: the whole run in one self-contained page, for desktop and phone, light and dark scheme.
 
-Self-contained: styles and plots are in the file, nothing is loaded and no script runs (the page's own security policy
-forbids both). Every text is escaped by the template engine; the only markup that it is handed are our own drawings and
-the style sheet.
+Styles and plots are inside the file; it loads nothing and runs no script (the page's security policy forbids both).
+The template engine escapes all text; only our own drawings and the style sheet are passed as markup.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from pipeline.report import plots, speed_plots, tree_plot
-from pipeline.report.facts import headline, pick, subtitle, title, verdict, warnings
+from pipeline.report import plots, speed_plots
+from pipeline.report.facts import check_outcome, headline, pick, subtitle, title, warnings
+from pipeline.report.formatting import count, rate, ratio, times
 from pipeline.report.tables import tables
-from pipeline.report.wording import count, rate, ratio, times
 
 _HERE = Path(__file__).parent
-_NUM_HUES = 5  # of the coloured answer; neighbouring steps never share one
+_NUM_HUES = 5  # of the coloured answer; adjacent steps differ
 
 
 def page(report: dict, extras: dict) -> str:
@@ -35,11 +34,11 @@ def page(report: dict, extras: dict) -> str:
     return environment.get_template("page.html").render(
         title=title(report),
         subtitle=subtitle(report),
-        verdict=verdict(report),
+        outcome=check_outcome(report),
         warnings=warnings(report),
         figures=headline(report),
-        race=race(report),
-        lanes=all_lanes(report),
+        pace=pace_bars(report),
+        speedups=speedup_bars(report),
         tables=tables(report, extras),
         plots={name: Markup(drawing) for name, drawing in drawings(report, extras).items()},
         samples=[sample for each in pick(extras, "samples") or [] if (sample := _coloured(each))],
@@ -48,14 +47,14 @@ def page(report: dict, extras: dict) -> str:
 
 
 def drawings(report: dict, extras: dict) -> dict[str, str]:
-    """The plots that there is data for, by name."""
+    """The plots for which there is data, by name."""
     heads, losses = pick(report, "heads"), pick(extras, "losses")
     choices, lengths = pick(extras, "tree", "choices"), pick(report, "check", "native", "accepted_lengths")
     drawn: dict[str, str] = {}
     if heads and any(head.get("top1") is not None for head in heads):
         drawn["heads"] = plots.head_accuracy(heads)
     if choices:
-        drawn["tree"] = tree_plot.tree(choices, pick(extras, "tree", "probabilities") or ())
+        drawn["tree"] = plots.tree(choices, pick(extras, "tree", "probabilities") or ())
     if sizes := pick(report, "tree", "sizes"):
         drawn["sizes"] = speed_plots.tree_sizes(sizes, pick(report, "tree", "nodes"))
     if losses:
@@ -65,7 +64,7 @@ def drawings(report: dict, extras: dict) -> dict[str, str]:
     if losses and any(row.get("backbone_loss") is not None for row in losses):
         drawn["drift"] = plots.drift(losses, pick(extras, "held_out") or ())
     if lengths:
-        drawn["accepted"] = plots.accepted_lengths(lengths)
+        drawn["accepted"] = speed_plots.accepted_lengths(lengths)
     return drawn | _study_drawings(pick(report, "check", "native", "studies") or {})
 
 
@@ -81,8 +80,8 @@ def _study_drawings(studies: dict) -> dict[str, str]:
     return drawn
 
 
-def all_lanes(report: dict) -> dict[str, dict[str, Any]]:
-    """Speedups as bars: each row's name, text and share of the largest, and where plain decoding stands among them."""
+def speedup_bars(report: dict) -> dict[str, dict[str, Any]]:
+    """Speedups as bars: each row's name, text and share of the largest, and the place of plain decoding."""
     native = pick(report, "check", "native")
     tabled = {
         "categories": (pick(native, "categories"), "category"),
@@ -98,8 +97,8 @@ def all_lanes(report: dict) -> dict[str, dict[str, Any]]:
     return found
 
 
-def race(report: dict) -> list[tuple[str, str, float]]:
-    """Plain decoding and Medusa side by side: name, tokens per second, and its share of the faster one's."""
+def pace_bars(report: dict) -> list[tuple[str, str, float]]:
+    """Tokens per second of plain decoding and Medusa: name, text, and share of the faster one."""
     keys = {"plain": "baseline_tokens_per_second", "Medusa": "tokens_per_second"}
     speeds = {name: pick(report, "check", "native", key) for name, key in keys.items()}
     if not all(speeds.values()):

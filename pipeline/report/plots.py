@@ -1,4 +1,4 @@
-"""The plots of report.html: head accuracies, losses, accepted lengths; all text in them is ours and ASCII."""
+"""Plots of the heads, their training and their tree (paper, section 2.3.3); all text in them is ours and ASCII."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.patches import PathPatch
+from matplotlib.path import Path as Curve
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipeline.report.drawing import ACCENT, CARD, INK, MUTED, SERIES, svg
+from pipeline.report.svg import ACCENT, CARD, INK, MUTED, SERIES, svg
 
-_MAX_POINTS = 120  # per curve: so that single steps do not blur it, nor make the page heavy
+Path = tuple[int, ...]
+Place = tuple[int, int]
+
+_MAX_POINTS = 120  # per curve: keeps curves readable and the page small
 
 
 def head_accuracy(heads: Sequence[dict]) -> str:
-    """Per head, the share of held-out positions whose token is among its first k guesses: one bar, one band per k."""
+    """For each head, the share of held-out positions whose token is among its first k guesses, one band per k."""
     ranks = [rank for rank in range(1, 6) if any(head.get(f"top{rank}") is not None for head in heads)]
     top_RK = np.array([[head.get(f"top{rank}") for head in heads] for rank in ranks], dtype=float)  # R ranks, K heads
 
@@ -22,7 +27,7 @@ def head_accuracy(heads: Sequence[dict]) -> str:
         x = np.arange(len(heads))
         below = np.zeros(len(heads))
         for rank, top_K in zip(ranks, top_RK, strict=True):
-            top_K = np.fmax(top_K, below)  # top-k never falls as k grows; an unknown one adds nothing
+            top_K = np.fmax(top_K, below)  # an unknown top-k adds nothing
             alpha = 1.0 if rank == ranks[0] else 0.55 * 0.72 ** (rank - 2)
             axes.bar(x, top_K - below, 0.62, bottom=below, color=ACCENT, alpha=alpha, label=f"top-{rank}", linewidth=0)
             below = top_K
@@ -96,7 +101,7 @@ def held_out_accuracy(held_out: Sequence[dict]) -> str:
 
 
 def drift(steps: Sequence[dict], held_out: Sequence[dict] = ()) -> str:
-    """How far Medusa-2 moves the backbone: its own loss in training, and KL to the original on held-out text, dashed.
+    """The backbone's drift in Medusa-2: its loss in training, and KL to the original on held-out text (dashed).
 
     Rows of `{"step", "backbone_loss"}` and of `{"step", "kl"}`.
     """
@@ -117,26 +122,6 @@ def drift(steps: Sequence[dict], held_out: Sequence[dict] = ()) -> str:
     return svg("drift", "How far the backbone moves over the training steps", 2.6, draw)
 
 
-def accepted_lengths(num_steps: Sequence[float]) -> str:
-    """The share of decoding steps by accepted length; entry i counts the steps that accepted i guessed tokens."""
-    share = np.nan_to_num(np.array(num_steps, dtype=float))
-    share = share / max(share.sum(), 1)
-
-    def draw(axes: Axes) -> None:
-        x = np.arange(len(share))
-        axes.bar(x, share, 0.68, color=ACCENT, linewidth=0)
-        for i, value in enumerate(share):
-            axes.text(i, value + share.max() * 0.02, f"{value:.0%}", ha="center", va="bottom", color=INK)
-        axes.set_xticks(x)
-        axes.tick_params(axis="x", length=0)
-        axes.set_xlabel("guessed tokens kept in a step")
-        axes.set_ylabel("share of steps")
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.set_ylim(0, share.max() * 1.15 or 1)
-
-    return svg("accepted", "Share of decoding steps by accepted length", 3.0, draw)
-
-
 def _curves(rows: Sequence[dict], num_heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Steps [N], losses [N] and head losses [N, K] of at most `_MAX_POINTS` points, each the mean of its neighbours."""
     rows = [row for row in rows if row.get("step") is not None]
@@ -150,3 +135,64 @@ def _curves(rows: Sequence[dict], num_heads: int) -> tuple[np.ndarray, np.ndarra
             [np.ma.masked_invalid(part).mean(0).filled(np.nan) for part in np.array_split(table, _MAX_POINTS)]
         )
     return table[:, 0], table[:, 1], table[:, 2:]
+
+
+def layout(choices: Sequence[Sequence[int]]) -> dict[Path, Place]:
+    """Every node's place as (depth, line): a first child stays on its parent's line, further ones take new lines.
+
+    The path of first guesses is thus the top line. The root and prefixes missing from `choices` are included.
+    """
+    places: dict[Path, Place] = {}
+    line, parents = 0, set()
+    for node in sorted({tuple(path[:depth]) for path in choices for depth in range(len(path) + 1)}):
+        if node:  # lexicographic order: a parent comes right before its first child
+            line += node[:-1] in parents
+            parents.add(node[:-1])
+        places[node] = (len(node), line)
+    return places
+
+
+def tree(choices: Sequence[Sequence[int]], probabilities: Sequence[float | None] = ()) -> str:
+    """The tree from left to right, one column per head; a node's area and colour show the share of steps keeping it."""
+    places = layout(choices)
+    known = {tuple(path): p or 0.0 for path, p in zip(choices, probabilities, strict=True)} if probabilities else {}
+    shares = {node: known.get(node, 0.0 if known and node else 1.0) for node in places}
+    depth = max(map(len, places))
+    num_lines = 1 + max(line for _, line in places.values())
+    height = 0.7 + min(0.15 * max(num_lines, 6), 12)  # inches; large trees have closer lines
+
+    def draw(axes: Axes) -> None:
+        for node, place in places.items():
+            if node:
+                _edge(axes, places[node[:-1]], place, shares[node])
+        _nodes(axes, places, shares)
+        axes.set_xlim(-0.15, depth + 0.4)
+        axes.set_ylim(num_lines - 0.3, -1)
+        axes.set_xticks(range(depth + 1), ["token", *(f"head {k}" for k in range(depth))])
+        axes.xaxis.tick_top()
+        axes.tick_params(axis="both", length=0)
+        axes.set_yticks([])
+        axes.grid(False)
+        axes.spines[:].set_visible(False)
+
+    return svg("tree", f"Tree of {len(choices)} nodes and depth {depth}", height, draw)
+
+
+def _edge(axes: Axes, start: Place, end: Place, share: float) -> None:
+    (x0, y0), (x1, y1) = start, end
+    curve = Curve([(x0, y0), (x0 + 0.5, y0), (x0 + 0.4, y1), (x1, y1)], [Curve.MOVETO, *[Curve.CURVE4] * 3])
+    alpha = 0.2 + 0.5 * share**0.5
+    axes.add_patch(PathPatch(curve, facecolor="none", edgecolor=ACCENT, alpha=alpha, linewidth=0.9 + 5 * share))
+
+
+def _nodes(axes: Axes, places: dict[Path, Place], shares: dict[Path, float]) -> None:
+    x_N, y_N = np.array(list(places.values()), dtype=float).T
+    share_N = np.array(list(shares.values()))
+    area_N = 20 + 200 * share_N
+    axes.scatter(x_N, y_N, area_N, color=CARD, zorder=3, linewidth=0)  # hides the edges behind a translucent node
+    dots = axes.scatter(x_N, y_N, area_N, color=ACCENT, zorder=4, linewidth=0)
+    dots.set_alpha(0.3 + 0.7 * np.sqrt(share_N))
+    for node, x, y, share in zip(places, x_N, y_N, share_N, strict=True):
+        if node and share >= 0.02:
+            offset = (0.5 * np.sqrt(20 + 200 * share) + 2, 4)
+            axes.annotate(f"{share:.0%}", (x, y), offset, textcoords="offset points", color=INK, size=8)

@@ -1,4 +1,4 @@
-"""The plots of speed: tree sizes on the device, and the studies; all text in them is ours and ASCII."""
+"""Plots of speed: accepted lengths, tree sizes on the device, the studies; all text in them is ours and ASCII."""
 
 from __future__ import annotations
 
@@ -6,15 +6,35 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, ScalarFormatter
 
-from pipeline.report.drawing import ACCENT, INK, MUTED, SERIES, svg
+from pipeline.report.svg import ACCENT, INK, MUTED, SERIES, svg
 
 _FIGURES = (
     ("acceleration_rate", "tokens per step", SERIES[1]),
     ("overhead", "overhead", SERIES[2]),
     ("speedup", "speedup", ACCENT),
 )
+
+
+def accepted_lengths(num_steps: Sequence[float]) -> str:
+    """The share of decoding steps by accepted length; entry i counts the steps that accepted i guessed tokens."""
+    share = np.nan_to_num(np.array(num_steps, dtype=float))
+    share = share / max(share.sum(), 1)
+
+    def draw(axes: Axes) -> None:
+        x = np.arange(len(share))
+        axes.bar(x, share, 0.68, color=ACCENT, linewidth=0)
+        for i, value in enumerate(share):
+            axes.text(i, value + share.max() * 0.02, f"{value:.0%}", ha="center", va="bottom", color=INK)
+        axes.set_xticks(x)
+        axes.tick_params(axis="x", length=0)
+        axes.set_xlabel("guessed tokens kept in a step")
+        axes.set_ylabel("share of steps")
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set_ylim(0, share.max() * 1.15 or 1)
+
+    return svg("accepted", "Share of decoding steps by accepted length", 3.0, draw)
 
 
 def tree_sizes(sizes: Sequence[dict], chosen: int | None) -> str:
@@ -70,7 +90,7 @@ def batch_sizes(rows: Sequence[dict]) -> str:
 
 
 def typical(rows: Sequence[dict], key: str, label: str) -> str:
-    """One figure of typical acceptance over eps, one colour per temperature; dashed: sampling from the target itself.
+    """A figure of typical acceptance over eps, one colour per temperature; dashed: sampling from the target.
 
     The dashed line is rejection sampling's acceleration rate, or plain sampling's log-likelihood.
     """
@@ -117,5 +137,5 @@ def _doubling(axes: Axes, ticks: Sequence[float]) -> None:
 
 
 def _numbers(rows: Sequence[dict], key: str) -> np.ndarray:
-    """The rows' values [N]; one that is not known is nan, which is not drawn."""
+    """The rows' values [N]; unknown ones are nan and are not drawn."""
     return np.array([row.get(key) for row in rows], dtype=float)

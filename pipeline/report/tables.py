@@ -1,4 +1,4 @@
-"""The tables of a report, as text that every form shows the same.
+"""All tables of a report, the same in every form, and those of the run: heads, tree, stages, quarantine, provenance.
 
 A table without rows stands for something that was not run. A cell that is not known is `-`.
 """
@@ -7,76 +7,38 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.report.decoding_methods import methods_table
-from pipeline.report.facts import STAGES, Table, identical, pick
-from pipeline.report.more_tables import more_tables
-from pipeline.report.wording import NOT_RUN, UNKNOWN, count, duration, pairs, percent, rate, ratio, times
+from pipeline.report.check_tables import categories_table, check_table, methods_table, study_tables
+from pipeline.report.facts import STAGES, Table, pick
+from pipeline.report.formatting import (
+    NOT_RUN,
+    UNKNOWN,
+    count,
+    duration,
+    pairs,
+    percent,
+    rate,
+    ratio,
+    show,
+    signed_percent,
+    times,
+)
 
 
 def tables(report: dict, extras: dict) -> dict[str, Table]:
-    """All tables by name, in reading order: first what was found, last how it was made."""
+    """All tables by name, in reading order: results first, then how they were made."""
+    optional = {"categories": categories_table(report), "drift": drift_table(report)}
     return {
         "check": check_table(report),
         "methods": methods_table(report),
         "heads": heads_table(report),
         "tree": tree_table(report, extras),
         "sizes": sizes_table(report),
-        **more_tables(report),
+        **{name: table for name, table in optional.items() if table.rows},
+        **study_tables(report),
         "stages": stages_table(report),
         "quarantine": quarantine_table(report),
         "provenance": provenance_table(report),
     }
-
-
-def check_table(report: dict) -> Table:
-    """One column per engine that the check ran; a row that no engine has is left out."""
-    check = pick(report, "check") or {}
-    engines = {name: part for name, part in check.items() if isinstance(part, dict)}
-    facts: tuple[tuple[str, str, Any], ...] = (
-        ("acceleration rate", "acceleration_rate", ratio),
-        ("overhead", "overhead", times),
-        ("speedup", "speedup", times),
-        ("tokens/s", "tokens_per_second", rate),
-        ("tokens/s, plain", "baseline_tokens_per_second", rate),
-        ("time to first token", "time_to_first_token", duration),
-        ("accepted per position", "accepted_per_position", _per_position),
-        ("log-likelihood, nats per token", "log_likelihood", _by_name),
-        ("prompts", "prompts", count),
-        ("prompts skipped", "skipped_prompts", count),
-    )
-    rows = [(label, *(word(part.get(key)) for part in engines.values())) for label, key, word in facts]
-    rows.insert(3, ("greedy identical", *(identical(part)[0] for part in engines.values())))
-    rows.insert(4, ("greedy ties", *map(_ties, engines.values())))
-    rows.insert(-3, ("acceptance", *map(_rule, engines.values())))
-    known = tuple(row for row in rows if any(cell != UNKNOWN for cell in row[1:]))
-    labels = {"native": "native", "vllm": "vLLM"}
-    return Table("Check", ("", *(labels.get(name, name) for name in engines)), known)
-
-
-def _ties(engine: dict) -> str:
-    """How many sequences differ at a tie, and the target's top-2 gap under which it is one."""
-    ties, tolerance = count(pick(engine, "greedy_match", "ties")), pick(engine, "tie_tolerance")
-    return ties if tolerance is None else f"{ties}; a top-2 gap under {tolerance:g} is one"
-
-
-def _rule(engine: dict) -> str:
-    """The acceptance rule with its numbers, and how many sampled texts are those that plain sampling draws."""
-    rule = engine.get("acceptance")
-    numbers = [f"{name} {engine[name]:g}" for name in ("temperature", "eps", "delta", "top_p") if name in engine]
-    first = [f"first token {engine['first_token']}"] if "first_token" in engine else []
-    same = [f"as plain sampling {engine['sampled_identical']}"] if "sampled_identical" in engine else []
-    return UNKNOWN if rule is None else ", ".join([rule, *numbers, *first, *same])
-
-
-def _by_name(values: Any) -> str:
-    return ", ".join(f"{name} {ratio(value)}" for name, value in values.items()) if values else UNKNOWN
-
-
-def _per_position(values: Any) -> str:
-    if not isinstance(values, list) or not values:
-        return UNKNOWN
-    shares = all(isinstance(value, (int, float)) and value <= 1 for value in values)
-    return " ".join(percent(value) if shares else count(value) for value in values)
 
 
 def heads_table(report: dict) -> Table:
@@ -97,7 +59,7 @@ def tree_table(report: dict, extras: dict) -> Table:
     nodes, expected = pick(report, "tree", "nodes"), pick(report, "tree", "expected_acceleration_rate")
     note = f"{count(nodes)} nodes, expected acceleration rate {ratio(expected)}." if pick(report, "tree") else ""
     if searches := pick(report, "tree", "searches"):
-        note += " Judged on text that they had not seen, " + ", ".join(
+        note += " On text not used for the search, " + ", ".join(
             f"the {name} search reaches {ratio(found)}" for name, found in searches.items()
         )
         note += "."
@@ -115,7 +77,7 @@ def tree_table(report: dict, extras: dict) -> Table:
 
 
 def sizes_table(report: dict) -> Table:
-    """What trees of several sizes cost on the device, and what they promise there."""
+    """The cost and the expected speedup of trees of several sizes on the device."""
     rows = tuple(
         (
             count(size.get("nodes")),
@@ -131,8 +93,24 @@ def sizes_table(report: dict) -> Table:
     return Table("Tree sizes", columns, rows, note if rows else "", "not measured", words=())
 
 
+def drift_table(report: dict) -> Table:
+    """How far Medusa-2 moved the target from the original, on held-out text that the original wrote."""
+    drift = pick(report, "train", "drift") or {}
+    facts = (
+        ("KL to the original, nats per position", show(pick(drift, "kl"), ".4f")),
+        ("perplexity, original", show(pick(drift, "perplexity", "original"), ".3f")),
+        ("perplexity, tuned", show(pick(drift, "perplexity", "tuned"), ".3f")),
+        ("perplexity, change", signed_percent(pick(drift, "perplexity_change"))),
+        ("same greedy token", percent(pick(drift, "greedy_agreement"))),
+        ("positions", count(pick(drift, "positions"))),
+    )
+    copy = f" in {bits}, in which it was trained" if (bits := pick(report, "train", "quantization")) else ""
+    note = f"The tuned target against the original{copy}, at the target-written positions of held-out rows."
+    return Table("Drift", ("", "value"), facts if drift else (), note)
+
+
 def stages_table(report: dict) -> Table:
-    """Every stage with its rows, its quarantined rows, its time and what it made."""
+    """Each stage with its rows, quarantined rows, time and output."""
     seconds = pick(report, "seconds_by_stage") or {}
     rows = []
     for name in _stages_in_order(seconds):
@@ -148,7 +126,7 @@ def stages_table(report: dict) -> Table:
 
 
 def _stages_in_order(seconds: dict) -> list[str]:
-    """The stages that every run may have, and where they were run those that few have."""
+    """The usual stages in order, with further ones where they were run."""
     names, before = list(STAGES), None
     for name in seconds:
         if name not in names:
@@ -158,7 +136,7 @@ def _stages_in_order(seconds: dict) -> list[str]:
 
 
 def quarantined_rows(report: dict, stage: str) -> int | None:
-    """How many rows a stage refused; None where nothing says so."""
+    """The number of rows a stage quarantined; None where it is not known."""
     reasons = pick(report, "quarantine", stage)
     stated = pick(report, stage, "quarantined")
     return sum(reasons.values()) if stated is None and reasons is not None else stated
@@ -203,7 +181,7 @@ def quarantine_table(report: dict) -> Table:
 
 
 def provenance_table(report: dict) -> Table:
-    """What the figures were measured on and with."""
+    """The hardware, versions and inputs of the figures."""
     facts = [
         ("target", pick(report, "target")),
         ("method", pick(report, "method")),

@@ -1,7 +1,7 @@
-"""The report in a terminal: what a person wants to know at the end of a run, in at most 100 columns.
+"""The report in a terminal, at most 100 columns wide.
 
-Plain text without escape codes where the output is not a terminal. Texts that come from data are printed as they are:
-neither rich's markup nor a terminal's control characters in them have any effect.
+Plain text without escape codes where the output is not a terminal. In texts from data neither rich's markup nor control
+characters have an effect.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from pipeline.report.facts import Table, finite, headline, subtitle, title, verdict, warnings
+from pipeline.report.facts import Table, check_outcome, finite, headline, subtitle, title, warnings
 from pipeline.report.tables import tables
 
 _WIDTH = 100
@@ -22,14 +22,14 @@ _COLOURS = {True: "green", False: "red", None: "yellow"}
 
 
 def print_report(report: dict, console: Console, extras: dict | None = None) -> None:
-    """Print the headline figures and the tables that matter most, also of a report that is not complete."""
+    """Print the headline figures and the main tables, also of an incomplete report."""
     report, extras = finite(report), finite(extras or {})
     width = min(console.width, _WIDTH)
 
     def show(item: Grid | Text) -> None:
         console.print(item, width=width, highlight=False)
 
-    outcome = verdict(report)
+    outcome = check_outcome(report)
     show(_text(title(report), "bold"))
     if described := subtitle(report):
         show(_text(described, "dim"))
@@ -63,7 +63,7 @@ def _headline(report: dict) -> Grid:
 
 def _grid(table: Table) -> Grid:
     grid = Grid(box=box.SIMPLE, pad_edge=False, show_edge=False)
-    named = min(max(len(row[0]) for row in table.rows), _NAMES)  # the headings beside a row's name wrap, not the name
+    named = min(max(len(row[0]) for row in table.rows), _NAMES)  # other headings wrap, the first column does not
     for i, column in enumerate(table.columns):
         least = None if i else named
         justify: Literal["left", "right"] = "left" if i in table.words else "right"

@@ -13,7 +13,7 @@ from pipeline.evaluation.limits import failures
 from pipeline.execution.hardware import hardware
 from pipeline.export.card import model_card
 from pipeline.export.layout import repositories
-from pipeline.report.report import write_report
+from pipeline.report.documents import report_texts
 from pipeline.report.terminal import print_report
 from pipeline.run.context import Context
 from pipeline.storage.atomic import read_json, write_text
@@ -45,7 +45,8 @@ def publish_report(context: Context) -> dict[str, Any]:
     report, extras = assemble(context.run, context.config)
     if not is_local(context.config.target.model):
         report["target_revision"] = context.target.revision
-    write_report(context.run.path, report, extras)
+    for name, text in report_texts(report, extras).items():
+        write_text(context.run.path / name, text)
     if export := context.run.latest("export"):
         write_text(export.path / "README.md", card(report, context.config))
     print_report(report, context.console, extras)

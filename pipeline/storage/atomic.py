@@ -85,10 +85,10 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text durably; the file is whole or as it was."""
+    """Write UTF-8 text durably; the file is whole or as it was. A lone surrogate becomes its escape `\\udXXX`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def read_json(path: Path) -> Any | None:

@@ -18,7 +18,7 @@ from pipeline.evaluation.native import load_exported_heads
 from pipeline.evaluation.prompts import Prompt, held_out_prompts
 from pipeline.evaluation.studies import Side, run_studies
 from pipeline.evaluation.tree_studies import guess_ranks, searched_tree
-from pipeline.report.report import write_report
+from pipeline.report.documents import report_texts
 from tests.decoding.test_cuda_graphs import Tape
 from tests.flows.tiny import token_rows
 
@@ -184,7 +184,7 @@ def test_answers_without_a_step_have_no_figures_and_the_report_is_written(tmp_pa
     settings = SETTINGS.model_copy(update={"max_new_tokens": 1})
     found = run_studies(("trees", "heads"), plain, medusa, prompts, settings, {}, [text[:1] for text in texts])
     assert {row["speedup"] for rows in found.values() for row in rows} == {None}
-    write_report(tmp_path, {"check": {"native": {"studies": found}}}, {})
+    assert report_texts({"check": {"native": {"studies": found}}}, {})
 
 
 def test_only_what_is_asked_for_is_studied(plain, medusa, prompts):

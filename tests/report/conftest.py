@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from pipeline.report.documents import report_texts
+from pipeline.storage.atomic import write_text
 
 HEADS = [
     {f"top{k + 1}": p for k, p in enumerate(row)}
@@ -108,6 +112,12 @@ EXTRAS: dict[str, Any] = {
         }
     ],
 }
+
+
+def write_report(directory: Path, report: dict, extras: dict) -> None:
+    """The report's files, as a run writes them."""
+    for name, text in report_texts(report, extras).items():
+        write_text(directory / name, text)
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
-from pipeline.report.decoding_methods import methods_table
+from pipeline.report.check_tables import check_table, methods_table
 from pipeline.report.html import page
-from pipeline.report.tables import check_table
 from pipeline.report.terminal import print_report
 
 

@@ -31,9 +31,9 @@ def test_an_expectation_that_missed_by_more_than_a_tenth_is_flagged(report, meas
     ("promised", "measured", "says"),
     [
         ([0.8, 1.2], 1.1, None),
-        ([0.8, 0.94], 0.9, "no size promises a speedup above 1, the best 0.94x"),
-        ([0.8, 0.94], None, "no size promises a speedup above 1, the best 0.94x"),
-        ([0.8, 0.94], 1.1, "the best one 0.94x, and the check measured 1.10x"),
+        ([0.8, 0.94], 0.9, "no expected speedup is above 1, the best 0.94x"),
+        ([0.8, 0.94], None, "no expected speedup is above 1, the best 0.94x"),
+        ([0.8, 0.94], 1.1, "the best 0.94x, and the check measured 1.10x"),
         ([0.8, 1.2], 0.7, "the measured speedup is 0.70x"),
         ([], 0.7, "the measured speedup is 0.70x"),
     ],
@@ -48,7 +48,9 @@ def test_a_tree_that_does_not_pay_is_warned_of(report, promised, measured, says)
 def test_both_searches_are_reported_whichever_was_better(report, extras):
     report["tree"]["searches"] = {"product": 2.353, "joint": 2.334}
     note = tree_table(report, extras).note
-    assert note.endswith("had not seen, the product search reaches 2.35, the joint search reaches 2.33.")
+    assert note.endswith(
+        "On text not used for the search, the product search reaches 2.35, the joint search reaches 2.33."
+    )
 
 
 def test_the_sizes_that_were_measured_are_shown_with_what_they_promise(report):

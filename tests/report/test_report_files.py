@@ -12,7 +12,7 @@ import markdown_it
 import numpy as np
 import pytest
 
-from pipeline.report.report import write_report
+from tests.report.conftest import write_report
 
 
 def _read_json(directory: Path) -> dict:

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.report import plots, speed_plots, tree_plot
+from pipeline.report import plots, speed_plots
 
 choices_lists = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple), min_size=1, max_size=40)
 
 
 @given(choices_lists)
 def test_no_two_nodes_share_a_place_and_no_edge_runs_upwards(choices):
-    places = tree_plot.layout(choices)
+    places = plots.layout(choices)
     assert len(set(places.values())) == len(places)
     assert places[()] == (0, 0)
     for node, (depth, line) in places.items():
@@ -26,25 +26,25 @@ def test_no_two_nodes_share_a_place_and_no_edge_runs_upwards(choices):
 
 @given(choices_lists)
 def test_every_leaf_has_a_line_of_its_own(choices):
-    places = tree_plot.layout(choices)
+    places = plots.layout(choices)
     leaves = [node for node in places if not any(other[: len(node)] == node and other != node for other in places)]
     assert sorted(places[leaf][1] for leaf in leaves) == list(range(len(leaves)))
 
 
 def test_a_path_of_first_guesses_runs_straight():
-    places = tree_plot.layout([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+    places = plots.layout([(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
     assert [places[(0,) * depth] for depth in range(4)] == [(0, 0), (1, 0), (2, 0), (3, 0)]
     assert places[(1,)][1] == places[(1, 0)][1] == 2
 
 
 def test_tree_shows_the_probabilities_of_its_likely_nodes():
-    drawn = tree_plot.tree([[0], [1], [0, 0]], [0.62, 0.01, 0.25])
+    drawn = plots.tree([[0], [1], [0, 0]], [0.62, 0.01, 0.25])
     assert ">62%<" in drawn and ">25%<" in drawn and ">1%<" not in drawn
     assert "head 1" in drawn and "head 2" not in drawn
 
 
 def test_tree_without_probabilities_is_drawn():
-    assert "head 0" in tree_plot.tree([[0], [1]])
+    assert "head 0" in plots.tree([[0], [1]])
 
 
 def test_head_accuracy_shows_first_and_last_guess_of_every_head():
@@ -53,12 +53,12 @@ def test_head_accuracy_shows_first_and_last_guess_of_every_head():
 
 
 def test_accepted_lengths_are_shares_of_all_steps():
-    drawn = plots.accepted_lengths([10, 25, 15])
+    drawn = speed_plots.accepted_lengths([10, 25, 15])
     assert all(f">{text}<" in drawn for text in ("20%", "50%", "30%"))
 
 
 def test_accepted_lengths_of_no_steps_at_all_are_drawn():
-    assert "<svg" in plots.accepted_lengths([0, 0])
+    assert "<svg" in speed_plots.accepted_lengths([0, 0])
 
 
 def test_a_long_run_of_losses_stays_a_small_drawing():
@@ -120,9 +120,9 @@ def test_the_backbone_s_drift_is_drawn_where_medusa_2_measured_it():
 
 
 def test_a_users_matplotlib_settings_change_no_drawing_and_are_left_alone():
-    plain = plots.accepted_lengths([1, 2])
+    plain = speed_plots.accepted_lengths([1, 2])
     with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "red", "svg.fonttype": "path"}):
-        assert plots.accepted_lengths([1, 2]) == plain
+        assert speed_plots.accepted_lengths([1, 2]) == plain
         assert matplotlib.rcParams["font.size"] == 30
 
 
@@ -132,6 +132,6 @@ def test_small_numbers_on_an_axis_keep_their_digits():
 
 
 def test_drawings_carry_no_colour_date_or_font_of_their_own():
-    drawn = tree_plot.tree([[0], [0, 0]], [0.5, 0.2]) + plots.accepted_lengths([1, 2])
+    drawn = plots.tree([[0], [0, 0]], [0.5, 0.2]) + speed_plots.accepted_lengths([1, 2])
     assert not re.search(r"(fill|stroke): #|font-family|<metadata|<style|DOCTYPE|xmlns", drawn)
     assert drawn.isascii()

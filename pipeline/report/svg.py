@@ -1,8 +1,8 @@
-"""How a drawing becomes a part of the page: SVG text to be placed inside HTML.
+"""Drawings as SVG elements inside HTML.
 
 Drawn by matplotlib's Agg backend through its object-oriented API. The same data gives the same bytes: no date, a fixed
-salt for ids, and the user's matplotlibrc left out. Colours are written as CSS variables, so that one drawing serves
-the light and the dark scheme; text stays text, in the page's own font.
+salt for ids, the user's matplotlibrc ignored. Colours are CSS variables, so that one drawing serves the light and the
+dark scheme; text stays text, in the page's font.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-# Colours that nobody draws with; `_themed` makes CSS variables of them.
+# Placeholder colours; `_themed` replaces them by CSS variables.
 INK, MUTED, LINE, CARD, ACCENT = (f"#0000{i:02x}" for i in range(1, 6))
 SERIES = tuple(f"#0001{i:02x}" for i in range(6))
 _VARIABLES = {INK: "ink", MUTED: "muted", LINE: "line", CARD: "card", ACCENT: "accent"}
@@ -50,7 +50,7 @@ _WIDTH = 5.0  # inches: 360 units, so that 10-unit text is 9 pixels high on a ph
 
 
 def svg(name: str, label: str, height: float, draw: Callable[[Axes], None]) -> str:
-    """What `draw` draws, `height` inches high, as an `<svg>` element; its ids begin with `name`."""
+    """The drawing by `draw`, `height` inches high, as an `<svg>` element; its ids begin with `name`."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS | {"svg.hashsalt": name})
@@ -63,12 +63,12 @@ def svg(name: str, label: str, height: float, draw: Callable[[Axes], None]) -> s
 
 
 def _rounded(tag: str) -> str:
-    """A tag with its coordinates cut to a hundredth of a unit, which is less than a pixel; what is written stays."""
+    """A tag with its coordinates cut to a hundredth of a unit, less than a pixel."""
     return re.sub(r"(\.\d\d)\d+", r"\1", tag)
 
 
 def _themed(text: str, name: str, label: str) -> str:
-    """A drawing as an element of a page: no prologue or style sheet, ids of its own, colours and fonts of the page."""
+    """The drawing without prologue and style sheet, with ids of its own and the page's colours and fonts."""
     text = text[text.index("<svg") :]
     view_box = re.search(r'viewBox="[^"]*"', text)
     assert view_box

@@ -1,4 +1,4 @@
-"""How a report says a number: one way for every form, and `-` for a number that is not known."""
+"""Number formats of reports, the same in every form; `-` for an unknown number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ UNKNOWN = "-"
 
 
 def show(value: Any, spec: str, suffix: str = "") -> str:
-    """A number in a format; what is not a number is shown as it is, None as `-`."""
+    """A number in a format; anything else as it is, None as `-`."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return f"{value:{spec}}{suffix}" if is_number else UNKNOWN if value is None else str(value)
 
@@ -40,12 +40,12 @@ def signed_percent(value: Any) -> str:
 
 
 def rate(value: Any) -> str:
-    """Tokens per second: a decimal for a slow machine, whole tokens for a fast one."""
+    """Tokens per second: one decimal below 100, none above."""
     return show(value, ".1f" if isinstance(value, float) and value < 100 else ",.0f")
 
 
 def duration(seconds: Any) -> str:
-    """Seconds as a person says them: `34 ms`, `4.1 s`, `48 s`, `3 min 20 s`, `2 h 05 min`."""
+    """Seconds in readable units: `34 ms`, `4.1 s`, `48 s`, `3 min 20 s`, `2 h 05 min`."""
     if not isinstance(seconds, (int, float)):
         return UNKNOWN
     if 0 < seconds < 0.9995:

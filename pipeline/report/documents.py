@@ -1,16 +1,34 @@
-"""report.md: the report's facts as Markdown that reads well in a repository or as an issue comment."""
+"""A run's report as texts: report.json for programs, report.md and report.html for people.
+
+`report` is the dictionary that report.json shows; `extras` is data for the drawings only: `tree` {"choices",
+"probabilities"}, `losses` and `held_out` (rows of {"step", "loss", "head_losses"}), `samples` ({"prompt", "tokens":
+[{"text", "step"}]}). Every part of both is optional. Nothing is read or written here.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 
-from pipeline.report.facts import Table, headline, subtitle, title, verdict, warnings
+from pipeline.report.facts import Table, check_outcome, finite, headline, in_order, subtitle, title, warnings
 from pipeline.report.tables import tables
 
 
+def report_texts(report: dict, extras: dict) -> dict[str, str]:
+    """The contents of report.json, report.md and report.html by name; a number that is not finite is null."""
+    from pipeline.report.html import page  # slow to import: matplotlib
+
+    report, extras = in_order(finite(report)), finite(extras)
+    return {
+        "report.json": json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        "report.md": markdown(report, extras),
+        "report.html": page(report, extras),
+    }
+
+
 def markdown(report: dict, extras: dict) -> str:
-    """The whole report.md; texts that come from data are escaped, so that they show as they are."""
-    outcome = verdict(report)
+    """report.md; text from data is escaped."""
+    outcome = check_outcome(report)
     lines = [
         f"# {_escaped(title(report))}",
         "",
@@ -43,5 +61,5 @@ def _row(cells: tuple[str, ...]) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Text as Markdown shows it: on one line, every character that could mean something preceded by a backslash."""
+    """Text for Markdown: on one line, with every special character escaped."""
     return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", " ".join(text.split()))

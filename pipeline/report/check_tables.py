@@ -1,0 +1,185 @@
+"""The tables of the check: one column per engine, one row per decoding method, categories and studies.
+
+A cell that is not known is `-`; a table without rows was not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from pipeline.report.facts import Table, identical, pick
+from pipeline.report.formatting import UNKNOWN, count, duration, percent, rate, ratio, show, times
+
+NOTE = (
+    "Tokens per forward of the target and per second, time to the first token and per further one. Speedups are over "
+    "plain decoding with the same engine; generate, prompt lookup and assistant are transformers' own; vLLM decodes "
+    "all prompts at once, and with the heads' top-1 chain, not the tree"
+)
+
+Column = tuple[str, str, Callable[[Any], str]]  # heading, key, format
+
+_SPEED: tuple[Column, ...] = (
+    ("acceleration rate", "acceleration_rate", ratio),
+    ("overhead", "overhead", times),
+    ("speedup", "speedup", times),
+)
+_BOTH_RATES: tuple[Column, ...] = (
+    ("tokens/s, plain", "baseline_tokens_per_second", rate),
+    ("tokens/s, Medusa", "tokens_per_second", rate),
+    ("speedup", "speedup", times),
+)
+STUDIES: dict[str, tuple[str, str, tuple[Column, ...], int]] = {  # title, note, columns, number of text columns
+    "trees": (
+        "Study: trees",
+        "One ladder of trees on all the check's prompts, from plain decoding to the export's own.",
+        (("tree", "tree", str), ("nodes", "nodes", count), *_SPEED),
+        1,
+    ),
+    "typical": (
+        "Study: typical acceptance",
+        "delta is sqrt(eps); the speedup is over plain decoding at the same temperature, the log-likelihood in nats "
+        "per token under the target at temperature 1.",
+        (
+            ("temperature", "temperature", lambda value: show(value, ".1f")),
+            ("rule", "rule", str),
+            ("eps", "eps", ratio),
+            ("acceleration rate", "acceleration_rate", ratio),
+            ("speedup", "speedup", times),
+            ("log-likelihood", "log_likelihood", ratio),
+        ),
+        2,
+    ),
+    "heads": (
+        "Study: heads used",
+        "The export's tree, cut at each depth.",
+        (("heads", "heads", count), ("nodes", "nodes", count), *_SPEED),
+        1,
+    ),
+    "batch": (
+        "Study: batch size",
+        "The same prompts, decoded 1 to 16 at a time; prefill included.",
+        (("sequences", "batch_size", count), *_BOTH_RATES),
+        1,
+    ),
+}
+
+
+def study_tables(report: dict) -> dict[str, Table]:
+    """`study_…` for each study that was run."""
+    studies = pick(report, "check", "native", "studies") or {}
+    return {
+        f"study_{name}": _table(title, note, columns, rows, num_words)
+        for name, (title, note, columns, num_words) in STUDIES.items()
+        if (rows := studies.get(name))
+    }
+
+
+def check_table(report: dict) -> Table:
+    """One column per engine; rows that no engine has are left out."""
+    check = pick(report, "check") or {}
+    engines = {name: part for name, part in check.items() if isinstance(part, dict)}
+    facts: tuple[tuple[str, str, Any], ...] = (
+        ("acceleration rate", "acceleration_rate", ratio),
+        ("overhead", "overhead", times),
+        ("speedup", "speedup", times),
+        ("tokens/s", "tokens_per_second", rate),
+        ("tokens/s, plain", "baseline_tokens_per_second", rate),
+        ("time to first token", "time_to_first_token", duration),
+        ("accepted per position", "accepted_per_position", _per_position),
+        ("log-likelihood, nats per token", "log_likelihood", _by_name),
+        ("prompts", "prompts", count),
+        ("prompts skipped", "skipped_prompts", count),
+    )
+    rows = [(label, *(word(part.get(key)) for part in engines.values())) for label, key, word in facts]
+    rows.insert(3, ("greedy identical", *(identical(part)[0] for part in engines.values())))
+    rows.insert(4, ("greedy ties", *map(_ties, engines.values())))
+    rows.insert(-3, ("acceptance", *map(_rule, engines.values())))
+    known = tuple(row for row in rows if any(cell != UNKNOWN for cell in row[1:]))
+    labels = {"native": "native", "vllm": "vLLM"}
+    return Table("Check", ("", *(labels.get(name, name) for name in engines)), known)
+
+
+def _ties(engine: dict) -> str:
+    """How many sequences first differ at a tie, and the top-2 gap that defines one."""
+    ties, tolerance = count(pick(engine, "greedy_match", "ties")), pick(engine, "tie_tolerance")
+    return ties if tolerance is None else f"{ties}; a top-2 gap under {tolerance:g} is one"
+
+
+def _rule(engine: dict) -> str:
+    """The acceptance rule with its parameters, and how many sampled texts equal those of plain sampling."""
+    rule = engine.get("acceptance")
+    numbers = [f"{name} {engine[name]:g}" for name in ("temperature", "eps", "delta", "top_p") if name in engine]
+    first = [f"first token {engine['first_token']}"] if "first_token" in engine else []
+    same = [f"as plain sampling {engine['sampled_identical']}"] if "sampled_identical" in engine else []
+    return UNKNOWN if rule is None else ", ".join([rule, *numbers, *first, *same])
+
+
+def _by_name(values: Any) -> str:
+    return ", ".join(f"{name} {ratio(value)}" for name, value in values.items()) if values else UNKNOWN
+
+
+def _per_position(values: Any) -> str:
+    if not isinstance(values, list) or not values:
+        return UNKNOWN
+    shares = all(isinstance(value, (int, float)) and value <= 1 for value in values)
+    return " ".join(percent(value) if shares else count(value) for value in values)
+
+
+def methods_table(report: dict) -> Table:
+    """One row per decoding method: tokens per forward and per second, and latencies."""
+    native, vllm = pick(report, "check", "native"), pick(report, "check", "vllm")
+    rows, failed = [], []
+    if native:
+        rows += [_row("plain", _plain_of(native)), _row("Medusa", native)]
+        for other in pick(native, "baselines") or []:
+            name = str(other.get("name")).replace("-", " ")
+            if reason := other.get("failed"):
+                failed.append(f"{name} failed: {reason}")
+                rows.append((name, "failed", *[UNKNOWN] * 5))
+            else:
+                rows.append(_row(name, other))
+    if vllm:
+        rows += [_row("vLLM plain", _plain_of(vllm)), _row("vLLM Medusa", vllm)]
+    columns = ("method", "per step", "tokens/s", "speedup", "to first", "per token", "identical")
+    repeats = pick(native, "repeats") or 1
+    medians = [f"Times are medians of {count(repeats)} repetitions"] if repeats > 1 else []
+    return Table("Methods", columns, tuple(rows), ". ".join([NOTE, *medians, *failed]).rstrip(".") + ".")
+
+
+def _plain_of(engine: dict) -> dict[str, Any]:
+    """The figures of an engine's plain decoding."""
+    plain = {key.removeprefix("baseline_"): value for key, value in engine.items() if key.startswith("baseline_")}
+    return {"acceleration_rate": 1.0, "speedup": 1.0, **plain}
+
+
+def _row(name: str, figures: dict) -> tuple[str, ...]:
+    return (
+        name,
+        ratio(figures.get("acceleration_rate")),
+        rate(figures.get("tokens_per_second")),
+        times(figures.get("speedup")),
+        duration(figures.get("time_to_first_token")),
+        duration(figures.get("time_per_output_token")),
+        identical(figures)[0],
+    )
+
+
+def categories_table(report: dict) -> Table:
+    """Speed by category of question; empty for a single category, which would repeat the check."""
+    columns: tuple[Column, ...] = (
+        ("category", "category", str),
+        ("prompts", "prompts", count),
+        ("per step", "acceleration_rate", ratio),
+        *_BOTH_RATES,
+    )
+    rows = pick(report, "check", "native", "categories") or []
+    return _table(
+        "Categories", "Tokens per forward of the target, and per second.", columns, rows if len(rows) > 1 else [], 1
+    )
+
+
+def _table(title: str, note: str, columns: Iterable[Column], rows: list[dict], num_words: int) -> Table:
+    columns = tuple(columns)
+    cells = tuple(tuple(word(row.get(key)) for _, key, word in columns) for row in rows)
+    return Table(title, tuple(heading for heading, *_ in columns), cells, note, words=tuple(range(num_words)))
