@@ -1,6 +1,14 @@
-"""Medusa heads for any chat model, by self-distillation."""
+"""Medusa heads for any chat model, by self-distillation. The public Python API is what `__all__` names.
 
+Names are imported when they are first used, so that `import pipeline` takes no time: torch is not loaded.
+docs/python.md describes them; anything else in this package may change without notice.
+"""
+
+from __future__ import annotations
+
+import importlib
 import os
+from typing import TYPE_CHECKING, Any
 
 # OpenMP's idle threads spin for long and take the cores from their neighbours: beside one busy process on two cores the
 # demo target trained at a fifth of its speed. Threads that sleep at once take, on cores of their own, two thirds longer
@@ -11,3 +19,55 @@ OPENMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 
 if not OPENMP.keys() & os.environ.keys():
     os.environ.update(OPENMP)
+
+if TYPE_CHECKING:
+    from pipeline.api.models import Export, Target, load_export, load_heads, load_target, load_tree
+    from pipeline.api.runs import Run, open_run, run_flow
+    from pipeline.config import Config
+    from pipeline.config.load import load_config
+    from pipeline.decoding.acceptance import acceptance_rule
+    from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
+    from pipeline.decoding.tree import expected_acceleration_rate
+    from pipeline.errors import MedusaDistillError
+
+__all__ = [
+    "Config",
+    "Decoded",
+    "Decoder",
+    "Export",
+    "MedusaDistillError",
+    "Run",
+    "Target",
+    "acceleration_rate",
+    "acceptance_rule",
+    "expected_acceleration_rate",
+    "load_config",
+    "load_export",
+    "load_heads",
+    "load_target",
+    "load_tree",
+    "open_run",
+    "run_flow",
+]
+
+_MODULES = {
+    "pipeline.api.models": ("Export", "Target", "load_export", "load_heads", "load_target", "load_tree"),
+    "pipeline.api.runs": ("Run", "open_run", "run_flow"),
+    "pipeline.config": ("Config",),
+    "pipeline.config.load": ("load_config",),
+    "pipeline.decoding.acceptance": ("acceptance_rule",),
+    "pipeline.decoding.decoder": ("Decoded", "Decoder", "acceleration_rate"),
+    "pipeline.decoding.tree": ("expected_acceleration_rate",),
+    "pipeline.errors": ("MedusaDistillError",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'pipeline' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -16,6 +16,7 @@ FLOORS = (
     {"run"},
     {"stages"},
     {"flow"},
+    {"api"},
     {"cli"},
 )
 LEVEL = {room: level for level, rooms in enumerate(FLOORS) for room in rooms}

@@ -21,28 +21,38 @@ SLOW = ("generate", "scheduling", "methods", "soak")  # they start vLLM, Ray, fo
 IN_SECONDS = [name for name in BENCHMARKS if name not in SLOW]
 
 
-@pytest.mark.parametrize("name", [*IN_SECONDS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_every_benchmark_runs_on_a_cpu_at_a_tiny_size(name, monkeypatch, tmp_path):
-    monkeypatch.setattr("benchmarks.targets.DEMO_TARGET", tmp_path)  # a random target of its shape, trained or not
-    threads = torch.get_num_threads()
-    try:
-        result = importlib.import_module(f"benchmarks.{name}").measure(tiny=True)
-    finally:
+@pytest.fixture(scope="module")
+def tiny_result(tmp_path_factory):
+    """What a benchmark measures at a tiny size, each measured once."""
+    found: dict[str, Result] = {}
+
+    def measure(name: str) -> Result:
+        threads = torch.get_num_threads()
+        with pytest.MonkeyPatch.context() as patched:  # a random target of its shape, trained or not
+            patched.setattr("benchmarks.targets.DEMO_TARGET", tmp_path_factory.mktemp(name))
+            found[name] = found.get(name) or importlib.import_module(f"benchmarks.{name}").measure(tiny=True)
         torch.set_num_threads(threads)
+        return found[name]
+
+    return measure
+
+
+@pytest.mark.parametrize("name", [*IN_SECONDS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_every_benchmark_runs_on_a_cpu_at_a_tiny_size(name, tiny_result):
+    result = tiny_result(name)
     assert result.claims
     assert all(math.isfinite(claim.measured) for claim in result.claims)
     assert all(claim.measured > 0 for claim in result.claims if claim.unit != "MB")  # memory may not grow at all
     json.dumps(result.facts)
 
 
-def test_training_from_the_cache_and_online_learn_the_same(monkeypatch, tmp_path):
-    monkeypatch.setattr("benchmarks.targets.DEMO_TARGET", tmp_path)
-    cases = importlib.import_module("benchmarks.train").measure(tiny=True).facts["cases"]
+def test_training_from_the_cache_and_online_learn_the_same(tiny_result):
+    cases = tiny_result("train").facts["cases"]
     assert all(case["largest_loss_difference"] < 1e-4 for case in cases)
 
 
-def test_a_step_with_chunked_losses_and_one_with_full_logits_learn_the_same():
-    (case,) = importlib.import_module("benchmarks.medusa2").measure(tiny=True).facts["cases"]
+def test_a_step_with_chunked_losses_and_one_with_full_logits_learn_the_same(tiny_result):
+    (case,) = tiny_result("medusa2").facts["cases"]
     assert case["largest_loss_difference"] < 1e-5
 
 

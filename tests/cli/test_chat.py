@@ -84,7 +84,7 @@ def test_a_question_that_does_not_fit_is_refused_and_the_chat_goes_on(piped):
         (lambda path: shutil.rmtree(path), 3, "no config.json"),
         (lambda path: (path / "medusa_choices.json").write_text("[[0, 0"), 3, "tree cannot be read"),
         (lambda path: (path / "medusa_choices.json").write_text("[[0, 0]]"), 2, "its parent is missing"),
-        (lambda path: rename_target(path, "/gone"), 2, "Say where it is with --base-model."),
+        (lambda path: rename_target(path, "/gone"), 2, "Say where it is with --base-model"),
     ],
 )
 def test_an_export_that_cannot_be_talked_to_is_told_in_one_paragraph(command, export, tmp_path, damage, code, says):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline import config as declarations
@@ -153,6 +153,7 @@ def test_a_chat_template_may_be_a_path_or_the_text_itself(file):
         load_config(file, ["target.chat_template=absent.jinja"])
 
 
+@settings(max_examples=25)
 @given(
     lr=st.floats(1e-8, 1.0),
     heads=st.integers(1, 10),

@@ -11,4 +11,4 @@ PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 def test_the_page_lists_every_key_as_the_command_prints_them():
     block = PAGE.read_text().partition("<!-- keys -->")[2].partition("<!-- /keys -->")[0]
-    assert block.strip() == reference(), "put the output of `medusa-distill keys` between the page's key marks"
+    assert block.strip() == reference(), "run python scripts/write_keys.py"

@@ -17,6 +17,7 @@ from pipeline.config import Config
 from pipeline.config.load import load_config
 from pipeline.demo import ensure as demo_target
 from pipeline.errors import ConfigError
+from pipeline.evaluation import studies
 from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
@@ -28,16 +29,23 @@ EVERYTHING = ["seeds", "generate", "features", "train", "calibrate", "export", "
 
 
 @pytest.fixture
+def no_plots(unrendered_plots) -> None:
+    """Plots are drawn of all studies, from what a flow has measured."""
+
+
+@pytest.fixture
 def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
     """`story("distill_zephyr", *words)` runs a flow on the tiny target, inline; its run is at `tmp_path`/<name>."""
+    for figure, few in {"NUM_PROMPTS": 2, "TEMPERATURES": (0.7,), "EPS": (0.04, 0.25), "BATCH_SIZES": (1, 4)}.items():
+        monkeypatch.setattr(studies, figure, few)
 
-    def tell(name: str, *words: str) -> None:
+    def tell(name: str, *words: str, **options: str) -> None:
         spec = importlib.util.spec_from_file_location(name, FLOWS / f"{name}.py")
         assert spec and spec.loader
         module: ModuleType = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         inline = partial(run_flow, console=Console(quiet=True))
-        module.run_flow = lambda *given, **more: inline(*given, **{**more, "executor": "inline"})  # type: ignore
+        module.run_flow = lambda *given, **more: inline(*given, **{**more, "executor": "inline", **options})  # type: ignore
         first = [word for word in words if "=" not in word]
         small = [
             f"run.root={tmp_path}",
@@ -123,7 +131,7 @@ def test_the_demo_makes_its_target_from_the_train_split_once(story, tmp_path, ti
     assert made == [train]
     story("demo", *words)
     assert len(made) == 1 and stages_run(run) == []
-    story("demo", *words, f"seeds.sources={save_seeds(tmp_path / 'more.jsonl', 50)}")
+    story("demo", *words, f"seeds.sources={save_seeds(tmp_path / 'more.jsonl', 50)}", until="seeds")
     assert len(made) == 2 and len(made[1]) == 34
 
 
@@ -137,8 +145,8 @@ def test_both_demos_are_alike_but_for_their_training():
 
 def test_the_second_demo_takes_target_and_text_from_the_first(story, tmp_path, tiny_target, monkeypatch):
     monkeypatch.setattr(demo_target, "train_demo_target", None)  # somebody's own model is not trained
-    words = (f"target.model={tiny_target}", "check.min_acceleration_rate=1", "check.prompts=4")
-    story("demo", *words)
+    words = (f"target.model={tiny_target}", "check.min_acceleration_rate=1", "check.prompts=4", "check.studies=[]")
+    story("demo", *words, until="generate")
     story("demo", "medusa-2", *words, *SHORT, f"run.store={tmp_path / 'demo'}", "train.backbone.max_kl=9")
     run = RunDirectory(tmp_path / "demo-medusa-2")
     assert stages_run(run) == ["train", "calibrate", "export", "check"]

@@ -14,6 +14,8 @@ import pytest
 
 from tests.report.conftest import write_report
 
+pytestmark = pytest.mark.usefixtures("unrendered_plots")  # tests/report/test_report_plots.py looks at them
+
 
 def _read_json(directory: Path) -> dict:
     def refuse(constant: str) -> None:

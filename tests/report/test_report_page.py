@@ -90,6 +90,7 @@ def test_texts_from_data_are_escaped(report, extras):
     assert seen.text.count(attack) >= 10
 
 
+@pytest.mark.usefixtures("unrendered_plots")
 def test_tokens_of_one_step_share_a_colour_and_neighbouring_steps_do_not(report, extras):
     extras["samples"][0]["tokens"] = [{"text": f"<{i}>", "step": step} for i, step in enumerate([0, 1, 1, 1, 2, 3, 3])]
     text = page(report, extras)
@@ -132,6 +133,7 @@ def test_drawings_are_of_what_there_is(report, extras):
     assert set(drawings(report, extras)) == {"tree", "accepted"}
 
 
+@pytest.mark.usefixtures("unrendered_plots")
 @pytest.mark.parametrize("part", ["tree", "losses", "held_out", "samples"])
 def test_any_extra_may_be_missing(report, extras, part):
     del extras[part]

@@ -1,0 +1,26 @@
+"""Score a tree of your own against the one that a run has searched, without decoding.
+
+    python examples/score_tree.py runs/demo my_tree.json
+
+The file holds a JSON list of paths, such as [[0], [0, 0], [1]]: the path [0, 2] is the third guess of head 1 after the
+best guess of head 0. Two scores: the product of the heads' accuracies, which takes guesses to be independent (paper
+2.3.3), and a walk through held-out text as greedy decoding would take it.
+
+To use the tree, run again with calibrate.choices=my_tree.json.
+"""
+
+import sys
+
+from pipeline import expected_acceleration_rate, load_tree, open_run
+
+
+def main(run_directory: str, tree_file: str) -> None:
+    run = open_run(run_directory)
+    print(f"{'tree':<10} {'nodes':>5} {'product':>8} {'walk':>8}")
+    for name, tree in (("the run's", run.tree()), ("yours", load_tree(tree_file))):
+        product = expected_acceleration_rate(run.accuracies(), tree)
+        print(f"{name:<10} {len(tree):>5} {product:>8.2f} {run.simulated_acceleration_rate(tree):>8.2f}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

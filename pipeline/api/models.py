@@ -1,0 +1,192 @@
+"""Targets and exports from Python, ready to decode. See docs/python.md.
+
+A tree is given as a list of paths (`[[0], [0, 0], [1]]`), as a file with such a list in JSON, or as a run's tree.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline.config import TargetConfig
+from pipeline.conversations.conversation import Message
+from pipeline.conversations.template import ChatTemplate
+from pipeline.conversations.text_stream import TextStream
+from pipeline.decoding.decoder import Decoder
+from pipeline.decoding.tree import Path as TreePath
+from pipeline.decoding.tree import check_choices
+from pipeline.errors import ConfigError, DataError
+from pipeline.evaluation.native import load_exported_heads
+from pipeline.export.layout import BACKBONE_DIRECTORY, CHOICES_FILE, read_config
+from pipeline.targets.files import is_local
+from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer, resolve
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from pipeline.heads.kind import Heads
+
+Choices = Iterable[Sequence[int]]
+
+
+def load_target(
+    model: str | Path, *, gpus: int | None = None, chat_template: str | None = None, **settings: Any
+) -> Target:
+    """A target's weights, tokenizer and chat template.
+
+    Args:
+        model: A Hub id or a local directory.
+        gpus: How many GPUs hold it; by default one where there is one, else the CPU.
+        chat_template: Jinja text or its file, for targets that ship none.
+        **settings: Other keys of the configuration's `target` section, such as `dtype` or `quantization`.
+
+    Raises:
+        ConfigError: There is no such target, or it cannot verify a tree.
+        EnvironmentFault: The Hub cannot be reached, or a GPU is missing or too small.
+    """
+    gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
+    wanted = TargetConfig(model=str(model), chat_template=chat_template, **settings)
+    spec = resolve(wanted, on_gpu=gpus > 0)
+    tokenizer = load_tokenizer(spec)
+    template = ChatTemplate(tokenizer, spec.chat_template)
+    return Target(spec, load_causal_lm(spec, "cuda" if gpus else "cpu", max(1, gpus)), tokenizer, template)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A target, ready to decode.
+
+    Attributes:
+        spec: What it is: name, revision, dtype.
+        model: A causal LM of transformers, frozen and in evaluation mode.
+    """
+
+    spec: TargetSpec
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    template: ChatTemplate
+
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        return frozenset({*eos_token_ids(self.spec), *self.template.end_of_turn_ids})
+
+    def prompt(self, messages: str | Sequence[Message | Mapping[str, str]]) -> list[int]:
+        """Token ids of a question, or of a history that ends with one, up to where the answer begins."""
+        if isinstance(messages, str):
+            messages = [Message("user", messages)]
+        history = [message if isinstance(message, Message) else Message(**message) for message in messages]  # type: ignore[arg-type]
+        return self.template.opening(history)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """Token ids as text, without special tokens."""
+        return self.template.decode(token_ids)
+
+    def stream_text(self, steps: Iterable[Sequence[int]]) -> Iterator[str]:
+        """What each step of `Decoder.stream` adds, as text; half a character waits for its other half."""
+        stream = TextStream(self.tokenizer)
+        for new_ids in steps:
+            yield "".join(map(stream.push, new_ids))
+        yield stream.flush()
+
+    def decoder(self, heads: Heads | None = None, tree: str | Path | Choices = ()) -> Decoder:
+        """A decoder of this target with heads and a tree, or, without them, plain decoding by the same loop.
+
+        Raises:
+            ConfigError: The heads are not this target's, or the tree asks for more than they guess.
+        """
+        choices: tuple[TreePath, ...] = ()
+        if heads is not None:
+            heads = heads.to(input_device(self.model), self.model.dtype)
+            choices = check_choices(load_tree(tree), heads.shape.num_heads, heads.shape.vocab_size)
+        room = context_length(self.spec)
+        return Decoder(self.model, heads, choices, eos_token_ids=self.eos_token_ids, max_length=room)
+
+
+def load_heads(export: str | Path) -> Heads:
+    """The heads of an export, on the CPU.
+
+    Raises:
+        DataError: This is no export, or it is damaged.
+    """
+    return load_exported_heads(str(export))
+
+
+def load_tree(source: str | Path | Choices) -> tuple[TreePath, ...]:
+    """A tree's paths: from a list of paths, a JSON file with one, or a run's tree.json.
+
+    Raises:
+        DataError: The file cannot be read, or holds no list of paths.
+    """
+    if not isinstance(source, str | Path):
+        return tuple(map(tuple, source))
+    fix = "Give a JSON list of paths, such as [[0], [0, 0], [1]]."
+    try:
+        found = json.loads(Path(source).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"The tree cannot be read: {error}.", str(source), fix) from None
+    paths = found.get("choices") if isinstance(found, dict) else found
+    if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
+        raise DataError("The tree is not a list of paths.", str(source), fix)
+    return tuple(map(tuple, paths))
+
+
+def load_export(
+    export: str | Path,
+    *,
+    target: Target | str | Path | None = None,
+    tree: str | Path | Choices | None = None,
+    chat_template: str | None = None,
+    gpus: int | None = None,
+) -> Export:
+    """An export with its target, ready to decode.
+
+    Args:
+        export: `RUN_DIR/latest/export`, or a copy of it.
+        target: A loaded target, or where it is; by default the one that the export names.
+        tree: Another tree than the export's.
+        chat_template, gpus: As in `load_target`.
+
+    Raises:
+        ConfigError: The target is not where the export says, or is not that of the heads.
+        DataError: This is no export, or it is damaged.
+    """
+    heads, export = load_heads(export), Path(export)
+    if not isinstance(target, Target):
+        model = target or target_of(export)
+        target = load_target(model, chat_template=chat_template, gpus=gpus)
+    choices = load_tree(export / CHOICES_FILE if tree is None else tree)
+    return Export(export, target, heads, target.decoder(heads, choices))
+
+
+@dataclass(frozen=True)
+class Export:
+    """An export that was loaded: its target, its heads, and a decoder of both."""
+
+    path: Path
+    target: Target
+    heads: Heads
+    decoder: Decoder
+
+
+def target_of(export: Path) -> str:
+    """The target that an export names; a tuned backbone is the one beside its heads, wherever both were moved.
+
+    Raises:
+        ConfigError: It is a local directory that is not there.
+    """
+    named = read_config(export).base_model_name_or_path
+    if is_local(named) and (export / BACKBONE_DIRECTORY).is_dir():
+        return str(export / BACKBONE_DIRECTORY)
+    if not is_local(named) or Path(named).is_dir():
+        return named
+    raise ConfigError(
+        f"The export's target is not there: {named}.", str(export), "Say where it is with --base-model, or `target=`."
+    )

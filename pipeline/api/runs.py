@@ -1,0 +1,144 @@
+"""Runs from Python: run a flow, open a run, read what its stages made. See docs/python.md.
+
+Everything here is thin: the rooms below do the work, and their errors come through, each a `MedusaDistillError` with a
+message for a person.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from pipeline import flow
+from pipeline.api.models import Choices, load_tree
+from pipeline.artifacts.generated_rows import TokenRow, read_token_rows
+from pipeline.artifacts.seed_rows import read_seeds
+from pipeline.artifacts.trained_heads import HEADS_FILE, load_heads
+from pipeline.config import Config
+from pipeline.decoding.tree import Path as TreePath
+from pipeline.decoding.tree import check_choices
+from pipeline.decoding.tree_search import simulated_acceleration_rate
+from pipeline.errors import DataError
+from pipeline.storage.run_directory import RunDirectory
+from pipeline.training.evaluate import held_out_ranks
+
+if TYPE_CHECKING:
+    from pipeline.conversations.conversation import Conversation
+    from pipeline.heads.kind import Heads
+
+
+def run_flow(
+    config: Config,
+    *,
+    until: str | None = None,
+    executor: str = "ray",
+    fresh: str | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Run the stages in order, or those that are left, as `medusa-distill run` does.
+
+    Args:
+        config: From `load_config`.
+        until: Stop after this stage.
+        executor: `ray`, or `inline`: everything in this process.
+        fresh: Throw away this stage's result and make it again.
+        quiet: Print nothing.
+
+    Raises:
+        MedusaDistillError: With the exit code that fits. What was committed is kept, and the same call continues.
+    """
+    console = Console(quiet=True) if quiet else None
+    directory = flow.run_flow(config, until=until, executor=executor, fresh=fresh, console=console)
+    return Run(directory, config)
+
+
+def open_run(path: str | Path) -> Run:
+    """An existing run directory as it lies, also one that was copied from elsewhere.
+
+    Raises:
+        ConfigError: This is no run directory.
+    """
+    return Run(*RunDirectory.open(Path(path)))
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run and what its stages made. Nothing here writes.
+
+    Every method reads the stage's current result, and raises DataError where the run has not finished that stage.
+    """
+
+    directory: RunDirectory
+    config: Config
+
+    @property
+    def path(self) -> Path:
+        """The run directory."""
+        return self.directory.path
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The content of report.json."""
+        try:
+            return json.loads((self.path / "report.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            fix = "Run its check: the report is written after it."
+            raise DataError("This run has no report.", str(self.path), fix) from None
+
+    @property
+    def export(self) -> Path:
+        """The directory that engines load."""
+        return self._stage("export").path
+
+    def shards(self, stage: str) -> list[Path]:
+        """The Parquet files of `seeds`, `generate` or `features`, in order."""
+        return self._stage(stage).shards()
+
+    def conversations(self, split: str) -> Iterator[Conversation]:
+        """The seeds of one split: `train`, `calibrate` or `check`."""
+        return read_seeds(self.shards("seeds"), split)
+
+    def generated(self, split: str | None = None) -> Iterator[TokenRow]:
+        """The conversations as token ids, with the spans that the target wrote; all, or those of one split."""
+        stage = self._stage("generate")
+        rows = read_token_rows(stage.shards(), stage.fingerprint)
+        return (row for row in rows if split in (None, row.split))
+
+    def heads(self) -> Heads:
+        """The trained heads, on the CPU."""
+        return load_heads(self._stage("train").path / HEADS_FILE)
+
+    def tree(self) -> tuple[TreePath, ...]:
+        """The paths of the tree that the run uses."""
+        return load_tree(self._stage("calibrate").path / "tree.json")
+
+    def simulated_acceleration_rate(self, tree: str | Path | Choices) -> float:
+        """Tokens per forward that another tree would have had on held-out text, without decoding.
+
+        Needs the cached states and the trained heads; the heads run once over the held-out rows.
+
+        Raises:
+            ConfigError: This is no tree over the run's heads.
+        """
+        features, heads = self._stage("features"), self._stage("train").path / HEADS_FILE
+        settings = self.config
+        choices = check_choices(load_tree(tree), settings.train.num_heads, settings.calibrate.top)
+        shards, roles, top = list(map(str, features.shards())), settings.train.roles, settings.calibrate.top
+        ranks = held_out_ranks(shards, features.fingerprint, str(heads), roles, top, "cpu")
+        return simulated_acceleration_rate(ranks, choices)
+
+    def accuracies(self) -> list[list[float]]:
+        """How often each head's r-th guess is right on held-out rows, [heads][ranks]."""
+        return json.loads((self._stage("calibrate").path / "tree.json").read_text(encoding="utf-8"))["accuracies"]
+
+    def _stage(self, name: str) -> Any:
+        stage = self.directory.latest(name)
+        if stage is None or not stage.done:
+            fix = f"Run it: medusa-distill run {self.path / 'run.yaml'}"
+            raise DataError(f"This run has no finished {name} stage.", str(self.path), fix)
+        return stage

@@ -1,0 +1,202 @@
+"""Draw the pictures of the README and of docs/: `python scripts/draw_images.py`, into docs/images.
+
+    race.svg    five forwards of plain decoding beside five forwards with heads
+    tree.svg    a tree of candidates and its mask
+    house.svg   the rooms of pipeline/ and which may import which, from tests/test_architecture.py
+
+The pictures are schematic: they show the mechanism, and no figure in them is measured. Each adapts to a light or a dark
+page. The output depends on this file and on the floors alone; a test compares it with what is committed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+IMAGES = ROOT / "docs" / "images"
+
+STYLE = """
+text { font: 14px system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif; fill: #1f2328; }
+.token { font: 13px ui-monospace, 'SF Mono', Menlo, 'DejaVu Sans Mono', monospace; }
+.title { font-weight: 600; }
+.note { fill: #59636e; font-size: 13px; }
+.page { fill: #ffffff; stroke: #d1d9e0; }
+.own { fill: #ddf4ff; stroke: #54aeff; }
+.free { fill: #dafbe1; stroke: #4ac26b; }
+.idle { fill: #f6f8fa; stroke: #d1d9e0; }
+.line { fill: none; stroke: #afb8c1; stroke-width: 1.5; }
+.path { fill: none; stroke: #4ac26b; stroke-width: 3; }
+@media (prefers-color-scheme: dark) {
+text { fill: #e6edf3; }
+.note { fill: #9198a1; }
+.page { fill: #0d1117; stroke: #3d444d; }
+.own { fill: #0c2d6b; stroke: #388bfd; }
+.free { fill: #033a16; stroke: #2ea043; }
+.idle { fill: #151b23; stroke: #3d444d; }
+.line { stroke: #656c76; }
+.path { stroke: #2ea043; }
+}
+"""
+
+# The text of the race: what each forward adds. The target's own token comes first; the others were guessed.
+FORWARDS = (
+    ("The", "old", "bridge", "was"),
+    ("built", "in"),
+    ("1874", "by", "the"),
+    ("masons", "of", "the", "town"),
+    (",", "stone", "by", "stone"),
+)
+GUESSED = {(0,): "old", (1,): "new", (2,): "town", (0, 0): "bridge", (0, 1): "mill", (1, 0): "bridge"}
+GUESSED |= {(0, 0, 0): "was", (0, 0, 1): "is", (0, 1, 0): "was", (0, 0, 0, 0): "opened"}
+ACCEPTED = ((0,), (0, 0), (0, 0, 0))
+
+
+def rectangle(x: float, y: float, width: float, height: float, kind: str, radius: float = 5) -> str:
+    return f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}"/>'
+
+
+def label(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, kind: str = "line") -> str:
+    return f'<path class="{kind}" d="M{x1:g} {y1:g}L{x2:g} {y2:g}"/>'
+
+
+def picture(width: int, height: int, described: str, parts: Iterable[str]) -> str:
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
+    page = rectangle(0.5, 0.5, width - 1, height - 1, "page", 8)
+    body = [head, f"<title>{escape(described)}</title>", f"<style>{STYLE}</style>", page, *parts, "</svg>"]
+    return "\n".join(body) + "\n"
+
+
+def tokens(x: float, y: float, forwards: Iterable[Iterable[str]]) -> Iterable[str]:
+    """Forward after forward, each a row of tokens over its bracket; the first token of each is the target's own."""
+    for number, forward in enumerate(forwards, start=1):
+        start = x
+        for place, word in enumerate(forward):
+            width = 8 * len(word) + 12
+            yield rectangle(x, y, width, 26, "free" if place else "own")
+            yield label(x + width / 2, y + 18, word, "token", "middle")
+            x += width + 2
+        yield f'<path class="line" d="M{start:g} {y + 31:g}v5H{x - 2:g}v-5"/>'
+        yield label((start + x) / 2 - 1, y + 51, str(number), "note", "middle")
+        x += 8
+
+
+def race() -> str:
+    words = [word for forward in FORWARDS for word in forward]
+    count = len(FORWARDS)
+    parts = [
+        label(24, 36, f"Plain decoding: {count} forwards, {count} tokens", "title"),
+        *tokens(24, 50, [(word,) for word in words[:count]]),
+        label(24, 142, f"With heads: {count} forwards, {len(words)} tokens of the same text", "title"),
+        *tokens(24, 156, FORWARDS),
+        rectangle(24, 228, 14, 14, "own", 3),
+        label(45, 240, "the target's own token: one in every forward", "note"),
+        rectangle(365, 228, 14, 14, "free", 3),
+        label(386, 240, "guessed by the heads, verified by the target in the same forward", "note"),
+    ]
+    return picture(840, 262, "Five forwards of plain decoding beside five forwards with Medusa heads", parts)
+
+
+def place_of() -> dict[tuple[int, ...], tuple[float, float]]:
+    """Where each node of the tree stands: its depth across, its leaves one below the other."""
+    places: dict[tuple[int, ...], tuple[float, float]] = {}
+    row = 0
+
+    def visit(path: tuple[int, ...]) -> float:
+        nonlocal row
+        children = sorted(child for child in GUESSED if child[:-1] == path and len(child) == len(path) + 1)
+        if not children:
+            y, row = 92 + 46.0 * row, row + 1
+        else:
+            y, *_ = [visit(child) for child in children]  # all of them: each leaf takes a row
+        places[path] = (70 + 118.0 * len(path), y)
+        return y
+
+    visit(())
+    return places
+
+
+def tree() -> str:
+    places, kept = place_of(), {(), *ACCEPTED}
+    nodes = sorted(places)
+    parts = [label(24, 36, "One forward verifies a tree of guesses", "title")]
+    for depth in range(1, max(map(len, nodes)) + 1):
+        parts.append(label(70 + 118 * depth, 64, f"head {depth - 1}", "note", "middle"))
+    parts.append(label(70, 64, "root", "note", "middle"))
+    for path in sorted((path for path in nodes if path), key=lambda path: path in kept):
+        (x1, y1), (x2, y2) = places[path[:-1]], places[path]
+        kind = "path" if path in kept else "line"
+        parts.append(
+            f'<path class="{kind}" d="M{x1 + 38:g} {y1:g}C{x1 + 62:g} {y1:g} {x2 - 62:g} {y2:g} {x2 - 38:g} {y2:g}"/>'
+        )
+    for path in nodes:
+        x, y = places[path]
+        kind = "own" if not path else "free" if path in kept else "idle"
+        parts += [rectangle(x - 38, y - 14, 76, 28, kind), label(x, y + 5, GUESSED.get(path, "The"), "token", "middle")]
+    parts += mask(nodes, kept, 634, 78)
+    notes = (
+        "A path is a tuple of ranks: (0, 1) is the second guess of head 1 after the best guess of head 0.",
+        "The longest path that the target agrees with is kept (green); the target adds its own next token.",
+        "In the mask each row attends to its own path and to the text before the tree.",
+    )
+    parts += [label(24, 316 + 21 * row, note, "note") for row, note in enumerate(notes)]
+    return picture(900, 378, "A tree of candidate tokens, the accepted path, and the tree mask", parts)
+
+
+def mask(nodes: list[tuple[int, ...]], kept: set[tuple[int, ...]], x: float, y: float) -> Iterable[str]:
+    """The tree mask: a row per node, filled where it attends to a node, which is itself and what is above it."""
+    cell = 18
+    yield label(x, 36, "The mask of that forward", "title")
+    for row, path in enumerate(nodes):
+        for column, other in enumerate(nodes):
+            kind = "idle" if path[: len(other)] != other else "free" if path in kept and path else "own"
+            yield rectangle(x + cell * column, y + cell * row, cell - 2, cell - 2, kind, 2)
+        yield label(x + cell * len(nodes) + 6, y + cell * row + 13, "  ".join(map(str, path)) or "root", "note")
+
+
+def floors() -> list[list[str]]:
+    """FLOORS of tests/test_architecture.py, lowest first, the rooms of a floor in the file's order."""
+    module = ast.parse((ROOT / "tests" / "test_architecture.py").read_text(encoding="utf-8"))
+    named = {node.targets[0].id: node.value for node in module.body if isinstance(node, ast.Assign)}  # type: ignore[attr-defined]
+    return [[room.value for room in floor.elts] for floor in named["FLOORS"].elts]
+
+
+def house() -> str:
+    rows = floors()
+    height, width, gap = 46, 760, 8
+    parts = [label(24, 36, "The rooms of pipeline/: a room imports only from floors below its own", "title")]
+    for level, rooms in enumerate(reversed(rows)):
+        y, room_width = 56 + level * (height + gap), (width - gap * (len(rooms) - 1)) / len(rooms)
+        for place, room in enumerate(rooms):
+            x = 24 + place * (room_width + gap)
+            parts += [
+                rectangle(x, y, room_width, height, "own"),
+                label(x + room_width / 2, y + 28, room, "token", "middle"),
+            ]
+    bottom = 56 + len(rows) * (height + gap)
+    parts += [
+        line(810, 62, 810, bottom - 18),
+        f'<path class="line" d="M804 {bottom - 28}L810 {bottom - 18}L816 {bottom - 28}"/>',
+    ]
+    turned = f"translate(832 {28 + bottom / 2:g}) rotate(90)"
+    parts.append(f'<text class="note" transform="{turned}" text-anchor="middle">imports</text>')
+    return picture(860, bottom + 14, "The floors of the package: imports point down", parts)
+
+
+PICTURES = {"race.svg": race, "tree.svg": tree, "house.svg": house}
+
+
+def main() -> None:
+    IMAGES.mkdir(parents=True, exist_ok=True)
+    for name, draw in PICTURES.items():
+        (IMAGES / name).write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

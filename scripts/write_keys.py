@@ -1,0 +1,17 @@
+"""Put the table that `medusa-distill keys` prints into docs/configuration.md: `python scripts/write_keys.py`."""
+
+from pathlib import Path
+
+from pipeline.cli.keys import reference
+
+PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
+BEGIN, END = "<!-- keys -->\n", "\n<!-- /keys -->"
+
+
+def main() -> None:
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    PAGE.write_text(before + BEGIN + reference() + END + rest.partition(END)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The public API: light to import, complete, documented; and what it loads decodes as the run's own check does."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+
+import pytest
+
+import pipeline
+from pipeline import (
+    Decoder,
+    acceleration_rate,
+    acceptance_rule,
+    load_export,
+    load_heads,
+    load_target,
+    load_tree,
+    open_run,
+)
+from pipeline.errors import ConfigError, DataError
+
+
+@pytest.fixture(scope="module")
+def run(finished_run):
+    return open_run(finished_run.path)
+
+
+@pytest.fixture(scope="module")
+def export(run):
+    return load_export(run.export)
+
+
+def test_importing_the_package_loads_neither_torch_nor_an_engine():
+    heavy = "import sys, pipeline; print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("name", pipeline.__all__)
+def test_every_public_name_is_there_and_says_what_it_is(name):
+    found = getattr(pipeline, name)
+    assert inspect.getdoc(found) and name in dir(pipeline)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'load_everything'"):
+        pipeline.load_everything  # noqa: B018
+
+
+def test_a_run_opens_with_what_its_stages_made(run, finished_run):
+    report = json.loads((finished_run.path / "report.json").read_text())
+    assert run.report == report
+    assert (
+        sum(len(list(run.conversations(split))) for split in ("train", "calibrate", "check")) == report["seeds"]["rows"]
+    )
+    assert {row.split for row in run.generated("check")} == {"check"}
+    assert len(run.tree()) == report["tree"]["nodes"]
+    assert run.accuracies()[0][0] == pytest.approx(report["heads"][0]["top1"], abs=1e-4)
+    assert run.export.samefile(finished_run.path / "latest" / "export")
+
+
+def test_a_run_that_has_not_come_so_far_says_so(tmp_path, copied_run):
+    (copied_run.path / "latest" / "export").unlink()
+    with pytest.raises(DataError, match="no finished export stage"):
+        _ = open_run(copied_run.path).export
+    with pytest.raises(ConfigError, match="no run directory"):
+        open_run(tmp_path / "absent")
+
+
+def test_the_export_decodes_what_the_target_alone_decodes(export):
+    prompt = export.target.prompt("why cat runs")
+    plain = export.target.decoder().generate(prompt, 12)
+    assert export.decoder.generate(prompt, 12).token_ids == plain.token_ids
+    streamed = [token for new_ids in export.decoder.stream(prompt, 12) for token in new_ids]
+    assert streamed == plain.token_ids
+    batch = export.decoder.generate_batch([prompt, export.target.prompt("how moon")], 12)
+    assert batch[0].token_ids == plain.token_ids and acceleration_rate([plain]) == 1.0
+
+
+def test_streamed_text_is_the_text(export):
+    prompt = export.target.prompt([{"role": "user", "content": "why cat runs"}])
+    text = "".join(export.target.stream_text(export.decoder.stream(prompt, 12)))
+    assert text.strip() == export.target.text(export.decoder.generate(prompt, 12).token_ids)
+
+
+def test_a_tree_is_a_list_of_paths_in_memory_in_a_file_or_in_a_run(tmp_path, export, run):
+    paths = [[0], [0, 0], [1]]
+    (tmp_path / "tree.json").write_text(json.dumps(paths))
+    target, heads = export.target, load_heads(run.export)
+    trees = [target.decoder(heads, tree).tree.choices for tree in (paths, tmp_path / "tree.json")]
+    direct = Decoder(target.model, heads, paths, eos_token_ids=())
+    assert trees[0] == trees[1] == direct.tree.choices == ((0,), (0, 0), (1,))
+    assert load_tree(run.path / "latest/calibrate/tree.json") == run.tree()
+
+
+@pytest.mark.parametrize("content", ["{}", "[1, 2]", "no JSON"])
+def test_a_file_without_paths_is_refused(tmp_path, content):
+    (tmp_path / "tree.json").write_text(content)
+    with pytest.raises(DataError, match="Give a JSON list of paths"):
+        load_tree(tmp_path / "tree.json")
+
+
+def test_a_tree_that_asks_for_more_heads_than_there_are_is_refused(export, run):
+    with pytest.raises(ConfigError, match="deeper than the 3 heads"):
+        export.target.decoder(export.heads, [[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]])
+    with pytest.raises(ConfigError, match="its parent is missing"):
+        run.simulated_acceleration_rate([[0, 0]])
+
+
+def test_the_walk_of_a_run_s_own_tree_is_close_to_what_it_was_chosen_for(run):
+    rate = run.simulated_acceleration_rate(run.tree())
+    assert rate >= 1.0 and rate >= run.simulated_acceleration_rate([[0]])
+
+
+def test_a_target_loads_by_itself(tiny_target):
+    target = load_target(tiny_target, gpus=0, dtype="float32")
+    assert not target.model.training and 1 in target.eos_token_ids
+    sampled = acceptance_rule("rejection", 0.7)
+    with pytest.raises(ValueError, match="needs a generator"):
+        target.decoder().generate(target.prompt("why"), 4, sampled)

@@ -1,0 +1,144 @@
+"""The pages: links and anchors resolve, what fenced code names exists, pictures are what the script draws."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import pipeline
+from pipeline.cli.app import app
+from pipeline.config.load import known_keys, load_config
+
+ROOT = Path(__file__).parents[2]
+TRACKED = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+PAGES = sorted(
+    {*TRACKED, "README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))}
+)
+PROSE = [page for page in PAGES if not page.startswith("benchmarks/results")]
+COMMANDS = {command.callback.__name__ for command in app.registered_commands if command.callback}
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def without_code(page: str) -> str:
+    return re.sub(r"```.*?```|`[^`\n]*`", "", text(page), flags=re.DOTALL)
+
+
+def blocks(page: str, *languages: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```", text(page), flags=re.DOTALL | re.MULTILINE)
+    return [body for language, body in found if language in languages]
+
+
+def commands(page: str) -> list[str]:
+    """The command lines of a page's fenced shell code, comments dropped and continued lines joined."""
+    lines = "\n".join(blocks(page, "bash", "sh")).replace("\\\n", " ").splitlines()
+    return [line for line in (line.partition("  #")[0].strip() for line in lines) if line]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_relative_link_and_anchor_resolves(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page)):
+        if link.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / file if file else ROOT / page
+        assert target.exists(), f"{page} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page} links to {link}"
+
+
+def test_the_readme_is_short():
+    assert len(text("README.md").splitlines()) <= 200
+
+
+def test_every_page_is_linked_from_the_readme():
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{page.name}" in text("README.md"), page.name
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_every_make_target_exists(page):
+    targets = set(re.findall(r"^([a-z]+):", text("Makefile"), flags=re.MULTILINE))
+    for line in commands(page):
+        if line.startswith("make "):
+            assert line.split()[1] in targets, line
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_every_command_exists_and_every_file_that_it_runs(page):
+    for line in commands(page):
+        words = line.split()
+        if "medusa-distill" in words[0]:
+            assert words[1] in COMMANDS, line
+        for word in words:
+            if re.fullmatch(r"(configs|flows|examples|scripts|tests|data)/[\w/.-]+", word):
+                assert (ROOT / word).exists(), line
+            if word.startswith("benchmarks."):
+                assert (ROOT / "benchmarks" / f"{word.partition('.')[2]}.py").is_file(), line
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_every_key_that_is_named_exists(page):
+    prose = re.sub(r"```.*?```|`there is no key.*?`", "", text(page), flags=re.DOTALL)
+    key = re.compile(rf"(?<![\w./-])({'|'.join(known_keys(()))})((?:\.[a-z_0-9]+)+)(?=$|[ =:,])")
+    for code in re.findall(r"`([^`\n]+)`", prose):
+        for section, rest in key.findall(code):
+            names = rest.lstrip(".").split(".")
+            for place, name in enumerate(names):
+                is_file = names[-1] in ("py", "md", "json", "jsonl", "yaml", "html", "svg")
+                assert is_file or name in known_keys((section, *names[:place])), f"{page}: {section}{rest}"
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_every_override_in_a_command_is_valid(page, tmp_path):
+    for line in commands(page):
+        words = [word.strip("'\"") for word in re.findall(r"\"[^\"]*\"|'[^']*'|\S+", line)]
+        config = next((word for word in words if word.startswith("configs/")), "configs/zephyr-7b.yaml")
+        overrides = [word for word in words if re.match(r"(?!PIP)[a-z]+\.[a-z_.]+=", word)]
+        load_config(ROOT / config, [word.replace("$heads", "3") for word in overrides])
+
+
+def test_yaml_blocks_are_configuration():
+    for page in PROSE:
+        for block in blocks(page, "yaml"):
+            assert set(yaml.safe_load(block)) <= set(known_keys(())), page
+
+
+@pytest.mark.parametrize("page", PROSE)
+def test_python_blocks_parse_and_import_public_names(page):
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module == "pipeline":
+                assert {name.name for name in node.names} <= set(pipeline.__all__), page
+
+
+def test_every_public_name_is_documented():
+    page = text("docs/python.md")
+    assert [name for name in pipeline.__all__ if f"`{name}" not in page] == []
+
+
+def test_pictures_are_what_the_script_draws():
+    script = "import runpy; names = runpy.run_path('scripts/draw_images.py'); "
+    script += "print([n for n, draw in names['PICTURES'].items() if (names['IMAGES'] / n).read_text() != draw()])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", "run python scripts/draw_images.py"
+
+
+def test_nothing_cites_a_document_that_is_not_here():
+    kept = ["pipeline", "tests", "benchmarks", "docs", "flows", "configs", "examples", "README.md", "CONTRIBUTING.md"]
+    files = [path for name in kept for path in ((ROOT / name).rglob("*") if (ROOT / name).is_dir() else [ROOT / name])]
+    cited = [path for path in files if path.suffix in (".py", ".md", ".yaml") and "DESIGN" in path.read_text()]
+    assert [path for path in cited if path != Path(__file__)] == []
