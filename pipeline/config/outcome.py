@@ -13,6 +13,13 @@ BaselineName = Literal["generate", "prompt-lookup", "assistant"]
 StudyName = Literal["trees", "typical", "heads", "batch"]
 
 
+def _are_paths(value: Any) -> bool:
+    """Whether this is a list of lists of integers, and not an empty one."""
+    if not isinstance(value, list | tuple) or not value:
+        return False
+    return all(isinstance(path, list | tuple) and all(type(rank) is int for rank in path) for path in value)
+
+
 class CalibrateConfig(Section):
     nodes: PositiveInt | Literal["auto"] = Field(
         "auto",
@@ -22,7 +29,18 @@ class CalibrateConfig(Section):
     )
     depth: PositiveInt | None = Field(None, description="Deepest path. Default: the number of heads.")
     top: PositiveInt = Field(10, description="Guesses per head that the tree may use.")
-    choices: Path | None = Field(None, description="A JSON list of paths: use this tree instead of searching one.")
+    choices: tuple[tuple[int, ...], ...] | Path | None = Field(
+        None,
+        description="Use this tree instead of searching one: a list of paths such as [[0], [0, 0], [1]], or a JSON "
+        "file with one.",
+    )
+
+    @field_validator("choices", mode="before")
+    @classmethod
+    def is_a_tree(cls, value: Any) -> Any:
+        if not isinstance(value, str | Path | None) and not _are_paths(value):
+            raise ValueError("give a list of paths such as [[0], [0, 0], [1]], or a file with one")
+        return value
 
 
 class ExportConfig(Section):

@@ -61,19 +61,21 @@ def unread_settings(config: Config) -> list[str]:
 
 
 def read_choices(config: Config) -> tuple[TreePath, ...]:
-    """The tree that `calibrate.choices` names, as one for this many heads.
+    """The tree of `calibrate.choices`, given there or in a file, as one for this many heads.
 
     Raises:
         ConfigError: It cannot be read, or is no tree.
     """
-    path, fix = config.calibrate.choices, "Give a JSON list of paths such as [[0], [0, 0], [1]]."
-    assert path is not None, "a tree is to be searched"
-    try:
-        choices = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"The tree cannot be read: {error}.", "calibrate.choices", fix) from None
-    if not isinstance(choices, list):
-        raise ConfigError("The tree is not a list of paths.", str(path), fix)
+    choices, fix = config.calibrate.choices, "Give a JSON list of paths such as [[0], [0, 0], [1]]."
+    assert choices is not None, "a tree is to be searched"
+    if isinstance(choices, Path):
+        path = choices
+        try:
+            choices = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"The tree cannot be read: {error}.", "calibrate.choices", fix) from None
+        if not isinstance(choices, list):
+            raise ConfigError("The tree is not a list of paths.", str(path), fix)
     return check_choices(choices, config.train.num_heads, config.calibrate.top)
 
 

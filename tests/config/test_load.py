@@ -39,6 +39,12 @@ def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_pa
     assert config.target.model == str(tmp_path / "other")
 
 
+def test_a_tree_is_a_list_of_paths_or_a_file_with_one(file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(file, ["calibrate.choices=[[0], [0, 1]]"]).calibrate.choices == ((0,), (0, 1))
+    assert load_config(file, ["calibrate.choices=tree.json"]).calibrate.choices == tmp_path / "tree.json"
+
+
 def test_a_hub_id_stays_a_hub_id(file):
     assert (
         load_config(file, ["target.model=HuggingFaceH4/zephyr-7b-beta"]).target.model == "HuggingFaceH4/zephyr-7b-beta"
@@ -59,6 +65,9 @@ def test_a_hub_id_stays_a_hub_id(file):
         ("train.backbone.lora_dropout=1", "'train.backbone.lora_dropout': input should be less than 1"),
         ("train.backbone.lr=-1e-4", "'train.backbone.lr'"),
         ("train.backbone.schedule=cosine", "'train.backbone.schedule'"),
+        ("calibrate.choices=[[0], [a]]", "'calibrate.choices': give a list of paths such as [[0], [0, 0], [1]]"),
+        ("calibrate.choices=[]", "'calibrate.choices': give a list of paths"),
+        ("calibrate.choices=3", "'calibrate.choices': give a list of paths"),
         ("nonsense", "is not an override"),
         ("train.lr.x=1", "'train.lr': input should be a valid number"),
         ("run.name.x=1", "reaches into a value"),

@@ -162,6 +162,8 @@ def test_a_tree_of_the_user_s_own_is_taken_as_it_is(copied_run, make_config, tmp
     tree = run.latest("calibrate").summary["tree"]
     assert (tree["nodes"], tree["depth"], tree["source"]) == (4, 3, "calibrate.choices")
     assert tree["expected_acceleration_rate"] == pytest.approx(walked_rate(learned_dialogues(run), choices), abs=1e-4)
+    run = run_again(make_config(tmp_path, calibrate__choices=choices), until="check")
+    assert stages_run(run) == []  # the same tree, given as a list
 
 
 def test_another_tree_in_the_same_file_is_noticed(copied_run, make_config, tmp_path):
