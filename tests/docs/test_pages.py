@@ -13,7 +13,9 @@ import yaml
 
 import pipeline
 from pipeline.cli.app import app
-from pipeline.config.load import known_keys, load_config
+from pipeline.cli.keys import reference
+from pipeline.config import Config
+from pipeline.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 TRACKED = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True).stdout.split()
@@ -21,6 +23,7 @@ PAGES = sorted(
     {*TRACKED, "README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))}
 )
 PROSE = [page for page in PAGES if not page.startswith("benchmarks/results")]
+KEYS = re.findall(r"^\| `([^`]+)`", reference(), flags=re.MULTILINE)
 COMMANDS = {command.callback.__name__ for command in app.registered_commands if command.callback}
 
 
@@ -93,13 +96,11 @@ def test_every_command_exists_and_every_file_that_it_runs(page):
 @pytest.mark.parametrize("page", PROSE)
 def test_every_key_that_is_named_exists(page):
     prose = re.sub(r"```.*?```|`there is no key.*?`", "", text(page), flags=re.DOTALL)
-    key = re.compile(rf"(?<![\w./-])({'|'.join(known_keys(()))})((?:\.[a-z_0-9]+)+)(?=$|[ =:,])")
+    key = re.compile(rf"(?<![\w./-])(?:{'|'.join(Config.model_fields)})(?:\.[a-z_0-9]+)+(?=$|[ =:,])")
     for code in re.findall(r"`([^`\n]+)`", prose):
-        for section, rest in key.findall(code):
-            names = rest.lstrip(".").split(".")
-            for place, name in enumerate(names):
-                is_file = names[-1] in ("py", "md", "json", "jsonl", "yaml", "html", "svg")
-                assert is_file or name in known_keys((section, *names[:place])), f"{page}: {section}{rest}"
+        for name in key.findall(code):
+            is_file = Path(name).suffix in (".py", ".md", ".json", ".jsonl", ".yaml", ".html", ".svg")
+            assert is_file or name in KEYS or any(known.startswith(f"{name}.") for known in KEYS), f"{page}: {name}"
 
 
 @pytest.mark.parametrize("page", PROSE)
@@ -114,7 +115,7 @@ def test_every_override_in_a_command_is_valid(page, tmp_path):
 def test_yaml_blocks_are_configuration():
     for page in PROSE:
         for block in blocks(page, "yaml"):
-            assert set(yaml.safe_load(block)) <= set(known_keys(())), page
+            assert set(yaml.safe_load(block)) <= set(Config.model_fields), page
 
 
 @pytest.mark.parametrize("page", PROSE)
