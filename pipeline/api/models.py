@@ -21,10 +21,9 @@ from pipeline.conversations.text_stream import TextStream
 from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.tree import Path as TreePath
 from pipeline.decoding.tree import check_choices
-from pipeline.errors import ConfigError, DataError
-from pipeline.evaluation.native import load_exported_heads
-from pipeline.export.layout import BACKBONE_DIRECTORY, CHOICES_FILE, read_config
-from pipeline.targets.files import is_local
+from pipeline.errors import DataError
+from pipeline.export.directory import read_choices, read_heads
+from pipeline.export.layout import target_of
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer, resolve
 
@@ -110,13 +109,13 @@ class Target:
         return Decoder(self.model, heads, choices, eos_token_ids=self.eos_token_ids, max_length=room)
 
 
-def load_heads(export: str | Path) -> Heads:
-    """The heads of an export, on the CPU.
+def load_heads(export: str | Path, target: Target) -> Heads:
+    """The heads of an export, on the CPU; matrices that they share with their target are the target's.
 
     Raises:
         DataError: This is no export, or it is damaged.
     """
-    return load_exported_heads(str(export))
+    return read_heads(export, target.model)
 
 
 def load_tree(source: str | Path | Choices) -> tuple[TreePath, ...]:
@@ -158,12 +157,11 @@ def load_export(
         ConfigError: The target is not where the export says, or is not that of the heads.
         DataError: This is no export, or it is damaged.
     """
-    heads, export = load_heads(export), Path(export)
+    choices = read_choices(export) if tree is None else load_tree(tree)
     if not isinstance(target, Target):
-        model = target or target_of(export)
-        target = load_target(model, chat_template=chat_template, gpus=gpus)
-    choices = load_tree(export / CHOICES_FILE if tree is None else tree)
-    return Export(export, target, heads, target.decoder(heads, choices))
+        target = load_target(target or target_of(export), chat_template=chat_template, gpus=gpus)
+    heads = load_heads(export, target)
+    return Export(Path(export), target, heads, target.decoder(heads, choices))
 
 
 @dataclass(frozen=True)
@@ -174,19 +172,3 @@ class Export:
     target: Target
     heads: Heads
     decoder: Decoder
-
-
-def target_of(export: Path) -> str:
-    """The target that an export names; a tuned backbone is the one beside its heads, wherever both were moved.
-
-    Raises:
-        ConfigError: It is a local directory that is not there.
-    """
-    named = read_config(export).base_model_name_or_path
-    if is_local(named) and (export / BACKBONE_DIRECTORY).is_dir():
-        return str(export / BACKBONE_DIRECTORY)
-    if not is_local(named) or Path(named).is_dir():
-        return named
-    raise ConfigError(
-        f"The export's target is not there: {named}.", str(export), "Say where it is with --base-model, or `target=`."
-    )

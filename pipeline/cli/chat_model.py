@@ -9,13 +9,14 @@ from pathlib import Path
 
 import torch
 
-from pipeline.api.models import Target, load_export, load_target, target_of
+from pipeline.api.models import Target, load_export, load_target
 from pipeline.conversations.chat_history import Chat
 from pipeline.conversations.conversation import Message
 from pipeline.conversations.text_stream import TextStream
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.evaluation.overhead import fastest_threads
+from pipeline.export.layout import target_of
 
 GREETING = (Message("user", "Hello"),)
 NUM_WARM_UP_TOKENS = 8

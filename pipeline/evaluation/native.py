@@ -44,8 +44,7 @@ from pipeline.evaluation.speed import (
 )
 from pipeline.evaluation.studies import run_studies
 from pipeline.execution.progress import ProgressReporter
-from pipeline.export.directory import read_export
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.export.directory import read_heads
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer
 
@@ -113,20 +112,13 @@ def load_methods(request: CheckRequest) -> Methods:
     """The target, loaded once, behind every method."""
     target, settings = request.target, request.settings
     model = load_causal_lm(target, "cuda" if request.gpus else "cpu", max(1, request.gpus))
-    heads = load_exported_heads(request.export).to(input_device(model))
+    heads = read_heads(request.export, model).to(input_device(model))
     eos, room = eos_token_ids(target), context_length(target)
     return Methods(
         plain_decoder(model, eos_token_ids=eos, max_length=room),
         Decoder(model, heads, request.choices, eos_token_ids=eos, max_length=room),
         {kind: baseline(kind, model, eos, settings.max_new_tokens, request.assistant) for kind in settings.baselines},
     )
-
-
-def load_exported_heads(export: str) -> MedusaHeads:
-    """The heads as the export's files have them."""
-    config, tensors = read_export(export)
-    shape = MedusaShape(config.hidden_size, config.vocab_size, config.num_heads, config.num_layers, config.tied)
-    return MedusaHeads._filled(shape, lambda heads: heads.exported_tensors("expanded"), tensors, export)
 
 
 def measure(

@@ -1,4 +1,4 @@
-"""The served check: the export decoded by vLLM (`method: medusa`), against vLLM without it.
+"""The served check: the export decoded by vLLM, against vLLM without it.
 
 vLLM proposes the chain of the heads' top-1 guesses, never a tree, so its acceleration rate is lower than the native
 one.
@@ -13,43 +13,46 @@ from typing import Any
 from pipeline.evaluation.answers import GapAt, compare, gap_of, tie_tolerance
 from pipeline.evaluation.prompts import CheckRequest
 from pipeline.execution.progress import ProgressReporter
+from pipeline.export.layout import read_config
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.vllm_decode import vllm_decode_check
 
 
-def check_served(request: CheckRequest, num_heads: int, progress: ProgressReporter | None = None) -> dict[str, Any]:
+def check_served(request: CheckRequest, progress: ProgressReporter | None = None) -> dict[str, Any]:
     """Decode every prompt greedily in vLLM, without the heads and with them.
 
     Returns:
         `vllm` of report.json, and the `differing` sequences that are not ties.
     """
+    config = read_config(request.export)
     target, settings, prompts, gpus = request.target, request.settings, request.prompts, request.gpus
     if progress:
         progress.begin("vLLM", 0, done=len(prompts), unit="prompts at once")
     decoded = vllm_decode_check(
         target,
-        Path(request.export),
+        config.kind.speculative_config(str(Path(request.export).resolve()), config.shape.num_heads),
         [prompt.ids for prompt in prompts],
         settings.max_new_tokens,
-        num_heads,
         repeats=settings.repeats,
         gpus=gpus,
     )
-    plain, medusa = decoded["plain"], decoded["medusa"]
+    plain, accelerated = decoded["plain"], decoded["accelerated"]
 
     @functools.cache
     def target_gap() -> GapAt:  # the target is loaded only where sequences differ
         return gap_of(load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus)))
 
     tolerance = tie_tolerance(target, settings)
-    match = compare(prompts, plain["token_ids"], medusa["token_ids"], lambda prefix: target_gap()(prefix), tolerance)
-    drafts = max(1, medusa["num_drafts"])
+    match = compare(
+        prompts, plain["token_ids"], accelerated["token_ids"], lambda prefix: target_gap()(prefix), tolerance
+    )
+    drafts = max(1, accelerated["num_drafts"])
     return {
         "vllm": {
-            "acceleration_rate": round(medusa["acceleration_rate"], 4),
-            "accepted_per_position": [round(count / drafts, 4) for count in medusa["accepted_per_position"]],
-            "speedup": round(medusa["tokens_per_second"] / plain["tokens_per_second"], 4),
-            "tokens_per_second": round(medusa["tokens_per_second"], 2),
+            "acceleration_rate": round(accelerated["acceleration_rate"], 4),
+            "accepted_per_position": [round(count / drafts, 4) for count in accelerated["accepted_per_position"]],
+            "speedup": round(accelerated["tokens_per_second"] / plain["tokens_per_second"], 4),
+            "tokens_per_second": round(accelerated["tokens_per_second"], 2),
             "baseline_tokens_per_second": round(plain["tokens_per_second"], 2),
             "greedy_match": match.as_dict(),
         },

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
-from jinja2 import ChainableUndefined, DictLoader, Environment
+from jinja2 import ChainableUndefined, ChoiceLoader, DictLoader, Environment, FileSystemLoader
 
-from pipeline.export.card_template import TEMPLATES
-from pipeline.export.layout import CHOICES_FILE, is_local
+from pipeline.heads.kind import Heads
 
 MEASURES = (
     ("acceleration rate (tokens per target forward)", "acceleration_rate", ".2f"),
@@ -38,6 +39,7 @@ BACKBONE_SETTINGS = (
 def model_card(
     report: Mapping[str, Any],
     *,
+    kind: type[Heads],
     base_model: str | None,
     repo_id: str | None,
     recipe: Mapping[str, Any],
@@ -49,6 +51,7 @@ def model_card(
         report: `report.json`, as far as it exists.
         base_model: Hub id of what the heads sit on, the target or the tuned backbone; for None or a local path the card
             says "a local model".
+        kind: What the heads are.
         repo_id: Where the heads are, or will be; None before that is known.
         recipe: The run's resolved configuration as plain data.
         tuned: Whether the heads sit on a backbone that was trained with them.
@@ -69,16 +72,16 @@ def model_card(
         "train": section["train"],
         "generate": section["generate"],
         "shared": "shared" in (section["export"].get("formats") or ()),
-        "front_matter": _front_matter(base, _data_sets(sources)),
-        "speculative_config": _speculative_config(here, num_heads or "K"),
+        "kind": kind,
+        "front_matter": _front_matter(kind, base, _data_sets(sources)),
+        "speculative_config": json.dumps(kind.speculative_config(here, num_heads or "K")),
         "engines": _engines(report),
         "measures": MEASURES,
         "tops": _tops(report),
         "sources": _sources(sources),
         "settings": _settings(report, section, tuned),
-        "choices_file": CHOICES_FILE,
     }
-    return _rendered("heads", facts)
+    return _rendered("card_heads.md", facts)
 
 
 def backbone_card(
@@ -87,13 +90,14 @@ def backbone_card(
     base_model: str | None,
     repo_id: str,
     heads_repo_id: str,
+    kind: type[Heads],
     recipe: Mapping[str, Any],
 ) -> str:
     """The card of the backbone that Medusa-2 tuned: what it was tuned from, how far it has moved, and its heads.
 
     Args:
         base_model: Hub id of the model that it was tuned from; for None or a local path "a local model".
-        repo_id, heads_repo_id: Where it is, and where its heads are.
+        repo_id, heads_repo_id, kind: Where it is, and where its heads are, and what they are.
 
     The others are those of `model_card`.
     """
@@ -104,19 +108,15 @@ def backbone_card(
         "here": repo_id,
         "heads": heads_repo_id,
         "drift": _drift(report),
-        "front_matter": _front_matter(original, _data_sets(sources), "finetune"),
-        "speculative_config": _speculative_config(heads_repo_id, report.get("num_heads") or "K"),
+        "kind": kind,
+        "front_matter": _front_matter(kind, original, _data_sets(sources), "finetune"),
     }
-    return _rendered("backbone", facts)
+    return _rendered("card_backbone.md", facts)
 
 
 def _public(model: str | None) -> str | None:
     """A Hub id; None for a path, which is nobody else's business."""
-    return None if model is None or is_local(model) else model
-
-
-def _speculative_config(heads: str, num_heads: Any) -> str:
-    return json.dumps({"method": "medusa", "model": heads, "num_speculative_tokens": num_heads})
+    return None if model is None or os.path.isabs(model) else model
 
 
 def _drift(report: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -135,16 +135,16 @@ def _drift(report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _rendered(name: str, facts: Mapping[str, Any]) -> str:
-    text = _environment().get_template(name).render(facts)
+    text = _environment(facts["kind"]).get_template(name).render(facts)
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
-def _front_matter(base: str | None, data_sets: list[str], relation: str = "adapter") -> str:
+def _front_matter(kind: type[Heads], base: str | None, data_sets: list[str], relation: str = "adapter") -> str:
     data = ModelCardData(
         base_model=base,
         datasets=data_sets or None,
         pipeline_tag="text-generation",
-        tags=["medusa", "speculative-decoding", "self-distillation"],
+        tags=[kind.Shape.kind, "speculative-decoding", "self-distillation"],
     )
     if base:
         data["base_model_relation"] = relation
@@ -193,10 +193,11 @@ def _settings(
     return [(name, value) for name, value in settings if value not in (None, "")]
 
 
-def _environment() -> Environment:
+def _environment(kind: type[Heads]) -> Environment:
     """Jinja as Markdown wants it: what is missing at any depth renders as nothing."""
+    of_kind = {"about": kind.card_about, "engines": kind.card_engines}
     environment = Environment(
-        loader=DictLoader(TEMPLATES),
+        loader=ChoiceLoader([DictLoader(of_kind), FileSystemLoader(Path(__file__).parent)]),
         undefined=ChainableUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

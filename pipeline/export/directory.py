@@ -1,13 +1,11 @@
-"""Trained heads as one directory that vLLM, TGI and TensorRT-LLM load unmodified, and back.
+"""Trained heads as one directory that engines load unmodified, and back.
 
-It promises that the weights file holds exactly the tensors that `ExportConfig.shapes` names, finite and bit for bit as
-they were handed in (engines drop unknown tensors silently and run on garbage where one is missing), and that no other
-weights lie beside it. Safetensors only, in one file: 70B heads with a vocabulary of 128k are about 12 GB in bfloat16.
+It promises that the weights file holds exactly the tensors that the kind of heads names, finite and bit for bit as they
+were trained (engines drop unknown tensors silently and run on garbage where one is missing), and that no other weights
+lie beside it. Safetensors only, in one file: 70B Medusa heads with a vocabulary of 128k are about 12 GB in bfloat16.
 
-Tied heads expand to K copies on disk, not in memory: the file is serialised from pointers, K of them to one tensor.
+Heads that share one tensor under several names expand on disk and not in memory: the file is serialized from pointers.
 Converting to another dtype holds the converted heads beside the original ones.
-
-Shapes: D hidden size, V vocabulary, K heads, L blocks per head.
 """
 
 from __future__ import annotations
@@ -16,33 +14,32 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
-from pipeline.errors import ConfigError, DataError, EnvironmentFault
-from pipeline.export.layout import (
-    CARD_FILE,
-    CHOICES_FILE,
-    CONFIG_FILE,
-    WEIGHT_SUFFIXES,
-    WEIGHTS_FILE,
-    ExportConfig,
-    check_vocabulary,
-    read_config,
-)
+from pipeline.decoding.tree import Path as TreePath
+from pipeline.decoding.tree import check_choices
+from pipeline.errors import DataError, EnvironmentFault
+from pipeline.export.layout import CARD_FILE, CONFIG_FILE, DTYPES, ExportConfig, read_config
+from pipeline.export.upload import WEIGHT_SUFFIXES
 from pipeline.export.whole_directory import files_in, whole_directory
+from pipeline.heads.kind import Heads, TargetWeights, require_shapes
+from pipeline.targets.loading import lm_head_weight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def write_export(
     directory: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor],
+    heads: Heads,
     config: ExportConfig,
     *,
+    target: Mapping[str, Any],
     tokenizer: Any,
     choices: Sequence[Sequence[int]],
     card: str,
@@ -52,26 +49,26 @@ def write_export(
     Args:
         directory: Made by one rename if it does not exist. If it does, its files are replaced one by one, the
             configuration last, and whoever owns it says when it is whole.
-        tensors: `{k}.{l}.linear.weight` [D, D], `.bias` [D] and `{k}.{L}.weight` [V, D] for every head k; tied heads
-            name one tensor K times. Any device, any float dtype.
+        heads: On any device, in any float dtype.
+        target: The target's own config.json.
         tokenizer: Anything with `save_pretrained(directory)`.
         choices: The tree's paths, checked already.
         card: The text of `README.md`.
 
-    Returns the files. Raises ConfigError for what cannot be exported, DataError for tensors that are not those heads,
-    EnvironmentFault for a full disk; whatever is raised, nothing is left behind.
+    Returns the files. Raises DataError for numbers that are not finite, EnvironmentFault for a full disk; whatever is
+    raised, nothing is left behind.
     """
-    directory = Path(directory)
-    saved = tensors_as_saved(tensors, config)
+    directory, kind = Path(directory), config.kind
+    saved = tensors_as_saved(heads, config)
     try:
         with whole_directory(directory) as partial:
             tokenizer.save_pretrained(str(partial))
-            _serialise(saved, partial / WEIGHTS_FILE)
-            _write_json(partial / CHOICES_FILE, [list(path) for path in choices])
+            _serialize(saved, partial / kind.weights_file)
+            _write_json(partial / kind.choices_file, [list(path) for path in choices])
             (partial / CARD_FILE).write_text(card, encoding="utf-8")
-            _write_json(partial / CONFIG_FILE, config.to_json())
+            _write_json(partial / CONFIG_FILE, config.to_json(target))
             # safetensors makes its file readable to its owner alone; a server often runs as somebody else
-            shutil.copymode(partial / CONFIG_FILE, partial / WEIGHTS_FILE)
+            shutil.copymode(partial / CONFIG_FILE, partial / kind.weights_file)
             _compare(partial, saved, config)
             files = files_in(partial)
     except (OSError, SafetensorError) as error:
@@ -80,35 +77,48 @@ def write_export(
     return [directory / file for file in files]
 
 
-def read_export(directory: str | os.PathLike[str]) -> tuple[ExportConfig, dict[str, Tensor]]:
-    """Read a whole export, whichever its format: its settings, and every head's tensors by name.
+def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Heads:
+    """The heads of an export, in its dtype, on the CPU; matrices that it leaves out are those of `model`, its target.
 
-    Tied heads come back as K names of one [V, D] tensor. Raises DataError where a tensor is missing, unknown, of
-    another shape or dtype, or where other weights lie beside the heads.
+    Raises:
+        DataError: A tensor is missing, unknown, of another shape or dtype, or other weights lie beside the heads.
+    """
+    config, path = read_config(directory), Path(directory)
+    target = TargetWeights(lambda: lm_head_weight(model), lambda: model.get_input_embeddings().weight.detach())
+    with _open_weights(path, config) as file:
+        tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
+        return config.kind.from_exported(config.shape, config.format, tensors, target, where=str(path))
+
+
+def read_choices(directory: str | os.PathLike[str]) -> tuple[TreePath, ...]:
+    """The tree of an export.
+
+    Raises:
+        ConfigError: It is no tree, or not one of these heads.
+        DataError: It cannot be read.
     """
     config = read_config(directory)
-    with _open_weights(Path(directory), config) as file:
-        names = config.shapes()
-        lm_heads = config.lm_head_names()
-        if not config.tied:
-            return config, {name: file.get_tensor(name) for name in names}
-        tensors = {name: file.get_tensor(name) for name in names if name not in lm_heads}
-        return config, tensors | dict.fromkeys(lm_heads, file.get_tensor(lm_heads[0]))
+    path, fix = Path(directory, config.kind.choices_file), "Export again, or write paths such as [[0], [0, 0], [1]]."
+    try:
+        choices = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"The export's tree cannot be read: {error}.", str(path), fix) from None
+    if not isinstance(choices, list):
+        raise DataError("The export's tree is not a list of paths.", str(path), fix)
+    return check_choices(choices, config.shape.num_heads, config.shape.vocab_size)
 
 
-def tensors_as_saved(tensors: Mapping[str, Tensor], config: ExportConfig) -> dict[str, Tensor]:
+def tensors_as_saved(heads: Heads, config: ExportConfig) -> dict[str, Tensor]:
     """The heads as the file will hold them: contiguous, on the CPU, in the export's dtype, names that share one tensor
     still sharing it.
 
-    Raises DataError for missing, unknown, misshapen or non-finite tensors; ConfigError where tied heads are not.
+    Raises DataError for numbers that are not finite.
     """
-    _check_names_and_shapes({name: tuple(tensor.shape) for name, tensor in tensors.items()}, config)
     dtype = getattr(torch, config.dtype)
     converted: dict[tuple[Any, ...], Tensor] = {}
     saved: dict[str, Tensor] = {}
-    for name in replace(config, format="expanded").shapes():
-        source = tensors[name].detach()
-        key = (source.device, source.data_ptr(), source.shape, source.stride(), source.dtype)
+    for name, source in heads.exported_tensors(config.format).items():
+        key = (source.data_ptr(), source.shape, source.stride())
         if key not in converted:
             converted[key] = source.to("cpu", dtype).contiguous()
             smallest, largest = converted[key].aminmax()  # isfinite() would hold a second lm_head
@@ -119,42 +129,7 @@ def tensors_as_saved(tensors: Mapping[str, Tensor], config: ExportConfig) -> dic
                     "Train again with a lower learning rate, or export in bfloat16 or float32.",
                 )
         saved[name] = converted[key]
-    if config.tied:
-        first, *others = config.lm_head_names()
-        if untied := [name for name in others if not _same_bits(saved[name], saved[first])]:
-            raise ConfigError(
-                f"The heads are said to be tied, and {untied[0]} is not {first}.",
-                "train.medusa.lm_head",
-                "Export them as untied heads.",
-            )
-    return {name: saved[name] for name in config.shapes()}
-
-
-def _check_names_and_shapes(found: Mapping[str, tuple[int, ...]], config: ExportConfig) -> None:
-    """Heads in memory name every lm_head, also those that the shared format stores once."""
-    _check_shapes(found, replace(config, format="expanded"), "heads")
-
-
-def _check_shapes(found: Mapping[str, tuple[int, ...]], config: ExportConfig, where: str) -> None:
-    expected = config.shapes()
-    first_lm_head = config.lm_head_names()[0]
-    if len(found.get(first_lm_head, ())) == 2:
-        check_vocabulary(found[first_lm_head][0], config.vocab_size)
-    problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name} is unknown" for name in found if name not in expected]
-    problems += [
-        f"{name} has shape {list(found[name])} instead of {list(shape)}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
-    if problems:
-        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise DataError(
-            f"These are not {config.num_heads} heads of {config.num_layers} block(s) for a hidden size of "
-            f"{config.hidden_size} and a vocabulary of {config.vocab_size}: {', '.join(problems[:3])}{more}.",
-            where,
-            "Export again from the heads and the target that belong together.",
-        )
+    return saved
 
 
 def _compare(directory: Path, saved: Mapping[str, Tensor], config: ExportConfig) -> None:
@@ -162,15 +137,15 @@ def _compare(directory: Path, saved: Mapping[str, Tensor], config: ExportConfig)
         raise DataError("The configuration is another one.", str(directory / CONFIG_FILE), "Export again.")
     with _open_weights(directory, config) as file:
         for name, tensor in saved.items():
-            if not _same_bits(file.get_tensor(name), tensor):
-                where = str(directory / WEIGHTS_FILE)
+            if not torch.equal(file.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8)):
+                where = str(directory / config.kind.weights_file)
                 raise DataError(f"The tensor {name} is not the one that was trained.", where, "Export again.")
 
 
 def _open_weights(directory: Path, config: ExportConfig) -> Any:
     """The weights file, opened lazily, once its names, shapes and dtypes are known to be right."""
-    path = directory / WEIGHTS_FILE
-    strangers = [p.name for p in sorted(directory.iterdir()) if p.suffix in WEIGHT_SUFFIXES and p.name != WEIGHTS_FILE]
+    path = directory / config.kind.weights_file
+    strangers = [p.name for p in sorted(directory.iterdir()) if p.suffix in WEIGHT_SUFFIXES and p.name != path.name]
     if strangers:
         raise DataError(
             f"Other weights lie beside the heads ({', '.join(strangers)}), and vLLM would load them too.",
@@ -182,14 +157,15 @@ def _open_weights(directory: Path, config: ExportConfig) -> Any:
     except (OSError, SafetensorError) as error:
         raise DataError(f"The weights cannot be read: {error}.", str(path), "Export again.") from error
     slices = {name: file.get_slice(name) for name in file.offset_keys()}
-    _check_shapes({name: tuple(part.get_shape()) for name, part in slices.items()}, config, str(path))
-    wanted = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}[config.dtype]
-    if wrong := [name for name, part in slices.items() if part.get_dtype() != wanted]:
+    expected = config.kind.exported_shapes(config.shape, config.format)
+    found = {name: tuple(part.get_shape()) for name, part in slices.items()}
+    require_shapes(config.shape, expected, found, str(path))
+    if wrong := [name for name, part in slices.items() if part.get_dtype() != DTYPES[config.dtype]]:
         raise DataError(f"The tensor {wrong[0]} is not {config.dtype}.", str(path), "Export again.")
     return file
 
 
-def _serialise(tensors: Mapping[str, Tensor], path: Path) -> None:
+def _serialize(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write a safetensors file in which several names may have one tensor's bytes.
 
     `safetensors.torch.save_file` refuses shared memory, so the copies would have to exist in memory first.
@@ -204,12 +180,6 @@ def _serialise(tensors: Mapping[str, Tensor], path: Path) -> None:
         for name, tensor in tensors.items()
     }
     serialize_file(specs, path, metadata={"format": "pt"})
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride() and one.shape == other.shape:
-        return True
-    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _write_json(path: Path, content: object) -> None:

@@ -8,31 +8,29 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd
 
 from pipeline.errors import CheckFailed, ConfigError, DataError
+from pipeline.export.backbone import BACKBONE_FILE
 from pipeline.export.card import backbone_card, model_card
-from pipeline.export.layout import (
-    BACKBONE_DIRECTORY,
-    BACKBONE_FILE,
-    CARD_FILE,
-    CHOICES_FILE,
-    CONFIG_FILE,
-    WEIGHT_SUFFIXES,
-    WEIGHTS_FILE,
-    check_repo_id,
-    is_local,
-    read_config,
-)
-from pipeline.export.upload import listing, prepare, refuse_local_path, upload
+from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, CONFIG_FILE, read_json_config, with_base_model
+from pipeline.export.upload import WEIGHT_SUFFIXES, check_repo_id, listing, prepare, refuse_local_path, upload
 from pipeline.export.whole_directory import files_in
+from pipeline.heads.kind import Heads
 
 BOOKKEEPING = {"stage.json", "upstream.json", "DONE.json", "lock"}
+
+
+def repositories(repo_id: str | None, kind: str, *, tuned: bool) -> tuple[str | None, str | None]:
+    """Where the heads go on the Hub, and where a tuned backbone does: `repo_id`, whose heads are `repo_id`-`kind`."""
+    if repo_id is None or not tuned:
+        return repo_id, None
+    return f"{repo_id}-{kind}", repo_id
 
 
 def push_export(
@@ -73,18 +71,18 @@ def push_export(
     directory = Path(directory)
     check_repo_id(repo_id, "push.repo_id", with_owner=True)
     report = require_passed_check(report)
-    exported = read_config(directory)
+    content, exported = read_json_config(directory)
     base = base_model or exported.base_model_name_or_path
     missing = []
-    if is_local(base):
+    if os.path.isabs(base):
         missing.append("the Hub id of the target (push.base_model): nobody else can load a local one")
     else:
         check_repo_id(base, "push.base_model")
 
     tuned = (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file()
-    card = model_card(report, base_model=base, repo_id=repo_id, recipe=recipe, tuned=tuned)
-    config = json.dumps(replace(exported, base_model_name_or_path=base).to_json(), indent=2) + "\n"
-    files: dict[str, Path | bytes] = {name: directory / name for name in _names(directory)}
+    card = model_card(report, kind=exported.kind, base_model=base, repo_id=repo_id, recipe=recipe, tuned=tuned)
+    config = json.dumps(with_base_model(content, base), indent=2) + "\n"
+    files: dict[str, Path | bytes] = {name: directory / name for name in _names(directory, exported.kind)}
     additions = prepare({**files, CARD_FILE: card.encode(), CONFIG_FILE: config.encode()})
     receipt = {"repo": repo_id, "private": private, "base_model": base, "files": listing(additions)}
     if dry_run:
@@ -94,7 +92,13 @@ def push_export(
         raise ConfigError(f"The push lacks {missing[0]}.", base, fix)
     _refuse_local_paths(additions, exported.base_model_name_or_path, recipe)
     return receipt | upload(
-        additions, repo_id, "Medusa heads", in_the_way=_not_heads, private=private, token=token, endpoint=endpoint
+        additions,
+        repo_id,
+        exported.kind.title,
+        in_the_way=lambda names: _not_heads(names, exported.kind),
+        private=private,
+        token=token,
+        endpoint=endpoint,
     )
 
 
@@ -103,6 +107,7 @@ def push_backbone(
     *,
     repo_id: str,
     heads_repo_id: str,
+    kind: type[Heads],
     report: Mapping[str, Any] | None,
     recipe: Mapping[str, Any],
     private: bool = False,
@@ -115,7 +120,7 @@ def push_backbone(
 
     Args:
         directory: What `write_backbone` wrote.
-        heads_repo_id: Where its heads are, or will be.
+        heads_repo_id, kind: Where its heads are, or will be, and what they are.
         base_model: Hub id of the model that it was tuned from; None for a local one, whose path is not told.
 
     The other arguments, the receipt and what is raised are those of `push_export`.
@@ -126,7 +131,9 @@ def push_backbone(
     files: dict[str, Path | bytes] = {file.as_posix(): directory / file for file in files_in(directory)}
     if gone := {CONFIG_FILE, BACKBONE_FILE} - files.keys():
         raise DataError(f"The tuned backbone lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
-    card = backbone_card(report, base_model=base_model, repo_id=repo_id, heads_repo_id=heads_repo_id, recipe=recipe)
+    card = backbone_card(
+        report, base_model=base_model, repo_id=repo_id, heads_repo_id=heads_repo_id, kind=kind, recipe=recipe
+    )
     additions = prepare({**files, CARD_FILE: card.encode()})
     receipt = {"repo": repo_id, "private": private, "base_model": base_model, "files": listing(additions)}
     if dry_run:
@@ -163,34 +170,35 @@ def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return report
 
 
-def _names(directory: Path) -> list[str]:
+def _names(directory: Path, kind: type[Heads]) -> list[str]:
     """Every file of the heads, without the stage's own bookkeeping, a tuned backbone and whatever is hidden."""
     paths = (path for path in files_in(directory) if path.name not in BOOKKEEPING)
     paths = (path for path in paths if not any(part.startswith(".") for part in path.parts))
     tuned = BACKBONE_DIRECTORY if (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file() else None
     names = [path.as_posix() for path in paths if path.parts[0] != tuned]
-    if gone := {WEIGHTS_FILE, CHOICES_FILE} - set(names):
+    if gone := {kind.weights_file, kind.choices_file} - set(names):
         raise DataError(f"The export lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
-    if strangers := _other_weights(names):
+    if strangers := _other_weights(names, kind):
         fix = "Push them to a repository of their own: engines load every weights file that they find."
         raise DataError(f"Other weights lie beside the heads: {', '.join(strangers)}.", str(directory), fix)
     return names
 
 
-def _other_weights(names: Collection[str]) -> list[str]:
-    return sorted(name for name in names if Path(name).suffix in WEIGHT_SUFFIXES and name != WEIGHTS_FILE)
+def _other_weights(names: Collection[str], kind: type[Heads]) -> list[str]:
+    return sorted(name for name in names if Path(name).suffix in WEIGHT_SUFFIXES and name != kind.weights_file)
 
 
 def _refuse_local_paths(additions: list[CommitOperationAdd], base: str, recipe: Mapping[str, Any]) -> None:
     """Where the target, or what became of it, lies on this machine is nobody else's business."""
     for path in {base, str((recipe.get("target") or {}).get("model", ""))}:
-        if is_local(path):
+        if os.path.isabs(path):
             refuse_local_path(additions, path)
 
 
-def _not_heads(names: Collection[str]) -> list[str]:
-    """What forbids writing heads beside files of these names."""
-    return _other_weights(names) or ([CONFIG_FILE] if CONFIG_FILE in names and WEIGHTS_FILE not in names else [])
+def _not_heads(names: Collection[str], kind: type[Heads]) -> list[str]:
+    """What forbids writing heads beside files of these names: other weights, or a model that has no tree."""
+    of_a_model = {CONFIG_FILE, kind.weights_file} & set(names)
+    return _other_weights(names, kind) or ([] if kind.choices_file in names else sorted(of_a_model))
 
 
 def _not_a_backbone(names: Collection[str]) -> list[str]:

@@ -12,15 +12,28 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, ModelInfo, get_token
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import validate_repo_id
 
 from pipeline.errors import ConfigError, DataError, EnvironmentFault, MedusaDistillError
-from pipeline.export.layout import WEIGHT_SUFFIXES
 from pipeline.redact import redacted
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 CONTINUES = "Run the same command again: what has arrived is not sent twice."
 
 InTheWay = Callable[[Collection[str]], list[str]]  # of the names in a repository, those that forbid writing to it
+
+
+def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None:
+    """Refuse what is not a Hub id; `with_owner` wants USER/NAME, since a bare NAME is nobody's."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ConfigError(
+            f'"{repo_id}" is neither a Hub id nor an absolute path.', where, "Write a Hub id as USER/NAME."
+        ) from error
+    if with_owner and "/" not in repo_id:
+        raise ConfigError(f'"{repo_id}" does not say whose repository it is.', where, "Write it as USER/NAME.")
 
 
 def prepare(files: Mapping[str, Path | bytes]) -> list[CommitOperationAdd]:

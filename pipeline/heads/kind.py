@@ -244,7 +244,7 @@ class Heads(nn.Module, ABC):
         return {name: tuple(view.shape) for name, view in empty.exported_tensors(format).items()}
 
     @classmethod
-    def speculative_config(cls, export: str, num_speculative_tokens: int) -> dict[str, Any]:
+    def speculative_config(cls, export: str, num_speculative_tokens: int | str) -> dict[str, Any]:
         """How vLLM is told to draft with these heads on a target of their own."""
         return {"method": cls.vllm_method, "model": export, "num_speculative_tokens": num_speculative_tokens}
 

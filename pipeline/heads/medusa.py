@@ -57,6 +57,32 @@ class MedusaHeads(Heads):
     weights_file = "medusa_lm_head.safetensors"
     choices_file = "medusa_choices.json"
 
+    card_about = """\
+Each is {{ train.medusa.num_layers | default(1) }} residual block(s) and an lm_head, as in
+[Medusa](https://arxiv.org/abs/2401.10774): head k (from 0) reads the target's last hidden state at position t and
+guesses the token at t+2+k.
+"""
+    card_engines = """\
+{% if shared and train.medusa.num_layers != 1 %}
+TGI cannot load these heads: it shares one lm_head among heads of one block only.
+{% else %}
+With TGI, which finds the base model in `config.json`:
+
+```bash
+text-generation-launcher --model-id {{ here }}
+```
+{% endif %}
+
+{% if shared %}
+TensorRT-LLM cannot load these heads: they store one lm_head for all, and it wants one each.
+{% else %}
+With TensorRT-LLM (Llama- and Qwen-shaped targets): `convert_checkpoint.py` of its Medusa example takes this directory
+as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a `--max_draft_len` of at least
+{{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{ kind.choices_file }}` goes to
+`--medusa_choices`.
+{% endif %}
+"""
+
     shape: MedusaShape
 
     def __init__(self, shape: MedusaShape, *, dtype: torch.dtype | None = None, device: torch.device | None = None):
@@ -156,7 +182,3 @@ class MedusaHeads(Heads):
         lm_heads = range(1 if format == "shared" else shape.num_heads)
         views |= {f"{k}.{shape.num_layers}.weight": self.lm_head_of(k) for k in lm_heads}
         return {name: view.detach() for name, view in views.items()}
-
-    card_about = """\
-[Medusa](https://arxiv.org/abs/2401.10774) heads
-"""

@@ -14,7 +14,9 @@ from pipeline.decoding.tree import Path as TreePath
 from pipeline.decoding.tree import check_choices
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.ray_executor import SUBMITTED_JOB
-from pipeline.export.layout import check_num_heads, check_repo_id, is_local, repositories
+from pipeline.export.hub import repositories
+from pipeline.export.layout import check_num_heads
+from pipeline.export.upload import check_repo_id
 from pipeline.heads.kind import head_kind
 from pipeline.targets.spec import TargetSpec, resolve
 from pipeline.training.methods import method_of
@@ -46,7 +48,7 @@ def check_config(config: Config, stages: Collection[str] | None = None) -> None:
     if config.check.assistant_model:
         resolve_assistant(config.check.assistant_model)
     if config.push.repo_id:
-        _check_push(config.push, config.target.model, tuned=method.tunes_backbone)
+        _check_push(config.push, config.target.model, config.train.heads, tuned=method.tunes_backbone)
     if os.environ.get(SUBMITTED_JOB):
         _check_lasting(config)
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster, what the workers have installed decides
@@ -110,14 +112,14 @@ def _check_rule(check: CheckConfig) -> None:
         raise ConfigError(f"{what}.", f"check.{key}", fix)
 
 
-def _check_push(push: PushConfig, target: str, *, tuned: bool) -> None:
+def _check_push(push: PushConfig, target: str, heads: str, *, tuned: bool) -> None:
     """Refuse at once what the Hub would be asked for in vain after hours of work."""
     assert push.repo_id, "nothing is to be pushed"
-    for repo_id in filter(None, repositories(push.repo_id, tuned=tuned)):
+    for repo_id in filter(None, repositories(push.repo_id, heads, tuned=tuned)):
         check_repo_id(repo_id, "push.repo_id", with_owner=True)
     if push.base_model:
         check_repo_id(push.base_model, "push.base_model")
-    elif is_local(target) and not tuned:
+    elif os.path.isabs(target) and not tuned:
         fix = "Publish the target and name it there, or leave push.repo_id unset."
         raise ConfigError("Nobody else can load heads for a target that is only here.", "push.base_model", fix)
 

@@ -12,7 +12,8 @@ from pipeline.config import Config
 from pipeline.evaluation.limits import failures
 from pipeline.execution.hardware import hardware
 from pipeline.export.card import model_card
-from pipeline.export.layout import repositories
+from pipeline.export.hub import repositories
+from pipeline.heads.kind import head_kind
 from pipeline.report.documents import report_texts
 from pipeline.report.terminal import print_report
 from pipeline.run.context import Context
@@ -97,9 +98,10 @@ def _judged(summary: dict[str, Any], config: Config) -> dict[str, Any]:
 def card(report: dict[str, Any], config: Config) -> str:
     """The model card as far as the report knows."""
     tuned = method_of(config.train).tunes_backbone
-    heads_id, backbone_id = repositories(config.push.repo_id, tuned=tuned)
+    heads_id, backbone_id = repositories(config.push.repo_id, config.train.heads, tuned=tuned)
     base = backbone_id if tuned else config.target.model
-    return model_card(report, base_model=base, repo_id=heads_id, recipe=config.model_dump(mode="json"), tuned=tuned)
+    kind, recipe = head_kind(config.train.heads), config.model_dump(mode="json")
+    return model_card(report, kind=kind, base_model=base, repo_id=heads_id, recipe=recipe, tuned=tuned)
 
 
 def _extras(found: dict[str, Any], summaries: dict[str, Any]) -> dict[str, Any]:

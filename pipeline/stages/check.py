@@ -32,6 +32,7 @@ from pipeline.evaluation.served import check_served
 from pipeline.execution.hardware import with_hardware
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ProgressReporter
+from pipeline.export.directory import read_choices
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_questions, resolve_assistant
 from pipeline.run.reporting import publish_report
@@ -86,7 +87,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         str(context.upstream["export"].path),
         prompts.kept,
         settings,
-        choices=_choices(context),
+        choices=list(read_choices(context.upstream["export"].path)),
         gpus=placement.gpus,
         name=Path(context.config.target.model).name,
         assistant=_assistant(context),
@@ -99,7 +100,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     if "vllm" in settings.engines:
         placement = context.placement("generate")
         served_request = replace(request, gpus=placement.gpus)
-        arguments = {"function": check_served, "request": served_request, "num_heads": heads}
+        arguments = {"function": check_served, "request": served_request}
         served = context.executor.call(with_hardware, arguments, placement, progress)
         result = {"hardware": served["hardware"], **result, "vllm": served["vllm"]}
         result["differing"] = result.get("differing", []) + served["differing"]
@@ -182,11 +183,6 @@ def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -
 def _assistant(context: Context) -> TargetSpec | None:
     model = context.config.check.assistant_model
     return replace(resolve_assistant(model), dtype=context.target.dtype) if model else None
-
-
-def _choices(context: Context) -> list[tuple[int, ...]]:
-    """The export's own tree."""
-    return [tuple(path) for path in read_json(context.upstream["export"].path / "medusa_choices.json") or ()]
 
 
 def _calibration(context: Context) -> dict[str, Any]:

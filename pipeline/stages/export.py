@@ -1,4 +1,4 @@
-"""export: one directory that vLLM, TGI and TensorRT-LLM load unmodified.
+"""export: one directory that engines load unmodified.
 
 Promises: exactly the expected tensors and shapes, read back and compared bit for bit; heads, tokenizer, configuration,
 tree and model card together. With Medusa-2 the tuned backbone lies in `backbone/`, and the configuration names it by
@@ -12,11 +12,10 @@ from typing import Any
 
 from pipeline.artifacts.trained_heads import load_heads
 from pipeline.decoding.tree import check_choices
+from pipeline.export.backbone import link_backbone
 from pipeline.export.card import model_card
 from pipeline.export.directory import write_export
 from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, ExportConfig, check_vocabulary
-from pipeline.export.tuned_backbone import link_backbone
-from pipeline.heads.medusa import MedusaHeads
 from pipeline.run.context import Context
 from pipeline.run.stage import Stage, Summary, reads
 from pipeline.storage.stage_directory import StageDirectory
@@ -44,28 +43,24 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     tunes = method_of(context.config.train).tunes_backbone
     tuned = link_backbone(train / BACKBONE_DIRECTORY, backbone) if tunes else []
     heads = load_heads(train / "heads.safetensors")
-    assert isinstance(heads, MedusaHeads)
-    vocab_size = model_config(spec).get_text_config().vocab_size
-    check_vocabulary(heads.shape.vocab_size, vocab_size)
+    target = model_config(spec)
+    check_vocabulary(heads.shape.vocab_size, target.get_text_config().vocab_size)
     config = ExportConfig(
         base_model_name_or_path=str(backbone) if tuned else spec.model,
-        hidden_size=heads.shape.hidden_size,
-        vocab_size=vocab_size,
-        num_heads=heads.shape.num_heads,
-        num_layers=heads.shape.num_layers,
-        tied=heads.shape.tied,
+        shape=heads.shape,
         format=settings.formats[0],
         dtype=spec.dtype if settings.dtype == "auto" else settings.dtype,
     )
     tree = json.loads((context.upstream["calibrate"].path / "tree.json").read_text(encoding="utf-8"))
-    recipe = context.config.model_dump(mode="json")
+    base, recipe = None if tuned else spec.model, context.config.model_dump(mode="json")
     files = write_export(
         stage.path,
-        heads.exported_tensors("expanded"),
+        heads,
         config,
+        target=target.to_dict(),
         tokenizer=load_tokenizer(spec),
-        choices=check_choices(tree["choices"], config.num_heads, config.vocab_size),
-        card=model_card({}, base_model=None if tuned else spec.model, repo_id=None, recipe=recipe, tuned=tunes),
+        choices=check_choices(tree["choices"], heads.shape.num_heads, heads.shape.vocab_size),
+        card=model_card({}, kind=config.kind, base_model=base, repo_id=None, recipe=recipe, tuned=tunes),
     )
     return {
         "files": [path.name for path in files],

@@ -9,8 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeline.export.hub import push_backbone, push_export
-from pipeline.export.layout import BACKBONE_DIRECTORY, repositories
+from pipeline.export.hub import push_backbone, push_export, repositories
+from pipeline.export.layout import BACKBONE_DIRECTORY
+from pipeline.heads.kind import head_kind
 from pipeline.run.context import Context
 from pipeline.run.stage import Stage, Summary, reads
 from pipeline.storage.atomic import read_json, write_json
@@ -49,7 +50,8 @@ def push(context: Context, *, dry_run: bool = False) -> dict[str, Any]:
     With Medusa-2 the receipt has the tuned backbone's under `backbone`.
     """
     settings, export = context.config.push, context.upstream["export"].path
-    heads_id, backbone_id = repositories(settings.repo_id, tuned=method_of(context.config.train).tunes_backbone)
+    train = context.config.train
+    heads_id, backbone_id = repositories(settings.repo_id, train.heads, tuned=method_of(train).tunes_backbone)
     assert heads_id, "there is nothing to push to"
     shared: dict[str, Any] = {
         "private": settings.private,
@@ -61,9 +63,8 @@ def push(context: Context, *, dry_run: bool = False) -> dict[str, Any]:
         return push_export(export, repo_id=heads_id, base_model=settings.base_model, **shared)
     model = context.config.target.model
     original = settings.base_model or (None if is_local(model) else model)
-    backbone = push_backbone(
-        export / BACKBONE_DIRECTORY, repo_id=backbone_id, heads_repo_id=heads_id, base_model=original, **shared
-    )
+    ids: dict[str, Any] = {"repo_id": backbone_id, "heads_repo_id": heads_id, "base_model": original}
+    backbone = push_backbone(export / BACKBONE_DIRECTORY, kind=head_kind(train.heads), **ids, **shared)
     return push_export(export, repo_id=heads_id, base_model=backbone_id, **shared) | {"backbone": backbone}
 
 

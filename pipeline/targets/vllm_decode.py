@@ -1,4 +1,4 @@
-"""The exported heads decoded in vLLM with `method: medusa`, against plain vLLM: the same prompts, greedily.
+"""Exported heads decoded in vLLM, against plain vLLM: the same prompts, greedily.
 
 The two engines run one after the other outside of this process, so that nothing of vLLM stays behind in the caller;
 with GPUs in a process each, because only a process's end frees their memory for certain. vLLM proposes the heads'
@@ -36,10 +36,9 @@ NUM_WARM_UPS = 2  # prompts, not counted
 
 def vllm_decode_check(
     spec: TargetSpec,
-    export_dir: Path,
+    speculative_config: Mapping[str, Any],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
-    num_speculative_tokens: int,
     *,
     repeats: int = 1,
     gpus: int = 0,
@@ -48,7 +47,7 @@ def vllm_decode_check(
 
     Returns:
         {"plain": {"token_ids": list of ids per prompt, "num_tokens", "seconds": the median of `repeats`,
-         "tokens_per_second"}, "medusa": the same and, over all repetitions, {"num_drafts", "num_draft_tokens",
+         "tokens_per_second"}, "accelerated": the same and, over all repetitions, {"num_drafts", "num_draft_tokens",
          "num_accepted_tokens", "accepted_per_position": accepted tokens per head, "acceleration_rate": 1 + accepted /
          drafts}}. Both decode all prompts at once, each time without what they remember of the last.
         Nothing accepted is the caller's to judge.
@@ -63,15 +62,10 @@ def vllm_decode_check(
         "repeats": repeats,
         "gpus": gpus,
     }
-    medusa = {
-        "method": "medusa",
-        "model": str(Path(export_dir).resolve()),
-        "num_speculative_tokens": num_speculative_tokens,
-    }
-    tasks = [{**task, "speculative_config": None}, {**task, "speculative_config": medusa}]
+    tasks = [{**task, "speculative_config": chosen} for chosen in (None, dict(speculative_config))]
     processes = [[task] for task in tasks] if gpus else [tasks]
     plain, accelerated = [result for batch in processes for result in _in_own_process(batch)]
-    return {"plain": plain, "medusa": accelerated}
+    return {"plain": plain, "accelerated": accelerated}
 
 
 def _in_own_process(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pipeline.export.backbone import GENERATION_FILE, is_made_of, write_backbone
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.export.tuned_backbone import GENERATION_FILE, is_made_of, write_backbone
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.checksums import FileFacts
 from pipeline.targets.files import find_file, is_local

@@ -89,7 +89,7 @@ def test_streamed_text_is_the_text(export):
 def test_a_tree_is_a_list_of_paths_in_memory_in_a_file_or_in_a_run(tmp_path, export, run):
     paths = [[0], [0, 0], [1]]
     (tmp_path / "tree.json").write_text(json.dumps(paths))
-    target, heads = export.target, load_heads(run.export)
+    target, heads = export.target, load_heads(run.export, export.target)
     trees = [target.decoder(heads, tree).tree.choices for tree in (paths, tmp_path / "tree.json")]
     direct = Decoder(target.model, heads, paths, eos_token_ids=())
     assert trees[0] == trees[1] == direct.tree.choices == ((0,), (0, 0), (1,))

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from pipeline.config import CheckConfig
 from pipeline.errors import ConfigError
 from pipeline.evaluation.answers import mean_log_likelihood, text_statistics
-from pipeline.evaluation.native import check_native, load_exported_heads
+from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import CheckRequest, Prompt
 from pipeline.evaluation.speed import CannotDecode
+from pipeline.export.directory import read_heads
 from pipeline.targets.spec import TargetSpec
 
 EOS = {1, *range(100, 108)}
@@ -90,14 +91,14 @@ def test_one_new_token_leaves_nothing_to_measure(check, next_tokens):
 def test_heads_that_disagree_slow_it_down_and_change_no_token(check, next_tokens, finished_run, monkeypatch):
     from pipeline.evaluation import native
 
-    def scrambled(export: str):
-        heads = load_exported_heads(export)
+    def scrambled(export: str, model):
+        heads = read_heads(export, model)
         heads.lm_head.data = heads.lm_head.data.flip(1)
         return heads
 
     prompts = [ids for ids, token in next_tokens if token not in EOS][:4]
     plain = check(prompts)["samples"]
-    monkeypatch.setattr(native, "load_exported_heads", scrambled)
+    monkeypatch.setattr(native, "read_heads", scrambled)
     found = check(prompts)
     assert found["native"]["greedy_match"]["identical"] == 4 and found["native"]["acceleration_rate"] >= 1
     texts = [[token["text"] for token in sample["tokens"]] for sample in (*plain, *found["samples"])]

@@ -14,10 +14,10 @@ from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.tree import cartesian_tree, stock_tree
 from pipeline.decoding.tree_search import simulated_acceleration_rate
 from pipeline.evaluation import studies
-from pipeline.evaluation.native import load_exported_heads
 from pipeline.evaluation.prompts import Prompt, held_out_prompts
 from pipeline.evaluation.studies import Side, run_studies
 from pipeline.evaluation.tree_studies import guess_ranks, searched_tree
+from pipeline.export.directory import read_heads
 from pipeline.report.documents import report_texts
 from tests.decoding.test_cuda_graphs import Tape
 from tests.flows.tiny import token_rows
@@ -43,7 +43,7 @@ def plain(model) -> Decoder:
 
 @pytest.fixture(scope="module")
 def medusa(model, finished_run) -> Decoder:
-    heads = load_exported_heads(str(finished_run.path / "latest/export"))
+    heads = read_heads(finished_run.path / "latest/export", model)
     return Decoder(model, heads, TREE, eos_token_ids=(1,))
 
 
@@ -87,7 +87,7 @@ def test_a_walk_through_plain_text_finds_the_very_rate_that_decoding_with_the_tr
 ):
     """Of every tree, cuts and ends included; in float64, where no near-tie can blur it."""
     model = copy.deepcopy(model).double()
-    heads = load_exported_heads(str(finished_run.path / "latest/export")).double()
+    heads = read_heads(finished_run.path / "latest/export", model).double()
     asked = held_out_prompts(token_rows(finished_run.latest("generate")), 8, 100).kept
     plain = plain_decoder(model, eos_token_ids=eos)
     texts = [plain.generate(prompt.ids, num_tokens).token_ids for prompt in asked]
@@ -133,7 +133,7 @@ def test_sampling_exactly_writes_the_text_of_plain_sampling(plain, medusa, promp
 def test_heads_are_used_up_to_each_depth_of_the_tree(model, finished_run, prompts):
     """And each depth has the rate that decoding has with it; in float64, where no near-tie can blur it."""
     model = copy.deepcopy(model).double()
-    heads = load_exported_heads(str(finished_run.path / "latest/export")).double()
+    heads = read_heads(finished_run.path / "latest/export", model).double()
     plain = plain_decoder(model, eos_token_ids=(1,))
     medusa = Decoder(model, heads, TREE, eos_token_ids=(1,))
     texts = [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
-from pipeline.export.directory import read_export, write_export
-from pipeline.export.layout import ExportConfig
+from pipeline.export.directory import read_heads, write_export
+from pipeline.export.layout import ExportConfig, read_config
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
 TREE = [[0], [1], [0, 0], [0, 1]]
+TARGET = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 4}
 TIED_AND_FORMAT = [(False, "expanded"), (True, "expanded"), (True, "shared")]
 
 
@@ -23,28 +24,37 @@ class TokenizerStub:
         Path(directory, "tokenizer.json").write_text(self.text)
 
 
-def config_of(**changes) -> ExportConfig:
-    return replace(ExportConfig("owner/target", hidden_size=4, vocab_size=6, num_heads=3, num_layers=1), **changes)
+def config_of(base_model="owner/target", format="expanded", dtype="float32", **shape) -> ExportConfig:
+    usual = {"hidden_size": 4, "vocab_size": 6, "num_heads": 3}
+    return ExportConfig(base_model, MedusaShape(**usual | shape), format, dtype)
 
 
-def heads_of(config: ExportConfig, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random heads under the names of FACTS' table, written out here once more."""
+def heads_of(config: ExportConfig, seed: int = 0) -> MedusaHeads:
+    """Random heads."""
     draw = torch.Generator().manual_seed(seed)
-    shared = torch.randn(config.vocab_size, config.hidden_size, generator=draw)
+    heads = MedusaHeads(config.shape)
+    for parameter in heads.parameters():
+        parameter.data.copy_(torch.randn(parameter.shape, generator=draw))
+    return heads
+
+
+def tensors_of(heads: MedusaHeads) -> dict[str, torch.Tensor]:
+    """Every head's tensors under the names of FACTS' table, written out here once more; tied lm_heads K times."""
     tensors = {}
-    for k in range(config.num_heads):
-        for layer in range(config.num_layers):
-            size = config.hidden_size
-            tensors[f"{k}.{layer}.linear.weight"] = torch.randn(size, size, generator=draw)
-            tensors[f"{k}.{layer}.linear.bias"] = torch.randn(size, generator=draw)
-        own = torch.randn(config.vocab_size, config.hidden_size, generator=draw)
-        tensors[f"{k}.{config.num_layers}.weight"] = shared if config.tied else own
+    for k in range(heads.shape.num_heads):
+        for layer in range(heads.shape.num_layers):
+            tensors[f"{k}.{layer}.linear.weight"] = heads.block_weight.data[layer, k]
+            tensors[f"{k}.{layer}.linear.bias"] = heads.block_bias.data[layer, k]
+        tensors[f"{k}.{heads.shape.num_layers}.weight"] = (
+            heads.lm_head.data if heads.shape.tied else heads.lm_head.data[k]
+        )
     return tensors
 
 
-def write(directory: Path, config: ExportConfig, tensors=None, choices=TREE, tokenizer=None, card="card") -> Path:
-    tensors = heads_of(config) if tensors is None else tensors
-    write_export(directory, tensors, config, tokenizer=tokenizer or TokenizerStub(), choices=choices, card=card)
+def write(directory: Path, config: ExportConfig, heads=None, choices=TREE, tokenizer=None, card="card") -> Path:
+    heads = heads_of(config) if heads is None else heads
+    tokenizer = tokenizer or TokenizerStub()
+    write_export(directory, heads, config, target=TARGET, tokenizer=tokenizer, choices=choices, card=card)
     return directory
 
 
@@ -52,8 +62,13 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
     return load_file(directory / "medusa_lm_head.safetensors")
 
 
-def holds(directory: Path, config: ExportConfig, tensors: dict[str, torch.Tensor]) -> bool:
+def read(directory: Path) -> MedusaHeads:
+    """The heads of an export, which take nothing from their target."""
+    return read_heads(directory, None)
+
+
+def holds(directory: Path, config: ExportConfig, heads: MedusaHeads) -> bool:
     """Whether an export, read back, is these heads bit for bit."""
-    found_config, found = read_export(directory)
-    same = all(torch.equal(found[name].view(torch.uint8), tensors[name].view(torch.uint8)) for name in found)
-    return found_config == config and found.keys() == tensors.keys() and same
+    found = read(directory)
+    same = all(torch.equal(found.get_parameter(name), each) for name, each in heads.named_parameters())
+    return read_config(directory) == config and found.shape == heads.shape and same

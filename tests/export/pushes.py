@@ -6,10 +6,9 @@ from pathlib import Path
 
 import torch
 
-from pipeline.export.directory import write_export
 from pipeline.export.hub import push_export
-from pipeline.export.layout import ExportConfig
-from tests.export.exports import TokenizerStub
+from pipeline.heads.medusa import MedusaHeads
+from tests.export.exports import TokenizerStub, config_of, write
 from tests.export.hub_stand_in import HubStandIn
 
 MATCH = {"sequences": 4, "identical": 4, "ties": 0}
@@ -25,9 +24,11 @@ EXPORTED = {"README.md", "config.json", "medusa_choices.json", "medusa_lm_head.s
 
 
 def export_to(directory: Path, base_model: str = "owner/target", tokenizer: str = "{}") -> Path:
-    config = ExportConfig(base_model, hidden_size=4, vocab_size=6, num_heads=1)
-    tensors = {"0.0.linear.weight": torch.ones(4, 4), "0.0.linear.bias": torch.ones(4), "0.1.weight": torch.ones(6, 4)}
-    write_export(directory, tensors, config, tokenizer=TokenizerStub(tokenizer), choices=[[0]], card="before the check")
+    config = config_of(base_model, num_heads=1)
+    heads = MedusaHeads(config.shape)
+    for parameter in heads.parameters():
+        torch.nn.init.ones_(parameter)
+    write(directory, config, heads, choices=[[0]], tokenizer=TokenizerStub(tokenizer), card="before the check")
     for bookkeeping in ("stage.json", "DONE.json", "lock", ".hidden"):
         (directory / bookkeeping).write_text(str(directory))
     return directory

@@ -11,6 +11,7 @@ from huggingface_hub import ModelCard
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.export.card import backbone_card, model_card
 from pipeline.export.hub import push_backbone
+from pipeline.heads.medusa import MedusaHeads
 from tests.export.hub_stand_in import HubStandIn, Repository
 from tests.export.pushes import PASSED, export_to, push
 
@@ -36,12 +37,17 @@ def backbone(tmp_path) -> Path:
     (directory / "config.json").write_text('{"model_type": "llama"}')
     (directory / "model-00001-of-00002.safetensors").write_bytes(b"first")
     (directory / "model-00002-of-00002.safetensors").write_bytes(b"second")
-    (directory / "medusa_backbone.json").write_text("{}")
+    (directory / "backbone.json").write_text("{}")
     return directory
 
 
 def push_it(backbone: Path, hub: HubStandIn, **changes) -> dict:
-    usual = {"repo_id": "me/tuned", "heads_repo_id": "me/tuned-medusa", "base_model": "owner/original"}
+    usual = {
+        "repo_id": "me/tuned",
+        "heads_repo_id": "me/tuned-medusa",
+        "base_model": "owner/original",
+        "kind": MedusaHeads,
+    }
     shared = {"report": REPORT, "recipe": RECIPE, "endpoint": hub.endpoint}
     return push_backbone(backbone, **usual | shared | changes)
 
@@ -96,16 +102,23 @@ def test_heads_are_pushed_without_the_backbone_that_lies_beside_them(tmp_path, b
     push(export, hub, report=REPORT, recipe=RECIPE, base_model="me/tuned")
     files = hub.repositories["me/heads"].files
     assert not [name for name in files if "backbone" in name or "model-0" in name]
-    assert json.loads(files["config.json"])["base_model_name_or_path"] == "me/tuned"
+    config = json.loads(files["config.json"])
+    assert config["base_model_name_or_path"] == "me/tuned"
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": "me/tuned",
+        "architectures": ["LlamaForCausalLM"],
+    }
 
 
 def test_both_cards_say_that_it_has_changed_and_by_how_much():
     ours = {"repo_id": "me/tuned", "heads_repo_id": "me/tuned-medusa"}
-    tuned = backbone_card(REPORT, base_model="owner/original", recipe=RECIPE, **ours)
-    heads = model_card(REPORT, base_model="me/tuned", repo_id="me/tuned-medusa", recipe=RECIPE, tuned=True)
+    tuned = backbone_card(REPORT, kind=MedusaHeads, base_model="owner/original", recipe=RECIPE, **ours)
+    heads = model_card(
+        REPORT, kind=MedusaHeads, base_model="me/tuned", repo_id="me/tuned-medusa", recipe=RECIPE, tuned=True
+    )
     for card in (tuned, heads):
         assert all(figure in card for figure in SAID) and "owner/original" in card
-        assert "vllm serve me/tuned " in card and '"model": "me/tuned-medusa"' in card
+        assert "vllm serve me/tuned-medusa\n" in card
     assert "backbone has changed" in heads and "| backbone.lora_rank | 32 |" in heads
     of_tuned, of_heads = ModelCard(tuned).data, ModelCard(heads).data
     assert (of_tuned.base_model, of_tuned["base_model_relation"]) == ("owner/original", "finetune")
@@ -113,7 +126,7 @@ def test_both_cards_say_that_it_has_changed_and_by_how_much():
 
 
 def test_heads_on_a_frozen_backbone_have_no_changed_backbone():
-    card = model_card(PASSED, base_model="owner/t", repo_id="me/h", recipe=RECIPE)
+    card = model_card(PASSED, kind=MedusaHeads, base_model="owner/t", repo_id="me/h", recipe=RECIPE)
     assert "has changed" not in card and "lora" not in card
 
 
@@ -121,8 +134,8 @@ def test_a_local_original_is_not_named():
     ours = {"repo_id": "me/tuned", "heads_repo_id": "me/tuned-medusa"}
     recipe = RECIPE | {"target": {"model": "/home/me/secret"}}
     cards = [
-        backbone_card(REPORT, base_model="/home/me/secret", recipe=recipe, **ours),
-        model_card(REPORT, base_model=None, repo_id=None, recipe=recipe, tuned=True),
+        backbone_card(REPORT, kind=MedusaHeads, base_model="/home/me/secret", recipe=recipe, **ours),
+        model_card(REPORT, kind=MedusaHeads, base_model=None, repo_id=None, recipe=recipe, tuned=True),
     ]
     assert all("secret" not in card for card in cards)
     assert "exported beside them in `backbone/`" in cards[1] and "A local model" in cards[0]

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from pipeline.export.directory import read_export, tensors_as_saved
-from pipeline.export.layout import ExportConfig
-from tests.export.exports import TIED_AND_FORMAT, TREE, config_of, heads_of, holds, weights_of, write
+from pipeline.export.directory import tensors_as_saved
+from tests.export.exports import TIED_AND_FORMAT, TREE, config_of, heads_of, holds, read, tensors_of, weights_of, write
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
@@ -41,6 +40,17 @@ def test_config_json_says_what_each_engine_reads_and_nothing_that_misleads_it(tm
     assert not {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"} & config.keys()
 
 
+def test_config_json_alone_tells_vllm_which_target_to_serve_and_how(tmp_path):
+    config = json.loads((write(tmp_path / "export", config_of()) / "config.json").read_text())
+    assert config["speculators_model_type"] == "medusa" and config["transformer_layer_config"] == {}
+    assert config["speculators_config"] == {
+        "algorithm": "medusa",
+        "default_proposal_method": "greedy",
+        "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+        "verifier": {"name_or_path": "owner/target", "architectures": ["LlamaForCausalLM"]},
+    }
+
+
 def test_the_directory_has_tokenizer_tree_and_card(tmp_path):
     directory = write(tmp_path / "export", config_of(), card="# A card")
     names = {"config.json", "medusa_lm_head.safetensors", "medusa_choices.json", "tokenizer.json", "README.md"}
@@ -65,17 +75,16 @@ def test_whoever_can_read_the_configuration_can_read_the_weights(tmp_path):
 )
 def test_heads_of_any_shape_come_back_bit_for_bit(tmp_path_factory, tied_and_format, **shape):
     tied, format = tied_and_format
-    config = ExportConfig("owner/target", tied=tied, format=format, **shape)
-    tensors = heads_of(config)
+    config = config_of(tied=tied, format=format, **shape)
     directory = write(tmp_path_factory.mktemp("x") / "export", config, choices=[[0]])
-    assert holds(directory, config, tensors)
+    assert holds(directory, config, heads_of(config))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_another_dtype_rounds_as_torch_does(tmp_path, dtype):
     config = config_of(dtype=dtype)
-    tensors = heads_of(config)
-    directory = write(tmp_path / "export", config, tensors)
+    tensors = tensors_of(heads_of(config))
+    directory = write(tmp_path / "export", config)
     assert all(
         torch.equal(saved, tensors[name].to(getattr(torch, dtype))) for name, saved in weights_of(directory).items()
     )
@@ -83,27 +92,27 @@ def test_another_dtype_rounds_as_torch_does(tmp_path, dtype):
 
 def test_heads_that_are_views_of_one_stacked_parameter_are_saved_apart(tmp_path):
     config = config_of()
-    stacked_KVD = torch.randn(3, 4, 6).transpose(1, 2)  # not contiguous either
-    tensors = heads_of(config) | {f"{k}.1.weight": stacked_KVD[k].requires_grad_() for k in range(3)}
-    saved = weights_of(write(tmp_path / "export", config, tensors))
-    assert all(torch.equal(saved[f"{k}.1.weight"], stacked_KVD[k]) for k in range(3))
+    heads = heads_of(config)
+    heads.lm_head.data = torch.randn(3, 4, 6).transpose(1, 2)  # not contiguous either
+    saved = weights_of(write(tmp_path / "export", config, heads))
+    assert all(torch.equal(saved[f"{k}.1.weight"], heads.lm_head[k]) for k in range(3))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tied_heads_expand_on_disk_and_not_in_memory(tmp_path, dtype):
     config = config_of(tied=True, dtype=dtype)
-    tensors = heads_of(config)
-    in_memory = tensors_as_saved(tensors, config)
+    heads = heads_of(config)
+    in_memory = tensors_as_saved(heads, config)
     assert len({in_memory[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 1
-    on_disk = weights_of(write(tmp_path / "export", config, tensors))
+    on_disk = weights_of(write(tmp_path / "export", config, heads))
     assert len({on_disk[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 3
-    assert all(torch.equal(on_disk[f"{k}.1.weight"], tensors["0.1.weight"].to(getattr(torch, dtype))) for k in range(3))
+    assert all(torch.equal(on_disk[f"{k}.1.weight"], heads.lm_head.to(getattr(torch, dtype))) for k in range(3))
 
 
 @pytest.mark.parametrize("format", ["expanded", "shared"])
-def test_tied_heads_are_read_as_one_tensor_with_many_names(tmp_path, format):
-    _, tensors = read_export(write(tmp_path / "export", config_of(tied=True, format=format)))
-    assert len({tensors[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 1
+def test_tied_heads_are_read_as_one_frozen_lm_head(tmp_path, format):
+    heads = read(write(tmp_path / "export", config_of(tied=True, format=format)))
+    assert heads.lm_head.shape == (6, 4) and not heads.lm_head.requires_grad
 
 
 def test_transformers_loaders_find_the_format_in_the_file(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from pipeline.export.card import model_card
+from pipeline.heads.medusa import MedusaHeads
 
 REPORT = {
     "target": "/home/me/models/secret",
@@ -54,7 +55,7 @@ RECIPE = {
 
 
 def card_of(report=REPORT, recipe=RECIPE, base_model="owner/target", repo_id="me/heads", **more) -> str:
-    return model_card(report, base_model=base_model, repo_id=repo_id, recipe=recipe, **more)
+    return model_card(report, kind=MedusaHeads, base_model=base_model, repo_id=repo_id, recipe=recipe, **more)
 
 
 def table_under(card: str, heading: str) -> list[list[str]]:
@@ -70,7 +71,8 @@ def test_the_front_matter_is_what_the_hub_reads():
 
 
 def test_the_vllm_command_can_be_pasted_into_a_shell():
-    command = re.search(r"```bash\n(vllm serve.*?)```", card_of(), re.DOTALL)[1]
+    alone, command = re.findall(r"```bash\n(vllm serve.*?)```", card_of(), re.DOTALL)
+    assert shlex.split(alone) == ["vllm", "serve", "me/heads"]
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:4] == ["vllm", "serve", "owner/target", "--speculative-config"]
     assert json.loads(words[4]) == {"method": "medusa", "model": "me/heads", "num_speculative_tokens": 3}

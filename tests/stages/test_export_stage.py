@@ -10,8 +10,9 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.export.directory import read_export
+from pipeline.export.layout import read_config
 from pipeline.flow import run_flow
+from pipeline.heads.medusa import MedusaShape
 from tests.flows.tiny import stages_run
 
 
@@ -21,10 +22,11 @@ def run_again(config, until="check"):
 
 def test_the_export_read_back_is_the_heads_that_were_trained(finished_run):
     trained = load_file(finished_run.path / "latest/train/heads.safetensors")
-    config, tensors = read_export(finished_run.path / "latest/export")
-    assert (config.num_heads, config.num_layers, config.hidden_size, config.vocab_size) == (3, 1, 64, 300)
-    assert tensors.keys() == trained.keys()
-    assert all(torch.equal(tensors[name], trained[name]) for name in trained)
+    export = finished_run.path / "latest/export"
+    assert read_config(export).shape == MedusaShape(hidden_size=64, vocab_size=300, num_heads=3, num_layers=1)
+    exported = load_file(export / "medusa_lm_head.safetensors")
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[name], trained[name]) for name in trained)
 
 
 def test_the_export_is_what_servers_ask_for(finished_run, tiny_target):

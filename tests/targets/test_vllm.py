@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from pipeline.conversations.requests import Completion, Request
 from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.export.directory import write_export
+from pipeline.export.layout import ExportConfig
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
-from pipeline.targets.spec import TargetSpec
+from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
 from pipeline.targets.transformers_features import TransformersFeatureEngine
 from pipeline.targets.transformers_generation import TransformersGenerationEngine
 from pipeline.targets.vllm_decode import vllm_decode_check
@@ -144,29 +147,53 @@ def export(counting_target: TargetSpec, tmp_path: Path) -> Path:
     """Three heads that are always right about the counting target: row t of head k's output is the embedding of
     t - 2 - k, and its block adds nothing."""
     lm_head = lm_head_weight(load_causal_lm(counting_target))
-    tensors = {}
-    for head in range(3):
-        tensors[f"{head}.0.linear.weight"] = torch.zeros(128, 128)
-        tensors[f"{head}.0.linear.bias"] = torch.zeros(128)
-        tensors[f"{head}.1.weight"] = lm_head.roll(head + 1, dims=0).contiguous()
-    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
-    config = {"model_type": "medusa", "hidden_size": 128, "vocab_size": 512, "medusa_fc_bias": True}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "medusa_num_heads": 3, "medusa_num_layers": 1}))
-    return tmp_path
+    heads = MedusaHeads(MedusaShape(hidden_size=128, vocab_size=512, num_heads=3))
+    heads.lm_head.data = torch.stack([lm_head.roll(head + 1, dims=0) for head in range(3)])
+    config = ExportConfig(counting_target.model, heads.shape)
+    tokenizer, target = load_tokenizer(counting_target), model_config(counting_target).to_dict()
+    rest = {"target": target, "tokenizer": tokenizer, "choices": [(0,)], "card": ""}
+    write_export(tmp_path / "export", heads, config, **rest)
+    return tmp_path / "export"
+
+
+SERVE_ALONE = """
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(model=sys.argv[1], dtype="float32", max_model_len=128, enforce_eager=True, disable_log_stats=False)
+prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
+wanted = SamplingParams(temperature=0, max_tokens=33, detokenize=False)
+outputs = llm.generate(prompts, wanted, use_tqdm=False)
+counted = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+accepted, drafts = (counted[f"vllm:spec_decode_num_{name}"] for name in ("accepted_tokens", "drafts"))
+print(json.dumps([[list(output.outputs[0].token_ids) for output in outputs], 1 + accepted / drafts]))
+"""
+
+
+def test_vllm_serves_target_and_heads_of_the_export_alone(export: Path) -> None:
+    """With nothing of the project in the process, as `vllm serve EXPORT` does."""
+    prompts = [[100], [7, 7, 250], [300, 17]]
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, "-c", SERVE_ALONE, str(export), json.dumps(prompts)]
+    ended = subprocess.run(command, env=os.environ | settings, cwd=export, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    texts, rate = json.loads(ended.stdout.splitlines()[-1])
+    assert texts == [[ids[-1] + 1 + step for step in range(33)] for ids in prompts]
+    assert 3.5 < rate <= 4
 
 
 def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: TargetSpec, export: Path) -> None:
     prompts = [[100], [7, 7, 250], [300, 2, 17], [500]]
-    result = vllm_decode_check(counting_target, export, prompts, 33, 3, repeats=2)
+    drafting = MedusaHeads.speculative_config(str(export), 3)
+    result = vllm_decode_check(counting_target, drafting, prompts, 33, repeats=2)
     expected = [[(ids[-1] + 1 + step) for step in range(33)] for ids in prompts[:3]] + [[*range(501, 512), 0, 1, 2]]
-    assert result["plain"]["token_ids"] == result["medusa"]["token_ids"] == expected
+    assert result["plain"]["token_ids"] == result["accelerated"]["token_ids"] == expected
     assert result["plain"]["num_tokens"] == 3 * 33 + 14
-    medusa = result["medusa"]
-    assert medusa["num_draft_tokens"] == 3 * medusa["num_drafts"]
-    assert sum(medusa["accepted_per_position"]) == medusa["num_accepted_tokens"]
-    assert medusa["num_drafts"] == 2 * (3 * 8 + 4), "of two passes, without the warm-up"
+    accelerated = result["accelerated"]
+    assert accelerated["num_draft_tokens"] == 3 * accelerated["num_drafts"]
+    assert sum(accelerated["accepted_per_position"]) == accelerated["num_accepted_tokens"]
+    assert accelerated["num_drafts"] == 2 * (3 * 8 + 4), "of two passes, without the warm-up"
     # 32 tokens after the prefill's are 8 steps of four; a text's last step may be cut short
-    assert 3.5 < medusa["acceleration_rate"] <= 4
+    assert 3.5 < accelerated["acceleration_rate"] <= 4
 
 
 # --- what cannot start

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.export import tuned_backbone as writing
-from pipeline.export.tuned_backbone import link_backbone
+from pipeline.export import backbone as writing
+from pipeline.export.backbone import link_backbone
 from pipeline.targets.files import identifying_files
 from pipeline.targets.spec import TargetSpec, eos_token_ids, load_tokenizer
 from pipeline.training.merge import merge_backbone

@@ -2,7 +2,7 @@
 
 It promises the target's own files where nothing has changed: tokenizer, chat template, generation settings. Weights
 are safetensors in shards of at most 5 GB, the configuration says that nothing is tied, and the whole directory
-appears by one rename. What it was made of stands in `medusa_backbone.json`, which never names a local path.
+appears by one rename. What it was made of stands in `backbone.json`, which never names a local path.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.export.layout import BACKBONE_FILE, CONFIG_FILE
+from pipeline.export.layout import CONFIG_FILE
 from pipeline.export.whole_directory import files_in, whole_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+BACKBONE_FILE = "backbone.json"  # what it was made of
 SHARD_SIZE = "5GB"
 GENERATION_FILE = "generation_config.json"
 
