@@ -95,7 +95,7 @@ def test_every_command_exists_and_every_file_that_it_runs(page):
 
 @pytest.mark.parametrize("page", PROSE)
 def test_every_key_that_is_named_exists(page):
-    prose = re.sub(r"```.*?```|`there is no key.*?`", "", text(page), flags=re.DOTALL)
+    prose = re.sub(r"```.*?```", "", text(page), flags=re.DOTALL)
     key = re.compile(rf"(?<![\w./-])(?:{'|'.join(Config.model_fields)})(?:\.[a-z_0-9]+)+(?=$|[ =:,])")
     for code in re.findall(r"`([^`\n]+)`", prose):
         for name in key.findall(code):
@@ -110,6 +110,14 @@ def test_every_override_in_a_command_is_valid(page, tmp_path):
         config = next((word for word in words if word.startswith("configs/")), "configs/zephyr-7b.yaml")
         overrides = [word for word in words if re.match(r"(?!PIP)[a-z]+\.[a-z_.]+=", word)]
         load_config(ROOT / config, [word.replace("$heads", "3") for word in overrides])
+
+
+def test_every_message_that_is_explained_is_one_of_the_code_s():
+    sources = "".join(path.read_text() for path in (ROOT / "pipeline").rglob("*.py"))
+    table = text("docs/faults-and-resume.md").partition("## What a message means")[2].partition("## ")[0]
+    quoted = [code for row in table.splitlines() for code in re.findall(r"`([^`]+)`", row.partition(" | ")[0])]
+    fragments = [part.strip() for code in quoted for part in code.split("…") if part.strip()]
+    assert len(fragments) >= 10 and [part for part in fragments if part not in sources] == []
 
 
 def test_yaml_blocks_are_configuration():
