@@ -1,6 +1,6 @@
-"""`medusa-distill`: the commands, and how every one of them ends.
+"""`medusa-distill`: the commands, their error messages and exit codes.
 
-An error for the user is one paragraph on stderr and its exit code; a signal ends cleanly with 130 or 143.
+A user's error is one paragraph on stderr and an exit code; a signal exits with 130 or 143.
 """
 
 from __future__ import annotations
@@ -39,39 +39,39 @@ def main() -> None:
 
 
 def ends_well(story: Callable[[], Any]) -> int:
-    """Run a command or a flow and return its exit code, with errors told as a person reads them."""
+    """Run a command or a flow, print errors as readable paragraphs, and return the exit code."""
     console = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
     stops: list[Interrupted] = []
     keep_out_of_logs()
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        signal.signal(signum, signal.SIG_DFL)  # a second one is not polite any more
+        signal.signal(signum, signal.SIG_DFL)  # a second signal ends the process at once
         stops.append(Interrupted(signum, "Stopped.", "What was committed is kept; the same command continues."))
-        raise KeyboardInterrupt  # Ray lets no other exception out of where it waits
+        raise KeyboardInterrupt  # while Ray waits it lets no other exception through
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     try:
         result = story()
     except (Exception, KeyboardInterrupt) as error:
-        return _told(stops[0] if stops else error, console)
-    if stops:  # whatever it was taken for on its way up
-        return _told(stops[0], console)
+        return _print_error(stops[0] if stops else error, console)
+    if stops:  # also where a caller handled the interrupt
+        return _print_error(stops[0], console)
     return result if isinstance(result, int) else 0
 
 
-def _told(error: BaseException, console: Console) -> int:
-    """Say an error in one paragraph and return its exit code; one that is meant for nobody is raised."""
+def _print_error(error: BaseException, console: Console) -> int:
+    """Print an error as one paragraph and return its exit code; an unexpected error is raised."""
     if isinstance(error, typer.TyperException):
         said, code = f"{error.format_message().rstrip('.')}. See --help.", error.exit_code
-        if not error.format_message():  # no command was given, and the help has been shown
+        if not error.format_message():  # no command was given; the help was printed
             return code
     elif isinstance(error, MedusaDistillError):
         said, code = str(error), error.exit_code
     else:
         raise error
     console.print("[yellow]stopped:[/] " if isinstance(error, Interrupted) else "[red]error:[/] ", end="")
-    console.print(visible(" ".join(redacted(said).split())), markup=False)  # whatever it quotes, one paragraph
+    console.print(visible(" ".join(redacted(said).split())), markup=False)  # one paragraph, whatever it quotes
     if os.environ.get("MEDUSA_DISTILL_TRACEBACK"):
         console.print(visible(redacted("".join(traceback.format_exception(error)))), markup=False)
     return code

@@ -1,4 +1,4 @@
-"""`medusa-distill chat`: talk to the accelerated model and see which tokens came for free."""
+"""`medusa-distill chat`: chat with the accelerated model; accepted guesses are shown in colour."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from pipeline.conversations.text_stream import TextStream
     from pipeline.decoding.acceptance import AcceptanceRule
 
-FREE = "green"
-LEGEND = f"[{FREE}]Green[/] tokens came for free: one step of the model wrote them beside its own."
+ACCEPTED = "green"
+LEGEND = f"[{ACCEPTED}]Green[/] tokens are accepted guesses of the heads; the model's own token of a step is plain."
 
 
 class Rule(StrEnum):
@@ -38,20 +38,19 @@ class Rule(StrEnum):
 
 def chat(
     export_dir: Annotated[Path, typer.Argument(help="An export: RUN_DIR/latest/export, or a copy of it.")],
-    plain: Annotated[bool, typer.Option("--plain", help="Without the heads: the same loop, to compare.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="Decode without the heads, for comparison.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     rule: Annotated[
         Rule,
         typer.Option(
-            help="Above temperature 0: rejection draws from the model's own distribution; typical accepts more and "
-            "alters it."
+            help="Above temperature 0: rejection keeps the model's distribution; typical accepts more and changes it."
         ),
     ] = Rule.REJECTION,
-    seed: Annotated[int, typer.Option(help="Of sampling; one seed writes one text, with the heads or without.")] = 0,
+    seed: Annotated[int, typer.Option(help="Sampling seed; the text is the same with and without the heads.")] = 0,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="The target as a directory or a Hub id. Default: the one that the export names.")
+        str | None, typer.Option(help="The target as a directory or a Hub id. Default: the target named in the export.")
     ] = None,
     chat_template: Annotated[
         str | None, typer.Option(help="Jinja text or its file, for targets that ship none.")
@@ -60,9 +59,9 @@ def chat(
         int | None, typer.Option(min=0, help="GPUs for the target. Default: one where there is one.")
     ] = None,
 ) -> None:
-    """Talk to the target with its heads. What came for free is green; each answer ends with its tokens per step.
+    """Chat with the target and its heads. Accepted guesses are green; each answer ends with its tokens per step.
 
-    Ctrl-C ends an answer, Ctrl-D the chat. From a pipe every line is a question; answers go to stdout as plain text,
+    Ctrl-C ends an answer, Ctrl-D the chat. From a pipe each line is a question; answers go to stdout as plain text,
     their speed to stderr.
 
     Example: medusa-distill chat runs/demo/latest/export, and again with --plain.
@@ -83,7 +82,7 @@ def chat(
 
 @dataclass(frozen=True)
 class Answering:
-    """How answers are written."""
+    """Decoding settings of answers."""
 
     max_new_tokens: int
     rule: AcceptanceRule
@@ -91,13 +90,13 @@ class Answering:
 
 
 def converse(model: ChatModel, conversation: Chat, how: Answering, console: Console, notes: Console) -> None:
-    """Answer every question until there is none."""
+    """Answer questions until the input ends."""
     is_person = sys.stdin.isatty()
     for number, question in enumerate(questions(notes, is_person)):
         try:
             prompt, forgets = conversation.ask(question)
         except RowRejected as rejected:
-            notes.print(f"That cannot be asked: {rejected.detail}", markup=False)
+            notes.print(f"This question cannot be answered: {rejected.detail}", markup=False)
             continue
         if forgets:
             notes.print("The context is full: earlier turns are forgotten.", style="yellow")
@@ -111,7 +110,7 @@ def converse(model: ChatModel, conversation: Chat, how: Answering, console: Cons
 
 
 def questions(notes: Console, is_person: bool) -> Iterator[str]:
-    """What is asked, line by line, until the end of the input; Ctrl-C at a person's prompt asks nothing."""
+    """The questions, one per line, until the end of the input; Ctrl-C at the prompt clears the line."""
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
     if not is_person:
@@ -135,7 +134,7 @@ def questions(notes: Console, is_person: bool) -> Iterator[str]:
 
 @dataclass
 class Pace:
-    """How fast an answer was written; the prefill gives its first token and is no step."""
+    """The speed of one answer; the prefill gives the first token and is not a step."""
 
     started: float = field(default_factory=perf_counter)
     first: float = 0.0
@@ -144,7 +143,7 @@ class Pace:
     num_steps: int = -1
 
     def step(self, num_tokens: int) -> None:
-        """One more forward, the prefill at first, wrote so many tokens."""
+        """Count one forward (the first is the prefill) and its tokens."""
         self.last = perf_counter()
         self.first = self.first or self.last
         self.num_tokens, self.num_steps = self.num_tokens + num_tokens, self.num_steps + 1
@@ -161,14 +160,14 @@ class Pace:
 def write(
     steps: Generator[list[int]], text: TextStream, console: Console, stopped: Callable[[], bool]
 ) -> tuple[list[int], Pace]:
-    """Write an answer as it comes; returns its ids and its pace."""
+    """Print an answer as it is decoded; returns its ids and its speed."""
     ids: list[int] = []
     pace = Pace()
-    with closing(steps):  # also where it is left early: the model is then as it was
+    with closing(steps):  # also on early exit, so that the model's hook is removed
         for new_ids in steps:
             pace.step(len(new_ids))
             for place, token in enumerate(new_ids):
-                console.out(visible(text.push(token)), style=FREE if place else None, end="", highlight=False)
+                console.out(visible(text.push(token)), style=ACCEPTED if place else None, end="", highlight=False)
             ids += new_ids
             if stopped():
                 break
@@ -178,7 +177,7 @@ def write(
 
 @contextmanager
 def stop_on_interrupt(is_person: bool) -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed meanwhile, which then ends an answer and not the command; from a pipe it ends that."""
+    """Whether Ctrl-C was pressed, which ends an answer and not the command; with piped input it ends the command."""
     pressed: list[int] = []
     if not is_person:
         yield lambda: False
@@ -189,7 +188,7 @@ def stop_on_interrupt(is_person: bool) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def interrupts_by(handler: Any) -> Iterator[None]:
-    """Ctrl-C goes to `handler` meanwhile."""
+    """Handle Ctrl-C by `handler` within the context."""
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield

@@ -46,7 +46,7 @@ def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]
 
 
 def _values(annotation: Any) -> str:
-    """An annotation as a person writes it."""
+    """An annotation in readable form."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)

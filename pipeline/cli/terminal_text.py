@@ -1,4 +1,4 @@
-"""Texts of data on a terminal: shown, never obeyed."""
+"""Safe printing of texts from data on a terminal."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ CONTROLS = (
 
 
 def visible(text: str) -> str:
-    """The text with a picture for every control character: an escape sequence in a row moves no cursor."""
+    """The text with each control character replaced by its symbol, so that escape sequences have no effect."""
     return text.translate(CONTROLS)

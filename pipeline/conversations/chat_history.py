@@ -1,4 +1,4 @@
-"""A conversation with a person, as token ids: the prompt of each question, the answers being the very ids written."""
+"""An interactive conversation as token ids: the prompt of each question, with earlier answers as they were sampled."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Chat:
     """The turns so far.
 
     Args:
-        room: Longest prompt in tokens.
-        system: A system message, or none.
+        room: The longest prompt in tokens.
+        system: A system message, if any.
     """
 
     def __init__(self, template: ChatTemplate, room: int, system: str | None = None):
@@ -24,10 +24,10 @@ class Chat:
         self._asked: RowBuilder | None = None
 
     def ask(self, question: str) -> tuple[list[int], bool]:
-        """The ids up to where the answer begins, and whether earlier turns had to be forgotten to make room.
+        """The ids up to where the answer begins, and whether earlier turns were dropped to make room.
 
         Raises:
-            RowRejected: The question alone is too long, or the template refuses it; the turns so far stay.
+            RowRejected: The question alone is too long, or the template rejects it; the history is unchanged.
         """
         message = Message("user", encodable(question))
         asked = self._asking(message)
@@ -42,7 +42,7 @@ class Chat:
         return asked.ids, forgets
 
     def answered(self, ids: Sequence[int], *, ended: bool) -> None:
-        """Takes the answer, its end token included where it `ended` by itself; without ids the question is dropped."""
+        """Append the answer, including its end token where it `ended`; without ids the question is dropped."""
         assert self._asked is not None, "nothing was asked"
         if ids:
             message = Message("assistant", self._template.decode(ids))

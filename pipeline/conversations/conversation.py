@@ -1,7 +1,7 @@
-"""A conversation, and what becomes of a row that cannot be one.
+"""Conversations, and rows that are rejected.
 
-Every row of every stage ends in exactly one of two ways: kept, or quarantined with one of the reasons below. Code
-that looks at one row raises `RowRejected`; whoever owns the row turns that into a `RejectedRow` record.
+Each row of each stage is either kept or quarantined with one of the reasons below. Code that looks at one row raises
+`RowRejected`; its caller turns that into a `RejectedRow`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant"]
 
-UNDECODABLE_MARK = "\ufdd0"  # stands for bytes that were not UTF-8: a code point that Unicode keeps for internal use
+UNDECODABLE_MARK = "\ufdd0"  # replaces bytes that are not UTF-8; a code point reserved for internal use
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Message:
 class Conversation:
     """At most one system message, then turns: a user's message and, where the seed has one, its answer.
 
-    `id` is ours (`source:row`, unique); `source_id` is the dump's own, which dumps repeat.
+    `id` is ours and unique (`source:row`); `source_id` is the dump's own and may repeat.
     """
 
     id: str
@@ -40,20 +40,20 @@ class Conversation:
 
     @property
     def system(self) -> tuple[Message, ...]:
-        """The system message, or nothing: ready to be put before other messages."""
+        """The system message as a tuple, which may be empty."""
         return tuple(message for message in self.messages[:1] if message.role == "system")
 
     @property
     def content_hash(self) -> str:
-        """sha256 of roles and texts: equal for two rows that say the same, whatever they are called."""
+        """sha256 of roles and texts, independent of ids."""
         texts = [(message.role, message.content) for message in self.messages]
         return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 class Reason(StrEnum):
-    """Why a row was quarantined: the one enumeration of all stages."""
+    """Why a row was quarantined, in any stage."""
 
-    # What a seed can be.
+    # In the seeds.
     UNDECODABLE = "undecodable"  # bytes that are not UTF-8
     BROKEN_JSON = "broken-json"
     UNKNOWN_FORMAT = "unknown-format"
@@ -63,18 +63,18 @@ class Reason(StrEnum):
     NO_USER_TURN = "no-user-turn"
     TOO_LONG = "too-long"  # in characters when read, in tokens against the target's context
     DUPLICATE = "duplicate"
-    # What can happen to it in the target.
+    # In the target.
     TEMPLATE_REFUSED = "template-refused"  # the chat template raised, for example on a system prompt
     TRUNCATED = "truncated"
     CONTEXT_FULL = "context-full"
     DEGENERATE_LOOP = "degenerate-loop"
     NOTHING_GENERATED = "nothing-generated"
     NON_FINITE = "non-finite"  # its hidden states
-    KILLED_WORKER = "killed-worker"  # the process that worked on it ended, each time and on no other row
+    KILLED_WORKER = "killed-worker"  # its worker process ended at each attempt, and on no other row
 
 
 class RowRejected(Exception):
-    """This row cannot be used; `detail` is for the person who reads the quarantine file."""
+    """A row cannot be used; `detail` goes into the quarantine file."""
 
     def __init__(self, reason: Reason, detail: str):
         super().__init__(reason, detail)
@@ -86,7 +86,7 @@ class RowRejected(Exception):
 
 @dataclass(frozen=True)
 class RejectedRow:
-    """One quarantined row; `row` is anything that JSON and UTF-8 can carry."""
+    """A quarantined row; `row` is any value that JSON in UTF-8 can hold."""
 
     id: str
     reason: Reason
@@ -100,13 +100,13 @@ class RejectedRow:
 
 
 class Deduplicator:
-    """Refuses a conversation that was seen before, across sources."""
+    """Rejects conversations that were seen before, across sources."""
 
     def __init__(self) -> None:
         self._first_seen: dict[str, str] = {}
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """The conversation itself where its roles and texts are new, else a `RejectedRow` that names the first."""
+        """The conversation itself where its content is new, otherwise a `RejectedRow` that names the first."""
         first = self._first_seen.setdefault(conversation.content_hash, conversation.id)
         if first == conversation.id:
             return conversation
@@ -114,7 +114,7 @@ class Deduplicator:
 
 
 def encodable(text: str) -> str:
-    """The text as UTF-8 can carry it: JSON's lone surrogates become U+FFFD, and so do undecodable bytes."""
+    """The text as valid UTF-8: lone surrogates and undecodable bytes become U+FFFD."""
     if text.isascii():
         return text
     paired = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
@@ -122,7 +122,7 @@ def encodable(text: str) -> str:
 
 
 def storable(value: Any, depth: int = 32) -> Any:
-    """The nearest thing to `value` that standard JSON in UTF-8 can carry; nesting below `depth` is left out."""
+    """`value` as standard JSON in UTF-8, approximated where needed; nesting below `depth` is left out."""
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -135,4 +135,4 @@ def storable(value: Any, depth: int = 32) -> Any:
         if isinstance(value, dict):
             return {encodable(str(key)): storable(item, depth - 1) for key, item in value.items()}
         return [storable(item, depth - 1) for item in value]
-    return f"a {type(value).__name__}"  # what only a Hub data set holds: an image, a date
+    return f"a {type(value).__name__}"  # in Hub data sets: an image, a date

@@ -1,16 +1,15 @@
-"""One conversation on its way through a target: which tokens to ask for next, and what becomes of those that come.
+"""One conversation with a target, as a state machine that any engine can drive.
 
-A pure state machine that any engine can drive: `next_request`, `receive`, and so on until there is no request, then
-`rows`. A turn is a user's message and its answer; a row is one growing list of token ids in which every answer stands
-as the very ids that were sampled. Three modes:
+Call `next_request` and `receive` in turn until there is no request, then `rows`. A turn is a user's message and its
+answer; a row is one growing list of token ids that holds every answer exactly as it was sampled. Three modes:
 
     replay       the seed's user messages one after another, the target's own answers in between
     self-talk    the seed's first message; then the target writes both roles, each under its role's header
-    passthrough  the seed's own answers, rendered as if the target had sampled them; asks for nothing
+    passthrough  the seed's own answers, rendered as if the target had sampled them; makes no requests
 
-A turn that cannot be used ends the conversation and leaves no trace in it: a degenerate loop, an answer without text,
-an answer that `on_truncated` does not keep, no room in the context. The turns before it stay. A row ends with an
-answer; a self-written message of the user that is empty or has no answer is dropped.
+A turn that cannot be used ends the conversation and is dropped: a degenerate loop, an answer without text, an answer
+that `on_truncated` does not keep, no room in the context. Earlier turns stay. A row ends with an answer; a generated
+user message that is empty or has no answer is dropped.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ from pipeline.errors import ConfigError
 
 @dataclass(frozen=True)
 class DialogueSettings:
-    """How a conversation is held; `generate` in the configuration.
+    """How a conversation is generated; `generate` in the configuration.
 
     Attributes:
-        max_tokens: The target's context: no row is longer.
-        rounds: Most answers of a conversation; None for as many as there are questions, or as fit.
-        on_truncated: What becomes of an answer cut at `max_new_tokens`: keep it, drop its turn and end there, or
-            reject the conversation. An answer cut by the context's end ends the conversation in any case.
+        max_tokens: The target's context, the limit of every row.
+        rounds: Maximum number of answers; None for one per question, or as many as fit.
+        on_truncated: For an answer cut at `max_new_tokens`: keep it, drop its turn and end the conversation, or reject
+            the conversation. An answer cut by the end of the context always ends the conversation.
         seed: The run's seed.
-        ends_at_flaws: Whether a degenerate loop or an answer without text ends the conversation. Neither has a place
-            in what is learned from; a benchmark asks on.
+        ends_at_flaws: Whether a degenerate loop or an empty answer ends the conversation, as training data needs; a
+            benchmark continues.
     """
 
     mode: Literal["replay", "self-talk", "passthrough"]
@@ -50,10 +49,10 @@ class DialogueSettings:
 
 
 def require_both_sides(template: ChatTemplate, mode: str) -> None:
-    """Refuse self-talk with a template in which no token ends a user's text: nothing would stop the target there.
+    """Check that self-talk is possible: a token of the template must end a user's text, or it would never stop.
 
     Raises:
-        ConfigError: It cannot be done.
+        ConfigError: No token does.
     """
     if mode == "self-talk" and not template.end_of_user_ids:
         what = "The target cannot write the user's side: in its chat template no token ends a user's text."
@@ -76,9 +75,9 @@ class Dialogue:
         self._turns = iter(turns)
         self._seed_answer: str | None = None
         self._writer: Literal["user", "assistant"] = "assistant"
-        self._builder: RowBuilder | None = None  # everything said so far
-        self._pending: RowBuilder | None = None  # the same, up to where the requested text begins
-        self._rows: dict[int, RowBuilder] = {}  # what will stay, by the turn that a row begins with
+        self._builder: RowBuilder | None = None  # the conversation so far
+        self._pending: RowBuilder | None = None  # the conversation up to the requested text
+        self._rows: dict[int, RowBuilder] = {}  # finished parts, by the turn that a row begins with
         self._num_requests = self._num_answers = 0
         self._ending: RowRejected | None = None
 
@@ -91,7 +90,7 @@ class Dialogue:
         return None
 
     def receive(self, completion: Completion) -> None:
-        """Takes what the target wrote for the last request."""
+        """Take the completion of the last request."""
         assert self._pending is not None, f"{completion.id} answers no request"
         builder, self._pending = self._pending, None
         ids, finish = completion.token_ids, completion.finished
@@ -112,7 +111,7 @@ class Dialogue:
         """The finished rows.
 
         Raises:
-            RowRejected: Nothing that the target wrote remains, or `on_truncated` rejects the conversation.
+            RowRejected: No answer of the target remains, or `on_truncated` rejects the conversation.
         """
         assert self._ending is not None, "the conversation is not over"
         if not self._rows:
@@ -149,13 +148,13 @@ class Dialogue:
         )
 
     def _prompt(self) -> RowBuilder:
-        """Everything up to where the next text begins; RowRejected when there is nothing left to ask."""
+        """The conversation up to where the next text begins; RowRejected when there is nothing left to ask."""
         builder, template = self._builder, self._template
         if self._num_answers == self._settings.rounds:
             raise RowRejected(Reason.NOTHING_GENERATED, "All rounds are over.")
         if builder is not None and self._writer == "user":
             return builder.read(template.role_header(builder.messages[:-1], builder.ended))
-        if builder is not None and builder.messages[-1].role == "user":  # the target asked itself
+        if builder is not None and builder.messages[-1].role == "user":  # the target wrote the question
             if template.rewrites_history(builder.messages):
                 return self._new_row(builder.messages)
             return builder.read(template.role_footer(builder.messages[:-1], builder.ended))
@@ -176,7 +175,7 @@ class Dialogue:
         return RowBuilder(self._num_answers, self._template.opening(messages), messages)
 
     def _room(self, builder: RowBuilder) -> int:
-        """How many tokens the context has left for a text."""
+        """How many tokens are left in the context."""
         num_tokens, max_tokens = len(builder.ids), self._settings.max_tokens
         if num_tokens >= max_tokens:
             reason = Reason.CONTEXT_FULL if self._rows else Reason.TOO_LONG
@@ -184,7 +183,7 @@ class Dialogue:
         return max_tokens - num_tokens
 
     def _flaw(self, ids: list[int], text: str, finish: Finish, context_left: int) -> RowRejected | None:
-        """Why the text just written ends the conversation, if it does."""
+        """The reason why this text ends the conversation, if it does."""
         policy, ends_at_flaws = self._settings.on_truncated, self._settings.ends_at_flaws
         if ends_at_flaws and degenerate_loop(ids):
             return RowRejected(Reason.DEGENERATE_LOOP, f"The {self._writer}'s text ends in a loop.")

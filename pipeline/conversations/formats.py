@@ -1,4 +1,4 @@
-"""The forms that dumps of conversations come in, one row at a time.
+"""Formats of conversation dumps, one row at a time.
 
     sharegpt   {"conversations": [{"from": "human", "value": "..."}, ...]}
     ultrachat  {"data": ["question", "answer", ...]}, or {"prompt": "...", "messages": [...]}
@@ -6,7 +6,7 @@
     turns      {"question_id": 81, "category": "writing", "turns": ["question", "question", ...]}
     prompts    "question", or {"prompt": "question"}
 
-A turn's speaker and text may go by either form's names: dumps mix them.
+A turn's role and text may use the key names of either format: dumps mix them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROLES: dict[str, Role] = {
     **dict.fromkeys(("system", "developer"), "system"),
 }
 
-# In the order in which a row's keys tell its form: UltraChat's `prompt` + `messages` are messages.
+# In order of precedence: UltraChat's `prompt` + `messages` is read as messages.
 FORM_OF_KEY = {
     "conversations": "sharegpt",
     "messages": "messages",
@@ -43,7 +43,7 @@ ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
 
 
 def read_row(row: Any, id: str, form: str, max_characters: int) -> Conversation | RejectedRow:
-    """One row of a dump as a conversation, or the record of why it cannot be one."""
+    """One row of a dump as a conversation, or as a rejected row."""
     try:
         turns = _TURNS[detect(row) if form == "auto" else form](row)
         messages = repair(turns, max_characters)
@@ -55,10 +55,10 @@ def read_row(row: Any, id: str, form: str, max_characters: int) -> Conversation 
 
 
 def detect(row: Any) -> str:
-    """The form of a row, by its keys.
+    """The format of a row, by its keys.
 
     Raises:
-        RowRejected: None of them is known.
+        RowRejected: No key is known.
     """
     if isinstance(row, str):
         return "prompts"
@@ -70,7 +70,7 @@ def detect(row: Any) -> str:
 
 
 def describe(row: Any) -> str:
-    """What a row looks like from outside, in a few words."""
+    """A row's type or keys, for messages."""
     if isinstance(row, dict):
         keys = ", ".join(f"`{str(key)[:40]}`" for key in list(row)[:8])
         return encodable(f"an object with the keys {keys}") if keys else "an empty object"
@@ -139,12 +139,12 @@ def _turn(turn: Any) -> tuple[Role, str]:
 
 
 def _either(turn: dict[str, Any], key: str, other: str) -> Any:
-    """The value under one of two keys; a table of mixed dumps has both, one of them null."""
+    """The value of one of two keys; mixed dumps have both, one of them null."""
     return turn.get(other) if turn.get(key) is None else turn[key]
 
 
 def _joined_parts(content: Any) -> Any:
-    """A content given in parts as one text, where every part is text."""
+    """A content given in parts, joined to one text."""
     if not isinstance(content, list):
         return content
     for part in content:
@@ -155,7 +155,7 @@ def _joined_parts(content: Any) -> Any:
 
 
 def _with_system(row: dict[str, Any], turns: Turns) -> Turns:
-    """With the system prompt that some dumps keep beside the turns."""
+    """Add the system prompt that some dumps keep beside the turns."""
     prompt = next((row[key] for key in ("system", "system_prompt") if isinstance(row.get(key), str)), "")
     has_one = any(role == "system" and text for role, text in turns)
     return turns if has_one or not prompt else [("system", clean_text(prompt)), *turns]

@@ -1,10 +1,9 @@
 """Read seed conversations: files, directories, .gz, and data sets on the Hub.
 
-Promises: every row comes out exactly once, as a conversation or as a rejected row with its reason, under the id
-`source:row`; rows are streamed, never a whole file at once. What is no conversation data at all is an error that says
-what was found, not a thousand rejected rows.
+Promises: every row is returned exactly once, as a conversation or as a rejected row with its reason, with the id
+`source:row`; files are streamed. A file without any conversation is one error that says what was found.
 
-Limit: in a JSON array nothing after a syntax error can be read, so that one ends the run; in JSONL it costs one row.
+Limit: nothing after a syntax error in a JSON array can be read, so it ends the run; in JSONL it costs one row.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -32,7 +32,7 @@ from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 SUFFIXES = (".json", ".jsonl", ".txt")
 CHUNK_BYTES = 1 << 16
-MAX_NESTING = 500  # levels; json.loads gives up at about 1,000
+MAX_NESTING = 500  # levels; json.loads fails at about 1,000
 GZIP_MAGIC = b"\x1f\x8b"
 NOT_CONVERSATIONS = {Reason.UNKNOWN_FORMAT, Reason.NOT_TEXT, Reason.BROKEN_JSON, Reason.UNDECODABLE}
 
@@ -55,7 +55,7 @@ class Source(Protocol):
 
 
 def name_sources(sources: Sequence[Source]) -> list[str]:
-    """A short unique name for each source, safe in ids and file names: the file's or data set's, `-2` if taken."""
+    """A short unique name for each source, safe in ids and file names: the file's or data set's, with `-2` if taken."""
     names: list[str] = []
     for source in sources:
         last = source.hub.rstrip("/").rpartition("/")[2] if source.hub else _stem(Path(source.path or ""))
@@ -66,7 +66,7 @@ def name_sources(sources: Sequence[Source]) -> list[str]:
 
 
 def source_files(path: Path) -> list[Path]:
-    """The files of a source, sorted: the path itself, or what lies under it with a known suffix.
+    """The files of a source, sorted: the path itself, or all files below it with a known suffix.
 
     Raises:
         ConfigError: There is nothing at the path.
@@ -125,7 +125,7 @@ def _streams(source: Source) -> Iterator[tuple[str, Iterator[Any]]]:
 
 @dataclass(frozen=True)
 class _Unreadable:
-    """A row that is not even JSON."""
+    """A row that is not valid JSON."""
 
     rejected: RowRejected
     text: str
@@ -138,7 +138,7 @@ def _outcome(row: Any, id: str, form: str, max_characters: int) -> Conversation 
 
 
 def _file_rows(path: Path) -> Iterator[Any]:
-    """A file's rows: each line of a text file, each item of a JSON array, or each line of JSONL, whatever its name."""
+    """A file's rows: the lines of a text file, the items of a JSON array or the lines of JSONL, by content."""
     with _readable(path) as file:
         if path.name.removesuffix(".gz").endswith(".txt"):
             yield from _lines(file)
@@ -166,14 +166,14 @@ def _readable(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
 
 
 def _lines(file: Iterable[bytes]) -> Iterator[str]:
-    """The lines that are not blank. A NUL is as undecodable as a bad byte: it comes from UTF-16 or from no text."""
+    """The non-blank lines. A NUL counts as undecodable: it comes from UTF-16 or binary data."""
     for line in file:
         if text := line.decode("utf-8", "mark").replace("\0", UNDECODABLE_MARK).strip("\ufeff \t\r\n"):
             yield text
 
 
 def _json_lines(file: Iterable[bytes]) -> Iterator[Any]:
-    """The value on each line; a file that begins with a lone brace may be one object, printed over many lines."""
+    """The value of each line; a file whose first line is a single brace may be one object over many lines."""
     lines = _lines(file)
     first = next(lines, "")
     if first == "{":
@@ -198,7 +198,7 @@ def _array(file: io.BufferedReader | gzip.GzipFile, path: Path) -> Iterator[Any]
     text = codecs.iterdecode(iter(partial(file.read, CHUNK_BYTES), b""), "utf-8-sig", "mark")
     number = 0
     try:
-        for item in _items(ijson.basic_parse(ijson.from_iter(chunk.encode() for chunk in text), use_float=True)):
+        for item in _items(ijson.basic_parse(ijson.from_iter(chunk.encode() for chunk in text))):
             yield item
             number += 1
     except (ijson.JSONError, ValueError) as error:
@@ -208,18 +208,18 @@ def _array(file: io.BufferedReader | gzip.GzipFile, path: Path) -> Iterator[Any]
 
 
 def _items(events: Iterable[tuple[str, Any]]) -> Iterator[Any]:
-    """The items of the array that a parser tells of; one that is nested too deeply is not built.
+    """The array's items from parser events; an item that is nested too deeply is not built.
 
-    ijson's own `items` keeps the path to every level as text: a row of 60,000 brackets took it 9 GB.
+    ijson's own `items` keeps the path to every level as text: for a row of 60,000 brackets it took 9 GB.
     """
-    depth, deepest, builder = 0, 0, ObjectBuilder()  # depth: how many containers stand around a value
+    depth, deepest, builder = 0, 0, ObjectBuilder()  # depth: containers around a value
     for event, value in events:
         starts, ends = event.startswith("start_"), event.startswith("end_")
         depth -= ends
         if depth == 1 and not ends:
             deepest, builder = 0, ObjectBuilder()
         if depth and deepest < MAX_NESTING:
-            builder.event(event, value)
+            builder.event(event, float(value) if isinstance(value, Decimal) else value)
         depth += starts
         deepest = max(deepest, depth)
         if depth == 1 and not starts:

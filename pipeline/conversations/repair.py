@@ -1,8 +1,8 @@
-"""Repair a row's turns where the meaning is plain, refuse it with a reason where it is not.
+"""Repairs a row's turns where the meaning is clear and rejects the row with a reason where it is not.
 
-Mended: byte order marks, NULs, lone surrogates and white space around a text; empty system prompts and several of
-them; answers before the first question; an empty last answer; a message said twice, or in two parts, by the user.
-Nothing is guessed: two different answers in a row mean that a question is missing, and refuse the row.
+Repaired: byte order marks, NULs, lone surrogates and white space around a text; empty or repeated system prompts;
+answers before the first question; an empty last answer; a user's message that is repeated or split in two. Nothing is
+guessed: two different consecutive answers mean that a question is missing, and the row is rejected.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pipeline.conversations.conversation import UNDECODABLE_MARK, Message, Reaso
 
 
 def clean_text(text: Any) -> str:
-    """A turn's text without what no one meant to write: byte order marks, NULs, white space around it.
+    """A turn's text without byte order marks, NULs and surrounding white space.
 
     Raises:
-        RowRejected: It is no string, or there are undecodable bytes in it.
+        RowRejected: It is not a string, or it has undecodable bytes.
     """
     if not isinstance(text, str):
         raise RowRejected(Reason.NOT_TEXT, f"A turn's text is a {type(text).__name__}.")
     if UNDECODABLE_MARK in text:
         raise RowRejected(Reason.UNDECODABLE, "A turn has bytes that are not UTF-8.")
-    # White space before a text stays on its first line: it may be the indentation of code.
+    # Leading white space of the first line is kept: it may be the indentation of code.
     return encodable(text).replace("\0", "").lstrip("\ufeff\r\n").rstrip()
 
 
@@ -31,7 +31,7 @@ def repair(turns: Sequence[tuple[Role, str]], max_characters: int) -> tuple[Mess
     """The turns, clean texts, as a conversation's messages.
 
     Raises:
-        RowRejected: They are no conversation, or have more than `max_characters` characters.
+        RowRejected: They do not form a conversation, or have more than `max_characters` characters.
     """
     if not turns or not any(text for _, text in turns):
         raise RowRejected(Reason.EMPTY, "There is no text in it.")
@@ -50,7 +50,7 @@ def repair(turns: Sequence[tuple[Role, str]], max_characters: int) -> tuple[Mess
 
 
 def _without_loose_ends(turns: Sequence[tuple[Role, str]]) -> list[tuple[Role, str]]:
-    """Without empty system prompts, answers to nobody at the beginning, and empty turns at the end."""
+    """Without empty system prompts, answers before the first question, and empty turns at the end."""
     said = [(role, text) for role, text in turns if text or role != "system"]
     while said and not said[-1][1]:
         said.pop()
@@ -59,7 +59,7 @@ def _without_loose_ends(turns: Sequence[tuple[Role, str]]) -> list[tuple[Role, s
 
 
 def _joined(said: Sequence[tuple[Role, str]]) -> tuple[Message, ...]:
-    """One message per turn; consecutive ones of a role joined where that is what they mean."""
+    """One message per turn; consecutive messages of a role are joined where that is their meaning."""
     questions_only = not any(role == "assistant" for role, _ in said)
     messages: list[Message] = []
     for role, text in said:

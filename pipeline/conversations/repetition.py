@@ -1,4 +1,4 @@
-"""Two cheap measures of a text's token ids: is it stuck in a loop, and how varied is it?"""
+"""Two measures of a text's token ids: degenerate loops, and the share of distinct n-grams."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 MIN_REPEATS = 4
-MIN_LOOP_TOKENS = 32  # shorter repetition is ordinary text: a rule of dashes, a list, a refrain
+MIN_LOOP_TOKENS = 32  # shorter repetition is ordinary text: a line of dashes, a list, a refrain
 
 
 def degenerate_loop(ids: Sequence[int]) -> bool:
@@ -16,7 +16,7 @@ def degenerate_loop(ids: Sequence[int]) -> bool:
     if len(tail) < MIN_LOOP_TOKENS:
         return False
     longest_period = len(tail) // MIN_REPEATS
-    # A loop of period p repeats its last token p earlier; that leaves few periods to compare in full.
+    # A loop of period p has the last token p positions earlier too, which leaves few periods to compare.
     before = tail[-2 : -2 - longest_period : -1]
     for period in 1 + np.flatnonzero(before == tail[-1]):
         length = max(MIN_LOOP_TOKENS, MIN_REPEATS * period)

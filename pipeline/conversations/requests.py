@@ -1,4 +1,4 @@
-"""What passes between a conversation and an engine: a request to write one text, and the text."""
+"""Requests to a generation engine, and their completions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the target's next token is drawn; temperature 0 is greedy, top_p 1 is off."""
+    """Sampling parameters; temperature 0 is greedy, top_p 1 is off."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -21,7 +21,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One text to be written by the target. `id` is unique among all requests of a run."""
+    """A text to be generated. `id` is unique among all requests of a run."""
 
     id: str
     prompt_ids: list[int]
@@ -34,7 +34,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the target wrote: the very ids that were sampled, the stop token among them if one ended the text."""
+    """The sampled ids, including the stop token if one ended the text."""
 
     id: str
     token_ids: list[int]
@@ -42,6 +42,6 @@ class Completion:
 
 
 def sample_seed(run_seed: int, row_id: str, turn: int) -> int:
-    """The seed of one sampled text, in 63 bits: the same wherever and in whatever company it is sampled."""
+    """The 63-bit seed of one sampled text, independent of worker and batch."""
     digest = hashlib.sha256(f"{run_seed}:{turn}:{row_id}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1

@@ -1,4 +1,4 @@
-"""A conversation as tokens: a row in the making, and the row that is kept."""
+"""A conversation as tokens: a row that is being built, and the finished row."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pipeline.conversations.spans import Span
 
 @dataclass(frozen=True)
 class GeneratedRow:
-    """A row for the heads to learn from: token ids, which of them the target wrote, and the same as text.
+    """A training row: token ids, the spans that the target wrote, and the messages as text.
 
-    `finish` has one entry per span. A conversation whose template rewrites history gives several rows, called
+    `finish` has one entry per span. A conversation whose template rewrites history is split into rows named
     `<parent_id>#<turn>`; otherwise `id` is `parent_id`.
     """
 
@@ -26,13 +26,13 @@ class GeneratedRow:
 
     @property
     def num_generated(self) -> int:
-        """How many of the tokens the target wrote."""
+        """The number of tokens that the target wrote."""
         return sum(map(len, self.spans))
 
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """A row in the making. Every step makes a new one, so that a dropped turn leaves no trace."""
+    """A row under construction. Immutable: each step returns a new one, so a turn is dropped by not using it."""
 
     first_turn: int
     ids: list[int]
@@ -42,15 +42,15 @@ class RowBuilder:
 
     @property
     def ended(self) -> bool:
-        """Whether its last text has an end of its own."""
+        """Whether the last text ended with an end token."""
         return self.finish[-1] == "stop"
 
     def read(self, ids: list[int], *messages: Message) -> RowBuilder:
-        """With tokens that the target did not write."""
+        """Append tokens that the target did not write."""
         return replace(self, ids=self.ids + ids, messages=self.messages + messages)
 
     def written(self, ids: list[int], finish: Finish, message: Message) -> RowBuilder:
-        """With a text that the target wrote."""
+        """Append a text that the target wrote."""
         span = Span(len(self.ids), len(self.ids) + len(ids), message.role)
         return replace(self.read(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish))
 

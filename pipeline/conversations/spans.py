@@ -1,7 +1,7 @@
-"""Which tokens the target wrote, and what each head may learn from them.
+"""Spans of tokens that the target wrote, and the labels that heads learn from them.
 
-Head k (0-based) reads the state at position t and predicts the token at t+2+k. It learns there if and only if t+1 and
-t+2+k lie in the same span: no head ever learns to write a prompt, nor across a turn.
+Head k (0-based) reads the state at position t and predicts the token at t+2+k. It has a label there if and only if t+1
+and t+2+k are in the same span: no head learns prompts, or across turns.
 
 Letters: K heads, N positions (one per target-written token).
 """
@@ -21,7 +21,7 @@ IGNORED = -100  # torch's cross_entropy skips this label
 
 @dataclass(frozen=True)
 class Span:
-    """The half-open token range [start, end) that the target wrote, in the role it wrote it."""
+    """A token range [start, end) that the target wrote, and its role."""
 
     start: int
     end: int
@@ -43,11 +43,11 @@ def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
 def head_labels(
     input_ids: npt.ArrayLike, spans: Sequence[Span], num_heads: int, roles: Collection[Role]
 ) -> npt.NDArray[np.int32]:
-    """Each head's label at each of `feature_positions(spans)`, [K, N]; `IGNORED` where the head must not learn.
+    """Each head's label at each of `feature_positions(spans)`, [K, N]; `IGNORED` where there is none.
 
     Args:
         input_ids: The row's token ids.
-        spans: What the target wrote in it.
+        spans: The target-written spans.
         num_heads: K.
         roles: Spans in other roles give no labels (`train.roles`).
     """
@@ -55,7 +55,7 @@ def head_labels(
     positions_N = feature_positions(spans)
     ends = [span.end if span.role in roles else 0 for span in spans]
     end_N = np.repeat(np.asarray(ends, dtype=np.int64), [len(span) for span in spans])
-    # t+1 is in the span by construction, and t+2+k > t+1, so only the span's end has to be looked at.
+    # t+1 is in the span by construction, and t+2+k > t+1, so only the span's end has to be checked.
     wanted_KN = positions_N[None, :] + 2 + np.arange(num_heads)[:, None]
     inside_KN = wanted_KN < end_N[None, :]
     return np.where(inside_KN, ids[np.where(inside_KN, wanted_KN, 0)], IGNORED).astype(np.int32)

@@ -1,11 +1,11 @@
-"""A chat template over token ids: what stands before, between and after the texts that the target samples.
+"""A chat template over token ids: the ids before, between and after the texts that the target samples.
 
-Everything is found by rendering the template and comparing texts; sampled ids are never tokenized again. Where the
-rendering of a longer history does not extend that of a shorter one (a template that drops earlier thoughts, say),
-`rewrites_history` says so, and the conversation has to go on in a new row.
+They are found by rendering the template and comparing texts; sampled ids are never tokenized again. Where a longer
+history does not extend the rendering of a shorter one (a template that drops earlier thoughts, for example),
+`rewrites_history` is true and the conversation continues in a new row.
 
-Limit: a turn is taken to end with one token of the vocabulary, which holds for every template that an engine can stop
-on without searching text.
+Limit: a turn ends with one token of the vocabulary, as in every template that an engine can stop on without searching
+text.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Texts after which a template's own text is tokenized, so that no tokenizer takes it for the start of a text.
+# The template's text is tokenized after one of these, so that no tokenizer adds a space for the start of a text.
 ANCHORS = ("a", ".", "\n")
-CONTEXT_CHARACTERS = 64  # of the prompt, where its real text is at hand: no token reaches further back
+CONTEXT_CHARACTERS = 64  # of the prompt used in place of an anchor; longer than any token
 
 
 class ChatTemplate:
@@ -35,8 +35,7 @@ class ChatTemplate:
         chat_template: Jinja text that replaces the tokenizer's own template.
 
     Attributes:
-        end_of_turn_ids: The token that ends an answer: what a model trained on this template writes after it. Empty if
-            the template sets none.
+        end_of_turn_ids: The token that ends an answer in this template; empty if there is none.
         end_of_user_ids: The same for a user's text; empty where only text marks its end (Vicuna, Llama-2).
 
     Raises:
@@ -81,15 +80,15 @@ class ChatTemplate:
         return text.strip()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a history that ends with a question, up to where its answer begins; BOS is the template's to set."""
+        """Ids of a history that ends with a question, up to where its answer begins; the template sets BOS."""
         return self._tokenize(self.render(messages, asks=True))
 
     def separator(self, messages: Sequence[Message], answer_ended: bool, next_user: str) -> list[int]:
         """Ids between a sampled answer and the next one.
 
         Args:
-            messages: The history before that answer, with the user's message that it answers.
-            answer_ended: The sampled ids have the end-of-turn token already; otherwise the separator begins with it.
+            messages: The history before that answer, including the question.
+            answer_ended: Whether the sampled ids include the end-of-turn token; otherwise the separator begins with it.
             next_user: The user's next message.
         """
         tail = self._tokenize_after(self._after_answer(messages, next_user))
@@ -99,7 +98,7 @@ class ChatTemplate:
         """Ids between a sampled answer and a user's text that is to be sampled next; arguments as in `separator`."""
         next_user = _unused_word(messages)
         header, _, _ = self._after_answer(messages, next_user).partition(next_user)
-        # A space before a text belongs to the text's first token, as it does after the generation prompt "ASSISTANT:".
+        # A space before a text belongs to the text's first token, as after the generation prompt "ASSISTANT:".
         ids = self._tokenize_after(header.rstrip(" "))
         return _without_end(ids, self.end_of_turn_ids) if answer_ended else ids
 
@@ -117,7 +116,7 @@ class ChatTemplate:
         text = whole.removeprefix(before) if whole.startswith(before) and whole.endswith(tail) else answer + tail
         context = before[-CONTEXT_CHARACTERS:]
         end = self._first_mark(tail)
-        if not end:  # the template ends a turn only when another one follows
+        if not end:  # this template ends a turn only when another one follows
             return self._tokenize_after(text.removesuffix(tail), context) + list(self.end_of_turn_ids)
         ids = self._tokenize_after(text, context)
         while ids[-1] not in end:
@@ -158,11 +157,11 @@ class ChatTemplate:
         return ()
 
     def _tokenize(self, text: str) -> list[int]:
-        # verbose: a text longer than the context is refused with a reason, not warned of
+        # verbose=False: a text longer than the context is rejected later, with a reason
         return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
-        """Ids of a text that continues another one: without the space that some tokenizers put before a beginning."""
+        """Ids of a text that continues another one, without the space that some tokenizers add at the start."""
         for anchor in (context, *ANCHORS):
             before, whole = self._tokenize(anchor), self._tokenize(anchor + text)
             if whole[: len(before)] == before:
@@ -171,12 +170,12 @@ class ChatTemplate:
 
 
 def _without_end(ids: list[int], end_ids: tuple[int, ...]) -> list[int]:
-    """What follows the first end-of-turn token, or all ids where there is none."""
+    """The ids after the first end-of-turn token, or all ids where there is none."""
     return next((ids[index + 1 :] for index, id in enumerate(ids) if id in end_ids), ids)
 
 
 def _unused_word(messages: Sequence[Message]) -> str:
-    """A word that none of the messages contains, and that no template trims or rewrites."""
+    """A word that no message contains and no template trims or rewrites."""
     word = "Placeholder"
     while any(word in message.content for message in messages):
         word += "X"

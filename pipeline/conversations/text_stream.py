@@ -1,7 +1,7 @@
-"""Tokens in, text out as soon as it is whole: what a person may be shown while a text is being written.
+"""Incremental decoding: tokens in, text out as soon as it is complete.
 
-A character can take several tokens, and a token's text can depend on the one before it (a leading space). So text is
-always decoded together with the token before it, and held back while it ends within a character.
+A character can take several tokens, and a token's text can depend on the one before it (a leading space). Text is
+therefore decoded together with the preceding token, and held back while it ends within a character.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer makes of bytes that are no character yet
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # the decoded text of an incomplete character
 
 
 class TextStream:
-    """The text of one growing list of tokens: its pieces, joined, are the list's. Special tokens have none."""
+    """The text of a growing list of tokens, in pieces; special tokens have no text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self._shown: list[int] = []  # the last ids whose text is out: the context of the next ones
+        self._shown: list[int] = []  # the last ids whose text was returned: the context of the next ones
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """The text that this token makes whole, its own and that of tokens held back before it; often empty."""
+        """The text completed by this token, including that of tokens held back before it; may be empty."""
         self._held.append(token_id)
         text = self._new_text()
         return "" if text.endswith(UNFINISHED) else self._release(text)
 
     def flush(self) -> str:
-        """What is still held back when no token follows: half a character, as the tokenizer shows it."""
+        """The text held back, when no token follows: an incomplete character as the tokenizer decodes it."""
         return self._release(self._new_text())
 
     def _new_text(self) -> str:

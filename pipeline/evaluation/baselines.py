@@ -1,10 +1,10 @@
-"""What transformers itself makes of the same prompts, greedily: `generate`, and its two ways to speculate.
+"""Baselines: transformers' own greedy decoding of the same prompts, plain and speculative.
 
     generate       plain decoding with its dynamic cache
-    prompt-lookup  the guesses are what followed the last words where they stood before in the text
-    assistant      the guesses are a smaller model's (`check.assistant_model`), with the same vocabulary
+    prompt-lookup  guesses are the tokens that followed an earlier occurrence of the last tokens
+    assistant      guesses come from a smaller model with the same vocabulary (`check.assistant_model`)
 
-A streamer hears the tokens of every forward, so that they are counted and timed as our own decoding is.
+A streamer records the tokens of each forward, so that they are counted and timed as in our own decoding.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from pipeline.evaluation.speed import CannotDecode, Decode
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec
 
-NUM_LOOKED_UP = 10  # tokens guessed at once, as in transformers' own guide
+NUM_LOOKED_UP = 10  # guesses per step, as in transformers' guide
 
 
 class ForwardRecorder(BaseStreamer):
-    """The tokens of each of the target's forwards, and when they came."""
+    """Records the tokens and the time of each forward of the target."""
 
     def __init__(self) -> None:
         self.forwards: list[list[int]] = []
@@ -34,7 +34,7 @@ class ForwardRecorder(BaseStreamer):
         self._began = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Takes the prompt, then what each forward gave."""
+        """Receive the prompt, then each forward's tokens."""
         if self._began:
             self.forwards.append(value.flatten().tolist())
             self.times.append(perf_counter())
@@ -51,9 +51,9 @@ def baseline(
     max_new_tokens: int,
     assistant: TargetSpec | None = None,
 ) -> Decode:
-    """A way of transformers to decode greedily; of the model's own generation settings none but these applies.
+    """A greedy decoder of transformers; the model's own generation settings do not apply.
 
-    The decoder raises `CannotDecode` with the reason where transformers cannot decode this target, or a prompt, so.
+    It raises `CannotDecode` where transformers cannot decode this target or prompt in this way.
 
     Raises:
         ConfigError, EnvironmentFault: The assistant cannot be loaded.
@@ -69,7 +69,7 @@ def baseline(
         assert assistant is not None, "CheckConfig asks for both or neither"
         more["assistant_model"] = load_causal_lm(assistant, device)
     chosen = GenerationConfig(**settings)
-    model.generation_config = GenerationConfig()  # generate fills in from it what the call leaves open
+    model.generation_config = GenerationConfig()  # generate takes unset values from it
 
     def decode(prompt_ids: list[int], seed: int) -> Decoded:
         ids_1T = torch.tensor([prompt_ids], device=device)
@@ -78,7 +78,7 @@ def baseline(
         start = perf_counter()
         try:
             model.generate(ids_1T, **given)
-        except Exception as error:  # it says so in whatever way the model's or the cache's own code does
+        except Exception as error:  # whatever the model's or the cache's code raises
             raise CannotDecode((str(error).splitlines() or [type(error).__name__])[0]) from error
         token_ids = [token for new_ids in recorder.forwards for token in new_ids]
         finished: Literal["stop", "length"] = "stop" if token_ids[-1] in eos_token_ids else "length"

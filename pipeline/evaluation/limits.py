@@ -1,7 +1,6 @@
-"""Whether checked heads may be published: what was measured against the limits of the configuration.
+"""Whether checked heads may be published: the measured figures against the limits of the configuration.
 
-The figures are stored, the limits are not part of what they depend on: another limit is judged anew and nothing is
-decoded for it.
+Figures do not depend on limits: a changed limit is applied to the stored figures without decoding again.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pipeline.training.methods import method_of
 
 
 def failures(measured: Mapping[str, Any], config: Config) -> list[str]:
-    """Why these heads must not be published; nothing when they may.
+    """The reasons why these heads must not be published; empty when they may.
 
     Args:
         measured: The check stage's summary.
@@ -33,7 +32,7 @@ def failures(measured: Mapping[str, Any], config: Config) -> list[str]:
         if rate < least:
             found.append(f"{engine}: acceleration rate {rate:.2f} is below check.min_acceleration_rate = {least:.2f}")
     if "vllm" in measured and not any(measured["vllm"]["accepted_per_position"]):
-        found.append("vllm: it accepted no drafted token")
+        found.append("vllm: no draft token was accepted")
     if method_of(config.train).tunes_backbone:
         kl, most = measured.get("kl", math.nan), config.train.backbone.max_kl
         if not kl <= most:

@@ -1,10 +1,9 @@
-"""What a tree costs on the device at hand: seconds of a Medusa step over seconds of a plain one, by tree size.
+"""The overhead of trees on this device: seconds of a Medusa step over seconds of a plain one, by tree size.
 
-It is measured where the check measures it: the same loop begins answers to held-out prompts. A step costs the same
-whatever it accepts, so a few behind every prompt tell. The sizes take turns prompt by prompt, so that a machine that
-drifts slows them all, and of each one's steps the lower quartile counts: those that other work has interrupted do not.
-A tree that costs more than it can ever give is given up beforehand. On a CPU plain decoding chooses the number of
-threads, and all compute with as many.
+Measured by the check's own loop on held-out prompts. A step costs the same whatever it accepts, so a few steps per
+prompt suffice. Sizes take turns for each prompt, so that a drifting machine slows them all, and each one's time is the
+lower quartile of its steps, which excludes interrupted ones. Trees that cost more than they can gain are skipped. On a
+CPU all decoders use the number of threads at which plain decoding is fastest.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from pipeline.heads.kind import Heads
 
 Name = TypeVar("Name", bound=Hashable)
 NUM_STEPS, NUM_PROMPTS = 8, 6
-NUM_ROUNDS = 4  # of every number of threads
-NUM_TRIALS = 3  # before a tree is given up: a machine may be busy once
+NUM_ROUNDS = 4  # per number of threads
+NUM_TRIALS = 3  # slow measurements before a tree is skipped
 LONG_STEP = 0.03  # seconds
 
 
@@ -37,13 +36,12 @@ def overhead_curve(
     prompts: Sequence[Sequence[int]],
     max_length: int,
 ) -> dict[int, float]:
-    """The overhead of each tree, named by its number of nodes, behind prompts such as the check asks.
+    """The overhead of each tree, by its number of nodes, on prompts such as the check's.
 
-    Left out are trees that cost more plain steps than they are deep, and one: they keep no more tokens than that. The
-    smallest one is always there.
+    Trees that cost more than max_depth + 1 plain steps are left out: they cannot gain. The smallest is always measured.
     """
     deepest = max(len(path) for choices in trees.values() for path in choices)
-    # Room for the steps that are taken and no more: every decoder has a cache of its own.
+    # No more room than the steps need: every decoder allocates a cache.
     room = min(max_length, max(map(len, prompts)) + 1 + NUM_STEPS * (deepest + 1))
     plain = plain_decoder(model, eos_token_ids=(), max_length=room)
     with fastest_threads(plain, prompts[0]):
@@ -58,9 +56,9 @@ def overhead_curve(
 
 
 def overheads(plain: Decoder, others: Mapping[Name, Decoder], prompts: Sequence[Sequence[int]]) -> dict[Name, float]:
-    """Seconds of each decoder's step over those of a plain one, behind the same prompts; all are warmed up.
+    """Seconds of each decoder's step over those of a plain one, on the same prompts, without warm-up.
 
-    Decoders without end tokens, or a text may end before its first step.
+    The decoders must have no end tokens, since a text could end before its first step.
     """
     plainly: list[float] = []
     seconds: dict[Name, list[float]] = {name: [] for name in others}
@@ -72,7 +70,7 @@ def overheads(plain: Decoder, others: Mapping[Name, Decoder], prompts: Sequence[
 
 
 def step_seconds(decoder: Decoder, prompt_ids: Sequence[int]) -> list[float]:
-    """Of each of the first steps behind a prompt, the prefill apart; as many as there is room for."""
+    """The seconds of each of the first steps after a prompt's prefill; fewer where there is no room."""
     steps = decoder.stream(prompt_ids, 1 + NUM_STEPS * (decoder.tree.max_depth + 1))
     next(steps)  # the prefill
     times = [perf_counter()]
@@ -83,22 +81,22 @@ def step_seconds(decoder: Decoder, prompt_ids: Sequence[int]) -> list[float]:
 
 
 def undisturbed(seconds: Sequence[float]) -> float:
-    """The lower quartile; NaN where there was room for no step."""
+    """The lower quartile; NaN without steps."""
     return sorted(seconds)[len(seconds) // 4] if seconds else math.nan
 
 
 def with_tree(medusa: Decoder, choices: Sequence[Path]) -> Decoder:
-    """The same target and heads with another tree, and without end tokens."""
+    """The same target and heads with another tree and no end tokens."""
     return Decoder(medusa.model, medusa.heads, choices, eos_token_ids=(), max_length=medusa.max_length)
 
 
 @contextlib.contextmanager
 def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
-    """Let torch compute with as many CPU threads as make plain steps fastest. On a GPU there is nothing to choose.
+    """Set the number of CPU threads at which plain steps are fastest; on a GPU nothing is changed.
 
-    For a small target that may be fewer than there are cores: after each of its hundreds of short operations the
-    threads wait for one another, and longest where the cores have other work. Tried are all, half of them, …, 1, in
-    turns. A target whose steps are long has work for all of them, and to try would take minutes.
+    For a small target that may be fewer than there are cores: threads synchronise after each of hundreds of short
+    operations, longest where the cores have other work. Tried are all, half of them, …, 1, in turn. A target with long
+    steps uses all threads, and trying would take minutes.
     """
     most = torch.get_num_threads()
     if plain.device.type != "cpu":
@@ -106,12 +104,12 @@ def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
         return
     seconds: dict[int, list[float]] = {most >> halvings: [] for halvings in range(most.bit_length())}
     try:
-        first = undisturbed(step_seconds(plain, prompt_ids))  # the very first forwards are slow
+        first = undisturbed(step_seconds(plain, prompt_ids))  # the first forwards are slow
         for _ in range(NUM_ROUNDS if first < LONG_STEP else 0):
             for threads, taken in seconds.items():
                 torch.set_num_threads(threads)
                 taken += step_seconds(plain, prompt_ids)
-        best = min(seconds, key=lambda threads: undisturbed(seconds[threads] or [0.0]))  # untried: all
+        best = min(seconds, key=lambda threads: undisturbed(seconds[threads] or [0.0]))  # not tried: all
         torch.set_num_threads(best)
         yield best
     finally:

@@ -1,11 +1,11 @@
-"""The figures that the field compares, from what several methods wrote for the same prompts.
+"""Speed figures of several decoding methods on the same prompts.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     overhead           seconds per Medusa step / seconds per plain step
     speedup            tokens per second / plain tokens per second, which is acceleration rate / overhead
 
-Seconds are decoding alone, the prefill apart. They are medians over the repetitions; times per answer are medians over
-answers and repetitions. A figure is None where no answer took a step.
+Seconds exclude the prefill. They are medians over the repetitions; times per answer are medians over answers and
+repetitions. A figure is None where no answer took a step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from pipeline.decoding.decoder import Decoded, acceleration_rate
 from pipeline.evaluation.prompts import Prompt
 from pipeline.execution.progress import ProgressReporter
 
-Decode = Callable[[list[int], int], Decoded]  # a prompt, and the seed of what is drawn
-Pass = Mapping[str, Sequence[Decoded]]  # one repetition: what each method wrote, prompt by prompt
+Decode = Callable[[list[int], int], Decoded]  # (prompt, sampling seed)
+Pass = Mapping[str, Sequence[Decoded]]  # one repetition: each method's answers, by prompt
 
 PLAIN, MEDUSA = "plain", "medusa"
 
 
 class CannotDecode(Exception):
-    """A method that is only compared with gives up, and this is why; what is checked never raises it."""
+    """A baseline cannot decode, with the reason; the checked methods never raise it."""
 
 
 def take_turns(
@@ -37,10 +37,10 @@ def take_turns(
     failed: dict[str, str] | None = None,
     progress: ProgressReporter | None = None,
 ) -> Pass:
-    """All prompts once. The methods take turns prompt by prompt: a machine that drifts slows them all.
+    """Decode all prompts once, the methods in turn for each prompt, so that a drifting machine slows them all.
 
-    A prompt's number is its seed. A method that cannot decode one of them is left out from there on, and of what is
-    returned; `failed` says why, and whoever is in it already is not asked.
+    A prompt's index is its seed. A method that fails on a prompt is skipped from there on and left out of the result;
+    `failed` receives the reason, and methods already in it are skipped.
     """
     failed = {} if failed is None else failed
     written: dict[str, list[Decoded]] = {name: [] for name in methods}
@@ -59,7 +59,7 @@ def take_turns(
 
 @dataclass(frozen=True)
 class Pace:
-    """How fast one method wrote; NaN where it took no step."""
+    """One method's speed; NaN where it took no step."""
 
     acceleration_rate: float
     seconds_per_step: float
@@ -69,7 +69,7 @@ class Pace:
 
     @classmethod
     def of(cls, repetitions: Sequence[Sequence[Decoded]]) -> Pace:
-        """From one method's answers, repetition by repetition."""
+        """The speed of one method's answers, given by repetition."""
         first = repetitions[0]
         seconds = statistics.median(sum(one.seconds for one in answers) for answers in repetitions)
         every = [one for answers in repetitions for one in answers]
@@ -84,7 +84,7 @@ class Pace:
 
 
 def speed(passes: Sequence[Pass]) -> dict[str, float | None]:
-    """Medusa's figures against plain decoding's."""
+    """Medusa's figures and plain decoding's."""
     plain, medusa = (Pace.of([one[method] for one in passes]) for method in (PLAIN, MEDUSA))
     overhead = _ratio(medusa.seconds_per_step, plain.seconds_per_step)
     return {
@@ -101,7 +101,7 @@ def speed(passes: Sequence[Pass]) -> dict[str, float | None]:
 
 
 def pace_beside(passes: Sequence[Pass], method: str) -> dict[str, float | None]:
-    """Another method's figures; its speedup is over plain decoding."""
+    """A baseline's figures; the speedup is over plain decoding."""
     plain, other = (Pace.of([one[name] for one in passes]) for name in (PLAIN, method))
     return {
         "acceleration_rate": rounded(other.acceleration_rate),
@@ -113,27 +113,27 @@ def pace_beside(passes: Sequence[Pass], method: str) -> dict[str, float | None]:
 
 
 def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[dict[str, Any]]:
-    """The same for each category, in the order in which they first come; prompts without one are left out."""
+    """`speed` for each category, in order of appearance; prompts without a category are left out."""
     members: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         if prompt.category:
             members.setdefault(prompt.category, []).append(index)
-    shown = ("acceleration_rate", "speedup", "tokens_per_second", "baseline_tokens_per_second")
+    keys = ("acceleration_rate", "speedup", "tokens_per_second", "baseline_tokens_per_second")
     rows = []
     for category, indices in members.items():
         figures = speed([{name: [done[i] for i in indices] for name, done in one.items()} for one in passes])
-        rows.append({"category": category, "prompts": len(indices), **{key: figures[key] for key in shown}})
+        rows.append({"category": category, "prompts": len(indices), **{key: figures[key] for key in keys}})
     return rows
 
 
 def accepted_lengths(decoded: Sequence[Decoded]) -> list[int]:
-    """How many steps kept 0, 1, 2, … guesses beside the target's own token."""
+    """The number of steps that accepted 0, 1, 2, … guesses."""
     counts = Counter(max(0, kept - 1) for one in decoded for kept in one.accepted)
     return [counts[length] for length in range(max(counts, default=0) + 1)]
 
 
 def rounded(value: float, digits: int = 4) -> float | None:
-    """The figure as JSON carries it."""
+    """The figure rounded, None where it is not finite."""
     return round(value, digits) if math.isfinite(value) else None
 
 

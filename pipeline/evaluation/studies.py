@@ -1,15 +1,15 @@
-"""What the check can find out beyond its verdict (`check.studies`): which tree, which rule, how many heads, what batch.
+"""Studies beside the check (`check.studies`): trees, acceptance rules, number of heads, batch sizes.
 
-    trees    the ladder: plain, top-1 chain, Cartesian tree, the authors' stock tree, a searched one of its size, the
-             export's own; see tree_studies.py
+    trees    plain, top-1 chain, Cartesian tree, the authors' stock tree, a searched one of its size, the export's own;
+             see tree_studies.py
     typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling and rejection
-    heads    how many heads are used: the export's tree cut at each depth; see tree_studies.py
-    batch    how many sequences decode at once, plain and with the tree
+    heads    the export's tree cut at each depth; see tree_studies.py
+    batch    sequences decoded at once, plain and with the tree
 
-`trees` and `heads` cost a forward per prompt and a few steps per row. A row of `typical` costs the first `NUM_PROMPTS`
-at no more than `MAX_NEW_TOKENS` tokens each, once, and where steps are captured twice; one of `batch` the same prompts,
-or as often as they fill its batch, `check.repeats` times, and where steps are captured thrice more. Read those figures
-against each other, and the check's own for what the heads are worth. Every row is flat, for a table and a plot.
+`trees` and `heads` cost a forward per prompt and a few steps per row. A row of `typical` decodes `NUM_PROMPTS` prompts
+of at most `MAX_NEW_TOKENS` tokens once (twice where steps are captured); a row of `batch` decodes the same prompts,
+repeated to fill a batch, `check.repeats` times (three times more where steps are captured). The figures of a study are
+comparable with each other, not with the check's own. Rows are flat dictionaries, for a table and a plot.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     overhead           seconds per step / seconds per plain step of the same prompts, in turns
@@ -50,7 +50,7 @@ WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Side:
-    """One row to be: what names it, and the decoder and the rule that it measures."""
+    """One row to measure: its names, decoder and rule."""
 
     names: Row
     decoder: Decoder
@@ -67,15 +67,15 @@ def run_studies(
     answers: Sequence[list[int]],
     progress: ProgressReporter | None = None,
 ) -> dict[str, list[Row]]:
-    """The rows of every study that is asked for, by its name.
+    """The rows of the named studies.
 
     Args:
-        plain, medusa: The check's own decoders; the studies use their target, heads, tree and limits.
+        plain, medusa: The check's decoders; the studies use their target, heads, tree and limits.
         prompts: At least one.
-        settings: Of the check: how many tokens, typical acceptance's first token, how often batches are timed.
-        calibration: The calibrate stage's tree.json, for the stock-sized tree: its search's order where it has one
-            (`searched`), else that of its `accuracies`; without either there is no such row.
-        answers: What plain greedy decoding wrote for each prompt.
+        settings: The check's: number of tokens, typical acceptance's first token, repetitions of batches.
+        calibration: The calibrate stage's tree.json, for the searched tree of the stock tree's size: its `searched`
+            paths, or else the greedy tree of its `accuracies`; without either the row is left out.
+        answers: Plain greedy decoding's answer to each prompt.
     """
     num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
     few = prompts[:NUM_PROMPTS]
@@ -100,9 +100,9 @@ def typical_sweep(
     num_tokens: int,
     first_token: Literal["greedy", "sampled"],
 ) -> list[Row]:
-    """Typical acceptance over eps and temperature; beside it greedy decoding, plain sampling and rejection (2.3.1).
+    """Typical acceptance over eps and temperature, with greedy decoding, plain sampling and rejection (2.3.1).
 
-    The speedup of each is over plain decoding at its own temperature.
+    Each speedup is over plain decoding at the same temperature.
     """
     rows = []
     for temperature in (0.0, *TEMPERATURES):
@@ -123,16 +123,16 @@ def typical_sweep(
 
 
 def batch_sizes(plain: Decoder, medusa: Decoder, prompts: Sequence[Prompt], num_tokens: int, repeats: int) -> list[Row]:
-    """Tokens per second of the same prompts, 1 to 16 at a time, prefill included; medians of `repeats`.
+    """Tokens per second of the same prompts in batches of 1 to 16, prefill included; medians of `repeats`.
 
-    A power of two of them is taken, so that they fill every batch; they repeat where they are too few for it.
+    A power of two of the prompts is used, so that they fill every batch; they repeat where there are too few.
     """
     asked = [prompt.ids for prompt in prompts[: 1 << (len(prompts).bit_length() - 1)]]
     rows = []
     for size in BATCH_SIZES:
         texts = list(islice(cycle(asked), max(size, len(asked))))
         batches = [texts[start : start + size] for start in range(0, len(texts), size)]
-        for decoder in (plain, medusa):  # warm-up; a capture has to see every length and width, and often enough
+        for decoder in (plain, medusa):  # warm-up: every length and width must be captured
             for batch in batches * (WARM_UP_STEPS + 1) if decoder.captures else batches[:1]:
                 decoder.generate_batch(batch, num_tokens if decoder.captures else WARM_UP_TOKENS)
         speeds: tuple[list[float], list[float]] = ([], [])
@@ -154,12 +154,12 @@ def batch_sizes(plain: Decoder, medusa: Decoder, prompts: Sequence[Prompt], num_
 
 
 def _measured(sides: Sequence[Side], prompts: Sequence[Prompt], num_tokens: int) -> list[Row]:
-    """Every side's row against the first one, which is plain decoding; sides take turns prompt by prompt.
+    """Each side's row, relative to the first side, which is plain decoding; sides take turns for each prompt.
 
     A figure is None where no answer took a step.
     """
     answers: list[list[Decoded]] = [[] for _ in sides]
-    for side in sides:  # warm-up; a capture has to see every length
+    for side in sides:  # warm-up: every length must be captured
         for seed, prompt in enumerate(prompts if side.decoder.captures else prompts[:1]):
             _decode(side, prompt, num_tokens if side.decoder.captures else WARM_UP_TOKENS, seed)
     for seed, prompt in enumerate(prompts):

@@ -1,8 +1,8 @@
-"""What many trees are worth on the same prompts: a ladder of kinds of trees, and one tree with ever more heads.
+"""Studies of trees on the same prompts: kinds of trees, and one tree cut at each depth.
 
-Greedy decoding writes the same text with any tree, so no tree has to decode it: one forward over every prompt and its
-plain answer gives the states that the heads read there, and walking through the answer gives each tree's acceleration
-rate on all prompts, the one that decoding has, up to ties. What a step of each costs is measured on a few.
+Greedy decoding gives the same text with any tree, so no tree has to decode it: one forward over each prompt and its
+plain answer gives the states that the heads read, and a walk through the answer gives each tree's acceleration rate,
+equal to decoding's up to ties. The time of a step is measured on a few prompts.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from pipeline.heads.accuracy import label_ranks
 from pipeline.heads.kind import Heads
 from pipeline.report.facts import SEARCHED_TREE, STOCK_TREE, USED_TREE
 
-# T answer tokens, N states that steps begin at, D hidden size, K heads
+# T answer tokens, N states at which steps may begin, D hidden size, K heads
 
-STOCK_NODES = 63  # and the root
-CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes, about as many
+STOCK_NODES = 63  # without the root
+CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes
 NUM_TIMED = 4  # prompts
 
 
@@ -39,10 +39,10 @@ def tree_ladder(
     answers: Sequence[list[int]],
     calibration: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """From plain decoding to the export's tree: what each step up the ladder costs and gives.
+    """Acceleration rate, overhead and speedup of each kind of tree, from none to the export's own.
 
     Args:
-        answers: What plain greedy decoding wrote.
+        answers: Plain greedy decoding's.
         calibration: As in `run_studies`.
     """
     assert medusa.heads is not None
@@ -64,7 +64,7 @@ def tree_ladder(
 def heads_used(
     plain: Decoder, medusa: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> list[dict[str, Any]]:
-    """The export's tree cut at each depth: what its deeper heads add, and cost."""
+    """The export's tree cut at each depth: gain and cost of the deeper heads."""
     choices = medusa.tree.choices
     trees = {depth: [p for p in choices if len(p) <= depth] for depth in range(1, medusa.tree.max_depth + 1)}
     worth = tree_figures(plain, medusa, prompts, answers, trees)
@@ -97,7 +97,7 @@ def tree_figures(
 
 
 def searched_tree(calibration: Mapping[str, Any]) -> tuple[Path, ...]:
-    """The tree searched for these heads, of the stock tree's size: the same for every device."""
+    """The tree searched for these heads with the stock tree's size; independent of the device."""
     if searched := calibration.get("searched"):
         return tuple(map(tuple, searched[:STOCK_NODES]))
     return greedy_tree(accuracies, STOCK_NODES) if (accuracies := calibration.get("accuracies")) else ()
@@ -106,9 +106,9 @@ def searched_tree(calibration: Mapping[str, Any]) -> tuple[Path, ...]:
 def guess_ranks(
     model: PreTrainedModel, heads: Heads, prompts: Sequence[Prompt], answers: Sequence[list[int]], top: int
 ) -> HeldOutRanks:
-    """Where the tokens of every answer stand among the heads' first `top` guesses, at each place that a step may begin.
+    """The ranks of the answers' tokens among the heads' first `top` guesses, wherever a step may begin.
 
-    An answer's first token is the prefill's: steps begin there and at every later token but the last.
+    An answer's first token comes from the prefill: steps begin there and at each later token but the last.
     """
     num_heads = heads.shape.num_heads
     parts_KN = [np.empty((num_heads, 0), np.uint8)]

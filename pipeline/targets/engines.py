@@ -1,4 +1,4 @@
-"""Which class stands behind `engine: vllm` and `engine: transformers`; each is imported only when it is asked for."""
+"""The classes of `engine: vllm` and `engine: transformers`, each imported when it is used."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from pipeline.targets.spec import TargetSpec
 EngineName = Literal["vllm", "transformers"]
 
 
-# Arguments of engines that say how much they may use, not what they compute: a run that was stopped for want of
-# memory continues with smaller ones.
+# Engine arguments that limit resources and not results: a run that ran out of memory resumes with smaller ones.
 PLACEMENT_ARGUMENTS = {
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
@@ -26,14 +25,14 @@ PLACEMENT_ARGUMENTS = {
 
 
 def semantic_arguments(engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine arguments that count in a fingerprint."""
+    """The engine arguments that are part of a fingerprint."""
     return {name: value for name, value in engine_args.items() if name not in PLACEMENT_ARGUMENTS}
 
 
 def make_generation_engine(
     name: EngineName, target: TargetSpec, engine_args: Mapping[str, Any], gpus: int, batch_invariant: bool = False
 ) -> GenerationEngine:
-    """The engine that writes; raises what its class raises."""
+    """The generation engine; raises what its class raises."""
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMGenerationEngine
 
@@ -48,7 +47,7 @@ def make_generation_engine(
 def make_feature_engine(
     name: EngineName, target: TargetSpec, tokens_per_batch: int, engine_args: Mapping[str, Any], gpus: int
 ) -> FeatureEngine:
-    """The engine that reads; raises what its class raises."""
+    """The feature engine; raises what its class raises."""
     if name == "vllm":
         from pipeline.targets.vllm_features import VLLMFeatureEngine
 

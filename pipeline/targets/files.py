@@ -1,8 +1,8 @@
-"""Where a target's files are: a local directory, or a Hub repository at one commit.
+"""A target's files: a local directory, or a Hub repository at one commit.
 
-The Hub's many ways of saying no become the two that a user can act on: ConfigError for a target that does not exist,
-EnvironmentFault for one that cannot be reached now. Weights are read from safetensors; where a repository has none
-(Vicuna), torch's weights-only reader takes `*.bin`, which loads tensors and runs no code.
+The Hub's errors become ConfigError for a target that does not exist and EnvironmentFault for one that cannot be reached
+now. Weights are read from safetensors; where a repository has none (Vicuna), `*.bin` is read by torch's weights-only
+loader, which runs no code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SINGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 def is_local(model: str) -> bool:
-    """Whether `model` means a directory here: one exists, or no Hub id is written like that."""
+    """Whether `model` is a directory: it exists as one, or it cannot be a Hub id."""
     return Path(model).expanduser().is_dir() or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
 
 
@@ -59,7 +59,7 @@ def local_directory(model: str) -> Path:
 
 
 def find_file(model: str, revision: str | None, name: str) -> Path | None:
-    """Path of one file of the target, downloaded if need be; None where the target has no such file."""
+    """The path of one file of the target, downloaded if needed; None where the target has no such file."""
     if is_local(model):
         path = local_directory(model) / name
         return path if path.is_file() else None
@@ -73,7 +73,7 @@ def find_file(model: str, revision: str | None, name: str) -> Path | None:
             snapshot = _cached_snapshot(model, revision)
             if snapshot is None or name == "config.json":
                 raise
-            return None  # offline: the cached snapshot is all there is
+            return None  # offline: only the cached snapshot exists
         except EntryNotFoundError:
             return None
 
@@ -95,11 +95,11 @@ def identifying_files(model: str, revision: str | None, *, with_code: bool, fetc
     A Hub target is downloaded. Its files are links into the Hub cache, named there by the content's hash.
 
     Args:
-        fetch: False looks only at what was downloaded before.
+        fetch: False uses only what was downloaded before.
 
     Raises:
         ConfigError: The target holds no weights that can be read.
-        EnvironmentFault: Its weights are not here, and `fetch` is False.
+        EnvironmentFault: Its weights are not downloaded, and `fetch` is False.
     """
     if is_local(model):
         directory = local_directory(model)
@@ -148,12 +148,12 @@ def _download(model: str, revision: str | None, *, with_code: bool) -> Path:
 
 
 def _downloaded(model: str, revision: str | None) -> Path:
-    """The directory that an earlier `_download` has filled."""
+    """The directory of an earlier `_download`."""
     snapshot = _cached_snapshot(model, revision)
     try:
         if snapshot is not None and _weight_names(snapshot, model):
             return snapshot
-    except ConfigError:  # so far there is only a part of it
+    except ConfigError:  # the download is incomplete
         pass
     what = f"The target {model} is not on this machine yet; a run downloads it."
     raise EnvironmentFault(what, WHERE, "Run it, or download the target first.")
@@ -168,7 +168,7 @@ def _cached_snapshot(model: str, revision: str | None) -> Path | None:
 
 @contextmanager
 def hub_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Turn the Hub client's errors into ours."""
+    """Translate the Hub client's errors into ours."""
     from huggingface_hub import errors as hub
 
     at = f" at revision {revision}" if revision else ""

@@ -1,7 +1,7 @@
-"""The target's lm_head and its input embedding, each alone, out of its weight files: what heads start from.
+"""Reads the target's lm_head and input embedding from its weight files, without loading the model.
 
-Training from cached features needs these [V, D] of a target and nothing else of it; reading one takes a second where
-loading a 70B target would take minutes and 140 GB. Where the files leave any doubt, the model is loaded after all.
+Training from cached features needs only these [V, D] matrices of a target. Reading one takes a second; loading a 70B
+target would take minutes and 140 GB. Where the files are ambiguous, the model is loaded.
 
 Letters: D hidden size, V vocabulary.
 """
@@ -25,9 +25,9 @@ INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "wor
 
 
 def read_lm_head(spec: TargetSpec) -> Tensor:
-    """The weight [V, D] that turns the target's features into its logits, on the CPU, in the target's dtype.
+    """The lm_head's weight [V, D], on the CPU, in the target's dtype.
 
-    Of a tied target this is the input embedding. On the Hub, only the file that holds it is downloaded.
+    For a tied target this is the input embedding. Of a Hub target only the file that holds it is downloaded.
 
     Raises:
         ConfigError: The target has no linear lm_head, or cannot be loaded.
@@ -53,7 +53,7 @@ def _lm_heads(names: Collection[str], tied: bool) -> list[str]:
 
 
 def _from_files(spec: TargetSpec, candidates_of: Callable[[Collection[str], bool], list[str]]) -> Tensor | None:
-    """The tensor, where exactly one fits by name and shape; None where only the model itself can tell."""
+    """The tensor, where exactly one matches by name and shape; otherwise None."""
     text = model_config(spec).get_text_config()
     file_of = _weight_map(spec)
     candidates = candidates_of(file_of, bool(text.tie_word_embeddings))
@@ -66,7 +66,7 @@ def _from_files(spec: TargetSpec, candidates_of: Callable[[Collection[str], bool
 
 
 def _weight_map(spec: TargetSpec) -> dict[str, Path | str]:
-    """Where each tensor lies: a file here, or a name to find; empty where no file says so."""
+    """The file of each tensor, as a path or a name; empty where no index or single file exists."""
     for single, index in zip(files.SINGLE_WEIGHTS, files.WEIGHT_INDEXES, strict=True):
         if (path := files.find_file(spec.model, spec.revision, single)) is not None:
             return dict.fromkeys(_names(path), path)
@@ -96,5 +96,5 @@ def _read(path: Path | None, name: str) -> Tensor | None:
 
 
 def _load_bin(path: Path) -> dict[str, Tensor]:
-    """An older checkpoint file, mapped and not read; the weights-only reader runs no code."""
+    """A `*.bin` checkpoint, memory-mapped; the weights-only loader runs no code."""
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)

@@ -1,7 +1,7 @@
-"""A target's weights in memory, and the proof that its features are tapped at the right place.
+"""Loads a target, and verifies that its features are what its lm_head reads.
 
-Frozen and in evaluation mode. In 4 or 8 bit the backbone is quantized by bitsandbytes; the lm_head stays in the
-target's dtype, because the heads start as its copies.
+The model is frozen and in eval mode. In 4 or 8 bit the backbone is quantized by bitsandbytes; the lm_head keeps the
+target's dtype, because heads are initialised from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FEWER_BYTES = "Raise gpus_per_worker, or set target.quantization to 8bit or 4bit
 
 
 def require_gpus(num_gpus: int) -> None:
-    """Raise EnvironmentFault where fewer GPUs are visible than a worker is to use."""
+    """Raise EnvironmentFault when fewer GPUs are visible than a worker needs."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible < num_gpus:
         fix = "Set gpus_per_worker in placement to what a node has (0 runs on the CPU), or install torch with CUDA."
@@ -38,7 +38,7 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """The target, frozen, on `device`; over the first `num_gpus` GPUs when that is more than one.
 
-    `too_large` says what to do where it does not fit.
+    `too_large` is the advice in the error where it does not fit.
 
     Raises:
         ConfigError: transformers cannot load it.
@@ -74,12 +74,12 @@ def load_causal_lm(
             reason = str(error).strip().split("\n")[0].rstrip(".")
             raise ConfigError(f"transformers cannot load {spec.model}: {reason}.", files.WHERE, fix) from error
     if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) and on_gpu:
-        raise _does_not_fit(spec, num_gpus, too_large)  # it would run, a hundred times too slowly
+        raise _does_not_fit(spec, num_gpus, too_large)  # offloaded to the CPU it would run a hundred times slower
     return model.eval().requires_grad_(False)
 
 
 def _devices(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
-    """Where transformers puts the weights: all on `device`, or spread over the first `num_gpus` GPUs and no other."""
+    """Placement of the weights: all on `device`, or spread over the first `num_gpus` GPUs."""
     if num_gpus <= 1:
         return {"device_map": {"": device}}
     return {"device_map": "auto", "max_memory": {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}}
@@ -92,7 +92,7 @@ def _does_not_fit(spec: TargetSpec, num_gpus: int, fix: str) -> EnvironmentFault
 def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
     if spec.quantization is None:
         return None
-    # On a CPU it misses kernels as it is imported, and repeats one warning per layer and forward.
+    # On a CPU it warns of missing kernels at import, and once per layer and forward.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         import bitsandbytes  # noqa: F401
@@ -112,7 +112,7 @@ def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
 
 
 def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
-    """The weight [V, D] that turns the features into the target's logits; a view, not a copy.
+    """The lm_head's weight [V, D]; a view, not a copy.
 
     Raises:
         ConfigError: The model has no linear lm_head, or only a quantized one.
@@ -127,10 +127,10 @@ def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
 
 @torch.no_grad()
 def verify_tap(model: PreTrainedModel) -> None:
-    """Check that the state the features tap is the very state that the target's lm_head reads.
+    """Check that the last hidden state is exactly what the target's lm_head reads.
 
-    Runs eight tokens and listens at lm_head's input. Guards against families that put something between the two, whose
-    heads would train well and accept nothing.
+    Runs eight tokens with a hook on the lm_head. Some model families apply something in between; heads would then train
+    well and have no guess accepted.
 
     Raises:
         ConfigError: The states differ, or are not finite in the target's dtype.
@@ -153,7 +153,7 @@ def verify_tap(model: PreTrainedModel) -> None:
 
 
 def input_device(model: PreTrainedModel) -> torch.device:
-    """Where the model's input ids go."""
+    """The device of the model's input ids."""
     return model.get_input_embeddings().weight.device
 
 

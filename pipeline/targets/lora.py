@@ -1,7 +1,7 @@
 """LoRA on a target: every linear layer, lm_head included, by peft (paper 2.2.2; Hu et al. 2106.09685).
 
-What peft does not reach is refused before any weight is loaded. A tied lm_head keeps its adapter to itself: the
-embedding it shares is frozen, and stays what it was until someone merges; see `require_tunable` for what cannot be.
+Targets with weights that peft does not adapt are rejected before any weight is loaded (`require_tunable`). The adapter
+of a tied lm_head does not change the shared embedding, which stays frozen.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 HEADS_ALONE = "Train the heads alone (train.method: medusa-1), or choose another target."
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # what some families do after lm_head
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # applied after lm_head by some families
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """The names of all layers that LoRA adapts.
 
     Raises:
-        ConfigError: There are none, lm_head is not among them, or other weights multiply too: a mixture's experts that
-            are stored as one parameter, or layers of a kind that peft does not know.
+        ConfigError: There are none, lm_head is not among them, or there are other matrices: a mixture's experts stored
+            as one parameter, or layers of a kind that peft does not know.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -50,10 +50,10 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The model's layers, the units in which its weights are split over GPUs.
+    """The model's decoder layers, the units of sharding.
 
     Raises:
-        ConfigError: It has none of the kind that transformers recomputes one by one.
+        ConfigError: It has none that support transformers' gradient checkpointing.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -64,11 +64,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> None:
-    """Refuse a target that cannot be tuned or whose adapter could not be merged, without loading weights.
+    """Check, without loading weights, that the target can be tuned and its adapter merged.
 
     Raises:
-        ConfigError: It is quantized on disk, computes its logits by more than lm_head, has weights that LoRA does not
-            find, the rank is beyond its hidden size, or it is to be `sharded` and has no layers that can be.
+        ConfigError: It is quantized on disk, changes its logits after lm_head, has weights that LoRA does not adapt,
+            the rank exceeds its hidden size, or it is to be `sharded` and has no layers to shard.
     """
     from transformers import AutoModelForCausalLM
 
@@ -85,7 +85,7 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
             f"A rank of {rank} is more than the hidden size, {text.hidden_size}.", "train.backbone.lora_rank", fix
         )
     if changed := changed_logits(config):
-        what = f"The target changes what its lm_head says ({changed}), which the backbone's loss does not follow."
+        what = f"The target changes its logits after lm_head ({changed}), which the backbone's loss does not include."
         raise ConfigError(what, files.WHERE, HEADS_ALONE)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
@@ -95,20 +95,20 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
 
 
 def changed_logits(config: PretrainedConfig) -> str | None:
-    """The setting by which a family scales or caps what its lm_head says, if it does."""
+    """The setting by which the model scales or caps its logits after lm_head, if any."""
     text = config.get_text_config()
     return next((key for key in LOGIT_CHANGES if getattr(text, key, None) not in (None, 1, 1.0)), None)
 
 
 def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -> PeftModel:
-    """The target with fresh LoRA in fp32, which changes nothing yet: its outer half is zero. Everything else is frozen.
+    """The target with new LoRA adapters in fp32; everything else is frozen.
 
-    Its inner half is drawn from torch's generator.
+    The B matrices are zero, so the model is unchanged; the A matrices are drawn from torch's global generator.
 
     Raises:
         ConfigError: As `linear_layers` does.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it misses kernels on every CPU
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by peft; warns of missing kernels on a CPU
     from peft import LoraConfig, get_peft_model
 
     settings = LoraConfig(
@@ -118,5 +118,5 @@ def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -
         lora_dropout=dropout,
         target_modules=linear_layers(model),
     )
-    with warnings.catch_warnings(action="ignore"):  # of tied embeddings (see above) and of what it then does right
+    with warnings.catch_warnings(action="ignore"):  # warns of tied embeddings, see above
         return get_peft_model(model, settings)

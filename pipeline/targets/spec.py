@@ -1,7 +1,7 @@
-"""What a target is, before any weight is loaded: its configuration, dtype, context, end-of-sequence ids and files.
+"""A target before its weights are loaded: configuration, dtype, context, end-of-sequence ids and files.
 
-Everything that must be alike in every engine is settled here once: `resolve` pins a Hub target to a commit and "auto"
-to a dtype, and `eos_token_ids` is the one set that ends a text. A spec is plain data: it pickles, and goes into JSON.
+What must be equal in every engine is decided here: `resolve` pins a Hub target to a commit and "auto" to a dtype, and
+`eos_token_ids` is the set that ends a text. A spec is plain data that can be pickled and written as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLOT_BIASED_TYPES = {"bloom", "mpt"}
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """A target as every engine and every worker loads it. `dtype` is resolved; `chat_template` is text, not a path."""
+    """What every engine and worker loads. `dtype` is resolved; `chat_template` is text, not a path."""
 
     model: str
     revision: str | None = None
@@ -41,11 +41,11 @@ class TargetSpec:
 
 
 def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
-    """The spec of a configured target, checked as far as is possible without loading weights.
+    """The spec of a configured target, validated as far as possible without loading weights.
 
     Args:
         target: The configuration's `target` section.
-        on_gpu: Whether workers have a GPU, which dtype "auto" depends on; None looks at this machine.
+        on_gpu: Whether workers have a GPU, which decides dtype "auto"; None checks this machine.
 
     Raises:
         ConfigError: No such target, one that cannot verify a tree, or settings that contradict it.
@@ -58,7 +58,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
     if files.is_local(model):
         model = str(files.local_directory(model))
     elif config_file.parent.parent.name == "snapshots":
-        revision = config_file.parent.name  # the commit: every worker, now and after a resume, loads the same weights
+        revision = config_file.parent.name  # the commit: all workers load the same weights, also after a resume
     spec = TargetSpec(
         model=model,
         revision=revision,
@@ -81,7 +81,7 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
     """The target's transformers configuration.
 
     Raises:
-        ConfigError: transformers does not know the model, or knows it only through code that comes with it.
+        ConfigError: transformers does not know the model, or only through remote code.
     """
     from transformers import AutoConfig
 
@@ -98,10 +98,10 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
 
 
 def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
-    """The target's tokenizer, as it ships.
+    """The target's tokenizer.
 
     Raises:
-        ConfigError: The target ships none that transformers can load.
+        ConfigError: It has none that transformers can load.
     """
     from transformers import AutoTokenizer
 
@@ -116,7 +116,7 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
 
 
 def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> int:
-    """Longest conversation in tokens: the model's own context, or target.max_tokens where that is shorter.
+    """The longest conversation in tokens: the model's own context, or target.max_tokens where that is shorter.
 
     Raises:
         ConfigError: Neither is known.
@@ -125,12 +125,12 @@ def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> 
     own = next((value for key in CONTEXT_KEYS if (value := getattr(text, key, None))), None)
     known = [length for length in (own, spec.max_tokens) if length]
     if not known:
-        raise ConfigError(f"The target {spec.model} does not say its context.", "target.max_tokens", "Set it.")
+        raise ConfigError(f"The target {spec.model} does not state its context length.", "target.max_tokens", "Set it.")
     return min(known)
 
 
 def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
-    """The ids that end a text, sorted: generation_config's set, else the model's, else the tokenizer's; or none."""
+    """The sorted ids that end a text: generation_config's, else the model's, else the tokenizer's; may be empty."""
     for name in ("generation_config.json", "config.json"):
         value = files.read_json(spec.model, spec.revision, name).get("eos_token_id")
         if value is not None:
@@ -149,19 +149,19 @@ def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
 
     Raises:
         ConfigError: The target holds no weights that can be read.
-        EnvironmentFault: The Hub cannot be reached, or without `fetch` the weights are not here.
+        EnvironmentFault: The Hub cannot be reached, or without `fetch` the weights are not downloaded.
     """
     return files.identifying_files(spec.model, spec.revision, with_code=spec.trust_remote_code, fetch=fetch)
 
 
 def require_verifiable(config: PretrainedConfig) -> None:
-    """Refuse a target whose layers cannot verify a tree of candidates in one forward (section 2.1.2).
+    """Check that the target's layers can verify a tree of candidates in one forward (section 2.1.2).
 
-    A tree needs attention whose past can be masked per candidate. A recurrent state holds one past only, and a bias by
-    cache slot (ALiBi) takes siblings for successors.
+    A tree needs attention that can be masked per candidate. A recurrent state has a single past, and a bias by cache
+    slot (ALiBi) treats siblings as successors.
 
     Raises:
-        ConfigError: The target is no decoder, or some of its layers are of such a kind.
+        ConfigError: The target is not a decoder, or has such layers.
     """
     reason = _why_not_verifiable(config)
     if reason:
@@ -204,7 +204,7 @@ def _own_dtype(config: PretrainedConfig, on_gpu: bool | None) -> str:
 
 
 def _template_text(template: str | None) -> str | None:
-    """The template itself, where the configuration gives it as text or as a path."""
+    """The template's text; the configuration gives it as text or as a path."""
     if template is None or "{" in template:
         return template
     path = Path(template).expanduser()

@@ -1,7 +1,7 @@
-"""The next token of each row of a batch, each row by its own settings and its own random stream.
+"""Samples the next token of each row of a batch, with the row's own settings and generator.
 
-A row's draw depends on its logits and its generator alone, never on its neighbours. Temperature first, then top-p, as
-vLLM and transformers have it.
+A row's sample depends only on its logits and its generator, not on the batch. Temperature is applied before top-p, as
+in vLLM and transformers.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pipeline.conversations.requests import Request
 def sample_tokens(
     logits_BV: torch.Tensor, requests: Sequence[Request], generators: Sequence[torch.Generator | None]
 ) -> torch.Tensor:
-    """Token ids [B]: the argmax where a request's temperature is 0, else a draw with the row's generator.
+    """Token ids [B]: the argmax where a request's temperature is 0, otherwise a sample with the row's generator.
 
-    The draw is an exponential race: argmax of p / e with e ~ Exp(1) is distributed as p.
+    The argmax of p / e with e ~ Exp(1) is distributed as p.
     """
     next_B = logits_BV.argmax(dim=-1)
     drawn = [row for row, request in enumerate(requests) if request.temperature > 0]
@@ -36,7 +36,7 @@ def sample_tokens(
 
 
 def truncated_probabilities(logits_BV: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    """What each row is drawn from: softmax at its temperature, cut to its top_p nucleus, unnormalised."""
+    """Softmax at each row's temperature, truncated to its top_p nucleus, unnormalised."""
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, device=logits_BV.device, dtype=logits_BV.dtype)[:, None]

@@ -1,7 +1,7 @@
-"""Features from any transformers causal LM: the backbone's last hidden states, in padded batches of like lengths.
+"""Features from any transformers causal LM: the backbone's last hidden states, in padded batches of similar lengths.
 
-Rows are right-padded and no mask is passed: under a causal mask no token ever sees the padding to its right, so a row's
-states do not depend on its batch, and attention keeps its fast causal kernel. The lm_head never runs.
+Rows are right-padded and no mask is passed: under causal attention no token sees the padding to its right, so a row's
+states do not depend on its batch and the fast causal kernel is used. The lm_head does not run.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class TransformersFeatureEngine:
     """The FeatureEngine for everything that transformers loads, 4-bit and 8-bit targets included.
 
     Args:
-        target: What to load and verify (`verify_tap`), or a model that is loaded already (it is used as it is).
-        tokens_per_batch: Most tokens of one forward, padding counted. A longer row runs alone.
-        gpus: GPUs that the target spans; 0 runs on the CPU. Only for loading.
+        target: The spec to load and verify (`verify_tap`), or a loaded model, used as it is.
+        tokens_per_batch: Maximum tokens of one forward, padding included. A longer row runs alone.
+        gpus: GPUs that the target spans; 0 is the CPU. Only for loading.
 
     Raises:
         ConfigError, EnvironmentFault: As `load_causal_lm` and `verify_tap` do.
@@ -48,10 +48,10 @@ class TransformersFeatureEngine:
         self._device = input_device(target)
 
     def stream(self, rows: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
-        """The states [T_i, D] of each row on the host, in order, one batch always under way while the caller works.
+        """The states [T_i, D] of each row on the host, in order; the next batch runs while the caller works.
 
-        Rows are taken in windows of sixteen batches' tokens, each window sorted by length; so at most one window of
-        states, and the next batch, are held. A tensor is a view into its batch's buffer.
+        Rows are taken in windows of sixteen batches' tokens, each sorted by length, so that at most one window of
+        states and the next batch are in memory. A tensor is a view into its batch's buffer.
 
         Raises:
             EnvironmentFault: A single row does not fit into the GPU's memory.
@@ -72,28 +72,28 @@ class TransformersFeatureEngine:
             yield done.pop(index)
 
     def close(self) -> None:
-        """Give the model's memory back."""
+        """Release the model's memory."""
         del self.model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def _batches(self, rows: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], list[Sequence[int]]]]:
         for window in _windows(rows, WINDOW_BATCHES * self.tokens_per_batch):
-            by_length = sorted(window, key=lambda item: -len(item[1]))  # longest first: memory runs out early or never
+            by_length = sorted(window, key=lambda item: -len(item[1]))  # longest first: fails early if at all
             while by_length:
                 num_rows = max(1, self.tokens_per_batch // len(by_length[0][1]))
                 taken, by_length = by_length[:num_rows], by_length[num_rows:]
                 yield [index for index, _ in taken], [ids for _, ids in taken]
 
     def _launch(self, indices: list[int], rows: list[Sequence[int]]) -> list[_Batch]:
-        """Start one batch, in halves where the GPU's memory does not hold it whole."""
+        """Start one batch, split in halves where it exceeds the GPU's memory."""
         try:
             return [self._forward(indices, rows)]
         except torch.cuda.OutOfMemoryError as error:
             if len(rows) == 1:
                 fix = "Shorten conversations (target.max_tokens), raise gpus_per_worker, or quantize the target."
                 raise EnvironmentFault(f"A row of {len(rows[0])} tokens exceeds the GPU.", "features", fix) from error
-        # outside of the handler: the traceback would keep the failed forward's activations alive
+        # Outside of the handler, because the traceback keeps the failed forward's activations alive.
         self.tokens_per_batch = max(1, self.tokens_per_batch // 2)
         torch.cuda.empty_cache()
         half = (len(rows) + 1) // 2
@@ -106,7 +106,7 @@ class TransformersFeatureEngine:
         for row, ids in zip(ids_BT, rows, strict=True):
             row[: len(ids)] = torch.as_tensor(ids)
         hidden_BTD = self.model.base_model(input_ids=ids_BT.to(self._device), use_cache=False).last_hidden_state
-        hidden_BTD = hidden_BTD.to(self.dtype)  # what the shard's footer says
+        hidden_BTD = hidden_BTD.to(self.dtype)  # the dtype in the shard's footer
         if hidden_BTD.device.type != "cuda":
             return _Batch(indices, lengths, hidden_BTD, None)
         host_BTD = torch.empty(hidden_BTD.shape, dtype=hidden_BTD.dtype, pin_memory=True)
@@ -118,7 +118,7 @@ class TransformersFeatureEngine:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A forward that is under way, or done; `copied` fires when the states are on the host."""
+    """A running or finished forward; `copied` is set when the states are on the host."""
 
     indices: list[int]
     lengths: list[int]

@@ -1,8 +1,8 @@
 """Generation with any transformers causal LM: one batch with a KV cache that rows join and leave while it runs.
 
 For targets that vLLM does not load, and for machines without it. Rows are left-padded; a step either prefills waiting
-requests and joins them to the batch, or decodes one token for every row. Unlike vLLM it shares no prefixes between
-turns: each turn prefills its whole history.
+requests and adds them to the batch, or decodes one token for each row. There is no prefix cache: each turn prefills its
+whole history.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class TransformersGenerationEngine:
     Args:
         spec: The target.
         max_batch_tokens: Budget of the KV cache: rows times the longest row's prompt and answer.
-        gpus: GPUs that the target spans; 0 runs on the CPU.
+        gpus: GPUs that the target spans; 0 is the CPU.
 
     Raises:
         ConfigError, EnvironmentFault: As `load_causal_lm` does.
@@ -50,7 +50,7 @@ class TransformersGenerationEngine:
         self.model = load_causal_lm(spec, "cuda" if gpus else "cpu", max(gpus, 1))
         self.max_batch_tokens = max_batch_tokens
         self._context = context_length(spec)
-        self.capacity = 4 * max(1, max_batch_tokens // self._context)  # rows are seldom as long as the context
+        self.capacity = 4 * max(1, max_batch_tokens // self._context)  # rows are rarely as long as the context
         self._eos = frozenset(eos_token_ids(spec))
         self._device = input_device(self.model)
         self._last_only = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
@@ -60,7 +60,7 @@ class TransformersGenerationEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests added and not yet returned."""
+        """Requests added and not yet finished."""
         return len(self._ids)
 
     def add(self, request: Request) -> None:
@@ -70,13 +70,13 @@ class TransformersGenerationEngine:
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:
-        """Prefill and join waiting requests, or decode one token for every running row; what ended by it.
+        """Prefill and add waiting requests, or decode one token for each running row; returns finished texts.
 
         Raises:
             EnvironmentFault: A single request does not fit into the GPU's memory.
         """
         try:
-            # joining copies the cache, so a handful waits until it is worth it
+            # Joining copies the cache, so a few requests wait for more.
             if self._waiting and len(self._waiting) >= len(self._rows) // 4 and (joining := self._admit()):
                 return self._prefill(joining)
             return self._decode() if self._rows else []
@@ -86,7 +86,7 @@ class TransformersGenerationEngine:
                     "Lower target.max_tokens or generate.max_new_tokens, raise gpus_per_worker, or quantize the target."
                 )
                 raise EnvironmentFault("One conversation exceeds the GPU's memory.", "generate", fix) from error
-        # a row starts again from its own seed and so loses only time
+        # Rows start again from their own seeds and give the same text.
         self.max_batch_tokens //= 2
         self._waiting.extendleft(row.request for row in reversed(self._rows))
         self._clear()
@@ -94,7 +94,7 @@ class TransformersGenerationEngine:
         return []
 
     def close(self) -> None:
-        """Give the model's memory back."""
+        """Release the model's memory."""
         self._clear()
         del self.model
         if self._device.type == "cuda":
@@ -106,7 +106,7 @@ class TransformersGenerationEngine:
         self._mask_BT = torch.ones(0, 0, dtype=torch.long, device=self._device)
 
     def _admit(self) -> list[_Row]:
-        """Waiting requests that fit beside the running rows, in order; always one when nothing runs."""
+        """Waiting requests that fit beside the running rows, in order; at least one when nothing runs."""
         width = self._mask_BT.shape[1]
         remaining = max((row.limit - len(row.token_ids) for row in self._rows), default=0)
         admitted: list[_Row] = []
@@ -165,7 +165,7 @@ class TransformersGenerationEngine:
         return output.logits[:, -1]
 
     def _accept(self, rows: list[_Row], next_B: torch.Tensor) -> list[Completion]:
-        """Append the sampled tokens, let the rows that ended leave, and return their texts."""
+        """Append the sampled tokens, remove finished rows, and return their texts."""
         ended: list[Completion] = []
         for row, token in zip(rows, next_B.tolist(), strict=True):
             row.token_ids.append(token)
@@ -184,7 +184,7 @@ class TransformersGenerationEngine:
         return "length" if len(row.token_ids) >= row.limit else None
 
     def _keep(self, indices: list[int]) -> None:
-        """Drop all other rows, and the left padding that no row needs any more."""
+        """Remove all other rows, and left padding that no row needs."""
         if not indices:
             return self._clear()
         keep = torch.tensor(indices, device=self._device)
@@ -205,7 +205,7 @@ def _settings(rows: list[_Row]) -> tuple[list[Request], list[torch.Generator | N
 def _stack(
     above: DynamicCache, above_mask_BT: torch.Tensor, below: DynamicCache, below_mask_BT: torch.Tensor
 ) -> tuple[DynamicCache, torch.Tensor]:
-    """Two batches as one: both padded on the left to the longer one's length, then one beneath the other."""
+    """Concatenate two batches, both left-padded to the longer one's length."""
     width = max(above_mask_BT.shape[1], below_mask_BT.shape[1])
     above_by, below_by = width - above_mask_BT.shape[1], width - below_mask_BT.shape[1]
     for upper, lower in zip(above.layers, below.layers, strict=True):

@@ -1,9 +1,9 @@
-"""A target with the adapter that Medusa-2 trained folded into its weights: the tuned backbone, a plain model again.
+"""The tuned backbone: a target with its trained LoRA adapter merged into the weights.
 
-The merge is computed in fp32, where the adapter's weights are, and rounded once, to the target's dtype. A target that
-runs in 4 or 8 bit is merged in its unquantized weights, and quantized again by whoever loads the result.
+The merge is computed in fp32, the adapter's dtype, and rounded once to the target's dtype. A target that runs in 4 or 8
+bit is merged in its unquantized weights and quantized again when the result is loaded.
 
-Memory: the target once, in its dtype, on the CPU, and the fp32 change of one matrix at a time (of a 70B target 140 GB
+Memory: the target once, in its dtype, on the CPU, plus the fp32 change of one matrix at a time (for a 70B target 140 GB
 and 4 GB).
 """
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
-    """The target with `adapter` (what peft's `save_pretrained` wrote) merged into its weights, frozen, on the CPU.
+    """The target with `adapter` (a directory of peft's `save_pretrained`) merged, frozen, on the CPU.
 
-    A target with tied embeddings comes back untied: its lm_head has learned, and its input embedding has not.
+    Tied embeddings are untied: the lm_head has been trained and the input embedding has not.
 
     Raises:
         ConfigError: transformers cannot load the target.
@@ -44,7 +44,7 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
         fix = "Run again with --fresh train."
         raise DataError(f"There is no adapter of this target here: {reason}.", str(adapter), fix) from error
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tied embeddings, which these are no more
+        warnings.simplefilter("ignore")  # warns of tied embeddings, which are untied above
         merged = adapted.merge_and_unload()
     for name, weight in merged.named_parameters():
         if not torch.isfinite(torch.stack(weight.aminmax())).all():
@@ -54,7 +54,7 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
 
 
 def untie(model: PreTrainedModel) -> None:
-    """Give a model with tied embeddings an lm_head of its own, equal to its input embedding so far."""
+    """Give a model with tied embeddings a separate lm_head, a copy of its input embedding."""
     text, head = model.config.get_text_config(), model.get_output_embeddings()
     if head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr():
         head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)

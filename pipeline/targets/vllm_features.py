@@ -1,7 +1,7 @@
 """Features from vLLM's pooling runner: the states after the final norm, in the target's dtype.
 
-`token_embed` without activation returns the last hidden state of every prompt token. The stock settings would
-normalise it (use_activation) and give it in fp32 (head_dtype); prefix caching would leave out the shared positions.
+`token_embed` without activation returns the last hidden state of each prompt token. The defaults would normalise it
+(use_activation) and return fp32 (head_dtype); prefix caching would omit shared positions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class VLLMFeatureEngine:
         spec: The target.
         engine_args: vLLM's own arguments; they override ours.
         gpus: Tensor-parallel size; 0 runs on the CPU.
-        tokens_per_batch: Most tokens of one forward; at least one whole conversation is taken.
+        tokens_per_batch: Maximum tokens of one forward; at least one whole conversation.
 
     Raises:
         ConfigError, EnvironmentFault: As VLLMGenerationEngine does.
@@ -47,7 +47,7 @@ class VLLMFeatureEngine:
             "convert": "embed",
             "pooler_config": PoolerConfig(task="token_embed", use_activation=False),
             "hf_overrides": {"head_dtype": "model"},
-            "skip_tokenizer_init": False,  # the pooling front end asks for one, and then does not use it
+            "skip_tokenizer_init": False,  # the pooling front end requires one but does not use it
             "enable_prefix_caching": False,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(tokens_per_batch, context_length(spec)),
@@ -65,5 +65,5 @@ class VLLMFeatureEngine:
             yield from (output.outputs.data.to("cpu", self.dtype) for output in outputs)
 
     def close(self) -> None:
-        """Shut the engine down and give its memory back."""
+        """Shut the engine down and release its memory."""
         self._running.close()

@@ -27,7 +27,7 @@ def config(least: float = 1.0, **train):
         ({"native": engine(2.0, identical=6, ties=2)}, 1.0, []),
         ({"native": engine(2.0, identical=5, ties=2)}, 1.0, ["native: 1 of 8 greedy sequences differ"]),
         ({"vllm": engine(1.5, accepted_per_position=[0.4, 0.1])}, 1.0, []),
-        ({"vllm": engine(1.0, accepted_per_position=[0.0, 0.0])}, 1.0, ["vllm: it accepted no drafted token"]),
+        ({"vllm": engine(1.0, accepted_per_position=[0.0, 0.0])}, 1.0, ["vllm: no draft token was accepted"]),
         (
             {"native": engine(0.9), "vllm": engine(1.5, identical=0, accepted_per_position=[0.5])},
             1.0,

@@ -209,7 +209,7 @@ def test_a_missing_vllm_says_how_to_install_it(random_target: TargetSpec, monkey
 def test_an_argument_that_vllm_refuses_is_a_configuration_error(
     random_target: TargetSpec, arguments: dict[str, object]
 ) -> None:
-    with pytest.raises(ConfigError, match=f"refuses an argument: .*{next(iter(arguments))}"):
+    with pytest.raises(ConfigError, match=f"rejects an argument: .*{next(iter(arguments))}"):
         VLLMGenerationEngine(random_target, engine_args=arguments)
 
 
