@@ -96,7 +96,7 @@ def converse(model: ChatModel, conversation: Chat, how: Answering, console: Cons
         try:
             prompt, forgets = conversation.ask(question)
         except RowRejected as rejected:
-            notes.print(f"This question cannot be answered: {rejected.detail}", markup=False)
+            notes.print(f"This question cannot be asked: {rejected.detail}", markup=False)
             continue
         if forgets:
             notes.print("The context is full: earlier turns are forgotten.", style="yellow")

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from pipeline.cli.chat import FREE, Pace, write
+from pipeline.cli.chat import ACCEPTED, Pace, write
 from pipeline.cli.chat_model import ChatModel
 from pipeline.conversations.text_stream import TextStream
 from pipeline.decoding.decoder import Decoder
@@ -146,7 +146,7 @@ def test_tokens_beyond_the_first_of_a_step_are_coloured_and_control_characters_s
     written, pace = write((new_ids for new_ids in steps), TextStream(tokenizer), console, lambda: False)
     assert written == [token for step in steps for token in step] and pace.num_steps == 2
     green, off = "\x1b[32m", "\x1b[0m"
-    assert FREE == "green" and file.getvalue() == f"ab{green}c{off}d{green}\N{SYMBOL FOR ESCAPE}{off}\n"
+    assert ACCEPTED == "green" and file.getvalue() == f"ab{green}c{off}d{green}\N{SYMBOL FOR ESCAPE}{off}\n"
 
 
 def test_the_prefill_and_its_token_are_no_part_of_the_pace():
