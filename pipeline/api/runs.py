@@ -121,13 +121,14 @@ class Run:
     def simulated_acceleration_rate(self, tree: str | Path | Choices) -> float:
         """Tokens per forward that another tree would have had on held-out text, without decoding.
 
-        Needs the cached states and the trained heads; the heads run once over the held-out rows.
+        The trained heads run once over the held-out states that calibrate reads.
 
         Raises:
             ConfigError: This is no tree over the run's heads.
         """
-        features, heads = self._stage("features"), self._stage("train").path / HEADS_FILE
         settings = self.config
+        states, _ = flow.STAGES["calibrate"].upstream(settings)
+        features, heads = self._stage(states), self._stage("train").path / HEADS_FILE
         choices = check_choices(load_tree(tree), settings.train.num_heads, settings.calibrate.top)
         shards, roles, top = list(map(str, features.shards())), settings.train.roles, settings.calibrate.top
         ranks = held_out_ranks(shards, features.fingerprint, str(heads), roles, top, "cpu")
