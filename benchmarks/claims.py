@@ -16,7 +16,7 @@ Side = Callable[[], float]  # works once; returns seconds
 
 @dataclass(frozen=True)
 class Claim:
-    """One measured figure. `aim` is a lower bound, or with `at_most` an upper one; None for a figure that is only reported."""
+    """One measured figure. `aim` is a lower bound, or with `at_most` an upper one; None for none."""
 
     what: str
     measured: float
