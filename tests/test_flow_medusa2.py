@@ -12,7 +12,6 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from pipeline import open_run
 from pipeline.cli.app import app
 from pipeline.cli.chat_model import load_chat_model
 from pipeline.errors import CheckFailed, EnvironmentFault
@@ -140,11 +139,6 @@ def greedy(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
     return written[0, len(prompt) :].tolist()
 
 
-def test_from_python_another_tree_is_scored_on_the_tuned_backbone_s_states(joint_run):
-    run = open_run(joint_run.path)
-    assert run.simulated_acceleration_rate(run.tree()) >= run.simulated_acceleration_rate([[0]]) >= 1
-
-
 def test_the_check_decodes_with_the_tuned_backbone(joint_run, tiny_target):
     native = latest(joint_run, "check").summary["native"]
     match = native["greedy_match"]
@@ -243,7 +237,7 @@ def test_backbone_and_heads_go_to_two_repositories_and_no_path_of_this_machine_w
     for repository in (backbone, heads):
         card = repository.files["README.md"].decode()
         assert f"{drift['kl']:.4f}" in card and f"{drift['greedy_agreement']:.2%}" in card
-        assert "vllm serve me/small " in card and '"model": "me/small-medusa"' in card
+        assert "vllm serve me/small-medusa\n" in card
         for name, content in repository.files.items():
             assert str(tmp_path).encode() not in content and str(tiny_target).encode() not in content, name
     receipt = json.loads((run.path / "latest/push/receipt.json").read_text())

@@ -32,7 +32,7 @@ from pipeline.evaluation.baselines import baseline
 from pipeline.evaluation.overhead import fastest_threads
 from pipeline.evaluation.prompts import CheckRequest, Prompt, rule_of
 from pipeline.evaluation.speed import (
-    MEDUSA,
+    ACCELERATED,
     PLAIN,
     Decode,
     Pass,
@@ -45,6 +45,7 @@ from pipeline.evaluation.speed import (
 from pipeline.evaluation.studies import run_studies
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_heads
+from pipeline.export.layout import read_config
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer
 
@@ -56,7 +57,7 @@ class Methods:
     """What is compared: plain decoding, decoding with the heads, and transformers' baselines by name."""
 
     plain: Decoder
-    medusa: Decoder
+    accelerated: Decoder
     baselines: Mapping[str, Decode]
 
 
@@ -88,21 +89,21 @@ def check_native(request: CheckRequest, progress: ProgressReporter | None = None
     times = f", {repetitions} times each" if repetitions > 1 else ""
     progress.begin(f"native{times}", len(prompts) * repetitions)
     methods = load_methods(request)
-    plain, medusa = methods.plain, methods.medusa
+    plain, accelerated = methods.plain, methods.accelerated
     endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
     with fastest_threads(endless, prompts[0].ids):
         measured = measure(methods, prompts, settings, progress)
-        calibration, answers = request.calibration, measured.plain_greedy
-        studies = run_studies(settings.studies, plain, medusa, prompts, settings, calibration, answers, progress)
-    match = greedy_match(request, methods, measured, MEDUSA)
+        calibration, answers = request.calibration or {}, measured.plain_greedy
+        studies = run_studies(settings.studies, plain, accelerated, prompts, settings, calibration, answers, progress)
+    match = greedy_match(request, methods, measured, ACCELERATED)
     tokenizer = load_tokenizer(request.target)
     return {
         "native": native_figures(request, methods, measured, match) | ({"studies": studies} if studies else {}),
         "target_text": text_statistics(plain.model, prompts, answers),
-        "samples": samples(tokenizer, prompts, measured.passes[0][MEDUSA]),
+        "samples": samples(tokenizer, prompts, measured.passes[0][ACCELERATED]),
         "answers": {
-            side: answer_lines(f"{request.name}-{side}", tokenizer, prompts, [one[side] for one in measured.passes])
-            for side in (PLAIN, MEDUSA)
+            name: answer_lines(f"{request.name}-{name}", tokenizer, prompts, [one[side] for one in measured.passes])
+            for side, name in ((PLAIN, PLAIN), (ACCELERATED, read_config(request.export).shape.kind))
         },
         "differing": match.differing,
     }
@@ -137,7 +138,7 @@ def measure(
     both_greedy = _both_sides(methods, greedy_acceptance, settings.max_new_tokens)
     baselines = dict(methods.baselines)
     take_turns(by_rule | baselines, prompts[:NUM_WARM_UPS], failed)
-    if methods.plain.captures or methods.medusa.captures:  # capture the graphs of every length, untimed
+    if methods.plain.captures or methods.accelerated.captures:  # capture the graphs of every length, untimed
         take_turns(by_rule, prompts)
         if rule is not greedy_acceptance:
             take_turns(both_greedy, prompts)
@@ -147,7 +148,7 @@ def measure(
     else:
         passes = [take_turns(by_rule, prompts, progress=progress) for _ in range(settings.repeats)]
         greedy_passes = [take_turns(greedily, prompts, failed, progress)]
-    if not any(answer.num_steps for answer in passes[0][MEDUSA]):
+    if not any(answer.num_steps for answer in passes[0][ACCELERATED]):
         raise ConfigError(
             "Every answer ended with its first token, so that there is no step to measure.",
             "check.max_new_tokens",
@@ -186,7 +187,7 @@ def native_figures(
         **speed(measured.passes),
         "greedy_match": match.as_dict(),
         "tie_tolerance": tie_tolerance(request.target, settings),
-        "accepted_lengths": accepted_lengths(first[MEDUSA]),
+        "accepted_lengths": accepted_lengths(first[ACCELERATED]),
         "prompts": len(request.prompts),
         "repeats": settings.repeats,
         **_rule_facts(settings, first),
@@ -209,13 +210,13 @@ def _both_sides(methods: Methods, rule: AcceptanceRule, num_tokens: int) -> dict
 
         return decode
 
-    return {PLAIN: by(methods.plain), MEDUSA: by(methods.medusa)}
+    return {PLAIN: by(methods.plain), ACCELERATED: by(methods.accelerated)}
 
 
 def _log_likelihoods(request: CheckRequest, methods: Methods, measured: Measurement) -> dict[str, float]:
     """The target's log-likelihood of greedy text, of plain sampling and of the rule's text."""
     settings, prompts, model = request.settings, request.prompts, methods.plain.model
-    sampled, by_rule = measured.passes[0][PLAIN], measured.passes[0][MEDUSA]
+    sampled, by_rule = measured.passes[0][PLAIN], measured.passes[0][ACCELERATED]
     if not rule_of(settings).samples:  # typical acceptance with a greedy first token is deterministic
         sampling = _both_sides(methods, RejectionSampling(settings.temperature), settings.max_new_tokens)
         sampled = take_turns({PLAIN: sampling[PLAIN]}, prompts)[PLAIN]
@@ -237,7 +238,7 @@ def _rule_facts(settings: CheckConfig, decoded: Pass) -> dict[str, Any]:
         return facts | rule | {"first_token": settings.first_token}
     facts["top_p"] = settings.top_p
     if settings.acceptance == "rejection":
-        sides = zip(_texts(decoded[PLAIN]), _texts(decoded[MEDUSA]), strict=True)
+        sides = zip(_texts(decoded[PLAIN]), _texts(decoded[ACCELERATED]), strict=True)
         facts["sampled_identical"] = sum(left == right for left, right in sides)
     return facts
 

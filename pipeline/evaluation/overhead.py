@@ -1,4 +1,4 @@
-"""The overhead of trees on this device: seconds of a Medusa step over seconds of a plain one, by tree size.
+"""The overhead of trees on this device: seconds of a step with heads over seconds of a plain one, by tree size.
 
 Measured by the check's own loop on held-out prompts. A step costs the same whatever it accepts, so a few steps per
 prompt suffice. Sizes take turns for each prompt, so that a drifting machine slows them all, and each one's time is the
@@ -85,9 +85,9 @@ def undisturbed(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4] if seconds else math.nan
 
 
-def with_tree(medusa: Decoder, choices: Sequence[Path]) -> Decoder:
+def with_tree(accelerated: Decoder, choices: Sequence[Path]) -> Decoder:
     """The same target and heads with another tree and no end tokens."""
-    return Decoder(medusa.model, medusa.heads, choices, eos_token_ids=(), max_length=medusa.max_length)
+    return Decoder(accelerated.model, accelerated.heads, choices, eos_token_ids=(), max_length=accelerated.max_length)
 
 
 @contextlib.contextmanager

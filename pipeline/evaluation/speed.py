@@ -1,7 +1,7 @@
 """Speed figures of several decoding methods on the same prompts.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
-    overhead           seconds per Medusa step / seconds per plain step
+    overhead           seconds per step with heads / seconds per plain step
     speedup            tokens per second / plain tokens per second, which is acceleration rate / overhead
 
 Seconds exclude the prefill. They are medians over the repetitions; times per answer are medians over answers and
@@ -24,7 +24,7 @@ from pipeline.execution.progress import ProgressReporter
 Decode = Callable[[list[int], int], Decoded]  # (prompt, sampling seed)
 Pass = Mapping[str, Sequence[Decoded]]  # one repetition: each method's answers, by prompt
 
-PLAIN, MEDUSA = "plain", "medusa"
+PLAIN, ACCELERATED = "plain", "accelerated"
 
 
 class CannotDecode(Exception):
@@ -84,18 +84,18 @@ class Pace:
 
 
 def speed(passes: Sequence[Pass]) -> dict[str, float | None]:
-    """Medusa's figures and plain decoding's."""
-    plain, medusa = (Pace.of([one[method] for one in passes]) for method in (PLAIN, MEDUSA))
-    overhead = _ratio(medusa.seconds_per_step, plain.seconds_per_step)
+    """The figures with heads and those of plain decoding."""
+    plain, accelerated = (Pace.of([one[method] for one in passes]) for method in (PLAIN, ACCELERATED))
+    overhead = _ratio(accelerated.seconds_per_step, plain.seconds_per_step)
     return {
-        "acceleration_rate": rounded(medusa.acceleration_rate),
+        "acceleration_rate": rounded(accelerated.acceleration_rate),
         "overhead": rounded(overhead),
-        "speedup": rounded(_ratio(medusa.acceleration_rate, overhead)),
-        "tokens_per_second": rounded(medusa.tokens_per_second, 2),
+        "speedup": rounded(_ratio(accelerated.acceleration_rate, overhead)),
+        "tokens_per_second": rounded(accelerated.tokens_per_second, 2),
         "baseline_tokens_per_second": rounded(plain.tokens_per_second, 2),
-        "time_to_first_token": rounded(medusa.time_to_first_token, 6),
+        "time_to_first_token": rounded(accelerated.time_to_first_token, 6),
         "baseline_time_to_first_token": rounded(plain.time_to_first_token, 6),
-        "time_per_output_token": rounded(medusa.time_per_output_token, 6),
+        "time_per_output_token": rounded(accelerated.time_per_output_token, 6),
         "baseline_time_per_output_token": rounded(plain.time_per_output_token, 6),
     }
 

@@ -20,7 +20,7 @@ comparable with each other, not with the check's own. Rows are flat dictionaries
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import isnan, nan, sqrt
@@ -29,7 +29,6 @@ from typing import Any, Literal
 
 import torch
 
-from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig, StudyName
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
 from pipeline.decoding.cuda_graphs import WARM_UP_STEPS
@@ -61,29 +60,30 @@ class Side:
 def run_studies(
     names: Collection[StudyName],
     plain: Decoder,
-    medusa: Decoder,
+    accelerated: Decoder,
     prompts: Sequence[Prompt],
     settings: CheckConfig,
-    calibration: Calibration | None,
+    calibration: Mapping[str, Any],
     answers: Sequence[list[int]],
     progress: ProgressReporter | None = None,
 ) -> dict[str, list[Row]]:
     """The rows of the named studies.
 
     Args:
-        plain, medusa: The check's decoders; the studies use their target, heads, tree and limits.
+        plain, accelerated: The check's decoders; the studies use their target, heads, tree and limits.
         prompts: At least one.
         settings: The check's: number of tokens, typical acceptance's first token, repetitions of batches.
-        calibration: What calibrate found, for the searched tree of the stock tree's size; None leaves its row out.
+        calibration: The calibrate stage's tree.json, for the searched tree of the stock tree's size: its `searched`
+            paths, or else the greedy tree of its `accuracies`; without either the row is left out.
         answers: Plain greedy decoding's answer to each prompt.
     """
     num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
     few = prompts[:NUM_PROMPTS]
     studies: dict[StudyName, Callable[[], list[Row]]] = {
-        "trees": lambda: tree_ladder(plain, medusa, prompts, answers, calibration),
-        "typical": lambda: typical_sweep(plain, medusa, few, num_tokens, settings.first_token),
-        "heads": lambda: heads_used(plain, medusa, prompts, answers),
-        "batch": lambda: batch_sizes(plain, medusa, few, num_tokens, settings.repeats),
+        "trees": lambda: tree_ladder(plain, accelerated, prompts, answers, calibration),
+        "typical": lambda: typical_sweep(plain, accelerated, few, num_tokens, settings.first_token),
+        "heads": lambda: heads_used(plain, accelerated, prompts, answers),
+        "batch": lambda: batch_sizes(plain, accelerated, few, num_tokens, settings.repeats),
     }
     rows: dict[str, list[Row]] = {}
     for name in [name for name in studies if name in names]:
@@ -95,7 +95,7 @@ def run_studies(
 
 def typical_sweep(
     plain: Decoder,
-    medusa: Decoder,
+    accelerated: Decoder,
     prompts: Sequence[Prompt],
     num_tokens: int,
     first_token: Literal["greedy", "sampled"],
@@ -111,18 +111,20 @@ def typical_sweep(
             Side({"temperature": temperature, "rule": "plain", "eps": None}, plain, sampling),
             Side(
                 {"temperature": temperature, "rule": "rejection" if temperature else "greedy", "eps": None},
-                medusa,
+                accelerated,
                 sampling,
             ),
         ]
         for eps in EPS if temperature else ():
             rule = acceptance_rule("typical", temperature, eps, sqrt(eps), first_token=first_token)
-            sides.append(Side({"temperature": temperature, "rule": "typical", "eps": eps}, medusa, rule))
+            sides.append(Side({"temperature": temperature, "rule": "typical", "eps": eps}, accelerated, rule))
         rows += _measured(sides, prompts, num_tokens)
     return rows
 
 
-def batch_sizes(plain: Decoder, medusa: Decoder, prompts: Sequence[Prompt], num_tokens: int, repeats: int) -> list[Row]:
+def batch_sizes(
+    plain: Decoder, accelerated: Decoder, prompts: Sequence[Prompt], num_tokens: int, repeats: int
+) -> list[Row]:
     """Tokens per second of the same prompts in batches of 1 to 16, prefill included; medians of `repeats`.
 
     A power of two of the prompts is used, so that they fill every batch; they repeat where there are too few.
@@ -132,12 +134,12 @@ def batch_sizes(plain: Decoder, medusa: Decoder, prompts: Sequence[Prompt], num_
     for size in BATCH_SIZES:
         texts = list(islice(cycle(asked), max(size, len(asked))))
         batches = [texts[start : start + size] for start in range(0, len(texts), size)]
-        for decoder in (plain, medusa):  # warm-up: every length and width must be captured
+        for decoder in (plain, accelerated):  # warm-up: every length and width must be captured
             for batch in batches * (WARM_UP_STEPS + 1) if decoder.captures else batches[:1]:
                 decoder.generate_batch(batch, num_tokens if decoder.captures else WARM_UP_TOKENS)
         speeds: tuple[list[float], list[float]] = ([], [])
         for _ in range(repeats):
-            for decoder, rates in zip((plain, medusa), speeds, strict=True):
+            for decoder, rates in zip((plain, accelerated), speeds, strict=True):
                 started = perf_counter()
                 answers = [answer for batch in batches for answer in decoder.generate_batch(batch, num_tokens)]
                 rates.append(sum(len(answer.token_ids) for answer in answers) / (perf_counter() - started))

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from pipeline.artifacts.tree_file import Calibration
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.readout import last_positions
@@ -35,10 +34,10 @@ NUM_TIMED = 4  # prompts
 
 def tree_ladder(
     plain: Decoder,
-    medusa: Decoder,
+    accelerated: Decoder,
     prompts: Sequence[Prompt],
     answers: Sequence[list[int]],
-    calibration: Calibration | None,
+    calibration: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
     """Acceleration rate, overhead and speedup of each kind of tree, from none to the export's own.
 
@@ -46,8 +45,8 @@ def tree_ladder(
         answers: Plain greedy decoding's.
         calibration: As in `run_studies`.
     """
-    assert medusa.heads is not None
-    num_heads = medusa.heads.shape.num_heads
+    assert accelerated.heads is not None
+    num_heads = accelerated.heads.shape.num_heads
     widths, stock = CARTESIAN[:num_heads], stock_tree(num_heads)
     trees: dict[str, Sequence[Path]] = {
         "plain": (),
@@ -55,36 +54,36 @@ def tree_ladder(
         f"Cartesian {'x'.join(map(str, widths))}": cartesian_tree(widths),
         STOCK_TREE: stock,
         SEARCHED_TREE: searched_tree(calibration)[: len(stock)],
-        USED_TREE: medusa.tree.choices,
+        USED_TREE: accelerated.tree.choices,
     }
     trees = {name: tree for name, tree in trees.items() if tree or name == "plain"}
-    worth = tree_figures(plain, medusa, prompts, answers, trees)
+    worth = tree_figures(plain, accelerated, prompts, answers, trees)
     return [{"tree": name, "nodes": len(tree), **worth[name]} for name, tree in trees.items()]
 
 
 def heads_used(
-    plain: Decoder, medusa: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]]
+    plain: Decoder, accelerated: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> list[dict[str, Any]]:
     """The export's tree cut at each depth: gain and cost of the deeper heads."""
-    choices = medusa.tree.choices
-    trees = {depth: [p for p in choices if len(p) <= depth] for depth in range(1, medusa.tree.max_depth + 1)}
-    worth = tree_figures(plain, medusa, prompts, answers, trees)
+    choices = accelerated.tree.choices
+    trees = {depth: [p for p in choices if len(p) <= depth] for depth in range(1, accelerated.tree.max_depth + 1)}
+    worth = tree_figures(plain, accelerated, prompts, answers, trees)
     return [{"heads": depth, "nodes": len(tree), **worth[depth]} for depth, tree in trees.items()]
 
 
 def tree_figures(
     plain: Decoder,
-    medusa: Decoder,
+    accelerated: Decoder,
     prompts: Sequence[Prompt],
     answers: Sequence[list[int]],
     trees: Mapping[Name, Sequence[Path]],
 ) -> dict[Name, dict[str, float | None]]:
     """Every tree's acceleration rate, overhead and speedup; None where no answer takes a step."""
-    assert medusa.heads is not None
+    assert accelerated.heads is not None
     num_guesses = 1 + max(rank for tree in trees.values() for path in tree for rank in path)
-    ranks = guess_ranks(medusa.model, medusa.heads, prompts, answers, num_guesses)
+    ranks = guess_ranks(accelerated.model, accelerated.heads, prompts, answers, num_guesses)
     endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
-    decoders = {name: with_tree(medusa, tree) for name, tree in trees.items() if tree}
+    decoders = {name: with_tree(accelerated, tree) for name, tree in trees.items() if tree}
     timed = [prompt.ids for prompt in prompts[:NUM_TIMED]]
     for decoder in (endless, *decoders.values()):  # warm-up
         step_seconds(decoder, timed[0])
@@ -97,12 +96,11 @@ def tree_figures(
     return worth
 
 
-def searched_tree(calibration: Calibration | None) -> tuple[Path, ...]:
+def searched_tree(calibration: Mapping[str, Any]) -> tuple[Path, ...]:
     """The tree searched for these heads with the stock tree's size; independent of the device."""
-    if calibration is None:
-        return ()
-    search = calibration.search
-    return search.searched[:STOCK_NODES] if search else greedy_tree(calibration.accuracies, STOCK_NODES)
+    if searched := calibration.get("searched"):
+        return tuple(map(tuple, searched[:STOCK_NODES]))
+    return greedy_tree(accuracies, STOCK_NODES) if (accuracies := calibration.get("accuracies")) else ()
 
 
 def guess_ranks(

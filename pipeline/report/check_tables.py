@@ -26,7 +26,7 @@ _SPEED: tuple[Column, ...] = (
 )
 _BOTH_RATES: tuple[Column, ...] = (
     ("tokens/s, plain", "baseline_tokens_per_second", rate),
-    ("tokens/s, Medusa", "tokens_per_second", rate),
+    ("tokens/s, with heads", "tokens_per_second", rate),
     ("speedup", "speedup", times),
 )
 STUDIES: dict[str, tuple[str, str, tuple[Column, ...], int]] = {  # title, note, columns, number of text columns
@@ -131,7 +131,7 @@ def methods_table(report: dict) -> Table:
     native, vllm = pick(report, "check", "native"), pick(report, "check", "vllm")
     rows, failed = [], []
     if native:
-        rows += [_row("plain", _plain_of(native)), _row("Medusa", native)]
+        rows += [_row("plain", _plain_of(native)), _row("with heads", native)]
         for other in pick(native, "baselines") or []:
             name = str(other.get("name")).replace("-", " ")
             if reason := other.get("failed"):
@@ -140,7 +140,7 @@ def methods_table(report: dict) -> Table:
             else:
                 rows.append(_row(name, other))
     if vllm:
-        rows += [_row("vLLM plain", _plain_of(vllm)), _row("vLLM Medusa", vllm)]
+        rows += [_row("vLLM plain", _plain_of(vllm)), _row("vLLM with heads", vllm)]
     columns = ("method", "per step", "tokens/s", "speedup", "to first", "per token", "identical")
     repeats = pick(native, "repeats") or 1
     medians = [f"Times are medians of {count(repeats)} repetitions"] if repeats > 1 else []

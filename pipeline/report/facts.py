@@ -90,7 +90,7 @@ def pick(report: Any, *path: str) -> Any:
 
 def title(report: dict) -> str:
     """The title line."""
-    return f"Medusa heads for {pick(report, 'target') or 'an unnamed target'}"
+    return f"Heads for {pick(report, 'target') or 'an unnamed target'}"
 
 
 def subtitle(report: dict) -> str:
@@ -153,13 +153,13 @@ def headline(report: dict) -> list[Figure]:
             ratio(pick(native, "acceleration_rate")),
             f"tokens per target forward, with the tree{expected}",
         ),
-        (native, "Overhead", times(pick(native, "overhead")), "seconds of a Medusa step over a plain one"),
+        (native, "Overhead", times(pick(native, "overhead")), "seconds of a step with heads over a plain one"),
         (native, "Speedup", times(pick(native, "speedup")), "acceleration rate over overhead"),
         (native, "Greedy identical", matched, matched_note),
         (vllm, "vLLM acceleration rate", ratio(pick(vllm, "acceleration_rate")), _vllm_note(vllm)),
         (text, "Target's own text", ratio(pick(text, "distinct_4")), entropy if text else "distinct-4, mean entropy"),
         (native, "Tokens/s, plain", rate(pick(native, "baseline_tokens_per_second")), "the target alone, same prompts"),
-        (native, "Tokens/s, Medusa", rate(pick(native, "tokens_per_second")), "the target with its heads"),
+        (native, "Tokens/s, with heads", rate(pick(native, "tokens_per_second")), "the target with its heads"),
     )
     found = [Figure(label, value if part else NOT_RUN, note) for part, label, value, note in figures]
     return found[:1] + _searched_over_stock(native) + found[1:]

@@ -98,8 +98,8 @@ def speedup_bars(report: dict) -> dict[str, dict[str, Any]]:
 
 
 def pace_bars(report: dict) -> list[tuple[str, str, float]]:
-    """Tokens per second of plain decoding and Medusa: name, text, and share of the faster one."""
-    keys = {"plain": "baseline_tokens_per_second", "Medusa": "tokens_per_second"}
+    """Tokens per second of plain decoding and with heads: name, text, and share of the faster one."""
+    keys = {"plain": "baseline_tokens_per_second", "heads": "tokens_per_second"}
     speeds = {name: pick(report, "check", "native", key) for name, key in keys.items()}
     if not all(speeds.values()):
         return []

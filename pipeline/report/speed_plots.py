@@ -69,14 +69,14 @@ def heads_used(rows: Sequence[dict]) -> str:
 
 
 def batch_sizes(rows: Sequence[dict]) -> str:
-    """Tokens per second, plain and Medusa, by how many sequences decode at once; the speedup above each pair."""
-    plain_N, medusa_N = (_numbers(rows, key) for key in ("baseline_tokens_per_second", "tokens_per_second"))
+    """Tokens per second, plain and with heads, by how many sequences decode at once; the speedup above each pair."""
+    plain_N, heads_N = (_numbers(rows, key) for key in ("baseline_tokens_per_second", "tokens_per_second"))
 
     def draw(axes: Axes) -> None:
         x_N = np.arange(len(rows))
         axes.bar(x_N - 0.19, plain_N, 0.36, color=MUTED, alpha=0.55, linewidth=0, label="plain")
-        axes.bar(x_N + 0.19, medusa_N, 0.36, color=ACCENT, linewidth=0, label="Medusa")
-        for x, height, row in zip(x_N, np.fmax(plain_N, medusa_N), rows, strict=True):
+        axes.bar(x_N + 0.19, heads_N, 0.36, color=ACCENT, linewidth=0, label="with heads")
+        for x, height, row in zip(x_N, np.fmax(plain_N, heads_N), rows, strict=True):
             if np.isfinite(height) and row.get("speedup") is not None:
                 axes.text(float(x), height, f"{row['speedup']:.2f}x", ha="center", va="bottom", color=INK, size=9)
         axes.set_xticks(x_N, [f"{row.get('batch_size')}" for row in rows])

@@ -7,6 +7,8 @@ import pytest
 from pipeline.config import CheckConfig
 from pipeline.evaluation import served
 from pipeline.evaluation.prompts import CheckRequest, Prompt
+from pipeline.export.layout import ExportConfig
+from pipeline.heads.medusa import MedusaShape
 from pipeline.targets.spec import TargetSpec
 
 PROMPTS = [Prompt("a", [0, 5]), Prompt("b", [0, 6])]
@@ -14,7 +16,7 @@ PROMPTS = [Prompt("a", [0, 5]), Prompt("b", [0, 6])]
 
 @pytest.fixture
 def check(monkeypatch, tiny_target):
-    def run(plain: list[list[int]], medusa: list[list[int]], **figures):
+    def run(plain: list[list[int]], accelerated: list[list[int]], **figures):
         asked = {
             "num_drafts": 8,
             "accepted_per_position": [4, 2, 0],
@@ -23,10 +25,12 @@ def check(monkeypatch, tiny_target):
         }
         decoded = {
             "plain": {"token_ids": plain, "tokens_per_second": 20.0},
-            "medusa": {"token_ids": medusa, **asked, **figures},
+            "accelerated": {"token_ids": accelerated, **asked, **figures},
         }
         monkeypatch.setattr(served, "vllm_decode_check", lambda *arguments, **more: decoded)
-        return served.check_served(CheckRequest(TargetSpec(str(tiny_target)), "export", PROMPTS, CheckConfig()), 3)
+        config = ExportConfig("owner/target", MedusaShape(hidden_size=64, vocab_size=300, num_heads=3))
+        monkeypatch.setattr(served, "read_config", lambda _: config)
+        return served.check_served(CheckRequest(TargetSpec(str(tiny_target)), "export", PROMPTS, CheckConfig()))
 
     return run
 

@@ -20,10 +20,10 @@ SLOW = [decoded([3, 1, 4], 5.0, first=0.2), decoded([2, 2], 9.0, first=0.7)]
 
 
 def test_rates_are_pooled_over_sequences_and_seconds_are_medians_over_repetitions():
-    found = speed([{"plain": PLAIN, "medusa": MEDUSA}, {"plain": PLAIN, "medusa": SLOW}] * 2)
+    found = speed([{"plain": PLAIN, "accelerated": MEDUSA}, {"plain": PLAIN, "accelerated": SLOW}] * 2)
     assert found["acceleration_rate"] == pytest.approx(12 / 5)
     assert found["baseline_tokens_per_second"] == pytest.approx(10.0)
-    found = speed([{"plain": PLAIN, "medusa": side} for side in (MEDUSA, SLOW, MEDUSA)])
+    found = speed([{"plain": PLAIN, "accelerated": side} for side in (MEDUSA, SLOW, MEDUSA)])
     assert found == {
         "acceleration_rate": pytest.approx(12 / 5),
         "overhead": pytest.approx(0.2 / 0.1),
@@ -41,7 +41,7 @@ def test_a_category_has_the_figures_of_its_own_prompts():
     prompts = [Prompt("a", [1], "math"), Prompt("b", [1], "writing"), Prompt("c", [1], "math"), Prompt("d", [1])]
     one = {
         "plain": [decoded([1] * 8, 0.8), decoded([1] * 4, 0.8), decoded([1] * 2, 0.2), decoded([1], 9.0)],
-        "medusa": [decoded([4, 4], 0.4), decoded([2, 2], 0.4), decoded([2], 0.1), decoded([1], 9.0)],
+        "accelerated": [decoded([4, 4], 0.4), decoded([2, 2], 0.4), decoded([2], 0.1), decoded([1], 9.0)],
     }
     assert by_category(prompts, [one, one]) == [
         {
@@ -65,7 +65,7 @@ def test_a_category_has_the_figures_of_its_own_prompts():
 
 def test_a_category_whose_answers_take_no_step_has_no_figures():
     prompts = [Prompt("a", [1], "math"), Prompt("b", [1], "empty")]
-    one = {"plain": [PLAIN[0], decoded([], 0.0)], "medusa": [MEDUSA[0], decoded([], 0.0)]}
+    one = {"plain": [PLAIN[0], decoded([], 0.0)], "accelerated": [MEDUSA[0], decoded([], 0.0)]}
     rows = by_category(prompts, [one])
     assert rows[0]["speedup"] > 0
     figures = {key: value for key, value in rows[1].items() if key not in ("category", "prompts")}
@@ -74,7 +74,7 @@ def test_a_category_whose_answers_take_no_step_has_no_figures():
 
 def test_another_method_is_measured_against_plain_decoding():
     other = [decoded([2] * 4, 0.4), decoded([1] * 4, 0.2)]  # 12 tokens in 8 steps and 0.6 s
-    found = pace_beside([{"plain": PLAIN, "medusa": MEDUSA, "generate": other}], "generate")
+    found = pace_beside([{"plain": PLAIN, "accelerated": MEDUSA, "generate": other}], "generate")
     assert found["acceleration_rate"] == pytest.approx(12 / 8)
     assert found["tokens_per_second"] == pytest.approx(20.0)
     assert found["speedup"] == pytest.approx(2.0)
@@ -104,5 +104,5 @@ def test_every_prompt_is_counted_once_whatever_the_number_of_methods():
     def decode(ids, seed):
         seen.append(reports[-1].done)
 
-    take_turns({"plain": decode, "medusa": decode}, [Prompt(str(n), [n]) for n in range(3)], progress=progress)
+    take_turns({"plain": decode, "accelerated": decode}, [Prompt(str(n), [n]) for n in range(3)], progress=progress)
     assert seen == [0, 0, 1, 1, 2, 2] and reports[-1].done == 3

@@ -40,11 +40,11 @@ def test_every_method_has_a_row_and_plain_decoding_is_the_measure(measured):
     table = methods_table(measured)
     assert table.rows == (
         ("plain", "1.00", "256", "1.00x", "31 ms", "3.9 ms", "-"),
-        ("Medusa", "1.99", "412", "1.61x", "34 ms", "2.4 ms", "31/32"),
+        ("with heads", "1.99", "412", "1.61x", "34 ms", "2.4 ms", "31/32"),
         ("generate", "1.00", "238", "0.93x", "36 ms", "4.2 ms", "30/32"),
         ("prompt lookup", "failed", "-", "-", "-", "-", "-"),
         ("vLLM plain", "1.00", "1,000", "1.00x", "-", "-", "-"),
-        ("vLLM Medusa", "1.71", "900", "0.90x", "-", "-", "32/32"),
+        ("vLLM with heads", "1.71", "900", "0.90x", "-", "-", "32/32"),
     )
     assert "3 repetitions" in table.note
     assert table.note.endswith("prompt lookup failed: its cache <b>cannot</b> be cropped.")
@@ -81,4 +81,4 @@ def test_in_a_terminal_of_80_columns_every_method_stays_on_its_line(measured):
     buffer = io.StringIO()
     print_report(measured, Console(file=buffer, width=80))
     firsts = {line.split("  ")[0] for line in buffer.getvalue().splitlines()}
-    assert {"plain", "Medusa", "prompt lookup", "vLLM plain", "vLLM Medusa"} <= firsts
+    assert {"plain", "with heads", "prompt lookup", "vLLM plain", "vLLM with heads"} <= firsts

@@ -109,7 +109,7 @@ def test_markdown_has_the_numbers_of_the_report(tmp_path, report, extras):
         "vLLM acceleration rate": "1.71",
         "Target's own text": "0.93",
         "Tokens/s, plain": "256",
-        "Tokens/s, Medusa": "412",
+        "Tokens/s, with heads": "412",
     }
     assert tables["Heads"][1] == ["0", "t+2", "62.0%", "74.0%", "80.0%", "82.0%", "84.0%"]
     stages = {row[0]: row[1:] for row in tables["Stages"]}

@@ -19,7 +19,7 @@ def _printed(report: dict, extras: dict | None = None, **options) -> str:
 def test_headline_stages_heads_tree_and_quarantine_are_printed(report, extras):
     lines = [" ".join(line.split()) for line in _printed(report, extras, width=100).splitlines()]
     for start in (
-        "Medusa heads for someone/chat-7b",
+        "Heads for someone/chat-7b",
         "check passed",
         "Acceleration rate 1.99",
         "Overhead 1.23x",
@@ -28,7 +28,7 @@ def test_headline_stages_heads_tree_and_quarantine_are_printed(report, extras):
         "vLLM acceleration rate 1.71",
         "Target's own text 0.93 distinct-4; mean entropy 1.07 nats",
         "Tokens/s, plain 256",
-        "Tokens/s, Medusa 412",
+        "Tokens/s, with heads 412",
         "seeds 1,200 17 1.2 s",
         "push not run",
         "1 t+3 40.0% 50.0% 60.0% 61.0% 66.0%",

@@ -1,0 +1,61 @@
+"""A third kind of heads, for the tests: one linear layer per head, which reads the target's state alone.
+
+This file is all that a kind is; see `pipeline/heads/kind.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.config import TrainConfig
+from pipeline.heads.kind import Heads, HeadsShape, ProposalTree, TargetWeights
+
+
+@dataclass(frozen=True)
+class LinearShape(HeadsShape):
+    kind: ClassVar[str] = "linear"
+
+
+class LinearHeads(Heads):
+    """`lm_head` [K, V, D] alone."""
+
+    Shape = LinearShape
+    title = "Linear heads"
+    vllm_method = "none"
+    card_about = "Each is one linear layer on the target's last hidden state."
+
+    def __init__(self, shape: LinearShape, *, dtype: torch.dtype | None = None, device: torch.device | None = None):
+        super().__init__(shape)
+        sizes = (shape.num_heads, shape.vocab_size, shape.hidden_size)
+        self.lm_head = nn.Parameter(torch.zeros(sizes, dtype=dtype, device=device))
+
+    @classmethod
+    def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> LinearShape:
+        return LinearShape(hidden_size, vocab_size, settings.num_heads)
+
+    @classmethod
+    def initial(cls, shape: LinearShape, target: TargetWeights) -> LinearHeads:
+        lm_head_VD = target.lm_head()
+        heads = cls(shape, dtype=lm_head_VD.dtype, device=lm_head_VD.device)
+        heads.lm_head.data.copy_(lm_head_VD)
+        return heads
+
+    def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
+        return hidden_ND.to(self.lm_head.dtype).expand(self.shape.num_heads, *hidden_ND.shape)
+
+    def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
+        logits_KBV = hidden_BD.to(self.lm_head.dtype) @ self.lm_head[: tree.max_depth].mT
+        guesses_BKR = logits_KBV.topk(tree.top).indices.transpose(0, 1)
+        return guesses_BKR.flatten(1).index_select(1, tree.guess)
+
+    @classmethod
+    def engine_config(cls, shape: LinearShape, format: str, target: Mapping[str, Any]) -> dict[str, Any]:
+        return {"model_type": "linear-heads"}
+
+    def exported_tensors(self, format: str) -> dict[str, Tensor]:
+        return {f"heads.{k}.weight": weight_VD.detach() for k, weight_VD in enumerate(self.lm_head)}

@@ -1,0 +1,81 @@
+"""A kind of heads is one file: nothing outside of it asks which kind it is."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import pipeline
+from pipeline.errors import ConfigError
+from pipeline.export.layout import read_config
+from pipeline.heads.kind import KINDS, head_kind
+from tests.flows.tiny import STAGES, latest, run_again
+from tests.heads.linear_heads import LinearHeads, LinearShape
+
+SOURCES = Path(pipeline.__file__).parent
+
+
+def test_a_third_kind_runs_the_whole_flow_and_changes_no_token(make_config, tmp_path, monkeypatch):
+    monkeypatch.setitem(KINDS, "linear", LinearHeads)
+    run = run_again(make_config(tmp_path, train__heads="linear"))
+    assert all(latest(run, name).done for name in STAGES)
+    trained = load_file(latest(run, "train").path / "heads.safetensors")
+    assert trained.keys() == {"lm_head"} and trained["lm_head"].shape == (3, 300, 64)
+
+    export = latest(run, "export").path
+    assert read_config(export).shape == LinearShape(hidden_size=64, vocab_size=300, num_heads=3)
+    exported = load_file(export / "model.safetensors")
+    assert all(torch.equal(exported[f"heads.{k}.weight"], trained["lm_head"][k]) for k in range(3))
+    assert json.loads((export / "config.json").read_text())["model_type"] == "linear-heads"
+    assert "# Linear heads for" in (export / "README.md").read_text()
+
+    native = json.loads((run.path / "report.json").read_text())["check"]["native"]
+    assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}
+    assert native["acceleration_rate"] > 1
+
+
+def test_a_third_kind_learns_with_its_backbone_too(make_config, tmp_path, monkeypatch):
+    """Kind and method do not know each other."""
+    monkeypatch.setitem(KINDS, "linear", LinearHeads)
+    backbone = {"sequence_length": 128, "batch_sequences": 8, "lora_rank": 4, "max_kl": 100}
+    run = run_again(make_config(tmp_path, train__heads="linear", train__method="medusa-2", train__backbone=backbone))
+    report = json.loads((run.path / "report.json").read_text())
+    assert report["check"]["passed"] and report["check"]["native"]["greedy_match"]["identical"] == 8
+    assert (latest(run, "export").path / "backbone" / "config.json").is_file()
+
+
+def test_an_unknown_kind_is_answered_with_the_nearest_one(make_config, tmp_path):
+    with pytest.raises(ConfigError, match="Did you mean medusa") as caught:
+        run_again(make_config(tmp_path, train__heads="medsua"))
+    assert caught.value.exit_code == 2
+
+
+def outside() -> list[Path]:
+    """Every file of the package but the kinds' own and the configuration, which has a section per kind."""
+    return [file for file in SOURCES.rglob("*.py") if file.relative_to(SOURCES).parts[0] not in ("heads", "config")]
+
+
+def test_no_line_outside_a_kind_s_file_asks_which_kind_it_is():
+    modules = {f"pipeline.heads.{name}" for name in KINDS}
+    fields = {"num_layers", "tied", "block_weight", "block_bias"}  # of Medusa's shape and parameters
+    for file in outside():
+        for node in ast.walk(ast.parse(file.read_text())):
+            where = f"{file.relative_to(SOURCES)}:{getattr(node, 'lineno', 0)}"
+            match node:
+                case ast.ImportFrom(module=module):
+                    assert module not in modules, where
+                case ast.Attribute(attr=name):
+                    assert name not in KINDS.keys() | fields, where
+                case ast.Constant(value=str(text)):
+                    assert text not in KINDS, where
+
+
+def test_kinds_are_loaded_when_they_are_asked_for():
+    for name in KINDS:
+        kind = head_kind(name)
+        assert kind.Shape.kind == name and issubclass(kind, torch.nn.Module)
