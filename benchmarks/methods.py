@@ -38,7 +38,7 @@ METHODS = {
 }
 SETTINGS = ("calibrate.nodes=16", "check.engines=[native]", "check.baselines=[]", "check.min_acceleration_rate=0")
 FEW = (
-    "seeds.sources=[{path: data/seeds.sharegpt.jsonl, limit: 80}]",
+    "seeds.sources=[{path: data/seeds.sharegpt.jsonl, limit: 24}]",
     "seeds.holdout=0.3",
     "generate.engine=transformers",
     "generate.max_new_tokens=16",
@@ -47,6 +47,7 @@ FEW = (
     "train.warmup_steps=1",
     "check.prompts=2",
     "check.max_new_tokens=8",
+    "check.studies=[]",
     "limits.max_quarantine_fraction=1",
 )
 
