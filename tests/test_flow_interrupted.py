@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -14,10 +11,8 @@ from rich.console import Console
 
 from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
+from tests.faults.processes import Waiting
 from tests.flows.tiny import SHARDED, contents, latest, run_again, shards_made, stages_run
-from tests.flows.waiting import STOPS_AT_SHARD_1
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.fault
@@ -28,14 +23,11 @@ def test_a_signal_keeps_what_was_committed_and_the_same_command_continues(
     finished_run, make_settings, make_config, tmp_path, sent, code
 ):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(make_settings(tmp_path)))
-    words = ["run", str(tmp_path / "run.yaml"), "--executor", "inline"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", STOPS_AT_SHARD_1, *words], cwd=ROOT, stdout=-1, stderr=-1, text=True
-    )
-    assert any(line == "waiting\n" for line in process.stdout)
-    process.send_signal(sent)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == code
+    driver = Waiting(tmp_path / "run.yaml", tmp_path / "said.txt", "generate")
+    assert driver.is_at("generate")
+    driver.send(sent)
+    ended, said = driver.end()
+    assert ended == code
     if code > 0:
         stopped = said.splitlines()[-1]
         assert stopped.startswith("stopped: ") and sent.name in stopped and "the same command continues" in stopped

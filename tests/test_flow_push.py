@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,11 +12,12 @@ import pytest
 import yaml
 from rich.console import Console
 
-from pipeline.cli.app import app, ends_well
+from pipeline.cli.app import app, ends_well, main
 from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
-from tests.export.hub_stand_in import TOKEN, hub_on_loopback
+from tests.export.hub_stand_in import TOKEN, hub_on_loopback, take_for_the_hub
 from tests.flows.tiny import stages_run
+from tests.forks import FORKS, PATIENCE
 
 HUB_IDS = {"push__repo_id": "me/heads", "push__base_model": "owner/target"}
 EXPORTED = {
@@ -146,6 +145,13 @@ def test_a_hub_that_fails_is_tried_again_by_the_same_command(copied_run, make_co
     assert stages_run(run_again(config)) == ["push"]
 
 
+def push_to(endpoint: str, config: Path) -> None:
+    """Run the command line in this process with the Hub at `endpoint`."""
+    take_for_the_hub(pytest.MonkeyPatch(), endpoint, config.parent)
+    sys.argv = ["medusa-distill", "run", str(config), "--executor", "inline"]
+    main()
+
+
 @pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize(
@@ -161,15 +167,13 @@ def test_a_push_that_is_killed_is_one_whole_commit_when_it_was_run_again(
     copied_run, make_settings, make_config, tmp_path, hub, moment, request_part
 ):
     (tmp_path / "push.yaml").write_text(yaml.safe_dump(make_settings(tmp_path, **HUB_IDS)))
-    line = [sys.executable, "-m", "pipeline.cli", "run", str(tmp_path / "push.yaml"), "--executor", "inline"]
-    environment = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     setattr(hub, moment, request_part)
-    driver = subprocess.Popen(
-        line, env=os.environ | environment, cwd=Path(__file__).parent.parent, stdout=-3, stderr=-3
-    )
-    assert hub.stalled.wait(120), "the push never came so far"
+    driver = FORKS.Process(target=push_to, args=(hub.endpoint, tmp_path / "push.yaml"))
+    driver.start()
+    assert hub.stalled.wait(PATIENCE), "the push never came so far"
     driver.kill()
-    assert driver.wait() == -signal.SIGKILL
+    driver.join()
+    assert driver.exitcode == -signal.SIGKILL
     setattr(hub, moment, "")
     hub.gone.set()
     repository = hub.repositories["me/heads"]

@@ -184,7 +184,7 @@ class StageDirectory:
     def finish(self, summary: dict[str, Any], upstream: dict[str, str]) -> None:
         """Write DONE.json: the summary, what it was made from, and the facts of every file that counts.
 
-        Shards are not read for it: who wrote them took their sha256.
+        From then on others may hold the directory too. Shards are not read for it: who wrote them took their sha256.
 
         Raises:
             DataError: A file that is no whole shard of this stage lies among its shards.
@@ -202,6 +202,8 @@ class StageDirectory:
             "summary": summary,
         }
         write_json(self.path / "DONE.json", done)
+        if "lock" in self.__dict__:
+            self.lock.share()  # other runs may read it while this one goes on
 
     def _require_own_shards(self, ours: Collection[Path]) -> None:
         if foreign := [path for path in self.shards() if path not in ours]:

@@ -71,15 +71,21 @@ class HubStandIn:
 
 def hub_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
     """A stand-in that huggingface_hub takes for the Hub, with a token that may write; what fixtures yield from."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    with HubStandIn() as stand_in:
+        take_for_the_hub(monkeypatch, stand_in.endpoint, tmp_path)
+        yield stand_in
+    close_session()
+
+
+def take_for_the_hub(monkeypatch: pytest.MonkeyPatch, endpoint: str, tmp_path: Path) -> None:
+    """Let this process's huggingface_hub speak to this address, with a token that may write."""
+    constants = huggingface_hub.constants
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    close_session()
-    with HubStandIn() as stand_in:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", stand_in.endpoint)
-        yield stand_in
     close_session()
 
 

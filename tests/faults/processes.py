@@ -1,13 +1,9 @@
-"""Drivers and orphaned workers as processes of their own that end, or wait, at a chosen step of a commit.
-
-They are forked from a server that has torch and transformers loaded already: one costs a second instead of six.
-"""
+"""Drivers and orphaned workers as processes of their own that end, or wait, at a chosen step of a commit."""
 
 from __future__ import annotations
 
 import importlib
 import itertools
-import multiprocessing
 import os
 import signal
 import sys
@@ -16,9 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["pipeline.cli.app", "pipeline.flow", "transformers.models.llama.modeling_llama"])
-PATIENCE = 120  # seconds
+from tests.forks import FORKS, PATIENCE
 
 
 def die(*_: object) -> None:

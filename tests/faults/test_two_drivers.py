@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,27 +13,24 @@ import yaml
 
 from pipeline.cli.app import app, ends_well
 from pipeline.storage.run_directory import RunDirectory
+from tests.faults.processes import Waiting
 from tests.flows.failing import one_paragraph
 from tests.flows.tiny import contents, shards_made
-from tests.flows.waiting import STOPS_AT_SHARD_1
 
 pytest_plugins = ["tests.flows.failing"]
 
 ROOT = Path(__file__).parent.parent.parent
 
 
-@pytest.mark.slow
 @pytest.mark.fault
 def test_the_second_driver_says_who_holds_the_run_and_takes_it_over_when_that_one_is_dead(
     finished_run, make_settings, tmp_path, capsys, signals_as_they_were
 ):
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(make_settings(tmp_path)))
     words = ["run", str(tmp_path / "run.yaml"), "--executor", "inline", "--until", "generate"]
-    first = subprocess.Popen(
-        [sys.executable, "-c", STOPS_AT_SHARD_1, *words], cwd=ROOT, stdout=-1, stderr=-3, text=True
-    )
+    first = Waiting(tmp_path / "run.yaml", tmp_path / "said.txt", "generate")
     try:
-        assert any(line == "waiting\n" for line in first.stdout)
+        assert first.is_at("generate")
         run = RunDirectory(tmp_path / "run")
         events, settings = ((run.path / name).read_bytes() for name in ("events.jsonl", "run.yaml"))
         capsys.readouterr()
@@ -43,18 +38,21 @@ def test_the_second_driver_says_who_holds_the_run_and_takes_it_over_when_that_on
             assert ends_well(lambda line=line: app(line, standalone_mode=False)) == 4
             said = one_paragraph(capsys.readouterr().err)
             assert "Another run holds the run 'run'" in said and str(run.path / "lock") in said
-            assert f"held by process {first.pid} on {socket.gethostname()}" in said and "Wait for it or stop it" in said
+            assert (
+                f"held by process {first.process.pid} on {socket.gethostname()}" in said
+                and "Wait for it or stop it" in said
+            )
         store = [*words, "run.name=other", f"run.store={run.path}", "--fresh", "generate"]
         assert ends_well(lambda: app(store, standalone_mode=False)) == 4
         said = one_paragraph(capsys.readouterr().err)
-        assert "Another run holds the generate stage" in said and f"process {first.pid} on" in said
+        assert "Another run holds the generate stage" in said and f"process {first.process.pid} on" in said
         assert ends_well(lambda: app(["status", str(run.path)], standalone_mode=False)) == 0, "reading is free"
         assert (run.path / "events.jsonl").read_bytes() == events and (run.path / "run.yaml").read_bytes() == settings
     finally:
-        first.kill()
-        first.wait()
-    assert first.returncode == -signal.SIGKILL
-    assert json.loads((run.path / "lock").read_text())["pid"] == first.pid, "it left its name behind"
+        first.send(signal.SIGKILL)
+        ended, _ = first.end()
+    assert ended == -signal.SIGKILL
+    assert json.loads((run.path / "lock").read_text())["pid"] == first.process.pid, "it left its name behind"
     assert ends_well(lambda: app(words, standalone_mode=False)) == 0
     assert shards_made(run) == [("generate", index) for index in (1, 2, 3)]
     assert contents(run, "seeds", "generate") == contents(finished_run, "seeds", "generate")

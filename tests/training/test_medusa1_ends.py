@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
-import subprocess
-import sys
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +19,7 @@ from pipeline.training import medusa1 as room
 from pipeline.training.medusa1 import train_medusa1
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec
+from tests.forks import FORKS, PATIENCE
 from tests.training.two_workers import train_as_two
 
 ROOT = Path(__file__).parents[2]
@@ -71,19 +69,18 @@ def test_metrics_have_every_step_once_after_a_resume(make_spec):
         assert line | {"tokens_per_second": 0} == expected | {"tokens_per_second": 0}
 
 
+def train_until_killed(spec: TrainSpec) -> None:
+    train_medusa1(spec, on_progress=lambda step, *_: step == 8 and os.kill(os.getpid(), signal.SIGKILL))
+
+
 @pytest.mark.slow
-def test_a_killed_process_resumes_from_its_newest_whole_checkpoint(make_spec, tmp_path):
+def test_a_killed_process_resumes_from_its_newest_whole_checkpoint(make_spec):
     whole, killed = make_spec("whole"), make_spec("killed")
     train_medusa1(whole)
-    (tmp_path / "spec.pickle").write_bytes(pickle.dumps(killed))
-    script = (
-        "import os, pickle, sys, signal\n"
-        "from pipeline.training.medusa1 import train_medusa1\n"
-        "spec = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "train_medusa1(spec, on_progress=lambda step, *_: step == 8 and os.kill(os.getpid(), signal.SIGKILL))\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", script, tmp_path / "spec.pickle"], cwd=ROOT, capture_output=True)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+    trainer = FORKS.Process(target=train_until_killed, args=(killed,))
+    trainer.start()
+    trainer.join(PATIENCE)
+    assert trainer.exitcode == -signal.SIGKILL
     assert list(killed.path.glob("checkpoints/step-*.safetensors"))
     train_medusa1(killed)
     assert all(torch.equal(weights(killed)[name], tensor) for name, tensor in weights(whole).items())
