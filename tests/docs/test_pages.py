@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -151,3 +152,16 @@ def test_nothing_cites_a_document_that_is_not_here():
     files = [path for name in kept for path in ((ROOT / name).rglob("*") if (ROOT / name).is_dir() else [ROOT / name])]
     cited = [path for path in files if path.suffix in (".py", ".md", ".yaml") and "DESIGN" in path.read_text()]
     assert [path for path in cited if path != Path(__file__)] == []
+
+
+def test_the_readme_s_figures_have_the_form_that_the_script_writes():
+    table = runpy.run_path(str(ROOT / "scripts" / "write_demo.py"))["table"]
+    matched = {"identical": 1, "sequences": 1}
+    trees = [{"tree": "stock (Vicuna-7B's)", "acceleration_rate": 1.0, "nodes": 1}]
+    names = ("acceleration_rate", "overhead", "speedup", "tokens_per_second", "baseline_tokens_per_second")
+    native = {**dict.fromkeys(names, 1.0), "greedy_match": matched, "studies": {"trees": trees}}
+    tree = {"expected_acceleration_rate": 1.0, "nodes": 1}
+    made = table({"check": {"native": native, "vllm": native}, "tree": tree})
+    block = text("README.md").partition("<!-- demo -->\n")[2].partition("\n<!-- /demo -->")[0]
+    assert len(made.splitlines()) == 2 + 8
+    assert re.sub(r"[\d.,]+", "N", block) == re.sub(r"[\d.,]+", "N", made), "run python scripts/write_demo.py runs/demo"
