@@ -1,7 +1,7 @@
-"""Floating-point operations that the work needs, by formula, and what the machine does at most, by measurement.
+"""Floating-point operations by formula, and the machine's peak by measurement.
 
-Only needed operations count: no padding, no masked half of causal attention, no label that is -100, no gradient that
-nobody asks for. A share of the peak is therefore never flattered.
+Only needed operations count: no padding, no masked half of causal attention, no label of -100, no unused gradient. A
+share of the peak is therefore never overstated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from pipeline.heads.medusa import MedusaShape
 
-PEAK_PRODUCTS = 100  # so many that a card's clock settles
+PEAK_PRODUCTS = 100  # enough for a GPU's clock to settle
 
 
 def backbone_flops(model: PreTrainedModel, lengths: Iterable[int]) -> float:
@@ -41,7 +41,7 @@ def training_flops(config: MedusaShape, num_positions: float, num_labels: float)
 
 
 class Peak:
-    """The device's best rate, by products of two large random matrices; a side to be timed in turns with others."""
+    """The device's peak rate, by products of two large random matrices; timed in turns with other sides."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, size: int):
         self._left, self._right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

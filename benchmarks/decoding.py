@@ -1,9 +1,9 @@
-"""What a step with a tree costs over a plain one on this machine's CPU, by the tree's size and by the batch's.
+"""The overhead of a step with a tree over a plain one on this machine's CPU, by tree size and batch size.
 
 Measured: seconds per step of `Decoder` with trees of 1 to 256 nodes over those of `plain_decoder`, the same loop
-without a tree, in turns, with as many threads as make plain decoding fastest. Batches: the same for a tree of 8 nodes
-and several texts at once. Heads are untrained and untied (the dearer kind): what a step costs does not depend on what
-is accepted. The curve for a GPU is the gpu benchmark's.
+without a tree, in turns, on the number of threads at which plain decoding is fastest. Batches: the same for a tree of 8
+nodes and several texts at once. Heads are untrained and untied (the more expensive kind): a step's cost does not depend
+on what is accepted. The gpu benchmark has the curve for a GPU.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def claim(what: str, with_tree: Sequence[float], plain: Sequence[float]) -> Clai
 
 
 def seconds_per_step(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> float:
-    """Of a batch, without its prefills and without a step for those that a guess has brought to their end."""
+    """Seconds per step of a batch, without its prefills."""
     steps = decoder.stream_batch(prompts, (NUM_STEPS + 1) * (decoder.tree.max_depth + 1))
     for _ in prompts:
         next(steps)

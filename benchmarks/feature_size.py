@@ -1,9 +1,9 @@
 """Claim: a cached position costs little more than its state: at most 1.02 times 4·D bytes in fp32, 2·D in bf16.
 
-Measured: the size of a shard that the features stage's worker commits (ids, spans, positions, checksums and receipt
-among it) over the positions in it, against the raw size of a state. A random backbone's states stand for a real one's:
-their mantissas are as random, and their exponents alone compress. Without a codec nothing does, which is the most that
-any target's states can cost: reported without an aim, since it is not the default.
+Measured: the size of a shard of the features stage (ids, spans, positions, checksums and receipt included) per
+position, against the raw size of a state. A random backbone's states are representative: mantissas are random and only
+exponents compress. Without a codec nothing is compressed, which is the upper bound for any target; it is reported
+without an aim, since it is not the default.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Claim: the features stage costs little beside the backbone's forward: at least 0.85 of its tokens per second.
 
-Measured: the stage's own worker, loaded, over shards of ragged conversations: reading rows, batching, forward, picking
-positions, compressing, writing, committing. Against: the bare forward, `base_model(input_ids)`, over the very batches
-that the worker made, recorded at its model's door. Both count the conversations' tokens, padding not counted. A random
-backbone of 50M parameters stands for a real target; the demo's, whose forward is ten times cheaper, is the hard case.
+Measured: the stage's worker over shards of ragged conversations: reading rows, batching, forward, selecting
+positions, compressing, writing, committing. Against: the bare forward, `base_model(input_ids)`, over the same batches,
+recorded by a hook. Both count the conversations' tokens without padding. A random backbone of 50M parameters represents
+a real target; the demo's, whose forward is ten times cheaper, is the hard case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_SHARDS = 2
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Two backbones; more rounds of the quick one, whose seconds a busy neighbour moves most."""
+    """Two backbones; more rounds for the fast one, whose timing is noisier."""
     shape, row_tokens = (targets.TINY, (8, 24)) if tiny else (targets.BACKBONE, (64, 512))
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
@@ -59,7 +59,7 @@ def _claim(
 
 
 def sides_in_turns(worker: Worker, tasks: Sequence[ShardTask], rounds: int) -> dict[str, list[float]]:
-    """Seconds of the whole stage and of the bare forward over the same batches, round by round."""
+    """Seconds of the whole stage and of the bare forward over the same batches, per round."""
     batches = record_batches(worker, tasks)
     return in_turns(
         {
@@ -72,7 +72,7 @@ def sides_in_turns(worker: Worker, tasks: Sequence[ShardTask], rounds: int) -> d
 
 
 def record_batches(worker: Worker, tasks: Sequence[ShardTask]) -> list[torch.Tensor]:
-    """Run the worker once and keep what its backbone was given."""
+    """Run the worker once and record its backbone's inputs."""
     seen: list[torch.Tensor] = []
     hook = backbone(worker).register_forward_pre_hook(
         lambda _, __, given: seen.append(given["input_ids"].clone()), with_kwargs=True
@@ -92,7 +92,7 @@ def stage_seconds(worker: Worker, tasks: Sequence[ShardTask]) -> float:
 
 @torch.inference_mode()
 def forward_seconds(worker: Worker, batches: Sequence[torch.Tensor]) -> float:
-    """The backbone alone, and nothing kept of what it says."""
+    """The backbone alone; its outputs are discarded."""
     forward = backbone(worker)
     started = perf_counter()
     for ids_BT in batches:
@@ -103,6 +103,6 @@ def forward_seconds(worker: Worker, batches: Sequence[torch.Tensor]) -> float:
 
 
 def backbone(worker: Worker) -> PreTrainedModel:
-    """The very module that the worker runs."""
+    """The module that the worker runs."""
     assert isinstance(worker.engine, TransformersFeatureEngine)
     return worker.engine.model.base_model

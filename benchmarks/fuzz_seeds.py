@@ -4,8 +4,8 @@
 
 Rows of every form are mutated (keys that are gone, values of other types, deep nesting, huge numbers, lone surrogates,
 NULs), written as JSONL, JSON arrays or text with mixed line ends and byte order marks, damaged byte by byte, packed and
-cut short. Every file is read as the seeds stage reads it, and every row that comes out becomes one of the stage's.
-How many rows must come out is counted here from the bytes, without the readers.
+cut short. Every file is read as in the seeds stage, and each row is stored as there. The expected number of rows is
+counted from the bytes, without the readers.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ DAMAGE = (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\0", b"\r", b"\n", b"\xef\xbb\xbf
 
 @dataclass(frozen=True)
 class Expected:
-    """What must come out of a file: so many rows, at least; and whether it may be refused in the midst of them."""
+    """The minimum number of rows of a file, and whether reading it may end with an error."""
 
     rows: int
     breaks_off: bool = False
@@ -160,7 +160,7 @@ def expected(name: str, data: bytes) -> Expected:
 
 
 def read_all(path: Path) -> tuple[list[Conversation | RejectedRow], DataError | None]:
-    """The rows that come out of a file, and how it was refused in the end, if it was."""
+    """A file's rows, and the error that reading it ended with, if any."""
     rows: list[Conversation | RejectedRow] = []
     try:
         rows.extend(read_source(SeedSource(path=path), "s", max_characters=100_000))
@@ -170,10 +170,10 @@ def read_all(path: Path) -> tuple[list[Conversation | RejectedRow], DataError | 
 
 
 def prove(name: str, data: bytes, directory: Path) -> Counter[str]:
-    """Read one file; how many of its rows were kept, and how many refused for which reason.
+    """Read one file and count its rows: kept, and rejected by reason.
 
     Raises:
-        AssertionError: A row is missing, stands twice, or cannot be stored.
+        AssertionError: A row is missing, repeated, or cannot be stored.
     """
     path = directory / name
     path.write_bytes(data)
@@ -194,7 +194,7 @@ def prove(name: str, data: bytes, directory: Path) -> Counter[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fuzz until so many rows were read; 1 and the file's path where one is not accounted for."""
+    """Fuzz until so many rows were read; returns 1 and prints the file's path where a row is lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=100_000, help="read at least so many")
     parser.add_argument("--seed", type=int, default=0)
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kept_rows = outcomes.pop("kept", 0)
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in outcomes.most_common())
     total = kept_rows + outcomes.total()
-    print(f"{total:,} rows in {files:,} files, {total / seconds:,.0f} rows/s: {kept_rows:,} kept, refused: {reasons}")
+    print(f"{total:,} rows in {files:,} files, {total / seconds:,.0f} rows/s: {kept_rows:,} kept, rejected: {reasons}")
     return 0
 
 

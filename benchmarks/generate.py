@@ -1,8 +1,8 @@
 """Claim: conversation-wise generation writes at least 1.25 times as many tokens per second as one call per turn.
 
-Measured: the stage's own loop (`converse`: a conversation's next turn is asked for the moment its last one ended) on
-vLLM. Against: one `LLM.generate()` call per turn over all conversations that have such a turn, which waits for the
-slowest answer before the next turn begins. Same engine, conversations and settings, the prefix cache emptied before
+Measured: the stage's own loop (`converse`: a conversation's next turn is requested as soon as its last one ended) on
+vLLM. Against: one `LLM.generate()` call per turn over all conversations with such a turn, which waits for the slowest
+answer before the next turn begins. Same engine, conversations and settings, the prefix cache emptied before
 each run; both write the same tokens (`same_tokens`). 60 ragged conversations: 1 to 8 turns, and answers whose lengths,
 drawn beforehand, spread log-normally (median 32 tokens, sigma 0.85, which is the spread of the answers in
 MT-Bench-101). The target has the demo's shape and random weights.
@@ -98,7 +98,7 @@ def _conversations(number: int, rng: np.random.Generator) -> list[Conversation]:
 
 
 class RaggedEngine:
-    """An engine whose answers end after a length given beforehand, as a real target's end at lengths of their own."""
+    """An engine whose answers end at given lengths, as a real target's answers vary in length."""
 
     def __init__(self, engine: GenerationEngine, lengths: dict[str, int]):
         self._engine, self._lengths = engine, lengths

@@ -1,7 +1,7 @@
-"""Claims for a GPU: features run at 70 % of its peak, training at 55 %, no file holds either up, a tree costs 15 %.
+"""Claims for a GPU: features at 70 % of its peak, training at 55 %, neither limited by files, a tree costs 15 %.
 
     python -m benchmarks.gpu           # one GPU; minutes. No Ray, no vLLM, nothing downloaded
-    python -m benchmarks.gpu --tiny    # the same code on a CPU in seconds: figures mean nothing, none is kept
+    python -m benchmarks.gpu --tiny    # a smoke test on a CPU; figures are meaningless and not kept
 
 A target of Mistral-7B's shape with random bf16 weights, made on the card. Measured, in turns with the peak (products of
 large random matrices, in the same dtype): the features stage's whole worker; `train_medusa1` from the shards that it
@@ -76,7 +76,7 @@ TINY = Size(
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """Features, decoding, then training: the backbone is gone from the card when the heads train."""
+    """Features, decoding, then training, for which the backbone is freed."""
     from benchmarks.gpu_decoding import measure_decoding
     from benchmarks.gpu_features import measure_features
     from benchmarks.gpu_training import measure_training
@@ -105,7 +105,7 @@ def random_mistral(size: Size) -> PreTrainedModel:
 
 
 def lm_head_alone(model: PreTrainedModel, directory: Path) -> TargetSpec:
-    """A target's directory with its configuration and its lm_head: all that training reads of a target."""
+    """A target's directory with its configuration and lm_head, which is what training reads."""
     model.config.save_pretrained(directory)
     save_file({"lm_head.weight": lm_head_weight(model).cpu()}, directory / "model.safetensors", {"format": "pt"})
     return TargetSpec(str(directory), dtype="bfloat16")

@@ -1,8 +1,8 @@
-"""Native decoding on a GPU: what a step with a tree costs over a plain one, by the tree's size.
+"""Native decoding on a GPU: the overhead of a step with a tree over a plain one, by tree size.
 
-The heads are untrained, on a random target: hardly a guess is accepted, and the acceleration rate says nothing. What a
-step costs does not depend on what is accepted, so the overhead is that of trained heads. At 64 nodes it has an aim:
-five untied heads of 32,000 words add a tenth to what a step must read, tied ones read the lm_head once more.
+Heads and target are random, so hardly a guess is accepted and the acceleration rate is meaningless. A step's cost does
+not depend on what is accepted, so the overhead is that of trained heads. It has an aim at 64 nodes: five untied heads
+with a vocabulary of 32,000 add a tenth to the bytes that a step reads, tied ones read the lm_head once more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu import Size
 
 NUM_HEADS = 5
-# Only to give trees a usual form: how often head k's i-th guess is right.
+# Typical accuracies of head k's i-th guess, only to shape the trees.
 ACCURACY_KR = [[0.6 * 0.8**k / (i + 1) ** 1.5 for i in range(10)] for k in range(NUM_HEADS)]
 AIM_NODES, AIMS = 64, {"untied": 1.15, "tied": 1.06}
 
@@ -42,7 +42,7 @@ def measure_decoding(model: PreTrainedModel, size: Size) -> Result:
         heads = MedusaHeads.from_lm_head(shape, lm_head_weight(model))
         decoders |= {(kind, n): Decoder(model, heads, tree, eos_token_ids=()) for n, tree in trees.items()}
     for decoder in decoders.values():
-        decoder.generate(prompts[0], size.new_tokens)  # whole: a GPU's steps are recorded anew as a text grows
+        decoder.generate(prompts[0], size.new_tokens)  # at full length: each new width is captured as the text grows
     decoded: dict[tuple[str, int], list[Decoded]] = {key: [] for key in decoders}
     for prompt in prompts:
         for key, decoder in decoders.items():

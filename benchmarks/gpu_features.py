@@ -1,4 +1,4 @@
-"""The features stage on a GPU: its share of the card's peak, and whether writing shards could hold it up."""
+"""The features stage on a GPU: its share of the card's peak, and whether writing shards limits it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def measure_features(
 ) -> Result:
     """Peak, bare forward, whole stage and writing alone, in turns."""
     reset_peak_memory(size.device)
-    # The worker hands its target on to the engine, which takes a loaded model as well as the name of one.
+    # The worker passes its target to the engine, which also accepts a loaded model.
     worker = Worker(model, FeaturesConfig(tokens_per_batch=size.batch_tokens), gpus=int(size.device.type == "cuda"))
     batches = record_batches(worker, tasks)
     memory = peak_memory_gb(size.device)
@@ -78,7 +78,7 @@ def _writing_claim(writing: WritingAlone, seconds: dict[str, list[float]], kept_
 
 
 class WritingAlone:
-    """What the stage's one background thread does, with states that are there already."""
+    """The work of the stage's background thread, on states computed before."""
 
     def __init__(self, worker: Worker, made: Sequence[rows.Row], path: Path):
         totals = accumulate(len(row["input_ids"]) for row in made)

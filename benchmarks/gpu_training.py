@@ -1,4 +1,4 @@
-"""Medusa-1 training on a GPU: its share of the card's peak, its memory, and whether reading could hold it up."""
+"""Medusa-1 training on a GPU: its share of the card's peak, its memory, and whether reading limits it."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def measure_training(
 
 
 class Training:
-    """`train_medusa1`, each time from the start; its first steps, in which a GPU warms up, are not timed."""
+    """`train_medusa1` from the start; its first steps, in which a GPU warms up, are not timed."""
 
     def __init__(self, spec: TrainSpec, size: Size):
         self.spec, self._size = spec, size
         self.num_positions, self.memory_gb = 0, 0.0
 
     def run(self) -> float:
-        """Seconds of the steps that count, in which `num_positions` are learned."""
+        """Seconds of the timed steps, which learn from `num_positions` positions."""
         reset_peak_memory(self._size.device)
         self.spec.path.mkdir()
         train_medusa1(self.spec)
@@ -89,7 +89,7 @@ class Training:
 
 
 class ReadingAlone:
-    """The batches of one epoch, brought to the device and not used."""
+    """The batches of one epoch, copied to the device and not used."""
 
     def __init__(self, spec: TrainSpec, size: Size):
         self._rows, self._device = open_features(spec), size.device
@@ -128,6 +128,6 @@ def _spec(target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size:
 
 
 def _labels_per_position(made: Sequence[rows.Row]) -> float:
-    """Labels of all heads per position that is learned from: a little under their number, for spans end."""
+    """Labels of all heads per position: a little below the number of heads, since spans end."""
     labels = [head_labels(row["input_ids"], spans_of(row["spans"]), NUM_HEADS, rows.ROLES) != IGNORED for row in made]
     return sum(int(each.sum()) for each in labels) / sum(int(each[0].sum()) for each in labels)

@@ -62,7 +62,7 @@ class Case:
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """A vocabulary that is wide beside the model, as a 7B model's logits are beside its states."""
+    """A vocabulary that is large relative to the model, as in a 7B model."""
     small = Case("tiny", targets.TINY, "float32", CPU, 64, 2, 2, 1)
     cases = [small] if tiny else [Case("4 layers of 512, 32k words", WIDE, "float32", CPU, 512, 1, 3, 3)]
     if torch.cuda.is_available() and not tiny:
@@ -110,7 +110,7 @@ def _measured(case: Case, directory: Path) -> tuple[list[Claim], dict[str, Any]]
 
 
 class Steps:
-    """One step after another of a trainer, each by the clock."""
+    """Timed steps of a trainer."""
 
     def __init__(self, trainer: Trainer, device: torch.device):
         self.trainer, self._device = trainer, device
@@ -163,7 +163,7 @@ class PlainTrainer(Trainer):
 
 
 def _forget_peak() -> float:
-    """Give freed memory back, let Linux begin to look for this process's peak anew; what is held now, in GB."""
+    """Release freed memory and reset this process's peak; returns the memory in use, in GB."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _resident_gb("VmRSS")

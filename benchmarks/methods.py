@@ -1,15 +1,15 @@
-"""What each way to train gives and costs (the paper's table 2, in small): the same target, text and tokens.
+"""Gain and cost of each training method (the paper's table 2, on a small scale): the same target, text and tokens.
 
     python -m benchmarks.run methods                               # the demo's target, after `make demo`: 7 minutes
     python -m benchmarks.methods CONFIG [section.key=value ...]    # any other; only printed
 
 Runs the flow once per method, all in one store, so that target, seeds, text and cached states are the same, and reads
 the reports. `hard labels` is the joint recipe with cross entropy in the place of KL. All learn from as many tokens: the
-two stages share the epochs, an even number of them. All trees have the same number of nodes. A tuned backbone writes
-other answers than the original, which may be easier or harder to foretell, so that what calibrate expects on held-out
-text, the same for all, compares the heads better than a rate on few prompts. KL, perplexity and agreement compare the
-tuned backbone with the original on held-out text. A run whose check fails, for a backbone that has moved too far, is
-read like any other.
+two stages share the epochs, an even number of them. All trees have the same number of nodes. A tuned backbone's answers
+differ from the original's and may be easier or harder to predict, so the rate that calibrate expects on held-out text,
+the same text for all, compares heads better than a rate on few prompts. KL, perplexity and agreement compare the tuned
+backbone with the original on held-out text. A run whose check fails, because its backbone has drifted too far, is
+reported like any other.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def measure(*, tiny: bool = False) -> Result:
 
 
 def compare(config: Path, overrides: Sequence[str], executor: str = "ray") -> Result:
-    """The acceleration rate of every method, with what it did to the backbone."""
+    """Each method's acceleration rate and the drift of its backbone."""
     claims, facts = [], {}
     epochs = load_config(config, [*SETTINGS, *overrides]).train.epochs
     for number, (name, recipe) in enumerate(METHODS.items(), start=1):
@@ -85,7 +85,7 @@ def compare(config: Path, overrides: Sequence[str], executor: str = "ray") -> Re
 
 
 def report_of(config: Path, overrides: Sequence[str], number: int, executor: str) -> dict[str, Any]:
-    """What a run says of itself, also one that its check would not publish."""
+    """A run's report, also where its check fails."""
     settings = load_config(config, overrides)
     store = settings.run.store or settings.run.directory
     run = settings.run.model_copy(update={"name": f"{settings.run.name}-method-{number}", "store": store})
@@ -98,7 +98,7 @@ def report_of(config: Path, overrides: Sequence[str], number: int, executor: str
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Compare for another target than the demo's, and print."""
+    """Compare the methods on another target and print the result."""
     if not arguments:
         raise ConfigError("Name a configuration.", "benchmarks.methods", f"{DEMO} is one.")
     for claim in compare(Path(arguments[0]), arguments[1:]).claims:

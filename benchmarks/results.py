@@ -39,7 +39,7 @@ def write_result(directory: Path, name: str, result: Result, seconds: float, pea
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that figures depend on, where they are installed."""
+    """Versions of Python and of the installed packages that figures depend on."""
     found = {"python": python_version()}
     for package in PACKAGES:
         try:
@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 
 
 def write_table(directory: Path, names: dict[str, str]) -> None:
-    """Write README.md from the JSON files; `names` says, for each benchmark, what is said where it has no file."""
+    """Write README.md from the JSON files; `names` has the description of each benchmark for when it has no file."""
     lines = [
         "# Results",
         "",
@@ -81,8 +81,8 @@ def write_table(directory: Path, names: dict[str, str]) -> None:
 
 def one_line(claim: Claim) -> str:
     """A claim for the terminal."""
-    verdict = {None: "", True: "  met", False: "  MISSED"}[claim.met]
-    return f"{claim.what}: {_measured(asdict(claim))}" + (f", aim {_aim(asdict(claim))}{verdict}" if claim.aim else "")
+    outcome = {None: "", True: "  met", False: "  MISSED"}[claim.met]
+    return f"{claim.what}: {_measured(asdict(claim))}" + (f", aim {_aim(asdict(claim))}{outcome}" if claim.aim else "")
 
 
 def _table_row(name: str, claim: dict[str, Any]) -> str:
@@ -119,14 +119,14 @@ def _unit(claim: dict[str, Any]) -> str:
 
 
 def _figure(value: float) -> str:
-    """Three or four digits that matter; of what was counted, all."""
+    """Three or four significant digits; counts in full."""
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
 
 
 def _rounded(value: Any) -> Any:
-    """Six significant digits: more would be noise, and a diff of noise."""
+    """Six significant digits."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):

@@ -1,5 +1,6 @@
-"""Rows to measure with: conversations of random tokens as `generate` leaves them, and the features stage's shards of
-them. How long a row is and how much of it the target wrote is all that speed and size depend on.
+"""Synthetic rows: conversations of random tokens as `generate` writes them, and shards of their features.
+
+Speed and size depend only on a row's length and on the share that the target wrote.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pipeline.storage.shards import ShardWriter
 from pipeline.storage.tasks import ShardTask
 
 FINGERPRINT = "benchmark"
-ROLES: tuple[Role, ...] = ("assistant",)  # whose text is learned
-WRITTEN_SHARE = 0.75  # of a row's tokens are the target's: about what replayed chat seeds give
+ROLES: tuple[Role, ...] = ("assistant",)  # heads learn from these
+WRITTEN_SHARE = 0.75  # of a row's tokens are the target's, as in replayed chat seeds
 
 Row = dict[str, Any]
 

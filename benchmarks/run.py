@@ -2,9 +2,9 @@
 
     python -m benchmarks.run                 # all but two long ones, each in a process of its own: `make bench`
     python -m benchmarks.run features train  # some
-    python -m benchmarks.run --tiny          # do the scripts run? tiny sizes; the figures mean nothing, none is kept
+    python -m benchmarks.run --tiny          # a smoke test with tiny sizes; figures are meaningless and not kept
 
-Needs a machine that does nothing else. A missed aim is no failure: the exit code is 1 only when a benchmark crashed.
+Needs an otherwise idle machine. A missed aim is not a failure: the exit code is 1 only when a benchmark crashed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ BENCHMARKS = {
     "methods": "Medusa-1, Medusa-2 and hard labels compared: `python -m benchmarks.run methods`, after `make demo`",
     "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",
 }
-WHEN_ASKED = {"soak", "methods"}  # too long to belong to all
+WHEN_ASKED = {"soak", "methods"}  # too long to run with all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the named benchmarks, or all; the number of those that crashed, at most 1."""
+    """Run the named benchmarks, or all; returns 1 if any crashed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure the claims about speed.")
     names = f"of {', '.join(BENCHMARKS)}; default: all but {' and '.join(sorted(WHEN_ASKED))}"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
-    parser.add_argument("--tiny", action="store_true", help="try the scripts; the figures mean nothing, none is kept")
+    parser.add_argument("--tiny", action="store_true", help="a smoke test; figures are meaningless and not kept")
     asked = parser.parse_args(arguments)
     if unknown := sorted(set(asked.names) - set(BENCHMARKS)):
         parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
@@ -68,7 +68,7 @@ def run_one(name: str, *, tiny: bool = False) -> None:
 
 
 def keep(name: str, result: Result, seconds: float, *, tiny: bool = False) -> None:
-    """Print claims and, unless they are of a `tiny` try, write them down."""
+    """Print claims and, unless `tiny`, write them."""
     memory = _peak_memory_gb()
     for claim in result.claims:
         print(f"{name}: {one_line(claim)}")
@@ -79,7 +79,7 @@ def keep(name: str, result: Result, seconds: float, *, tiny: bool = False) -> No
 
 
 def _in_own_process(name: str, *, tiny: bool) -> bool:
-    """So that no benchmark meets the threads, the memory or the settings that another left (vLLM leaves some)."""
+    """Run one in its own process, isolated from threads, memory and settings that others leave (vLLM does)."""
     command = [sys.executable, "-m", "benchmarks.run", name, *(["--tiny"] if tiny else [])]
     return subprocess.run(command, check=False).returncode == 0
 
@@ -91,7 +91,7 @@ def _has_gpu() -> bool:
 
 
 def _peak_memory_gb() -> float:
-    """The most that this process or one of its children has held in RAM."""
+    """The peak RAM of this process and its children."""
     who = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     return max(resource.getrusage(one).ru_maxrss for one in who) * 1024 / 1e9
 

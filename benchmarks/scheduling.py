@@ -1,9 +1,9 @@
-"""Claim: what a shard costs besides its work is the same for 100 shards and for 10,000, within 100 MB of the driver.
+"""Claim: the overhead per shard is the same for 100 shards and for 10,000, within 100 MB of the driver.
 
-One worker sleeps a millisecond instead of computing. Through `RayExecutor.map` alone it returns a receipt of nothing;
-through `run_sharded` it commits a shard of one row, and the driver reads receipts, writes events and looks at the disk.
-Overhead is the time by the clock less the worker's own and less the start of its process, per shard. Beside it: the
-driver's CPU time, also of seeing that all shards are there already, which is what a resumed run begins with.
+One worker sleeps a millisecond instead of computing. Through `RayExecutor.map` alone it returns an empty receipt;
+through `run_sharded` it commits a shard of one row, and the driver reads receipts, writes events and checks the disk.
+Overhead is wall time minus the worker's own and the start of its process, per shard. Also reported: the driver's CPU
+time, including that of finding all shards finished, as at the start of a resumed run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ AIM_OVERHEAD, AIM_MEMORY_MB = 1.5, 100  # of the most shards over the fewest, an
 
 @dataclass(frozen=True)
 class Cost:
-    """What a number of shards cost besides their work."""
+    """The overhead of a number of shards."""
 
     milliseconds: float  # per shard, by the clock
     cpu_milliseconds: float  # per shard, of the driver
@@ -68,7 +68,7 @@ def measure(*, tiny: bool = False) -> Result:
 
 
 class Sleeper:
-    """Does nothing for a millisecond, and says that it has."""
+    """Sleeps for a millisecond and returns an empty receipt."""
 
     def __call__(self, task: ShardTask) -> Receipt:
         time.sleep(SLEEP_SECONDS)
@@ -76,7 +76,7 @@ class Sleeper:
 
 
 class Copier:
-    """Sleeps as long, and commits a copy of the shard. Its receipt counts all of that as work."""
+    """Sleeps as long and commits a copy of the shard; its receipt counts all of that as work."""
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.perf_counter()
@@ -89,7 +89,7 @@ class Copier:
 
 
 class Stopwatch:
-    """An executor that notes when its first worker stood and how long the workers were at work after that."""
+    """An executor that records when its first worker was ready and the workers' busy time after that."""
 
     name = "ray"
 
@@ -158,7 +158,7 @@ def _write_seed(stage: StageDirectory, index: int) -> None:
 
 @contextmanager
 def peak_memory() -> Iterator[list[float]]:
-    """This process's resident memory in MB, looked at twenty times a second."""
+    """This process's resident memory in MB, sampled twenty times a second."""
     seen, done = [_memory_mb()], threading.Event()
 
     def look() -> None:

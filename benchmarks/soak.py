@@ -1,16 +1,16 @@
 """Claim: killed at any moment and started again, a run loses no row, makes none twice, and ends with the same bytes.
 
-The stages that work in shards (seeds, generate, features) run over made-up conversations, most of them good, some
-malformed, some repeated. The run is a process group that gets SIGKILL at moments drawn from a seed, as often as the
-time allows; with Ray a blow may also hit one worker alone. Each time the same configuration is run again. A round
-that reaches its end is proved and thrown away, and the next one starts from nothing; the last is left in peace to
-finish. Proved is, for each stage: ids in = ids kept + ids quarantined, each once; every shard and every quarantine
-file has the bytes of an inline run that nobody disturbed; `verify` finds nothing; no temporary file is left.
+The sharded stages (seeds, generate, features) run over synthetic conversations, some malformed, some repeated. The run
+is a process group that gets SIGKILL at random moments drawn from a seed, as often as the time allows; with Ray a kill
+may also hit a single worker. Each time the same configuration is run again. A finished round is verified and deleted,
+and the next one starts from nothing; the last round runs to its end. Verified is, for each stage: ids in = ids kept +
+ids quarantined, each once; every shard and quarantine file has the bytes of an undisturbed inline run; `verify` finds
+nothing; no temporary file is left.
 
     python -m benchmarks.soak --minutes 10 --conversations 20000 --seed 0 --executor inline
 
-The target is tiny and random and answers with two tokens: rows, files and restarts are what counts here. Attempts are
-forked from a process that has imported the pipeline already, which spares each one some seconds, and the soak kills.
+The target is tiny and random and answers with two tokens, since only rows, files and restarts matter. Attempts are
+forked from a process that has already imported the pipeline, which saves seconds per attempt.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SECONDS_TO_START_RAY = 10.0
 
 @dataclass
 class Record:
-    """What was done to the runs and what became of them."""
+    """Kills, resumes and problems so far."""
 
     minutes: float = 0.0
     rounds: int = 0
@@ -72,7 +72,7 @@ def measure(*, tiny: bool = False) -> Result:
 
 
 def soak(*, minutes: float, conversations: int, seed: int = 0, executor: str = "inline") -> Record:
-    """Disturb runs for so long, prove each that ends, and let the last one end.
+    """Disturb runs for so long, verify each that ends, and let the last one finish.
 
     Raises:
         RuntimeError: A run ended by itself, with an error.
@@ -83,7 +83,7 @@ def soak(*, minutes: float, conversations: int, seed: int = 0, executor: str = "
         _make_inputs(directory, conversations)
         reference = Attempts(directory, "reference", "inline")
         reference.finish()
-        # So that now and then it gets beyond where it starts over.
+        # Long enough to get beyond the first stage now and then.
         longest = 1.5 * (_seconds_to_generate(reference.run) + (SECONDS_TO_START_RAY if executor == "ray" else 0))
         ends = time.monotonic() + 60 * minutes
         while time.monotonic() < ends:
@@ -124,7 +124,7 @@ class Attempts:
         self._require_success(process)
 
     def suffer(self, rng: random.Random, longest: float, ends: float, record: Record) -> None:
-        """Kill and resume until the run or the time is over; up to `longest` seconds, often few, before each blow."""
+        """Kill and resume until the run or the time ends; up to `longest` seconds, often few, before each kill."""
         while time.monotonic() < ends:
             process = self._start()
             while True:
@@ -178,12 +178,12 @@ def _workers(driver: int) -> list[psutil.Process]:
 def _kill_group(leader: int) -> None:
     try:
         os.killpg(leader, signal.SIGKILL)
-    except ProcessLookupError:  # it is too young to lead one
+    except ProcessLookupError:  # too early: it does not lead a group yet
         os.kill(leader, signal.SIGKILL)
 
 
 def differences(run: RunDirectory, reference: RunDirectory, ids_in: set[str]) -> list[str]:
-    """What of a finished run is not as promised, one line each; `ids_in` are the ids that the sources' rows get."""
+    """The problems of a finished run, one line each; `ids_in` are the ids of the sources' rows."""
     found = [f"{path} was left behind" for path in run.path.rglob("*.tmp")]
     for name in STAGES:
         stage, other = _latest(run, name), _latest(reference, name)
@@ -253,7 +253,7 @@ def _conversation(row: int) -> dict[str, Any]:
 
 
 def result_of(record: Record) -> Result:
-    """The claim, and what stands behind it."""
+    """The claim and its facts."""
     good = record.rounds - len({problem.split(":")[0] for problem in record.problems})
     sides = {"kills": record.kills, "Ray workers killed": record.workers_killed, "conversations": record.rows}
     name = "killed and resumed runs that ended with every row once and with the undisturbed run's bytes"
@@ -262,7 +262,7 @@ def result_of(record: Record) -> Result:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Soak and write down what came of it; 1 where a row was lost, came twice or differs."""
+    """Soak and write the result; returns 1 where a row was lost, repeated or differs."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description="Kill runs, resume them, compare.")
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--conversations", type=int, default=20_000)

@@ -1,4 +1,4 @@
-"""Targets to measure with: random weights, on disk as any target is. Speed depends on a model's shape alone."""
+"""Targets with random weights, saved to disk: speed depends only on a model's shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 DEMO_TARGET = ROOT / "runs" / "demo-target"
 SEEDS = ROOT / "data" / "seeds.sharegpt.jsonl"
 
-# 54.5M parameters in its layers, embeddings and lm_head not counted.
+# 54.5M parameters without embeddings and lm_head.
 BACKBONE = {
     "vocab_size": 4096,
     "hidden_size": 512,

@@ -2,7 +2,7 @@
 
 Measured: positions learned per second in `train_medusa1` from a feature cache, waiting for data included. Against: a
 loop that, as the reference implementation does, runs the frozen backbone over each step's conversations and learns from
-what it says: same heads, optimizer and batches, as the losses of the steps show (`largest_loss_difference`).
+its states: same heads, optimizer and batches, as the losses of the steps show (`largest_loss_difference`).
 Rows are of one length, so that the online loop pads nothing and each batch holds whole rows.
 """
 
@@ -44,7 +44,7 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained: `num_steps` of as many rows as the plan has lanes, each of `num_turns` turns."""
+    """A training of `num_steps` steps, each of as many rows as the plan has lanes, with `num_turns` turns each."""
 
     what: str
     target: TargetSpec
@@ -91,7 +91,7 @@ def _measured(case: Case, directory: Path) -> tuple[Claim, dict[str, Any]]:
             device="cpu",
         )
         cached, online = CachedLoop(spec, Path(place)), OnlineLoop(spec, made)
-        # No warm-up: every run starts from the beginning, new heads and a new optimizer among it.
+        # No warm-up: every run starts with new heads and a new optimizer.
         seconds = in_turns({"from the cache": cached.run, "online": online.run}, ROUNDS, warm_up=False)
     difference = max(abs(ours - theirs) for ours, theirs in zip(cached.losses, online.losses, strict=True))
     facts = {
@@ -123,7 +123,7 @@ class CachedLoop:
 
 
 class OnlineLoop:
-    """The same steps with the backbone in memory, each state computed when it is needed and then forgotten."""
+    """The same steps with the backbone in memory; each state is computed when it is needed and discarded."""
 
     def __init__(self, spec: TrainSpec, made: Sequence[rows.Row]):
         self.spec, self.rows = spec, made
@@ -146,7 +146,7 @@ class OnlineLoop:
 
     @torch.no_grad()
     def _batch(self, step: int) -> Batch:
-        """The step's rows through the backbone; the states and labels at the positions that are learned from."""
+        """The step's rows through the backbone: states and labels at the learned positions."""
         chosen = [self.rows[self._first_row[piece.group] + piece.row] for piece in self._plan.pieces(step)]
         hidden_BTD = self.backbone(
             input_ids=torch.tensor([row["input_ids"] for row in chosen]), use_cache=False

@@ -5,7 +5,6 @@ A tree is given as a list of paths (`[[0], [0, 0], [1]]`), as a file with such a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeline.artifacts.tree_file import read_paths
 from pipeline.config import TargetConfig
 from pipeline.conversations.conversation import Message
 from pipeline.conversations.template import ChatTemplate
@@ -21,7 +21,6 @@ from pipeline.conversations.text_stream import TextStream
 from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.tree import Path as TreePath
 from pipeline.decoding.tree import check_choices
-from pipeline.errors import DataError
 from pipeline.export.directory import read_choices, read_heads
 from pipeline.export.layout import target_of
 from pipeline.targets.loading import input_device, load_causal_lm
@@ -126,15 +125,7 @@ def load_tree(source: str | Path | Choices) -> tuple[TreePath, ...]:
     """
     if not isinstance(source, str | Path):
         return tuple(map(tuple, source))
-    fix = "Give a JSON list of paths, such as [[0], [0, 0], [1]]."
-    try:
-        found = json.loads(Path(source).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"The tree cannot be read: {error}.", str(source), fix) from None
-    paths = found.get("choices") if isinstance(found, dict) else found
-    if not isinstance(paths, list) or not all(isinstance(path, list) for path in paths):
-        raise DataError("The tree is not a list of paths.", str(source), fix)
-    return tuple(map(tuple, paths))
+    return read_paths(Path(source))
 
 
 def load_export(

@@ -19,6 +19,7 @@ from pipeline.api.models import Choices, load_tree
 from pipeline.artifacts.generated_rows import TokenRow, read_token_rows
 from pipeline.artifacts.seed_rows import read_seeds
 from pipeline.artifacts.trained_heads import HEADS_FILE, load_heads
+from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.decoding.tree import Path as TreePath
 from pipeline.decoding.tree import check_choices
@@ -115,18 +116,19 @@ class Run:
 
     def tree(self) -> tuple[TreePath, ...]:
         """The paths of the tree that the run uses."""
-        return load_tree(self._stage("calibrate").path / "tree.json")
+        return read_calibration(self._stage("calibrate").path).choices
 
     def simulated_acceleration_rate(self, tree: str | Path | Choices) -> float:
         """Tokens per forward that another tree would have had on held-out text, without decoding.
 
-        Needs the cached states and the trained heads; the heads run once over the held-out rows.
+        The trained heads run once over the held-out states that calibrate reads.
 
         Raises:
             ConfigError: This is no tree over the run's heads.
         """
-        features, heads = self._stage("features"), self._stage("train").path / HEADS_FILE
         settings = self.config
+        states, _ = flow.STAGES["calibrate"].upstream(settings)
+        features, heads = self._stage(states), self._stage("train").path / HEADS_FILE
         choices = check_choices(load_tree(tree), settings.train.num_heads, settings.calibrate.top)
         shards, roles, top = list(map(str, features.shards())), settings.train.roles, settings.calibrate.top
         ranks = held_out_ranks(shards, features.fingerprint, str(heads), roles, top, "cpu")
@@ -134,7 +136,7 @@ class Run:
 
     def accuracies(self) -> list[list[float]]:
         """How often each head's r-th guess is right on held-out rows, [heads][ranks]."""
-        return json.loads((self._stage("calibrate").path / "tree.json").read_text(encoding="utf-8"))["accuracies"]
+        return read_calibration(self._stage("calibrate").path).accuracies
 
     def _stage(self, name: str) -> Any:
         stage = self.directory.latest(name)

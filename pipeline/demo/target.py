@@ -7,12 +7,8 @@ every token of a conversation, the user's too, so that it can talk to itself; de
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +18,7 @@ import torch
 from pipeline.conversations.conversation import Conversation
 from pipeline.demo.train_target import Progress, train
 from pipeline.errors import DataError
+from pipeline.storage.atomic import atomic_directory
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -77,7 +74,7 @@ def train_demo_target(
         torch.manual_seed(seed)
         model = new_model(tokenizer)
         record = train(model, documents, deadline=started + seconds, num_steps=steps, progress=progress)
-    with complete_or_absent(directory) as unfinished:
+    with atomic_directory(directory) as unfinished:
         model.save_pretrained(unfinished, safe_serialization=True)
         tokenizer.save_pretrained(unfinished)
     return record | {"parameters": model.num_parameters(), "seconds": time.monotonic() - started}
@@ -147,17 +144,3 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
     return model
-
-
-@contextmanager
-def complete_or_absent(directory: Path) -> Iterator[Path]:
-    """A temporary directory beside `directory` that takes its name at the end, or vanishes when anything is raised."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
-    try:
-        yield unfinished
-        unfinished.chmod(0o755)  # mkdtemp's directory is its owner's alone
-        os.rename(unfinished, directory)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise

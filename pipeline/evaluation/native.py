@@ -93,7 +93,7 @@ def check_native(request: CheckRequest, progress: ProgressReporter | None = None
     endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
     with fastest_threads(endless, prompts[0].ids):
         measured = measure(methods, prompts, settings, progress)
-        calibration, answers = request.calibration or {}, measured.plain_greedy
+        calibration, answers = request.calibration, measured.plain_greedy
         studies = run_studies(settings.studies, plain, accelerated, prompts, settings, calibration, answers, progress)
     match = greedy_match(request, methods, measured, ACCELERATED)
     tokenizer = load_tokenizer(request.target)

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pipeline.artifacts.generated_rows import TokenRow
+from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig, SeedSource
 from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
@@ -66,7 +66,7 @@ class CheckRequest:
         gpus: How many the engine spans; 0 is the CPU.
         name: The target's in the files of answers: `NAME-plain` and `NAME-KIND`.
         assistant: The model behind the baseline of that name.
-        calibration: The calibrate stage's tree.json, for the studies.
+        calibration: What calibrate found, for the studies.
     """
 
     target: TargetSpec
@@ -77,7 +77,7 @@ class CheckRequest:
     gpus: int = 0
     name: str = "target"
     assistant: TargetSpec | None = None
-    calibration: Mapping[str, Any] | None = None
+    calibration: Calibration | None = None
 
 
 def rule_of(settings: CheckConfig) -> AcceptanceRule:

@@ -20,7 +20,7 @@ comparable with each other, not with the check's own. Rows are flat dictionaries
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from math import isnan, nan, sqrt
@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 import torch
 
+from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig, StudyName
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
 from pipeline.decoding.cuda_graphs import WARM_UP_STEPS
@@ -63,7 +64,7 @@ def run_studies(
     accelerated: Decoder,
     prompts: Sequence[Prompt],
     settings: CheckConfig,
-    calibration: Mapping[str, Any],
+    calibration: Calibration | None,
     answers: Sequence[list[int]],
     progress: ProgressReporter | None = None,
 ) -> dict[str, list[Row]]:
@@ -73,8 +74,7 @@ def run_studies(
         plain, accelerated: The check's decoders; the studies use their target, heads, tree and limits.
         prompts: At least one.
         settings: The check's: number of tokens, typical acceptance's first token, repetitions of batches.
-        calibration: The calibrate stage's tree.json, for the searched tree of the stock tree's size: its `searched`
-            paths, or else the greedy tree of its `accuracies`; without either the row is left out.
+        calibration: What calibrate found, for the searched tree of the stock tree's size; None leaves its row out.
         answers: Plain greedy decoding's answer to each prompt.
     """
     num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from pipeline.artifacts.tree_file import Calibration
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.readout import last_positions
@@ -37,7 +38,7 @@ def tree_ladder(
     accelerated: Decoder,
     prompts: Sequence[Prompt],
     answers: Sequence[list[int]],
-    calibration: Mapping[str, Any],
+    calibration: Calibration | None,
 ) -> list[dict[str, Any]]:
     """Acceleration rate, overhead and speedup of each kind of tree, from none to the export's own.
 
@@ -96,11 +97,12 @@ def tree_figures(
     return worth
 
 
-def searched_tree(calibration: Mapping[str, Any]) -> tuple[Path, ...]:
+def searched_tree(calibration: Calibration | None) -> tuple[Path, ...]:
     """The tree searched for these heads with the stock tree's size; independent of the device."""
-    if searched := calibration.get("searched"):
-        return tuple(map(tuple, searched[:STOCK_NODES]))
-    return greedy_tree(accuracies, STOCK_NODES) if (accuracies := calibration.get("accuracies")) else ()
+    if calibration is None:
+        return ()
+    search = calibration.search
+    return search.searched[:STOCK_NODES] if search else greedy_tree(calibration.accuracies, STOCK_NODES)
 
 
 def guess_ranks(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.export.layout import CONFIG_FILE
-from pipeline.export.whole_directory import files_in, whole_directory
+from pipeline.storage.atomic import atomic_directory, files_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,7 +40,7 @@ def write_backbone(
 
     shutil.rmtree(directory, ignore_errors=True)
     model.generation_config = GenerationConfig()  # the target's is copied: saving refuses some that loading accepts
-    with whole_directory(directory) as partial:
+    with atomic_directory(directory, last=CONFIG_FILE) as partial:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
         (partial / GENERATION_FILE).unlink(missing_ok=True)
         tokenizer.save_pretrained(str(partial))
@@ -63,7 +63,7 @@ def link_backbone(source: Path, directory: Path) -> list[Path]:
     Returns its files.
     """
     shutil.rmtree(directory, ignore_errors=True)
-    with whole_directory(directory) as partial:
+    with atomic_directory(directory, last=CONFIG_FILE) as partial:
         for file in files_in(source):
             (partial / file).parent.mkdir(parents=True, exist_ok=True)
             try:

@@ -21,13 +21,14 @@ import torch
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
+from pipeline.artifacts.tree_file import read_paths
 from pipeline.decoding.tree import Path as TreePath
 from pipeline.decoding.tree import check_choices
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.export.layout import CARD_FILE, CONFIG_FILE, DTYPES, ExportConfig, read_config
 from pipeline.export.upload import WEIGHT_SUFFIXES
-from pipeline.export.whole_directory import files_in, whole_directory
 from pipeline.heads.kind import Heads, TargetWeights, require_shapes
+from pipeline.storage.atomic import atomic_directory, files_in
 from pipeline.targets.loading import lm_head_weight
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def write_export(
     directory, kind = Path(directory), config.kind
     saved = tensors_as_saved(heads, config)
     try:
-        with whole_directory(directory) as partial:
+        with atomic_directory(directory, last=CONFIG_FILE) as partial:
             tokenizer.save_pretrained(str(partial))
             _serialize(saved, partial / kind.weights_file)
             _write_json(partial / kind.choices_file, [list(path) for path in choices])
@@ -98,13 +99,7 @@ def read_choices(directory: str | os.PathLike[str]) -> tuple[TreePath, ...]:
         DataError: It cannot be read.
     """
     config = read_config(directory)
-    path, fix = Path(directory, config.kind.choices_file), "Export again, or write paths such as [[0], [0, 0], [1]]."
-    try:
-        choices = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"The export's tree cannot be read: {error}.", str(path), fix) from None
-    if not isinstance(choices, list):
-        raise DataError("The export's tree is not a list of paths.", str(path), fix)
+    choices = read_paths(Path(directory, config.kind.choices_file))
     return check_choices(choices, config.shape.num_heads, config.shape.vocab_size)
 
 

@@ -20,8 +20,8 @@ from pipeline.export.backbone import BACKBONE_FILE
 from pipeline.export.card import backbone_card, model_card
 from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, CONFIG_FILE, read_json_config, with_base_model
 from pipeline.export.upload import WEIGHT_SUFFIXES, check_repo_id, listing, prepare, refuse_local_path, upload
-from pipeline.export.whole_directory import files_in
 from pipeline.heads.kind import Heads
+from pipeline.storage.atomic import files_in
 
 BOOKKEEPING = {"stage.json", "upstream.json", "DONE.json", "lock"}
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from pipeline.artifacts.tree_file import read_paths
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
 from pipeline.decoding.tree import Path as TreePath
 from pipeline.decoding.tree import check_choices
-from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.export.hub import repositories
 from pipeline.export.layout import check_num_heads
@@ -68,16 +68,13 @@ def read_choices(config: Config) -> tuple[TreePath, ...]:
     Raises:
         ConfigError: It cannot be read, or is no tree.
     """
-    choices, fix = config.calibrate.choices, "Give a JSON list of paths such as [[0], [0, 0], [1]]."
+    choices = config.calibrate.choices
     assert choices is not None, "a tree is to be searched"
     if isinstance(choices, Path):
-        path = choices
         try:
-            choices = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"The tree cannot be read: {error}.", "calibrate.choices", fix) from None
-        if not isinstance(choices, list):
-            raise ConfigError("The tree is not a list of paths.", str(path), fix)
+            choices = read_paths(choices)
+        except DataError as error:
+            raise ConfigError(error.what, f"calibrate.choices = {choices}", error.fix) from None
     return check_choices(choices, config.train.num_heads, config.calibrate.top)
 
 

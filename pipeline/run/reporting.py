@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.evaluation.limits import failures
 from pipeline.execution.hardware import hardware
@@ -17,7 +18,7 @@ from pipeline.heads.kind import head_kind
 from pipeline.report.documents import report_texts
 from pipeline.report.terminal import print_report
 from pipeline.run.context import Context
-from pipeline.storage.atomic import read_json, write_text
+from pipeline.storage.atomic import write_text
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.targets.files import is_local
 from pipeline.training.methods import method_of
@@ -107,7 +108,7 @@ def card(report: dict[str, Any], config: Config) -> str:
 def _extras(found: dict[str, Any], summaries: dict[str, Any]) -> dict[str, Any]:
     extras: dict[str, Any] = {"samples": summaries.get("check", {}).get("samples", [])}
     if "calibrate" in found:
-        extras["tree"] = read_json(found["calibrate"].path / "tree.json")
+        extras["tree"] = read_calibration(found["calibrate"].path).stored()
     if "train" in found:
         extras["losses"], extras["held_out"] = read_curves(found["train"].path)
     return extras

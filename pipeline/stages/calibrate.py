@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.trained_heads import load_heads
+from pipeline.artifacts.tree_file import Calibration, Search
 from pipeline.config import Config
 from pipeline.decoding.tree import Path as TreePath
 from pipeline.decoding.tree_search import (
@@ -32,7 +33,6 @@ from pipeline.evaluation.tree_studies import STOCK_NODES
 from pipeline.run.context import Context
 from pipeline.run.preflight import read_choices
 from pipeline.run.stage import Stage, Summary
-from pipeline.storage.atomic import write_json
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length
@@ -70,7 +70,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             str(features.path),
             "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers be longer.",
         )
-    tree: dict[str, Any] = {}
+    search = None
     if settings.choices:
         source, choices = "calibrate.choices", read_choices(context.config)
         expected = simulated_acceleration_rate(ranks, choices)
@@ -86,16 +86,10 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         # All is judged: the tree itself is searched on both halves, which foretells more than either.
         whole = search_trees(ranks, max(budget, STOCK_NODES), settings.depth, settings.top)[source]
         choices = whole[:size]
-        tree = {"searches": rates, "sizes": _sizes(trees[source], judged_on, overheads)}
-        tree["judged"] = [list(path) for path in trees[source][:size]]  # whose rate is the one expected
-        tree["searched"] = [list(path) for path in whole[:STOCK_NODES]]  # for the study of trees
-    tree |= {
-        "choices": [list(path) for path in choices],
-        "probabilities": path_frequencies(ranks, choices),
-        "accuracies": rank_accuracies(hits_KR, counts_K),
-        "expected_acceleration_rate": expected,
-    }
-    write_json(stage.path / "tree.json", tree)
+        measured = _sizes(trees[source], judged_on, overheads)
+        search = Search(rates, measured, judged=trees[source][:size], searched=whole[:STOCK_NODES])
+    frequencies, accuracies = path_frequencies(ranks, choices), rank_accuracies(hits_KR, counts_K)
+    Calibration(choices, frequencies, accuracies, expected, search).write(stage.path)
     return {
         "heads": [_head(hits, int(count)) for hits, count in zip(hits_KR.cumsum(1).tolist(), counts_K, strict=True)],
         "tree": {
@@ -103,7 +97,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             "depth": max(map(len, choices)),
             "source": source,
             "expected_acceleration_rate": round(expected, 4),
-            **{key: tree[key] for key in ("searches", "sizes") if tree.get(key)},
+            **({"searches": search.searches} if search else {}),
+            **({"sizes": search.sizes} if search and search.sizes else {}),
         },
         "positions": int(counts_K.max()),
     }

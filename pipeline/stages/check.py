@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.generated_rows import read_token_rows
+from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.errors import CheckFailed, DataError
 from pipeline.evaluation.limits import failures
@@ -77,21 +78,21 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _decode_and_judge(context: Context, stage: StageDirectory, progress: ProgressReporter) -> dict[str, Any]:
-    settings, heads = context.config.check, context.config.train.num_heads
+    settings, heads, export = context.config.check, context.config.train.num_heads, context.upstream["export"].path
     target = with_room(context.backbone("export"), settings)
     prompts = _prompts(context, target, progress)
     target = with_room_for(target, prompts.kept, settings.max_new_tokens + heads + 1)  # vLLM drafts beyond the end
     placement = context.placement("features")
     request = CheckRequest(
         target,
-        str(context.upstream["export"].path),
+        str(export),
         prompts.kept,
         settings,
-        choices=list(read_choices(context.upstream["export"].path)),
+        choices=list(read_choices(export)),
         gpus=placement.gpus,
         name=Path(context.config.target.model).name,
         assistant=_assistant(context),
-        calibration=_calibration(context) if settings.studies else None,
+        calibration=read_calibration(context.upstream["calibrate"].path) if settings.studies else None,
     )
     result: dict[str, Any] = {"skipped_prompts": prompts.skipped}
     if "native" in settings.engines:
@@ -183,10 +184,6 @@ def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -
 def _assistant(context: Context) -> TargetSpec | None:
     model = context.config.check.assistant_model
     return replace(resolve_assistant(model), dtype=context.target.dtype) if model else None
-
-
-def _calibration(context: Context) -> dict[str, Any]:
-    return read_json(context.upstream["calibrate"].path / "tree.json") or {}
 
 
 STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, conclude, placements=("features", "generate"))

@@ -7,10 +7,10 @@ its absolute path, where it was made: of an export that was moved since, that di
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from pipeline.artifacts.trained_heads import load_heads
+from pipeline.artifacts.tree_file import read_calibration
 from pipeline.decoding.tree import check_choices
 from pipeline.export.backbone import link_backbone
 from pipeline.export.card import model_card
@@ -51,7 +51,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         format=settings.formats[0],
         dtype=spec.dtype if settings.dtype == "auto" else settings.dtype,
     )
-    tree = json.loads((context.upstream["calibrate"].path / "tree.json").read_text(encoding="utf-8"))
+    choices = read_calibration(context.upstream["calibrate"].path).choices
     base, recipe = None if tuned else spec.model, context.config.model_dump(mode="json")
     files = write_export(
         stage.path,
@@ -59,7 +59,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         config,
         target=target.to_dict(),
         tokenizer=load_tokenizer(spec),
-        choices=check_choices(tree["choices"], heads.shape.num_heads, heads.shape.vocab_size),
+        choices=check_choices(choices, heads.shape.num_heads, heads.shape.vocab_size),
         card=model_card({}, kind=config.kind, base_model=base, repo_id=None, recipe=recipe, tuned=tunes),
     )
     return {

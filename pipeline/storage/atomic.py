@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: temporary file, fsync, rename, fsync of the directory.
+"""Files and directories that are either whole or absent: temporary name, fsync, rename, fsync of the directory.
 
 A temporary name is unique to its writer: an orphan of a killed run and the run that resumes never write into the same
 file, and the rename of whoever finishes last wins with equal content. Leftovers end in `.tmp` and are swept on resume.
@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,38 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
+    """Yield an empty directory beside `directory`; on success its content is put there durably, on failure it vanishes.
+
+    `directory` is made by one rename if it does not exist. If it does, its files are replaced one by one, the one named
+    `last` at the end, and whoever owns it says when it is whole. There is one writer at a time.
+    """
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        files = files_in(partial)
+        for file in files:
+            sync(partial / file)
+        if not directory.exists():
+            os.replace(partial, directory)
+        else:
+            for file in sorted(files, key=lambda file: file.name == last):
+                (directory / file).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(partial / file, directory / file)
+            sync(directory)
+        sync(directory.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def files_in(directory: Path) -> list[Path]:
+    """Every file below `directory`, relative to it, by name."""
+    return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+
+
 def temporary_beside(path: Path) -> Path:
     """A name in the same directory that no other writer uses."""
     return path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
@@ -44,10 +77,9 @@ def temporary_beside(path: Path) -> Path:
 
 def publish(temporary: Path, path: Path) -> None:
     """Rename a finished temporary file to its name, durably."""
-    with open(temporary, "rb+") as file:
-        os.fsync(file.fileno())
+    sync(temporary)
     os.replace(temporary, path)
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 @contextlib.contextmanager
@@ -99,8 +131,8 @@ def read_json(path: Path) -> Any | None:
         return None
 
 
-def sync_directory(path: Path) -> None:
-    """Make a rename in this directory survive a power cut."""
+def sync(path: Path) -> None:
+    """Make a file's content, or the renames in a directory, survive a power cut."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -53,8 +53,8 @@ def test_typical_is_the_papers_formula_over_every_candidate(situation):
         return p[token] > min(EPS, DELTA * math.exp(-entropy))
 
     row = longest_candidate(tree, logits, tokens, temperature, passes)
-    verdict = TypicalAcceptance(temperature, EPS, DELTA).accept(logits, tokens, tree)
-    assert (verdict.row, verdict.next_token) == (row, logits[row].argmax())
+    accepted = TypicalAcceptance(temperature, EPS, DELTA).accept(logits, tokens, tree)
+    assert (accepted.row, accepted.next_token) == (row, logits[row].argmax())
 
     noise = gumbel((tree.max_depth + 1, VOCAB), seed)
     sampled = TypicalAcceptance(temperature, EPS, DELTA, samples=True).accept(logits, tokens, tree, noise)
@@ -67,12 +67,12 @@ def test_nucleus_keeps_the_longest_candidate_within_the_nucleus(situation, top_p
     seed, choices, temperature = situation
     tree, logits, tokens = random_step(seed, choices)
     noise = gumbel((tree.max_depth + 1, VOCAB), seed)
-    verdict = NucleusAcceptance(temperature, top_p).accept(logits, tokens, tree, noise)
+    accepted = NucleusAcceptance(temperature, top_p).accept(logits, tokens, tree, noise)
 
     row = longest_candidate(tree, logits, tokens, temperature, lambda p, token: token in nucleus_of(p, top_p))
     inside = nucleus_of(softmax(logits[row].tolist(), temperature), top_p)
     perturbed = (logits[row] / temperature + noise[tree.depth[row]]).tolist()
-    assert (verdict.row, verdict.next_token) == (row, max(inside, key=lambda token: perturbed[token]))
+    assert (accepted.row, accepted.next_token) == (row, max(inside, key=lambda token: perturbed[token]))
 
 
 def longest_candidate(tree, logits, tokens, temperature, passes) -> int:
@@ -126,8 +126,8 @@ RULES = [
 def accept(rule, step: tuple[Tree, torch.Tensor, torch.Tensor]) -> tuple[int, int]:
     tree, logits, tokens = step
     noise = gumbel((tree.max_depth + 1, VOCAB), 0)  # far below the 40 between right and wrong
-    verdict = rule.accept(logits, tokens, tree, noise if rule.samples else None)
-    return int(verdict.row), int(verdict.next_token)
+    accepted = rule.accept(logits, tokens, tree, noise if rule.samples else None)
+    return int(accepted.row), int(accepted.next_token)
 
 
 @pytest.mark.parametrize("rule", RULES)

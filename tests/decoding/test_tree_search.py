@@ -1,4 +1,4 @@
-"""Trees searched on ranks: optimal for what they count, and judged by a walk that is decoding's own."""
+"""Trees searched on ranks: optimal for their counts, and evaluated by the walk of decoding itself."""
 
 from __future__ import annotations
 

@@ -139,14 +139,6 @@ def test_an_interrupted_training_leaves_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_writing_leaves_nothing(tmp_path):
-    with pytest.raises(KeyboardInterrupt), demo.complete_or_absent(tmp_path / "targets" / "demo") as unfinished:
-        (unfinished / "config.json").write_text("{")
-        assert not (tmp_path / "targets" / "demo").exists()
-        raise KeyboardInterrupt
-    assert not list((tmp_path / "targets").iterdir())
-
-
 def test_a_target_is_never_overwritten(trained):
     with pytest.raises(FileExistsError):
         demo.train_demo_target(conversations(), trained[0], steps=1)

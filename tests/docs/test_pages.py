@@ -147,6 +147,14 @@ def test_pictures_are_what_the_script_draws():
     assert done.stdout.strip() == "[]", "run python scripts/draw_images.py"
 
 
+def test_every_room_is_described():
+    page = text("docs/architecture.md")
+    rooms = {
+        path.stem for path in (ROOT / "pipeline").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert [room for room in sorted(rooms - {"__init__"}) if not re.search(rf"`{room}(/|\.py)`", page)] == []
+
+
 def test_nothing_cites_a_document_that_is_not_here():
     kept = ["pipeline", "tests", "benchmarks", "docs", "flows", "configs", "examples", "README.md", "CONTRIBUTING.md"]
     files = [path for name in kept for path in ((ROOT / name).rglob("*") if (ROOT / name).is_dir() else [ROOT / name])]

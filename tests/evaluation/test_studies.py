@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import json
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from pipeline.artifacts.tree_file import Calibration, Search, read_calibration
 from pipeline.config import CheckConfig
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.tree import cartesian_tree, stock_tree
@@ -32,8 +32,8 @@ def model(tiny_target):
 
 
 @pytest.fixture(scope="module")
-def calibration(finished_run) -> dict:
-    return json.loads((finished_run.path / "latest/calibrate/tree.json").read_text())
+def calibration(finished_run) -> Calibration:
+    return read_calibration(finished_run.path / "latest/calibrate")
 
 
 @pytest.fixture(scope="module")
@@ -100,20 +100,22 @@ def test_a_walk_through_plain_text_finds_the_very_rate_that_decoding_with_the_tr
 
 
 def test_the_tree_of_the_stock_s_size_is_the_search_s_own_or_the_product_of_accuracies():
-    searched = [[0], [0, 0], [1]]
-    assert searched_tree({"searched": searched, "accuracies": [[0.5, 0.4]]}) == ((0,), (0, 0), (1,))
-    assert searched_tree({"accuracies": [[0.5, 0.1], [0.4, 0.2]]}) == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
-    assert searched_tree({}) == ()
+    searched = ((0,), (0, 0), (1,))
+    search = Search({}, [], judged=(), searched=searched)
+    assert searched_tree(Calibration((), [], [[0.5, 0.4]], 1.0, search)) == ((0,), (0, 0), (1,))
+    own = Calibration((), [], [[0.5, 0.1], [0.4, 0.2]], 1.0)
+    assert searched_tree(own) == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
+    assert searched_tree(None) == ()
 
 
 def test_calibration_keeps_its_search_up_to_the_stock_size_whatever_the_tree_s(calibration):
-    assert len(calibration["choices"]) == 8 and len(calibration["searched"]) == 63
-    assert calibration["searched"][:8] == calibration["choices"]
+    assert len(calibration.choices) == 8 and len(calibration.search.searched) == 63
+    assert calibration.search.searched[:8] == calibration.choices
 
 
 def test_sampling_exactly_writes_the_text_of_plain_sampling(plain, medusa, prompts):
     """Greedily and by rejection: so the target finds either side's text equally likely."""
-    (rows,) = run_studies(("typical",), plain, medusa, prompts, SETTINGS, {}, []).values()
+    (rows,) = run_studies(("typical",), plain, medusa, prompts, SETTINGS, None, []).values()
     found = {(row["temperature"], row["rule"], row["eps"]): row for row in rows}
     assert found.keys() == {
         (0.0, "plain", None),
@@ -137,7 +139,7 @@ def test_heads_are_used_up_to_each_depth_of_the_tree(model, finished_run, prompt
     plain = plain_decoder(model, eos_token_ids=(1,))
     medusa = Decoder(model, heads, TREE, eos_token_ids=(1,))
     texts = [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
-    (rows,) = run_studies(("heads",), plain, medusa, prompts, SETTINGS, {}, texts).values()
+    (rows,) = run_studies(("heads",), plain, medusa, prompts, SETTINGS, None, texts).values()
     assert [(row["heads"], row["nodes"]) for row in rows] == [(1, 2), (2, 4), (3, 5)]
     for row in rows:
         tree = [path for path in TREE if len(path) <= row["heads"]]
@@ -170,7 +172,7 @@ def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, asked
     monkeypatch.setattr(studies, "BATCH_SIZES", (1, 2, 4))
     both = asked_of(plain), asked_of(medusa)
     settings = SETTINGS.model_copy(update={"repeats": repeats})
-    (rows,) = run_studies(("batch",), plain, medusa, prompts, settings, {}, []).values()
+    (rows,) = run_studies(("batch",), plain, medusa, prompts, settings, None, []).values()
     one, other, _ = (prompt.ids for prompt in prompts)
     for asked in both:
         timed = [texts for texts, num_tokens in asked if num_tokens == 10]
@@ -182,13 +184,13 @@ def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, asked
 
 def test_answers_without_a_step_have_no_figures_and_the_report_is_written(tmp_path, plain, medusa, prompts, texts):
     settings = SETTINGS.model_copy(update={"max_new_tokens": 1})
-    found = run_studies(("trees", "heads"), plain, medusa, prompts, settings, {}, [text[:1] for text in texts])
+    found = run_studies(("trees", "heads"), plain, medusa, prompts, settings, None, [text[:1] for text in texts])
     assert {row["speedup"] for rows in found.values() for row in rows} == {None}
     assert report_texts({"check": {"native": {"studies": found}}}, {})
 
 
 def test_only_what_is_asked_for_is_studied(plain, medusa, prompts):
-    assert run_studies((), plain, medusa, prompts, SETTINGS, {}, []) == {}
+    assert run_studies((), plain, medusa, prompts, SETTINGS, None, []) == {}
 
 
 def test_steps_are_captured_before_they_are_timed(model, medusa, prompts, monkeypatch):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
 from pipeline.errors import DataError, EnvironmentFault
-from pipeline.storage.atomic import disk_errors
+from pipeline.storage.atomic import atomic_directory, disk_errors
 
 
 @pytest.mark.parametrize(
@@ -31,3 +32,27 @@ def test_other_errors_pass_as_they_are(tmp_path):
         with pytest.raises(type(other)) as error, disk_errors(tmp_path):
             raise other
         assert error.value is other
+
+
+def test_a_directory_whose_writing_was_interrupted_is_absent(tmp_path):
+    with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "new" / "target") as unfinished:
+        (unfinished / "config.json").write_text("{")
+        assert not (tmp_path / "new" / "target").exists()
+        raise KeyboardInterrupt
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_files_of_a_directory_that_exists_are_replaced_the_last_one_at_the_end(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text("old")
+    (tmp_path / "kept").write_text("kept")
+    real, moved = os.replace, []
+    monkeypatch.setattr(os, "replace", lambda *names: (moved.append(Path(names[1]).name), real(*names)))
+    with atomic_directory(tmp_path, last="config.json") as unfinished:
+        for name in ("config.json", "weights"):
+            (unfinished / name).write_text("new")
+    assert moved == ["weights", "config.json"]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "config.json": "new",
+        "weights": "new",
+        "kept": "kept",
+    }

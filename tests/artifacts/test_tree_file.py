@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeline.artifacts.tree_file import TREE_FILE, Calibration, Search, read_calibration, read_paths
+from pipeline.errors import DataError
+
+SEARCH = Search({"product": 1.5, "joint": 1.6}, [{"nodes": 1, "overhead": 1.1}], judged=((0,),), searched=((0,), (1,)))
+OWN = Calibration(((0,), (0, 0)), [0.5, 0.25], [[0.5, 0.1], [0.25, 0.1]], 1.5)
+SEARCHED = Calibration(OWN.choices, OWN.probabilities, OWN.accuracies, 1.6, SEARCH)
+
+
+@pytest.mark.parametrize("calibration", [OWN, SEARCHED], ids=["own", "searched"])
+def test_a_tree_comes_back_as_it_was_written(tmp_path, calibration):
+    calibration.write(tmp_path)
+    assert read_calibration(tmp_path) == calibration
+    assert read_paths(tmp_path / TREE_FILE) == calibration.choices
+
+
+def test_paths_are_read_from_any_json_list(tmp_path):
+    (tmp_path / "choices.json").write_text("[[0], [0, 0]]")
+    assert read_paths(tmp_path / "choices.json") == ((0,), (0, 0))
+
+
+@pytest.mark.parametrize("text", [None, "[[0], [0", '{"a": 1}', "[0]", '{"choices": [[0]]}'])
+def test_a_damaged_tree_is_named(tmp_path, text):
+    if text is not None:
+        (tmp_path / TREE_FILE).write_text(text)
+    with pytest.raises(DataError, match=r"cannot be read|not a list of paths|no tree that calibrate wrote") as caught:
+        read_calibration(tmp_path)
+    assert TREE_FILE in str(caught.value)
+
+
+def test_keys_are_in_the_order_in_which_they_were_always_written(tmp_path):
+    SEARCHED.write(tmp_path)
+    keys = ["searches", "sizes", "judged", "searched", "choices", "probabilities", "accuracies"]
+    assert list(json.loads((tmp_path / TREE_FILE).read_text())) == [*keys, "expected_acceleration_rate"]
