@@ -6,35 +6,31 @@ Figures do not depend on limits: a changed limit is applied to the stored figure
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
+from pipeline.artifacts.check_result import CheckResult
 from pipeline.config import Config
 from pipeline.training.methods import method_of
 
 
-def failures(measured: Mapping[str, Any], config: Config) -> list[str]:
+def failures(result: CheckResult, config: Config) -> list[str]:
     """The reasons why these heads must not be published; empty when they may.
 
-    Args:
-        measured: The check stage's summary.
-        config: The run's. Its limits are `check.min_acceleration_rate` and `train.backbone.max_kl`, where it is tuned.
+    The limits are `check.min_acceleration_rate` and, where the backbone is tuned, `train.backbone.max_kl`.
     """
     least = config.check.min_acceleration_rate
     found = []
-    for engine in ("native", "vllm"):
-        if engine not in measured:
-            continue
-        match, rate = measured[engine]["greedy_match"], measured[engine]["acceleration_rate"]
-        differing = match["sequences"] - match["identical"] - match["ties"]
-        if differing:
-            found.append(f"{engine}: {differing} of {match['sequences']} greedy sequences differ from plain decoding")
-        if rate < least:
-            found.append(f"{engine}: acceleration rate {rate:.2f} is below check.min_acceleration_rate = {least:.2f}")
-    if "vllm" in measured and not any(measured["vllm"]["accepted_per_position"]):
-        found.append("vllm: no draft token was accepted")
+    for name, engine in result.engines.items():
+        if engine.differing:
+            found.append(
+                f"{name}: {engine.differing} of {engine.sequences} greedy sequences differ from plain decoding"
+            )
+        if not engine.acceleration_rate >= least:
+            rate = f"acceleration rate {engine.acceleration_rate:.2f}"
+            found.append(f"{name}: {rate} is below check.min_acceleration_rate = {least:.2f}")
+        if not engine.accepts_drafts:
+            found.append(f"{name}: no draft token was accepted")
     if method_of(config.train).tunes_backbone:
-        kl, most = measured.get("kl", math.nan), config.train.backbone.max_kl
+        kl, most = math.nan if result.kl is None else result.kl, config.train.backbone.max_kl
         if not kl <= most:
             found.append(f"the tuned backbone is {kl:.4f} nats from the target, above train.backbone.max_kl = {most:g}")
     return found

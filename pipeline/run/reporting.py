@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from pipeline.artifacts.check_result import CheckResult
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.evaluation.limits import failures
@@ -62,6 +63,7 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
     """
     found = {name: stage for name, stage in run.stages().items() if stage.done}
     summaries = {name: stage.summary for name, stage in found.items()}
+    checked = CheckResult.of(summaries.get("check", {}))
     report: dict[str, Any] = {
         "target": config.target.model,
         "method": config.train.method,
@@ -72,10 +74,10 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
         **({"skipped": skipped} if (skipped := method_of(config.train).skipped(config.train)) else {}),
         "heads": summaries.get("calibrate", {}).get("heads", []),
         "tree": summaries.get("calibrate", {}).get("tree", {}),
-        "check": _judged(summaries["check"], config) if "check" in summaries else {},
-        "target_text": summaries.get("check", {}).get("target_text"),
+        "check": _judged(checked, config) if checked.engines else {},
+        "target_text": checked.target_text,
         "quarantine": {name: summary["reasons"] for name, summary in summaries.items() if summary.get("reasons")},
-        "hardware": summaries.get("check", {}).get("hardware") or hardware(),
+        "hardware": checked.hardware or hardware(),
         "versions": dict(_versions()),
         "seconds_by_stage": {name: summary["seconds"] for name, summary in summaries.items() if "seconds" in summary},
         "run": {
@@ -86,13 +88,18 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
     }
     if "train" in report:
         report["train"] |= method_of(config.train).reported(config.train)
-    return report, _extras(found, summaries)
+    extras: dict[str, Any] = {"samples": checked.samples}
+    if "calibrate" in found:
+        extras["tree"] = read_calibration(found["calibrate"].path).stored()
+    if "train" in found:
+        extras["losses"], extras["held_out"] = read_curves(found["train"].path)
+    return report, extras
 
 
-def _judged(summary: dict[str, Any], config: Config) -> dict[str, Any]:
+def _judged(checked: CheckResult, config: Config) -> dict[str, Any]:
     """What the check found, and what the limits of this configuration make of it."""
-    found = failures(summary, config)
-    figures = {engine: summary[engine] for engine in ("native", "vllm") if engine in summary}
+    found = failures(checked, config)
+    figures = {name: engine.figures for name, engine in checked.engines.items()}
     return figures | {"passed": not found, "failures": found}
 
 
@@ -103,15 +110,6 @@ def card(report: dict[str, Any], config: Config) -> str:
     base = backbone_id if tuned else config.target.model
     kind, recipe = head_kind(config.train.heads), config.model_dump(mode="json")
     return model_card(report, kind=kind, base_model=base, repo_id=heads_id, recipe=recipe, tuned=tuned)
-
-
-def _extras(found: dict[str, Any], summaries: dict[str, Any]) -> dict[str, Any]:
-    extras: dict[str, Any] = {"samples": summaries.get("check", {}).get("samples", [])}
-    if "calibrate" in found:
-        extras["tree"] = read_calibration(found["calibrate"].path).stored()
-    if "train" in found:
-        extras["losses"], extras["held_out"] = read_curves(found["train"].path)
-    return extras
 
 
 def _selected(summary: dict[str, Any]) -> dict[str, Any]:

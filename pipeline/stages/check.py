@@ -9,11 +9,11 @@ Native answers are left in `answers/plain.jsonl` and, with the heads, `answers/K
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.artifacts.check_result import CheckResult, write_answers
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
@@ -38,7 +38,7 @@ from pipeline.run.context import Context
 from pipeline.run.preflight import require_questions, resolve_assistant
 from pipeline.run.reporting import publish_report
 from pipeline.run.stage import Stage, Summary
-from pipeline.storage.atomic import read_json, write_json, write_text
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, context_length, weight_files
 from pipeline.training.methods import method_of
@@ -77,7 +77,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             progress.close()
 
 
-def _decode_and_judge(context: Context, stage: StageDirectory, progress: ProgressReporter) -> dict[str, Any]:
+def _decode_and_judge(context: Context, stage: StageDirectory, progress: ProgressReporter) -> Summary:
     settings, heads, export = context.config.check, context.config.train.num_heads, context.upstream["export"].path
     target = with_room(context.backbone("export"), settings)
     prompts = _prompts(context, target, progress)
@@ -108,7 +108,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     if method_of(context.config.train).tunes_backbone:
         result["kl"] = context.upstream["train"].summary["drift"]["kl"]
     (stage.path / NATIVE_FILE).unlink(missing_ok=True)
-    return result | {"passed": not failures(result, context.config)}
+    return result | {"passed": not failures(CheckResult.of(result), context.config)}
 
 
 def _native(
@@ -117,9 +117,7 @@ def _native(
     """The result of `check_native`; answers go to their own files, the rest to one that a resumed check reads."""
     arguments = {"function": check_native, "request": request}
     result = context.executor.call(with_hardware, arguments, placement, progress)
-    for method, lines in result.pop("answers").items():
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_text(stage.path / "answers" / f"{method}.jsonl", text)
+    write_answers(stage.path, result.pop("answers"))
     write_json(stage.path / NATIVE_FILE, result)
     return result
 
@@ -132,7 +130,7 @@ def conclude(context: Context, stage: StageDirectory) -> None:
 
 def require_passed(stage: StageDirectory, config: Config) -> None:
     """Raise `CheckFailed` when what the finished check has found is beyond the limits of this configuration."""
-    if found := failures(stage.summary, config):
+    if found := failures(CheckResult.of(stage.summary), config):
         reasons = "; ".join(found)
         fix = "Sequences that differ are in DONE.json there; more data or epochs raise acceptance. Nothing was pushed."
         raise CheckFailed(f"The check failed: {reasons}.", str(stage.path), fix)
@@ -140,16 +138,13 @@ def require_passed(stage: StageDirectory, config: Config) -> None:
 
 def one_line(summary: Summary) -> str:
     parts = []
-    if native := summary.get("native"):
-        speed = f"acceleration rate {native['acceleration_rate']:.2f}, speedup {native['speedup']:.2f}x"
-        parts.append(f"native: {speed}, {_identical(native)}")
-    if served := summary.get("vllm"):
-        parts.append(f"vLLM: {served['acceleration_rate']:.2f}, {_identical(served)}")
+    for name, engine in CheckResult.of(summary).engines.items():
+        rate, identical = f"{engine.acceleration_rate:.2f}", f"{engine.identical}/{engine.sequences} identical"
+        speed = (
+            f"native: acceleration rate {rate}, speedup {engine.speedup:.2f}x" if name == "native" else f"vLLM: {rate}"
+        )
+        parts.append(f"{speed}, {identical}")
     return "; ".join(parts)
-
-
-def _identical(engine: dict[str, Any]) -> str:
-    return f"{engine['greedy_match']['identical']}/{engine['greedy_match']['sequences']} identical"
 
 
 def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -> Prompts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.artifacts.check_result import CheckResult
 from pipeline.config.load import validate
 from pipeline.evaluation.limits import failures
 
@@ -36,7 +37,7 @@ def config(least: float = 1.0, **train):
     ],
 )
 def test_what_fails_the_check(measured, least, says):
-    found = failures(measured, config(least))
+    found = failures(CheckResult.of(measured), config(least))
     assert len(found) == len(says) and all(line.startswith(start) for line, start in zip(found, says, strict=True))
 
 
@@ -45,6 +46,7 @@ def test_what_fails_the_check(measured, least, says):
     [({"kl": 0.19}, False), ({"kl": 0.2}, False), ({"kl": 0.21}, True), ({"kl": float("nan")}, True), ({}, True)],
 )
 def test_a_backbone_that_moved_too_far_or_nobody_knows_how_far_fails_it(kl, fails):
-    found = failures({"native": engine(2.0), **kl}, config(method="medusa-2", backbone={"max_kl": 0.2}))
+    result = CheckResult.of({"native": engine(2.0), **kl})
+    found = failures(result, config(method="medusa-2", backbone={"max_kl": 0.2}))
     assert len(found) == fails and all("above train.backbone.max_kl = 0.2" in line for line in found)
-    assert failures({"native": engine(2.0), **kl}, config()) == [], "Medusa-1 moves nothing"
+    assert failures(result, config()) == [], "Medusa-1 moves nothing"

@@ -1,0 +1,72 @@
+"""What the check found: the summary in its DONE.json, and the native answers in `answers/`, in Spec-Bench's schema."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.storage.atomic import write_text
+
+ENGINES = ("native", "vllm")
+
+
+@dataclass(frozen=True)
+class EngineResult:
+    """One engine's figures.
+
+    `sequences` greedy ones were compared with plain decoding: `identical` are the same, `ties` part at a tie of the
+    target's own logits, `differing` are neither.
+    """
+
+    acceleration_rate: float
+    speedup: float
+    sequences: int
+    identical: int
+    ties: int
+    accepts_drafts: bool  # whether any draft token was accepted; True where the engine does not count them
+    figures: Mapping[str, Any]  # all of them, as report.json shows them
+
+    @classmethod
+    def of(cls, figures: Mapping[str, Any]) -> EngineResult:
+        match, accepted = figures["greedy_match"], figures.get("accepted_per_position")
+        return cls(
+            figures["acceleration_rate"],
+            figures.get("speedup", 1.0),
+            match["sequences"],
+            match["identical"],
+            match["ties"],
+            accepted is None or any(accepted),
+            figures,
+        )
+
+    @property
+    def differing(self) -> int:
+        return self.sequences - self.identical - self.ties
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """A check's result; empty where there was none."""
+
+    engines: Mapping[str, EngineResult]  # by name, in the order of `ENGINES`
+    kl: float | None = None  # nats of a tuned backbone from the target
+    target_text: Mapping[str, float] | None = None
+    samples: Iterable[Mapping[str, Any]] = ()
+    hardware: Mapping[str, Any] | None = None  # of the machine that decoded
+
+    @classmethod
+    def of(cls, summary: Mapping[str, Any]) -> CheckResult:
+        """The result in a check stage's summary."""
+        engines = {name: EngineResult.of(summary[name]) for name in ENGINES if name in summary}
+        others = {name: summary[name] for name in ("kl", "target_text", "samples", "hardware") if name in summary}
+        return cls(engines, **others)
+
+
+def write_answers(directory: Path, answers: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
+    """Write each method's answers, one line per question, to `answers/METHOD.jsonl`."""
+    for method, lines in answers.items():
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        write_text(directory / "answers" / f"{method}.jsonl", text)
