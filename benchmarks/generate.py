@@ -27,7 +27,7 @@ from pipeline.conversations.dialogue import Dialogue, DialogueSettings
 from pipeline.conversations.requests import Completion, Finish, Request, Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.targets.dialogue_pool import converse
-from pipeline.targets.protocol import GenerationEngine
+from pipeline.targets.engines import GenerationEngine
 from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer
 from pipeline.targets.vllm_engine import VLLMGenerationEngine, sampling_params
 

@@ -27,8 +27,7 @@ from pipeline.decoding.tree import Path as TreePath
 from pipeline.errors import ConfigError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.dialogue_pool import converse
-from pipeline.targets.engines import EngineName, make_generation_engine
-from pipeline.targets.protocol import GenerationEngine
+from pipeline.targets.engines import EngineName, GenerationEngine, make_generation_engine
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
 
 MORE_PER_TURN = 16  # an upper bound on the tokens that a template adds between an answer and the next question

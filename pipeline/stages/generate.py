@@ -26,8 +26,7 @@ from pipeline.storage.shards import Receipt
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from pipeline.targets.dialogue_pool import DialogueGroup, DialoguePool
-from pipeline.targets.engines import make_generation_engine, semantic_arguments
-from pipeline.targets.protocol import GenerationEngine
+from pipeline.targets.engines import GenerationEngine, make_generation_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
 
 NAME = "generate"

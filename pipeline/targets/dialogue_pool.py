@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pipeline.conversations.dialogue import Dialogue
-from pipeline.targets.protocol import GenerationEngine
+from pipeline.targets.engines import GenerationEngine
 
 
 @dataclass

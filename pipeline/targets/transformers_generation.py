@@ -16,8 +16,8 @@ from transformers import DynamicCache
 
 from pipeline.conversations.requests import Completion, Finish, Request
 from pipeline.errors import EnvironmentFault
+from pipeline.targets.engines import check_request
 from pipeline.targets.loading import input_device, load_causal_lm
-from pipeline.targets.protocol import check_request
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 from pipeline.targets.token_sampling import sample_tokens
 

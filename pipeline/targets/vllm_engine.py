@@ -23,8 +23,8 @@ from pydantic import ValidationError
 from pipeline.conversations.requests import Completion, Request
 from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.targets import files
+from pipeline.targets.engines import check_request
 from pipeline.targets.loading import require_gpus
-from pipeline.targets.protocol import check_request
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, model_config
 
 if TYPE_CHECKING:

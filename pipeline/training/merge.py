@@ -9,8 +9,8 @@ from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.checksums import FileFacts
 from pipeline.targets.files import find_file, is_local
+from pipeline.targets.lora import load_tuned
 from pipeline.targets.spec import TargetSpec, load_tokenizer
-from pipeline.targets.tuned import load_tuned
 
 ADAPTER_DIRECTORY = "adapter"
 ADAPTER_FILE = "adapter_model.safetensors"

@@ -12,7 +12,7 @@ from pipeline.decoding.masks import TreeMasks
 from pipeline.decoding.tree import Tree, cartesian_tree
 from tests.decoding.conftest import CONTEXT
 from tests.decoding.test_acceptance import RULES
-from tests.decoding.test_decoding import FAMILIES, PROMPT, SPARSE
+from tests.decoding.test_decoder import FAMILIES, PROMPT, SPARSE
 
 PROMPTS = [PROMPT, [2], [5, 6] * 20, PROMPT[::-1], PROMPT * 2]
 

@@ -19,7 +19,7 @@ from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.tree import cartesian_tree
 from tests.decoding.test_acceptance import RULES
 from tests.decoding.test_batches import PROMPTS, seeded
-from tests.decoding.test_decoding import FAMILIES, PROMPT, SPARSE
+from tests.decoding.test_decoder import FAMILIES, PROMPT, SPARSE
 
 
 class Tape(TorchDispatchMode):

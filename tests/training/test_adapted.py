@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OP
 
 from pipeline.config import BackboneConfig
 from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.targets.lora import load_tuned
 from pipeline.targets.spec import TargetSpec
-from pipeline.targets.tuned import load_tuned
 from pipeline.training.adapted import Backbone, verify_packing, write_adapter
 from pipeline.training.backbone_losses import measure_drift
 from pipeline.training.texts import TextBatch, assemble_texts, read_texts

@@ -14,7 +14,7 @@ import pytest
 
 from tests.report.conftest import write_report
 
-pytestmark = pytest.mark.usefixtures("unrendered_plots")  # tests/report/test_report_plots.py looks at them
+pytestmark = pytest.mark.usefixtures("unrendered_plots")  # tests/report/test_plots.py looks at them
 
 
 def _read_json(directory: Path) -> dict:
