@@ -113,7 +113,7 @@ def test_a_prompt_that_leaves_no_room_is_a_programmers_error(
 def test_an_id_is_under_way_only_once(counting_target: TargetSpec) -> None:
     engine = TransformersGenerationEngine(counting_target)
     engine.add(Request("a", [1], 2))
-    with pytest.raises(ValueError, match="under way"):
+    with pytest.raises(ValueError, match="running already"):
         engine.add(Request("a", [1], 2))
 
 
