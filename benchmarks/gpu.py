@@ -4,7 +4,7 @@
     python -m benchmarks.gpu --tiny    # a smoke test on a CPU; figures are meaningless and not kept
 
 A target of Mistral-7B's shape with random bf16 weights, made on the card. Measured, in turns with the peak (products of
-large random matrices, in the same dtype): the features stage's whole worker; `train_medusa1` from the shards that it
+large random matrices, in the same dtype): the features stage's whole worker; `train` from the shards that it
 wrote; and writing and reading those shards alone. Then native decoding, plain and with trees of several sizes.
 """
 

@@ -18,12 +18,12 @@ from pipeline.conversations.spans import IGNORED, head_labels
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec
-from pipeline.training.batches import load_batches
-from pipeline.training.epochs import EpochPlan
-from pipeline.training.medusa1 import open_features, train_medusa1
+from pipeline.training.feature_batches import EpochPlan, load_batches
+from pipeline.training.heads_only import open_features
 from pipeline.training.methods import METHODS
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec, product_dtype
+from pipeline.training.trainer import train
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Size
@@ -69,7 +69,7 @@ def measure_training(
 
 
 class Training:
-    """`train_medusa1` from the start; its first steps, in which a GPU warms up, are not timed."""
+    """`train` from the start; its first steps, in which a GPU warms up, are not timed."""
 
     def __init__(self, spec: TrainSpec, size: Size):
         self.spec, self._size = spec, size
@@ -79,7 +79,7 @@ class Training:
         """Seconds of the timed steps, which learn from `num_positions` positions."""
         reset_peak_memory(self._size.device)
         self.spec.path.mkdir()
-        train_medusa1(self.spec)
+        train(self.spec)
         lines = [line for line in read_metrics(self.spec.path) if "loss" in line]
         shutil.rmtree(self.spec.path)  # gigabytes of heads
         self.memory_gb = peak_memory_gb(self._size.device)

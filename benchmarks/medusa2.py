@@ -28,11 +28,11 @@ from pipeline.config import BackboneConfig, TrainConfig
 from pipeline.heads.losses import plain_summed_cross_entropy
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.targets.spec import TargetSpec
-from pipeline.training.medusa2 import Trainer
+from pipeline.training.heads_and_backbone import BackboneLearner, MicroBatch
 from pipeline.training.methods import METHODS
-from pipeline.training.task import TrainSpec
-from pipeline.training.texts import TextBatch, count_labels
-from pipeline.training.world import World
+from pipeline.training.task import TrainSpec, Workers
+from pipeline.training.text_batches import count_labels
+from pipeline.training.trainer import Trainer
 
 SPEED_AIM, MEMORY_AIM, PEAK_AIM = 0.95, 0.5, 40.0
 WIDE = targets.BACKBONE | {"vocab_size": 32_000, "num_hidden_layers": 4}
@@ -82,11 +82,11 @@ def _measured(case: Case, directory: Path) -> tuple[list[Claim], dict[str, Any]]
     made = rows.equal_rows(4 * case.batch_sequences, 2, case.sequence_length // 4, case.shape["vocab_size"])
     (task,) = rows.features_tasks(directory, [made])
     spec = _spec(case, target, task.source, directory)
-    ours = Steps(Trainer(spec, World(), case.device), case.device)
+    ours = Steps(BackboneLearner(spec, Workers(), case.device), case.device)
     work = ours.num_positions
     facts: dict[str, Any] = {"case": case.what, "positions_per_step": work, "sequence_length": case.sequence_length}
     if case.against_plain:
-        plain = Steps(PlainTrainer(spec, World(), case.device), case.device)
+        plain = Steps(PlainLearner(spec, Workers(), case.device), case.device)
         seconds = in_turns({"chunked": ours.run, "full logits": plain.run}, case.rounds)
         pairs = zip(ours.losses, plain.losses, strict=True)
         facts["largest_loss_difference"] = max(abs(one - other) for one, other in pairs)
@@ -112,9 +112,10 @@ def _measured(case: Case, directory: Path) -> tuple[list[Claim], dict[str, Any]]
 class Steps:
     """Timed steps of a trainer."""
 
-    def __init__(self, trainer: Trainer, device: torch.device):
-        self.trainer, self._device = trainer, device
-        self._batches = [batch for _, batch in trainer.batches(0)]
+    def __init__(self, learner: BackboneLearner, device: torch.device):
+        self.learner, self._device = learner, device
+        self._trainer = Trainer(learner)
+        self._batches = [batch.texts for batch in learner.batches(0)]
         self.num_positions = sum(len(batch.next_N) for batch in self._batches)
         self.losses: list[float] = []
         self.memory_gb: list[float] = []
@@ -124,7 +125,8 @@ class Steps:
         reset_peak_memory(self._device)
         held = _forget_peak()
         started = perf_counter()
-        self.losses.append(self.trainer.step(next(self._step))["loss"])
+        step = next(self._step)
+        self.losses.append(self._trainer.step(step, list(self.learner.batches(step)))["loss"])
         synchronize(self._device)
         seconds = perf_counter() - started
         self.memory_gb.append(peak_memory_gb(self._device) or max(PAGE_GB, _resident_gb("VmHWM") - held))
@@ -132,9 +134,8 @@ class Steps:
 
     def flops(self) -> float:
         """What a step needs: the frozen backbone twice forward and once back, lm_head likewise, and the heads."""
-        trainer = self.trainer
-        backbone: Any = trainer.backbone.tuned
-        config = trainer.heads.shape
+        backbone: Any = self.learner.backbone.tuned
+        config = self.learner.heads.shape
         labels = int(count_labels(self._batches, config.num_heads)[1:].sum())
         lengths = [batch.ids_BT.shape[1] for batch in self._batches]
         layers = 3 * backbone_flops(backbone.get_base_model(), lengths)
@@ -142,10 +143,11 @@ class Steps:
         return layers + lm_head + training_flops(config, self.num_positions, labels)
 
 
-class PlainTrainer(Trainer):
-    """The same trainer, its losses by their definition."""
+class PlainLearner(BackboneLearner):
+    """The same, its losses by their definition."""
 
-    def losses(self, batch: TextBatch) -> torch.Tensor:
+    def summed_losses(self, micro_batch: MicroBatch) -> torch.Tensor:
+        batch = micro_batch.texts.to(self.device)
         model: Any = self.backbone.tuned
         inputs = {"input_ids": batch.ids_BT, "position_ids": batch.positions_BT, "use_cache": False}
         with self.autocast():

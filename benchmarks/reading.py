@@ -21,8 +21,7 @@ from benchmarks.claims import Claim, Result, in_turns
 from pipeline.artifacts.feature_rows import FEATURES, FeatureRows, row_groups, write_group
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.storage.shards import ShardWriter
-from pipeline.training.batches import load_batches
-from pipeline.training.epochs import EpochPlan
+from pipeline.training.feature_batches import EpochPlan, load_batches
 
 AIM = 300.0
 VOCAB_SIZE, NUM_HEADS, BATCH_TOKENS = 4096, 5, 16_384

@@ -1,6 +1,6 @@
 """Claim: training heads from the cache is at least twice as fast as with the backbone's forward in every step.
 
-Measured: positions learned per second in `train_medusa1` from a feature cache, waiting for data included. Against: a
+Measured: positions learned per second in `train` from a feature cache, waiting for data included. Against: a
 loop that, as the reference implementation does, runs the frozen backbone over each step's conversations and learns from
 its states: same heads, optimizer and batches, as the losses of the steps show (`largest_loss_difference`).
 Rows are of one length, so that the online loop pads nothing and each batch holds whole rows.
@@ -28,15 +28,12 @@ from pipeline.heads.medusa import MedusaHeads
 from pipeline.stages.features import Worker
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec, model_config
-from pipeline.training.batches import Batch
-from pipeline.training.epochs import LANES, EpochPlan
-from pipeline.training.medusa1 import initial_heads, learn, open_features, train_medusa1
+from pipeline.training.feature_batches import LANES, Batch, EpochPlan
+from pipeline.training.heads_only import HeadsLearner, open_features
 from pipeline.training.methods import METHODS
 from pipeline.training.metrics import read_metrics
-from pipeline.training.optimizers import make_optimizer
-from pipeline.training.schedules import cosine_with_warmup
-from pipeline.training.task import TrainSpec
-from pipeline.training.world import World
+from pipeline.training.task import TrainSpec, Workers
+from pipeline.training.trainer import Trainer, train
 
 AIM = 2.0
 ROUNDS = 3
@@ -117,7 +114,7 @@ class CachedLoop:
     def run(self) -> float:
         directory = next(self._directories)
         directory.mkdir()
-        summary = train_medusa1(replace(self.spec, directory=str(directory)))
+        summary = train(replace(self.spec, directory=str(directory)))
         self.losses = [line["loss"] for line in read_metrics(directory) if "loss" in line]
         return summary["seconds"]
 
@@ -135,13 +132,11 @@ class OnlineLoop:
 
     def run(self) -> float:
         spec, num_steps = self.spec, self._plan.num_steps
-        heads = initial_heads(spec)
-        optimizer = make_optimizer(heads, spec.settings)
+        trainer = Trainer(HeadsLearner(spec, Workers(), torch.device("cpu")))
         self.losses = []
         started = perf_counter()
         for step in range(num_steps):
-            lr = spec.settings.lr * cosine_with_warmup(step, num_steps, 0)
-            self.losses.append(learn(heads, optimizer, self._batch(step), lr, spec, World())["loss"])
+            self.losses.append(trainer.step(step, [self._batch(step)])["loss"])
         return perf_counter() - started
 
     @torch.no_grad()

@@ -70,26 +70,26 @@ def test_an_interrupted_training_goes_on_from_its_checkpoint_and_ends_with_the_s
 ):
     from safetensors.torch import load_file
 
+    from pipeline.execution.progress import ProgressReporter
     from pipeline.stages import train
 
     real, steps = train.train, []
 
-    def watched(spec, on_progress, stop_after=99):
-        def on_step(step, *figures):
-            steps.append(step)
-            if step == stop_after:
+    def watched(spec, progress, stop_after=99):
+        def show(now):
+            steps.append(now.done)
+            if now.done == stop_after:
                 raise KeyboardInterrupt
-            on_progress(step, *figures)
 
-        return real(spec, on_progress=on_step)
+        return real(spec, progress=ProgressReporter(show=show))
 
     shutil.rmtree(latest(copied_run, "train").path)
     config = make_config(tmp_path, train__checkpoint_every=1)
-    monkeypatch.setattr(train, "train", lambda spec, on_progress: watched(spec, on_progress, stop_after=2))
+    monkeypatch.setattr(train, "train", lambda spec, progress: watched(spec, progress, stop_after=2))
     with pytest.raises(KeyboardInterrupt):
         run_again(config)
     monkeypatch.setattr(train, "train", watched)
     run = run_again(config)
-    assert steps == [1, 2, 3] and stages_run(run)[0] == "train"
+    assert steps == [0, 1, 2, 2, 3] and stages_run(run)[0] == "train"
     ours, theirs = (load_file(of.path / "latest/train/heads.safetensors") for of in (run, finished_run))
     assert all((ours[name] == tensor).all() for name, tensor in theirs.items())

@@ -173,7 +173,7 @@ class RayExecutor:
                     idle.append(seat)
                     failed_starts = 0
                 except self._ray.exceptions.RayError as error:
-                    death = _said(error)
+                    death = last_line(error)
                     self._ray.kill(seat.actor)  # not every error means that it is gone, and what lives holds its cores
                     if seat.upcoming:
                         tasks.appendleft(seat.upcoming)
@@ -212,7 +212,7 @@ class RayExecutor:
             result, error = self._ray.get(answer)
         except self._ray.exceptions.RayTaskError as failure:
             fix = "MEDUSA_DISTILL_TRACEBACK=1 shows all of it; --executor inline does it in this process."
-            raise EnvironmentFault(f"{function.__name__} failed: {_said(failure)}.", "Ray", fix) from failure
+            raise EnvironmentFault(f"{function.__name__} failed: {last_line(failure)}.", "Ray", fix) from failure
         except self._ray.exceptions.RayError as death:
             raise self._died(death) from death
         if error:
@@ -221,16 +221,16 @@ class RayExecutor:
 
     def _died(self, error: Exception) -> EnvironmentFault:
         fix = "If memory ran out, use smaller batches or more GPUs. What was committed is kept; run it again."
-        return EnvironmentFault(f"A worker died: {_said(error)}.", "Ray", fix)
+        return EnvironmentFault(f"A worker died: {last_line(error)}.", "Ray", fix)
 
     def close(self) -> None:
         if self._started:
             self._ray.shutdown()
 
 
-def _said(error: Exception) -> str:
-    """The last line of what Ray says of a worker's end."""
-    said = str(error).strip().splitlines() or [type(error).__name__]
+def last_line(error: Exception) -> str:
+    """The last line of what an error says: Ray puts its own frames before it."""
+    said = str(error).strip().splitlines() or [repr(error)]
     return said[-1].strip().rstrip(".")
 
 

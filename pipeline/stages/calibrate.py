@@ -36,7 +36,7 @@ from pipeline.run.stage import Stage, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length
-from pipeline.training.evaluate import SPLIT, held_out_ranks
+from pipeline.training.evaluation import SPLIT, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"

@@ -26,7 +26,7 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from pipeline.targets.engines import make_feature_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec
-from pipeline.training.evaluate import SPLIT
+from pipeline.training.evaluation import SPLIT
 from pipeline.training.methods import method_of
 
 NAME = "features"

@@ -7,24 +7,28 @@ and says how far that has drifted. With Ray, Ray Train starts the workers and re
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
 from pipeline.config import Config
+from pipeline.execution.placement import Placement
+from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.kind import head_kind
 from pipeline.run.context import Context
 from pipeline.run.stage import Stage, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
-from pipeline.training.merge import merge_backbone
+from pipeline.training.adapted_backbone import merge_backbone
 from pipeline.training.methods import method_of
 from pipeline.training.task import TrainSpec
-from pipeline.training.two_stage import train
+from pipeline.training.trainer import train
 
 NAME = "train"
 VERSION = 1
 
+PROGRESS_FILE = "progress.tmp"
 QUANTIZED_TEACHER = "the backbone is held to the quantized target, a worse teacher than the target itself"
 
 
@@ -64,25 +68,29 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     if spec.texts and spec.trained_target.quantization and spec.settings.backbone.loss == "kl":
         context.console.print(f"[yellow]![/] {NAME:<10} {QUANTIZED_TEACHER}", highlight=False, soft_wrap=True)
     with context.meter(NAME, 0, unit="steps") as meter:
-
-        def show(step: int, total: int, loss: float, rate: float) -> None:
-            meter.total = total
-            meter.update(step, f"loss {loss:.3f}, {rate:,.0f} positions/s")
-
-        def note_death(how: str) -> None:
-            context.run.event("worker-died", stage=NAME, error=how)
-
-        if context.executor.name == "ray":
-            from pipeline.training.ray_entry import train_on_ray
-
-            limit = context.config.limits.max_consecutive_failures
-            summary = train_on_ray(spec, placement.workers, placement.cpus, placement.gpus, limit, show, note_death)
-        else:
-            summary = train(spec, on_progress=show)
+        progress = ProgressReporter(stage.path.absolute() / PROGRESS_FILE, meter.show)
+        try:
+            summary = _train(context, spec, placement, progress)
+        finally:
+            progress.close()
     if spec.texts:
         arguments = {"target": context.target, "directory": spec.directory}
         context.executor.call(merge_backbone, arguments, replace(placement, gpus=0))
     return summary
+
+
+def _train(context: Context, spec: TrainSpec, placement: Placement, progress: ProgressReporter) -> Summary:
+    if context.executor.name != "ray":
+        return train(spec, progress=progress)
+    from pipeline.training.ray_entry import train_on_ray
+
+    arguments = {
+        "spec": spec,
+        "placement": placement,
+        "max_failures": context.config.limits.max_consecutive_failures,
+        "on_death": functools.partial(context.run.event, "worker-died", stage=NAME),
+    }
+    return context.executor.call(train_on_ray, arguments, Placement(1, 0, 0), progress)
 
 
 def one_line(summary: Summary) -> str:

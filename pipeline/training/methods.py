@@ -9,11 +9,14 @@ from __future__ import annotations
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from pipeline.config import Config, Section, TrainConfig
 from pipeline.config.training import Bits
 from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.training.learner import Learner
 
 BOOKKEEPING = {"checkpoint_every", "keep_checkpoints"}
 
@@ -35,10 +38,6 @@ class Method(ABC):
     and the held-out states that calibrate reads are computed with it instead of taken from the features stage."""
     sections: ClassVar[tuple[str, ...]] = ()
     """The nested sections of `train` that belong to this method."""
-    memory_fix: ClassVar[str] = (
-        "Lower train.batch_tokens, or set train.optimizer: adamw-8bit or train.medusa.lm_head: tied."
-    )
-    """What to do where a GPU runs out of memory."""
 
     @abstractmethod
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
@@ -75,6 +74,10 @@ class Method(ABC):
         """The packages that training needs beyond torch and transformers."""
         yield from ()
 
+    @abstractmethod
+    def phases(self, train: TrainConfig) -> list[tuple[str, type[Learner]]]:
+        """The trainings that follow one another, each with the name of its directory; the last one's is empty."""
+
 
 class HeadsOnly(Method):
     """Medusa-1: heads on the frozen backbone, from the cached states (paper 2.2.1)."""
@@ -84,6 +87,11 @@ class HeadsOnly(Method):
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
         return ("features",)
 
+    def phases(self, train: TrainConfig) -> list[tuple[str, type[Learner]]]:
+        from pipeline.training.heads_only import HeadsLearner
+
+        return [("", HeadsLearner)]
+
 
 class HeadsAndBackbone(Method):
     """Medusa-2: heads and backbone (LoRA) together, from the generated text (2.2.2); after the heads alone, or not."""
@@ -91,11 +99,6 @@ class HeadsAndBackbone(Method):
     name = "medusa-2"
     tunes_backbone = True
     sections = ("backbone",)
-    memory_fix = (
-        "Lower train.backbone.micro_batch or train.backbone.sequence_length, or set "
-        "train.backbone.gradient_checkpointing: true, train.optimizer: adamw-8bit, train.backbone.shard: true (several "
-        "workers) or train.backbone.quantization: 4bit."
-    )
 
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
         return ("generate",) if train.backbone.recipe == "joint" else ("features", "generate")
@@ -145,6 +148,13 @@ class HeadsAndBackbone(Method):
         if settings.quantization_beside(config.target.quantization):
             key = "train.backbone.quantization" if settings.quantization else "target.quantization"
             yield Package("bitsandbytes", key, "Install it, or set train.backbone.quantization to none.")
+
+    def phases(self, train: TrainConfig) -> list[tuple[str, type[Learner]]]:
+        from pipeline.training.heads_and_backbone import BackboneLearner
+        from pipeline.training.heads_only import HeadsLearner
+
+        both: list[tuple[str, type[Learner]]] = [("", BackboneLearner)]
+        return both if train.backbone.recipe == "joint" else [("heads-first", HeadsLearner), *both]
 
 
 def _sections(train: TrainConfig) -> set[str]:

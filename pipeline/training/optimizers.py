@@ -1,9 +1,13 @@
-"""The optimizers, and their state as flat named tensors for a checkpoint."""
+"""The optimizers, their schedules, and their state as flat named tensors for a checkpoint.
+
+Schedules are functions of the step alone, so that a resumed run agrees.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,17 +16,24 @@ from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
 
 
-def make_optimizer(heads: nn.Module, settings: TrainConfig, backbone: nn.Module | None = None) -> torch.optim.Optimizer:
+def trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that an optimizer moves, by name."""
+    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def make_optimizer(
+    modules: Mapping[str, nn.Module], peak_lrs: Mapping[str, float], settings: TrainConfig
+) -> torch.optim.Optimizer:
     """AdamW over the parameters that train, with 32-bit or 8-bit moments; biases do not decay.
 
-    Each group's `peak_lr` is the learning rate at its highest: that of the heads, or of the backbone.
+    Each group's `peak_lr` is the learning rate at its highest, that of its module.
 
     Raises:
         EnvironmentFault: 8-bit moments are asked for and bitsandbytes cannot be imported.
     """
-    groups = _groups(heads, settings.lr, settings.weight_decay)
-    if backbone is not None:
-        groups += _groups(backbone, settings.peak_backbone_lr, settings.weight_decay)
+    groups = [
+        group for name, module in modules.items() for group in _groups(module, peak_lrs[name], settings.weight_decay)
+    ]
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
     try:
@@ -40,9 +51,8 @@ def set_lr(optimizer: torch.optim.Optimizer, share: float) -> None:
 
 
 def _groups(module: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    weights = [parameter for name, parameter in trained.items() if not name.endswith("bias")]
-    biases = [parameter for name, parameter in trained.items() if name.endswith("bias")]
+    weights = [parameter for name, parameter in trained(module).items() if not name.endswith("bias")]
+    biases = [parameter for name, parameter in trained(module).items() if name.endswith("bias")]
     decays = [(weights, weight_decay), (biases, 0.0)]
     return [{"params": each, "weight_decay": decay, "lr": lr, "peak_lr": lr} for each, decay in decays if each]
 
@@ -77,3 +87,27 @@ def _leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from _leaves(value, f"{prefix}{key}.")
         elif value is not None:
             yield f"{prefix}{key}", value
+
+
+def cosine_with_warmup(step: int, total_steps: int, warmup_steps: int) -> float:
+    """Linear from 0 to 1 over the warmup, then half a cosine down to 0 at `total_steps` (paper, appendix B).
+
+    The same multiplier as transformers' `get_cosine_schedule_with_warmup`; 0 from `total_steps` on.
+    """
+    if step < warmup_steps:
+        return step / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def heads_weight(
+    step: int, total_steps: int, lambda_0: float, schedule: Literal["sine", "linear", "constant"]
+) -> float:
+    """What the heads' losses weigh beside the backbone's in step t of T (paper 2.2.2 and 2.3.2, appendix B).
+
+    `sine`: lambda_0 · sin(pi/2 · t/T), a quarter wave, so that the heads do not disturb the backbone while they know
+    nothing; `linear`: lambda_0 · t/T; `constant`: lambda_0.
+    """
+    progress = min(1.0, step / max(1, total_steps))
+    shares = {"sine": math.sin(math.pi / 2 * progress), "linear": progress, "constant": 1.0}
+    return lambda_0 * shares[schedule]

@@ -1,54 +1,57 @@
 """Training on a Ray cluster: Ray Train starts the workers, forms their process group, and restarts them when one dies.
 
-Resume is ours: the workers report no checkpoint to Ray, so a restarted group (or a new driver) reads on from the newest
-whole checkpoint in the stage directory. Ray's own bookkeeping therefore has a name of its own in every call and is
-removed afterwards. Each worker computes on one device, however many GPUs it reserves.
+Resume is the trainer's: the workers report no checkpoint to Ray, so a restarted group (or a new driver) reads on from
+the newest whole checkpoint in the stage directory. Ray's own bookkeeping therefore has a name of its own in every call
+and is removed afterwards. Each worker computes on one device, however many GPUs it reserves.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.train.v2.api.config import LoggingConfig
 
 from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault, MedusaDistillError
-from pipeline.training.state import Progress
-from pipeline.training.task import TrainSpec
-from pipeline.training.two_stage import finished, last_step, steps_before, steps_of, train
-from pipeline.training.world import World
+from pipeline.execution.placement import Placement
+from pipeline.execution.progress import ProgressReporter
+from pipeline.execution.ray_executor import last_line, run_and_carry_errors
+from pipeline.training.task import TrainSpec, Workers
+from pipeline.training.trainer import count_steps, finished, train
 
 MAX_START_FAILURES = 10  # a minute each: a cluster that scales up needs some
-SECONDS_BETWEEN_LOOKS = 0.5
-DEATHS = "deaths.jsonl"
+HEALTH_CHECK_SECONDS = "0.5"
 
-Outcome = tuple[dict[str, Any], MedusaDistillError | None]
+WorkerResult = tuple[dict[str, Any], MedusaDistillError | None]
 """The first worker's summary, or what the user is to be told."""
 
 
 def train_on_ray(
     spec: TrainSpec,
-    workers: int,
-    cpus: int,
-    gpus: int,
+    placement: Placement,
     max_failures: int,
-    on_progress: Progress | None = None,
-    on_death: Callable[[str], None] | None = None,
+    on_death: Callable[..., None] | None = None,
+    progress: ProgressReporter | None = None,
+    worker: Callable[[dict[str, Any]], WorkerResult] | None = None,
 ) -> dict[str, Any]:
-    """`train` on `workers` workers with `cpus` cores and `gpus` GPUs each; returns the first worker's summary.
+    """`train` on the placement's workers; returns the first worker's summary.
 
-    A worker's death restarts the group from the newest checkpoint, all in all less than `max_failures` times, and
-    `on_death` is told of it. Ray is initialised already. A finished run only returns its summary: Ray Train would start
-    workers for nothing.
+    Call it in a Ray task, through the executor: Ray Train's `fit` blocks and takes SIGINT for itself, and in a thread
+    of the driver it would not survive that Ray is shut down, which is how a driver stops.
+
+    Args:
+        max_failures: A worker's death restarts the group from the newest checkpoint, in all less than so many times.
+        on_death: Called with `error="..."` for each death, in the process of Ray Train's controller; picklable.
+        progress: What the first worker reports to.
+        worker: What every worker runs, where it is not `run_worker`.
+
+    A finished run only returns its summary: Ray Train would start workers for nothing.
 
     Raises:
         MedusaDistillError: What a worker raised, as it is.
@@ -56,69 +59,49 @@ def train_on_ray(
     """
     if summary := finished(spec):
         return summary
-    total_steps = steps_of(spec)  # also: bad data is refused here, before anything is started
+    count_steps(spec)  # bad data is refused here, before anything is started
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", HEALTH_CHECK_SECONDS)
     spec = _absolute(spec)
     bookkeeping = spec.path / "ray"
     bookkeeping.mkdir(exist_ok=True)
-    fit = ray.remote(num_cpus=0, max_retries=0)(_fit).remote(_worker, spec, workers, cpus, gpus, max_failures)
-    try:
-        return _follow(fit, spec, total_steps, on_progress)
-    finally:
-        for death in _deaths(bookkeeping / DEATHS):
-            if on_death:
-                on_death(death)
-        shutil.rmtree(bookkeeping, ignore_errors=True)
-
-
-def _fit(
-    worker: Callable[[dict[str, Any]], Outcome], spec: TrainSpec, workers: int, cpus: int, gpus: int, max_failures: int
-) -> Outcome:
-    """Let Ray Train fit by that many of these workers, and return what the first worker does.
-
-    It runs in a Ray task: `fit` waits, takes SIGINT for itself, and in a thread of the driver it would not survive
-    that Ray is shut down, which is how a driver stops.
-    """
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", str(SECONDS_BETWEEN_LOOKS))
-    resources = {"CPU": cpus, "GPU": gpus} if gpus else {"CPU": cpus}
-    bookkeeping = spec.path / "ray"
+    gpus = {"GPU": placement.gpus} if placement.gpus else {}
     trainer = TorchTrainer(
-        worker,
-        train_loop_config={"spec": spec, "cpus": cpus},
+        worker or run_worker,
+        train_loop_config={"spec": spec, "cpus": placement.cpus, "progress": progress},
         torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
-        scaling_config=ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources),
+        scaling_config=ScalingConfig(
+            num_workers=placement.workers,
+            use_gpu=bool(gpus),
+            resources_per_worker={"CPU": placement.cpus, **gpus},
+        ),
         run_config=RunConfig(
             name=uuid.uuid4().hex[:12],
             storage_path=str(bookkeeping),
             failure_config=FailureConfig(max_failures=max_failures - 1, controller_failure_limit=MAX_START_FAILURES),
             logging_config=LoggingConfig(log_level="ERROR"),
-            callbacks=[DeathLog(str(bookkeeping / DEATHS))],
+            callbacks=[DeathReporter(on_death)] if on_death else [],
         ),
     )
     try:
-        return trainer.fit().return_value
-    except Exception as error:
-        return {}, _readable(error, spec)
+        summary, error = trainer.fit().return_value
+    except Exception as failure:
+        raise _readable(failure, spec) from failure
+    finally:
+        shutil.rmtree(bookkeeping, ignore_errors=True)
+    if error:
+        raise error
+    return summary
 
 
-class DeathLog(UserCallback):
-    """Writes down what workers died of: Ray Train runs this in its controller, a process that nobody hears."""
+class DeathReporter(UserCallback):
+    """Reports what workers died of; Ray Train runs it in the process of its controller."""
 
-    def __init__(self, path: str):
-        self.path = path
+    def __init__(self, on_death: Callable[..., None]):
+        self.on_death = on_death
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            for rank, error in worker_exceptions.items():
-                file.write(json.dumps(f"training worker {rank}: {_last_line(error)}") + "\n")
-
-
-def _deaths(path: Path) -> list[str]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
-
-
-def _last_line(error: Exception) -> str:
-    """The last line of what an error says: Ray puts its own frames before it."""
-    return (str(error).strip().splitlines() or [repr(error)])[-1].rstrip(".")
+        for rank, error in worker_exceptions.items():
+            self.on_death(error=f"training worker {rank}: {last_line(error)}")
 
 
 def _absolute(spec: TrainSpec) -> TrainSpec:
@@ -127,7 +110,7 @@ def _absolute(spec: TrainSpec) -> TrainSpec:
     return replace(spec, shards=shards, texts=texts, directory=os.path.abspath(spec.directory))
 
 
-def _worker(config: dict[str, Any]) -> Outcome:
+def run_worker(config: dict[str, Any]) -> WorkerResult:
     """What every worker runs; Ray has formed the process group and chosen the GPU.
 
     An error that a restart would only repeat is handed back. Where this worker may be the only one to meet it, it is
@@ -137,32 +120,12 @@ def _worker(config: dict[str, Any]) -> Outcome:
 
     torch.set_num_threads(config["cpus"])
     context = get_context()
-    world = World(context.get_world_rank(), context.get_world_size())
-    try:
-        return train(config["spec"], world), None
-    except MedusaDistillError as error:
-        if world.size > 1 and not isinstance(error, CheckFailed | ConfigError):
-            raise
-        return {}, error
-
-
-def _follow(fit: Any, spec: TrainSpec, total_steps: int, on_progress: Progress | None) -> dict[str, Any]:
-    """Show progress until the fit has ended."""
-    shown, before = -1, steps_before(spec)
-    waiting = [fit]
-    while waiting:
-        _, waiting = ray.wait(waiting, timeout=SECONDS_BETWEEN_LOOKS)
-        line = last_step(spec, before)
-        if on_progress and line and line["step"] != shown:
-            shown = line["step"]
-            on_progress(shown, total_steps, line["loss"], line["tokens_per_second"])
-    try:
-        summary, error = ray.get(fit)
-    except ray.exceptions.RayError as death:
-        raise _readable(death, spec) from death
-    if error:
+    workers = Workers(context.get_world_rank(), context.get_world_size())
+    progress = config["progress"] if workers.is_first else None
+    summary, error = run_and_carry_errors(train, {"spec": config["spec"], "workers": workers, "progress": progress})
+    if error and workers.world_size > 1 and not isinstance(error, CheckFailed | ConfigError):
         raise error
-    return summary
+    return summary, error
 
 
 def _readable(error: Exception, spec: TrainSpec) -> MedusaDistillError:
@@ -171,6 +134,6 @@ def _readable(error: Exception, spec: TrainSpec) -> MedusaDistillError:
     for failure in failures:
         if isinstance(failure, MedusaDistillError):
             return failure
-    said = _last_line(failures[0] if failures else error)
+    said = last_line(failures[0] if failures else error)
     fix = "If memory ran out, lower train.batch_tokens. The same command continues from the newest checkpoint."
     return EnvironmentFault(f"Training workers died too often: {said}.", spec.directory, fix)

@@ -1,14 +1,16 @@
-"""What a training run is asked to do, as plain data that travels to its workers."""
+"""What a training is asked to do, as plain data that travels to its workers; and the workers that share it."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
@@ -60,6 +62,40 @@ class TrainSpec:
         return self.kind.shape_of(self.settings, self.hidden_size, self.vocab_size)
 
 
+@dataclass(frozen=True)
+class Workers:
+    """The workers of one training; this one is `rank` of `world_size`.
+
+    With more than one, torch.distributed is initialised already.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Until every worker has come here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all workers, in place; bitwise the same on each."""
+        self.sum_all([tensor])
+        return tensor
+
+    def sum_all(self, tensors: Iterable[Tensor]) -> None:
+        """Sum each tensor over all workers, in place, all in flight at once.
+
+        The heads' parameters are stacked, so their gradients are few and large; LoRA's are small, and many.
+        """
+        if self.world_size > 1:
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                work.wait()
+
+
 def choose_device(spec: TrainSpec) -> torch.device:
     """The worker's device; a GPU is the one that it was given.
 
@@ -76,13 +112,13 @@ def choose_device(spec: TrainSpec) -> torch.device:
 
 
 @contextlib.contextmanager
-def memory_errors(spec: TrainSpec) -> Iterator[None]:
+def memory_errors(spec: TrainSpec, fix: str) -> Iterator[None]:
     """Turn "out of memory" on a GPU into one readable error."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         what = "The GPU's memory is too small for this training."
-        raise EnvironmentFault(what, spec.directory, spec.method.memory_fix) from error
+        raise EnvironmentFault(what, spec.directory, fix) from error
 
 
 def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:

@@ -147,18 +147,18 @@ class Waiting:
 def _drive_and_wait(config: Path, said: Path, places: tuple[str, ...], line: Any) -> None:
     from pipeline.cli.app import main
     from pipeline.run.context import Context
-    from pipeline.training import medusa1
+    from pipeline.training.trainer import Trainer
 
     def wait(place: str) -> None:
         line.send(place)
         time.sleep(PATIENCE)
 
-    steps, learn, close = itertools.count(1), medusa1.learn, Context.close
+    steps, step, close = itertools.count(1), Trainer.step, Context.close
 
-    def learn_or_wait(*arguments: Any) -> Any:
+    def step_or_wait(*arguments: Any) -> Any:
         if next(steps) == 3:
             wait("train")
-        return learn(*arguments)
+        return step(*arguments)
 
     def wait_and_close(self: Context) -> None:
         wait("end")
@@ -168,7 +168,7 @@ def _drive_and_wait(config: Path, said: Path, places: tuple[str, ...], line: Any
     if "generate" in places:
         at("open", "generate-*/shards/00001.parquet", lambda: wait("generate"))
     if "train" in places:
-        medusa1.learn = learn_or_wait
+        Trainer.step = step_or_wait  # type: ignore[method-assign]
     if "end" in places:
         Context.close = wait_and_close  # type: ignore[method-assign]
     sys.argv = ["medusa-distill", "run", str(config), "--executor", "inline"]

@@ -15,7 +15,7 @@ from pipeline.stages import features, generate
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.training import ray_entry
 from tests.faults.unfinished import assert_as_uninterrupted, cut_before
-from tests.faults.workers import MIDDLE, STEPS_BEFORE_DEATH, KilledOnce, killed_trainer
+from tests.faults.workers import MIDDLE, STEPS_BEFORE_DEATH, KilledOnce, train_and_be_killed
 from tests.flows.tiny import last_events, latest, run_again, shards_made, stages_run
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
@@ -45,7 +45,7 @@ def killed_in_training(ray_cluster, finished_run, make_config, tmp_path_factory)
     shutil.copytree(finished_run.path, root / "run", symlinks=True)
     cut_before(RunDirectory(root / "run"), "train")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(ray_entry, "_worker", killed_trainer)
+        patched.setattr(ray_entry, "train_on_ray", train_and_be_killed)
         run = run_flow(make_config(root, train__checkpoint_every=1), until="train", console=Console(quiet=True))
     return run, (root / "trainer.txt").read_text().split()
 

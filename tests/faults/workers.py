@@ -60,20 +60,28 @@ class Poisoned(Stand):
 
 def killed_trainer(config: dict[str, Any]) -> Any:
     """What a training worker runs; it is killed in its third step, the first time. Every step is written down."""
-    from pipeline.training import medusa1, ray_entry
+    from pipeline.training.ray_entry import run_worker
+    from pipeline.training.trainer import Trainer
 
     diary = Path(config["spec"].directory).parents[1] / "trainer.txt"
-    learn = medusa1.learn
+    step = Trainer.step
 
     def watched(*arguments: Any) -> Any:
         with diary.open("a") as file:
             file.write(f"{os.getpid()}\n")
         if diary.read_text().split() == [str(os.getpid())] * (STEPS_BEFORE_DEATH + 1):
             die()
-        return learn(*arguments)
+        return step(*arguments)
 
-    medusa1.learn = watched
-    return ray_entry._worker(config)
+    Trainer.step = watched  # type: ignore[method-assign]
+    return run_worker(config)
+
+
+def train_and_be_killed(**arguments: Any) -> Any:
+    """`train_on_ray` with workers of which one is killed."""
+    from pipeline.training.ray_entry import train_on_ray
+
+    return train_on_ray(**arguments, worker=killed_trainer)
 
 
 def diary_of(task: ShardTask, name: str) -> Path:

@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.errors import DataError
-from pipeline.training.medusa1 import train_medusa1
+from pipeline.execution.placement import Placement
+from pipeline.execution.progress import Progress, ProgressReporter
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec
-from pipeline.training.two_stage import steps_of, train
+from pipeline.training.trainer import count_steps, train
 
 ray = pytest.importorskip("ray")
 
@@ -23,6 +24,16 @@ def cluster():
     ray.shutdown()
 
 
+def train_through_ray(spec: TrainSpec, workers: int, show=None):
+    """As the train stage does: Ray Train starts the workers from a Ray task, and this process shows their progress."""
+    from pipeline.execution.ray_executor import RayExecutor
+    from pipeline.training.ray_entry import train_on_ray
+
+    arguments = {"spec": spec, "placement": Placement(workers, 1, 0), "max_failures": 3}
+    progress = ProgressReporter(spec.path / "progress.tmp", show)
+    return RayExecutor().call(train_on_ray, arguments, Placement(1, 0, 0), progress)
+
+
 def training_workers() -> list[psutil.Process]:
     """The processes that this test's own cluster trains in."""
     family = psutil.Process().children(recursive=True)
@@ -32,20 +43,19 @@ def training_workers() -> list[psutil.Process]:
 @pytest.mark.slow
 def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(cluster, make_spec, monkeypatch):
     from pipeline.training import ray_entry
-    from pipeline.training.ray_entry import train_on_ray
 
     alone, together = (make_spec(name, epochs=40, checkpoint_every=10) for name in ("alone", "together"))
-    expected = train_medusa1(alone)
+    expected = train(alone)
     killed, shown, threads = [], [], set(threading.enumerate())
 
-    def on_progress(step: int, total: int, loss: float, rate: float) -> None:
-        shown.append((step, total))
+    def show(now: Progress) -> None:
+        shown.append((now.done, now.total))
         assert set(threading.enumerate()) <= threads  # one that waits in Ray ends the process when Ray is shut down
-        if step > 10 and not killed:
+        if now.done > 10 and not killed:
             killed.append(training_workers()[-1])
             killed[0].kill()
 
-    found = train_on_ray(together, workers=2, cpus=1, gpus=0, max_failures=3, on_progress=on_progress)
+    found = train_through_ray(together, 2, show)
     assert killed and not killed[0].is_running()
     assert found["steps"] == expected["steps"] == shown[-1][1] and found["tokens"] == expected["tokens"]
     assert found["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-2)
@@ -54,24 +64,22 @@ def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(clus
     assert all(torch.allclose(ours[name], tensor, atol=0.02) for name, tensor in theirs.items())
     assert not (together.path / "ray").exists()
     monkeypatch.delattr(ray_entry, "TorchTrainer")  # a finished run called again starts nothing
-    assert train_on_ray(together, workers=2, cpus=1, gpus=0, max_failures=3) == found
+    assert ray_entry.train_on_ray(together, Placement(2, 1, 0), max_failures=3) == found
 
 
 @pytest.mark.slow
 def test_two_workers_train_heads_first_and_then_the_backbone_with_them(cluster, make_tuning):
-    from pipeline.training.ray_entry import train_on_ray
-
     """The second stage with the backbone split over them."""
     settings = {"recipe": "two-stage", "epochs": 2, "lora_dropout": 0.3}
     alone, together = make_tuning("one", **settings), make_tuning("two", shard=True, **settings)
     expected, shown = train(alone), []
-    found = train_on_ray(together, 2, 1, 0, 3, on_progress=lambda step, total, *_: shown.append((step, total)))
-    assert shown[-1] == (steps_of(together), steps_of(together)) and shown == sorted(shown)
+    found = train_through_ray(together, 2, lambda now: shown.append((now.done, now.total)))
+    assert shown[-1] == (count_steps(together), count_steps(together)) and shown == sorted(shown)
     assert found["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-2)
     assert found["drift"]["kl"] == pytest.approx(expected["drift"]["kl"], rel=0.05)
     adapters = [load_file(spec.adapter_path / "adapter_model.safetensors") for spec in (together, alone)]
     assert all(torch.allclose(adapters[0][name], tensor, atol=0.01) for name, tensor in adapters[1].items())
-    assert train_on_ray(together, 2, 1, 0, 3) == found
+    assert train_through_ray(together, 2) == found
 
 
 def test_bad_data_is_refused_before_workers_start(make_spec):
@@ -79,15 +87,14 @@ def test_bad_data_is_refused_before_workers_start(make_spec):
 
     spec = TrainSpec(**{**vars(make_spec()), "fingerprint": "e" * 64})
     with pytest.raises(DataError, match="another run"):
-        train_on_ray(spec, workers=1, cpus=1, gpus=0, max_failures=3)
+        train_on_ray(spec, Placement(1, 1, 0), max_failures=3)
 
 
 @pytest.mark.slow
 def test_an_error_meant_for_the_user_comes_out_of_a_worker_as_it_is(cluster, make_spec):
-    from pipeline.training.ray_entry import train_on_ray
 
     spec = make_spec()
     wrong = TrainSpec(**{**vars(spec), "vocab_size": 20})  # which only shows where rows are taken apart
     with pytest.raises(Exception, match="lm_head is 40 x 32") as error:
-        train_on_ray(wrong, workers=1, cpus=1, gpus=0, max_failures=3)
+        train_through_ray(wrong, 1)
     assert type(error.value).__name__ == "ConfigError"

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import distributed
 
-from pipeline.training.task import TrainSpec
-from pipeline.training.world import World
+from pipeline.training.task import TrainSpec, Workers
 from tests.forks import FORKS
 
 Specs = TrainSpec | tuple[TrainSpec, ...]
@@ -23,7 +22,8 @@ def train_as_two(train: Callable[..., Any], spec: Specs, scratch: Path) -> None:
     other = FORKS.Process(target=_train_as_one_of_two, args=(train, spec, 1, meeting))
     other.start()
     try:
-        _train_as_one_of_two(train, spec, 0, meeting)
+from pipeline.training.task import TrainSpec, Workers
+from tests.forks import FORKS
     finally:
         other.join(60)
         ended, _ = other.exitcode, other.kill()
@@ -33,6 +33,6 @@ def train_as_two(train: Callable[..., Any], spec: Specs, scratch: Path) -> None:
 def _train_as_one_of_two(train: Callable[..., Any], spec: Specs, rank: int, meeting: str) -> None:
     distributed.init_process_group("gloo", init_method=meeting, timeout=PATIENCE, rank=rank, world_size=2)
     try:
-        train(spec, World(rank, 2))
+        train(spec, Workers(rank, 2))
     finally:
         distributed.destroy_process_group()

@@ -14,9 +14,9 @@ from pipeline.config import BackboneConfig
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets.lora import load_tuned
 from pipeline.targets.spec import TargetSpec
-from pipeline.training.adapted import Backbone, verify_packing, write_adapter
+from pipeline.training.adapted_backbone import Backbone, verify_packing, write_adapter
 from pipeline.training.backbone_losses import measure_drift
-from pipeline.training.texts import TextBatch, assemble_texts, read_texts
+from pipeline.training.text_batches import TextBatch, assemble_texts, read_texts
 
 CPU = torch.device("cpu")
 

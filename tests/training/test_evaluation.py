@@ -9,10 +9,10 @@ from pipeline.artifacts.trained_heads import write_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.storage.shards import read_rows
-from pipeline.training import evaluate as room
-from pipeline.training.evaluate import evaluate, held_out_ranks
-from pipeline.training.medusa1 import initial_heads, open_features
-from pipeline.training.world import World
+from pipeline.training import evaluation as room
+from pipeline.training.evaluation import evaluate, held_out_ranks
+from pipeline.training.heads_only import initial_heads, open_features
+from pipeline.training.task import Workers
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def by_definition(heads: MedusaHeads, rows: FeatureRows, split: str) -> tuple[li
 def test_held_out_figures_are_those_of_their_definition(heads, make_spec):
     rows = open_features(make_spec())
     losses, hits, counts = by_definition(heads, rows, "calibrate")
-    found = evaluate(heads, rows, World(), batch_tokens=16, dtype=torch.float32)
+    found = evaluate(heads, rows, Workers(), batch_tokens=16, dtype=torch.float32)
     for k, head in enumerate(found):
         assert head["loss"] == pytest.approx(losses[k], rel=1e-5)
         assert [head[f"top{r + 1}"] for r in range(5)] == pytest.approx([hit / counts[k] for hit in hits[k]])
@@ -78,13 +78,13 @@ def test_spans_begin_where_the_target_began_to_write(heads, make_spec, tmp_path)
 
 def test_a_sample_of_the_positions_is_enough_and_always_the_same(heads, make_spec, monkeypatch):
     rows = open_features(make_spec())
-    whole = evaluate(heads, rows, World(), batch_tokens=16, dtype=torch.float32)
+    whole = evaluate(heads, rows, Workers(), batch_tokens=16, dtype=torch.float32)
     monkeypatch.setattr(room, "MAX_POSITIONS", 20)
-    one, other = (evaluate(heads, rows, World(), batch_tokens=size, dtype=torch.float32) for size in (20, 7))
+    one, other = (evaluate(heads, rows, Workers(), batch_tokens=size, dtype=torch.float32) for size in (20, 7))
     assert [head["top5"] for head in one] == [head["top5"] for head in other]
     assert one != whole
 
 
 def test_without_held_out_rows_there_are_no_figures(heads, make_spec, monkeypatch):
     monkeypatch.setattr(room, "SPLIT", "nothing")
-    assert evaluate(heads, open_features(make_spec()), World(), batch_tokens=16, dtype=torch.float32) == []
+    assert evaluate(heads, open_features(make_spec()), Workers(), batch_tokens=16, dtype=torch.float32) == []

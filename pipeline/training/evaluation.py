@@ -1,13 +1,16 @@
-"""How well heads do on held-out conversations: each head's loss, and how often its first guesses are right.
+"""Figures on held-out conversations: how good heads are, and how far a tuned backbone is from the original.
 
-Letters: K heads, R ranks.
+Letters: N positions, D hidden size, K heads, R ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +22,11 @@ from pipeline.conversations.conversation import Role
 from pipeline.decoding.tree_search import HeldOutRanks
 from pipeline.heads.accuracy import Score, label_ranks, score
 from pipeline.heads.kind import Heads
-from pipeline.training.batches import load_batches
-from pipeline.training.epochs import EpochPlan
-from pipeline.training.world import World
+from pipeline.training.adapted_backbone import Backbone
+from pipeline.training.backbone_losses import Drift, measure_drift
+from pipeline.training.feature_batches import EpochPlan, load_batches, part
+from pipeline.training.task import TrainSpec, Workers, product_dtype
+from pipeline.training.text_batches import Text, assemble_texts, pack
 
 SPLIT = "calibrate"
 MAX_POSITIONS = 131_072  # an accuracy's standard error is then under 0.15 %
@@ -29,13 +34,13 @@ TOP = 5
 
 
 def evaluate(
-    heads: Heads, rows: FeatureRows, world: World, *, batch_tokens: int, dtype: torch.dtype
+    heads: Heads, rows: FeatureRows, workers: Workers, *, batch_tokens: int, dtype: torch.dtype
 ) -> list[dict[str, float]]:
     """Per head {loss, top1, …, top5} over the held-out rows, all workers together; empty where no row is held out.
 
     Matrix products run in `dtype`. At most `MAX_POSITIONS` positions are looked at, always the same ones.
     """
-    return per_head(_score(heads, rows, TOP, batch_tokens, world, dtype))
+    return per_head(_score(heads, rows, TOP, batch_tokens, workers, dtype))
 
 
 def per_head(found: Score) -> list[dict[str, float]]:
@@ -102,16 +107,82 @@ def _sample(lengths: Sequence[npt.NDArray[np.int64]]) -> Iterator[tuple[int, lis
         yield group, sorted(taken[group])
 
 
-def _score(heads: Heads, rows: FeatureRows, top: int, batch_tokens: int, world: World, dtype: torch.dtype) -> Score:
+def _score(heads: Heads, rows: FeatureRows, top: int, batch_tokens: int, workers: Workers, dtype: torch.dtype) -> Score:
     """The score over the held-out positions of all workers."""
     device, num_heads = heads.device, heads.shape.num_heads
     plan = EpochPlan(rows.lengths(SPLIT), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
     total = Score.zero(num_heads, top, device)
     steps = range(plan.num_steps)
-    for batch in load_batches(rows, plan, steps, rank=world.rank, world_size=world.size, device=device):
+    for batch in load_batches(rows, plan, steps, rank=workers.rank, world_size=workers.world_size, device=device):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             part = score(heads, batch.hidden_ND, batch.next_N, batch.labels_KN, top)
         for sums, more in zip(total, part, strict=True):
             sums += more
-    world.sum_all(total)
+    workers.sum_all(total)
     return total
+
+
+@torch.no_grad()
+def evaluate_tuned(
+    backbone: Backbone,
+    heads: Heads,
+    texts: Sequence[Text],
+    spec: TrainSpec,
+    workers: Workers,
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> tuple[list[dict[str, float]], dict[str, Any]]:
+    """Per head {loss, top1, …, top5}, as of `evaluate`, and the drift; both empty where nothing is held out.
+
+    The drift is {kl, perplexity: {original, tuned}, perplexity_change, greedy_agreement, positions}: KL(original ‖
+    tuned) in nats per position, perplexity of the text, the share of positions at which both would choose the same
+    token. At most about `MAX_POSITIONS` positions are looked at, always the same ones.
+    """
+    settings, device = spec.settings, heads.device
+    dtype = product_dtype(spec, device)
+    chosen = _sample_texts(texts)
+    groups = pack([text.num_read for text in chosen], settings.backbone.sequence_length)
+    drift, scores = Drift.zero(device), Score.zero(settings.num_heads, TOP, device)
+    backbone.eval()
+    share = groups[slice(*part(0, len(groups), workers.rank, workers.world_size))]
+    padding = -(-len(groups) // workers.world_size) - len(share)  # where layers are split, all workers run them
+    for sequences in [*([[chosen[index] for index in group]] for group in share), *[[]] * padding]:
+        batch = assemble_texts(sequences, settings.num_heads).to(device)
+        with autocast():
+            hidden_ND, original_ND = backbone.states(batch), backbone.original_states(batch)
+            low_NR = backbone.low(hidden_ND)
+            found = score(heads, hidden_ND, batch.next_N, batch.labels_KN, TOP)
+        moved = measure_drift(hidden_ND.to(dtype), low_NR, backbone.head, original_ND, batch.next_N)
+        for total, more in zip((*drift, *scores), (*moved, *found), strict=True):
+            total += more
+    workers.sum_all([*drift, *scores])
+    return per_head(scores), summarized(drift)
+
+
+def summarized(drift: Drift) -> dict[str, Any]:
+    """The drift's means; empty of no positions."""
+    kl, original_loss, tuned_loss, agreed, positions = (float(total) for total in drift)
+    if not positions:
+        return {}
+    return {
+        "kl": kl / positions,
+        "perplexity": {"original": _exp(original_loss / positions), "tuned": _exp(tuned_loss / positions)},
+        "perplexity_change": _exp((tuned_loss - original_loss) / positions) - 1,
+        "greedy_agreement": agreed / positions,
+        "positions": int(positions),
+    }
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(value, 700.0))
+
+
+def _sample_texts(texts: Sequence[Text]) -> list[Text]:
+    """Texts until there are enough positions, from all over the data, always the same ones."""
+    taken: list[Text] = []
+    positions = 0
+    for index in np.random.default_rng(0).permutation(len(texts)):
+        if positions >= MAX_POSITIONS:
+            break
+        taken.append(texts[index])
+        positions += texts[index].num_learned
+    return taken

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -18,15 +18,21 @@ from torch import Tensor, nn
 
 from pipeline.config import BackboneConfig
 from pipeline.errors import ConfigError
-from pipeline.storage.atomic import atomic_path, write_text
+from pipeline.export.backbone import GENERATION_FILE, is_made_of, write_backbone
+from pipeline.export.layout import BACKBONE_DIRECTORY
+from pipeline.storage.atomic import atomic_path, disk_errors, write_text
+from pipeline.storage.checksums import FileFacts
 from pipeline.targets import files
+from pipeline.targets.files import find_file, is_local
 from pipeline.targets.loading import input_device, load_causal_lm, verify_tap
-from pipeline.targets.lora import HEADS_ALONE, add_lora
-from pipeline.targets.spec import TargetSpec
+from pipeline.targets.lora import HEADS_ALONE, add_lora, decoder_layers, load_tuned
+from pipeline.targets.spec import TargetSpec, load_tokenizer
 from pipeline.training.backbone_losses import TunedHead
-from pipeline.training.sharding import shard_layers
-from pipeline.training.texts import TextBatch
-from pipeline.training.world import World
+from pipeline.training.task import Workers
+from pipeline.training.text_batches import TextBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NAME = "default"  # peft's, of an adapter
 LESS_ON_EACH = "Set train.backbone.shard: true with several workers, or train.backbone.quantization: 4bit."
@@ -40,7 +46,7 @@ class Backbone(nn.Module):
         settings: LoRA's rank, alpha and dropout, and whether to recompute activations.
         device: Where it goes.
         dtype: In what matrix products run; where it is another than fp32, under autocast.
-        world: The workers; `train.backbone.shard` splits the frozen layers over them, where they are several.
+        workers: `settings.shard` splits the frozen layers over them, where they are several.
 
     Raises:
         ConfigError: LoRA does not find its layers, its lm_head reads something else than its last states, or packed
@@ -54,16 +60,16 @@ class Backbone(nn.Module):
         settings: BackboneConfig,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
-        world: World | None = None,
+        workers: Workers | None = None,
     ):
         super().__init__()
-        world = world or World()
-        sharded = settings.shard and world.size > 1
+        workers = workers or Workers()
+        sharded = settings.shard and workers.world_size > 1
         target = load_causal_lm(spec, "cpu" if sharded else device, too_large=LESS_ON_EACH)
         _keep_differentiable(target)
         self.tuned = add_lora(target, rank=settings.lora_rank, alpha=settings.lora_alpha, dropout=settings.lora_dropout)
         if sharded:
-            shard_layers(target, device, world)
+            shard_layers(target, device, workers)
         with cast(Any, self.tuned).disable_adapter():
             verify_tap(target)
             verify_packing(target)
@@ -128,6 +134,35 @@ def _keep_differentiable(module: nn.Module) -> None:
             layer.training = True
 
 
+def shard_layers(target: PreTrainedModel, device: torch.device, workers: Workers) -> None:
+    """Split each layer's frozen weights over the workers (FSDP2), in place; bring `target`, from the CPU, to `device`.
+
+    A worker keeps its part of every decoder layer, gathers a layer whole where it is run, forward, again in backward,
+    and frees it. What trains is left out: LoRA stays whole on every worker, and with it gradients, optimizer and
+    checkpoints. So do embeddings, the last norm and lm_head, which is read in chunks rather than run. Every worker has
+    to run the same layers equally often, also the one that has no text left: a gather waits for all of them.
+
+    One layer at a time is whole on the device; later, as the next is gathered while one runs, two are. Parameters that
+    train are not split.
+
+    Raises:
+        ConfigError: The target has no layers of the kind that can be split.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # a second, which only this costs
+    from torch.distributed.tensor import DTensor
+
+    mesh = init_device_mesh(device.type, (workers.world_size,))
+    trained = {parameter for parameter in target.parameters() if parameter.requires_grad}
+    for layer in decoder_layers(target):
+        fully_shard(layer, mesh=mesh, ignored_params=trained)
+    whole = [parameter for parameter in target.parameters() if not isinstance(parameter, DTensor)]
+    # Of no parameters; it has the layers know each other, so that one is gathered while another runs.
+    fully_shard(cast(Any, target).base_model, mesh=mesh, ignored_params=set(whole))
+    for tensor in (*whole, *target.buffers()):
+        tensor.data = tensor.data.to(device)
+
+
 @torch.no_grad()
 def verify_packing(model: Any) -> None:
     """Check that conversations packed into one sequence do not see each other in this model.
@@ -162,3 +197,36 @@ def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None
     settings |= {"base_model_name_or_path": spec.model, "revision": spec.revision, "inference_mode": True}
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
     write_text(directory / "adapter_config.json", json.dumps(plain, indent=2, sort_keys=True) + "\n")
+
+
+def merge_backbone(target: TargetSpec, directory: str) -> None:
+    """Write `backbone/` from the target and `adapter/` in a train stage's directory, unless it is there already.
+
+    On the CPU; see `load_tuned` for what it takes of memory.
+
+    Raises:
+        ConfigError, DataError: As `load_tuned` does.
+        EnvironmentFault: The disk is full.
+    """
+    adapter, backbone = Path(directory, "adapter"), Path(directory, BACKBONE_DIRECTORY)
+    made_of = {
+        "method": "medusa-2",
+        "base_model": None if is_local(target.model) else target.model,
+        "revision": target.revision,
+        "dtype": target.dtype,
+        "adapter_sha256": FileFacts.of(adapter / "adapter_model.safetensors").sha256,
+    }
+    if is_made_of(backbone, made_of):
+        return
+    tokenizer = load_tokenizer(target)
+    tokenizer.chat_template = target.chat_template or tokenizer.chat_template
+    with disk_errors(backbone):
+        model = load_tuned(target, adapter)
+        write_backbone(backbone, model, tokenizer, as_they_are=_own_files(target), made_of=made_of)
+
+
+def _own_files(target: TargetSpec) -> list[Path]:
+    """What of a target is copied as it is: its generation settings, and code that lies beside local weights."""
+    settings = find_file(target.model, target.revision, GENERATION_FILE)
+    code = sorted(Path(target.model).glob("*.py")) if target.trust_remote_code and is_local(target.model) else []
+    return [*([settings] if settings else []), *code]

@@ -10,23 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.errors import DataError
-from pipeline.training.medusa2 import train_medusa2
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec
-from pipeline.training.two_stage import HEADS_FIRST, train
+from pipeline.training.trainer import train
+from tests.training.trainings import Stopped, stop_at
 from tests.training.two_workers import train_as_two
-
-
-class Stopped(Exception):
-    """Stands for whatever ends a run early."""
-
-
-def stop_at(step: int):
-    def on_progress(done: int, *_: float) -> None:
-        if done == step:
-            raise Stopped
-
-    return on_progress
 
 
 def weights(spec: TrainSpec) -> dict[str, torch.Tensor]:
@@ -44,11 +32,11 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_t
     """Mid-epoch and with dropout, which must come out the same again; checkpoints are at 3 and 6."""
     settings = {"optimizer": optimizer, "lora_dropout": 0.3, "gradient_checkpointing": True, "epochs": 3}
     whole, broken = (make_tuning(name, **settings) for name in ("whole", "broken"))
-    expected = train_medusa2(whole)
+    expected = train(whole)
     with pytest.raises(Stopped):
-        train_medusa2(broken, on_progress=stop_at(stop))
+        train(broken, progress=stop_at(stop))
     assert not broken.heads_path.exists() and not broken.adapter_path.exists()
-    found = train_medusa2(broken)
+    found = train(broken)
     assert same(whole, broken)
     timeless = {"seconds": 0, "tokens_per_second": 0}
     assert found | timeless == expected | timeless and found["steps"] % 3 == 0
@@ -61,8 +49,8 @@ def test_a_run_of_two_stages_resumes_in_either(make_tuning, late):
     whole, broken = (make_tuning(name, recipe="two-stage", epochs=2, batch_tokens=150) for name in ("whole", "broken"))
     first = train(whole)["heads_first"]["steps"]
     with pytest.raises(Stopped):
-        train(broken, on_progress=stop_at(first + late))
-    assert (broken.path / HEADS_FIRST / "heads.safetensors").exists() is (late > 0)
+        train(broken, progress=stop_at(first + late))
+    assert (broken.path / "heads-first" / "heads.safetensors").exists() is (late > 0)
     train(broken)
     assert same(whole, broken)
 
@@ -71,14 +59,14 @@ def test_dropout_differs_from_step_to_step_and_with_the_seed(make_tuning):
     specs = [make_tuning(str(seed), lora_dropout=0.5, epochs=1) for seed in range(2)]
     specs[1] = replace(specs[1], seed=2)
     for spec in specs:
-        train_medusa2(spec)
+        train(spec)
     assert not same(*specs)
 
 
 def test_the_size_of_a_forward_changes_the_curve_by_rounding_alone(make_tuning):
     one, many = (make_tuning(str(size), micro_batch=size, lora_dropout=0.0) for size in (1, 4))
-    train_medusa2(one)
-    train_medusa2(many)
+    train(one)
+    train(many)
     for line, other in zip(read_metrics(one.path), read_metrics(many.path), strict=True):
         assert other.get("loss", 0) == pytest.approx(line.get("loss", 0), rel=1e-3)
     for name, weight in weights(one).items():
@@ -91,8 +79,8 @@ def test_two_workers_follow_the_curve_of_one(make_tuning, tmp_path):
     alone, together = (
         make_tuning(name, lora_dropout=0.3, epochs=2, batch_sequences=3) for name in ("alone", "together")
     )
-    train_medusa2(alone)
-    train_as_two(train_medusa2, together, tmp_path)
+    train(alone)
+    train_as_two(train, together, tmp_path)
     for one, two in zip(read_metrics(alone.path), read_metrics(together.path), strict=True):
         assert one["step"] == two["step"] and one.get("tokens") == two.get("tokens")
         assert two.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-3)
@@ -105,16 +93,16 @@ def test_two_workers_follow_the_curve_of_one(make_tuning, tmp_path):
 
 def test_a_finished_run_called_again_does_nothing(make_tuning):
     spec = make_tuning(epochs=1)
-    summary = train_medusa2(spec)
+    summary = train(spec)
     assert json.loads(json.dumps(summary)) == summary
     before = {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")}
-    assert train_medusa2(spec, on_progress=stop_at(1)) == summary
+    assert train(spec, progress=stop_at(1)) == summary
     assert {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")} == before
 
 
 def test_without_held_out_text_to_measure_the_drift_on_nothing_is_trained(make_tuning, monkeypatch):
-    monkeypatch.setattr("pipeline.training.medusa2.SPLIT", "nothing")
+    monkeypatch.setattr("pipeline.training.heads_and_backbone.SPLIT", "nothing")
     spec = make_tuning(epochs=1)
     with pytest.raises(DataError, match="No held-out row"):
-        train_medusa2(spec)
+        train(spec)
     assert not spec.heads_path.exists()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline.conversations.spans import IGNORED, Span
 from pipeline.errors import DataError
 from pipeline.storage.shards import read_rows
-from pipeline.training.texts import Text, TextPlan, assemble_texts, count_labels, pack, read_texts
+from pipeline.training.text_batches import Text, TextPlan, assemble_texts, count_labels, pack, read_texts
 
 K = 3
 lengths_of_texts = st.lists(st.integers(0, 40), max_size=60)

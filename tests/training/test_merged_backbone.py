@@ -15,7 +15,7 @@ from pipeline.export import backbone as writing
 from pipeline.export.backbone import link_backbone
 from pipeline.targets.files import identifying_files
 from pipeline.targets.spec import TargetSpec, eos_token_ids, load_tokenizer
-from pipeline.training.merge import merge_backbone
+from pipeline.training.adapted_backbone import merge_backbone
 from tests.targets.adapters import logits_with_adapter_on, save_adapter
 
 IDS_BT = torch.arange(24).view(2, 12)

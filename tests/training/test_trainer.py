@@ -15,26 +15,16 @@ from safetensors.torch import load_file
 
 from pipeline.artifacts.trained_heads import load_heads
 from pipeline.errors import DataError
-from pipeline.training import medusa1 as room
-from pipeline.training.medusa1 import train_medusa1
+from pipeline.execution.progress import ProgressReporter
+from pipeline.training import trainer as room
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec
+from pipeline.training.trainer import train
 from tests.forks import FORKS, PATIENCE
+from tests.training.trainings import Stopped, stop_at
 from tests.training.two_workers import train_as_two
 
 ROOT = Path(__file__).parents[2]
-
-
-class Stopped(Exception):
-    """Stands for whatever ends a run early."""
-
-
-def stop_at(step: int):
-    def on_progress(done: int, *_: float) -> None:
-        if done == step:
-            raise Stopped
-
-    return on_progress
 
 
 def weights(spec: TrainSpec) -> dict[str, torch.Tensor]:
@@ -45,11 +35,11 @@ def weights(spec: TrainSpec) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("stop", [1, 3, 7])
 def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_spec, optimizer, stop):
     whole, broken = make_spec("whole", optimizer=optimizer), make_spec("broken", optimizer=optimizer)
-    expected = train_medusa1(whole)
+    expected = train(whole)
     with pytest.raises(Stopped):
-        train_medusa1(broken, on_progress=stop_at(stop))
+        train(broken, progress=stop_at(stop))
     assert not broken.heads_path.exists()
-    found = train_medusa1(broken)
+    found = train(broken)
     assert found["steps"] == expected["steps"] > 7 and found["tokens"] == expected["tokens"]
     assert found["final_loss"] == expected["final_loss"] and found["held_out"] == expected["held_out"]
     for name, tensor in weights(whole).items():
@@ -58,11 +48,11 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_s
 
 def test_metrics_have_every_step_once_after_a_resume(make_spec):
     whole, broken = make_spec("whole"), make_spec("broken")
-    train_medusa1(whole)
+    train(whole)
     for stop in (2, 5):
         with pytest.raises(Stopped):
-            train_medusa1(broken, on_progress=stop_at(stop))
-    total = train_medusa1(broken)["steps"]
+            train(broken, progress=stop_at(stop))
+    total = train(broken)["steps"]
     lines = list(read_metrics(broken.path))
     assert [line["step"] for line in lines] == list(range(total + 1))
     for line, expected in zip(lines, read_metrics(whole.path), strict=True):
@@ -70,27 +60,29 @@ def test_metrics_have_every_step_once_after_a_resume(make_spec):
 
 
 def train_until_killed(spec: TrainSpec) -> None:
-    train_medusa1(spec, on_progress=lambda step, *_: step == 8 and os.kill(os.getpid(), signal.SIGKILL))
+    train(spec, progress=ProgressReporter(show=lambda now: now.done == 8 and os.kill(os.getpid(), signal.SIGKILL)))
 
 
 @pytest.mark.slow
 def test_a_killed_process_resumes_from_its_newest_whole_checkpoint(make_spec):
     whole, killed = make_spec("whole"), make_spec("killed")
+from pipeline.training.trainer import train
     train_medusa1(whole)
     trainer = FORKS.Process(target=train_until_killed, args=(killed,))
     trainer.start()
     trainer.join(PATIENCE)
     assert trainer.exitcode == -signal.SIGKILL
+from tests.training.trainings import Stopped, stop_at
     assert list(killed.path.glob("checkpoints/step-*.safetensors"))
-    train_medusa1(killed)
+    train(killed)
     assert all(torch.equal(weights(killed)[name], tensor) for name, tensor in weights(whole).items())
 
 
 def test_a_finished_run_called_again_does_nothing(make_spec):
     spec = make_spec()
-    summary = train_medusa1(spec)
+    summary = train(spec)
     before = {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")}
-    assert train_medusa1(spec, on_progress=stop_at(1)) == summary
+    assert train(spec, progress=stop_at(1)) == summary
     assert {path: path.stat().st_mtime_ns for path in spec.path.rglob("*")} == before
 
 
@@ -98,8 +90,8 @@ def test_a_finished_run_called_again_does_nothing(make_spec):
 def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path):
     """The second worker is another process; they meet over gloo."""
     alone, together = make_spec("alone"), make_spec("together")
-    train_medusa1(alone)
-    train_as_two(train_medusa1, together, tmp_path)
+    train(alone)
+    train_as_two(train, together, tmp_path)
     for one, two in zip(read_metrics(alone.path), read_metrics(together.path), strict=True):
         assert one["step"] == two["step"] and one.get("tokens") == two.get("tokens")
         assert two.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-4)
@@ -110,22 +102,22 @@ def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path):
 @pytest.mark.parametrize("lm_head", ["untied", "tied"])
 def test_the_same_training_on_a_slower_machine_leaves_the_same_file(make_spec, monkeypatch, lm_head):
     fast, slow = make_spec("fast", lm_head=lm_head), make_spec("slow", lm_head=lm_head)
-    train_medusa1(fast)
+    train(fast)
     monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=count(0, 60).__next__))
-    summary = train_medusa1(slow)
+    summary = train(slow)
     assert summary["seconds"] >= 60 * summary["steps"]
     assert fast.heads_path.read_bytes() == slow.heads_path.read_bytes()
 
 
 def test_heads_of_another_shape_in_the_directory_do_not_pass_for_this_training_s(make_spec):
-    train_medusa1(make_spec(num_heads=2))
+    train(make_spec(num_heads=2))
     with pytest.raises(DataError, match=r"2 untied lm_heads.*3 untied lm_heads"):
-        train_medusa1(make_spec())
+        train(make_spec())
 
 
 def test_the_trained_heads_say_what_they_are(make_spec):
     spec = make_spec(num_heads=2, num_layers=2)
-    summary = train_medusa1(spec)
+    summary = train(spec)
     heads = load_heads(spec.heads_path)
     assert (heads.shape.num_heads, heads.shape.num_layers, heads.shape.tied) == (2, 2, False)
     assert json.loads(json.dumps(summary)) == summary and os.path.getsize(spec.heads_path) > 0

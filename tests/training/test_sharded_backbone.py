@@ -14,14 +14,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipeline.errors import ConfigError
 from pipeline.targets.lora import decoder_layers
 from pipeline.targets.spec import TargetSpec
-from pipeline.training.medusa2 import Trainer, train_medusa2
 from pipeline.training.metrics import read_metrics
-from pipeline.training.task import TrainSpec
-from pipeline.training.world import World
-from tests.training.test_medusa2_ends import Stopped, same, stop_at
+from pipeline.training.task import TrainSpec, Workers
+from pipeline.training.trainer import train
+from tests.training.test_backbone_resume import same
+from tests.training.trainings import Stopped, stop_at, trainer_of
 from tests.training.two_workers import train_as_two
-
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -41,25 +39,25 @@ def make(make_tuning, layered):
     return lambda name, **settings: replace(make_tuning(name, **{**usual, **settings}), target=layered)
 
 
-def train_and_count(specs: tuple[TrainSpec, ...], world: World) -> None:
+def train_and_count(specs: tuple[TrainSpec, ...], workers: Workers) -> None:
     """Train each, and write down how many frozen elements of the layers this worker then holds, before and in steps."""
     for spec in specs:
-        train_medusa2(spec, world)
-    trainer = Trainer(specs[-1], world, CPU)
-    counts = [held(trainer.backbone)]
-    trainer.step(0)
-    counts.append(held(trainer.backbone))
-    (specs[-1].path / f"held-{world.rank}.json").write_text(json.dumps(counts))
+        train(spec, workers)
+    trainer = trainer_of(specs[-1], workers)
+    counts = [held(trainer.learner.backbone)]
+    trainer.step(0, next(trainer.learner.steps(0)))
+    counts.append(held(trainer.learner.backbone))
+    (specs[-1].path / f"held-{workers.rank}.json").write_text(json.dumps(counts))
 
 
-def train_and_interrupt(specs: tuple[TrainSpec, ...], world: World) -> None:
+def train_and_interrupt(specs: tuple[TrainSpec, ...], workers: Workers) -> None:
     """Train the first, and the second with a break; both workers stop in the same step, as Ray Train ends a group."""
     whole, broken = specs
-    train_medusa2(whole, world)
+    train(whole, workers)
     with pytest.raises(Stopped):
-        train_medusa2(broken, world, stop_at(7))
+        train(broken, workers, stop_at(7))
     assert not broken.heads_path.exists()
-    train_medusa2(broken, world)
+    train(broken, workers)
 
 
 def held(backbone: nn.Module) -> int:
@@ -93,19 +91,19 @@ def test_an_interrupted_training_of_split_layers_ends_with_the_weights_of_whole_
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_workers_run_equally_many_batches_of_which_some_hold_nothing(make, micro_batch):
     """A worker that ran fewer would leave the others waiting for its part of a layer."""
-    trainers = [Trainer(make("any", micro_batch=micro_batch), World(rank, 2), CPU) for rank in range(2)]
+    learners = [trainer_of(make("any", micro_batch=micro_batch), Workers(rank, 2)).learner for rank in range(2)]
     numbers = set()
-    for step in range(trainers[0].plan.steps_per_epoch):
-        shares = [list(trainer.batches(step)) for trainer in trainers]
+    for step in range(learners[0].steps_per_epoch):
+        shares = [list(learner.batches(step)) for learner in learners]
         assert len(shares[0]) == len(shares[1]) > 0
-        numbers |= {len(batch.next_N) for share in shares for _, batch in share}
+        numbers |= {len(batch.texts.next_N) for share in shares for batch in share}
     assert (0 in numbers) is (micro_batch == 1)
 
 
 def test_one_worker_has_nothing_to_split(make):
     whole, alone = make("whole", epochs=1), make("alone", epochs=1, shard=True)
     for spec in (whole, alone):
-        train_medusa2(spec)
+        train(spec)
     assert same(whole, alone)
 
 

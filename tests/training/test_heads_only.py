@@ -10,12 +10,12 @@ from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFaul
 from pipeline.heads.losses import plain_summed_cross_entropy
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.targets.lm_head import read_lm_head
-from pipeline.training.batches import Batch
-from pipeline.training.medusa1 import initial_heads, learn, open_features, train_medusa1
+from pipeline.training.feature_batches import Batch
+from pipeline.training.heads_only import initial_heads, open_features
 from pipeline.training.metrics import read_metrics
-from pipeline.training.optimizers import make_optimizer
 from pipeline.training.task import TrainSpec
-from pipeline.training.world import World
+from pipeline.training.trainer import train
+from tests.training.trainings import trainer_of
 
 
 def all_positions(spec: TrainSpec, split: str) -> tuple[torch.Tensor, ...]:
@@ -34,7 +34,7 @@ def all_positions(spec: TrainSpec, split: str) -> tuple[torch.Tensor, ...]:
 
 def test_training_starts_at_the_targets_own_prediction(make_spec):
     spec = make_spec(epochs=1, batch_tokens=10_000, warmup_steps=0)
-    train_medusa1(spec)
+    train(spec)
     hidden_ND, _, labels_KN = all_positions(spec, "train")
     logits_NV = hidden_ND @ read_lm_head(spec.target).T
     losses = [torch.nn.functional.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED) for labels_N in labels_KN]
@@ -48,7 +48,7 @@ def test_training_starts_at_the_targets_own_prediction(make_spec):
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_heads_learn_what_can_be_learned(make_spec, lm_head, num_layers):
     spec = make_spec(epochs=24, lm_head=lm_head, num_layers=num_layers)
-    summary = train_medusa1(spec)
+    summary = train(spec)
     before, after = next(read_metrics(spec.path))["held_out"], summary["held_out"]
     assert all(end["loss"] < 0.5 * start["loss"] for start, end in zip(before, after, strict=True))
     assert all(head["top1"] > 0.5 for head in after) and before[0]["top1"] < 0.1  # the target's own guess is t+1
@@ -56,7 +56,7 @@ def test_heads_learn_what_can_be_learned(make_spec, lm_head, num_layers):
 
 def test_tied_heads_never_train_the_lm_head(make_spec):
     spec = make_spec(lm_head="tied")
-    train_medusa1(spec)
+    train(spec)
     heads = load_heads(spec.heads_path)
     assert heads.shape.tied and torch.equal(heads.lm_head, read_lm_head(spec.target))
     assert heads.block_weight.any()
@@ -66,10 +66,10 @@ def test_tied_heads_never_train_the_lm_head(make_spec):
 @pytest.mark.parametrize("lm_head", ["untied", "tied"])
 def test_one_step_moves_the_weights_by_the_gradient_of_the_paper(make_spec, lm_head):
     """Against autograd over all logits, and torch's own AdamW without fusing."""
-    spec = make_spec(lm_head=lm_head, max_grad_norm=0.5, lr=1e-3)
+    spec = make_spec(lm_head=lm_head, max_grad_norm=0.5, lr=1e-3, warmup_steps=0)
     batch = Batch(*all_positions(spec, "train"))
-    heads, plain = initial_heads(spec), initial_heads(spec)
-    learn(heads, make_optimizer(heads, spec.settings), batch, 1e-3, spec, World())
+    trainer, plain = trainer_of(spec), initial_heads(spec)
+    trainer.step(0, [batch])
 
     sums_K = plain_summed_cross_entropy(plain.hidden(batch.hidden_ND), plain.lm_head, batch.labels_KN)
     counts_K = (batch.labels_KN != IGNORED).sum(1)
@@ -81,16 +81,19 @@ def test_one_step_moves_the_weights_by_the_gradient_of_the_paper(make_spec, lm_h
     for parameter in trained:
         parameter.grad *= 0.5 / norm
     torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0, foreach=False, fused=False).step()
-    for (name, ours), (_, theirs) in zip(heads.named_parameters(), plain.named_parameters(), strict=True):
+    for (name, ours), (_, theirs) in zip(
+        trainer.learner.heads.named_parameters(), plain.named_parameters(), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_a_head_without_labels_adds_nothing_and_does_not_move(make_spec):
-    spec = make_spec(lr=1e-3)
+    spec = make_spec(lr=1e-3, warmup_steps=0)
     batch = Batch(*all_positions(spec, "train"))
     batch.labels_KN[2] = IGNORED
-    heads, start = initial_heads(spec), initial_heads(spec)
-    figures = learn(heads, make_optimizer(heads, spec.settings), batch, 1e-3, spec, World())
+    trainer, start = trainer_of(spec), initial_heads(spec)
+    figures = trainer.step(0, [batch])
+    heads = trainer.learner.heads
     assert figures["loss"] == pytest.approx(sum(0.8 ** (k + 1) * figures["head_losses"][k] for k in range(2)))
     assert figures["head_losses"][2] == 0
     moved_K = heads.lm_head.ne(start.lm_head).flatten(1).any(1) & heads.block_weight[0].any((1, 2))
@@ -99,7 +102,7 @@ def test_a_head_without_labels_adds_nothing_and_does_not_move(make_spec):
 
 def test_every_position_with_a_label_is_learned_once_per_epoch(make_spec):
     spec = make_spec(epochs=2)
-    assert train_medusa1(spec)["tokens"] == 2 * len(all_positions(spec, "train")[0])
+    assert train(spec)["tokens"] == 2 * len(all_positions(spec, "train")[0])
 
 
 def test_a_loss_that_is_not_finite_stops_with_a_readable_error_and_spoils_no_checkpoint(make_spec, monkeypatch):
@@ -113,7 +116,7 @@ def test_a_loss_that_is_not_finite_stops_with_a_readable_error_and_spoils_no_che
 
     monkeypatch.setattr(MedusaHeads, "hidden", spoiled)
     with pytest.raises(CheckFailed, match=r"diverged.*Lower train\.lr"):
-        train_medusa1(spec)
+        train(spec)
     assert not spec.heads_path.exists()
     newest = sorted(spec.path.glob("checkpoints/*"))[-1]
     assert newest.name == "step-00000002.safetensors"
@@ -122,7 +125,7 @@ def test_a_loss_that_is_not_finite_stops_with_a_readable_error_and_spoils_no_che
 
 def test_bf16_products_stay_close_to_fp32_and_weights_stay_fp32(make_spec):
     full, half = make_spec("full"), make_spec("half", precision="bf16")
-    expected, found = train_medusa1(full), train_medusa1(half)
+    expected, found = train(full), train(half)
     assert found["final_loss"] == pytest.approx(expected["final_loss"], rel=0.03)
     assert found["final_loss"] != expected["final_loss"]
     assert {tensor.dtype for tensor in load_file(half.heads_path).values()} == {torch.float32}
@@ -131,7 +134,7 @@ def test_bf16_products_stay_close_to_fp32_and_weights_stay_fp32(make_spec):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_states_in_half_precision_train_fp32_heads(make_spec, half_shards, precision):
     spec = make_spec(shards=half_shards, precision=precision)
-    train_medusa1(spec)
+    train(spec)
     first, *_, last = [line["loss"] for line in read_metrics(spec.path) if "loss" in line]
     assert last < 0.8 * first
     assert {tensor.dtype for tensor in load_file(spec.heads_path).values()} == {torch.float32}
@@ -141,27 +144,27 @@ def test_an_lm_head_of_another_size_than_the_configuration_says_is_refused(make_
     spec = make_spec()
     wrong = TrainSpec(**{**vars(spec), "vocab_size": 41})
     with pytest.raises(ConfigError, match=r"40 x 32.*41 x 32"):
-        train_medusa1(wrong)
+        train(wrong)
 
 
 def test_rows_without_anything_to_learn_are_refused(make_spec):
     spec = make_spec()
     nothing = TrainSpec(**{**vars(spec), "shards": ()})
     with pytest.raises(DataError, match="No train row"):
-        train_medusa1(nothing)
+        train(nothing)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_missing_gpu_is_an_environment_fault(make_spec):
     with pytest.raises(EnvironmentFault, match="GPU"):
-        train_medusa1(TrainSpec(**{**vars(make_spec()), "device": "cuda"}))
+        train(TrainSpec(**{**vars(make_spec()), "device": "cuda"}))
 
 
 def test_figures_reach_tensorboard(make_spec):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     spec = make_spec()
-    summary = train_medusa1(spec)
+    summary = train(spec)
     board = EventAccumulator(str(spec.path / "tensorboard")).Reload()
     assert [event.step for event in board.Scalars("loss")] == list(range(1, summary["steps"] + 1))
     last = board.Scalars("held_out/head_1/top1")[-1]

@@ -1,0 +1,156 @@
+"""Heads and backbone together: the backbone learns along and is held to what it was (Medusa-2, paper 2.2.2, 2.3.2).
+
+The loss is L_backbone + lambda_0(t) · sum over heads of 0.8^(k+1) CE_k. L_backbone is KL(original ‖ tuned) over every
+position whose next token the target wrote, or that token's cross entropy. The adapter and the heads are fp32. Dropout
+is drawn anew from (seed, step, sequence).
+
+Letters: N learned positions, C components of the loss (the backbone's, then the heads'), K heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.errors import DataError
+from pipeline.training.adapted_backbone import Backbone, write_adapter
+from pipeline.training.backbone_losses import summed_kl, summed_next_token_loss
+from pipeline.training.evaluation import SPLIT, evaluate_tuned
+from pipeline.training.heads_only import head_weights, initial_heads
+from pipeline.training.learner import Learner
+from pipeline.training.optimizers import heads_weight
+from pipeline.training.task import TrainSpec, Workers, product_dtype
+from pipeline.training.text_batches import Text, TextBatch, TextPlan, assemble_texts, count_labels, read_texts
+
+
+class MicroBatch(NamedTuple):
+    """The sequences of one forward, and the seed of its dropout."""
+
+    texts: TextBatch
+    seed: int
+
+
+class BackboneLearner(Learner):
+    """Heads and an adapter on the backbone, from the generated conversations.
+
+    Raises:
+        ConfigError: The target cannot be tuned; see `Backbone`.
+        DataError: A shard is damaged or of another run or target, there is nothing to learn, or no held-out text to
+            measure on how far the backbone moves.
+    """
+
+    memory_fix = (
+        "Lower train.backbone.micro_batch or train.backbone.sequence_length, or set "
+        "train.backbone.gradient_checkpointing: true, train.optimizer: adamw-8bit, train.backbone.shard: true (several "
+        "workers) or train.backbone.quantization: 4bit."
+    )
+
+    def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
+        super().__init__(spec, workers, device, heads_from)
+        self.settings, self.dtype = spec.settings.backbone, product_dtype(spec, device)
+        self.texts = open_texts(spec)
+        if not any(text.num_read for text in self.texts.get(SPLIT, ())):
+            where = "train.backbone.sequence_length"
+            what = f"No held-out row has target-written text within {where} to measure the drift on."
+            raise DataError(what, where, "Raise it, or hold out more rows (seeds.holdout).")
+        self.plan = text_plan(spec, self.texts["train"])
+        self.steps_per_epoch = self.plan.steps_per_epoch
+        self.backbone = Backbone(spec.trained_target, self.settings, device, self.dtype, workers)
+        self.heads = initial_heads(spec, heads_from).to(device)
+        self.modules = {"heads": self.heads, "backbone": self.backbone}
+        self.peak_lrs = {"heads": spec.settings.lr, "backbone": spec.settings.peak_backbone_lr}
+
+    @classmethod
+    def count_steps(cls, spec: TrainSpec) -> int:
+        return text_plan(spec, open_texts(spec)["train"]).steps_per_epoch * spec.settings.epochs
+
+    def steps(self, first: int) -> Iterator[Sequence[MicroBatch]]:
+        for step in range(first, self.total_steps):
+            yield list(self.batches(step))
+
+    def batches(self, step: int) -> Iterator[MicroBatch]:
+        """This worker's part of a step: equally many batches as any other's, of which the last may hold nothing."""
+        epoch, of_epoch = divmod(step, self.steps_per_epoch)
+        share = self.plan.sequences(epoch, of_epoch, self.workers.rank, self.workers.world_size)
+        texts, size = self.texts["train"], self.settings.micro_batch
+        for start in range(0, self.plan.largest_share(of_epoch, self.workers.world_size), size):
+            part = share[start : start + size]
+            sequences = [[texts[index] for index in group] for _, group in part]
+            number = part[0][0] if part else 0  # of the first sequence within the step
+            seed = np.random.SeedSequence((self.spec.seed, step, number)).generate_state(1, np.uint64)[0]
+            yield MicroBatch(assemble_texts(sequences, self.spec.settings.num_heads), int(seed))
+
+    def label_counts(self, batches: Sequence[MicroBatch]) -> Tensor:
+        return count_labels([batch.texts for batch in batches], self.spec.settings.num_heads).to(self.device)
+
+    def loss_weights(self, step: int) -> Tensor:
+        weights_K = self._heads_weight(step) * head_weights(self.spec, self.device)
+        return torch.cat([torch.ones(1, device=self.device), weights_K])
+
+    def summed_losses(self, batch: MicroBatch) -> Tensor:
+        torch.manual_seed(batch.seed)
+        texts = batch.texts.to(self.device)
+        with self.autocast():
+            # The original first, while no activations of the tuned model are held.
+            original_ND = self.backbone.original_states(texts) if self.settings.loss == "kl" else None
+            hidden_ND = self.backbone.states(texts)
+            low_NR = self.backbone.low(hidden_ND)
+            head_losses_K = self.heads.summed_losses(hidden_ND, texts.next_N, texts.labels_KN)
+        hidden_ND, head = hidden_ND.to(self.dtype), self.backbone.head
+        if original_ND is None:
+            backbone_loss = summed_next_token_loss(hidden_ND, low_NR, head, texts.next_N)
+        else:
+            backbone_loss = summed_kl(hidden_ND, low_NR, head, original_ND)
+        return torch.cat([backbone_loss[None], head_losses_K])
+
+    def figures(self, step: int, means: list[float]) -> dict[str, Any]:
+        losses = {"backbone_loss": means[0], "head_losses": means[1:], "heads_weight": self._heads_weight(step)}
+        return losses | {"backbone_lr": self.lr_share(step) * self.peak_lrs["backbone"]}
+
+    def evaluate(self) -> dict[str, Any]:
+        """Each head's figures, and the drift: how far the backbone has moved."""
+        held_out, drift = evaluate_tuned(
+            self.backbone, self.heads, self.texts.get(SPLIT, ()), self.spec, self.workers, self.autocast
+        )
+        return {"held_out": held_out, "drift": drift}
+
+    def facts(self) -> dict[str, Any]:
+        cut = sum(text.num_cut for text in self.texts["train"])
+        found = {"tokens_beyond_sequence": cut, "sequences": len(self.plan.groups)}
+        bits = self.spec.trained_target.quantization  # what the drift is measured in, and from
+        return found | ({"quantization": bits} if bits else {})
+
+    def write(self) -> None:
+        """The adapter, as peft reads it."""
+        write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
+
+    def _heads_weight(self, step: int) -> float:
+        return heads_weight(step, self.total_steps, self.settings.lambda_0, self.settings.schedule)
+
+
+def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
+    """The generated conversations by split, checked against the run and the target; raises DataError."""
+    texts = read_texts(
+        spec.texts,
+        fingerprint=spec.texts_fingerprint,
+        vocab_size=spec.vocab_size,
+        roles=spec.settings.roles,
+        sequence_length=spec.settings.backbone.sequence_length,
+    )
+    if not any(text.num_read for text in texts.get("train", ())):
+        within = f"in the roles {spec.settings.roles} within train.backbone.sequence_length"
+        what = f"No train row has target-written text {within}."
+        raise DataError(what, "train.roles", "Generate more answers, learn from other roles or raise the length.")
+    return texts
+
+
+def text_plan(spec: TrainSpec, texts: Sequence[Text]) -> TextPlan:
+    """The steps of every epoch."""
+    settings = spec.settings.backbone
+    sizes = {"sequence_length": settings.sequence_length, "batch_sequences": settings.batch_sequences}
+    return TextPlan(texts, **sizes, seed=spec.seed)

@@ -1,0 +1,123 @@
+"""Heads alone, from cached hidden states: the backbone is never run (Medusa-1, paper 2.2.1).
+
+The loss is the sum over heads of 0.8^(k+1) CE_k, each CE over the labels of the whole batch.
+
+Letters: N positions, D hidden size, V vocabulary, K heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.artifacts.feature_rows import FeatureRows
+from pipeline.artifacts.trained_heads import load_heads
+from pipeline.conversations.spans import IGNORED
+from pipeline.errors import ConfigError, DataError
+from pipeline.heads.kind import Heads, TargetWeights
+from pipeline.targets.lm_head import read_embedding, read_lm_head
+from pipeline.training.evaluation import evaluate
+from pipeline.training.feature_batches import Batch, EpochPlan, load_batches
+from pipeline.training.learner import Learner
+from pipeline.training.task import TrainSpec, Workers, product_dtype
+
+
+class HeadsLearner(Learner):
+    """Heads of any kind, from the features stage's shards.
+
+    Raises:
+        ConfigError: The target's lm_head has another size than its configuration says.
+        DataError: A shard is damaged or of another run or target, or there is nothing to learn.
+    """
+
+    memory_fix = "Lower train.batch_tokens, or set train.optimizer: adamw-8bit or train.medusa.lm_head: tied."
+
+    def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
+        super().__init__(spec, workers, device, heads_from)
+        self.rows = open_features(spec)
+        self.steps_per_epoch = self._plan(0).num_steps
+        self.heads = initial_heads(spec, heads_from).to(device)
+        self.modules, self.peak_lrs = {"heads": self.heads}, {"heads": spec.settings.lr}
+
+    @classmethod
+    def count_steps(cls, spec: TrainSpec) -> int:
+        return _epoch_plan(spec, open_features(spec), 0).num_steps * spec.settings.epochs
+
+    def steps(self, first: int) -> Iterator[Sequence[Batch]]:
+        workers = self.workers
+        while first < self.total_steps:
+            epoch, start = divmod(first, self.steps_per_epoch)
+            steps = range(start, self.steps_per_epoch)
+            shares = {"rank": workers.rank, "world_size": workers.world_size}
+            for batch in load_batches(self.rows, self._plan(epoch), steps, **shares, device=self.device):
+                yield [batch]
+            first += len(steps)
+
+    def label_counts(self, batches: Sequence[Batch]) -> Tensor:
+        (batch,) = batches
+        return (batch.labels_KN != IGNORED).sum(1)  # head 0 has a label at every position
+
+    def loss_weights(self, step: int) -> Tensor:
+        return head_weights(self.spec, self.device)
+
+    def summed_losses(self, batch: Batch) -> Tensor:
+        with self.autocast():
+            return self.heads.summed_losses(batch.hidden_ND, batch.next_N, batch.labels_KN)
+
+    def figures(self, step: int, means: list[float]) -> dict[str, Any]:
+        return {"head_losses": means}
+
+    def evaluate(self) -> dict[str, Any]:
+        dtype, size = product_dtype(self.spec, self.device), self.spec.settings.batch_tokens
+        return {"held_out": evaluate(self.heads, self.rows, self.workers, batch_tokens=size, dtype=dtype)}
+
+    def _plan(self, epoch: int) -> EpochPlan:
+        return _epoch_plan(self.spec, self.rows, epoch)
+
+
+def _epoch_plan(spec: TrainSpec, rows: FeatureRows, epoch: int) -> EpochPlan:
+    return EpochPlan(rows.lengths("train"), batch_tokens=spec.settings.batch_tokens, seed=spec.seed, epoch=epoch)
+
+
+def open_features(spec: TrainSpec) -> FeatureRows:
+    """The cached states, checked against the run and the target; raises DataError."""
+    rows = FeatureRows(
+        spec.shards,
+        fingerprint=spec.fingerprint,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        num_heads=spec.settings.num_heads,
+        roles=spec.settings.roles,
+    )
+    if not sum(int(lengths.sum()) for lengths in rows.lengths("train")):
+        what = f"No train row has target-written text of two tokens or more in the roles {spec.settings.roles}."
+        raise DataError(what, "train.roles", "Generate more or longer answers, or learn from other roles.")
+    return rows
+
+
+def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
+    """The heads in this file, else untrained ones of the kind that is asked for; in fp32 on the CPU."""
+    if heads_from:
+        return load_heads(heads_from)
+
+    def of_the_right_size(name: str, matrix_VD: Tensor) -> Tensor:
+        if matrix_VD.shape != (spec.vocab_size, spec.hidden_size):
+            found, said = " x ".join(map(str, matrix_VD.shape)), f"{spec.vocab_size} x {spec.hidden_size}"
+            what = f"The target's {name} is {found}, its configuration says {said}."
+            raise ConfigError(what, spec.target.model, "Check the target's config.json against its weights.")
+        return matrix_VD.float()
+
+    target = TargetWeights(
+        lambda: of_the_right_size("lm_head", read_lm_head(spec.target)),
+        lambda: of_the_right_size("embedding", read_embedding(spec.target)),
+    )
+    return spec.kind.initial(spec.heads_shape, target)
+
+
+def head_weights(spec: TrainSpec, device: torch.device) -> Tensor:
+    """What head k's loss weighs: decay^(k+1), [K]."""
+    return spec.settings.decay ** torch.arange(1, spec.settings.num_heads + 1, device=device)

@@ -1,0 +1,242 @@
+"""The trainer: one loop, one step and one resume, whatever is learned and from what.
+
+A `Learner` says what trains, which batches a step reads, what they lose and what is written in the end. The trainer
+divides each component of the loss by its labels over all micro-batches of all workers, so that neither how a step is
+cut up nor how many workers share it changes the curve beyond rounding. Weights are fp32; with bf16, products are. A run
+that was interrupted continues from its newest whole checkpoint at the very next step; on a CPU it ends with the same
+weights, bit for bit.
+
+A method may train in several phases, each a training of its own that resumes for itself: all but the last in a
+directory of their own within the last one's, each starting from the heads of the one before.
+
+Letters: C components of the loss.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.artifacts.trained_heads import read_summary, write_heads
+from pipeline.errors import CheckFailed
+from pipeline.execution.progress import ProgressReporter
+from pipeline.training.checkpoints import Checkpoints
+from pipeline.training.learner import Learner
+from pipeline.training.metrics import MetricsLog
+from pipeline.training.optimizers import (
+    load_optimizer,
+    make_optimizer,
+    optimizer_tensors,
+    set_lr,
+    trained,
+)
+from pipeline.training.task import TrainSpec, Workers, choose_device, memory_errors
+
+LAST_STEPS = 50  # `final_loss` is the mean over so many
+
+
+@dataclass
+class TrainState:
+    """How far training has come; part of every checkpoint."""
+
+    step: int = 0
+    tokens: int = 0  # positions learned from, over all workers
+    seconds: float = 0.0  # in steps, waiting for data included; without evaluation and start-up
+    losses: list[float] = field(default_factory=list)  # of the last steps
+    evaluation: dict[str, Any] = field(default_factory=dict)  # the last one
+
+    def advance(self, loss: float, positions: int, seconds: float) -> None:
+        self.step, self.tokens, self.seconds = self.step + 1, self.tokens + positions, self.seconds + seconds
+        self.losses = [*self.losses, loss][-LAST_STEPS:]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / max(self.seconds, 1e-9)
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            "steps": self.step,
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 3),
+            "tokens_per_second": round(self.tokens_per_second, 1),
+            "final_loss": sum(self.losses) / len(self.losses),
+            **self.evaluation,
+        }
+
+
+class Trainer:
+    """A learner, its optimizer, and one step after another."""
+
+    def __init__(self, learner: Learner):
+        self.learner, self.settings = learner, learner.spec.settings
+        self.optimizer = make_optimizer(learner.modules, learner.peak_lrs, self.settings)
+        self.parameters = [weight for module in learner.modules.values() for weight in trained(module).values()]
+
+    def step(self, step: int, batches: Sequence[Any]) -> dict[str, Any]:
+        """One optimizer step, of which this worker computes a share; returns the figures of the whole."""
+        learner, workers = self.learner, self.learner.workers
+        counts_C = workers.sum(learner.label_counts(batches)).clamp(min=1)
+        weights_C = learner.loss_weights(step) / counts_C  # every worker divides by the labels of the whole step
+
+        self.optimizer.zero_grad(set_to_none=True)
+        _set_mode(learner.modules, training=True)
+        sums_C = torch.zeros(len(counts_C), device=learner.device)
+        for batch in batches:
+            losses_C = learner.summed_losses(batch)
+            (weights_C * losses_C).sum().backward()
+            sums_C += losses_C.detach()
+        _set_mode(learner.modules, training=False)
+
+        for weight in self.parameters:  # what no forward runs adds nothing to the sum
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        workers.sum_all([sums_C, *(weight.grad for weight in self.parameters if weight.grad is not None)])
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+        scalars = torch.stack([(weights_C * sums_C).sum(), norm, counts_C[0]])
+        loss, grad_norm, positions, *means = torch.cat([scalars, sums_C / counts_C]).tolist()
+        share = learner.lr_share(step)
+        lr = share * self.settings.lr
+        self._require_finite(loss, grad_norm, lr)
+        set_lr(self.optimizer, share)
+        self.optimizer.step()
+        figures = {"loss": loss, **learner.figures(step, means), "grad_norm": grad_norm, "lr": lr}
+        return figures | {"positions": int(positions)}
+
+    def run(self, progress: ProgressReporter, steps_before: int = 0, steps_after: int = 0) -> dict[str, Any]:
+        """Every step that is left; writes the results and returns the summary.
+
+        `steps_before` and `steps_after` are those of other phases, for the progress.
+        """
+        learner, spec, total = self.learner, self.learner.spec, self.learner.total_steps
+        is_first = learner.workers.is_first
+        with ExitStack() as stack:
+            checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", self.settings.keep_checkpoints))
+            state = self.resume(checkpoints)
+            log = stack.enter_context(MetricsLog(spec.path, state.step)) if is_first else None
+            progress.begin("", steps_before + total + steps_after, done=steps_before + state.step, unit="steps")
+            if state.step == 0:
+                state.evaluation = learner.evaluate()
+                if log:
+                    log.write(0, state.evaluation)
+            started = time.monotonic()
+            for batches in learner.steps(state.step):
+                figures = self.step(state.step, batches)
+                state.advance(figures["loss"], figures.pop("positions"), time.monotonic() - started)
+                figures |= {"tokens": state.tokens, "tokens_per_second": state.tokens_per_second}
+                if state.step % learner.steps_per_epoch == 0:
+                    state.evaluation = learner.evaluate()
+                    figures |= state.evaluation
+                if log:
+                    log.write(state.step, {"epoch": state.step / learner.steps_per_epoch, **figures})
+                if is_first and state.step % self.settings.checkpoint_every == 0:
+                    self.save(checkpoints, state)
+                said = f"loss {figures['loss']:.3f}, {state.tokens_per_second:,.0f} positions/s"
+                progress.update(steps_before + state.step, said)
+                started = time.monotonic()
+        summary = state.summary() | learner.facts()
+        if is_first:
+            learner.write()
+            write_heads(spec.heads_path, learner.heads, summary)  # last: where they are, training is finished
+        return summary
+
+    def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
+        """Hand a copy of everything that a resume needs to the checkpoint writer."""
+        tensors, numbers = optimizer_tensors(self.optimizer)
+        held = {f"optimizer/{name}": tensor for name, tensor in tensors.items()}
+        for room, module in self.learner.modules.items():
+            held |= {f"{room}/{name}": tensor for name, tensor in trained(module).items()}
+        checkpoints.save(state.step, held, {"train_state": asdict(state), "optimizer": numbers})
+
+    def resume(self, checkpoints: Checkpoints) -> TrainState:
+        """Go back to the newest whole checkpoint, the first worker's choice; a new state where there is none."""
+        workers, modules, device = self.learner.workers, self.learner.modules, self.learner.device
+        step = int(workers.sum(torch.tensor(checkpoints.newest() if workers.is_first else 0, device=device)))
+        if not step:
+            return TrainState()
+        tensors, state = checkpoints.load(step, device)
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in (*modules, "optimizer")}
+        for name, tensor in tensors.items():
+            module_name, _, rest = name.partition("/")
+            found[module_name][rest] = tensor
+        for name, module in modules.items():
+            assert found[name].keys() == trained(module).keys(), "a checkpoint has what trains, all of it"
+            module.load_state_dict(found[name], strict=False)  # what is frozen is not in it
+        load_optimizer(self.optimizer, found["optimizer"], state["optimizer"])
+        return TrainState(**state["train_state"])
+
+    def _require_finite(self, loss: float, grad_norm: float, lr: float) -> None:
+        """Raise CheckFailed where training has diverged; no later checkpoint is written."""
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            what = f"Training diverged: at a learning rate of {lr:.2g} the loss is {loss}, its gradient's norm "
+            fix = "Lower train.lr, raise train.warmup_steps or set train.precision: fp32."
+            raise CheckFailed(f"{what}{grad_norm}.", self.learner.spec.directory, fix)
+
+
+def train(spec: TrainSpec, workers: Workers | None = None, progress: ProgressReporter | None = None) -> dict[str, Any]:
+    """Train by the method of the spec; returns {steps, tokens, seconds, tokens_per_second, final_loss, held_out, …}.
+
+    Leaves `heads.safetensors`, `summary.jsonl`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` and what the learner
+    writes. A run that is finished already only returns its summary. The summary of an earlier phase stands in it under
+    that phase's name.
+
+    Raises:
+        CheckFailed: The loss or its gradient is no longer finite.
+        ConfigError: The target cannot be trained on: see the method's learners.
+        DataError: A shard is damaged or of another run or target, there is nothing to learn, or heads of another shape
+            lie where these are to be.
+        EnvironmentFault: The GPU or bitsandbytes is missing, memory is too small, or the disk is full.
+    """
+    if summary := finished(spec):
+        return summary
+    workers, progress = workers or Workers(), progress or ProgressReporter()
+    phases = phases_of(spec)
+    later = [learner.count_steps(of_phase) for _, of_phase, learner in phases[1:]]
+    done, heads_from, summaries = 0, None, {}
+    for number, (name, of_phase, learner) in enumerate(phases):
+        of_phase.path.mkdir(exist_ok=True)
+        if (summary := read_summary(of_phase.heads_path, of_phase.heads_shape)) is None:
+            device = choose_device(spec)
+            generators = [device] if device.type == "cuda" else []
+            with memory_errors(spec, learner.memory_fix), torch.random.fork_rng(generators):
+                torch.manual_seed(spec.seed)  # every worker draws the same
+                trainer = Trainer(learner(of_phase, workers, device, heads_from))
+                summary = trainer.run(progress, done, sum(later[number:]))
+            workers.wait()  # for the first to write the heads
+        done, heads_from = done + summary["steps"], of_phase.heads_path
+        summaries[name] = summary
+    return summaries.pop("") | summaries
+
+
+def phases_of(spec: TrainSpec) -> list[tuple[str, TrainSpec, type[Learner]]]:
+    """Each phase's name, its spec with its own directory, and its learner; the last one's name is empty."""
+    phases = spec.method.phases(spec.settings)
+    return [
+        (name.replace("-", "_"), replace(spec, directory=str(spec.path / name)), learner) for name, learner in phases
+    ]
+
+
+def finished(spec: TrainSpec) -> dict[str, Any] | None:
+    """The summary of a training that is over; None of one that is not.
+
+    Raises:
+        DataError: Heads of another shape lie where these are to be.
+    """
+    summaries = {name: read_summary(each.heads_path, each.heads_shape) for name, each, _ in phases_of(spec)}
+    last = summaries.pop("")
+    return None if last is None else last | summaries
+
+
+def count_steps(spec: TrainSpec) -> int:
+    """Optimizer steps of all phases; reads what they train from, and refuses what is bad of it."""
+    return sum(learner.count_steps(of_phase) for _, of_phase, learner in phases_of(spec))
+
+
+def _set_mode(modules: Mapping[str, nn.Module], *, training: bool) -> None:
+    for module in modules.values():
+        module.train(training)

@@ -1,0 +1,54 @@
+"""A method that only these tests know: heads alone, at a fixed learning rate. It trains and resumes through Ray."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from pipeline.flow import run_flow
+from pipeline.storage.run_directory import RunDirectory
+from pipeline.training import ray_entry
+from pipeline.training.heads_only import HeadsLearner
+from pipeline.training.methods import METHODS, HeadsOnly
+from pipeline.training.metrics import read_metrics
+from tests.faults.unfinished import cut_before
+from tests.faults.workers import STEPS_BEFORE_DEATH, train_and_be_killed
+from tests.flows.tiny import last_events, latest, run_again, stages_run
+
+
+class FixedRateLearner(HeadsLearner):
+    def lr_share(self, step: int) -> float:
+        return 1.0
+
+
+class FixedRate(HeadsOnly):
+    name = "fixed-rate"
+
+    def phases(self, train):
+        return [("", FixedRateLearner)]
+
+
+def curve_of(run: RunDirectory) -> list[tuple[int, float, float]]:
+    lines = read_metrics(latest(run, "train").path)
+    return [(line["step"], line["lr"], line["loss"]) for line in lines if "loss" in line]
+
+
+@pytest.mark.slow
+def test_a_method_of_our_own_trains_and_resumes_through_ray(
+    ray_cluster, finished_run, copied_run, make_config, tmp_path, monkeypatch
+):
+    monkeypatch.setitem(METHODS, FixedRate.name, FixedRate())
+    changes = {"train__method": FixedRate.name, "train__lr": 3e-3, "train__epochs": 4, "train__checkpoint_every": 1}
+    whole = run_again(make_config(tmp_path, run__name="whole", **changes), until="train")
+    cut_before(copied_run, "train")
+    monkeypatch.setattr(ray_entry, "train_on_ray", train_and_be_killed)
+    run = run_flow(make_config(tmp_path, **changes), until="train", executor="ray", console=Console(quiet=True))
+
+    processes = (tmp_path / "trainer.txt").read_text().split()
+    assert processes.count(processes[0]) == STEPS_BEFORE_DEATH + 1 < len(processes), "it was killed and went on"
+    assert [event["stage"] for event in last_events(run) if event["event"] == "worker-died"] == ["train"]
+    expected, found = curve_of(whole), curve_of(run)
+    assert [step for step, _, _ in found] == [step for step, _, _ in expected] and len(found) > STEPS_BEFORE_DEATH + 1
+    assert {lr for _, lr, _ in found} == {3e-3}
+    assert [loss for *_, loss in found] == pytest.approx([loss for *_, loss in expected], rel=1e-4)
+    assert stages_run(run) == ["train"] and latest(run, "train").path != latest(finished_run, "train").path
