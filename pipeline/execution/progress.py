@@ -63,7 +63,7 @@ class ProgressReporter:
     def update(self, done: int, note: str = "") -> None:
         """So many of this part's units are done."""
         self._now = replace(self._now, done=done, note=note)
-        self._report()
+        self._report(at_once=done == self._now.total)
 
     def poll(self) -> None:
         """Show what a copy in another process has written since the last call."""

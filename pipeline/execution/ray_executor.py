@@ -207,7 +207,9 @@ class RayExecutor:
         )
         answer = remote.remote(function, arguments | ({"progress": progress} if progress else {}))
         try:
-            while progress and not self._ray.wait([answer], timeout=SECONDS_BETWEEN_REPORTS)[0]:
+            over = progress is None
+            while progress and not over:
+                over = bool(self._ray.wait([answer], timeout=SECONDS_BETWEEN_REPORTS)[0])
                 progress.poll()
             result, error = self._ray.get(answer)
         except self._ray.exceptions.RayTaskError as failure:
