@@ -66,13 +66,11 @@ def train_until_killed(spec: TrainSpec) -> None:
 @pytest.mark.slow
 def test_a_killed_process_resumes_from_its_newest_whole_checkpoint(make_spec):
     whole, killed = make_spec("whole"), make_spec("killed")
-from pipeline.training.trainer import train
-    train_medusa1(whole)
+    train(whole)
     trainer = FORKS.Process(target=train_until_killed, args=(killed,))
     trainer.start()
     trainer.join(PATIENCE)
     assert trainer.exitcode == -signal.SIGKILL
-from tests.training.trainings import Stopped, stop_at
     assert list(killed.path.glob("checkpoints/step-*.safetensors"))
     train(killed)
     assert all(torch.equal(weights(killed)[name], tensor) for name, tensor in weights(whole).items())

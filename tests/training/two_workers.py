@@ -22,8 +22,7 @@ def train_as_two(train: Callable[..., Any], spec: Specs, scratch: Path) -> None:
     other = FORKS.Process(target=_train_as_one_of_two, args=(train, spec, 1, meeting))
     other.start()
     try:
-from pipeline.training.task import TrainSpec, Workers
-from tests.forks import FORKS
+        _train_as_one_of_two(train, spec, 0, meeting)
     finally:
         other.join(60)
         ended, _ = other.exitcode, other.kill()
