@@ -26,7 +26,7 @@ from pipeline.decoding.tree import check_choices
 from pipeline.decoding.tree_search import simulated_acceleration_rate
 from pipeline.errors import DataError
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.training.evaluate import held_out_ranks
+from pipeline.training.evaluation import held_out_ranks
 
 if TYPE_CHECKING:
     from pipeline.conversations.conversation import Conversation
