@@ -97,7 +97,7 @@ class TypicalAcceptance:
         entropy_N = -torch.linalg.vecdot(log_p_NV.exp(), finite_NV)  # on a CPU in a third of the time of entr
         threshold_N = (self.delta * torch.exp(-entropy_N)).clamp(max=self.eps)
         log_p_N = _of_parents(log_p_NV, tokens_N, tree)
-        row = _likeliest_of_longest(log_p_N.exp() > threshold_N[..., tree.parent], log_p_N, tree)
+        row = _most_probable_of_longest(log_p_N.exp() > threshold_N[..., tree.parent], log_p_N, tree)
         return Acceptance(row, _choose_after(self, row, logits_NV, tree, noise_TV))
 
 
@@ -128,7 +128,7 @@ class NucleusAcceptance:
         p_NV = (upcast(logits_NV) / self.temperature).softmax(-1)
         ahead_N = mass_ahead(p_NV[..., tree.parent, :], tokens_N)
         log_p_N = _of_parents(p_NV, tokens_N, tree).log()
-        row = _likeliest_of_longest(ahead_N < self.top_p, log_p_N, tree)
+        row = _most_probable_of_longest(ahead_N < self.top_p, log_p_N, tree)
         return Acceptance(row, _choose_after(self, row, logits_NV, tree, noise_TV))
 
 
@@ -194,7 +194,7 @@ def _accepted(passes_N: Tensor, tree: Tree) -> Tensor:
     return (passes_N[..., None, :] | tree.elsewhere).all(-1)
 
 
-def _likeliest_of_longest(passes_N: Tensor, log_p_N: Tensor, tree: Tree) -> Tensor:
+def _most_probable_of_longest(passes_N: Tensor, log_p_N: Tensor, tree: Tree) -> Tensor:
     accepted_N = _accepted(passes_N, tree)
     lengths_N = accepted_N * tree.depth
     ties_N = accepted_N & (lengths_N == lengths_N.amax(-1, keepdim=True))

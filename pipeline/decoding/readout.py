@@ -20,6 +20,7 @@ from transformers import Cache, PreTrainedModel
 from pipeline.decoding.masks import Masks
 from pipeline.errors import ConfigError
 from pipeline.heads.kind import Heads
+from pipeline.targets.loading import input_device, lm_head_inputs
 
 _TREE_ATTENTION = ("sdpa", "eager")
 
@@ -36,7 +37,7 @@ class Forward(Protocol):
 def reading(model: PreTrainedModel) -> Iterator[Forward]:
     """The model's forward with its hidden states; the hook is removed when the context ends."""
     can_select = _can_select_logits(model)
-    with _lm_head_inputs(model) as seen:
+    with lm_head_inputs(model) as seen:
 
         def forward(ids_BT: Tensor, positions_BT: Tensor, mask: Masks, cache: Cache, *, last_only: bool = False):
             selection: dict[str, Any] = {"logits_to_keep": 1} if last_only and can_select else {}
@@ -60,22 +61,11 @@ def last_positions(model: PreTrainedModel, ids: Sequence[int], number: int) -> t
 
     Where the model supports it, no other logits are computed: for a long prompt they would take gigabytes.
     """
-    ids_1T = torch.tensor([ids], device=model.get_input_embeddings().weight.device)
+    ids_1T = torch.tensor([ids], device=input_device(model))
     selection: dict[str, Any] = {"logits_to_keep": number} if _can_select_logits(model) else {}
-    with _lm_head_inputs(model) as seen:
+    with lm_head_inputs(model) as seen:
         logits_1TV = model(input_ids=ids_1T, use_cache=False, **selection).logits
     return seen[-1][0, -number:], logits_1TV[0, -number:]
-
-
-@contextmanager
-def _lm_head_inputs(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """The states that the lm_head reads, appended by each forward within the context."""
-    seen: list[Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-    try:
-        yield seen
-    finally:
-        hook.remove()
 
 
 def _can_select_logits(model: PreTrainedModel) -> bool:

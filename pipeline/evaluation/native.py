@@ -53,7 +53,7 @@ NUM_WARM_UPS = 2  # prompts
 
 
 @dataclass(frozen=True)
-class Methods:
+class DecodingMethods:
     """What is compared: plain decoding, decoding with the heads, and transformers' baselines by name."""
 
     plain: Decoder
@@ -109,13 +109,13 @@ def check_native(request: CheckRequest, progress: ProgressReporter | None = None
     }
 
 
-def load_methods(request: CheckRequest) -> Methods:
+def load_methods(request: CheckRequest) -> DecodingMethods:
     """The target, loaded once, behind every method."""
     target, settings = request.target, request.settings
     model = load_causal_lm(target, "cuda" if request.gpus else "cpu", max(1, request.gpus))
     heads = read_heads(request.export, model).to(input_device(model))
     eos, room = eos_token_ids(target), context_length(target)
-    return Methods(
+    return DecodingMethods(
         plain_decoder(model, eos_token_ids=eos, max_length=room),
         Decoder(model, heads, request.choices, eos_token_ids=eos, max_length=room),
         {kind: baseline(kind, model, eos, settings.max_new_tokens, request.assistant) for kind in settings.baselines},
@@ -123,7 +123,7 @@ def load_methods(request: CheckRequest) -> Methods:
 
 
 def measure(
-    methods: Methods, prompts: Sequence[Prompt], settings: CheckConfig, progress: ProgressReporter | None = None
+    methods: DecodingMethods, prompts: Sequence[Prompt], settings: CheckConfig, progress: ProgressReporter | None = None
 ) -> Measurement:
     """Decode every prompt by every method, after a warm-up. Under a sampling rule, greedy text is decoded once.
 
@@ -162,7 +162,7 @@ def num_passes(settings: CheckConfig) -> int:
     return settings.repeats + (rule_of(settings) is not greedy_acceptance)
 
 
-def greedy_match(request: CheckRequest, methods: Methods, measured: Measurement, method: str) -> GreedyMatch:
+def greedy_match(request: CheckRequest, methods: DecodingMethods, measured: Measurement, method: str) -> GreedyMatch:
     """A method's greedy answers against plain decoding's."""
     answers = _texts(measured.greedy_passes[0][method])
     tolerance = tie_tolerance(request.target, request.settings)
@@ -170,7 +170,7 @@ def greedy_match(request: CheckRequest, methods: Methods, measured: Measurement,
 
 
 def native_figures(
-    request: CheckRequest, methods: Methods, measured: Measurement, match: GreedyMatch
+    request: CheckRequest, methods: DecodingMethods, measured: Measurement, match: GreedyMatch
 ) -> dict[str, Any]:
     """`check.native` of report.json, without the studies."""
     settings, first = request.settings, measured.passes[0]
@@ -199,7 +199,7 @@ def native_figures(
     return figures
 
 
-def _both_sides(methods: Methods, rule: AcceptanceRule, num_tokens: int) -> dict[str, Decode]:
+def _both_sides(methods: DecodingMethods, rule: AcceptanceRule, num_tokens: int) -> dict[str, Decode]:
     """Both sides by the same rule; where it samples, both draw from the same seed."""
     device = input_device(methods.plain.model)
 
@@ -213,7 +213,7 @@ def _both_sides(methods: Methods, rule: AcceptanceRule, num_tokens: int) -> dict
     return {PLAIN: by(methods.plain), ACCELERATED: by(methods.accelerated)}
 
 
-def _log_likelihoods(request: CheckRequest, methods: Methods, measured: Measurement) -> dict[str, float]:
+def _log_likelihoods(request: CheckRequest, methods: DecodingMethods, measured: Measurement) -> dict[str, float]:
     """The target's log-likelihood of greedy text, of plain sampling and of the rule's text."""
     settings, prompts, model = request.settings, request.prompts, methods.plain.model
     sampled, by_rule = measured.passes[0][PLAIN], measured.passes[0][ACCELERATED]

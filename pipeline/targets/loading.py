@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
@@ -135,14 +137,10 @@ def verify_tap(model: PreTrainedModel) -> None:
     Raises:
         ConfigError: The states differ, or are not finite in the target's dtype.
     """
-    head, read_by_head = model.get_output_embeddings(), []
     lm_head_weight(model)
     ids_BT = torch.arange(8, device=input_device(model))[None]
-    hook = head.register_forward_pre_hook(lambda _, args: read_by_head.append(args[0]))
-    try:
+    with lm_head_inputs(model) as read_by_head:
         model(input_ids=ids_BT, use_cache=False)
-    finally:
-        hook.remove()
     tapped_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
     if not torch.isfinite(tapped_BTD).all():
         fix = "float16 overflows in some models: set target.dtype to bfloat16."
@@ -150,6 +148,17 @@ def verify_tap(model: PreTrainedModel) -> None:
     if len(read_by_head) != 1 or _relative_error(read_by_head[0], tapped_BTD) > 1e-2:  # bf16 rounds at 4e-3
         fix = "Medusa heads need lm_head to read the last hidden state after the final norm, and nothing in between."
         raise ConfigError("The target's last hidden state is not what its lm_head reads.", files.WHERE, fix)
+
+
+@contextmanager
+def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+    """The states that the lm_head reads, appended by each forward within the context."""
+    seen: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        yield seen
+    finally:
+        hook.remove()
 
 
 def input_device(model: PreTrainedModel) -> torch.device:

@@ -49,8 +49,7 @@ def vllm_decode_check(
         {"plain": {"token_ids": list of ids per prompt, "num_tokens", "seconds": the median of `repeats`,
          "tokens_per_second"}, "accelerated": the same and, over all repetitions, {"num_drafts", "num_draft_tokens",
          "num_accepted_tokens", "accepted_per_position": accepted tokens per head, "acceleration_rate": 1 + accepted /
-         drafts}}. Both decode all prompts at once, each time without what they remember of the last.
-        Nothing accepted is the caller's to judge.
+         drafts}}. Both decode all prompts at once, with the prefix cache reset before each repetition.
 
     Raises:
         ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an engine dies.
@@ -69,7 +68,7 @@ def vllm_decode_check(
 
 
 def _in_own_process(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run `decode` on each task in a new interpreter; its errors are raised here as what they are."""
+    """Run `decode` on each task in a new interpreter; its errors are raised here with their own types."""
     path = os.pathsep.join(filter(None, [str(Path(pipeline.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path}
     with tempfile.TemporaryDirectory(prefix="vllm-decode-") as directory:
@@ -91,7 +90,7 @@ def _in_own_process(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def decode(task: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode the task's prompts greedily in one engine in this process; what `vllm_decode_check` says of one side."""
+    """Decode the task's prompts greedily with one engine in this process: one side of `vllm_decode_check`."""
     spec = TargetSpec(**task["spec"])
     ours = {"disable_log_stats": False, "enable_prefix_caching": False}
     speculative = {"speculative_config": task["speculative_config"]} if task["speculative_config"] else {}
@@ -154,7 +153,7 @@ def _acceptance(now: Mapping[str, list[int]], before: Mapping[str, list[int]]) -
 
 
 def main(task_file: str, result_file: str) -> None:
-    """The child's whole life: read the tasks, decode, write the results or the error that a user is to read."""
+    """The child process: read the tasks, decode, write the results or the error."""
     result: dict[str, Any]
     try:
         result = {"decoded": [decode(task) for task in json.loads(Path(task_file).read_text(encoding="utf-8"))]}
