@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import runpy
 import subprocess
@@ -153,6 +154,16 @@ def test_every_room_is_described():
         path.stem for path in (ROOT / "pipeline").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
     }
     assert [room for room in sorted(rooms - {"__init__"}) if not re.search(rf"`{room}(/|\.py)`", page)] == []
+
+
+def test_measured_claims_are_those_of_the_results():
+    results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")]
+    measured = {claim["measured"] for result in results for claim in result["claims"]}
+    written = {f"{value:.{digits}f}" for value in measured for digits in (0, 1, 2)}
+    rows = text("docs/benchmarks.md").partition("## ")[0].splitlines()
+    cells = [row.split("|")[2] for row in rows if row.startswith("| ") and "measured" not in row]
+    figures = [figure for cell in cells for figure in re.findall(r"\d+(?:\.\d+)?", cell)]
+    assert len(figures) >= 9 and [figure for figure in figures if figure not in written] == []
 
 
 def test_nothing_cites_a_document_that_is_not_here():
