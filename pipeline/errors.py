@@ -1,8 +1,7 @@
-"""Every way a run can end badly, one class per exit code.
+"""Errors for users, one class per exit code.
 
-An error is one readable paragraph: what happened, where, and what to do. The three parts are kept apart so that a
-test, a log line and the terminal can each show what they need. Errors travel between Ray's processes, so each class
-pickles from its own constructor arguments.
+An error is one paragraph: what happened, where, and what to do. The three parts are separate attributes, for tests,
+logs and the terminal. Errors cross process borders, so each class is pickled by its constructor arguments.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import signal
 
 
 class MedusaDistillError(Exception):
-    """The root of all errors that a user is meant to read.
+    """The base of all errors that are shown to users.
 
     Args:
         what: What happened, as a full sentence.
@@ -32,7 +31,7 @@ class MedusaDistillError(Exception):
 
 
 class CheckFailed(MedusaDistillError):
-    """The heads were made, and a check says that they must not be published."""
+    """The heads were trained, but their check failed; they must not be published."""
 
     exit_code = 1
 
@@ -44,22 +43,22 @@ class ConfigError(MedusaDistillError, ValueError):
 
 
 class DataError(MedusaDistillError, ValueError):
-    """The input is not what it should be, or too much of it was quarantined."""
+    """The input is invalid, or too much of it was quarantined."""
 
     exit_code = 3
 
 
 class DamagedShard(DataError):
-    """A shard cannot be read, whatever its receipt said; the run makes it anew."""
+    """A shard cannot be read although its receipt is valid; the run makes it again."""
 
     def __init__(self, path: str, detail: str):
-        fix = "Delete this file and run the same command again: it is made anew."
+        fix = "Delete this file and run the same command again: it is made again."
         super().__init__(f"A shard cannot be read: {detail.rstrip('.')}.", path, fix)
         self.args = (path, detail)
 
 
 class EnvironmentFault(MedusaDistillError, RuntimeError):
-    """The machine cannot do it now: disk, GPU, engine, cluster, network, a held lock."""
+    """The environment does not allow it now: disk, GPU, engine, cluster, network, a held lock."""
 
     exit_code = 4
 

@@ -1,7 +1,7 @@
-"""What must not be shown or stored: tokens and passwords, wherever a library puts them into a text.
+"""Redaction of tokens and passwords in texts that are shown or stored.
 
-Limit: known are the values of variables that are named as HF_TOKEN or DB_PASSWORD are, tokens of the Hub's form,
-authorization headers, and what stands before the host of a URL.
+Limit: it knows the values of variables with names like HF_TOKEN or DB_PASSWORD, tokens of the Hub's format,
+authorization headers, and credentials in URLs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ FORMS = (
     (re.compile(r"""(?i)(authorization["']?\s*[:=]\s*["']?)(?:(?:bearer|basic) +)?[^\s"',]+"""), r"\1***"),
     (re.compile(r"(://)[^/?#\s@'\"]+@"), r"\1***@"),
 )
-SHORTEST = 8  # characters of a variable's value; a shorter one is a word that texts have anyway
+SHORTEST = 8  # characters of a variable's value; shorter ones may be ordinary words
 
 
 def redacted(text: str) -> str:
@@ -35,7 +35,7 @@ def redacted(text: str) -> str:
 
 
 def redacted_values(data: Any) -> Any:
-    """JSON-like data with every text in it redacted, keys left alone: in encoded JSON a secret may look different."""
+    """JSON-like data with all texts redacted, keys excepted; encoded JSON could hide a secret by escaping."""
     if isinstance(data, str):
         return redacted(data)
     if isinstance(data, Mapping):
@@ -47,12 +47,12 @@ def redacted_values(data: Any) -> Any:
 
 @functools.cache
 def keep_out_of_logs() -> None:
-    """From now on, what any library of this process logs is logged redacted."""
+    """Redact all log records of this process from now on."""
     make = logging.getLogRecordFactory()
 
     def redacting(*arguments: object, **more: object) -> logging.LogRecord:
         record = make(*arguments, **more)
-        with contextlib.suppress(TypeError, ValueError):  # the library's own mistake, for logging to report
+        with contextlib.suppress(TypeError, ValueError):  # a malformed record, which logging reports
             message = record.getMessage()
             if (clean := redacted(message)) != message:
                 record.msg, record.args = clean, None

@@ -1,4 +1,4 @@
-"""What `medusa-distill chat` talks to: an export with its target, loaded and warmed up."""
+"""The model behind `medusa-distill chat`: an export with its target, loaded and warmed up."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ NUM_WARM_UP_TOKENS = 8
 
 @dataclass(frozen=True)
 class ChatModel:
-    """A target and its decoder; `described` in a line."""
+    """A target and its decoder; `described` is a one-line description."""
 
     target: Target
     decoder: Decoder
     described: str
 
     def new_chat(self, system: str | None, max_new_tokens: int) -> Chat:
-        """An empty conversation whose prompts leave room for an answer: all of it, or half of a short context."""
+        """An empty conversation whose prompts leave room for an answer, at most half of the context."""
         context = self.decoder.max_length
         return Chat(self.target.template, context - min(max_new_tokens, context // 2), system)
 
     def at_full_speed(self) -> AbstractContextManager[int]:
-        """As many CPU threads as make plain steps fastest, while it lasts: the check decodes so too."""
+        """Use the number of CPU threads at which plain steps are fastest, as the check does."""
         plain = plain_decoder(self.decoder.model, eos_token_ids=(), max_length=self.decoder.max_length)
         return fastest_threads(plain, self.target.prompt(GREETING))
 
@@ -53,12 +53,12 @@ class ChatModel:
 def load_chat_model(
     export: Path, *, plain: bool, base_model: str | None, chat_template: str | None, gpus: int | None
 ) -> ChatModel:
-    """The target that an export names with its heads and tree, or alone, ready to write at full speed.
+    """An export's target with its heads and tree, or alone, warmed up.
 
     Raises:
-        ConfigError: The target is not where the export says, or is not that of the heads; the tree is none.
-        DataError: This is no export, or it is damaged.
-        EnvironmentFault: The Hub or the GPU is not there.
+        ConfigError: The target does not exist or does not match the heads; the tree is invalid.
+        DataError: The directory is not an export, or is damaged.
+        EnvironmentFault: The Hub or the GPU is not available.
     """
     if plain:
         target = load_target(base_model or target_of(export), chat_template=chat_template, gpus=gpus)

@@ -18,7 +18,7 @@ def push(
     private: Annotated[bool, typer.Option(help="Make the repository private.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go, touch no network.")] = False,
 ) -> None:
-    """Push the export and its model card to the Hub, as one commit. Refused when the check failed or has not run.
+    """Push the export and its model card to the Hub, as one commit. Requires a passed check.
 
     With Medusa-2 the tuned backbone goes first, to USER/NAME, and then its heads to USER/NAME-medusa.
     """

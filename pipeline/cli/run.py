@@ -1,4 +1,4 @@
-"""`medusa-distill run`: the whole job, or up to a stage."""
+"""`medusa-distill run`: run all stages, or up to one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo's own target: made from the seeds' train split once, and again when the seeds change."""
+"""The demo's target: trained from the seeds' train split once, and again when the seeds change."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pipeline.execution.progress import Meter, duration
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.run_directory import RunDirectory
 
-MARK = "demo_target.json"  # says that the directory is ours, and from which seeds it was made
+MARK = "demo_target.json"  # marks a demo target and names the seeds it was trained on
 
 
 def ensure_demo_target(run: RunDirectory, config: Config) -> None:
-    """Train the target at `target.model` unless it is there already, or is somebody's real model."""
+    """Train the target at `target.model`, unless it exists already or is not a demo target."""
     directory = Path(config.target.model)
     seeds = run.latest("seeds")
     assert seeds is not None, "the demo target is trained from the seeds stage"

@@ -1,8 +1,8 @@
 """The demo target: a small chat model of Llama's architecture, trained here from a few hundred conversations.
 
-It stands in for a real target where no Hub is at hand: a real tokenizer, a chat template, weights that vLLM and
-transformers load as they load any other. It speaks of what it was trained on and is good for nothing else. It learns
-every token of a conversation, the user's too, so that it can talk to itself; demo_training.py says how.
+It replaces a real target where there is no network: a tokenizer, a chat template, and weights that vLLM and
+transformers load like any other. It only knows its training topics. It learns every token of a conversation, the user's
+too, so that self-talk works; see train_target.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CONTEXT_LENGTH = 1024
 VOCAB_SIZE = 2048
-NUM_STEPS = 200  # 40 to 70 seconds on two cores: a training that the clock ends differs from run to run
+NUM_STEPS = 200  # 40 to 70 seconds on two cores; a training ended by the clock is not reproducible
 
 BOS, EOS = "<s>", "</s>"
 ROLE_MARKS = ["<|system|>", "<|user|>", "<|assistant|>"]
@@ -46,18 +46,18 @@ def train_demo_target(
     steps: int = NUM_STEPS,
     progress: Progress | None = None,
 ) -> dict:
-    """Train a chat model on `conversations` and write it to `directory`, complete or not at all.
+    """Train a chat model on `conversations` and write it to `directory` atomically.
 
     Args:
-        conversations: What it learns to say; hold back what it is to be judged by.
-        directory: Does not exist yet. Holds a model of transformers afterwards, weights as safetensors.
-        seconds: Training ends here at the latest, the tokenizer's included; writing takes a second more.
-        seed: Of the weights and the order.
-        steps: Training ends after so many.
+        conversations: The training data; leave out held-out ones.
+        directory: Must not exist. Afterwards a transformers model with safetensors weights.
+        seconds: Upper limit of training, the tokenizer's included; writing takes another second.
+        seed: Seed of the weights and of the order.
+        steps: Maximum number of training steps.
         progress: Called after each step.
 
     Returns:
-        What it cost: parameters, steps, tokens, seconds, tokens per second, the last loss, the arithmetic.
+        Parameters, steps, tokens, seconds, tokens per second, the final loss, the precision.
 
     Raises:
         DataError: No conversations.
@@ -81,12 +81,12 @@ def train_demo_target(
 
 
 def train_tokenizer(conversations: Sequence[Conversation]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer of these texts: any text can be encoded, and decodes to itself."""
+    """A byte-level BPE tokenizer trained on these texts; it can encode any text."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     backend = Tokenizer(models.BPE())
-    # Digits stand alone. Han characters are kept in short pieces, or whole phrases would become tokens.
+    # Digits are single tokens; Han characters are split, or whole phrases would become tokens.
     pieces = Regex(r"\p{Han}{1,4}|\p{N}| ?[^\s\p{L}\p{N}]+| ?[\p{L}&&\P{Han}]+|\s")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(pieces, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]

@@ -1,17 +1,16 @@
-"""How the demo target learns to speak in a minute on two cores.
+"""Training of the demo target in about a minute on two cores.
 
-What makes the minute suffice, in held-out nats per token after equal CPU time, on twice as many topics as the seeds
-have now: matrices are trained with Muon (0.56 against AdamW's 1.09); embeddings start at unit size and learn fast, and
-what the blocks add starts at zero (1.3 against 2.2). Steps are small, and bfloat16 is used where the processor
-multiplies it.
+Choices that make this possible, in held-out nats per token after equal CPU time, on twice as many topics as the seeds
+have now: matrices are trained with Muon (0.56 against AdamW's 1.09); embeddings start at unit size with a high
+learning rate and the blocks' outputs at zero (1.3 against 2.2). Steps are small, and bfloat16 is used where the CPU
+supports it.
 
-A row is one conversation from its first token, as the model will meet it; after eight such batches comes one row as
-long as the context, of several conversations, so that no position stays unseen. Training ends after `num_steps`, which
-makes it repeatable on one machine, or at the deadline, whichever comes first; the learning rate falls in time for the
-nearer of the two.
+A row is one conversation from its first token; after eight such batches follows one row of several conversations as
+long as the context, so that every position is trained. Training ends after `num_steps`, which is reproducible on one
+machine, or at the deadline, whichever comes first; the learning rate decays towards the nearer of the two.
 
 Muon: Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon. Not torch's own: that one computes in bfloat16
-whatever the processor, which takes 20 times as long where it is emulated.
+on any CPU, which takes 20 times as long where it is emulated.
 
 Dimensions: B rows, T positions, V vocabulary, N matrices of one shape, R and C their rows and columns.
 """
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 ROWS_PER_STEP, POOL_SIZE = 4, 32
 LENGTH_MULTIPLE = 64
-LONG_ROW_LENGTH = 1024  # one row per pool, of many conversations, so that no position stays unseen
+LONG_ROW_LENGTH = 1024  # one row of many conversations per pool, so that every position is trained
 MATRIX_LR, EMBEDDING_LR, OTHER_LR = 0.03, 0.12, 0.006
 WARMUP_SHARE, DECAY_SHARE = 0.02, 0.6
 
@@ -98,14 +97,14 @@ def train(
 
 
 def fast_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 itself: 2.5 times the tokens per second. Emulated, it costs time."""
+    """Whether the CPU supports bfloat16: 2.5 times the tokens per second; emulated it is slower than fp32."""
     able = torch.cpu.get_capabilities()
     return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
 
 
 @torch.no_grad()
 def prepare(model: LlamaForCausalLM) -> None:
-    """Start from the embeddings alone: of unit size, with blocks and the lm_head that add nothing yet."""
+    """Unit-size embeddings; blocks and lm_head with zero output."""
     model.model.embed_tokens.weight.normal_()
     model.lm_head.weight.zero_()
     for layer in model.model.layers:
@@ -114,7 +113,7 @@ def prepare(model: LlamaForCausalLM) -> None:
 
 
 def new_optimizers(model: LlamaForCausalLM, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
-    """Muon for the blocks' matrices, Adam for embeddings, norms and lm_head; each group knows its `peak_lr`."""
+    """Muon for the blocks' matrices, Adam for embeddings, norms and lm_head; each group has its `peak_lr`."""
     matrices = [each for each in model.model.layers.parameters() if each.dim() == 2]
     norms = [each for each in model.parameters() if each.dim() == 1]
     groups = [
@@ -125,7 +124,7 @@ def new_optimizers(model: LlamaForCausalLM, dtype: torch.dtype) -> list[torch.op
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum whose step is made orthogonal: every direction of a matrix learns at the same rate."""
+    """Muon: Nesterov momentum with orthogonalised steps."""
 
     def __init__(self, matrices: list[torch.Tensor], dtype: torch.dtype, *, momentum: float = 0.95):
         by_shape = defaultdict(list)
@@ -162,17 +161,17 @@ def orthogonalize(matrices_NRC: torch.Tensor, dtype: torch.dtype, num_iterations
 
 
 def learning_rate_share(steps_share: float, time_share: float) -> float:
-    """The peak's share so far into the steps and the time: short warm-up, plateau, linear decay to nearly nothing.
+    """The fraction of the peak learning rate: short warm-up, plateau, linear decay to nearly zero.
 
-    As long as the steps are ahead of the clock when the decay begins, and stay there, the clock changes nothing.
+    While the steps are ahead of the deadline, the clock has no effect.
     """
     return min(1.0, (steps_share + 0.001) / WARMUP_SHARE, max(0.02, (1 - max(steps_share, time_share)) / DECAY_SHARE))
 
 
 def batches(documents: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Token ids [B, T] and labels [B, T] without end: each row a document from its start, padded where it ends.
+    """Endless batches of token ids [B, T] and labels [B, T]: each row is one document, padded.
 
-    The documents come in a new order each time round, a pool of them at a time in batches of similar length.
+    Each epoch has a new order; documents of a pool are batched by similar length.
     """
     while True:
         order = torch.randperm(len(documents)).tolist()
@@ -188,7 +187,7 @@ def batches(documents: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch
 def pad(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids [B, T], and for the token after each, labels [B, T]; -100 where there is none.
 
-    T is a multiple of 64: the CPU's kernels are prepared, and kept, for every new shape.
+    T is a multiple of 64, because the CPU's kernels are prepared and cached for each shape.
     """
     ids_BT = pad_sequence(rows, batch_first=True)
     labels_BT = pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=-100)

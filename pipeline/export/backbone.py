@@ -1,8 +1,8 @@
-"""The backbone that Medusa-2 tuned, as a directory that transformers and every engine load like any other model.
+"""The tuned backbone of Medusa-2 as a model directory that transformers and every engine load.
 
-It promises the target's own files where nothing has changed: tokenizer, chat template, generation settings. Weights
-are safetensors in shards of at most 5 GB, the configuration says that nothing is tied, and the whole directory
-appears by one rename. What it was made of stands in `backbone.json`, which never names a local path.
+Unchanged files are the target's own: tokenizer, chat template, generation settings. Weights are safetensors in shards
+of at most 5 GB, embeddings are untied, and the directory is created by one rename. `backbone.json` records its inputs
+without local paths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pipeline.storage.atomic import atomic_directory, files_in
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BACKBONE_FILE = "backbone.json"  # what it was made of
+BACKBONE_FILE = "backbone.json"  # its inputs
 SHARD_SIZE = "5GB"
 GENERATION_FILE = "generation_config.json"
 
@@ -31,9 +31,9 @@ def write_backbone(
     """Write the model in place of what is there.
 
     Args:
-        directory: Whole afterwards, or absent.
+        directory: Created or replaced atomically.
         tokenizer: Anything with `save_pretrained(directory)`, its chat template included.
-        as_they_are: Files of the target to copy: generation settings, code of its own.
+        as_they_are: Files of the target to copy: generation settings, its code.
         made_of: What `is_made_of` will compare.
     """
     from transformers import GenerationConfig
@@ -47,18 +47,18 @@ def write_backbone(
         for file in as_they_are:
             shutil.copyfile(file, partial / file.name)
         (partial / BACKBONE_FILE).write_text(json.dumps(made_of, indent=2) + "\n", encoding="utf-8")
-        for file in partial.glob("*.safetensors"):  # which are readable to their owner alone at first
+        for file in partial.glob("*.safetensors"):  # created readable by their owner only
             shutil.copymode(partial / CONFIG_FILE, file)
 
 
 def is_made_of(directory: Path, made_of: dict[str, Any]) -> bool:
-    """Whether a whole backbone is there, and made of this."""
+    """Whether a complete backbone of these inputs exists."""
     file = directory / BACKBONE_FILE
     return file.is_file() and json.loads(file.read_text(encoding="utf-8")) == made_of
 
 
 def link_backbone(source: Path, directory: Path) -> list[Path]:
-    """The same backbone at another place; it takes room twice only where the file system has no hard links.
+    """Copy the backbone, by hard links where the file system has them.
 
     Returns its files.
     """

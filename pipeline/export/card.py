@@ -1,7 +1,7 @@
-"""The model card: what the heads are, how they were made, what they bring, and how to serve them.
+"""The model card: what the heads are, how they were trained, their figures, and how to serve them.
 
-Made from the run's report and its resolved configuration, whenever one likes: what is not known yet is said to be
-unknown or left out, and rendering the card again after the check fills it in. No local path is ever written to it.
+Rendered from the run's report and its resolved configuration at any time; missing figures are left out or shown as
+unknown. It never contains a local path.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def model_card(
     """The card as Markdown with the Hub's YAML front matter.
 
     Args:
-        report: `report.json`, as far as it exists.
-        base_model: Hub id of what the heads sit on, the target or the tuned backbone; for None or a local path the card
+        report: The content of `report.json`, possibly partial.
+        base_model: Hub id of the heads' target or tuned backbone; for None or a local path the card
             says "a local model".
         kind: What the heads are.
-        repo_id: Where the heads are, or will be; None before that is known.
+        repo_id: The heads' repository; None where it is not known.
         recipe: The run's resolved configuration as plain data.
-        tuned: Whether the heads sit on a backbone that was trained with them.
+        tuned: Whether the heads belong to a backbone that was trained with them.
     """
     base = _public(base_model)
     section = {name: recipe.get(name) or {} for name in ("target", "seeds", "generate", "train", "export")}
@@ -93,7 +93,7 @@ def backbone_card(
     kind: type[Heads],
     recipe: Mapping[str, Any],
 ) -> str:
-    """The card of the backbone that Medusa-2 tuned: what it was tuned from, how far it has moved, and its heads.
+    """The card of a tuned backbone: its original, its drift, and its heads.
 
     Args:
         base_model: Hub id of the model that it was tuned from; for None or a local path "a local model".
@@ -115,12 +115,12 @@ def backbone_card(
 
 
 def _public(model: str | None) -> str | None:
-    """A Hub id; None for a path, which is nobody else's business."""
+    """A Hub id; None for a local path, which is private."""
     return None if model is None or os.path.isabs(model) else model
 
 
 def _drift(report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """How far a tuned backbone is from the original on held-out text, as rows of a table."""
+    """The drift of a tuned backbone on held-out text, as rows of a table."""
     drift = (report.get("train") or {}).get("drift") or {}
     perplexity = drift.get("perplexity") or {}
     before, after = (_number(perplexity.get(side), ".3f") for side in ("original", "tuned"))
@@ -167,7 +167,7 @@ def _data_sets(sources: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _sources(sources: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Hub data sets by name, local files by number: their names are their owner's business."""
+    """Hub data sets by name; local files only by number, since their names are private."""
     named = [f"[{name}](https://huggingface.co/datasets/{name})" for name in _data_sets(sources)]
     num_local = len(sources) - len(named)
     return named + ([f"{num_local} local source(s)"] if num_local else [])
@@ -194,7 +194,7 @@ def _settings(
 
 
 def _environment(kind: type[Heads]) -> Environment:
-    """Jinja as Markdown wants it: what is missing at any depth renders as nothing."""
+    """A Jinja environment for Markdown; missing values at any depth render as nothing."""
     of_kind = {"about": kind.card_about, "engines": kind.card_engines}
     environment = Environment(
         loader=ChoiceLoader([DictLoader(of_kind), FileSystemLoader(Path(__file__).parent)]),
@@ -208,7 +208,7 @@ def _environment(kind: type[Heads]) -> Environment:
 
 
 def _number(value: Any, spec: str = ",.0f") -> str:
-    """A number in a format; nothing for what is unknown or not finite."""
+    """A number in a format; empty for an unknown or non-finite one."""
     known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return format(value, spec) if known else ""
 
@@ -221,7 +221,7 @@ def _matched(match: Any) -> str:
 
 
 def _words(value: Any) -> str:
-    """A setting as a table's cell can hold it."""
+    """A setting as the text of a table's cell."""
     if isinstance(value, Mapping):
         value = [f"{key} {item}" for key, item in value.items() if item is not None]
     text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)

@@ -1,7 +1,7 @@
-"""What a run publishes: the heads, and with Medusa-2 the tuned backbone too, each in a repository of its own.
+"""Publishes the heads, and with Medusa-2 the tuned backbone, each to its own repository.
 
-Never without a passed check, never with a local path, and only to a repository that is new or holds the same kind of
-thing and nothing else that engines would load. Pushing again is safe, see `upload.py`.
+Only after a passed check, without local paths, and only to a repository that is new or holds the same kind of content
+and nothing else that engines would load. Pushing again is safe, see `upload.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BOOKKEEPING = {"stage.json", "upstream.json", "DONE.json", "lock"}
 
 
 def repositories(repo_id: str | None, kind: str, *, tuned: bool) -> tuple[str | None, str | None]:
-    """Where the heads go on the Hub, and where a tuned backbone does: `repo_id`, whose heads are `repo_id`-`kind`."""
+    """The repositories of the heads and of a tuned backbone: `repo_id`, whose heads are `repo_id`-`kind`."""
     if repo_id is None or not tuned:
         return repo_id, None
     return f"{repo_id}-{kind}", repo_id
@@ -47,25 +47,25 @@ def push_export(
     """Push an export with a freshly rendered model card, as one commit; return the receipt.
 
     Args:
-        directory: What `write_export` wrote. It is not changed: `config.json` and the card are rewritten on the way.
+        directory: An export. It is not changed; `config.json` and the card are rewritten for the upload.
         repo_id: USER/NAME.
-        report: `report.json`; its check must be there and have passed.
+        report: The content of `report.json`; its check must have passed.
         recipe: The run's resolved configuration as plain data, for the card.
-        private: Make the repository private; an existing public one is refused, an existing private one stays private.
-        base_model: The target's Hub id; needed where the export names a local directory.
+        private: Make the repository private; an existing public one is an error, an existing private one stays private.
+        base_model: The target's Hub id; required where the export names a local directory.
         token: A Hub token that may write; default HF_TOKEN or what `hf auth login` stored.
-        dry_run: Only list what would go. Touches no network and needs no token.
+        dry_run: Only list the files. Uses no network and needs no token.
         endpoint: Another Hub; default HF_ENDPOINT.
 
     Returns:
         {"repo", "url", "commit", "unchanged", "private", "base_model", "files": [{"path", "size", "sha256"}]};
-        of a dry run also "dry_run": True and "missing": what the real push would still want.
+        for a dry run also "dry_run": True and "missing", what a push would still require.
 
     Raises:
         CheckFailed: The check failed or was not run.
         DataError: The directory is not a whole export, or names the target's local path where it should not.
-        ConfigError: The ids, or what is already in the repository, forbid it.
-        EnvironmentFault: No token, or the Hub could not be reached or refused.
+        ConfigError: An id is invalid, or the repository's content conflicts.
+        EnvironmentFault: No token, or the Hub could not be reached or rejected the request.
     """
     directory = Path(directory)
     check_repo_id(repo_id, "push.repo_id", with_owner=True)
@@ -118,9 +118,9 @@ def push_backbone(
     """Push the tuned backbone with a model card of its own, as one commit; return the receipt.
 
     Args:
-        directory: What `write_backbone` wrote.
+        directory: A tuned backbone, as `write_backbone` writes it.
         heads_repo_id, kind: Where its heads are, or will be, and what they are.
-        base_model: Hub id of the model that it was tuned from; None for a local one, whose path is not told.
+        base_model: Hub id of the model that it was tuned from; None for a local one.
 
     The other arguments, the receipt and what is raised are those of `push_export`.
     """
@@ -144,7 +144,7 @@ def push_backbone(
 
 
 def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The report, if it says that its check was run and passed; CheckFailed with the reasons if not."""
+    """The report, if its check passed; CheckFailed with the reasons otherwise."""
     check = (report or {}).get("check")
     if report is None or not check:
         raise CheckFailed("These heads have not been checked.", "report.json", "Run the check stage, then push.")
@@ -156,7 +156,7 @@ def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _names(directory: Path, kind: type[Heads]) -> list[str]:
-    """Every file of the heads, without the stage's own bookkeeping, a tuned backbone and whatever is hidden."""
+    """The heads' files, without the stage's bookkeeping, a tuned backbone and hidden files."""
     paths = (path for path in files_in(directory) if path.name not in BOOKKEEPING)
     paths = (path for path in paths if not any(part.startswith(".") for part in path.parts))
     tuned = BACKBONE_DIRECTORY if (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file() else None
@@ -174,19 +174,19 @@ def _other_weights(names: Collection[str], kind: type[Heads]) -> list[str]:
 
 
 def _refuse_local_paths(additions: list[CommitOperationAdd], base: str, recipe: Mapping[str, Any]) -> None:
-    """Where the target, or what became of it, lies on this machine is nobody else's business."""
+    """Local paths of the target and the tuned backbone must not be published."""
     for path in {base, str((recipe.get("target") or {}).get("model", ""))}:
         if os.path.isabs(path):
             refuse_local_path(additions, path)
 
 
 def _not_heads(names: Collection[str], kind: type[Heads]) -> list[str]:
-    """What forbids writing heads beside files of these names: other weights, or a model that has no tree."""
+    """The files that conflict with heads: other weights, or a model without a tree."""
     of_a_model = {CONFIG_FILE, kind.weights_file} & set(names)
     return _other_weights(names, kind) or ([] if kind.choices_file in names else sorted(of_a_model))
 
 
 def _not_a_backbone(names: Collection[str]) -> list[str]:
-    """What forbids writing a tuned backbone beside files of these names: any model but one that was tuned here."""
+    """The files that conflict with a tuned backbone: any model that was not tuned by this project."""
     models = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES or name == CONFIG_FILE]
     return [] if BACKBONE_FILE in names else sorted(models)

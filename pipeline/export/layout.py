@@ -1,7 +1,7 @@
-"""What lies in an export directory, and the settings that decide it: `config.json` and back.
+"""The layout of an export directory, and its `config.json`, written and read.
 
-It names the target twice: for engines that are told of both, and in vLLM's speculators format, so that
-`vllm serve DIRECTORY` alone serves target and heads.
+`config.json` names the target twice: for engines that are given both directories, and in vLLM's speculators format, so
+that `vllm serve DIRECTORY` alone serves target and heads.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from pipeline.heads.kind import Heads, HeadsShape, head_kind
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
-BACKBONE_DIRECTORY = "backbone"  # beside heads that were trained with their backbone: that backbone
+BACKBONE_DIRECTORY = "backbone"  # the tuned backbone, beside its heads
 
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # and what safetensors calls them
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # and their names in safetensors
 
-# vLLM's rejection sampler asserts at most 128 drafted tokens (MAX_SPEC_LEN), and it drafts one per head.
+# vLLM's rejection sampler asserts at most 128 draft tokens (MAX_SPEC_LEN), one per head.
 MAX_NUM_HEADS = 128
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """The heads' kind and shape, the target that they belong to, and how they are laid out on disk.
+    """The heads' kind and shape, their target, and their layout on disk.
 
-    `format` "expanded" is what every engine loads, "shared" a compact form of some kinds. Raises ConfigError for what
-    no engine, or no file, can carry.
+    `format` "expanded" is loaded by every engine, "shared" is a compact form of some kinds. Raises ConfigError for
+    settings that no engine or file supports.
     """
 
     base_model_name_or_path: str
@@ -53,7 +53,7 @@ class ExportConfig:
         return head_kind(self.shape.kind)
 
     def to_json(self, target: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of `config.json`, for a target with this config.json of its own."""
+        """The content of `config.json`, for a target with this config.json."""
         method, num_tokens = self.kind.vllm_method, self.shape.num_heads
         content = {
             **self.kind.engine_config(self.shape, self.format, target),
@@ -74,7 +74,7 @@ class ExportConfig:
 
 
 def with_base_model(content: Mapping[str, Any], base_model: str) -> dict[str, Any]:
-    """The content of a `config.json` that names this target instead."""
+    """The content of a `config.json`, with the target replaced."""
     speculators = content["speculators_config"]
     verifier = {**speculators["verifier"], "name_or_path": base_model}
     return {
@@ -85,10 +85,10 @@ def with_base_model(content: Mapping[str, Any], base_model: str) -> dict[str, An
 
 
 def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], ExportConfig]:
-    """The content of an export's `config.json`, and what it says.
+    """The content of an export's `config.json`, and its parsed form.
 
     Raises:
-        DataError: It is missing, or is not one that we wrote.
+        DataError: It is missing, or was not written by this project.
     """
     path = Path(directory) / CONFIG_FILE
     try:
@@ -107,15 +107,15 @@ def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any],
 
 
 def read_config(directory: str | os.PathLike[str]) -> ExportConfig:
-    """What an export's `config.json` says; DataError as of `read_json_config`."""
+    """An export's parsed `config.json`; DataError as in `read_json_config`."""
     return read_json_config(directory)[1]
 
 
 def target_of(directory: str | os.PathLike[str]) -> str:
-    """The target that an export names; a tuned backbone is the one beside its heads, wherever both were moved.
+    """The target of an export; a tuned backbone is found beside its heads, also after a move.
 
     Raises:
-        ConfigError: It is a local directory that is not there.
+        ConfigError: It is a local directory that does not exist.
     """
     directory, named = Path(directory), read_config(directory).base_model_name_or_path
     if os.path.isabs(named) and (directory / BACKBONE_DIRECTORY).is_dir():
@@ -127,7 +127,7 @@ def target_of(directory: str | os.PathLike[str]) -> str:
 
 
 def check_num_heads(num_heads: int) -> None:
-    """Refuse a head count that the export cannot carry: fewer than 1, or more than vLLM can draft (128)."""
+    """Raise ConfigError for fewer than 1 head, or more than vLLM can draft with (128)."""
     if not 1 <= num_heads <= MAX_NUM_HEADS:
         raise ConfigError(
             f"{num_heads} heads cannot be exported: vLLM drafts one token per head, at least 1 and at most "
@@ -138,7 +138,7 @@ def check_num_heads(num_heads: int) -> None:
 
 
 def check_vocabulary(heads_vocab_size: int, target_vocab_size: int) -> None:
-    """Refuse heads that predict another vocabulary than the target's."""
+    """Raise ConfigError for heads with another vocabulary than the target's."""
     if heads_vocab_size != target_vocab_size:
         raise DataError(
             f"The heads predict a vocabulary of {heads_vocab_size} tokens, and the target's lm_head has "

@@ -1,7 +1,7 @@
-"""Files to a repository of the Hub, as one commit; whatever goes wrong is said without the token.
+"""Uploads files to a repository of the Hub as one commit; error messages never contain the token.
 
-What the Hub already has is not sent again; when it has everything, no commit is made. Each file is read once for its
-sha256, which the receipt has too.
+Files that the Hub already has are not sent again; if it has all of them, no commit is made. Each file is read once for
+its sha256, which is also in the receipt.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ InTheWay = Callable[[Collection[str]], list[str]]  # of the names in a repositor
 
 
 def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None:
-    """Refuse what is not a Hub id; `with_owner` wants USER/NAME, since a bare NAME is nobody's."""
+    """Raise ConfigError unless this is a Hub id; `with_owner` requires USER/NAME."""
     try:
         validate_repo_id(repo_id)
     except HFValidationError as error:
@@ -37,7 +37,7 @@ def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None
 
 
 def prepare(files: Mapping[str, Path | bytes]) -> list[CommitOperationAdd]:
-    """The files as one commit takes them, in order of their names; each is read once."""
+    """The files as operations of one commit, sorted by name; each is read once."""
     return [CommitOperationAdd(name, content) for name, content in sorted(files.items())]
 
 
@@ -48,7 +48,7 @@ def listing(additions: list[CommitOperationAdd]) -> list[dict[str, Any]]:
 
 
 def refuse_local_path(additions: list[CommitOperationAdd], path: str) -> None:
-    """Raise DataError where a file names a local path, as a tokenizer's settings may; weights are not looked at."""
+    """Raise DataError where a file contains a local path, as a tokenizer's settings may; weights are skipped."""
     for addition in additions:
         if Path(addition.path_in_repo).suffix in WEIGHT_SUFFIXES:
             continue
@@ -68,11 +68,11 @@ def upload(
     token: str | None,
     endpoint: str | None,
 ) -> dict[str, Any]:
-    """Send what is missing and commit it; {"url", "commit", "unchanged", "private"}.
+    """Upload missing files and commit; {"url", "commit", "unchanged", "private"}.
 
     Raises:
         ConfigError: The repository is public and should be private, or holds something else.
-        EnvironmentFault: No token, or the Hub could not be reached or refused.
+        EnvironmentFault: No token, or the Hub could not be reached or rejected the request.
     """
     token = _token(token)
     api = HfApi(endpoint=endpoint, token=token, library_name="medusa-distill")
@@ -109,7 +109,7 @@ def _existing(api: HfApi, repo_id: str) -> ModelInfo | None:
 
 
 def _require_ours(existing: ModelInfo, repo_id: str, private: bool, in_the_way: InTheWay) -> None:
-    """Refuse to publish what should stay private, and to write over something else."""
+    """Raise ConfigError for a public repository that should be private, or one with other content."""
     if private and not existing.private:
         fix = "Make it private on the Hub, or push with push.private=false."
         raise ConfigError("The repository is public, and push.private asks for a private one.", repo_id, fix)
@@ -120,7 +120,7 @@ def _require_ours(existing: ModelInfo, repo_id: str, private: bool, in_the_way: 
 
 @contextlib.contextmanager
 def _hub_faults(repo_id: str, token: str) -> Iterator[None]:
-    """Say what went wrong between this machine and the Hub; the token is never part of it."""
+    """Translate the Hub client's errors, without the token."""
     try:
         yield
     except MedusaDistillError:
@@ -137,6 +137,6 @@ def _hub_faults(repo_id: str, token: str) -> Iterator[None]:
 
 
 def _plain(error: BaseException, token: str) -> str:
-    """An error, and what it came from, on one line and without the token."""
+    """An error and its cause on one line, without the token."""
     text = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
     return " ".join(redacted(text.replace(token, "hf_***")).split()).rstrip(".") or type(error).__name__

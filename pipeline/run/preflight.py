@@ -1,4 +1,4 @@
-"""What can be refused before anything starts."""
+"""Validation of settings before anything starts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from pipeline.training.methods import method_of
 
 
 def check_config(config: Config, stages: Collection[str] | None = None) -> None:
-    """Refuse settings that a later stage could not carry out; `stages` are those that are to run, None is all.
+    """Check settings that a later stage would fail on; `stages` are those to run, None for all.
 
     Raises:
-        ConfigError: Names the key.
+        ConfigError: With the key.
         EnvironmentFault: A package that a stage needs is not installed.
     """
     kind, method = head_kind(config.train.heads), method_of(config.train)
@@ -51,22 +51,22 @@ def check_config(config: Config, stages: Collection[str] | None = None) -> None:
         _check_push(config.push, config.target.model, config.train.heads, tuned=method.tunes_backbone)
     if os.environ.get(SUBMITTED_JOB):
         _check_lasting(config)
-    if not os.environ.get("RAY_ADDRESS"):  # on a cluster, what the workers have installed decides
+    if not os.environ.get("RAY_ADDRESS"):  # on a cluster the workers' packages decide
         _check_packages(config, stages)
 
 
 def unread_settings(config: Config) -> list[str]:
-    """A warning where keys are set that only another kind of head or another method reads."""
+    """A warning for keys that only another kind of heads or another method reads."""
     unread = method_of(config.train).unread(config.train)
     chosen = f"train.heads: {config.train.heads} and train.method: {config.train.method}"
     return [f"Not read with {chosen}: {', '.join(unread)}."] if unread else []
 
 
 def read_choices(config: Config) -> tuple[TreePath, ...]:
-    """The tree of `calibrate.choices`, given there or in a file, as one for this many heads.
+    """The tree of `calibrate.choices`, given directly or as a file, validated for this many heads.
 
     Raises:
-        ConfigError: It cannot be read, or is no tree.
+        ConfigError: It cannot be read, or is not a tree.
     """
     choices = config.calibrate.choices
     assert choices is not None, "a tree is to be searched"
@@ -79,14 +79,14 @@ def read_choices(config: Config) -> tuple[TreePath, ...]:
 
 
 def require_questions(config: Config) -> None:
-    """Raise ConfigError where `check.prompts` names a file that is not there."""
+    """Raise ConfigError where `check.prompts` names a file that does not exist."""
     if isinstance(config.check.prompts, Path) and not config.check.prompts.is_file():
         fix = "Name a file of questions, or how many held-out rows to ask."
         raise ConfigError(f"There is no file {config.check.prompts}.", "check.prompts", fix)
 
 
 def resolve_assistant(model: str) -> TargetSpec:
-    """The assistant among the check's baselines; raises ConfigError where there is none of that name."""
+    """The assistant model of the check's baselines; raises ConfigError where it does not exist."""
     try:
         return resolve(TargetConfig(model=model))
     except ConfigError as error:
@@ -94,7 +94,7 @@ def resolve_assistant(model: str) -> TargetSpec:
 
 
 def _check_rule(check: CheckConfig) -> None:
-    """Refuse an acceptance rule with numbers that it cannot use or would not look at."""
+    """Raise ConfigError for parameters that the acceptance rule rejects or does not use."""
     rule, wrong = check.acceptance, None
     if rule != "greedy" and check.temperature == 0:
         wrong = "temperature", f"At temperature 0 {rule} acceptance is greedy acceptance", "Raise it, or say greedy."
@@ -110,7 +110,7 @@ def _check_rule(check: CheckConfig) -> None:
 
 
 def _check_push(push: PushConfig, target: str, heads: str, *, tuned: bool) -> None:
-    """Refuse at once what the Hub would be asked for in vain after hours of work."""
+    """Check push settings that would fail on the Hub only after hours of work."""
     assert push.repo_id, "nothing is to be pushed"
     for repo_id in filter(None, repositories(push.repo_id, heads, tuned=tuned)):
         check_repo_id(repo_id, "push.repo_id", with_owner=True)
@@ -122,9 +122,9 @@ def _check_push(push: PushConfig, target: str, heads: str, *, tuned: bool) -> No
 
 
 def _check_packages(config: Config, stages: Collection[str] | None) -> None:
-    """Look for the packages that the settings ask for, without importing them.
+    """Check that the packages that the settings need are installed, without importing them.
 
-    A stage that the store has a finished result of may be kept, made on another machine: it is left to say so itself.
+    Stages with a finished result in the store are not checked, since they may have run on another machine.
     """
     store = (config.run.store or config.run.directory).expanduser()
     for stage, package, key, fix in _needed_packages(config):
@@ -139,7 +139,7 @@ def _is_installed(package: str) -> bool:
 
 
 def _needed_packages(config: Config) -> Iterator[tuple[str, str, str, str]]:
-    """Stage, package, the key that asks for it, and what to do without it."""
+    """(stage, package, the key that needs it, and the advice without it)."""
     install = "Install it with the right lock (`make install`), or set"
     if config.generate.engine == "vllm" and config.generate.mode != "passthrough":
         yield "generate", "vllm", "generate.engine", f"{install} generate.engine to transformers."
@@ -158,7 +158,7 @@ def _needed_packages(config: Config) -> Iterator[tuple[str, str, str, str]]:
 
 
 def _check_lasting(config: Config) -> None:
-    """A submitted job runs in an uploaded copy of the directory, which vanishes after it."""
+    """Raise ConfigError for results inside the uploaded directory of a submitted job, which is deleted after it."""
     uploaded = Path.cwd().resolve()
     for key, path in (("run.root", config.run.root), ("run.store", config.run.store)):
         if path is not None and path.resolve().is_relative_to(uploaded):

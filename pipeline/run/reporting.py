@@ -1,4 +1,4 @@
-"""The report of a run, put together from its stages' summaries and handed to `report/`."""
+"""Assembles a run's report from its stages' summaries and writes it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SUMMARY_KEYS = (
 def publish_report(context: Context) -> dict[str, Any]:
     """Write report.json, .md and .html into the run, renew the export's model card, and print the report.
 
-    A target of the Hub stands there with its commit, `target_revision`.
+    For a Hub target `target_revision` is its commit.
     """
     report, extras = assemble(context.run, context.config)
     if not is_local(context.config.target.model):
@@ -57,9 +57,9 @@ def publish_report(context: Context) -> dict[str, Any]:
 
 
 def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """report.json and what only the drawings need; a half-done run gives what there is.
+    """The content of report.json, and data for the drawings; partial for an unfinished run.
 
-    Its speeds are the check's, and so is its hardware: that of the machine which decoded.
+    Speeds and hardware are the check's.
     """
     found = {name: stage for name, stage in run.stages().items() if stage.done}
     summaries = {name: stage.summary for name, stage in found.items()}
@@ -97,14 +97,14 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
 
 
 def _judged(checked: CheckResult, config: Config) -> dict[str, Any]:
-    """What the check found, and what the limits of this configuration make of it."""
+    """The check's result under the limits of this configuration."""
     found = failures(checked, config)
     figures = {name: engine.figures for name, engine in checked.engines.items()}
     return figures | {"passed": not found, "failures": found}
 
 
 def card(report: dict[str, Any], config: Config) -> str:
-    """The model card as far as the report knows."""
+    """The model card from the current report."""
     tuned = method_of(config.train).tunes_backbone
     heads_id, backbone_id = repositories(config.push.repo_id, config.train.heads, tuned=tuned)
     base = backbone_id if tuned else config.target.model
