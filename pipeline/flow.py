@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -23,7 +22,7 @@ from pipeline.run.stage import Stage
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.stage_directory import StageDirectory, Summary
 
 STAGES: dict[str, Stage] = {
     stage.name: stage
@@ -157,7 +156,7 @@ def push_run(
     base_model: str | None,
     dry_run: bool,
     console: Console | None = None,
-) -> dict[str, Any]:
+) -> Summary:
     """Push a finished run's export, as the push stage would; `dry_run` only says what would go.
 
     Raises:
@@ -184,7 +183,7 @@ def push_run(
         context.upstream[name] = stage
     exported, checked = context.upstream["export"], context.upstream["check"]
     check.require_passed(checked, config)
-    if (checked.done or {})["upstream"].get("export") != exported.content:
+    if checked.done and checked.done.upstream.get("export") != exported.content:
         fix = f"Run it: medusa-distill run {path / 'run.yaml'}"
         raise CheckFailed("The check has not seen these heads.", str(exported.path), fix)
     if dry_run:

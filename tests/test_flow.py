@@ -29,7 +29,7 @@ def test_a_run_leaves_what_the_run_directory_promises(finished_run):
         assert link.is_symlink() and not os.path.isabs(os.readlink(link))
         stage = latest(finished_run, name)
         assert stage.path.name == f"{name}-{stage.fingerprint[:8]}"
-        assert stage.done and stage.done["stage"] == name and stage.verify() == []
+        assert stage.done and stage.done.stage == name and stage.verify() == []
     for name in SHARDED:
         stage = latest(finished_run, name)
         assert [p.name for p in stage.shards()] == [f"{i:05d}.parquet" for i in range(4)]

@@ -84,7 +84,7 @@ def write_group(writer: ShardWriter, group: Sequence[tuple[TokenRow, Tensor]]) -
             writer.reject(RejectedRow(row.id, Reason.NON_FINITE, detail, what))
             continue
         hidden = hidden_ND.view(torch.uint8).numpy().tobytes()
-        finite.append(stored | {"positions": feature_positions(row.spans), "hidden": hidden})
+        finite.append({**stored, "positions": feature_positions(row.spans), "hidden": hidden})
         num_positions += len(hidden_ND)
     writer.write(finite)
     return num_positions

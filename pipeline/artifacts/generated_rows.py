@@ -20,7 +20,7 @@ from pipeline.artifacts.seed_rows import MESSAGES, stored_messages
 from pipeline.conversations.row_builder import GeneratedRow
 from pipeline.conversations.spans import Span
 from pipeline.errors import DataError
-from pipeline.storage.shards import open_shard
+from pipeline.storage.shards import Row, open_shard
 
 SPANS = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("role", pa.string())]))
 GENERATED = pa.schema(
@@ -49,12 +49,12 @@ class TokenRow:
     spans: list[Span]
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> TokenRow:
+    def of(cls, row: Row) -> TokenRow:
         """The row as `read_rows` gives it, of these columns at least."""
         ids = np.asarray(row["input_ids"], np.int32)
         return cls(row["id"], row["parent_id"], row["split"], ids, spans_of(row["spans"]))
 
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> Row:
         """The row's columns as a `ShardWriter` takes them."""
         return {
             "id": self.id,
@@ -70,7 +70,7 @@ def spans_of(stored: Iterable[Mapping[str, Any]]) -> list[Span]:
     return [Span(span["start"], span["end"], span["role"]) for span in stored]
 
 
-def stored_row(row: GeneratedRow, split: str) -> dict[str, Any]:
+def stored_row(row: GeneratedRow, split: str) -> Row:
     """A finished conversation as a `ShardWriter` of `GENERATED` takes it."""
     return {
         "id": row.id,

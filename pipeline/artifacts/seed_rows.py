@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
 from pipeline.conversations.conversation import Conversation, Message
-from pipeline.storage.shards import read_rows
+from pipeline.storage.shards import Row, read_rows
 
 SPLITS = ("train", "calibrate", "check")
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -37,12 +36,12 @@ class SeedRow:
         return self.conversation.id
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> SeedRow:
+    def of(cls, row: Row) -> SeedRow:
         """The row as `read_rows` gives it."""
         messages = tuple(Message(message["role"], message["content"]) for message in row["messages"])
         return cls(Conversation(row["id"], messages, row["source_id"], row["category"]), row["split"])
 
-    def stored(self) -> dict[str, Any]:
+    def stored(self) -> Row:
         """The row as a `ShardWriter` of `SEEDS` takes it."""
         conversation = self.conversation
         return {

@@ -9,12 +9,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.artifacts.generated_rows import spans_of
+from pipeline.artifacts.generated_rows import TokenRow
+from pipeline.artifacts.seed_rows import SeedRow
 from pipeline.cli.terminal_text import visible
 from pipeline.config import Config
 from pipeline.errors import ConfigError, MedusaDistillError
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import read_footer, read_rows
+from pipeline.storage.shards import Row, read_footer, read_rows
 from pipeline.storage.stage_directory import StageDirectory
 
 COLOURS = {"assistant": "green", "user": "cyan"}
@@ -43,10 +44,10 @@ def inspect(
     found = _find(directory, row)
     console.print(f"[bold]{found['id']}[/]  split {found.get('split')}  {directory.path.name}")
     if "input_ids" not in found:
-        for message in found["messages"]:
-            console.print(Text.assemble((f"{message['role']}:", "bold"), " ", visible(message["content"])))
+        for message in SeedRow.of(found).conversation.messages:
+            console.print(Text.assemble((f"{message.role}:", "bold"), " ", visible(message.content)))
         return
-    console.print(coloured(found, _tokenizer(run, config)))
+    console.print(coloured(TokenRow.of(found), _tokenizer(run, config)))
     if "positions" in found:
         footer = read_footer(directory.shards()[0])
         console.print(
@@ -55,10 +56,10 @@ def inspect(
         )
 
 
-def coloured(row: dict[str, Any], tokenizer: Any) -> Text:
+def coloured(row: TokenRow, tokenizer: Any) -> Text:
     """A row's tokens as text, each target-written span in its role's colour."""
-    ids, text, at = row["input_ids"], Text(), 0
-    for span in spans_of(row["spans"]):
+    ids, text, at = row.input_ids.tolist(), Text(), 0
+    for span in row.spans:
         text.append(visible(tokenizer.decode(ids[at : span.start])), style="dim")
         text.append(visible(tokenizer.decode(ids[span.start : span.end])), style=COLOURS.get(span.role, ""))
         at = span.end
@@ -78,7 +79,7 @@ def _tokenizer(run: RunDirectory, config: Config) -> Any:
         return load_tokenizer(TargetSpec(str(export.path)))
 
 
-def _find(directory: StageDirectory, row: str | None) -> dict[str, Any]:
+def _find(directory: StageDirectory, row: str | None) -> Row:
     wanted = row or "0"
     number = 0
     for path in directory.shards():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -23,6 +23,7 @@ from pipeline.training.methods import method_of
 
 if TYPE_CHECKING:
     from pipeline.run.status import StageStatus
+    from pipeline.storage.stage_directory import Summary
 
 
 def plan(
@@ -73,7 +74,7 @@ def plan(
         console.print("[yellow]That does not fit: name a larger run.store, or fewer rows with limit.[/]")
 
 
-def _summary(state: StageStatus) -> dict[str, Any] | None:
+def _summary(state: StageStatus) -> Summary | None:
     """What a stage that is done says of itself."""
     return state.directory.summary if state.status == "done" and state.directory else None
 

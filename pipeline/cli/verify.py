@@ -24,7 +24,7 @@ def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such
     for name, stage in run.stages().items():
         problems = stage.verify()
         damaged += [f"{name}: {problem}" for problem in problems]
-        state = f"{len(stage.done['files'])} files" if stage.done else f"{len(stage.shards())} shards, unfinished"
+        state = f"{len(stage.done.files)} files" if stage.done else f"{len(stage.shards())} shards, unfinished"
         console.print(f"{'[red]damaged[/]' if problems else '[green]ok[/]'}  {name:<10} {state}")
     if damaged:
         raise CheckFailed(

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -19,7 +18,7 @@ from pipeline.execution.progress import Meter
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.storage.fingerprint import FileDigests
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.stage_directory import Identity, StageDirectory
 from pipeline.targets.spec import TargetSpec, resolve, weight_files
 from pipeline.training.methods import method_of
 
@@ -83,7 +82,7 @@ class Context:
         return replace(self.target, model=str(self.upstream[stage].path / BACKBONE_DIRECTORY), revision=None)
 
     @functools.cached_property
-    def target_identity(self) -> dict[str, Any]:
+    def target_identity(self) -> Identity:
         """What of the target counts in a fingerprint: its files' content, never where they lie.
 
         Raises:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.readers import read_source
 from pipeline.errors import MedusaDistillError
+from pipeline.storage.stage_directory import Summary
 from pipeline.targets.spec import context_length, model_config, resolve
 from pipeline.training.methods import method_of
 
@@ -31,7 +31,7 @@ class Estimate:
         return None if self.tokens is None else self.tokens * self.bytes_per_position
 
 
-def estimate(config: Config, seeds: dict[str, Any] | None, generated: dict[str, Any] | None) -> Estimate:
+def estimate(config: Config, seeds: Summary | None, generated: Summary | None) -> Estimate:
     """Tokens to write and to cache, and the bytes of each.
 
     Args:

@@ -15,7 +15,7 @@ from pipeline.execution.executor import Outcome, ShardWorker
 from pipeline.execution.isolation import find_poison
 from pipeline.execution.placement import Placement
 from pipeline.run.context import Context
-from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.stage_directory import StageDirectory, Summary
 from pipeline.storage.tasks import ShardTask
 from pipeline.storage.totals import StageTotals
 
@@ -28,7 +28,7 @@ def run_sharded(
     arguments: dict[str, Any],
     placement: Placement,
     unit: str,
-) -> dict[str, Any]:
+) -> Summary:
     """Make every shard of `stage` exist.
 
     Args:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from pipeline.config import Config
 from pipeline.run.context import Context
 from pipeline.storage.fingerprint import fingerprint
-from pipeline.storage.stage_directory import StageDirectory
-
-Summary = dict[str, Any]  # what a finished stage says of itself in DONE.json
+from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
 
 
 def reads(*names: str) -> Callable[[Config], tuple[str, ...]]:
@@ -28,7 +25,7 @@ class Stage:
     upstream: Callable[
         [Config], tuple[str, ...]
     ]  # the stages that it reads; a sharded one has a shard for each of the first's
-    identity: Callable[[Context], dict[str, Any]]  # what its result depends on besides them
+    identity: Callable[[Context], Identity]  # what its result depends on besides them
     run: Callable[[Context, StageDirectory], Summary]  # makes the result exist
     one_line: Callable[[Summary], str]  # what the terminal shows of a finished one
     conclude: Callable[[Context, StageDirectory], None] = lambda context, directory: None  # made or kept, every time
@@ -38,7 +35,7 @@ class Stage:
     scratch: tuple[str, ...] = ()  # files and folders in its directory that do not count once it is done
     parts: tuple[str, ...] = ()  # folders in it that are made again alone when one of their files is damaged
 
-    def identity_of(self, context: Context) -> dict[str, Any]:
+    def identity_of(self, context: Context) -> Identity:
         """Everything that the result depends on: code version, settings and their inputs, the stages before it."""
         upstream = {name: context.upstream[name].fingerprint for name in self.upstream(context.config)}
         return {"version": self.version, "settings": self.identity(context), "upstream": upstream}

@@ -14,7 +14,7 @@ from pipeline.errors import MedusaDistillError
 from pipeline.run.context import Context
 from pipeline.run.stage import Stage
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
 from pipeline.storage.totals import StageTotals
 
 
@@ -33,7 +33,7 @@ class StageStatus:
     expected: int | None = 0
 
     @property
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Summary:
         """What a finished stage says of itself, and of an unfinished one the sums over its shards."""
         if self.directory is None:
             return {}
@@ -82,7 +82,7 @@ def _status(
 ) -> StageStatus:
     sources = stage.upstream(context.config)
     if wanted.is_current(stage.contents(context)) and not wanted.misfits():
-        made = len((wanted.done or {}).get("shards", ()))
+        made = len(wanted.done.shards) if wanted.done else 0
         return StageStatus("done", "", wanted, made, made)
     made, expected = _made(context, wanted, sources), _expected(stage, sources, before)
     if not wanted.path.exists():
@@ -107,9 +107,9 @@ def _made(context: Context, wanted: StageDirectory, sources: Sequence[str]) -> i
     """The shards that are whole and, where there is something to compare with, made from what is there now."""
     have = wanted.receipts()
     source = context.upstream[sources[0]].done if sources else None
-    if not source or not source.get("shards"):
+    if not source or not source.shards:
         return len(have)
-    content = {shard["index"]: shard["content_sha256"] for shard in source["shards"]}
+    content = {receipt.index: receipt.content_sha256 for receipt in source.shards}
     return sum(receipt.upstream == content.get(index) for index, receipt in have.items())
 
 
@@ -120,7 +120,7 @@ def _expected(stage: Stage, sources: Sequence[str], before: dict[str, StageStatu
     return before[sources[0]].expected if sources else None
 
 
-def _difference(before: dict[str, Any], now: dict[str, Any]) -> str:
+def _difference(before: Identity, now: Identity) -> str:
     """Which settings made a stage stale, by name."""
     changed = sorted(_changed_keys(before.get("settings"), json.loads(json.dumps(now["settings"]))))
     changed = [key.removeprefix("settings.") for key in changed]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.artifacts.generated_rows import read_token_rows
-from pipeline.artifacts.trained_heads import load_heads
+from pipeline.artifacts.trained_heads import HEADS_FILE, load_heads
 from pipeline.artifacts.tree_file import Calibration, Search
 from pipeline.config import Config
 from pipeline.decoding.tree import Path as TreePath
@@ -32,8 +32,8 @@ from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.evaluation.tree_studies import STOCK_NODES
 from pipeline.run.context import Context
 from pipeline.run.preflight import read_choices
-from pipeline.run.stage import Stage, Summary
-from pipeline.storage.stage_directory import StageDirectory
+from pipeline.run.stage import Stage
+from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length
 from pipeline.training.evaluation import SPLIT, held_out_ranks
@@ -51,7 +51,7 @@ def upstream(config: Config) -> tuple[str, ...]:
     return ("tuned-features" if method_of(config.train).tunes_backbone else "features", "train")
 
 
-def identity(context: Context) -> dict[str, Any]:
+def identity(context: Context) -> Identity:
     """The budget, or the content of the user's tree."""
     settings = context.config.calibrate
     choices = read_choices(context.config) if settings.choices else None
@@ -110,7 +110,7 @@ def _held_out_ranks(context: Context, features: StageDirectory) -> HeldOutRanks:
     arguments = {
         "shards": tuple(map(str, features.shards())),
         "fingerprint": features.fingerprint,
-        "heads": str(train.path / "heads.safetensors"),
+        "heads": str(train.path / HEADS_FILE),
         "roles": context.config.train.roles,
         "top": context.config.calibrate.top,
         "device": "cuda" if placement.gpus else "cpu",
@@ -133,7 +133,7 @@ def _measured(context: Context, features: StageDirectory, choices: tuple[TreePat
     placement = context.placement("features")
     arguments = {
         "target": context.backbone("train"),
-        "heads": str(context.upstream["train"].path / "heads.safetensors"),
+        "heads": str(context.upstream["train"].path / HEADS_FILE),
         "trees": {size: choices[:size] for size in sorted({*MEASURED_SIZES, len(choices)}) if size <= len(choices)},
         "prompts": _usual_prompts(features, context_length(context.target)),
         "gpus": placement.gpus,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pipeline.artifacts.check_result import CheckResult, write_answers
 from pipeline.artifacts.generated_rows import read_token_rows
@@ -37,9 +36,9 @@ from pipeline.export.directory import read_choices
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_questions, resolve_assistant
 from pipeline.run.reporting import publish_report
-from pipeline.run.stage import Stage, Summary
+from pipeline.run.stage import Stage
 from pipeline.storage.atomic import read_json, write_json
-from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
 from pipeline.targets.spec import TargetSpec, context_length, weight_files
 from pipeline.training.methods import method_of
 
@@ -56,7 +55,7 @@ def upstream(config: Config) -> tuple[str, ...]:
     return ("generate", "export", *(("train",) if method_of(config.train).tunes_backbone else ()))
 
 
-def identity(context: Context) -> dict[str, Any]:
+def identity(context: Context) -> Identity:
     """Everything that is asked, the questions' content and the assistant's among it; no limit of the verdict."""
     require_questions(context.config)
     settings = context.config.check.model_dump(mode="json", exclude=LIMITS)
@@ -94,7 +93,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         assistant=_assistant(context),
         calibration=read_calibration(context.upstream["calibrate"].path) if settings.studies else None,
     )
-    result: dict[str, Any] = {"skipped_prompts": prompts.skipped}
+    result: Summary = {"skipped_prompts": prompts.skipped}
     if "native" in settings.engines:
         result |= read_json(stage.path / NATIVE_FILE) or _native(context, stage, request, placement, progress)
         result["native"]["skipped_prompts"] = prompts.skipped
@@ -113,7 +112,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
 
 def _native(
     context: Context, stage: StageDirectory, request: CheckRequest, placement: Placement, progress: ProgressReporter
-) -> dict[str, Any]:
+) -> Summary:
     """The result of `check_native`; answers go to their own files, the rest to one that a resumed check reads."""
     arguments = {"function": check_native, "request": request}
     result = context.executor.call(with_hardware, arguments, placement, progress)

@@ -7,9 +7,7 @@ its absolute path, where it was made: of an export that was moved since, that di
 
 from __future__ import annotations
 
-from typing import Any
-
-from pipeline.artifacts.trained_heads import load_heads
+from pipeline.artifacts.trained_heads import HEADS_FILE, load_heads
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.decoding.tree import check_choices
 from pipeline.export.backbone import link_backbone
@@ -17,8 +15,8 @@ from pipeline.export.card import model_card
 from pipeline.export.directory import write_export
 from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, ExportConfig, check_vocabulary
 from pipeline.run.context import Context
-from pipeline.run.stage import Stage, Summary, reads
-from pipeline.storage.stage_directory import StageDirectory
+from pipeline.run.stage import Stage, reads
+from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
 from pipeline.targets.spec import load_tokenizer, model_config
 from pipeline.training.methods import method_of
 
@@ -26,7 +24,7 @@ NAME = "export"
 VERSION = 1
 
 
-def identity(context: Context) -> dict[str, Any]:
+def identity(context: Context) -> Identity:
     """The format, the dtype, and what the export calls its target; a tuned backbone is wherever the export is."""
     tuned = method_of(context.config.train).tunes_backbone
     return {
@@ -42,7 +40,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     train, backbone = context.upstream["train"].path, stage.path.resolve() / BACKBONE_DIRECTORY
     tunes = method_of(context.config.train).tunes_backbone
     tuned = link_backbone(train / BACKBONE_DIRECTORY, backbone) if tunes else []
-    heads = load_heads(train / "heads.safetensors")
+    heads = load_heads(train / HEADS_FILE)
     target = model_config(spec)
     check_vocabulary(heads.shape.vocab_size, target.get_text_config().vocab_size)
     config = ExportConfig(

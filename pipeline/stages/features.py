@@ -13,16 +13,15 @@ from __future__ import annotations
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 from pipeline.artifacts.feature_rows import FEATURES, footer_of, row_groups, write_group
 from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
 from pipeline.config import Config, FeaturesConfig
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
-from pipeline.run.stage import Stage, Summary, reads
+from pipeline.run.stage import Stage, reads
 from pipeline.storage.shards import Receipt
-from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from pipeline.targets.engines import make_feature_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec
@@ -71,7 +70,7 @@ class Worker:
         self.engine.close()
 
 
-def engine_identity(settings: FeaturesConfig) -> dict[str, Any]:
+def engine_identity(settings: FeaturesConfig) -> Identity:
     """What of the settings the states depend on; the batch size only moves rounding noise."""
     return {
         "engine": settings.engine,
@@ -80,12 +79,12 @@ def engine_identity(settings: FeaturesConfig) -> dict[str, Any]:
     }
 
 
-def identity(context: Context) -> dict[str, Any]:
+def identity(context: Context) -> Identity:
     """The engine, the codec and the target."""
     return {**engine_identity(context.config.features), "target": context.target_identity}
 
 
-def tuned_identity(context: Context) -> dict[str, Any]:
+def tuned_identity(context: Context) -> Identity:
     """The engine, the codec and the content of the backbone, which no shard names."""
     return {**engine_identity(context.config.features), "backbone": context.upstream["train"].content}
 

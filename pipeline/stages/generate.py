@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from typing import Any
 
 from pipeline.artifacts.generated_rows import GENERATED, stored_row
 from pipeline.artifacts.seed_rows import SeedRow
@@ -21,9 +20,9 @@ from pipeline.conversations.requests import Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
-from pipeline.run.stage import Stage, Summary, reads
-from pipeline.storage.shards import Receipt
-from pipeline.storage.stage_directory import StageDirectory
+from pipeline.run.stage import Stage, reads
+from pipeline.storage.shards import Receipt, Row
+from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from pipeline.targets.dialogue_pool import DialogueGroup, DialoguePool
 from pipeline.targets.engines import GenerationEngine, make_generation_engine, semantic_arguments
@@ -33,7 +32,7 @@ NAME = "generate"
 VERSION = 1
 
 
-def identity(context: Context) -> dict[str, Any]:
+def identity(context: Context) -> Identity:
     """Every setting shapes the text, and so do the target and the run's seed."""
     settings = context.config.generate.model_dump(mode="json")
     settings["engine_args"] = semantic_arguments(settings["engine_args"])
@@ -91,7 +90,7 @@ class Worker:
         del self._begun[task.shard]
         counts: Counter[str] = Counter(tokens=0, turns=0)
         with shard_writer(task, GENERATED) as writer:
-            rows: list[dict[str, Any]] = []
+            rows: list[Row] = []
             for seed, dialogue in zip(seeds, group.dialogues, strict=True):
                 try:
                     generated = dialogue.rows()

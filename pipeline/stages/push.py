@@ -13,9 +13,9 @@ from pipeline.export.hub import push_backbone, push_export, repositories
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.kind import head_kind
 from pipeline.run.context import Context
-from pipeline.run.stage import Stage, Summary, reads
+from pipeline.run.stage import Stage, reads
 from pipeline.storage.atomic import read_json, write_json
-from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
 from pipeline.targets.files import is_local
 from pipeline.training.methods import method_of
 
@@ -23,7 +23,7 @@ NAME = "push"
 VERSION = 1
 
 
-def identity(context: Context) -> dict[str, Any]:
+def identity(context: Context) -> Identity:
     return context.config.push.model_dump(mode="json")
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
 from pipeline.config import SeedSource
@@ -18,9 +17,9 @@ from pipeline.conversations.conversation import Conversation, Deduplicator, Reje
 from pipeline.conversations.readers import name_sources, read_source, source_files
 from pipeline.errors import DataError
 from pipeline.run.context import Context
-from pipeline.run.stage import Stage, Summary, reads
+from pipeline.run.stage import Stage, reads
 from pipeline.storage.shards import Receipt, ShardWriter
-from pipeline.storage.stage_directory import StageDirectory
+from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
 from pipeline.storage.totals import StageTotals
 
 NAME = "seeds"
@@ -30,7 +29,7 @@ MIN_HELD_OUT = 8
 SMALL_SET = 4096  # up to here the held-out rows are counted out exactly, so that small sets have enough of them
 
 
-def identity(context: Context) -> dict[str, Any]:
+def identity(context: Context) -> Identity:
     """The sources' content and the settings that shape rows."""
     settings = context.config.seeds
     return {
@@ -42,8 +41,8 @@ def identity(context: Context) -> dict[str, Any]:
     }
 
 
-def _source_identity(context: Context, source: SeedSource) -> dict[str, Any]:
-    described: dict[str, Any] = {"format": source.format, "limit": source.limit}
+def _source_identity(context: Context, source: SeedSource) -> Identity:
+    described: Identity = {"format": source.format, "limit": source.limit}
     if source.hub:
         return described | {"hub": source.hub, "split": source.split}
     assert source.path is not None

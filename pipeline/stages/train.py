@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 from pipeline.config import Config
 from pipeline.execution.placement import Placement
@@ -17,8 +16,8 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.kind import head_kind
 from pipeline.run.context import Context
-from pipeline.run.stage import Stage, Summary
-from pipeline.storage.stage_directory import StageDirectory
+from pipeline.run.stage import Stage
+from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
 from pipeline.targets.spec import model_config
 from pipeline.training.adapted_backbone import merge_backbone
 from pipeline.training.methods import method_of
@@ -37,7 +36,7 @@ def upstream(config: Config) -> tuple[str, ...]:
     return method_of(config.train).reads(config.train)
 
 
-def identity(context: Context) -> dict[str, Any]:
+def identity(context: Context) -> Identity:
     """The recipe, the seed, and the target that heads and backbone start from; no key that this method never reads."""
     train = context.config.train
     settings = method_of(train).settings(train, context.target.quantization)

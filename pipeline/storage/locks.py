@@ -13,10 +13,23 @@ import os
 import socket
 import time
 import uuid
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import EnvironmentFault
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a lock, as its file says."""
+
+    pid: int
+    host: str
+    since: str
+    id: str
+
+    def may_live(self) -> bool:
+        return self.host != socket.gethostname() or Path(f"/proc/{self.pid}").exists()
 
 
 class Lock:
@@ -36,8 +49,7 @@ class Lock:
             raise EnvironmentFault(
                 f"{what[0].upper()}{what[1:]} cannot be locked: {error.strerror}.", str(path), fix
             ) from None
-        now = time.strftime("%F %T")
-        self._signature = {"pid": os.getpid(), "host": socket.gethostname(), "since": now, "id": uuid.uuid4().hex[:8]}
+        self._signature = Holder(os.getpid(), socket.gethostname(), time.strftime("%F %T"), uuid.uuid4().hex[:8])
 
     def __enter__(self) -> Lock:
         return self
@@ -73,7 +85,7 @@ class Lock:
         try:
             fcntl.flock(self._file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            holders = ", ".join(f"process {other['pid']} on {other['host']}" for other in self._others())
+            holders = ", ".join(f"process {other.pid} on {other.host}" for other in self._others())
             self._file.close()
             where = f"{self.path}, held by {holders or 'an unknown process'}"
             fix = "Wait for it or stop it, then run the same command again."
@@ -82,21 +94,16 @@ class Lock:
             fix = "Put run.root and run.store on a file system with locks (on NFS, with its lock daemon)."
             raise EnvironmentFault(f"The file system takes no lock: {error.strerror}.", str(self.path), fix) from None
 
-    def _others(self) -> list[dict[str, Any]]:
-        """Who else has signed, less those of this machine who are dead."""
+    def _others(self) -> list[Holder]:
+        """The other holders in the file, without processes of this machine that have ended."""
         self._file.seek(0)
         signed = []
         for line in self._file:
-            with contextlib.suppress(ValueError):
-                signed.append(json.loads(line))
-        signed = [holder for holder in signed if isinstance(holder, dict) and self._signature.keys() <= holder.keys()]
-        return [other for other in signed if other["id"] != self._signature["id"] and _may_live(other)]
+            with contextlib.suppress(ValueError, TypeError):
+                signed.append(Holder(**json.loads(line)))
+        return [other for other in signed if other.id != self._signature.id and other.may_live()]
 
-    def _sign(self, holders: list[dict[str, Any]]) -> None:
+    def _sign(self, holders: list[Holder]) -> None:
         self._file.truncate(0)
-        self._file.write("".join(json.dumps(holder) + "\n" for holder in holders))
+        self._file.write("".join(json.dumps(asdict(holder)) + "\n" for holder in holders))
         self._file.flush()
-
-
-def _may_live(holder: dict[str, Any]) -> bool:
-    return holder["host"] != socket.gethostname() or Path(f"/proc/{holder['pid']}").exists()

@@ -13,7 +13,7 @@ import contextlib
 import errno
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -30,6 +30,7 @@ from pipeline.storage.fingerprint import ids_digest
 
 RECEIPT_KEY = b"medusa-distill.receipt"
 Codec = Literal["zstd", "lz4", "none"]
+Row = Mapping[str, Any]  # a row's columns by name
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,11 @@ class Receipt:
     stats: dict[str, float] = field(default_factory=dict)  # what the stage counts: tokens, positions
     note: Note | None = None  # None where its writer was killed before it, or the file was not written by this receipt
 
+    @classmethod
+    def of(cls, found: Row) -> Receipt:
+        """The receipt that `asdict` made JSON of."""
+        return cls(**{**found, "note": found["note"] and Note.of(found["note"])})
+
 
 @dataclass(frozen=True)
 class Note:
@@ -55,6 +61,11 @@ class Note:
     content_sha256: str
     file: FileFacts
     busy_seconds: float
+
+    @classmethod
+    def of(cls, found: Row) -> Note:
+        """The note that `asdict` made JSON of."""
+        return cls(found["content_sha256"], FileFacts(**found["file"]), float(found["busy_seconds"]))
 
 
 class ShardWriter:
@@ -115,7 +126,7 @@ class ShardWriter:
         self._threads.shutdown()
         self._temporary.unlink(missing_ok=True)
 
-    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+    def write(self, rows: Sequence[Row]) -> None:
         """Append rows as one row group, in their order."""
         if not rows:
             return
@@ -224,9 +235,8 @@ def read_receipt(path: str | Path) -> Receipt | None:
 
 def read_note(shard: str | Path) -> Note | None:
     """The note beside a shard, or None where its writer was killed before it."""
-    match read_json(note_path(shard)):
-        case {"content_sha256": str(content), "file": dict(file), "busy_seconds": float(seconds)}:
-            return Note(content, FileFacts(**file), seconds)
+    with contextlib.suppress(TypeError, KeyError, ValueError):
+        return Note.of(read_json(note_path(shard)) or {})
     return None
 
 
@@ -252,7 +262,7 @@ def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
         raise EnvironmentFault(f"A shard cannot be read: {error}.", str(path)) from error
 
 
-def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
     """A shard's rows in order, one row group in memory at a time."""
     with open_shard(path) as shard:
         for group in range(shard.num_row_groups):

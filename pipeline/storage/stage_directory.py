@@ -10,23 +10,50 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import DamagedShard, DataError
+from pipeline.errors import DataError
 from pipeline.storage.atomic import read_json, sweep_temporary, write_json
 from pipeline.storage.checksums import FileFacts
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.locks import Lock
-from pipeline.storage.shards import Receipt, note_path, read_note, read_receipt, read_rows, write_note
-from pipeline.storage.tasks import ShardTask
+from pipeline.storage.shard_folder import ShardFolder
+from pipeline.storage.shards import Receipt, read_note, write_note
 
 SHARDED = ("shards", "quarantine", "receipts")
+Identity = dict[str, Any]  # what a result depends on; JSON
+Summary = dict[str, Any]  # what a finished stage says of itself; each stage has its own keys
 BOOKKEEPING = ("stage.json", "upstream.json", "DONE.json", "lock", "receipts", "attempts", "isolation")
 
 
-class StageDirectory:
+@dataclass(frozen=True)
+class Done:
+    """DONE.json: that a stage is finished, from what, and every file that counts."""
+
+    stage: str
+    fingerprint: str
+    upstream: dict[str, str]  # the content of what it was made from, by stage
+    shards: list[Receipt]
+    files: dict[str, FileFacts]  # by path in the directory
+    summary: Summary
+
+    @classmethod
+    def read(cls, directory: Path) -> Done | None:
+        """None while the stage is unfinished, or where the file is damaged."""
+        try:
+            found = read_json(directory / "DONE.json") or {}
+            files = {name: FileFacts(**facts) for name, facts in found["files"].items()}
+            return cls(**found | {"files": files, "shards": [Receipt.of(shard) for shard in found["shards"]]})
+        except (TypeError, KeyError, AttributeError):
+            return None
+
+    def write(self, directory: Path) -> None:
+        write_json(directory / "DONE.json", asdict(self))
+
+
+class StageDirectory(ShardFolder):
     """The directory of one stage of one fingerprint.
 
     Whoever makes the result calls `enter`, then, unless it `is_whole`, `begin` and `finish`. From `enter` on the
@@ -41,8 +68,8 @@ class StageDirectory:
     def __init__(
         self, store: Path, stage: str, fingerprint: str, *, scratch: Sequence[str] = (), parts: Sequence[str] = ()
     ):
-        self.stage, self.fingerprint = stage, fingerprint
-        self.path = store / f"{stage}-{fingerprint[:8]}"
+        super().__init__(store / f"{stage}-{fingerprint[:8]}", fingerprint)
+        self.stage = stage
         self.uncounted, self.parts = {*BOOKKEEPING, *scratch}, parts
 
     @classmethod
@@ -58,7 +85,7 @@ class StageDirectory:
         """The directory's lock, not yet held."""
         return Lock(self.path / "lock", f"the {self.stage} stage")
 
-    def enter(self, identity: dict[str, Any]) -> None:
+    def enter(self, identity: Identity) -> None:
         """Make the directory, say in stage.json what it depends on, and hold it; leftovers of killed workers go.
 
         Raises:
@@ -69,7 +96,7 @@ class StageDirectory:
         for folder in SHARDED:
             sweep_temporary(self.path / folder)
 
-    def create(self, identity: dict[str, Any]) -> None:
+    def create(self, identity: Identity) -> None:
         """Make the directory and stage.json."""
         self.path.mkdir(parents=True, exist_ok=True)
         if read_json(self.path / "stage.json") is None:
@@ -113,75 +140,20 @@ class StageDirectory:
             self.lock.release()
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Identity:
         return (read_json(self.path / "stage.json") or {}).get("identity", {})
 
     @property
-    def done(self) -> dict[str, Any] | None:
+    def done(self) -> Done | None:
         """DONE.json's content, or None while the stage is unfinished."""
-        return read_json(self.path / "DONE.json")
+        return Done.read(self.path)
 
     @property
-    def summary(self) -> dict[str, Any]:
-        return (self.done or {}).get("summary", {})
+    def summary(self) -> Summary:
+        """What the stage says of itself; empty while it is unfinished."""
+        return done.summary if (done := self.done) else {}
 
-    def shard_path(self, index: int) -> Path:
-        return self.path / "shards" / f"{index:05d}.parquet"
-
-    def quarantine_path(self, index: int) -> Path:
-        return self.path / "quarantine" / f"{index:05d}.jsonl"
-
-    def shards(self) -> list[Path]:
-        """The committed shards, in order."""
-        return sorted((self.path / "shards").glob("*.parquet"))
-
-    def receipts(self) -> dict[int, Receipt]:
-        """The receipts of whole shards of this fingerprint; damaged and foreign files are as if absent."""
-        found = ((path, read_receipt(path)) for path in self.shards())
-        return {
-            receipt.index: receipt
-            for path, receipt in found
-            if receipt
-            and receipt.fingerprint == self.fingerprint
-            and (receipt.note is None or receipt.note.file.fit(path))
-            and self.quarantine_path(receipt.index).exists()
-        }
-
-    def tasks(self, upstream: StageDirectory) -> list[ShardTask]:
-        """One task per upstream shard."""
-        return [
-            ShardTask(
-                index=index,
-                source=str(upstream.shard_path(index)),
-                upstream=receipt.content_sha256,
-                shard=str(self.shard_path(index)),
-                quarantine=str(self.quarantine_path(index)),
-                fingerprint=self.fingerprint,
-            )
-            for index, receipt in sorted(upstream.receipts().items())
-        ]
-
-    def pending(self, tasks: Sequence[ShardTask], have: dict[int, Receipt] | None = None) -> list[ShardTask]:
-        """The tasks whose shard does not exist, or was made from other upstream content.
-
-        `have` is what `receipts` has just said; without it every footer is read again.
-        """
-        have = self.receipts() if have is None else have
-        return [task for task in tasks if task.index not in have or have[task.index].upstream != task.upstream]
-
-    def drop_shards_but(self, indices: Collection[int]) -> None:
-        """Drop our shards of indices that upstream has no longer, whole or damaged; another run's are not ours."""
-        wanted = {self.shard_path(index) for index in indices}
-        for path in self.shards():
-            receipt = read_receipt(path) if path not in wanted else None
-            if path not in wanted and (receipt is None or receipt.fingerprint == self.fingerprint):
-                self._drop_shard(path)
-
-    def _drop_shard(self, shard: Path) -> None:
-        for path in (shard, shard.parent.parent / "quarantine" / f"{shard.stem}.jsonl", note_path(shard)):
-            path.unlink(missing_ok=True)
-
-    def finish(self, summary: dict[str, Any], upstream: dict[str, str]) -> None:
+    def finish(self, summary: Summary, upstream: dict[str, str]) -> None:
         """Write DONE.json: the summary, what it was made from, and the facts of every file that counts.
 
         From then on others may hold the directory too. Shards are not read for it: who wrote them took their sha256.
@@ -193,15 +165,8 @@ class StageDirectory:
         self._require_own_shards({self.shard_path(receipt.index) for receipt in receipts})
         known = {self.shard_path(receipt.index): receipt.note.file for receipt in receipts if receipt.note}
         facts = {path: known.get(path) or FileFacts.of(path) for path in self._lasting_files()}
-        done = {
-            "stage": self.stage,
-            "fingerprint": self.fingerprint,
-            "upstream": upstream,
-            "shards": [asdict(receipt) for receipt in receipts],
-            "files": {str(path.relative_to(self.path)): asdict(fact) for path, fact in facts.items()},
-            "summary": summary,
-        }
-        write_json(self.path / "DONE.json", done)
+        files = {str(path.relative_to(self.path)): fact for path, fact in facts.items()}
+        Done(self.stage, self.fingerprint, upstream, receipts, files, summary).write(self.path)
         if "lock" in self.__dict__:
             self.lock.share()  # other runs may read it while this one goes on
 
@@ -213,14 +178,17 @@ class StageDirectory:
     @property
     def content(self) -> str:
         """A hash of what the stage made; what depends on it is stale when it changes. Logs (*.jsonl) do not count."""
-        done = self.done or {}
-        files = {name: facts["sha256"] for name, facts in done.get("files", {}).items() if not name.endswith(".jsonl")}
-        return fingerprint({"made": [shard["content_sha256"] for shard in done.get("shards", [])] or files})
+        done = self.done
+        files = done.files if done else {}
+        made = [receipt.content_sha256 for receipt in done.shards] if done else []
+        return fingerprint(
+            {"made": made or {name: facts.sha256 for name, facts in files.items() if not name.endswith(".jsonl")}}
+        )
 
     def is_current(self, upstream: dict[str, str]) -> bool:
         """Whether the stage is finished and was made from this upstream content."""
         done = self.done
-        return done is not None and done.get("fingerprint") == self.fingerprint and done.get("upstream") == upstream
+        return done is not None and done.fingerprint == self.fingerprint and done.upstream == upstream
 
     def misfits(self) -> list[Path]:
         """The files that count and are missing or of another size; nothing is read."""
@@ -241,8 +209,8 @@ class StageDirectory:
             elif now != facts:
                 moved[path] = now
         if moved and (done := self.done):
-            done["files"] |= {str(path.relative_to(self.path)): asdict(facts) for path, facts in moved.items()}
-            write_json(self.path / "DONE.json", done)
+            now_known = {str(path.relative_to(self.path)): facts for path, facts in moved.items()}
+            replace(done, files=done.files | now_known).write(self.path)
         else:
             for path, facts in moved.items():
                 if note := read_note(path):
@@ -259,7 +227,7 @@ class StageDirectory:
         (self.path / "DONE.json").unlink(missing_ok=True)
         for path in damaged:
             if path.parent.name in ("shards", "quarantine"):
-                self._drop_shard(path.parent.parent / "shards" / f"{path.stem}.parquet")
+                self.drop_shard(self.path / "shards" / f"{path.stem}.parquet")
             elif path.parent.name in self.parts:
                 shutil.rmtree(path.parent, ignore_errors=True)
             else:
@@ -269,20 +237,14 @@ class StageDirectory:
         """Read every file again and say what is missing, damaged or foreign, one line each."""
         written = dict(self._facts())
         problems = {path: _problem(path, facts) for path, facts in written.items()}
-        for path in self.shards():
-            receipt, rows = read_receipt(path), self.path / "quarantine" / f"{path.stem}.jsonl"
-            if receipt is None or receipt.fingerprint != self.fingerprint or (self.done and path not in written):
-                problems[path] = problems.get(path) or f"{path} is of another run, or damaged"
-            elif path not in written:  # its writer was killed before the note
-                problems[path] = _unreadable(path)
-            if not self.done and not rows.is_file():
-                problems[rows] = f"{rows} is missing"
+        others = self.foreign_or_unreadable(written, finished=self.done is not None)
+        problems |= {path: problems.get(path) or problem for path, problem in others.items()}
         return [problem for problem in problems.values() if problem]
 
     def _facts(self) -> list[tuple[Path, FileFacts]]:
         """What the files that count are: of a finished stage DONE.json says it, else the notes beside the shards."""
         if done := self.done:
-            return [(self.path / name, FileFacts(**facts)) for name, facts in done["files"].items()]
+            return [(self.path / name, facts) for name, facts in done.files.items()]
         return [(path, note.file) for path in self.shards() if (note := read_note(path))]
 
     def _drop(self, keep: Sequence[str] = ()) -> None:
@@ -299,16 +261,6 @@ class StageDirectory:
 
 def _is_log(path: Path) -> bool:
     return path.suffix == ".jsonl" and path.parent.name != "quarantine"
-
-
-def _unreadable(path: Path) -> str | None:
-    """What reading all of a shard finds: its pages have checksums."""
-    try:
-        for _ in read_rows(path):
-            pass
-    except DamagedShard as damaged:
-        return f"{path} is damaged: {damaged.what}"
-    return None
 
 
 def _problem(path: Path, written: FileFacts) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline.conversations.conversation import Reason, RejectedRow
-from pipeline.storage.shards import ShardWriter, read_rows
+from pipeline.storage.shards import Row, ShardWriter, read_rows
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class ShardTask:
 
     @property
     def attempt_log(self) -> Path:
-        """Where a worker that hangs leaves its last words."""
+        """Where a worker that hangs writes its stack."""
         return Path(self.shard).parent.with_name("attempts") / f"{self.index:05d}.txt"
 
 
-def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[dict[str, Any]]:
+def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row]:
     """The upstream rows that a worker has to do, in order."""
     rows = list(read_rows(task.source, columns))
     chosen = rows if task.rows is None else rows[slice(*task.rows)]

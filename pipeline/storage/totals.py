@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 from pipeline.conversations.conversation import Reason
 from pipeline.errors import DataError
 from pipeline.storage.shards import Receipt
+from pipeline.storage.stage_directory import Summary
 
 ENOUGH_TO_JUDGE = 100  # rows; a fraction of fewer says nothing yet
 
@@ -34,9 +34,9 @@ class StageTotals:
             self._timed_tokens += receipt.stats.get("tokens", 0)
             self._busy_seconds += receipt.note.busy_seconds
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Summary:
         """What DONE.json keeps; the rate is per second that a worker was busy, so that it survives a resume."""
-        summary: dict[str, Any] = {
+        summary: Summary = {
             "rows": self.rows,
             "quarantined": self.quarantined,
             "reasons": dict(self.reasons),

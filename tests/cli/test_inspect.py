@@ -7,6 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
+from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.cli.inspect import COLOURS, coloured
 from pipeline.cli.terminal_text import visible
 from pipeline.flow import run_flow
@@ -41,7 +42,7 @@ def test_inspect_finds_a_row_by_number_and_by_id(command, finished_run):
 def test_inspect_colours_what_the_target_wrote_and_nothing_else(finished_run, tiny_target):
     tokenizer = load_tokenizer(TargetSpec(str(tiny_target)))
     row = next(read_rows(finished_run.latest("generate").shards()[0]))
-    text = coloured(row, tokenizer)
+    text = coloured(TokenRow.of(row), tokenizer)
     assert text.plain.startswith("<|user|>")
     green = [text.plain[span.start : span.end] for span in text.spans if span.style == COLOURS["assistant"]]
     answers = [tokenizer.decode(row["input_ids"][span["start"] : span["end"]]) for span in row["spans"]]
