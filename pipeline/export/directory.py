@@ -88,7 +88,9 @@ def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Hea
     target = TargetWeights(lambda: lm_head_weight(model), lambda: model.get_input_embeddings().weight.detach())
     with _open_weights(path, config) as file:
         tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
-        return config.kind.from_exported(config.shape, config.format, tensors, target, where=str(path))
+    heads = config.kind.from_named_tensors(config.shape, tensors, config.format, where=str(path))
+    heads.take_from(target)
+    return heads
 
 
 def read_choices(directory: str | os.PathLike[str]) -> tuple[TreePath, ...]:
@@ -112,7 +114,7 @@ def tensors_as_saved(heads: Heads, config: ExportConfig) -> dict[str, Tensor]:
     dtype = getattr(torch, config.dtype)
     converted: dict[tuple[Any, ...], Tensor] = {}
     saved: dict[str, Tensor] = {}
-    for name, source in heads.exported_tensors(config.format).items():
+    for name, source in heads.named_tensors(config.format).items():
         key = (source.data_ptr(), source.shape, source.stride())
         if key not in converted:
             converted[key] = source.to("cpu", dtype).contiguous()
@@ -152,7 +154,7 @@ def _open_weights(directory: Path, config: ExportConfig) -> Any:
     except (OSError, SafetensorError) as error:
         raise DataError(f"The weights cannot be read: {error}.", str(path), "Export again.") from error
     slices = {name: file.get_slice(name) for name in file.offset_keys()}
-    expected = config.kind.exported_shapes(config.shape, config.format)
+    expected = config.kind.shapes(config.shape, config.format)
     found = {name: tuple(part.get_shape()) for name, part in slices.items()}
     require_shapes(config.shape, expected, found, str(path))
     if wrong := [name for name, part in slices.items() if part.get_dtype() != DTYPES[config.dtype]]:

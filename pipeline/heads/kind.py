@@ -93,41 +93,29 @@ class TargetWeights:
 
 
 class ProposalTree(Protocol):
-    """What a proposal needs to know of a tree; rows are the root and, in depth-first order, the nodes."""
+    """What a proposal needs to know of a tree."""
 
-    @property
-    def num_nodes(self) -> int: ...
-
-    @property
-    def max_depth(self) -> int: ...
-
-    @property
-    def top(self) -> int: ...  # ranks per head
-
-    @property
-    def guess(self) -> Tensor: ...  # [N]: each node's place in the flattened [max_depth, top] guesses
-
-    @property
-    def depth(self) -> Tensor: ...  # [1 + N], of the rows
-
-    @property
-    def parent(self) -> Tensor: ...  # [1 + N], rows
+    choices: tuple[tuple[int, ...], ...]  # the nodes' paths, in the order in which their tokens are proposed
+    max_depth: int
+    top: int  # guesses per head
+    guess: Tensor  # [N]: each node's place in the flattened [max_depth, top] guesses
 
 
 class Heads(nn.Module, ABC):
-    """A set of K heads of one kind; zero until it is filled by `initial`, `from_named_tensors` or `from_exported`.
+    """A set of K heads of one kind; zero until it is filled, by `initial` or `from_named_tensors`.
 
-    A subclass defines the attributes and methods below that have no default, an `__init__` with this signature, and
-    whatever default it improves on. Parameters that do not train have `requires_grad=False`.
+    A subclass defines an `__init__` with this signature, what has no default below, and each default that it improves
+    on. Parameters that do not train have `requires_grad=False`.
     """
 
     Shape: ClassVar[type[HeadsShape]]
-    title: ClassVar[str]  # of the heads in a model card, a report: "Medusa heads"
+    title: ClassVar[str]  # in the model card: "Medusa heads"
     vllm_method: ClassVar[str]  # in vLLM's speculative configuration
     weights_file: ClassVar[str] = "model.safetensors"  # of the export
     choices_file: ClassVar[str] = "tree_choices.json"  # of the export: the tree's paths
     card_about: ClassVar[str]  # Jinja of the model card: what these heads are, in a sentence or two
     card_engines: ClassVar[str] = ""  # Jinja of the model card: how other engines than vLLM serve them
+    memory_fix: ClassVar[str] = ""  # which of the kind's own keys to set where a GPU's memory is too small
 
     shape: HeadsShape
     lm_head: Tensor  # [K, V, D], or one [V, D] that all heads share and that is frozen
@@ -188,21 +176,6 @@ class Heads(nn.Module, ABC):
         host, so that a step can be captured as a CUDA graph.
         """
 
-    # Files
-
-    def named_tensors(self) -> dict[str, Tensor]:
-        """Detached views of all that `heads.safetensors` holds, frozen matrices too."""
-        return {name: parameter.detach() for name, parameter in self.named_parameters()}
-
-    @classmethod
-    def from_named_tensors(cls, shape: Any, tensors: Mapping[str, Tensor], *, where: str | None = None) -> Self:
-        """The inverse of `named_tensors`, in the tensors' own dtype.
-
-        Raises:
-            DataError: A tensor is missing, unknown or of another shape.
-        """
-        return cls._filled(shape, lambda heads: heads.named_tensors(), tensors, where)
-
     # Export: one directory that engines load; config.json, weights, tree, tokenizer and card
 
     @classmethod
@@ -220,49 +193,35 @@ class Heads(nn.Module, ABC):
         The exporter adds sizes, dtype, `base_model_name_or_path` and what vLLM's speculators format asks for.
         """
 
-    @abstractmethod
-    def exported_tensors(self, format: str) -> dict[str, Tensor]:
-        """Detached views, named as engines name them; what engines take from the target is left out."""
-
-    @classmethod
-    def from_exported(
-        cls,
-        shape: Any,
-        format: str,
-        tensors: Mapping[str, Tensor],
-        target: TargetWeights,
-        *,
-        where: str | None = None,
-    ) -> Self:
-        """The inverse of `exported_tensors`; a kind whose export leaves matrices out takes them from the target."""
-        return cls._filled(shape, lambda heads: heads.exported_tensors(format), tensors, where)
-
-    @classmethod
-    def exported_shapes(cls, shape: Any, format: str) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the export's weights file, by name: exactly these."""
-        empty = cls(shape, device=torch.device("meta"))
-        return {name: tuple(view.shape) for name, view in empty.exported_tensors(format).items()}
-
     @classmethod
     def speculative_config(cls, export: str, num_speculative_tokens: int | str) -> dict[str, Any]:
         """How vLLM is told to draft with these heads on a target of their own."""
         return {"method": cls.vllm_method, "model": export, "num_speculative_tokens": num_speculative_tokens}
 
+    # Files
+
+    def named_tensors(self, format: str | None = None) -> dict[str, Tensor]:
+        """Detached views by the names that files give them: all parameters, for `heads.safetensors`, or an export's.
+
+        An export leaves out what engines take from the target.
+        """
+        return {name: parameter.detach() for name, parameter in self.named_parameters()}
+
     @classmethod
-    def _filled(
-        cls,
-        shape: Any,
-        views_of: Callable[[Self], dict[str, Tensor]],
-        tensors: Mapping[str, Tensor],
-        where: str | None,
+    def from_named_tensors(
+        cls, shape: Any, tensors: Mapping[str, Tensor], format: str | None = None, *, where: str | None = None
     ) -> Self:
-        """Heads whose named views hold the tensors; names that share one view must hold the same."""
-        expected = {name: tuple(view.shape) for name, view in views_of(cls(shape, device=torch.device("meta"))).items()}
-        require_shapes(shape, expected, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, where)
+        """The inverse of `named_tensors`, in the tensors' own dtype.
+
+        Raises:
+            DataError: A tensor is missing, unknown or of another shape, or names that share one differ.
+        """
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        require_shapes(shape, cls.shapes(shape, format), found, where)
         first = next(iter(tensors.values()))
         heads = cls(shape, dtype=first.dtype, device=first.device)
         written: dict[int, Tensor] = {}
-        for name, view in views_of(heads).items():
+        for name, view in heads.named_tensors(format).items():
             source = written.setdefault(view.data_ptr(), tensors[name])
             if source is tensors[name]:
                 view.copy_(source)
@@ -270,6 +229,15 @@ class Heads(nn.Module, ABC):
                 what = f"These heads share one tensor under several names, and {name} differs from the others."
                 raise DataError(what, where, "Export or train them again.")
         return heads
+
+    @classmethod
+    def shapes(cls, shape: Any, format: str | None = None) -> dict[str, tuple[int, ...]]:
+        """The shapes of `named_tensors`: a file holds exactly these."""
+        views = cls(shape, device=torch.device("meta")).named_tensors(format)
+        return {name: tuple(view.shape) for name, view in views.items()}
+
+    def take_from(self, target: TargetWeights) -> None:
+        """Fill what an export leaves out, after it was read."""
 
 
 def require_shapes(

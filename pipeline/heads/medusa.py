@@ -56,6 +56,7 @@ class MedusaHeads(Heads):
     vllm_method = "medusa"
     weights_file = "medusa_lm_head.safetensors"
     choices_file = "medusa_choices.json"
+    memory_fix = "With train.medusa.lm_head: tied, no lm_heads are trained."
 
     card_about = """\
 Each is {{ train.medusa.num_layers | default(1) }} residual block(s) and an lm_head, as in
@@ -147,9 +148,6 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
         guesses_KBR = self(hidden_BD, tree.max_depth).topk(tree.top).indices.to(token_B.device)
         return guesses_KBR.transpose(0, 1).flatten(1).index_select(1, tree.guess)
 
-    def named_tensors(self) -> dict[str, Tensor]:
-        return self.exported_tensors("shared" if self.shape.tied else "expanded")
-
     @classmethod
     def check_format(cls, shape: MedusaShape, format: str) -> None:
         if format == "shared" and not shape.tied:
@@ -171,7 +169,7 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
             **({"original_lm_head": True} if format == "shared" else {}),
         }
 
-    def exported_tensors(self, format: str) -> dict[str, Tensor]:
+    def named_tensors(self, format: str | None = None) -> dict[str, Tensor]:
         """`{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`; of a shared lm_head only `0.{L}.weight`."""
         shape = self.shape
         blocks = [
@@ -179,6 +177,7 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
         ]
         views = {f"{name}.weight": self.block_weight[block, k] for name, block, k in blocks}
         views |= {f"{name}.bias": self.block_bias[block, k] for name, block, k in blocks}
-        lm_heads = range(1 if format == "shared" else shape.num_heads)
+        one_lm_head = shape.tied and format in (None, "shared")
+        lm_heads = range(1 if one_lm_head else shape.num_heads)
         views |= {f"{k}.{shape.num_layers}.weight": self.lm_head_of(k) for k in lm_heads}
         return {name: view.detach() for name, view in views.items()}

@@ -34,7 +34,7 @@ class HeadsLearner(Learner):
         DataError: A shard is damaged or of another run or target, or there is nothing to learn.
     """
 
-    memory_fix = "Lower train.batch_tokens, or set train.optimizer: adamw-8bit or train.medusa.lm_head: tied."
+    memory_fix = "Lower train.batch_tokens, or set train.optimizer: adamw-8bit."
 
     def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
         super().__init__(spec, workers, device, heads_from)

@@ -118,7 +118,7 @@ def memory_errors(spec: TrainSpec, fix: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         what = "The GPU's memory is too small for this training."
-        raise EnvironmentFault(what, spec.directory, fix) from error
+        raise EnvironmentFault(what, spec.directory, f"{fix} {spec.kind.memory_fix}".strip()) from error
 
 
 def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:

@@ -57,5 +57,5 @@ class LinearHeads(Heads):
     def engine_config(cls, shape: LinearShape, format: str, target: Mapping[str, Any]) -> dict[str, Any]:
         return {"model_type": "linear-heads"}
 
-    def exported_tensors(self, format: str) -> dict[str, Tensor]:
+    def named_tensors(self, format: str | None = None) -> dict[str, Tensor]:
         return {f"heads.{k}.weight": weight_VD.detach() for k, weight_VD in enumerate(self.lm_head)}

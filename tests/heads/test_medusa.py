@@ -6,11 +6,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
 from pipeline.errors import DataError
-from pipeline.heads.kind import TargetWeights
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
 SIZE, VOCAB = 6, 11
-NO_TARGET = TargetWeights(lm_head=lambda: torch.empty(0), embedding=lambda: torch.empty(0))
 
 
 def random_heads(num_heads: int = 3, num_layers: int = 2, tied: bool = False) -> MedusaHeads:
@@ -32,7 +30,7 @@ def test_first_prediction_of_every_head_is_the_targets(tied: bool):
 @pytest.mark.parametrize("tied", [False, True])
 def test_exported_tensors_applied_one_head_at_a_time_give_the_same_logits(num_layers: int, tied: bool):
     heads, hidden = random_heads(3, num_layers, tied), torch.randn(4, SIZE, dtype=torch.float64)
-    tensors = heads.exported_tensors("expanded")
+    tensors = heads.named_tensors("expanded")
     for k, logits in enumerate(heads(hidden)):
         x = hidden
         for block in range(num_layers):
@@ -67,13 +65,10 @@ def test_untied_heads_leave_the_targets_lm_head_alone():
 )
 def test_heads_survive_a_safetensors_file(tmp_path, tied: bool, format: str | None):
     heads = random_heads(3, 2, tied)
-    tensors = heads.exported_tensors(format) if format else heads.named_tensors()
+    tensors = heads.named_tensors(format)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "heads.safetensors")
     stored = load_file(tmp_path / "heads.safetensors")
-    if format:
-        read = MedusaHeads.from_exported(heads.shape, format, stored, NO_TARGET)
-    else:
-        read = MedusaHeads.from_named_tensors(heads.shape, stored)
+    read = MedusaHeads.from_named_tensors(heads.shape, stored, format)
     for name, parameter in heads.named_parameters():
         assert torch.equal(read.get_parameter(name), parameter), name
         assert read.get_parameter(name).requires_grad == parameter.requires_grad
@@ -82,7 +77,7 @@ def test_heads_survive_a_safetensors_file(tmp_path, tied: bool, format: str | No
 @pytest.mark.parametrize(("tied", "expand", "num_stored"), [(False, True, 3), (True, True, 3), (True, False, 1)])
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_names_and_shapes_are_those_that_the_engines_read(tied: bool, expand: bool, num_stored: int, num_layers: int):
-    tensors = random_heads(3, num_layers, tied).exported_tensors("expanded" if expand else "shared")
+    tensors = random_heads(3, num_layers, tied).named_tensors("expanded" if expand else "shared")
     expected = {f"{k}.{i}.linear.weight": (SIZE, SIZE) for k in range(3) for i in range(num_layers)}
     expected |= {f"{k}.{i}.linear.bias": (SIZE,) for k in range(3) for i in range(num_layers)}
     expected |= {f"{k}.{num_layers}.weight": (VOCAB, SIZE) for k in range(num_stored)}
@@ -93,7 +88,7 @@ def test_names_and_shapes_are_those_that_the_engines_read(tied: bool, expand: bo
 def test_naming_the_tensors_copies_none_of_them(tied: bool):
     heads = random_heads(3, 2, tied)
     stores = {parameter.untyped_storage().data_ptr() for parameter in heads.parameters()}
-    assert {tensor.untyped_storage().data_ptr() for tensor in heads.exported_tensors("expanded").values()} == stores
+    assert {tensor.untyped_storage().data_ptr() for tensor in heads.named_tensors("expanded").values()} == stores
 
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
@@ -111,10 +106,10 @@ def test_tensors_of_other_heads_are_refused_by_name(damage: str):
 
 
 def test_heads_that_differ_are_not_read_as_tied():
-    tensors = random_heads(tied=True).exported_tensors("expanded")
+    tensors = random_heads(tied=True).named_tensors("expanded")
     tensors["2.2.weight"] = tensors["2.2.weight"] + 1
     with pytest.raises(DataError, match="differ"):
-        MedusaHeads.from_exported(MedusaShape(SIZE, VOCAB, 3, 2, tied=True), "expanded", tensors, NO_TARGET)
+        MedusaHeads.from_named_tensors(MedusaShape(SIZE, VOCAB, 3, 2, tied=True), tensors, "expanded")
 
 
 def test_lm_head_of_another_vocabulary_is_refused():
