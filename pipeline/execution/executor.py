@@ -1,7 +1,7 @@
-"""Where work runs. An executor maps a stage's worker over shards, or calls one function; nothing else.
+"""Where work runs: an executor maps a stage's worker over shards, or calls one function.
 
-A worker is a plain class: its constructor loads what is heavy, its call takes a `ShardTask`, commits the shard itself
-and returns the receipt. It knows nothing of Ray.
+A worker is a plain class: its constructor loads the model, its call takes a `ShardTask`, commits the shard itself and
+returns the receipt. It does not depend on Ray.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipeline.storage.tasks import ShardTask
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one shard: a receipt, an error for the user, a worker's traceback, or how its process ended."""
+    """The result of one shard: a receipt, an error for the user, a worker's traceback, or how its process ended."""
 
     task: ShardTask
     receipt: Receipt | None = None
@@ -37,7 +37,7 @@ class Outcome:
 class ShardWorker(Protocol):
     """What a stage maps over its shards.
 
-    One that has `expect(task | None)` is told before each shard which one it will be given next.
+    If it has `expect(task | None)`, that is called before each shard with the one that follows.
     """
 
     def __call__(self, task: ShardTask) -> Receipt: ...
@@ -63,8 +63,8 @@ class Executor(Protocol):
         """Run `worker(**arguments)` over tasks; outcomes come as they finish, in any order.
 
         Args:
-            tasks: Used up. Whoever iterates may append more, such as one that failed, and the same workers do it.
-            seconds_per_task: A worker that takes longer is ended and counts as dead.
+            tasks: Consumed. The caller may append more while it iterates, such as one that failed.
+            seconds_per_task: A worker that takes longer is ended and counts as dead (inline: no limit).
         """
         ...
 
@@ -82,15 +82,12 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back what the executor started."""
+        """Stop what the executor started."""
         ...
 
 
 class LazyWorker:
-    """Builds the worker on its first task, and turns every failure into an `Outcome`.
-
-    A failure inside a constructor would otherwise end a whole Ray data set with a stack of foreign frames.
-    """
+    """Builds the worker on its first task, and turns every failure, its constructor's too, into an `Outcome`."""
 
     def __init__(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any]):
         self._make, self._arguments = worker, arguments
@@ -107,11 +104,11 @@ class LazyWorker:
             return Outcome(task, error=error)
         except Exception:
             told = traceback.format_exc()
-            self.close()  # whatever state it is in: the next shard gets a new one
+            self.close()  # its state is unknown: the next shard gets a new one
             return Outcome(task, traceback=told)
 
     def close(self) -> None:
-        """Let the worker give back what it holds: an engine's memory, which the next stage needs."""
+        """Let the worker release what it holds: an engine's memory, which the next stage needs."""
         if close := getattr(self._worker, "close", None):
             close()
         self._worker = None
@@ -120,7 +117,7 @@ class LazyWorker:
 class InlineExecutor:
     """Everything in the calling process: for a debugger, a notebook, or a machine without Ray.
 
-    A shard that kills its worker kills the run, and one that hangs hangs it: nobody is left to notice.
+    A shard that kills its worker kills the run, and one that hangs blocks it.
     """
 
     name = "inline"
@@ -164,7 +161,7 @@ class InlineExecutor:
 
 
 def free_gpu_memory() -> None:
-    """Give back what torch keeps of memory that nobody uses any more: other processes may need it."""
+    """Release the GPU memory that torch caches but does not use, for other processes."""
     import torch
 
     if torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""What a process runs on, for the report: asked where the work is done, which on a cluster is not where it is read."""
+"""The machine that a process runs on, for the report; on a cluster, ask in the process that does the work."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which rows of a shard kill their worker: found by bisection, so that one bad row costs itself and nothing else.
+"""Find the rows of a shard that kill their worker, by bisection, so that one bad row is quarantined and no other.
 
 A shard that ended its worker's process several times is tried once more by itself, then in halves, the halves that
-die in halves again, down to single rows. A row is given up only when it died alone as often as the limit says: a
-machine that goes away, the shard beside it, or memory that runs out over many rows, accuses nobody.
+die in halves again, down to single rows. A row is given up only when it has killed its worker alone as often as the
+limit says: the loss of a machine, or memory that runs out over many rows, blames no row.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def find_poison(
 
 
 def _trial(task: ShardTask, rows: tuple[int, int], num_rows: int, scratch: Path) -> ShardTask:
-    """Some of the task's rows, with a shard of their own that nobody will read."""
+    """A task of some of the rows, with a shard of its own that is thrown away."""
     place = scratch / f"{task.index:05d}-{rows[0]}-{rows[1]}"
     shard, quarantine = place / "shards" / "trial.parquet", place / "quarantine" / "trial.jsonl"
     share = (rows[1] - rows[0]) / max(1, num_rows)

@@ -1,6 +1,6 @@
 """How many workers a stage gets and what each may use; refused up front when the cluster can never fit it.
 
-Ray would wait forever for resources that no node has, so the sum is done here, in words that a person can follow.
+Ray would wait forever for resources that no node has, so the sum is done here and spelled out in the error.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Ray does the distributing: actors take shards one by one, a Ray task runs a single function.
+"""The Ray executor: actors process shards one by one, a Ray task runs a single function.
 
-Tensors never travel through the object store: an actor is told which shard, reads and writes it itself, and returns a
-receipt. The pool of actors is ours, and not Ray Data's, for the sake of its failures: it knows which shard ended its
-worker's process, the other workers go on meanwhile, and a failed shard is given to a worker that has its model loaded.
+Tensors never travel through the object store: an actor is given a shard's path, reads and writes the shard itself, and
+returns a receipt. The actor pool is our own and not Ray Data's because of failures: it knows which shard ended its
+worker's process, the other workers continue meanwhile, and a failed shard goes to a worker that has its model loaded.
 A private cluster is started unless RAY_ADDRESS (which `ray job submit` sets) names one.
 """
 
@@ -37,7 +37,7 @@ LEAST_SECONDS = 900.0  # for a few rows of a shard, with the model to be loaded 
 
 
 def worker_environment() -> dict[str, str]:
-    """What workers find in their environment; what a submitted job has said itself is left to it, or Ray refuses."""
+    """Environment variables of the workers, without those that a submitted job sets itself: Ray refuses both."""
     job = json.loads(os.environ.get(SUBMITTED_JOB) or "{}").get("runtime_env") or {}
     ours = WORKER_ENVIRONMENT | {name: os.environ[name] for name in OPENMP if name in os.environ}
     return {name: value for name, value in ours.items() if name not in job.get("env_vars", {})}
@@ -51,12 +51,12 @@ class ShardActor:
         self._seconds_per_task = seconds_per_task
 
     def ready(self) -> None:
-        """Returns once the process stands: only then is it given a shard."""
+        """Returns once the process has started; only then is it given a shard."""
 
     def run(self, task: ShardTask, upcoming: ShardTask | None) -> Outcome:
         seconds = max(task.share * self._seconds_per_task, min(self._seconds_per_task, LEAST_SECONDS))
         try:
-            with disk_errors(task.attempt_log), ending_what_hangs(task, seconds):
+            with disk_errors(task.attempt_log), time_limit(task, seconds):
                 return self._lazy.run(task, upcoming)
         except MedusaDistillError as error:
             return Outcome(task, error=error)
@@ -66,10 +66,10 @@ class ShardActor:
 
 
 @contextlib.contextmanager
-def ending_what_hangs(task: ShardTask, seconds: float) -> Iterator[None]:
-    """End this process when the shard takes longer, and leave in its log where every thread was.
+def time_limit(task: ShardTask, seconds: float) -> Iterator[None]:
+    """End this process when the shard takes longer, and write every thread's stack to its log.
 
-    The clock is a C thread's: it also ends a process that never lets go of Python's lock.
+    The timer runs in a C thread: it also ends a process that never releases the GIL.
     """
     path = task.attempt_log
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,8 +83,8 @@ def ending_what_hangs(task: ShardTask, seconds: float) -> Iterator[None]:
 
 
 @dataclass
-class Seat:
-    """An actor, and the task that it was told to expect after the one that it is doing."""
+class Slot:
+    """An actor, and the task that it was told to expect after its current one."""
 
     actor: Any
     upcoming: ShardTask | None = None
@@ -143,52 +143,52 @@ class RayExecutor:
     ) -> Iterator[Outcome]:
         actor_class = self._ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus)(ShardActor)
         work = self._ray.put((worker, arguments))
-        doing: dict[Any, tuple[Seat, ShardTask | None]] = {}  # by what Ray will answer; without a task: starting
-        idle: list[Seat] = []
+        running: dict[Any, tuple[Slot, ShardTask | None]] = {}  # by Ray's object reference; without a task: starting
+        idle: list[Slot] = []
         failed_starts = 0
 
-        def employ() -> None:
-            """Give tasks to idle workers; start as many more as there is work for."""
-            for seat in [seat for seat in idle if seat.upcoming or tasks]:
-                task = seat.upcoming or (tasks.popleft() if tasks else None)
+        def assign() -> None:
+            """Give tasks to idle workers; start as many more as there are tasks for."""
+            for slot in [slot for slot in idle if slot.upcoming or tasks]:
+                task = slot.upcoming or (tasks.popleft() if tasks else None)
                 if task is None:
                     break
-                idle.remove(seat)
-                seat.upcoming = tasks.popleft() if len(tasks) >= placement.workers else None
-                doing[seat.actor.run.remote(task, seat.upcoming)] = (seat, task)
-            starting = sum(task is None for _, task in doing.values())
-            while starting < len(tasks) and len(doing) < placement.workers:
-                seat = Seat(actor_class.remote(work, seconds_per_task))
-                doing[seat.actor.ready.remote()] = (seat, None)
+                idle.remove(slot)
+                slot.upcoming = tasks.popleft() if len(tasks) >= placement.workers else None
+                running[slot.actor.run.remote(task, slot.upcoming)] = (slot, task)
+            starting = sum(task is None for _, task in running.values())
+            while starting < len(tasks) and len(running) < placement.workers:
+                slot = Slot(actor_class.remote(work, seconds_per_task))
+                running[slot.actor.ready.remote()] = (slot, None)
                 starting += 1
 
         try:
-            employ()
-            while doing:
-                (answer, *_), _ = self._ray.wait(list(doing))
-                seat, task = doing.pop(answer)
+            assign()
+            while running:
+                (answer, *_), _ = self._ray.wait(list(running))
+                slot, task = running.pop(answer)
                 outcome, death = None, ""
                 try:
                     outcome = self._ray.get(answer)
-                    idle.append(seat)
+                    idle.append(slot)
                     failed_starts = 0
                 except self._ray.exceptions.RayError as error:
                     death = last_line(error)
-                    self._ray.kill(seat.actor)  # not every error means that it is gone, and what lives holds its cores
-                    if seat.upcoming:
-                        tasks.appendleft(seat.upcoming)
+                    self._ray.kill(slot.actor)  # not every error means that it is gone, and what lives holds its cores
+                    if slot.upcoming:
+                        tasks.appendleft(slot.upcoming)
                     failed_starts += task is None
                     if failed_starts == MAX_FAILED_STARTS:
                         raise self._died(error) from error
-                employ()  # before anyone looks at the outcome: no worker waits for that
+                assign()  # before the caller handles the outcome: no worker waits for that
                 if task is not None:
-                    yield outcome or Outcome(task, death=last_words(task) or death)
-                    employ()
+                    yield outcome or Outcome(task, death=hang_report(task) or death)
+                    assign()
         finally:
-            self._dismiss([seat.actor for seat in idle], [seat.actor for seat, _ in doing.values()])
+            self._end([slot.actor for slot in idle], [slot.actor for slot, _ in running.values()])
 
-    def _dismiss(self, idle: list[Any], busy: list[Any]) -> None:
-        """End workers: idle ones give back an engine's memory first, busy ones have lost their reader."""
+    def _end(self, idle: list[Any], busy: list[Any]) -> None:
+        """End workers; idle ones release an engine's memory first."""
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.get([actor.close.remote() for actor in idle], timeout=SECONDS_TO_CLOSE)
         for actor in (*idle, *busy):
@@ -201,7 +201,7 @@ class RayExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
-        # max_calls=1: the process ends with the call, and with it what an engine holds of memory and GPU.
+        # max_calls=1: the process ends with the call and releases the memory and GPU that an engine holds.
         remote = self._ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1)(
             run_and_carry_errors
         )
@@ -236,8 +236,8 @@ def last_line(error: Exception) -> str:
     return said[-1].strip().rstrip(".")
 
 
-def last_words(task: ShardTask) -> str:
-    """What a worker left that was ended because it hung: where each of its threads was."""
+def hang_report(task: ShardTask) -> str:
+    """The stacks that a worker wrote when it was ended because it hung; empty of any other death."""
     try:
         text = task.attempt_log.read_text(encoding="utf-8")
         task.attempt_log.unlink()
@@ -248,7 +248,7 @@ def last_words(task: ShardTask) -> str:
 
 @contextlib.contextmanager
 def own_signals() -> Iterator[None]:
-    """Keep how this process stops: Ray's handler of SIGTERM would end it without a word."""
+    """Keep this process's signal handlers: Ray's handler of SIGTERM would end it without a message."""
     kept = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     stopped = False
     try:
@@ -256,7 +256,7 @@ def own_signals() -> Iterator[None]:
     except SystemExit:
         stopped = True
     finally:
-        if threading.current_thread() is threading.main_thread():  # elsewhere Ray sets none, and nor may we
+        if threading.current_thread() is threading.main_thread():  # handlers can be set nowhere else
             for signum, handler in kept.items():
                 signal.signal(signum, handler)
     if stopped:
@@ -265,7 +265,7 @@ def own_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_stderr() -> Iterator[None]:
-    """Drop what C++ code writes to the terminal: Ray's greets every start with the log level that it was given."""
+    """Drop what C++ code writes to the terminal: Ray prints its log level at every start."""
     kept = os.dup(2)
     try:
         with open(os.devnull, "w") as nowhere:
@@ -279,7 +279,7 @@ def without_stderr() -> Iterator[None]:
 def run_and_carry_errors(
     function: Callable[..., Any], arguments: dict[str, Any]
 ) -> tuple[Any, MedusaDistillError | None]:
-    """Errors meant for the user come back as they are, not wrapped in Ray's own."""
+    """Return (result, error): errors meant for the user cross process borders as values, not wrapped in Ray's own."""
     try:
         return function(**arguments), None
     except MedusaDistillError as error:

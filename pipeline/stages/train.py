@@ -1,8 +1,8 @@
-"""train: the heads, from the cached features (Medusa-1, paper 2.2.1), or heads and backbone, from the generated text.
+"""train: the heads, by the method of `train.method`: from the cached features or, with the backbone, from the text.
 
 Promises: trains on the `train` split alone; interrupted, it continues at the very next batch; one worker or many
-follow the same loss curve. Medusa-2 (2.2.2) leaves an adapter beside the heads, the target that it makes (`backbone/`),
-and says how far that has drifted. With Ray, Ray Train starts the workers and restarts what dies.
+follow the same loss curve. A method that tunes the backbone leaves an adapter beside the heads and the merged model
+(`backbone/`), and reports its drift. With Ray, Ray Train starts the workers and restarts those that die.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         directory=str(stage.path),
         device="cuda" if placement.gpus else "cpu",
     )
-    if spec.texts and spec.trained_target.quantization and spec.settings.backbone.loss == "kl":
+    tuned = spec.method.tunes_backbone
+    if tuned and spec.trained_target.quantization and spec.settings.backbone.loss == "kl":
         context.console.print(f"[yellow]![/] {NAME:<10} {QUANTIZED_TEACHER}", highlight=False, soft_wrap=True)
     with context.meter(NAME, 0, unit="steps") as meter:
         progress = ProgressReporter(stage.path.absolute() / PROGRESS_FILE, meter.show)
@@ -72,7 +73,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             summary = _train(context, spec, placement, progress)
         finally:
             progress.close()
-    if spec.texts:
+    if tuned:
         arguments = {"target": context.target, "directory": spec.directory}
         context.executor.call(merge_backbone, arguments, replace(placement, gpus=0))
     return summary

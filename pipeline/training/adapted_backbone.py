@@ -1,4 +1,4 @@
-"""The target with LoRA on it, and itself without: what Medusa-2 trains, and what it is not to drift from.
+"""The target with LoRA on it, and itself without: what trains, and what it is held to; and their merging in the end.
 
 The original is the same weights with the adapter off. The lm_head never runs as a layer: what reads the states holds
 its logits in chunks (`pipeline.training.backbone_losses`).
@@ -210,7 +210,6 @@ def merge_backbone(target: TargetSpec, directory: str) -> None:
     """
     adapter, backbone = Path(directory, "adapter"), Path(directory, BACKBONE_DIRECTORY)
     made_of = {
-        "method": "medusa-2",
         "base_model": None if is_local(target.model) else target.model,
         "revision": target.revision,
         "dtype": target.dtype,

@@ -35,7 +35,7 @@ def curve_of(run: RunDirectory) -> list[tuple[int, float, float]]:
 
 @pytest.mark.slow
 def test_a_method_of_our_own_trains_and_resumes_through_ray(
-    ray_cluster, finished_run, copied_run, make_config, tmp_path, monkeypatch
+    finished_run, copied_run, make_config, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(METHODS, FixedRate.name, FixedRate())
     changes = {"train__method": FixedRate.name, "train__lr": 3e-3, "train__epochs": 4, "train__checkpoint_every": 1}
