@@ -169,7 +169,7 @@ def floors() -> list[list[str]]:
 
 def house() -> str:
     rows = floors()
-    height, width, gap = 46, 760, 8
+    height, width, gap = 34, 760, 6
     parts = [label(24, 36, "The rooms of pipeline/: a room imports only from floors below its own", "title")]
     for level, rooms in enumerate(reversed(rows)):
         y, room_width = 56 + level * (height + gap), (width - gap * (len(rooms) - 1)) / len(rooms)
@@ -177,7 +177,7 @@ def house() -> str:
             x = 24 + place * (room_width + gap)
             parts += [
                 rectangle(x, y, room_width, height, "own"),
-                label(x + room_width / 2, y + 28, room, "token", "middle"),
+                label(x + room_width / 2, y + 22, room, "token", "middle"),
             ]
     bottom = 56 + len(rows) * (height + gap)
     parts += [

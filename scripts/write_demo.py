@@ -26,7 +26,7 @@ def table(report: dict[str, Any]) -> str:
             "from held-out text, before anything was decoded",
         ),
         (
-            "with the paper's stock tree",
+            "with the authors' stock tree",
             f"{stock['acceleration_rate']:.2f}",
             f"the same heads and the stock tree of {stock['nodes']} nodes; the searched tree has {tree['nodes']}",
         ),
