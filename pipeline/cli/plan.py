@@ -1,4 +1,4 @@
-"""`medusa-distill plan`: what a run would do, before it costs anything."""
+"""`medusa-distill plan`: what a run would do."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ def plan(
 
 
 def _summary(state: StageStatus) -> Summary | None:
-    """What a stage that is done says of itself."""
+    """The summary of a finished stage."""
     return state.directory.summary if state.status == "done" and state.directory else None
 
 
 def _shards(state: StageStatus) -> str:
-    """How many shards are made and how many are left to make, as far as that is known."""
+    """The numbers of finished and of pending shards, as far as they are known."""
     pending = (state.expected or 0) - state.made
     parts = [f"{state.made} done"] if state.made else []
     parts += [f"{pending} pending"] if pending > 0 else []
@@ -88,7 +88,7 @@ def _shards(state: StageStatus) -> str:
 
 
 def size(num_bytes: float) -> str:
-    """Bytes as a person says them: 279 kB, 1.5 GB, 650 GB."""
+    """Bytes with a unit: 279 kB, 1.5 GB, 650 GB."""
     for unit, bytes_of in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if num_bytes >= bytes_of:
             value = num_bytes / bytes_of

@@ -1,4 +1,4 @@
-"""What a stage is given: configuration, run, the stages before it, where to work, where to show progress."""
+"""What a stage is given: configuration, run, upstream stages, executor and placement, terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pipeline.training.methods import method_of
 class Context:
     """Shared by the stages of one run. `upstream` fills up as stages finish.
 
-    `read_only` leaves no trace in the run and downloads no weights.
+    With `read_only` nothing is written to the run and no weights are downloaded.
     """
 
     config: Config
@@ -40,7 +40,7 @@ class Context:
 
     @functools.cached_property
     def executor(self) -> Executor:
-        """Started when the first stage needs it: a run that is finished already starts nothing."""
+        """Started when the first stage needs it, so that a finished run starts nothing."""
         return make_executor(self.executor_name)
 
     def directory(self, name: str, fingerprint: str, **layout: tuple[str, ...]) -> StageDirectory:
@@ -49,7 +49,7 @@ class Context:
         return self.directories.setdefault(directory.path, directory)
 
     def close(self) -> None:
-        """Give back what was started and what is held."""
+        """Stop the executor and release the locks."""
         if "executor" in self.__dict__:
             self.executor.close()
         for directory in self.directories.values():
@@ -83,7 +83,7 @@ class Context:
 
     @functools.cached_property
     def target_identity(self) -> Identity:
-        """What of the target counts in a fingerprint: its files' content, never where they lie.
+        """The target's part of a fingerprint: the content of its files, not their paths.
 
         Raises:
             EnvironmentFault: Its weights would have to be downloaded first, and the context is read-only.
@@ -102,10 +102,9 @@ class Context:
         return place(stage, getattr(self.config.placement, stage), self.executor.resources())
 
     def check_placements(self, stages: Collection[str]) -> None:
-        """Refuse workers that can never be placed while nothing has been started yet.
+        """Refuse workers that can never be placed, before anything is started.
 
-        A stage that the store has a finished result of may be kept, made where there was more: it is left to say so
-        itself.
+        A stage with a finished result in the store is not checked, since it may be kept.
 
         Raises:
             EnvironmentFault: The sum, spelled out.

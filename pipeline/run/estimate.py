@@ -1,4 +1,4 @@
-"""How large a run will be: from what it has already, else from the seeds and the configuration's bounds."""
+"""The size of a run: from its finished stages, or else from the seeds and the configuration's limits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Estimate:
     tokens: int | None  # to write, and to cache a state of each
     bytes_per_position: int  # 0 where no state is cached
     written: bool = False  # whether the tokens are there already, and counted
-    assumed: str = ""  # what was taken for granted, as a sentence
+    assumed: str = ""  # what was assumed, as a sentence
 
     @property
     def disk_bytes(self) -> int | None:

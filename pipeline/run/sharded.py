@@ -1,4 +1,4 @@
-"""Run a stage's worker over its pending shards, retry what failed, and stop when it makes no sense to go on."""
+"""Run a stage's worker over its pending shards, retry failed ones, and stop after repeated failures."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _unexplained(stage: StageDirectory, killer: Outcome) -> EnvironmentFault:
 
 
 def _count_unseen(limits: LimitsConfig, stage: StageDirectory, unseen: list[ShardTask], failures: Counter[int]) -> None:
-    """Workers committed shards that this process cannot see: say so instead of making them for ever."""
+    """Raise where workers commit shards that this process cannot see, instead of repeating them."""
     failures.update(task.index for task in unseen)
     if any(failures[task.index] >= limits.max_consecutive_failures for task in unseen):
         raise EnvironmentFault(

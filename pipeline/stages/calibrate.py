@@ -1,10 +1,10 @@
-"""calibrate: how often each head's guesses are right on held-out rows, and the tree that makes the most of them.
+"""calibrate: each head's accuracy on held-out rows, and the tree with the highest expected speedup.
 
-Promises: everything comes from the `calibrate` split alone, which nothing was trained on. Two trees grow greedily on
-one half of it, by the product of accuracies (paper 2.3.3) and by how often whole paths were right; the other half says
-which search has the higher acceleration rate, and what to expect, and that search is made again on both halves. With
-`calibrate.nodes: auto` the node budget is the one with the highest speedup, by the overhead of each size that is
-measured on this device; among sizes within 5 % of it the acceleration rate counts too. Or the tree is the user's own.
+Promises: everything is measured on the `calibrate` split, which nothing is trained on. Two trees are searched greedily
+on one half of it: by the product of accuracies (paper 2.3.3), and by the frequency of whole paths. The other half
+chooses the search with the higher acceleration rate and gives the expected rate; that search is repeated on both
+halves. With `calibrate.nodes: auto` the size with the highest speedup is used, by the overhead of each size measured on
+this device; among sizes within 5 % of it the acceleration rate counts too. `calibrate.choices` gives a tree instead.
 Where training tuned the backbone, the states are those of the `tuned-features` stage.
 """
 
@@ -79,11 +79,11 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         trees = search_trees(searched_on, max(budget, STOCK_NODES), settings.depth, settings.top)
         longest = max(trees.values(), key=len)
         overheads = _measured(context, features, longest) if settings.nodes == "auto" else {}
-        sizes = sorted(overheads) or [budget]  # between two of them costs jump: nothing is read off a line
+        sizes = sorted(overheads) or [budget]  # costs jump between sizes, so they are not interpolated
         source, size = choose_tree(trees, judged_on, sizes, overheads)
         rates = {name: simulated_acceleration_rate(judged_on, found[:size]) for name, found in trees.items()}
         expected = rates[source]
-        # All is judged: the tree itself is searched on both halves, which foretells more than either.
+        # The tree that is used is searched on both halves: more data than either has.
         whole = search_trees(ranks, max(budget, STOCK_NODES), settings.depth, settings.top)[source]
         choices = whole[:size]
         measured = _sizes(trees[source], judged_on, overheads)
@@ -119,7 +119,7 @@ def _held_out_ranks(context: Context, features: StageDirectory) -> HeldOutRanks:
 
 
 def _sizes(choices: tuple[TreePath, ...], ranks: HeldOutRanks, overheads: dict[int, float]) -> list[dict[str, float]]:
-    """What each size that was measured costs and promises."""
+    """Overhead, expected acceleration rate and expected speedup of each measured size."""
     rows = []
     for size, overhead in sorted(overheads.items()):
         rate = simulated_acceleration_rate(ranks, choices[:size])
@@ -151,7 +151,7 @@ def measure_overheads(
 
 
 def _usual_prompts(features: StageDirectory, context: int) -> list[list[int]]:
-    """Prompts as the check asks them, of this split; what leaves no room is cut from its beginning."""
+    """The calibrate split's prompts, chosen as the check's are; one that is too long is cut at its beginning."""
     prompts = held_out_prompts(
         read_token_rows(features.shards(), features.fingerprint), NUM_PROMPTS, context, SPLIT
     ).kept

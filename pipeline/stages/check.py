@@ -1,9 +1,9 @@
 """check: the export decoded, natively with the tree and in vLLM as it will be served, against the target alone.
 
 Promises: it fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie, when vLLM accepts
-nothing, below `check.min_acceleration_rate`, or beyond `train.backbone.max_kl`. Another limit is another verdict on
-what was decoded. Each engine runs in a process of its own and decodes the same prompts; what the native one has found
-is kept when vLLM does not come to its end.
+nothing, below `check.min_acceleration_rate`, or beyond `train.backbone.max_kl`. A changed limit is applied to the
+stored result without decoding again. Each engine runs in a process of its own and decodes the same prompts; the native
+result is kept when vLLM fails.
 Native answers are left in `answers/plain.jsonl` and, with the heads, `answers/KIND.jsonl`, in Spec-Bench's schema.
 """
 
@@ -51,12 +51,12 @@ NATIVE_FILE = "native.json"  # until vLLM has come to its end as well
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """What is asked and what answers; with Medusa-2 also how far training has moved the backbone."""
+    """The prompts' rows and the export; with a tuned backbone also its drift."""
     return ("generate", "export", *(("train",) if method_of(config.train).tunes_backbone else ()))
 
 
 def identity(context: Context) -> Identity:
-    """Everything that is asked, the questions' content and the assistant's among it; no limit of the verdict."""
+    """The settings but for the limits, with the content of the questions and of the assistant."""
     require_questions(context.config)
     settings = context.config.check.model_dump(mode="json", exclude=LIMITS)
     if isinstance(context.config.check.prompts, Path):

@@ -1,7 +1,7 @@
 """Files and directories that are either whole or absent: temporary name, fsync, rename, fsync of the directory.
 
-A temporary name is unique to its writer: an orphan of a killed run and the run that resumes never write into the same
-file, and the rename of whoever finishes last wins with equal content. Leftovers end in `.tmp` and are swept on resume.
+A file's temporary name is unique to its writer, so that an orphaned worker and the resumed run never write into the
+same file; the last rename wins, with equal content. Leftovers end in `.tmp` and are removed on resume.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def publish(temporary: Path, path: Path) -> None:
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn "no space left" and "no access" from any library below into one readable error.
+    """Turn "no space left" and "no access" of any library into an EnvironmentFault.
 
-    For the first, some of them do not even raise OSError.
+    Some libraries report a full disk by exceptions other than OSError.
     """
     try:
         yield
@@ -141,7 +141,7 @@ def sync(path: Path) -> None:
 
 
 def sweep_temporary(directory: Path) -> int:
-    """Remove what killed writers left behind; returns how many files."""
+    """Remove the temporary files of killed writers; returns their number."""
     leftovers = list(directory.rglob("*.tmp"))
     for path in leftovers:
         path.unlink(missing_ok=True)

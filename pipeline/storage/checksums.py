@@ -1,7 +1,7 @@
-"""What a file was when it was written, and whether it still is that.
+"""A file's size, modification time and sha256 as it was written, and whether the file still has them.
 
-Reading 650 GB again to see that nothing changed takes an hour, and a size alone misses a flipped bit: a file whose
-size and modification time are as they were written is believed, one whose time moved is read again. `verify` reads all.
+A file with the written size and time counts as unchanged, since reading 650 GB takes an hour; one with another time is
+read again. `verify` reads every file.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class FileFacts:
 
     @classmethod
     def of(cls, path: Path, sha256: str | None = None) -> FileFacts:
-        """Take them from a file, which is read unless its sha256 is known."""
+        """The facts of a file, which is read unless its sha256 is given."""
         stat = path.stat()
         return cls(stat.st_size, stat.st_mtime_ns, sha256 or sha256_of(path))
 
     def renewed(self, path: Path) -> FileFacts | None:
-        """The facts with the file's time of now, or None where it is not what was written."""
+        """The facts with the file's current time, or None where its content has changed."""
         if not self.fit(path):
             return None
         mtime_ns = path.stat().st_mtime_ns
@@ -41,7 +41,7 @@ class FileFacts:
         return replace(self, mtime_ns=mtime_ns) if sha256_of(path) == self.sha256 else None
 
     def fit(self, path: Path) -> bool:
-        """Whether `path` is a file of this size, which says little and costs nothing."""
+        """Whether `path` is a file of this size; nothing is read."""
         return path.is_file() and path.stat().st_size == self.size
 
 
@@ -52,7 +52,7 @@ def sha256_of(path: Path) -> str:
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that hashes what is written to it, in a thread: the next block is compressed meanwhile."""
+    """A new file that hashes what is written to it in a thread, while the caller compresses the next block."""
 
     def __init__(self, path: Path, threads: Executor):
         self._file, self._threads = path.open("wb", buffering=0), threads

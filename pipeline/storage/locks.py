@@ -1,7 +1,7 @@
-"""Who works in a directory: one owner who may change it, or any number of readers who rely on it.
+"""Locks on directories: one owner that may change the content, or any number of readers.
 
-The locks are advisory `flock`s: the kernel drops one with its process, so a dead holder never blocks. The lock file's
-text only says who holds it, for the message that others get.
+Locks are advisory `flock`s, which the kernel releases when the process ends. The lock file's text names the holders,
+for error messages.
 """
 
 from __future__ import annotations

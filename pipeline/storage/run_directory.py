@@ -32,7 +32,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, config: Config) -> RunDirectory:
-        """The directory that a configuration names, made if need be."""
+        """The directory that a configuration names, created if necessary."""
         run = cls(config.run.directory, config.run.store)
         try:
             run.path.mkdir(parents=True, exist_ok=True)
@@ -44,12 +44,12 @@ class RunDirectory:
         return run
 
     def write_config(self, config: Config) -> None:
-        """Write run.yaml, for whoever holds the lock."""
+        """Write run.yaml; the caller holds the lock."""
         write_text(self.path / "run.yaml", dump_config(config))
 
     @classmethod
     def open(cls, path: Path) -> tuple[RunDirectory, Config]:
-        """An existing run directory as it lies, with its configuration.
+        """The run directory at `path`, also where it was copied, with its configuration.
 
         Raises:
             ConfigError: This is no run directory.
@@ -92,12 +92,12 @@ class RunDirectory:
         os.replace(temporary, links / stage.stage)
 
     def unlink_latest(self, name: str) -> None:
-        """A stage is no part of the run any more; its directory stays where it is."""
+        """Remove `latest/<name>`: the stage is no longer part of the run. Its directory stays."""
         (self.path / "latest" / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run for one driver; what killed ones left half-written beside the stages is removed."""
+        """Hold the run for one driver; removes temporary files of killed drivers."""
         with Lock(self.path / "lock", f"the run '{self.path.name}'") as lock:
             lock.own()
             links = (path for path in (self.path / "latest").glob(".*.*") if path.is_symlink())
@@ -106,7 +106,7 @@ class RunDirectory:
             yield
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append one line to events.jsonl; what a full disk cut off before it stays a line of its own."""
+        """Append one line to events.jsonl; a line that a full disk cut off before it stays separate."""
         told = redacted_values({"time": round(time.time(), 3), "event": kind, **facts})
         line = json.dumps(told, ensure_ascii=False, default=lambda value: redacted(str(value)))
         with (self.path / "events.jsonl").open("ab+") as file:

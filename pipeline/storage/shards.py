@@ -1,10 +1,9 @@
 """A shard: one Parquet file of a stage, committed by one rename.
 
 The order is: quarantine file (also when empty), then the shard, then a note beside it. The Parquet footer carries the
-receipt (fingerprint, ids, counts, content hash, the upstream shard's content hash), so a shard that can be opened says
-itself whether it is the one that is wanted; equal content makes equal bytes, whoever wrote them and when. The note
-(`receipts/00017.json`) has what cannot stand in the file itself: its sha256, and how long the work took. Page checksums
-are written and verified: without them a flipped bit reads back silently.
+receipt (fingerprint, ids, counts, content hash, the upstream shard's content hash), which identifies the shard; equal
+content makes equal bytes. The note (`receipts/00017.json`) has what the file itself cannot hold: its sha256, and how
+long the work took. Page checksums are written and verified, since a flipped bit would be read back silently.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Row = Mapping[str, Any]  # a row's columns by name
 
 @dataclass(frozen=True)
 class Receipt:
-    """That a shard exists, and of what: `fingerprint` ties it to its stage, `upstream` to what it was made from."""
+    """A committed shard: `fingerprint` identifies its stage, `upstream` the shard that it was made from."""
 
     index: int
     fingerprint: str
@@ -56,7 +55,7 @@ class Receipt:
 
 @dataclass(frozen=True)
 class Note:
-    """What stands beside a shard: the file as it was written, and the seconds that a worker was busy with it."""
+    """The file beside a shard: the shard's facts as it was written, and the seconds that a worker was busy with it."""
 
     content_sha256: str
     file: FileFacts

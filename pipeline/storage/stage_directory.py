@@ -1,8 +1,8 @@
 """One stage's directory: `<stage>-<fingerprint[:8]>/` with its shards, their quarantine files, and DONE.json.
 
-A stage directory belongs to one fingerprint and is never overwritten by another meaning. Which shards exist is read
-from their footers, never counted or remembered; DONE.json adds each file's size, time and sha256, so that damage is
-found: by `verify`, which reads everything, and by `run`, which reads again what another time says was touched.
+A stage directory belongs to one fingerprint: a changed meaning gets another directory. Which shards exist is read from
+their footers. DONE.json adds each file's size, time and sha256: `verify` compares all files with it, and a run those
+whose modification time has changed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StageDirectory(ShardFolder):
 
     @classmethod
     def at(cls, path: Path) -> StageDirectory:
-        """An existing stage directory as it lies, also when it was copied elsewhere."""
+        """The stage directory at `path`, also where it was copied."""
         described = read_json(path / "stage.json") or {}
         stage = cls(path.parent, described.get("stage", path.name.rpartition("-")[0]), described.get("fingerprint", ""))
         stage.path = path
@@ -156,7 +156,7 @@ class StageDirectory(ShardFolder):
     def finish(self, summary: Summary, upstream: dict[str, str]) -> None:
         """Write DONE.json: the summary, what it was made from, and the facts of every file that counts.
 
-        From then on others may hold the directory too. Shards are not read for it: who wrote them took their sha256.
+        From then on others may hold the directory too. Shards are not read: their notes have their sha256.
 
         Raises:
             DataError: A file that is no whole shard of this stage lies among its shards.
@@ -195,15 +195,15 @@ class StageDirectory(ShardFolder):
         return [path for path, facts in self._facts() if not facts.fit(path)]
 
     def examine(self) -> list[Path]:
-        """The files that are missing or not as they were written; read are those whose time has moved.
+        """The files that are missing or changed; only those with another modification time are read.
 
-        What is whole is believed next time: its new time is remembered. For whoever holds the lock.
+        The new time of an unchanged file is stored, so that it is not read again. The caller holds the lock.
         """
         damaged, moved = [], {}
         for path, facts in self._facts():
             now = facts.renewed(path)
             if now is None and _is_log(path):
-                continue  # nothing is made from it, nor would it be worth making anew what it tells of
+                continue  # nothing is made from a log
             if now is None:
                 damaged.append(path)
             elif now != facts:
@@ -242,7 +242,7 @@ class StageDirectory(ShardFolder):
         return [problem for problem in problems.values() if problem]
 
     def _facts(self) -> list[tuple[Path, FileFacts]]:
-        """What the files that count are: of a finished stage DONE.json says it, else the notes beside the shards."""
+        """The facts of all files that count: from DONE.json, or while unfinished from the notes beside the shards."""
         if done := self.done:
             return [(self.path / name, facts) for name, facts in done.files.items()]
         return [(path, note.file) for path in self.shards() if (note := read_note(path))]

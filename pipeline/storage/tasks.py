@@ -1,4 +1,4 @@
-"""One unit of work: which upstream shard to read, which shard to write, and which of its rows are given up."""
+"""One unit of work: the upstream shard to read, the shard to write, and the rows that are left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.storage.shards import Row, ShardWriter, read_rows
 
 @dataclass(frozen=True)
 class ShardTask:
-    """Picklable, and all that a worker is told."""
+    """Everything that a worker needs to make one shard; picklable."""
 
     index: int
     source: str  # path of the upstream shard
@@ -25,8 +25,8 @@ class ShardTask:
     quarantine: str
     fingerprint: str
     poison: dict[str, str] = field(default_factory=dict)  # ids of rows that kill their worker, and how
-    rows: tuple[int, int] | None = None  # only rows [start, stop), where the culprit is still looked for
-    share: float = 1.0  # these rows of all, and of the time that the shard may take
+    rows: tuple[int, int] | None = None  # only rows [start, stop), while looking for the one that kills the worker
+    share: float = 1.0  # of all rows, and so of the time that the shard may take
 
     @property
     def attempt_log(self) -> Path:
@@ -43,7 +43,7 @@ def task_rows(task: ShardTask, columns: Sequence[str] | None = None) -> list[Row
 
 @contextlib.contextmanager
 def shard_writer(task: ShardTask, schema: pa.Schema, **more: Any) -> Iterator[ShardWriter]:
-    """A writer of the shard that a task asks for, in which the rows that kill their worker are quarantined already.
+    """A writer of a task's shard, in which the rows that kill their worker are already quarantined.
 
     `commit` it with the ids of `task_rows` and of `task.poison`.
     """

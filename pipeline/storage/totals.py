@@ -1,4 +1,4 @@
-"""Running sums over a stage's receipts: what it has made, what it refused, how fast it is."""
+"""Sums over a stage's receipts: rows, rejected rows and their reasons, statistics, rate."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StageTotals:
             self._busy_seconds += receipt.note.busy_seconds
 
     def summary(self) -> Summary:
-        """What DONE.json keeps; the rate is per second that a worker was busy, so that it survives a resume."""
+        """The sums as DONE.json has them; the rate is per second that a worker was busy, so that a resume keeps it."""
         summary: Summary = {
             "rows": self.rows,
             "quarantined": self.quarantined,
@@ -47,7 +47,7 @@ class StageTotals:
         return summary
 
     def check_quarantine(self, stage: str, where: str, max_fraction: float, *, final: bool) -> None:
-        """Stop when more than the allowed fraction was refused; before the end, only once enough rows were seen.
+        """Raise where more than the allowed fraction was rejected; before the end, only once enough rows were seen.
 
         Raises:
             DataError: Names the fraction and the top reasons.
@@ -61,5 +61,5 @@ class StageTotals:
                 f"{stage} refused {refused} of {seen} rows, a fraction above limits.max_quarantine_fraction = "
                 f"{max_fraction}; top reasons: {top}.",
                 where,
-                "Read the quarantine files there, mend the input or raise the limit; what was committed is kept.",
+                "Read the quarantine files there, correct the input or raise the limit; what was committed is kept.",
             )

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.app import app, ends_well
-from pipeline.flow import STAGES
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from tests.faults.small_disk import fill_up, make_room, runs_in_a_namespace
 from tests.faults.unfinished import assert_as_uninterrupted, temporary_files, write_config
-from tests.flows.tiny import SHARDED, latest, shards_made, stages_run
+from tests.flows.tiny import SHARDED, STAGES, latest, shards_made, stages_run
 
 pytestmark = pytest.mark.fault
 pytest_plugins = ["tests.flows.failing"]
@@ -30,7 +29,7 @@ def run_before(small_disk, finished_run):
     def copy(stage: str) -> RunDirectory:
         run = RunDirectory(small_disk / "run")
         run.path.mkdir()
-        for name in list(STAGES)[: list(STAGES).index(stage)]:
+        for name in STAGES[: STAGES.index(stage)]:
             done = latest(finished_run, name).path
             shutil.copytree(done, run.path / done.name)
         return run
