@@ -15,7 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.register_profile("untimed", deadline=None)  # a busy machine is not a failure
 settings.load_profile("untimed")
 
-pytest_plugins = ["tests.flows.tiny"]  # the tiny target, seeds and finished run
+pytest_plugins = ["tests.flows.tiny", "tests.cluster"]
 
 
 def pytest_xdist_auto_num_workers() -> int:

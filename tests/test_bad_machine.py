@@ -49,6 +49,7 @@ def fill_up(directory: Path, left: int) -> None:
         file.truncate(file.tell() - left)
 
 
+@pytest.mark.fault
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
 @pytest.mark.parametrize(
     ("stage", "left"),
@@ -122,7 +123,14 @@ def test_a_gpu_that_is_not_there(intact, run_fails, monkeypatch, stage):
     assert "GPU" in said and f"placement.{stage}" in said
 
 
-@pytest.mark.parametrize("word", ["generate.engine=vllm", "features.engine=vllm", "check.engines=[native, vllm]"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "generate.engine=vllm",
+        "features.engine=vllm",
+        pytest.param("check.engines=[native, vllm]", marks=pytest.mark.slow),  # in a process of its own
+    ],
+)
 def test_vllm_that_cannot_be_imported(intact, run_fails, tmp_path, monkeypatch, word):
     package = tmp_path / "site" / "vllm"
     package.mkdir(parents=True)

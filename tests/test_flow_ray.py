@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -16,32 +15,39 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 
+from pipeline.cli.app import main
 from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
 from tests.flows.tiny import SHARDED, contents, last_events, run_again, shards_made, stages_run
-
-ROOT = Path(__file__).parent.parent
+from tests.forks import FORKS, PATIENCE
 
 
 def stop_when(happened: Callable[[], bool], config: Path, sent: int) -> tuple[int, str]:
     """Run until something has happened, then signal as a terminal does; how it ended, and what it said on stderr."""
-    command = [sys.executable, "-m", "pipeline.cli", "run", str(config)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+    said = config.with_name(f"said-{sent}.txt")
+    process = FORKS.Process(target=run_in_a_session, args=(config, said))
+    process.start()
     patience = time.monotonic() + 300
     while not happened():
-        assert process.poll() is None and time.monotonic() < patience
+        assert process.is_alive() and time.monotonic() < patience
         time.sleep(0.05)
-    os.killpg(process.pid, sent) if sent == signal.SIGINT else process.send_signal(sent)
-    _, said = process.communicate(timeout=120)
-    return process.returncode, said
+    (os.killpg if sent == signal.SIGINT else os.kill)(process.pid, sent)
+    process.join(PATIENCE)
+    return process.exitcode, said.read_text()
+
+
+def run_in_a_session(config: Path, said: Path) -> None:
+    """The command line as a terminal runs it; what it says on stderr goes to `said`."""
+    os.setsid()
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
+    sys.argv = ["medusa-distill", "run", str(config)]
+    main()
 
 
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_ray_run_is_stopped_by_sigterm_and_by_ctrl_c_and_goes_on_to_what_the_inline_run_made(
-    finished_run, make_settings, make_config, tmp_path
+    ray_cluster, finished_run, make_settings, make_config, tmp_path
 ):
     changes = {"train__checkpoint_every": 1, "train__epochs": 60}
     config = tmp_path / "run.yaml"

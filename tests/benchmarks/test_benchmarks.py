@@ -17,9 +17,6 @@ from benchmarks.run import BENCHMARKS, main
 from pipeline.heads.losses import plain_summed_cross_entropy
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
-SLOW = ("generate", "scheduling", "methods", "soak")  # they start vLLM, Ray, four runs, a run again and again
-IN_SECONDS = [name for name in BENCHMARKS if name not in SLOW]
-
 
 @pytest.fixture(scope="module")
 def tiny_result(tmp_path_factory):
@@ -37,7 +34,8 @@ def tiny_result(tmp_path_factory):
     return measure
 
 
-@pytest.mark.parametrize("name", [*IN_SECONDS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_runs_on_a_cpu_at_a_tiny_size(name, tiny_result):
     result = tiny_result(name)
     assert result.claims
@@ -46,11 +44,13 @@ def test_every_benchmark_runs_on_a_cpu_at_a_tiny_size(name, tiny_result):
     json.dumps(result.facts)
 
 
+@pytest.mark.slow
 def test_training_from_the_cache_and_online_learn_the_same(tiny_result):
     cases = tiny_result("train").facts["cases"]
     assert all(case["largest_loss_difference"] < 1e-4 for case in cases)
 
 
+@pytest.mark.slow
 def test_a_step_with_chunked_losses_and_one_with_full_logits_learn_the_same(tiny_result):
     (case,) = tiny_result("medusa2").facts["cases"]
     assert case["largest_loss_difference"] < 1e-5

@@ -13,16 +13,6 @@ import pytest
 pytest.register_assert_rewrite("tests.faults.unfinished", "tests.faults.processes")
 
 
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    """A cluster that the runs of a module share, as they would share one that RAY_ADDRESS names."""
-    from pipeline.execution.ray_executor import RayExecutor
-
-    executor = RayExecutor()
-    yield
-    executor.close()
-
-
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 3 MB; without the right to mount one there is none, see `runs_in_a_namespace`."""

@@ -10,21 +10,20 @@ from rich.console import Console
 from pipeline.flow import run_flow
 from pipeline.stages import generate
 from tests.faults.unfinished import assert_as_uninterrupted, cut_before
-from tests.faults.workers import MIDDLE, diary_of, first_time
-from tests.flows.tiny import last_events, run_again, shards_made, stages_run
+from tests.faults.workers import MIDDLE, Copying, diary_of, first_time
+from tests.flows.tiny import last_events, latest, run_again, shards_made, stages_run
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
-DEADLINE = 20  # seconds: a worker that does not hang needs one or two
+DEADLINE = 8  # seconds: a worker that does not hang needs a tenth of one
 
 
-class HangsOnce(generate.Worker):
+class HangsOnce(Copying):
     """It never returns from shard `MIDDLE`, the first time."""
 
-    def __call__(self, task):
+    def before(self, task):
         if task.index == MIDDLE and first_time(diary_of(task, "hung"), "hung"):
             wait_for_an_answer_that_never_comes()
-        return super().__call__(task)
 
 
 def wait_for_an_answer_that_never_comes() -> None:
@@ -35,6 +34,7 @@ def test_a_worker_that_hangs_is_ended_and_another_does_its_shard(
     finished_run, copied_run, make_config, tmp_path, monkeypatch
 ):
     cut_before(copied_run, "generate")
+    (tmp_path / "finished.txt").write_text(str(latest(finished_run, "generate").path))
     monkeypatch.setattr(generate, "Worker", HangsOnce)
     config = make_config(tmp_path, limits__max_hours_per_shard=DEADLINE / 3600)
     run = run_flow(config, until="generate", console=Console(quiet=True))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 from rich.console import Console
 
@@ -29,8 +27,9 @@ def test_a_deadly_row_is_found_and_quarantined_and_the_run_finishes(
     before = latest(finished_run, "generate")
     poison = [row["id"] for row in rows_of(before) if row["split"] == "train"][-3]
     (tmp_path / "poison.txt").write_text(poison)
+    (tmp_path / "finished.txt").write_text(str(before.path))
     cut_before(copied_run, "generate")
-    monkeypatch.setattr(generate, "Worker", functools.partial(Poisoned, "generate"))
+    monkeypatch.setattr(generate, "Worker", Poisoned)
     config = make_config(tmp_path, limits__max_consecutive_failures=DEATHS)
     run = run_flow(config, until="generate", console=Console(quiet=True))
 

@@ -6,12 +6,15 @@ Nothing heavy is loaded before a death, so that the many deaths of a bisection a
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from pathlib import Path
 from typing import Any
 
-from pipeline.storage.shards import Receipt
-from pipeline.storage.tasks import ShardTask, task_rows
+from pipeline.artifacts.generated_rows import GENERATED
+from pipeline.conversations.conversation import Reason, RejectedRow
+from pipeline.storage.shards import Receipt, read_rows
+from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from tests.faults.processes import at, die
 
 MIDDLE = 1  # the shard in which a worker is killed once
@@ -42,6 +45,29 @@ class Stand:
             self._real.close()
 
 
+class Copying(Stand):
+    """A worker of `generate` that writes what the finished run's had written, whose stage `finished.txt` beside the run
+    names: as many deaths as one likes, and torch is never loaded."""
+
+    def __init__(self, **arguments: Any):
+        super().__init__("generate", **arguments)
+
+    def __call__(self, task: ShardTask) -> Receipt:
+        self.before(task)
+        finished = Path(diary_of(task, "finished").read_text())
+        rows = [row for shard in sorted(finished.glob("shards/*")) for row in read_rows(shard)]
+        lines = [line for file in finished.glob("quarantine/*") for line in file.read_text().splitlines()]
+        rejected = {line["id"]: line for line in map(json.loads, lines)}
+        seeds = task_rows(task, ["id"])
+        with shard_writer(task, GENERATED) as writer:
+            for seed in seeds:
+                if line := rejected.get(seed["id"]):
+                    writer.reject(RejectedRow(line["id"], Reason(line["reason"]), line["detail"], line["row"]))
+            ids = {seed["id"] for seed in seeds}
+            writer.write([row for row in rows if row["parent_id"] in ids])
+            return writer.commit("generate", [*task.poison, *ids], {"tokens": 1}, 0.1)
+
+
 class KilledOnce(Stand):
     """Its process is killed when a row group of shard `MIDDLE` is in the temporary file, the first time."""
 
@@ -50,7 +76,7 @@ class KilledOnce(Stand):
             at("write", f"{self.stage}-*/shards/{task.index:05d}.parquet", die)
 
 
-class Poisoned(Stand):
+class Poisoned(Copying):
     """A row ends its process wherever it is; its id is in `poison.txt` beside the run."""
 
     def before(self, task: ShardTask) -> None:

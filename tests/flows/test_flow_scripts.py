@@ -70,6 +70,7 @@ SHORT = (
 )  # of Medusa-2's texts
 
 
+@pytest.mark.slow
 def test_zephyr_writes_both_sides_itself_and_learns_from_the_text(story, tmp_path):
     story("distill_zephyr", *SHORT)
     run = RunDirectory(tmp_path / "zephyr-7b")
@@ -79,6 +80,7 @@ def test_zephyr_writes_both_sides_itself_and_learns_from_the_text(story, tmp_pat
     assert len(run.latest("calibrate").summary["heads"]) == 5
 
 
+@pytest.mark.slow
 def test_vicuna_brings_the_chat_template_that_its_target_lacks(story, tmp_path):
     story("distill_vicuna", "vicuna-7b", *SHORT, "train.backbone.sequence_length=192")
     run = RunDirectory(tmp_path / "vicuna-7b")
@@ -143,6 +145,7 @@ def test_both_demos_are_alike_but_for_their_training():
     assert two.run.store == one.run.directory and two.run.directory.name == "demo-medusa-2"
 
 
+@pytest.mark.slow
 def test_the_second_demo_takes_target_and_text_from_the_first(story, tmp_path, tiny_target, monkeypatch):
     monkeypatch.setattr(demo_target, "train_demo_target", None)  # somebody's own model is not trained
     words = (f"target.model={tiny_target}", "check.min_acceleration_rate=1", "check.prompts=4", "check.studies=[]")

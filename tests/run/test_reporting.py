@@ -45,14 +45,10 @@ def where(**arguments: object) -> dict:
 
 
 @pytest.mark.slow
-def test_hardware_is_asked_in_the_process_that_works(monkeypatch):
+def test_hardware_is_asked_in_the_process_that_works(ray_cluster, monkeypatch):
     """With Ray a process of its own, which need not be on this machine."""
-    executor = make_executor("ray")
-    try:
-        monkeypatch.setattr("pipeline.execution.hardware.hardware", lambda: "the driver's")
-        found = executor.call(with_hardware, {"function": where, "a": 1}, Placement(1, 1, 0))
-    finally:
-        executor.close()
+    monkeypatch.setattr("pipeline.execution.hardware.hardware", lambda: "the driver's")
+    found = make_executor("ray").call(with_hardware, {"function": where, "a": 1}, Placement(1, 1, 0))
     assert found["arguments"] == {"a": 1} and found["hardware"]["cpu"] == hardware()["cpu"]
 
 

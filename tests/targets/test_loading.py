@@ -45,6 +45,7 @@ def test_on_a_cpu_weights_in_their_own_dtype_are_the_file_s_own_pages(random_tar
     raise AssertionError("every address is in some mapping")
 
 
+@pytest.mark.slow
 def test_quantizing_on_a_cpu_says_nothing_of_kernels_that_are_missing() -> None:
     pytest.importorskip("bitsandbytes")
     script = (

@@ -14,14 +14,7 @@ from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec
 from pipeline.training.trainer import count_steps, train
 
-ray = pytest.importorskip("ray")
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=128 * 1024**2)
-    yield
-    ray.shutdown()
+pytest.importorskip("ray")
 
 
 def train_through_ray(spec: TrainSpec, workers: int, show=None):
@@ -41,7 +34,7 @@ def training_workers() -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(cluster, make_spec, monkeypatch):
+def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(ray_cluster, make_spec, monkeypatch):
     from pipeline.training import ray_entry
 
     alone, together = (make_spec(name, epochs=40, checkpoint_every=10) for name in ("alone", "together"))
@@ -68,7 +61,7 @@ def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(clus
 
 
 @pytest.mark.slow
-def test_two_workers_train_heads_first_and_then_the_backbone_with_them(cluster, make_tuning):
+def test_two_workers_train_heads_first_and_then_the_backbone_with_them(ray_cluster, make_tuning):
     """The second stage with the backbone split over them."""
     settings = {"recipe": "two-stage", "epochs": 2, "lora_dropout": 0.3}
     alone, together = make_tuning("one", **settings), make_tuning("two", shard=True, **settings)
@@ -91,7 +84,7 @@ def test_bad_data_is_refused_before_workers_start(make_spec):
 
 
 @pytest.mark.slow
-def test_an_error_meant_for_the_user_comes_out_of_a_worker_as_it_is(cluster, make_spec):
+def test_an_error_meant_for_the_user_comes_out_of_a_worker_as_it_is(ray_cluster, make_spec):
 
     spec = make_spec()
     wrong = TrainSpec(**{**vars(spec), "vocab_size": 20})  # which only shows where rows are taken apart
