@@ -35,6 +35,7 @@ def plan(
     Starts and writes nothing; of a target on the Hub it fetches the configuration alone.
     """
     from pipeline.flow import STAGES
+    from pipeline.run.preflight import unread_settings
     from pipeline.run.status import stage_statuses  # torch and transformers: --help does not wait for them
 
     settings = load_config(config, overrides or ())
@@ -47,6 +48,8 @@ def plan(
             what = {"done": "kept", "skipped": "skip"}.get(state.status, "run")
             table.add_row(name, what, _shards(state), Text(state.why))
     console.print(table)
+    for warning in unread_settings(settings):
+        console.print(f"[yellow]![/] {warning}", highlight=False, soft_wrap=True)
     figures = estimate(settings, _summary(states["seeds"]), _summary(states["generate"]))
     features = states["features"]
     cached = sum(path.stat().st_size for path in features.directory.shards()) if features.directory else 0

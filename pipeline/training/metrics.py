@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 from pipeline.storage.atomic import write_text
 
 FILE = "metrics.jsonl"
-TAIL_BYTES = 65_536
 
 
 class MetricsLog:
@@ -75,18 +73,6 @@ def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, A
         if line.get("held_out")
     ]
     return trained, held_out
-
-
-def last_metrics(directory: Path) -> dict[str, Any] | None:
-    """The newest whole line of metrics.jsonl, or None; reads only the file's end."""
-    try:
-        with (directory / FILE).open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            *lines, _ = file.read().split(b"\n")  # what follows the last newline is nothing, or not whole yet
-            return json.loads(lines[-1])
-    except (OSError, ValueError, IndexError):
-        return None
 
 
 def _scalars(figures: Any, name: str = "") -> Iterator[tuple[str, float]]:

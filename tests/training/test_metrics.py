@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.training.metrics import FILE, MetricsLog, last_metrics, read_curves, read_metrics
+from pipeline.training.metrics import FILE, MetricsLog, read_curves, read_metrics
 
 
 def write(directory, step: int, *steps: int) -> None:
@@ -34,17 +34,6 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
     with (tmp_path / FILE).open("a") as file:
         file.write('{"step": 3, "lo')
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
-    last = last_metrics(tmp_path)
-    assert last is not None and last["step"] == 2
-
-
-def test_progress_reads_the_last_line_of_a_long_file(tmp_path):
-    assert last_metrics(tmp_path) is None
-    write(tmp_path, 0)
-    assert last_metrics(tmp_path) is None
-    write(tmp_path, 0, *range(3000))
-    last = last_metrics(tmp_path)
-    assert last is not None and last["step"] == 2999
 
 
 def test_the_reports_curves_are_losses_and_accuracies_per_head_by_step(tmp_path):
