@@ -44,12 +44,12 @@ class ShardWorker(Protocol):
 
 
 class Executor(Protocol):
-    """Ray, or the calling process."""
+    """The protocol of executors."""
 
     name: str
 
     def resources(self) -> Resources:
-        """What there is to place workers on."""
+        """The resources that workers can be placed on."""
         ...
 
     def map(
@@ -97,7 +97,7 @@ class LazyWorker:
         try:
             self._worker = self._worker or self._make(**self._arguments)
             if expect := getattr(self._worker, "expect", None):
-                expect(upcoming if task.rows is None else None)  # a trial stands or falls by itself
+                expect(upcoming if task.rows is None else None)  # a trial of single rows runs alone
             with disk_errors(Path(task.shard)):
                 return Outcome(task, receipt=self._worker(task))
         except MedusaDistillError as error:
@@ -170,7 +170,7 @@ def free_gpu_memory() -> None:
 
 
 def check_executor(name: str) -> None:
-    """Raise ConfigError where no executor has that name."""
+    """Raise ConfigError for an unknown executor."""
     if name not in ("ray", "inline"):
         raise ConfigError(f"There is no executor '{name}'.", "--executor", "It is ray or inline.")
 

@@ -18,7 +18,7 @@ def hardware() -> dict[str, Any]:
 
 
 def with_hardware(function: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
-    """What a function returns, and under `hardware` what it ran on: for an executor's `call`."""
+    """The function's result with its `hardware`; for an executor's `call`."""
     return {**function(**arguments), "hardware": hardware()}
 
 

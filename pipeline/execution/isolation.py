@@ -33,12 +33,12 @@ def find_poison(
     max_deaths: int,
     seconds_per_task: float,
 ) -> dict[str, str]:
-    """The ids of the rows of `died.task` that kill a worker each by itself, and how; what was known before included.
+    """The ids of the rows of `died.task` that kill a worker alone, and how, including those known before.
 
-    Nothing new is found where the shard, tried by itself, survives.
+    Nothing new is found where the shard succeeds when it is tried alone.
 
     Raises:
-        EnvironmentFault: The shard's rows kill it together, and none does alone.
+        EnvironmentFault: The shard's rows kill the worker together, but none alone.
     """
     ids = [row["id"] for row in read_rows(died.task.source, ["id"])]
     scratch = stage.path / "isolation"

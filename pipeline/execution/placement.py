@@ -13,7 +13,7 @@ from pipeline.errors import EnvironmentFault
 
 @dataclass(frozen=True)
 class Resources:
-    """What the machine or the cluster has; `nodes` lists (cpus, gpus) of each node."""
+    """The resources of the machine or the cluster; `nodes` lists (cpus, gpus) of each node."""
 
     nodes: tuple[tuple[int, int], ...]
 
@@ -28,7 +28,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class Placement:
-    """What a stage's workers get: their number, and CPU cores and GPUs of each."""
+    """The number of a stage's workers, and the CPU cores and GPUs of each."""
 
     workers: int
     cpus: int
@@ -57,7 +57,7 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
 
 
 def _share(workers: int, gpus: int, have: Resources) -> int:
-    """CPU cores of each worker: those that come with its GPUs on the poorest node, else an equal share that fits."""
+    """CPU cores of each worker: the share that belongs to its GPUs on the smallest node, else an equal share."""
     if gpus:
         shares = [node_cpus // (node_gpus // gpus) for node_cpus, node_gpus in have.nodes if node_gpus >= gpus]
         return max(1, min(shares, default=1))
@@ -66,7 +66,7 @@ def _share(workers: int, gpus: int, have: Resources) -> int:
 
 
 def _room(have: Resources, cpus: int, gpus: int) -> int:
-    """How many workers of that size fit at once."""
+    """The number of workers of that size that fit at once."""
     return sum(
         min(node_cpus // cpus, node_gpus // gpus) if gpus else node_cpus // cpus for node_cpus, node_gpus in have.nodes
     )

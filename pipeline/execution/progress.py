@@ -1,9 +1,9 @@
-"""Progress: what work reports of itself, also from another process, and how it is shown.
+"""Progress reports, also from other processes, and their display.
 
-On a terminal `Meter` shows a live bar, everywhere else a plain line now and then. Work reports to a `ProgressReporter`:
-in the process that made it, the report is shown at once; a copy that was pickled to another process writes to a small
-file, from which the waiting process shows it (`poll`). The file is written at most every half second and holds nothing
-that lasts; a full disk does not stop the work.
+On a terminal `Meter` shows a live bar, elsewhere a plain line now and then. Work reports to a `ProgressReporter`: in
+the process that made it, a report is shown at once; a copy that was pickled to another process writes to a small
+temporary file, which the waiting process reads (`poll`). The file is written at most every half second; a full disk
+does not stop the work.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Progress:
 
 
 class ProgressReporter:
-    """Reports how far work is; pickle it to a worker and it reports across the process border.
+    """Reports progress; a pickled copy reports across the process border.
 
     Args:
-        path: The file that pickled copies write to; it must be visible to both processes.
-        show: What is called with each report, in the process that made the reporter. Without it nothing is shown.
+        path: The file that pickled copies write to; both processes must see it.
+        show: Called with each report, in the process that made the reporter; None shows nothing.
     """
 
     def __init__(self, path: Path | None = None, show: Callable[[Progress], None] | None = None):
@@ -52,16 +52,16 @@ class ProgressReporter:
         return ProgressReporter, (self.path,)
 
     def begin(self, part: str, total: int, *, done: int = 0, unit: str = "prompts") -> None:
-        """The next part begins."""
+        """Start the next part."""
         self._now = Progress(part, done, total, unit)
         self._report(at_once=True)
 
     def advance(self, number: int = 1) -> None:
-        """So many more of this part's units are done."""
+        """Count further finished units of this part."""
         self.update(self._now.done + number)
 
     def update(self, done: int, note: str = "") -> None:
-        """So many of this part's units are done."""
+        """Set the finished units of this part."""
         self._now = replace(self._now, done=done, note=note)
         self._report(at_once=done == self._now.total)
 
@@ -94,14 +94,14 @@ class ProgressReporter:
 
 
 class Meter:
-    """One stage's progress: done of total, a rate in its own unit, rows refused, time left.
+    """One stage's progress: done of total, a rate, quarantined rows, time left.
 
     Args:
-        console: Where to show it.
+        console: The console to print to.
         name: The stage.
-        total: Units of work (shards, steps, prompts), what is already done included; 0 while it is unknown.
-        done: Units that an earlier run committed.
-        unit: What a unit is called.
+        total: Units of work (shards, steps, prompts), finished ones included; 0 while unknown.
+        done: Units that an earlier run finished.
+        unit: The unit's name.
     """
 
     def __init__(self, console: Console, name: str, total: int, *, done: int = 0, unit: str = "shards"):
@@ -134,7 +134,7 @@ class Meter:
             self._bar.stop()
 
     def show(self, now: Progress) -> None:
-        """Show a report; rate and time left start anew where it is the first of another part."""
+        """Show a report; rate and time left restart with each part."""
         if (now.part, now.unit) != (self._part, self.unit) or self.total != now.total:
             self._part, self.unit, self.total, self._at_start = now.part, now.unit, now.total, now.done
             self._started = time.monotonic()
@@ -143,7 +143,7 @@ class Meter:
         self.update(now.done, ", ".join(filter(None, (now.note, now.part))))
 
     def update(self, done: int, note: str = "") -> None:
-        """Say how far it is; `note` is a rate or a loss."""
+        """Set the finished units; `note` is a rate or a loss."""
         self.done = done
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=done, total=self.total or None, note=note)
@@ -163,7 +163,7 @@ class Meter:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: 7 s, 2 min 5 s, 3 h 20 min."""
+    """Seconds in readable units: 7 s, 2 min 5 s, 3 h 20 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

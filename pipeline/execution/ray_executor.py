@@ -28,12 +28,12 @@ from pipeline.execution.progress import SECONDS_BETWEEN_REPORTS, ProgressReporte
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.tasks import ShardTask
 
-SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets it in a submitted job's entry point
+SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in a submitted job's entry point
 WORKER_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 OBJECT_STORE_BYTES = 256 * 1024**2  # tasks and receipts only
-MAX_FAILED_STARTS = 3  # of workers, one after another, that end before they are given a shard
+MAX_FAILED_STARTS = 3  # consecutive workers that end before their first shard
 SECONDS_TO_CLOSE = 30.0
-LEAST_SECONDS = 900.0  # for a few rows of a shard, with the model to be loaded first
+LEAST_SECONDS = 900.0  # for a few rows of a shard, including loading the model
 
 
 def worker_environment() -> dict[str, str]:
@@ -44,7 +44,7 @@ def worker_environment() -> dict[str, str]:
 
 
 class ShardActor:
-    """A worker in a process of its own."""
+    """A worker in its own process."""
 
     def __init__(self, work: tuple[Callable[..., ShardWorker], dict[str, Any]], seconds_per_task: float):
         self._lazy = LazyWorker(*work)
@@ -97,7 +97,7 @@ class RayExecutor:
 
     def __init__(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its C++ side warns of what is meant
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # its C++ side warns of intended settings
         try:
             import ray
         except ImportError as error:
@@ -174,7 +174,7 @@ class RayExecutor:
                     failed_starts = 0
                 except self._ray.exceptions.RayError as error:
                     death = last_line(error)
-                    self._ray.kill(slot.actor)  # not every error means that it is gone, and what lives holds its cores
+                    self._ray.kill(slot.actor)  # it may still be alive and hold its cores
                     if slot.upcoming:
                         tasks.appendleft(slot.upcoming)
                     failed_starts += task is None
@@ -231,7 +231,7 @@ class RayExecutor:
 
 
 def last_line(error: Exception) -> str:
-    """The last line of what an error says: Ray puts its own frames before it."""
+    """The last line of an error's text, after Ray's own frames."""
     said = str(error).strip().splitlines() or [repr(error)]
     return said[-1].strip().rstrip(".")
 
