@@ -29,8 +29,9 @@ from pipeline.execution.executor import Executor, Outcome, make_executor
 from pipeline.execution.placement import Placement
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
+from pipeline.storage.receipts import Receipt
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import Receipt, ShardWriter
+from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 

@@ -21,8 +21,9 @@ from pipeline.run.preflight import check_config, unread_settings
 from pipeline.run.stage import Stage
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
+from pipeline.storage.done import Summary
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.stage_directory import StageDirectory, Summary
+from pipeline.storage.stage_directory import StageDirectory
 
 STAGES: dict[str, Stage] = {
     stage.name: stage
@@ -202,7 +203,7 @@ def _wanted(config: Config, stages: Sequence[str], until: str | None, fresh: str
         if name is not None and name not in stages:
             raise ConfigError(f"There is no stage '{name}'.", option, f"The stages are {', '.join(stages)}.")
     upto = stages[: stages.index(until) + 1] if until else stages
-    named = [name for name in upto if STAGES[name].skipped(config) is None and (name != "push" or config.push.repo_id)]
+    named = [name for name in upto if STAGES[name].skipped(config) is None and STAGES[name].asked_for(config)]
     read = {source for name in named for source in STAGES[name].upstream(config)}
     wanted = [name for name in STAGES if name in read.union(named)]
     if fresh is not None and fresh not in wanted:

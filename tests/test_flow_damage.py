@@ -12,7 +12,7 @@ import pytest
 from pipeline.errors import DataError
 from pipeline.storage import checksums as file_facts
 from pipeline.storage.checksums import sha256_of
-from pipeline.storage.shards import read_receipt
+from pipeline.storage.receipts import read_receipt
 from tests.flows.tiny import SHARDED, STAGES, contents, last_events, latest, run_again, shards_made, stages_run
 
 

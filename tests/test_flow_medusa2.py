@@ -19,7 +19,7 @@ from pipeline.errors import CheckFailed, EnvironmentFault
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_config
 from pipeline.flow import STAGES as FLOW_STAGES
-from pipeline.run.status import stage_statuses
+from pipeline.run.stage_status import stage_statuses
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer

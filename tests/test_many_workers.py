@@ -13,8 +13,8 @@ from rich.console import Console
 
 from pipeline.flow import run_flow
 from pipeline.stages import features, generate
+from pipeline.storage.receipts import Receipt
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import Receipt
 from pipeline.storage.tasks import ShardTask
 from pipeline.training.metrics import read_metrics
 from tests.flows.tiny import SHARDED, contents, latest, stages_run

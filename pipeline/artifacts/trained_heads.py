@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -17,12 +16,13 @@ from safetensors.torch import load_file, save_file
 from pipeline.errors import DataError
 from pipeline.heads.kind import Heads, HeadsShape, head_kind
 from pipeline.storage.atomic import atomic_path, read_json, write_text
+from pipeline.storage.done import Summary
 
 HEADS_FILE = "heads.safetensors"
 SUMMARY_FILE = "summary.jsonl"
 
 
-def write_heads(path: Path, heads: Heads, summary: dict[str, Any]) -> None:
+def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
     """Write trained heads, after their summary."""
     write_text(path.with_name(SUMMARY_FILE), json.dumps(summary) + "\n")
     with atomic_path(path) as temporary:
@@ -42,7 +42,7 @@ def load_heads(path: Path) -> Heads:
     return head_kind(shape.kind).from_named_tensors(shape, load_file(path), where=str(path))
 
 
-def read_summary(path: Path, shape: HeadsShape) -> dict[str, Any] | None:
+def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
     """What training said of the heads in this file; None where there are none yet, or they are damaged.
 
     Raises:

@@ -22,8 +22,8 @@ from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.methods import method_of
 
 if TYPE_CHECKING:
-    from pipeline.run.status import StageStatus
-    from pipeline.storage.stage_directory import Summary
+    from pipeline.run.stage_status import StageStatus
+    from pipeline.storage.done import Summary
 
 
 def plan(
@@ -36,7 +36,7 @@ def plan(
     """
     from pipeline.flow import STAGES
     from pipeline.run.preflight import unread_settings
-    from pipeline.run.status import stage_statuses  # torch and transformers: --help does not wait for them
+    from pipeline.run.stage_status import stage_statuses  # torch and transformers: --help does not wait for them
 
     settings = load_config(config, overrides or ())
     run = RunDirectory(settings.run.directory, settings.run.store)
@@ -44,7 +44,7 @@ def plan(
     table = Table("stage", "what", "shards", "why", box=None, header_style="bold")
     states = stage_statuses(run, settings, STAGES)
     for name, state in states.items():
-        if name != "push" or settings.push.repo_id:
+        if STAGES[name].asked_for(settings):
             what = {"done": "kept", "skipped": "skip"}.get(state.status, "run")
             table.add_row(name, what, _shards(state), Text(state.why))
     console.print(table)

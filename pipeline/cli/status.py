@@ -13,13 +13,13 @@ from rich.text import Text
 from pipeline.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
-    from pipeline.run.status import StageStatus
+    from pipeline.run.stage_status import StageStatus
 
 
 def status(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")]) -> None:
     """Per stage: done, partial, stale or not run, and why; rows, quarantined rows, seconds, tokens per second."""
     from pipeline.flow import STAGES
-    from pipeline.run.status import stage_statuses  # torch and transformers: --help does not wait for them
+    from pipeline.run.stage_status import stage_statuses  # torch and transformers: --help does not wait for them
 
     run, config = RunDirectory.open(run_dir)
     headers = ("stage", "state", "shards", "rows", "quarantined", "seconds", "tokens/s", "directory", "why")

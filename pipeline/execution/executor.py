@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError, MedusaDistillError
 from pipeline.execution.placement import Placement, Resources
 from pipeline.execution.progress import ProgressReporter
 from pipeline.storage.atomic import disk_errors
-from pipeline.storage.shards import Receipt
+from pipeline.storage.receipts import Receipt
 from pipeline.storage.tasks import ShardTask
 
 

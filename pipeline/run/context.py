@@ -16,9 +16,10 @@ from pipeline.execution.executor import Executor, InlineExecutor, make_executor
 from pipeline.execution.placement import Placement, place
 from pipeline.execution.progress import Meter
 from pipeline.export.layout import BACKBONE_DIRECTORY
+from pipeline.storage.done import Identity
 from pipeline.storage.fingerprint import FileDigests
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.stage_directory import Identity, StageDirectory
+from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, resolve, weight_files
 from pipeline.training.methods import method_of
 

@@ -8,7 +8,7 @@ from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.readers import read_source
 from pipeline.errors import MedusaDistillError
-from pipeline.storage.stage_directory import Summary
+from pipeline.storage.done import Summary
 from pipeline.targets.spec import context_length, model_config, resolve
 from pipeline.training.methods import method_of
 

@@ -15,7 +15,8 @@ from pipeline.execution.executor import Outcome, ShardWorker
 from pipeline.execution.isolation import find_poison
 from pipeline.execution.placement import Placement
 from pipeline.run.context import Context
-from pipeline.storage.stage_directory import StageDirectory, Summary
+from pipeline.storage.done import Summary
+from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask
 from pipeline.storage.totals import StageTotals
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.run.context import Context
+from pipeline.storage.done import Identity, Summary
 from pipeline.storage.fingerprint import fingerprint
-from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
+from pipeline.storage.stage_directory import StageDirectory
 
 
 def reads(*names: str) -> Callable[[Config], tuple[str, ...]]:
@@ -30,6 +31,7 @@ class Stage:
     one_line: Callable[[Summary], str]  # what the terminal shows of a finished one
     conclude: Callable[[Context, StageDirectory], None] = lambda context, directory: None  # made or kept, every time
     skipped: Callable[[Config], str | None] = lambda config: None  # why it is no part of a run, "" where that is plain
+    asked_for: Callable[[Config], bool] = lambda config: True  # whether a run of this configuration wants it
     sharded: bool = False  # whether the result is shards
     placements: tuple[str, ...] = ()  # the sections of `placement` that say where it works
     scratch: tuple[str, ...] = ()  # files and folders in its directory that do not count once it is done

@@ -33,7 +33,8 @@ from pipeline.evaluation.tree_studies import STOCK_NODES
 from pipeline.run.context import Context
 from pipeline.run.preflight import read_choices
 from pipeline.run.stage import Stage
-from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
+from pipeline.storage.done import Identity, Summary
+from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length
 from pipeline.training.evaluation import SPLIT, held_out_ranks

@@ -38,7 +38,8 @@ from pipeline.run.preflight import require_questions, resolve_assistant
 from pipeline.run.reporting import publish_report
 from pipeline.run.stage import Stage
 from pipeline.storage.atomic import read_json, write_json
-from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
+from pipeline.storage.done import Identity, Summary
+from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, context_length, weight_files
 from pipeline.training.methods import method_of
 

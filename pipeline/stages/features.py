@@ -20,8 +20,9 @@ from pipeline.config import Config, FeaturesConfig
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
 from pipeline.run.stage import Stage, reads
-from pipeline.storage.shards import Receipt
-from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
+from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Receipt
+from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from pipeline.targets.engines import make_feature_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec

@@ -21,8 +21,10 @@ from pipeline.conversations.template import ChatTemplate
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
 from pipeline.run.stage import Stage, reads
-from pipeline.storage.shards import Receipt, Row
-from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
+from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Receipt
+from pipeline.storage.shards import Row
+from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from pipeline.targets.dialogue_pool import DialogueGroup, DialoguePool
 from pipeline.targets.engines import GenerationEngine, make_generation_engine, semantic_arguments

@@ -15,7 +15,8 @@ from pipeline.heads.kind import head_kind
 from pipeline.run.context import Context
 from pipeline.run.stage import Stage, reads
 from pipeline.storage.atomic import read_json, write_json
-from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
+from pipeline.storage.done import Identity, Summary
+from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
 from pipeline.training.methods import method_of
 
@@ -92,4 +93,12 @@ def one_line(summary: Summary) -> str:
     )
 
 
-STAGE = Stage(NAME, VERSION, reads("export", "check"), identity, run, one_line)
+STAGE = Stage(
+    NAME,
+    VERSION,
+    reads("export", "check"),
+    identity,
+    run,
+    one_line,
+    asked_for=lambda config: bool(config.push.repo_id),
+)

@@ -18,8 +18,10 @@ from pipeline.conversations.readers import name_sources, read_source, source_fil
 from pipeline.errors import DataError
 from pipeline.run.context import Context
 from pipeline.run.stage import Stage, reads
-from pipeline.storage.shards import Receipt, ShardWriter
-from pipeline.storage.stage_directory import Identity, StageDirectory, Summary
+from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Receipt
+from pipeline.storage.shards import ShardWriter
+from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.totals import StageTotals
 
 NAME = "seeds"

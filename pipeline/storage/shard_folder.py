@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from pipeline.errors import DamagedShard
-from pipeline.storage.shards import Receipt, note_path, read_receipt, read_rows
+from pipeline.storage.receipts import Receipt, note_path, read_receipt
+from pipeline.storage.shards import read_rows
 from pipeline.storage.tasks import ShardTask
 
 

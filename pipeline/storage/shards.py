@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -23,48 +23,13 @@ import pyarrow.parquet as pq
 
 from pipeline.conversations.conversation import RejectedRow
 from pipeline.errors import DamagedShard, EnvironmentFault
-from pipeline.storage.atomic import atomic_path, disk_errors, publish, read_json, temporary_beside, write_json
+from pipeline.storage.atomic import atomic_path, disk_errors, publish, temporary_beside
 from pipeline.storage.checksums import FileFacts, HashedFile
 from pipeline.storage.fingerprint import ids_digest
+from pipeline.storage.receipts import RECEIPT_KEY, Note, Receipt, write_note
 
-RECEIPT_KEY = b"medusa-distill.receipt"
 Codec = Literal["zstd", "lz4", "none"]
 Row = Mapping[str, Any]  # a row's columns by name
-
-
-@dataclass(frozen=True)
-class Receipt:
-    """A committed shard: `fingerprint` identifies its stage, `upstream` the shard that it was made from."""
-
-    index: int
-    fingerprint: str
-    upstream: str  # content hash of the upstream shard; empty where there is none
-    num_rows: int
-    num_quarantined: int
-    ids_sha256: str
-    content_sha256: str
-    reasons: dict[str, int] = field(default_factory=dict)  # quarantined rows by reason
-    stats: dict[str, float] = field(default_factory=dict)  # what the stage counts: tokens, positions
-    note: Note | None = None  # None where its writer was killed before it, or the file was not written by this receipt
-
-    @classmethod
-    def of(cls, found: Row) -> Receipt:
-        """The receipt that `asdict` made JSON of."""
-        return cls(**{**found, "note": found["note"] and Note.of(found["note"])})
-
-
-@dataclass(frozen=True)
-class Note:
-    """The file beside a shard: the shard's facts as it was written, and the seconds that a worker was busy with it."""
-
-    content_sha256: str
-    file: FileFacts
-    busy_seconds: float
-
-    @classmethod
-    def of(cls, found: Row) -> Note:
-        """The note that `asdict` made JSON of."""
-        return cls(found["content_sha256"], FileFacts(**found["file"]), float(found["busy_seconds"]))
 
 
 class ShardWriter:
@@ -213,35 +178,6 @@ def quarantine_line(rejected: RejectedRow, stage: str) -> str:
 def parent_of(row_id: str) -> str:
     """The seed's id of a row; a split row is `<id>#<turn>`."""
     return row_id.partition("#")[0]
-
-
-def note_path(shard: str | Path) -> Path:
-    """Where a shard's note lies: beside the directory of shards, in one of its own."""
-    shard = Path(shard)
-    return shard.parent.with_name("receipts") / f"{shard.stem}.json"
-
-
-def read_receipt(path: str | Path) -> Receipt | None:
-    """The receipt in a shard's footer with the note that fits it, or None where there is no whole shard."""
-    try:
-        metadata = pq.read_metadata(path).metadata or {}
-        receipt = Receipt(**json.loads(metadata[RECEIPT_KEY]))
-    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
-        return None
-    note = read_note(path)
-    return replace(receipt, note=note) if note and note.content_sha256 == receipt.content_sha256 else receipt
-
-
-def read_note(shard: str | Path) -> Note | None:
-    """The note beside a shard, or None where its writer was killed before it."""
-    with contextlib.suppress(TypeError, KeyError, ValueError):
-        return Note.of(read_json(note_path(shard)) or {})
-    return None
-
-
-def write_note(shard: str | Path, note: Note) -> None:
-    """Write the note beside a shard."""
-    write_json(note_path(shard), asdict(note))
 
 
 @contextlib.contextmanager

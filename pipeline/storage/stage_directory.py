@@ -10,47 +10,20 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import DataError
 from pipeline.storage.atomic import read_json, sweep_temporary, write_json
 from pipeline.storage.checksums import FileFacts
+from pipeline.storage.done import Done, Identity, Summary
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.locks import Lock
+from pipeline.storage.receipts import read_note, write_note
 from pipeline.storage.shard_folder import ShardFolder
-from pipeline.storage.shards import Receipt, read_note, write_note
 
-SHARDED = ("shards", "quarantine", "receipts")
-Identity = dict[str, Any]  # what a result depends on; JSON
-Summary = dict[str, Any]  # what a finished stage says of itself; each stage has its own keys
+SHARD_FOLDERS = ("shards", "quarantine", "receipts")
 BOOKKEEPING = ("stage.json", "upstream.json", "DONE.json", "lock", "receipts", "attempts", "isolation")
-
-
-@dataclass(frozen=True)
-class Done:
-    """DONE.json: that a stage is finished, from what, and every file that counts."""
-
-    stage: str
-    fingerprint: str
-    upstream: dict[str, str]  # the content of what it was made from, by stage
-    shards: list[Receipt]
-    files: dict[str, FileFacts]  # by path in the directory
-    summary: Summary
-
-    @classmethod
-    def read(cls, directory: Path) -> Done | None:
-        """None while the stage is unfinished, or where the file is damaged."""
-        try:
-            found = read_json(directory / "DONE.json") or {}
-            files = {name: FileFacts(**facts) for name, facts in found["files"].items()}
-            return cls(**found | {"files": files, "shards": [Receipt.of(shard) for shard in found["shards"]]})
-        except (TypeError, KeyError, AttributeError):
-            return None
-
-    def write(self, directory: Path) -> None:
-        write_json(directory / "DONE.json", asdict(self))
 
 
 class StageDirectory(ShardFolder):
@@ -93,7 +66,7 @@ class StageDirectory(ShardFolder):
         """
         self.create(identity)
         self.lock.share()
-        for folder in SHARDED:
+        for folder in SHARD_FOLDERS:
             sweep_temporary(self.path / folder)
 
     def create(self, identity: Identity) -> None:
@@ -129,7 +102,7 @@ class StageDirectory(ShardFolder):
         sweep_temporary(self.path)
         made_from = read_json(self.path / "upstream.json")
         if fresh or (made_from is not None and made_from != upstream):
-            self._drop(keep=() if fresh else SHARDED)
+            self._drop(keep=() if fresh else SHARD_FOLDERS)
         (self.path / "DONE.json").unlink(missing_ok=True)
         write_json(self.path / "upstream.json", upstream)
         return damaged
@@ -231,7 +204,7 @@ class StageDirectory(ShardFolder):
             elif path.parent.name in self.parts:
                 shutil.rmtree(path.parent, ignore_errors=True)
             else:
-                self._drop(keep=SHARDED)
+                self._drop(keep=SHARD_FOLDERS)
 
     def verify(self) -> list[str]:
         """Read every file again and say what is missing, damaged or foreign, one line each."""

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from pipeline.conversations.conversation import Reason
 from pipeline.errors import DataError
-from pipeline.storage.shards import Receipt
-from pipeline.storage.stage_directory import Summary
+from pipeline.storage.done import Summary
+from pipeline.storage.receipts import Receipt
 
 ENOUGH_TO_JUDGE = 100  # rows; a fraction of fewer says nothing yet
 

@@ -18,7 +18,7 @@ from tests.flows.tiny import stages_run
 
 
 def test_a_signal_that_typer_would_take_for_its_own_is_told_too(command, finished_run, monkeypatch):
-    monkeypatch.setattr("pipeline.run.status.stage_statuses", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("pipeline.run.stage_status.stage_statuses", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     ended = command("status", finished_run.path)
     assert ended.code == 143 and ended.err.startswith("stopped: Stopped (SIGTERM).")
 

@@ -14,7 +14,8 @@ from pipeline.errors import EnvironmentFault
 from pipeline.execution.executor import Outcome
 from pipeline.execution.isolation import find_poison
 from pipeline.execution.placement import Placement
-from pipeline.storage.shards import Receipt, ShardWriter
+from pipeline.storage.receipts import Receipt
+from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask
 

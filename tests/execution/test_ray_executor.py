@@ -17,7 +17,7 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.executor import InlineExecutor, make_executor
 from pipeline.execution.placement import Placement
 from pipeline.execution.ray_executor import SUBMITTED_JOB, WORKER_ENVIRONMENT, own_signals, worker_environment
-from pipeline.storage.shards import Receipt
+from pipeline.storage.receipts import Receipt
 from pipeline.storage.tasks import ShardTask
 
 ONE = Placement(1, 1, 0)

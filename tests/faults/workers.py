@@ -13,7 +13,8 @@ from typing import Any
 
 from pipeline.artifacts.generated_rows import GENERATED
 from pipeline.conversations.conversation import Reason, RejectedRow
-from pipeline.storage.shards import Receipt, read_rows
+from pipeline.storage.receipts import Receipt
+from pipeline.storage.shards import read_rows
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from tests.faults.processes import at, die
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.errors import DamagedShard
-from pipeline.storage.shards import ShardWriter, open_shard, read_receipt, read_rows
+from pipeline.storage.receipts import read_receipt
+from pipeline.storage.shards import ShardWriter, open_shard, read_rows
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
 
