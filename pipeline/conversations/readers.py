@@ -201,7 +201,7 @@ def _array(file: io.BufferedReader | gzip.GzipFile, path: Path) -> Iterator[Any]
         for item in _items(ijson.basic_parse(ijson.from_iter(chunk.encode() for chunk in text))):
             yield item
             number += 1
-    except (ijson.JSONError, ValueError) as error:
+    except (ijson.JSONError, ValueError, ArithmeticError) as error:  # the last: an exponent beyond Decimal
         what = f"The JSON array breaks off or is malformed after {number} rows: {' '.join(str(error).split())}."
         fix = "Repair or download it again; as JSONL, a damaged line costs only itself."
         raise DataError(what, str(path), fix) from error

@@ -81,6 +81,13 @@ def test_an_array_larger_than_a_chunk_is_read_whole(tmp_path):
     assert first_texts(outcomes) == [row["prompt"] for row in rows]
 
 
+def test_numbers_of_any_size_in_an_array_are_read(tmp_path):
+    rows = read(
+        written(tmp_path / "a.json", b'[{"prompt": "a", "id": 9223372036854775808}, {"prompt": "b", "x": 1e400}]')
+    )
+    assert first_texts(rows) == ["a", "b"] and rows[0].source_id == str(2**63)
+
+
 def test_a_directory_is_its_files_in_order_with_rows_counted_through(tmp_path):
     (tmp_path / "later").mkdir()
     written(tmp_path / "later" / "c.txt", "third")
