@@ -123,7 +123,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
 def _owner(context: Context, damaged: DamagedShard) -> StageDirectory | None:
     """The stage that made a shard, if it is one of this run's."""
     folder = Path(str(damaged.where)).parent.parent
-    return next((stage for stage in context.upstream.values() if stage.path in (folder, folder.parent)), None)
+    return next((stage for stage in context.upstream.values() if stage.path == folder), None)
 
 
 def _tell_damage(context: Context, stage: StageDirectory, damaged: Sequence[Path]) -> None:

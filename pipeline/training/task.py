@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
 from pipeline.heads.kind import Heads, HeadsShape
@@ -44,7 +45,7 @@ class TrainSpec:
     @property
     def heads_path(self) -> Path:
         """Where the trained heads will be; heads of `heads_shape` there say that training is finished."""
-        return self.path / "heads.safetensors"
+        return self.path / HEADS_FILE
 
     @property
     def adapter_path(self) -> Path:
