@@ -147,7 +147,7 @@ def test_a_broken_line_of_jsonl_is_quarantined_alone_with_its_text(line, tmp_pat
         ("blank.jsonl", b"\n \n", "empty"),
         ("empty.txt", b"", "empty"),
         ("none.json", b"[]", "empty"),
-        ("empty.jsonl.gz", gzip.compress(b""), "empty"),
+        ("empty.jsonl.gz", gzip.compress(b"", mtime=0), "empty"),
         ("table.jsonl", b'{"text": "Once", "label": 1}\n{"text": "upon", "label": 0}', "`text`, `label`"),
         ("numbers.json", b"[1, 2, 3]", "a number"),
         ("package.json", b'{\n  "name": "left-pad",\n  "version": "1.0"\n}', "`name`, `version`"),
