@@ -1,0 +1,29 @@
+"""Every stage declares the same things, and what it declares fits together."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.flow import STAGES
+from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.stage_directory import StageDirectory
+
+
+@pytest.mark.parametrize("method", ["medusa-1", "medusa-2"])
+def test_a_stage_reads_only_stages_before_it_that_the_run_has(make_config, tmp_path, method):
+    config = make_config(tmp_path, train__method=method)
+    have = [name for name, stage in STAGES.items() if stage.skipped(config) is None]
+    for position, name in enumerate(have):
+        assert set(STAGES[name].upstream(config)) <= set(have[:position])
+        assert set(STAGES[name].placements) <= set(type(config.placement).model_fields)
+    assert ("tuned-features" in have) == (method == "medusa-2")
+
+
+def test_a_run_lists_its_stages_in_the_order_in_which_they_read_each_other(tmp_path):
+    run = RunDirectory(tmp_path)
+    upstream = {"check": ["a", "zeta"], "zeta": ["seeds"], "seeds": [], "a": ["zeta"]}
+    for name, reads in upstream.items():
+        directory = StageDirectory(tmp_path, name, "0" * 64)
+        directory.create({"upstream": dict.fromkeys(reads, "")})
+        run.link_latest(directory)
+    assert list(run.stages()) == ["seeds", "zeta", "a", "check"]
