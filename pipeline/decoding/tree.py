@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 from math import prod
 
 import torch
-from torch import Tensor
 
 from pipeline.errors import ConfigError
 
@@ -32,14 +31,10 @@ _STOCK_CHILDREN: dict[Path, int] = {
 }
 
 
-def path_probability(accuracy_KR: Sequence[Sequence[float]], path: Sequence[int]) -> float:
-    """The estimated probability that a whole path is right: the product of its guesses' accuracies (2.3.3)."""
-    return prod(accuracy_KR[depth][rank] for depth, rank in enumerate(path))
-
-
 def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: Choices) -> float:
-    """Expected tokens per step: 1 for the target's own token, plus the probability of each node (2.3.3)."""
-    return 1.0 + sum(path_probability(accuracy_KR, path) for path in choices)
+    """Expected tokens per step (2.3.3): 1 for the target's own token, plus each node's probability, the product of the
+    accuracies on its path."""
+    return 1.0 + sum(prod(accuracy_KR[depth][rank] for depth, rank in enumerate(path)) for path in choices)
 
 
 def greedy_tree(
@@ -136,9 +131,6 @@ class Tree:
         self.parent = torch.tensor([row_of[path[:-1]] for path in row_of], device=device)
         guesses = [(len(path) - 1) * self.top + path[-1] for path in self.choices]
         self.guess = torch.tensor(guesses, dtype=torch.int64, device=device)
-        self.ancestors = self._ancestors()
+        itself_NN = torch.eye(self.num_nodes + 1, dtype=torch.bool, device=device)
+        self.ancestors = itself_NN.scatter_(1, self.retrieve_indices, True)  # padding marks the root, above every row
         self.elsewhere = ~self.ancestors | (self.depth == 0)
-
-    def _ancestors(self) -> Tensor:
-        ancestors_NN = torch.eye(self.num_nodes + 1, dtype=torch.bool, device=self.retrieve_indices.device)
-        return ancestors_NN.scatter_(1, self.retrieve_indices, True)  # padding marks the root, an ancestor of every row

@@ -84,7 +84,8 @@ def check_native(request: CheckRequest, progress: ProgressReporter | None = None
     Raises:
         ConfigError: No answer took a step.
     """
-    settings, prompts, repetitions = request.settings, request.prompts, num_passes(request.settings)
+    settings, prompts = request.settings, request.prompts
+    repetitions = settings.repeats + (rule_of(settings) is not greedy_acceptance)
     progress = progress or ProgressReporter()
     times = f", {repetitions} times each" if repetitions > 1 else ""
     progress.begin(f"native{times}", len(prompts) * repetitions)
@@ -155,11 +156,6 @@ def measure(
             "Raise it, or check with other prompts.",
         )
     return Measurement(passes, greedy_passes, failed)
-
-
-def num_passes(settings: CheckConfig) -> int:
-    """How often `measure` decodes every prompt."""
-    return settings.repeats + (rule_of(settings) is not greedy_acceptance)
 
 
 def greedy_match(request: CheckRequest, methods: DecodingMethods, measured: Measurement, method: str) -> GreedyMatch:

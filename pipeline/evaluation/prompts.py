@@ -138,7 +138,8 @@ def question_prompts(
     Args:
         engine: The engine that answers; it takes all questions at once.
     """
-    tokenizer, rule, num_turns = load_tokenizer(target), rule_of(settings), sum(map(_num_turns, questions))
+    tokenizer, rule = load_tokenizer(target), rule_of(settings)
+    num_turns = sum(message.role == "user" for question in questions for message in question.messages)
     template = ChatTemplate(tokenizer, target.chat_template)
     sampling = Sampling(
         temperature=settings.temperature if rule.samples else 0.0,
@@ -146,7 +147,8 @@ def question_prompts(
         max_new_tokens=settings.max_new_tokens,
         stop_token_ids=eos_token_ids(target),
     )
-    target = replace(target, max_tokens=min(context_length(target), _longest(questions, template, settings)))
+    longest = max((_most_tokens(question, template, settings.max_new_tokens) for question in questions), default=1)
+    target = replace(target, max_tokens=min(context_length(target), longest))
     replay = DialogueSettings("replay", sampling, context_length(target), ends_at_flaws=False)
     dialogues = [Dialogue(question, template, replay) for question in questions]
     progress = progress or ProgressReporter()
@@ -221,12 +223,8 @@ def _prompts_of(dialogue: Dialogue) -> Iterator[list[int]]:
         yield from (row.input_ids[: span.start] for span in row.spans)
 
 
-def _longest(questions: Sequence[Conversation], template: ChatTemplate, settings: CheckConfig) -> int:
-    """An upper bound on the tokens of the longest conversation, answers included."""
-    return max((_most_tokens(question, template, settings.max_new_tokens) for question in questions), default=1)
-
-
 def _most_tokens(question: Conversation, template: ChatTemplate, max_new_tokens: int) -> int:
+    """An upper bound on the conversation's tokens, answers included."""
     before = [message for message in question.messages if message.role == "system"]
     total = 1
     for message in question.messages:
@@ -234,10 +232,6 @@ def _most_tokens(question: Conversation, template: ChatTemplate, max_new_tokens:
             with contextlib.suppress(RowRejected):  # a turn that the template rejects is not asked
                 total += len(template.opening([*before, message])) + max_new_tokens + MORE_PER_TURN
     return total
-
-
-def _num_turns(question: Conversation) -> int:
-    return sum(message.role == "user" for message in question.messages)
 
 
 def _stable_hash(text: str) -> int:

@@ -121,7 +121,11 @@ def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
     """
     head = model.get_output_embeddings()
     weight = getattr(head, "weight", None)
-    if weight is None or not weight.is_floating_point() or weight.shape[1] != _hidden_size(model):
+    if (
+        weight is None
+        or not weight.is_floating_point()
+        or weight.shape[1] != model.config.get_text_config().hidden_size
+    ):
         fix = "Choose a target whose lm_head is one linear layer of floating-point weights."
         raise ConfigError("The target's lm_head cannot be copied into the heads.", files.WHERE, fix)
     return weight.detach()
@@ -171,7 +175,3 @@ def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
         return float("inf")
     expected = expected.float()
     return float((actual.float() - expected).norm() / expected.norm())
-
-
-def _hidden_size(model: PreTrainedModel) -> int:
-    return model.config.get_text_config().hidden_size
