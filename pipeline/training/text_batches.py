@@ -80,16 +80,16 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     A length of 0 leaves its index out.
     """
     groups: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []  # (what is free, group), sorted
+    free: list[tuple[int, int]] = []  # (tokens that still fit, group), sorted
     for index in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda i: (-lengths[i], i)):
-        place = bisect.bisect_left(rooms, (lengths[index], 0))
-        if place < len(rooms):
-            room, group = rooms.pop(place)
+        place = bisect.bisect_left(free, (lengths[index], 0))
+        if place < len(free):
+            space, group = free.pop(place)
         else:
-            room, group = capacity, len(groups)
+            space, group = capacity, len(groups)
             groups.append([])
         groups[group].append(index)
-        bisect.insort(rooms, (room - lengths[index], group))
+        bisect.insort(free, (space - lengths[index], group))
     return groups
 
 

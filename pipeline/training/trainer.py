@@ -149,8 +149,8 @@ class Trainer:
         """Hand a copy of everything that a resume needs to the checkpoint writer."""
         tensors, numbers = optimizer_tensors(self.optimizer)
         held = {f"optimizer/{name}": tensor for name, tensor in tensors.items()}
-        for room, module in self.learner.modules.items():
-            held |= {f"{room}/{name}": tensor for name, tensor in trained(module).items()}
+        for of, module in self.learner.modules.items():
+            held |= {f"{of}/{name}": tensor for name, tensor in trained(module).items()}
         checkpoints.save(state.step, held, {"train_state": asdict(state), "optimizer": numbers})
 
     def resume(self, checkpoints: Checkpoints) -> TrainState:
