@@ -150,7 +150,7 @@ def verify_tap(model: PreTrainedModel) -> None:
         fix = "float16 overflows in some models: set target.dtype to bfloat16."
         raise ConfigError(f"The target's states are not finite in {tapped_BTD.dtype}.", "target.dtype", fix)
     if len(read_by_head) != 1 or _relative_error(read_by_head[0], tapped_BTD) > 1e-2:  # bf16 rounds at 4e-3
-        fix = "Medusa heads need lm_head to read the last hidden state after the final norm, and nothing in between."
+        fix = "Heads need lm_head to read the last hidden state after the final norm, and nothing in between."
         raise ConfigError("The target's last hidden state is not what its lm_head reads.", files.WHERE, fix)
 
 

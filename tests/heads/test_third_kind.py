@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import pipeline
 from pipeline.errors import ConfigError
-from pipeline.export.layout import read_config
-from pipeline.heads.kind import KINDS, head_kind
+from pipeline.export.directory import read_heads, write_export
+from pipeline.export.layout import ExportConfig, read_config
+from pipeline.heads.kind import KINDS, TargetWeights, head_kind
+from tests.export.exports import TokenizerStub
 from tests.flows.tiny import STAGES, latest, run_again
 from tests.heads.linear_heads import LinearHeads, LinearShape
 
@@ -47,6 +50,32 @@ def test_a_third_kind_learns_with_its_backbone_too(make_config, tmp_path, monkey
     report = json.loads((run.path / "report.json").read_text())
     assert report["check"]["passed"] and report["check"]["native"]["greedy_match"]["identical"] == 8
     assert (latest(run, "export").path / "backbone" / "config.json").is_file()
+
+
+class SharingHeads(LinearHeads):
+    """Linear heads whose export leaves out all but the first, since the others are the target's own matrices."""
+
+    def named_tensors(self, format: str | None = None) -> dict[str, torch.Tensor]:
+        tensors = super().named_tensors()
+        return {name: tensors[name] for name in (["heads.0.weight"] if format else tensors)}
+
+    def take_from(self, target: TargetWeights) -> None:
+        self.lm_head.data[1].copy_(target.lm_head())
+        self.lm_head.data[2].copy_(target.embedding())
+
+
+def test_what_an_export_leaves_out_is_taken_from_its_target(tmp_path, monkeypatch, tiny_target):
+    monkeypatch.setitem(KINDS, "linear", SharingHeads)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target)
+    own = {"lm_head": model.lm_head.weight.detach(), "embedding": model.model.embed_tokens.weight.detach()}
+    weights = TargetWeights(lambda: own["lm_head"], lambda: own["embedding"])
+    heads = SharingHeads.initial(LinearShape(64, 300, 3), weights)
+    heads.take_from(weights)
+    heads.lm_head.data[0] += 1
+    config = ExportConfig(str(tiny_target), heads.shape)
+    write_export(tmp_path / "export", heads, config, target={}, tokenizer=TokenizerStub(), choices=[(0,)], card="")
+    assert load_file(tmp_path / "export" / "model.safetensors").keys() == {"heads.0.weight"}
+    assert torch.equal(read_heads(tmp_path / "export", model).lm_head, heads.lm_head)
 
 
 def test_an_unknown_kind_is_answered_with_the_nearest_one(make_config, tmp_path):

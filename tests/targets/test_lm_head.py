@@ -5,7 +5,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pipeline.targets import lm_head
-from pipeline.targets.lm_head import read_lm_head
+from pipeline.targets.lm_head import read_embedding, read_lm_head
 from pipeline.targets.spec import TargetSpec
 
 V, D = 40, 32
@@ -35,10 +35,11 @@ def no_loading(monkeypatch):
 
 
 @pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), gpt2, neox], ids=["llama", "tied", "gpt2", "neox"])
-def test_the_lm_head_is_read_without_loading_the_model(make, tmp_path, no_loading):
+def test_lm_head_and_embedding_are_read_without_loading_the_model(make, tmp_path, no_loading):
     model = make()
     model.save_pretrained(tmp_path)
     assert torch.equal(read_lm_head(TargetSpec(str(tmp_path))), model.get_output_embeddings().weight)
+    assert torch.equal(read_embedding(TargetSpec(str(tmp_path))), model.get_input_embeddings().weight)
 
 
 def test_of_a_sharded_checkpoint_only_the_file_that_holds_it_is_opened(tmp_path, no_loading):
