@@ -153,7 +153,7 @@ def _needed_packages(config: Config) -> Iterator[tuple[str, str, str, str]]:
     for package in method.packages(config):
         yield "train", *package
     if config.target.quantization:
-        loads_it = "calibrate" if method.tunes_backbone else "features"
+        loads_it = "tuned-features" if method.tunes_backbone else "features"
         yield loads_it, "bitsandbytes", "target.quantization", "Install it, or leave target.quantization unset."
 
 
