@@ -78,6 +78,12 @@ def test_the_vllm_command_can_be_pasted_into_a_shell():
     assert json.loads(words[4]) == {"method": "medusa", "model": "me/heads", "num_speculative_tokens": 3}
 
 
+def test_the_kind_says_what_its_heads_are_and_which_other_engines_load_them():
+    card = card_of()
+    assert "# Medusa heads for owner/target" in card and "guesses the token at t+2+k.\nThe target verifies" in card
+    assert "text-generation-launcher" in card and "TensorRT-LLM" in card
+
+
 def test_every_head_has_its_row_of_held_out_accuracies():
     rows = table_under(card_of(), "Accuracy of the heads")
     assert rows[0] == ["head", "guesses", "top-1", "top-5"]
