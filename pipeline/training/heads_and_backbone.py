@@ -54,10 +54,6 @@ class BackboneLearner(Learner):
         super().__init__(spec, workers, device, heads_from)
         self.settings, self.dtype = spec.settings.backbone, product_dtype(spec, device)
         self.texts = open_texts(spec)
-        if not any(text.num_read for text in self.texts.get(SPLIT, ())):
-            where = "train.backbone.sequence_length"
-            what = f"No held-out row has target-written text within {where} to measure the drift on."
-            raise DataError(what, where, "Raise it, or hold out more rows (seeds.holdout).")
         self.plan = text_plan(spec, self.texts["train"])
         self.steps_per_epoch = self.plan.steps_per_epoch
         self.backbone = Backbone(spec.trained_target, self.settings, device, self.dtype, workers)
@@ -113,10 +109,13 @@ class BackboneLearner(Learner):
         return losses | {"backbone_lr": self.lr_share(step) * self.peak_lrs["backbone"]}
 
     def evaluate(self) -> dict[str, Any]:
-        """Each head's figures, and the drift: how far the backbone has moved."""
-        held_out, drift = evaluate_tuned(
-            self.backbone, self.heads, self.texts.get(SPLIT, ()), self.spec, self.workers, self.autocast
-        )
+        """The heads' figures, and the drift: how far the backbone has moved; DataError without held-out text."""
+        texts = self.texts.get(SPLIT, ())
+        if not any(text.num_read for text in texts):
+            where = "train.backbone.sequence_length"
+            what = f"No held-out row has target-written text within {where} to measure the drift on."
+            raise DataError(what, where, "Raise it, or hold out more rows (seeds.holdout).")
+        held_out, drift = evaluate_tuned(self.backbone, self.heads, texts, self.spec, self.workers, self.autocast)
         return {"held_out": held_out, "drift": drift}
 
     def facts(self) -> dict[str, Any]:
