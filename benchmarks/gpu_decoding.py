@@ -16,7 +16,7 @@ from benchmarks.arithmetic import peak_memory_gb, reset_peak_memory
 from benchmarks.claims import Claim, Result
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
-from pipeline.evaluation.speed import Pace, speed
+from pipeline.evaluation.speed import ACCELERATED, PLAIN, Pace, speed
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.targets.loading import lm_head_weight
 
@@ -51,7 +51,7 @@ def measure_decoding(model: PreTrainedModel, size: Size) -> Result:
     claims: list[Claim] = []
     facts: dict[str, Any] = {}
     for (kind, num_nodes), with_tree in decoded.items():
-        figures = speed([{"plain": plain, "medusa": with_tree}])
+        figures = speed([{PLAIN: plain, ACCELERATED: with_tree}])
         identical = sum(one.token_ids == other.token_ids for one, other in zip(plain, with_tree, strict=True))
         what = f"{num_nodes} nodes, {kind} heads"
         facts[what] = figures | {"identical_sequences": identical}
