@@ -59,9 +59,9 @@ def p_of_texts(model, heads, rule, temperature: float, num_texts: int) -> tuple[
 
 
 def test_texts_have_the_targets_own_distribution(tiny):
-    p, kept = p_of_texts(*tiny, RejectionSampling(0.8), 0.8, 2_000)
+    p, kept = p_of_texts(*tiny, RejectionSampling(0.8), 0.8, 1_000)
     assert p > 1e-3
-    assert kept[2] > 400, "guesses must have been accepted"
+    assert kept[2] > 200, "guesses must have been accepted"
 
 
 @pytest.mark.parametrize("rule", [TypicalAcceptance(0.8, samples=True), NucleusAcceptance(0.8, 0.999)])

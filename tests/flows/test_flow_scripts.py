@@ -115,6 +115,7 @@ def test_vicuna_without_its_first_word_says_so(story):
         story("distill_vicuna", "train.lr=1")
 
 
+@pytest.mark.slow
 def test_the_demo_makes_its_target_from_the_train_split_once(story, tmp_path, tiny_target, monkeypatch):
     made = []
 
