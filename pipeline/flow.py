@@ -87,7 +87,7 @@ def run_flow(
 
 def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> None:
     """Bring stages up to date, one after another; a shard that turns out damaged when it is read is made again."""
-    discarded: set[str] = set()
+    discarded: set[Path] = set()
     position = 0
     while position < len(wanted):
         name = wanted[position]
@@ -95,12 +95,13 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
             advance(context, STAGES[name], fresh=name == fresh)
             position += 1
         except DamagedShard as damaged:
-            owner = _owner(context, damaged)
-            if owner is None or str(damaged.where) in discarded:
+            shard = Path(str(damaged.where))
+            owner = next((made for made in context.upstream.values() if made.path == shard.parent.parent), None)
+            if owner is None or shard in discarded:
                 raise
-            discarded.add(str(damaged.where))
-            owner.discard([Path(str(damaged.where))])
-            _tell_damage(context, owner, [Path(str(damaged.where))])
+            discarded.add(shard)
+            owner.discard([shard])
+            _tell_damage(context, owner, [shard])
             position, fresh = wanted.index(owner.stage), None
 
 
@@ -118,12 +119,6 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
     context.upstream[stage.name] = directory
     stage.conclude(context, directory)
     return directory
-
-
-def _owner(context: Context, damaged: DamagedShard) -> StageDirectory | None:
-    """The stage that made a shard, if it is one of this run's."""
-    folder = Path(str(damaged.where)).parent.parent
-    return next((stage for stage in context.upstream.values() if stage.path == folder), None)
 
 
 def _tell_damage(context: Context, stage: StageDirectory, damaged: Sequence[Path]) -> None:

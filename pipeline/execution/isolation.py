@@ -9,32 +9,23 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.executor import Executor, Outcome, ShardWorker
-from pipeline.execution.placement import Placement
+from pipeline.execution.executor import Outcome
 from pipeline.storage.shards import read_rows
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask
 
 
 def find_poison(
-    executor: Executor,
-    worker: Callable[..., ShardWorker],
-    arguments: dict[str, Any],
-    died: Outcome,
-    placement: Placement,
-    *,
-    stage: StageDirectory,
-    max_deaths: int,
-    seconds_per_task: float,
+    map_tasks: Callable[..., Iterator[Outcome]], died: Outcome, stage: StageDirectory, max_deaths: int
 ) -> dict[str, str]:
     """The ids of the rows of `died.task` that kill a worker alone, and how, including those known before.
 
+    `map_tasks` is an executor's `map` that lacks only the tasks.
     Nothing new is found where the shard succeeds when it is tried alone.
 
     Raises:
@@ -47,7 +38,7 @@ def find_poison(
     poison: dict[str, str] = {}
     survived = False
     try:
-        for outcome in executor.map(worker, arguments, trials, placement, seconds_per_task):
+        for outcome in map_tasks(trials):
             assert outcome.task.rows is not None, "a trial is of some rows"
             start, stop = outcome.task.rows
             if not outcome.death:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich import progress as bars
@@ -109,28 +108,25 @@ class Meter:
         self._started = self._last_line = time.monotonic()
         self._at_start = done
         self._part = ""
-        self._bar: bars.Progress | None = None
-        self._task: bars.TaskID | None = None
+        self._bar = bars.Progress(
+            bars.TextColumn("{task.description:>10}"),
+            bars.BarColumn(),
+            bars.MofNCompleteColumn(),
+            bars.TextColumn("{task.fields[note]}"),
+            bars.TimeElapsedColumn(),
+            bars.TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._bar.add_task(name, total=total or None, completed=done, note="")
 
     def __enter__(self) -> Meter:
         if self.console.is_terminal:
-            columns = (
-                bars.TextColumn("{task.description:>10}"),
-                bars.BarColumn(),
-                bars.MofNCompleteColumn(),
-                bars.TextColumn("{task.fields[note]}"),
-                bars.TimeElapsedColumn(),
-                bars.TimeRemainingColumn(),
-            )
-            self._bar = bars.Progress(*columns, console=self.console, transient=True)
             self._bar.start()
-            self._task = self._bar.add_task(self.name, total=self.total or None, completed=self.done, note="")
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar:
+    def __exit__(self, *_: object) -> None:
+        if self.console.is_terminal:
             self._bar.stop()
 
     def show(self, now: Progress) -> None:
@@ -138,14 +134,13 @@ class Meter:
         if (now.part, now.unit) != (self._part, self.unit) or self.total != now.total:
             self._part, self.unit, self.total, self._at_start = now.part, now.unit, now.total, now.done
             self._started = time.monotonic()
-            if self._bar is not None and self._task is not None:
-                self._bar.reset(self._task, total=now.total or None, completed=now.done, note="")
+            self._bar.reset(self._task, total=now.total or None, completed=now.done, note="")
         self.update(now.done, ", ".join(filter(None, (now.note, now.part))))
 
     def update(self, done: int, note: str = "") -> None:
         """Set the finished units; `note` is a rate or a loss."""
         self.done = done
-        if self._bar is not None and self._task is not None:
+        if self.console.is_terminal:
             self._bar.update(self._task, completed=done, total=self.total or None, note=note)
         elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = time.monotonic()

@@ -185,14 +185,10 @@ class RayExecutor:
                     yield outcome or Outcome(task, death=hang_report(task) or death)
                     assign()
         finally:
-            self._end([slot.actor for slot in idle], [slot.actor for slot, _ in running.values()])
-
-    def _end(self, idle: list[Any], busy: list[Any]) -> None:
-        """End workers; idle ones release an engine's memory first."""
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.get([actor.close.remote() for actor in idle], timeout=SECONDS_TO_CLOSE)
-        for actor in (*idle, *busy):
-            self._ray.kill(actor)
+            with contextlib.suppress(self._ray.exceptions.RayError):  # idle ones release an engine's memory
+                self._ray.get([slot.actor.close.remote() for slot in idle], timeout=SECONDS_TO_CLOSE)
+            for slot in (*idle, *(slot for slot, _ in running.values())):
+                self._ray.kill(slot.actor)
 
     def call(
         self,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.execution.executor import Executor, InlineExecutor, make_executor
 from pipeline.execution.placement import Placement, place
-from pipeline.execution.progress import Meter
+from pipeline.execution.progress import Meter, ProgressReporter
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.storage.done import Identity
 from pipeline.storage.fingerprint import FileDigests
@@ -120,6 +121,16 @@ class Context:
         have = self.executor.resources() if on_cluster else InlineExecutor().resources()  # as Ray will find them here
         for name in missing:
             place(name, getattr(self.config.placement, name), have)
+
+    @contextlib.contextmanager
+    def progress(self, stage: StageDirectory, unit: str) -> Iterator[ProgressReporter]:
+        """A reporter for the work of one stage, also in other processes, whose reports a meter shows."""
+        with self.meter(stage.stage, 0, unit=unit) as meter:
+            progress = ProgressReporter(stage.path.absolute() / "progress.tmp", meter.show)
+            try:
+                yield progress
+            finally:
+                progress.close()
 
     def meter(self, name: str, total: int, *, done: int = 0, unit: str = "shards") -> Meter:
         return Meter(self.console, name, total, done=done, unit=unit)

@@ -129,13 +129,10 @@ def _check_packages(config: Config, stages: Collection[str] | None) -> None:
     store = (config.run.store or config.run.directory).expanduser()
     for stage, package, key, fix in _needed_packages(config):
         made_before = any(store.glob(f"{stage}-*/DONE.json"))
-        if (stages is None or stage in stages) and not made_before and not _is_installed(package):
+        installed = sys.modules.get(package) or importlib.util.find_spec(package)
+        if (stages is None or stage in stages) and not made_before and not installed:
             name = {"vllm": "vLLM"}.get(package, package)
             raise EnvironmentFault(f"{name} is not installed here, and {stage} needs it.", key, fix)
-
-
-def _is_installed(package: str) -> bool:
-    return bool(sys.modules.get(package) or importlib.util.find_spec(package))
 
 
 def _needed_packages(config: Config) -> Iterator[tuple[str, str, str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import time
 from collections import Counter, deque
@@ -53,11 +54,14 @@ def run_sharded(
     unfinished = {task.index for task in pending}
     totals = StageTotals(receipt for index, receipt in have.items() if index not in unfinished)
     started, before = time.monotonic(), totals.stats[unit]
-    seconds_per_task = limits.max_hours_per_shard * 3600
+    seconds = limits.max_hours_per_shard * 3600
+    map_tasks = functools.partial(
+        context.executor.map, worker, arguments, placement=placement, seconds_per_task=seconds
+    )
     with context.meter(stage.stage, len(tasks), done=totals.shards) as meter:
         while pending:
             killers: list[Outcome] = []
-            for outcome in context.executor.map(worker, arguments, pending, placement, seconds_per_task):
+            for outcome in map_tasks(pending):
                 _record(context, stage, outcome)
                 if outcome.receipt:
                     totals.add(outcome.receipt)
@@ -71,16 +75,7 @@ def run_sharded(
                     killers.append(outcome)
             for killer in killers:
                 context.console.print(f"{stage.stage}: looking for what kills the worker in shard {killer.task.index}")
-                found = find_poison(
-                    context.executor,
-                    worker,
-                    arguments,
-                    killer,
-                    placement,
-                    stage=stage,
-                    max_deaths=limits.max_consecutive_failures,
-                    seconds_per_task=seconds_per_task,
-                )
+                found = find_poison(map_tasks, killer, stage, limits.max_consecutive_failures)
                 if found == poison.get(killer.task.index):
                     raise _unexplained(stage, killer)
                 poison[killer.task.index] = found

@@ -82,26 +82,29 @@ def _status(
     before: dict[str, StageStatus],
 ) -> StageStatus:
     sources = stage.upstream(context.config)
-    if wanted.is_current(stage.contents(context)) and not wanted.misfits():
+    misfits = wanted.misfits()
+    if wanted.is_current(stage.contents(context)) and not misfits:
         made = len(wanted.done.shards) if wanted.done else 0
         return StageStatus("done", "", wanted, made, made)
-    made, expected = _made(context, wanted, sources), _expected(stage, sources, before)
+    made = _made(context, wanted, sources)
+    expected: int | None = 0
+    if stage.sharded:  # one for each of the stage before; how many seeds there are, only reading them tells
+        expected = before[sources[0]].expected if sources else None
     if not wanted.path.exists():
         if linked is None:
             return StageStatus("not run", "never run", expected=expected)
         return StageStatus("stale", _difference(linked.identity, stage.identity_of(context)), linked, 0, expected)
     unready = [name for name in sources if before[name].status != "done"]
+    status, why = "stale", "what it was made from has changed"
     if wanted.done is None:
-        return StageStatus("partial", "unfinished", wanted, made, expected)
-    if misfits := wanted.misfits():
+        status, why = "partial", "unfinished"
+    elif misfits:
         files = [str(path.relative_to(wanted.path)) for path in misfits]
         more = f" and {len(files) - 2} more" if len(files) > 2 else ""
-        return StageStatus("partial", f"damaged: {', '.join(files[:2])}{more}", wanted, made, expected)
-    if unready:
-        return StageStatus(
-            "stale", f"{unready[0]} comes first; kept if that comes out the same", wanted, made, expected
-        )
-    return StageStatus("stale", "what it was made from has changed", wanted, made, expected)
+        status, why = "partial", f"damaged: {', '.join(files[:2])}{more}"
+    elif unready:
+        why = f"{unready[0]} comes first; kept if that comes out the same"
+    return StageStatus(status, why, wanted, made, expected)
 
 
 def _made(context: Context, wanted: StageDirectory, sources: Sequence[str]) -> int:
@@ -112,13 +115,6 @@ def _made(context: Context, wanted: StageDirectory, sources: Sequence[str]) -> i
         return len(have)
     content = {receipt.index: receipt.content_sha256 for receipt in source.shards}
     return sum(receipt.upstream == content.get(index) for index, receipt in have.items())
-
-
-def _expected(stage: Stage, sources: Sequence[str], before: dict[str, StageStatus]) -> int | None:
-    """One shard for each of the stage before; how many seeds there are, only reading them tells."""
-    if not stage.sharded:
-        return 0
-    return before[sources[0]].expected if sources else None
 
 
 def _difference(before: Identity, now: Identity) -> str:

@@ -47,7 +47,6 @@ NAME = "check"
 VERSION = 4
 
 LIMITS = {"min_acceleration_rate"}
-PROGRESS_FILE = "progress.tmp"
 NATIVE_FILE = "native.json"  # until vLLM has come to its end as well
 
 
@@ -69,12 +68,8 @@ def identity(context: Context) -> Identity:
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Decode with every engine that is asked for and judge the results."""
-    with context.meter(NAME, 0, unit="prompts") as meter:
-        progress = ProgressReporter(stage.path.absolute() / PROGRESS_FILE, meter.show)
-        try:
-            return _decode_and_judge(context, stage, progress)
-        finally:
-            progress.close()
+    with context.progress(stage, "prompts") as progress:
+        return _decode_and_judge(context, stage, progress)
 
 
 def _decode_and_judge(context: Context, stage: StageDirectory, progress: ProgressReporter) -> Summary:
@@ -100,8 +95,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         result["native"]["skipped_prompts"] = prompts.skipped
     if "vllm" in settings.engines:
         placement = context.placement("generate")
-        served_request = replace(request, gpus=placement.gpus)
-        arguments = {"function": check_served, "request": served_request}
+        arguments = {"function": check_served, "request": replace(request, gpus=placement.gpus)}
         served = context.executor.call(with_hardware, arguments, placement, progress)
         result = {"hardware": served["hardware"], **result, "vllm": served["vllm"]}
         result["differing"] = result.get("differing", []) + served["differing"]

@@ -10,13 +10,14 @@ runs of one store that have the same tuned backbone share it, whatever tree they
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from pipeline.artifacts.feature_rows import FEATURES, footer_of, row_groups, write_group
 from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
-from pipeline.config import Config, FeaturesConfig
+from pipeline.config import FeaturesConfig
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
 from pipeline.run.stage import Stage, reads
@@ -90,17 +91,9 @@ def tuned_identity(context: Context) -> Identity:
     return {**engine_identity(context.config.features), "backbone": context.upstream["train"].content}
 
 
-def run(context: Context, stage: StageDirectory) -> Summary:
-    """Cache every pending shard's states."""
-    return _cache(context, stage, context.target, split=None)
-
-
-def run_tuned(context: Context, stage: StageDirectory) -> Summary:
-    """Cache the held-out rows' states, as the tuned backbone has them."""
-    return _cache(context, stage, context.backbone("train"), split=SPLIT)
-
-
-def _cache(context: Context, stage: StageDirectory, target: TargetSpec, split: str | None) -> Summary:
+def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summary:
+    """Cache every pending shard's states: the target's of all rows, or those of the tuned backbone of held-out rows."""
+    target, split = (context.backbone("train"), SPLIT) if tuned else (context.target, None)
     placement = context.placement(NAME)
     arguments = {"target": target, "settings": context.config.features, "gpus": placement.gpus, "split": split}
     summary = run_sharded(context, stage, context.upstream["generate"], Worker, arguments, placement, unit="positions")
@@ -112,10 +105,6 @@ def one_line(summary: Summary) -> str:
     speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
     positions = f"{summary.get('positions', 0):,.0f} positions of {summary['bytes_per_position']:,.0f} bytes"
     return f"{positions}{speed}, {summary['quarantined']} quarantined"
-
-
-def _unless_tuned(config: Config) -> str | None:
-    return None if method_of(config.train).tunes_backbone else ""
 
 
 STAGE = Stage(
@@ -134,9 +123,9 @@ TUNED = Stage(
     VERSION,
     reads("generate", "train"),
     tuned_identity,
-    run_tuned,
+    functools.partial(run, tuned=True),
     one_line,
-    skipped=_unless_tuned,
+    skipped=lambda config: None if method_of(config.train).tunes_backbone else "",
     sharded=True,
     placements=(NAME,),
 )

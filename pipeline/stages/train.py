@@ -28,7 +28,6 @@ from pipeline.training.trainer import train
 NAME = "train"
 VERSION = 1
 
-PROGRESS_FILE = "progress.tmp"
 QUANTIZED_TEACHER = "the backbone is held to the quantized target, a worse teacher than the target itself"
 
 
@@ -68,12 +67,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     tuned = spec.method.tunes_backbone
     if tuned and spec.trained_target.quantization and spec.settings.backbone.loss == "kl":
         context.console.print(f"[yellow]![/] {NAME:<10} {QUANTIZED_TEACHER}", highlight=False, soft_wrap=True)
-    with context.meter(NAME, 0, unit="steps") as meter:
-        progress = ProgressReporter(stage.path.absolute() / PROGRESS_FILE, meter.show)
-        try:
-            summary = _train(context, spec, placement, progress)
-        finally:
-            progress.close()
+    with context.progress(stage, "steps") as progress:
+        summary = _train(context, spec, placement, progress)
     if tuned:
         arguments = {"target": context.target, "directory": spec.directory}
         context.executor.call(merge_backbone, arguments, replace(placement, gpus=0))

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.storage.atomic import write_text
+from pipeline.storage.atomic import read_json, write_text
+from pipeline.storage.checksums import sha256_of
 
 
 def fingerprint(parts: dict[str, Any]) -> str:
@@ -42,10 +43,7 @@ class FileDigests:
 
     def __init__(self, cache: Path, *, read_only: bool = False):
         self.cache, self.read_only = cache, read_only
-        try:
-            self.known: dict[str, str] = json.loads(cache.read_text())
-        except (OSError, ValueError):
-            self.known = {}
+        self.known: dict[str, str] = read_json(cache) or {}
 
     def of(self, path: Path) -> str:
         """The file's sha256 (hex); the Hub's cache names large files by it already."""
@@ -55,8 +53,7 @@ class FileDigests:
         stat = path.stat()
         key = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}:{path.name}"
         if key not in self.known:
-            with path.open("rb") as file:
-                self.known[key] = hashlib.file_digest(file, "sha256").hexdigest()
+            self.known[key] = sha256_of(path)
             if not self.read_only:
                 write_text(self.cache, json.dumps(self.known))
         return self.known[key]

@@ -62,9 +62,8 @@ class RunDirectory:
             )
         config = load_config(path / "run.yaml")
         run = cls(path.resolve(), config.run.store)
-        for stage in run.stages().values():
-            run.store = stage.path.parent  # where it lies now: the store may have been copied along
-            break
+        if stages := run.stages():
+            run.store = next(iter(stages.values())).path.parent  # its place now: the store may have been copied along
         return run, config
 
     def latest(self, name: str) -> StageDirectory | None:

@@ -12,6 +12,7 @@ import contextlib
 import errno
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
@@ -125,9 +126,6 @@ class ShardWriter:
         assert len(set(self.ids)) == len(self.ids), f"shard {self.index} of {stage} repeats an id"
         if ids_in is not None:
             self._prove_complete(set(ids_in), stage)
-        reasons: dict[str, int] = {}
-        for rejected in self.rejected:
-            reasons[str(rejected.reason)] = reasons.get(str(rejected.reason), 0) + 1
         receipt = Receipt(
             index=self.index,
             fingerprint=self.fingerprint,
@@ -136,7 +134,7 @@ class ShardWriter:
             num_quarantined=len(self.rejected),
             ids_sha256=ids_digest(self.ids),
             content_sha256=self._content.hexdigest(),
-            reasons=reasons,
+            reasons=dict(Counter(str(rejected.reason) for rejected in self.rejected)),
             stats=stats or {},
         )
         with atomic_path(self.quarantine_path) as temporary:

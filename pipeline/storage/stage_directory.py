@@ -172,15 +172,9 @@ class StageDirectory(ShardFolder):
 
         The new time of an unchanged file is stored, so that it is not read again. The caller holds the lock.
         """
-        damaged, moved = [], {}
-        for path, facts in self._facts():
-            now = facts.renewed(path)
-            if now is None and _is_log(path):
-                continue  # nothing is made from a log
-            if now is None:
-                damaged.append(path)
-            elif now != facts:
-                moved[path] = now
+        written = dict(self._facts())
+        found = {path: facts.renewed(path) for path, facts in written.items()}
+        moved = {path: facts for path, facts in found.items() if facts and facts != written[path]}
         if moved and (done := self.done):
             now_known = {str(path.relative_to(self.path)): facts for path, facts in moved.items()}
             replace(done, files=done.files | now_known).write(self.path)
@@ -188,7 +182,8 @@ class StageDirectory(ShardFolder):
             for path, facts in moved.items():
                 if note := read_note(path):
                     write_note(path, replace(note, file=facts))
-        return damaged
+        logs = {path for path in found if path.suffix == ".jsonl" and path.parent.name != "quarantine"}
+        return [path for path, facts in found.items() if facts is None and path not in logs]  # nothing is made of logs
 
     def discard(self, damaged: Sequence[Path]) -> None:
         """Hold the directory alone, forget that the stage is done, and drop what is damaged.
@@ -230,10 +225,6 @@ class StageDirectory(ShardFolder):
         """Every file but bookkeeping, scratch and what an orphan of a killed run is still writing."""
         found = (path for path in sorted(self.path.rglob("*")) if path.is_file() and path.suffix != ".tmp")
         return [path for path in found if not self.uncounted & set(path.relative_to(self.path).parts)]
-
-
-def _is_log(path: Path) -> bool:
-    return path.suffix == ".jsonl" and path.parent.name != "quarantine"
 
 
 def _problem(path: Path, written: FileFacts) -> str | None:

@@ -13,7 +13,6 @@ from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.executor import Outcome
 from pipeline.execution.isolation import find_poison
-from pipeline.execution.placement import Placement
 from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
@@ -26,7 +25,7 @@ class Graveyard:
     def __init__(self, kills):
         self.kills, self.trials = kills, 0
 
-    def map(self, worker, arguments, tasks, placement, seconds_per_task):
+    def map(self, tasks):
         while tasks:
             task = tasks.popleft()
             self.trials += 1
@@ -52,9 +51,7 @@ def shard(tmp_path_factory):
 
 
 def search(stage: StageDirectory, died: Outcome, executor: Graveyard, max_deaths: int = 2) -> dict[str, str]:
-    return find_poison(
-        executor, object, {}, died, Placement(1, 1, 0), stage=stage, max_deaths=max_deaths, seconds_per_task=9
-    )
+    return find_poison(executor.map, died, stage, max_deaths)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
