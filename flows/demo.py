@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pipeline.cli.app import ends_well
 from pipeline.config.load import load_config
-from pipeline.demo.ensure import ensure_demo_target
+from pipeline.demo.target import ensure_demo_target
 from pipeline.errors import ConfigError
 from pipeline.flow import run_flow
 

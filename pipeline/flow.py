@@ -113,9 +113,16 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
     upstream = stage.contents(context)
     if fresh or not directory.is_whole(upstream):
         _tell_damage(context, directory, directory.begin(upstream, fresh=fresh))
-        _make(context, stage, directory, upstream)
+        context.run.event("stage-started", stage=stage.name, fingerprint=directory.fingerprint)
+        started = time.monotonic()
+        summary = stage.run(context, directory)
+        seconds = round(time.monotonic() - started, 3)
+        directory.finish({**summary, "seconds": seconds}, upstream)
+        context.run.event("stage-finished", stage=stage.name, seconds=seconds)
+        told = f"{duration(seconds):<10} {stage.one_line(summary)}"
     else:
-        context.console.print(f"[green]✓[/] {stage.name:<10} kept       {directory.path.name}", highlight=False)
+        told = f"kept       {directory.path.name}"
+    context.console.print(f"[green]✓[/] {stage.name:<10} {told}", highlight=False, soft_wrap=True)
     context.upstream[stage.name] = directory
     stage.conclude(context, directory)
     return directory
@@ -128,20 +135,6 @@ def _tell_damage(context: Context, stage: StageDirectory, damaged: Sequence[Path
     context.run.event("damaged", stage=stage.stage, files=names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     context.console.print(f"[yellow]![/] {stage.stage:<10} damaged, made again: {', '.join(names[:3])}{more}")
-
-
-def _make(context: Context, stage: Stage, directory: StageDirectory, upstream: dict[str, str]) -> None:
-    context.run.event("stage-started", stage=stage.name, fingerprint=directory.fingerprint)
-    started = time.monotonic()
-    summary = stage.run(context, directory)
-    seconds = round(time.monotonic() - started, 3)
-    directory.finish({**summary, "seconds": seconds}, upstream)
-    context.run.event("stage-finished", stage=stage.name, seconds=seconds)
-    context.console.print(
-        f"[green]✓[/] {stage.name:<10} {duration(seconds):<10} {stage.one_line(summary)}",
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 def push_run(

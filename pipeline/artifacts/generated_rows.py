@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.artifacts.seed_rows import MESSAGES, stored_messages
+from pipeline.artifacts.seed_rows import MESSAGES
 from pipeline.conversations.row_builder import GeneratedRow
 from pipeline.conversations.spans import Span
 from pipeline.errors import DataError
@@ -66,7 +66,6 @@ class TokenRow:
 
 
 def spans_of(stored: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """The spans of one row."""
     return [Span(span["start"], span["end"], span["role"]) for span in stored]
 
 
@@ -79,7 +78,7 @@ def stored_row(row: GeneratedRow, split: str) -> Row:
         "input_ids": row.input_ids,
         "spans": [asdict(span) for span in row.spans],
         "finish": row.finish,
-        "messages": stored_messages(row.messages),
+        "messages": [asdict(message) for message in row.messages],
     }
 
 

@@ -26,8 +26,6 @@ SEEDS = pa.schema(
 
 @dataclass(frozen=True)
 class SeedRow:
-    """A conversation and its split."""
-
     conversation: Conversation
     split: str
 
@@ -49,12 +47,8 @@ class SeedRow:
             "source_id": conversation.source_id,
             "category": conversation.category,
             "split": self.split,
-            "messages": stored_messages(conversation.messages),
+            "messages": [asdict(message) for message in conversation.messages],
         }
-
-
-def stored_messages(messages: Iterable[Message]) -> list[dict[str, str]]:
-    return [asdict(message) for message in messages]
 
 
 def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:

@@ -18,8 +18,6 @@ FIX = "Give a JSON list of paths, such as [[0], [0, 0], [1]]."
 
 @dataclass(frozen=True)
 class Search:
-    """How the tree was found."""
-
     searches: dict[str, float]  # each search's acceleration rate on the half of the rows that judges
     sizes: list[dict[str, float]]  # what each size that was timed costs and promises
     judged: tuple[TreePath, ...]  # the tree whose rate is the expected one
@@ -37,7 +35,6 @@ class Calibration:
     search: Search | None = None  # None of a user's own tree
 
     def stored(self) -> dict[str, Any]:
-        """The content of tree.json."""
         own = {name: value for name, value in asdict(self).items() if name != "search"}
         return (asdict(self.search) if self.search else {}) | own
 

@@ -34,7 +34,6 @@ for command in (run.run, plan.plan, status.status, verify.verify, inspect.inspec
 
 
 def main() -> None:
-    """The console script."""
     sys.exit(ends_well(lambda: app(standalone_mode=False)))
 
 

@@ -82,15 +82,12 @@ def chat(
 
 @dataclass(frozen=True)
 class Answering:
-    """Decoding settings of answers."""
-
     max_new_tokens: int
     rule: AcceptanceRule
     seed: int
 
 
 def converse(model: ChatModel, conversation: Chat, how: Answering, console: Console, notes: Console) -> None:
-    """Answer questions until the input ends."""
     is_person = sys.stdin.isatty()
     for number, question in enumerate(questions(notes, is_person)):
         try:

@@ -41,7 +41,6 @@ class ChatModel:
         return fastest_threads(plain, self.target.prompt(GREETING))
 
     def text_stream(self) -> TextStream:
-        """For one answer."""
         return TextStream(self.target.tokenizer)
 
     def stream(self, prompt: list[int], max_new_tokens: int, rule: AcceptanceRule, seed: int) -> Generator[list[int]]:

@@ -78,7 +78,6 @@ def plan(
 
 
 def _summary(state: StageStatus) -> Summary | None:
-    """The summary of a finished stage."""
     return state.directory.summary if state.status == "done" and state.directory else None
 
 

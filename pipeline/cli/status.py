@@ -39,7 +39,6 @@ def status(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such
 
 
 def shards_in_words(state: StageStatus) -> str:
-    """Finished shards out of all."""
     if state.directory is None or not (state.made or state.expected):
         return ""
     return f"{state.made}/{'?' if state.expected is None else state.expected}"

@@ -7,6 +7,7 @@ too, so that self-talk works; see train_target.py.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,11 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from rich.console import Console
 
+from pipeline.artifacts.seed_rows import read_seeds
+from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.demo.train_target import Progress, train
 from pipeline.errors import DataError
-from pipeline.storage.atomic import atomic_directory
+from pipeline.execution.progress import Meter, duration
+from pipeline.storage.atomic import atomic_directory, read_json, write_json
+from pipeline.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -26,6 +32,8 @@ if TYPE_CHECKING:
 CONTEXT_LENGTH = 1024
 VOCAB_SIZE = 2048
 NUM_STEPS = 200  # 40 to 70 seconds on two cores; a training ended by the clock is not reproducible
+
+MARK = "demo_target.json"  # marks a demo target and names the seeds it was trained on
 
 BOS, EOS = "<s>", "</s>"
 ROLE_MARKS = ["<|system|>", "<|user|>", "<|assistant|>"]
@@ -35,6 +43,32 @@ CHAT_TEMPLATE = (
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|assistant|>\\n' }}{%- endif %}"
 )
+
+
+def ensure_demo_target(run: RunDirectory, config: Config) -> None:
+    """Train the target at `target.model` on the train split, unless it has learned these or is no demo target."""
+    from transformers.utils import logging
+
+    directory = Path(config.target.model)
+    seeds = run.latest("seeds")
+    assert seeds is not None, "the demo target is trained from the seeds stage"
+    made_from = {"seeds": seeds.content, "seed": config.run.seed}
+    mark = read_json(directory / MARK)
+    if directory.exists() and (mark is None or mark["made_from"] == made_from):
+        return
+    shutil.rmtree(directory, ignore_errors=True)
+    console = Console()
+    logging.disable_progress_bar()
+    with Meter(console, "target", NUM_STEPS, unit="steps") as meter:
+        facts = train_demo_target(
+            list(read_seeds(seeds.shards(), "train")),
+            directory,
+            seed=config.run.seed,
+            progress=lambda step, total, loss: meter.update(step, f"loss {loss:.2f}"),
+        )
+    write_json(directory / MARK, {"made_from": made_from, **facts})
+    parameters = f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['steps']} steps, loss {facts['final_loss']:.2f}"
+    console.print(f"[green]✓[/] {'target':<10} {duration(facts['seconds']):<10} {parameters}", highlight=False)
 
 
 def train_demo_target(

@@ -48,9 +48,7 @@ class Executor(Protocol):
 
     name: str
 
-    def resources(self) -> Resources:
-        """The resources that workers can be placed on."""
-        ...
+    def resources(self) -> Resources: ...
 
     def map(
         self,
@@ -81,9 +79,7 @@ class Executor(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Stop what the executor started."""
-        ...
+    def close(self) -> None: ...
 
 
 class LazyWorker:
@@ -170,7 +166,6 @@ def free_gpu_memory() -> None:
 
 
 def check_executor(name: str) -> None:
-    """Raise ConfigError for an unknown executor."""
     if name not in ("ray", "inline"):
         raise ConfigError(f"There is no executor '{name}'.", "--executor", "It is ray or inline.")
 

@@ -79,7 +79,6 @@ class ProgressReporter:
             return None
 
     def close(self) -> None:
-        """Remove the file."""
         if self.path:
             self.path.unlink(missing_ok=True)
 

@@ -91,8 +91,6 @@ class Slot:
 
 
 class RayExecutor:
-    """Workers are Ray actors and tasks."""
-
     name = "ray"
 
     def __init__(self) -> None:

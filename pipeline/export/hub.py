@@ -12,13 +12,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd
-
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.export.backbone import BACKBONE_FILE
 from pipeline.export.card import backbone_card, model_card
 from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, CONFIG_FILE, read_json_config, with_base_model
-from pipeline.export.upload import WEIGHT_SUFFIXES, check_repo_id, listing, prepare, refuse_local_path, upload
+from pipeline.export.upload import WEIGHT_SUFFIXES, check_repo_id, listing, prepare, refuse_local_paths, upload
 from pipeline.heads.kind import Heads
 from pipeline.storage.atomic import files_in
 
@@ -40,9 +38,7 @@ def push_export(
     recipe: Mapping[str, Any],
     private: bool = False,
     base_model: str | None = None,
-    token: str | None = None,
     dry_run: bool = False,
-    endpoint: str | None = None,
 ) -> dict[str, Any]:
     """Push an export with a freshly rendered model card, as one commit; return the receipt.
 
@@ -53,9 +49,7 @@ def push_export(
         recipe: The run's resolved configuration as plain data, for the card.
         private: Make the repository private; an existing public one is an error, an existing private one stays private.
         base_model: The target's Hub id; required where the export names a local directory.
-        token: A Hub token that may write; default HF_TOKEN or what `hf auth login` stored.
         dry_run: Only list the files. Uses no network and needs no token.
-        endpoint: Another Hub; default HF_ENDPOINT.
 
     Returns:
         {"repo", "url", "commit", "unchanged", "private", "base_model", "files": [{"path", "size", "sha256"}]};
@@ -89,15 +83,13 @@ def push_export(
     if missing:
         fix = "Publish the target first, then push with push.base_model=USER/NAME."
         raise ConfigError(f"The push lacks {missing[0]}.", base, fix)
-    _refuse_local_paths(additions, exported.base_model_name_or_path, recipe)
+    refuse_local_paths(additions, exported.base_model_name_or_path, recipe)
     return receipt | upload(
         additions,
         repo_id,
         exported.kind.title,
         in_the_way=lambda names: _not_heads(names, exported.kind),
         private=private,
-        token=token,
-        endpoint=endpoint,
     )
 
 
@@ -111,9 +103,7 @@ def push_backbone(
     recipe: Mapping[str, Any],
     private: bool = False,
     base_model: str | None = None,
-    token: str | None = None,
     dry_run: bool = False,
-    endpoint: str | None = None,
 ) -> dict[str, Any]:
     """Push the tuned backbone with a model card of its own, as one commit; return the receipt.
 
@@ -137,10 +127,8 @@ def push_backbone(
     receipt = {"repo": repo_id, "private": private, "base_model": base_model, "files": listing(additions)}
     if dry_run:
         return receipt | {"dry_run": True, "commit": None, "missing": []}
-    _refuse_local_paths(additions, str(directory), recipe)
-    return receipt | upload(
-        additions, repo_id, "Backbone", in_the_way=_not_a_backbone, private=private, token=token, endpoint=endpoint
-    )
+    refuse_local_paths(additions, str(directory), recipe)
+    return receipt | upload(additions, repo_id, "Backbone", in_the_way=_not_a_backbone, private=private)
 
 
 def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -157,10 +145,12 @@ def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 def _names(directory: Path, kind: type[Heads]) -> list[str]:
     """The heads' files, without the stage's bookkeeping, a tuned backbone and hidden files."""
-    paths = (path for path in files_in(directory) if path.name not in BOOKKEEPING)
-    paths = (path for path in paths if not any(part.startswith(".") for part in path.parts))
     tuned = BACKBONE_DIRECTORY if (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file() else None
-    names = [path.as_posix() for path in paths if path.parts[0] != tuned]
+    names = [
+        path.as_posix()
+        for path in files_in(directory)
+        if path.name not in BOOKKEEPING and path.parts[0] != tuned and not any(p.startswith(".") for p in path.parts)
+    ]
     if gone := {kind.weights_file, kind.choices_file} - set(names):
         raise DataError(f"The export lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
     if strangers := _other_weights(names, kind):
@@ -171,13 +161,6 @@ def _names(directory: Path, kind: type[Heads]) -> list[str]:
 
 def _other_weights(names: Collection[str], kind: type[Heads]) -> list[str]:
     return sorted(name for name in names if Path(name).suffix in WEIGHT_SUFFIXES and name != kind.weights_file)
-
-
-def _refuse_local_paths(additions: list[CommitOperationAdd], base: str, recipe: Mapping[str, Any]) -> None:
-    """Local paths of the target and the tuned backbone must not be published."""
-    for path in {base, str((recipe.get("target") or {}).get("model", ""))}:
-        if os.path.isabs(path):
-            refuse_local_path(additions, path)
 
 
 def _not_heads(names: Collection[str], kind: type[Heads]) -> list[str]:

@@ -7,6 +7,7 @@ its sha256, which is also in the receipt.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,20 +43,21 @@ def prepare(files: Mapping[str, Path | bytes]) -> list[CommitOperationAdd]:
 
 
 def listing(additions: list[CommitOperationAdd]) -> list[dict[str, Any]]:
-    """{"path", "size", "sha256"} of every file."""
     infos = [(file.path_in_repo, file.upload_info) for file in additions]
     return [{"path": path, "size": info.size, "sha256": info.sha256.hex()} for path, info in infos]
 
 
-def refuse_local_path(additions: list[CommitOperationAdd], path: str) -> None:
-    """Raise DataError where a file contains a local path, as a tokenizer's settings may; weights are skipped."""
+def refuse_local_paths(additions: list[CommitOperationAdd], base: str, recipe: Mapping[str, Any]) -> None:
+    """Raise DataError where a file names a local target or `base`, as a tokenizer's settings may; not for weights."""
+    local = {path for path in (base, (recipe.get("target") or {}).get("model", "")) if os.path.isabs(path)}
     for addition in additions:
         if Path(addition.path_in_repo).suffix in WEIGHT_SUFFIXES:
             continue
         with addition.as_file() as file:
-            if path.encode() in file.read():
-                fix = "Remove the path from it, then push again."
-                raise DataError(f"{addition.path_in_repo} names the target's local path.", path, fix)
+            content = file.read()
+        if path := next((path for path in local if path.encode() in content), None):
+            fix = "Remove the path from it, then push again."
+            raise DataError(f"{addition.path_in_repo} names the target's local path.", path, fix)
 
 
 def upload(
@@ -65,8 +67,6 @@ def upload(
     *,
     in_the_way: InTheWay,
     private: bool,
-    token: str | None,
-    endpoint: str | None,
 ) -> dict[str, Any]:
     """Upload missing files and commit; {"url", "commit", "unchanged", "private"}.
 
@@ -74,8 +74,10 @@ def upload(
         ConfigError: The repository is public and should be private, or holds something else.
         EnvironmentFault: No token, or the Hub could not be reached or rejected the request.
     """
-    token = _token(token)
-    api = HfApi(endpoint=endpoint, token=token, library_name="medusa-distill")
+    if not (token := get_token()):
+        fix = "Run `hf auth login`, or set HF_TOKEN to a token that may write; then push again."
+        raise EnvironmentFault("There is no Hub token.", "push", fix)
+    api = HfApi(token=token, library_name="medusa-distill")
     with _hub_faults(repo_id, token):
         existing = _existing(api, repo_id)
         if existing is None:
@@ -89,14 +91,6 @@ def upload(
         "unchanged": existing is not None and existing.sha == commit.oid,
         "private": private if existing is None else bool(existing.private),
     }
-
-
-def _token(token: str | None) -> str:
-    token = token or get_token()
-    if not token:
-        fix = "Run `hf auth login`, or set HF_TOKEN to a token that may write; then push again."
-        raise EnvironmentFault("There is no Hub token.", "push", fix)
-    return token
 
 
 def _existing(api: HfApi, repo_id: str) -> ModelInfo | None:

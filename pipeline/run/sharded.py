@@ -89,7 +89,6 @@ def run_sharded(
 
 
 def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
-    """One line of events.jsonl per shard and attempt."""
     facts: dict[str, Any] = {"stage": stage.stage, "shard": outcome.task.index}
     if receipt := outcome.receipt:
         busy = {"busy_seconds": receipt.note.busy_seconds} if receipt.note else {}

@@ -131,12 +131,14 @@ def _sizes(choices: tuple[TreePath, ...], ranks: HeldOutRanks, overheads: dict[i
 
 def _measured(context: Context, features: StageDirectory, choices: tuple[TreePath, ...]) -> dict[int, float]:
     """The overhead of trees of several sizes where the target decodes."""
-    placement = context.placement("features")
+    placement, room = context.placement("features"), context_length(context.target)
+    rows = read_token_rows(features.shards(), features.fingerprint)
+    prompts = held_out_prompts(rows, NUM_PROMPTS, room, SPLIT).kept  # chosen as the check's are
     arguments = {
         "target": context.backbone("train"),
         "heads": str(context.upstream["train"].path / HEADS_FILE),
         "trees": {size: choices[:size] for size in sorted({*MEASURED_SIZES, len(choices)}) if size <= len(choices)},
-        "prompts": _usual_prompts(features, context_length(context.target)),
+        "prompts": [prompt.ids[-max(1, room - 1 - NUM_STEPS) :] for prompt in prompts],  # cut at the beginning
         "gpus": placement.gpus,
     }
     return context.executor.call(measure_overheads, arguments, placement)
@@ -149,14 +151,6 @@ def measure_overheads(
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = load_heads(Path(heads)).to(input_device(model), model.dtype)
     return overhead_curve(model, module, trees, prompts, context_length(target))
-
-
-def _usual_prompts(features: StageDirectory, context: int) -> list[list[int]]:
-    """The calibrate split's prompts, chosen as the check's are; one that is too long is cut at its beginning."""
-    prompts = held_out_prompts(
-        read_token_rows(features.shards(), features.fingerprint), NUM_PROMPTS, context, SPLIT
-    ).kept
-    return [prompt.ids[-max(1, context - 1 - NUM_STEPS) :] for prompt in prompts]
 
 
 def one_line(summary: Summary) -> str:

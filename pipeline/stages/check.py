@@ -30,7 +30,6 @@ from pipeline.evaluation.prompts import (
 )
 from pipeline.evaluation.served import check_served
 from pipeline.execution.hardware import with_hardware
-from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_choices
 from pipeline.run.context import Context
@@ -91,7 +90,13 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     )
     result: Summary = {"skipped_prompts": prompts.skipped}
     if "native" in settings.engines:
-        result |= read_json(stage.path / NATIVE_FILE) or _native(context, stage, request, placement, progress)
+        native = read_json(stage.path / NATIVE_FILE)  # of a check that was interrupted
+        if native is None:
+            arguments = {"function": check_native, "request": request}
+            native = context.executor.call(with_hardware, arguments, placement, progress)
+            write_answers(stage.path, native.pop("answers"))
+            write_json(stage.path / NATIVE_FILE, native)
+        result |= native
         result["native"]["skipped_prompts"] = prompts.skipped
     if "vllm" in settings.engines:
         placement = context.placement("generate")
@@ -103,17 +108,6 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         result["kl"] = context.upstream["train"].summary["drift"]["kl"]
     (stage.path / NATIVE_FILE).unlink(missing_ok=True)
     return result | {"passed": not failures(CheckResult.of(result), context.config)}
-
-
-def _native(
-    context: Context, stage: StageDirectory, request: CheckRequest, placement: Placement, progress: ProgressReporter
-) -> Summary:
-    """The result of `check_native`; answers go to their own files, the rest to one that a resumed check reads."""
-    arguments = {"function": check_native, "request": request}
-    result = context.executor.call(with_hardware, arguments, placement, progress)
-    write_answers(stage.path, result.pop("answers"))
-    write_json(stage.path / NATIVE_FILE, result)
-    return result
 
 
 def conclude(context: Context, stage: StageDirectory) -> None:

@@ -36,7 +36,6 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Write the directory and read it back."""
     settings, spec = context.config.export, context.target
     train, backbone = context.upstream["train"].path, stage.path.resolve() / BACKBONE_DIRECTORY
     tunes = method_of(context.config.train).tunes_backbone

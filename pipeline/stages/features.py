@@ -74,11 +74,7 @@ class Worker:
 
 def engine_identity(settings: FeaturesConfig) -> Identity:
     """What of the settings the states depend on; the batch size only moves rounding noise."""
-    return {
-        "engine": settings.engine,
-        "codec": settings.codec,
-        "engine_args": semantic_arguments(settings.engine_args),
-    }
+    return {"engine": settings.engine, "codec": settings.codec, "engine_args": semantic_arguments(settings.engine_args)}
 
 
 def identity(context: Context) -> Identity:

@@ -42,7 +42,6 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Generate every pending shard."""
     placement = context.placement(NAME)
     settings = context.config.generate
     template = ChatTemplate(load_tokenizer(context.target), context.target.chat_template)

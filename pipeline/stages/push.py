@@ -29,7 +29,6 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Push, and keep the receipt."""
     receipt = push(context)
     write_json(stage.path / "receipt.json", receipt)
     summary = _summary(receipt)
@@ -70,7 +69,6 @@ def push(context: Context, *, dry_run: bool = False) -> dict[str, Any]:
 
 
 def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
-    """What would go, as a person reads it."""
     if "backbone" in receipt:
         print_dry_run(console, receipt["backbone"])
     console.print(
@@ -94,11 +92,5 @@ def one_line(summary: Summary) -> str:
 
 
 STAGE = Stage(
-    NAME,
-    VERSION,
-    reads("export", "check"),
-    identity,
-    run,
-    one_line,
-    asked_for=lambda config: bool(config.push.repo_id),
+    NAME, VERSION, reads("export", "check"), identity, run, one_line, asked_for=lambda config: bool(config.push.repo_id)
 )

@@ -52,20 +52,15 @@ def _source_identity(context: Context, source: SeedSource) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Read every source and write the shards."""
     settings = context.config.seeds
     receipts: dict[int, Receipt] = {}
     with context.meter(NAME, 0, unit="rows") as meter:
         rows = split_rows(_read(context), settings.holdout)
-        for index, chunk in enumerate(_chunks(rows, settings.rows_per_shard)):
-            receipts[index] = _write_shard(stage, index, chunk)
-            context.run.event(
-                "shard",
-                stage=NAME,
-                shard=index,
-                rows=receipts[index].num_rows,
-                quarantined=receipts[index].num_quarantined,
-            )
+        chunks = iter(lambda: list(itertools.islice(rows, settings.rows_per_shard)), [])
+        for index, chunk in enumerate(chunks):
+            made = receipts[index] = _write_shard(stage, index, chunk)
+            counts = {"rows": made.num_rows, "quarantined": made.num_quarantined}
+            context.run.event("shard", stage=NAME, shard=index, **counts)
             meter.update(meter.done + len(chunk))
     stage.drop_shards_but(receipts)
     totals = StageTotals(receipts.values())
@@ -114,27 +109,18 @@ def _unit_hash(row_id: str) -> float:
     return int.from_bytes(hashlib.sha256(b"split:" + row_id.encode()).digest()[:8], "big") / 2**64
 
 
-def _chunks(
-    rows: Iterator[tuple[Conversation | RejectedRow, str]], size: int
-) -> Iterator[list[tuple[Conversation | RejectedRow, str]]]:
-    while chunk := list(itertools.islice(rows, size)):
-        yield chunk
-
-
 def _write_shard(stage: StageDirectory, index: int, chunk: list[tuple[Conversation | RejectedRow, str]]) -> Receipt:
     with ShardWriter(
         stage.shard_path(index), stage.quarantine_path(index), SEEDS, index=index, fingerprint=stage.fingerprint
     ) as writer:
-        writer.write([SeedRow(row, split).stored() for row, split in chunk if isinstance(row, Conversation)])
+        kept = [SeedRow(row, split) for row, split in chunk if isinstance(row, Conversation)]
+        writer.write([row.stored() for row in kept])
         for row, _ in chunk:
             if isinstance(row, RejectedRow):
                 writer.reject(row)
-        splits = [split for row, split in chunk if isinstance(row, Conversation)]
-        return writer.commit(
-            NAME,
-            [row.id for row, _ in chunk],
-            {f"{s}_rows": float(splits.count(s)) for s in SPLITS},
-        )
+        splits = [row.split for row in kept]
+        counts = {f"{split}_rows": float(splits.count(split)) for split in SPLITS}
+        return writer.commit(NAME, [row.id for row, _ in chunk], counts)
 
 
 def _require_enough(summary: Summary, stage: StageDirectory) -> None:

@@ -46,7 +46,6 @@ class FileFacts:
 
 
 def sha256_of(path: Path) -> str:
-    """The sha256 (hex) of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

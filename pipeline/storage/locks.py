@@ -76,7 +76,6 @@ class Lock:
         self._sign([self._signature])
 
     def release(self) -> None:
-        """Hold it no longer."""
         if not self._file.closed:
             with contextlib.suppress(OSError), self._file:  # the signature is only for a message
                 self._sign(self._others())

@@ -78,5 +78,4 @@ def read_note(shard: str | Path) -> Note | None:
 
 
 def write_note(shard: str | Path, note: Note) -> None:
-    """Write the note beside a shard."""
     write_json(note_path(shard), asdict(note))

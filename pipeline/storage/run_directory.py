@@ -24,8 +24,6 @@ from pipeline.storage.stage_directory import StageDirectory
 
 
 class RunDirectory:
-    """The directory of one run."""
-
     def __init__(self, path: Path, store: Path | None = None):
         self.path = path
         self.store = store or path
@@ -78,7 +76,6 @@ class RunDirectory:
         return {name: found[name] for name in TopologicalSorter(read).static_order()}
 
     def links(self) -> list[Path]:
-        """The links in `latest/`, by name."""
         return sorted((self.path / "latest").glob("[!.]*"))
 
     def link_latest(self, stage: StageDirectory) -> None:

@@ -103,7 +103,6 @@ class ShardWriter:
         hashing.result()
 
     def reject(self, rejected: RejectedRow) -> None:
-        """Quarantine one row."""
         self.rejected.append(rejected)
 
     def commit(

@@ -70,7 +70,6 @@ class StageDirectory(ShardFolder):
             sweep_temporary(self.path / folder)
 
     def create(self, identity: Identity) -> None:
-        """Make the directory and stage.json."""
         self.path.mkdir(parents=True, exist_ok=True)
         if read_json(self.path / "stage.json") is None:
             write_json(
@@ -108,7 +107,6 @@ class StageDirectory(ShardFolder):
         return damaged
 
     def release(self) -> None:
-        """Hold the directory no longer."""
         if "lock" in self.__dict__:
             self.lock.release()
 

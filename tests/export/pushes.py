@@ -35,5 +35,5 @@ def export_to(directory: Path, base_model: str = "owner/target", tokenizer: str 
 
 
 def push(export: Path, hub: HubStandIn, **changes) -> dict:
-    arguments = {"repo_id": "me/heads", "report": PASSED, "recipe": {}, "endpoint": hub.endpoint} | changes
+    arguments = {"repo_id": "me/heads", "report": PASSED, "recipe": {}} | changes
     return push_export(export, **arguments)

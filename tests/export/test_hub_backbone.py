@@ -48,7 +48,7 @@ def push_it(backbone: Path, hub: HubStandIn, **changes) -> dict:
         "base_model": "owner/original",
         "kind": MedusaHeads,
     }
-    shared = {"report": REPORT, "recipe": RECIPE, "endpoint": hub.endpoint}
+    shared = {"report": REPORT, "recipe": RECIPE}
     return push_backbone(backbone, **usual | shared | changes)
 
 

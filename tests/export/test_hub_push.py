@@ -37,7 +37,8 @@ def test_a_dry_run_lists_the_same_files_and_touches_no_network(export, hub, monk
     dry = push(export, hub, dry_run=True)
     assert hub.requests == []
     assert dry["commit"] is None and dry["dry_run"] is True and dry["missing"] == []
-    assert dry["files"] == push(export, hub, token=TOKEN)["files"]
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    assert dry["files"] == push(export, hub)["files"]
 
 
 def test_a_finished_push_again_makes_no_commit_and_sends_nothing(export, hub):
@@ -84,9 +85,10 @@ def test_no_failure_of_the_hub_shows_the_token_or_a_traceback(export, hub, reque
     assert repository is None or len(repository.commits) == 1
 
 
-def test_a_hub_that_is_not_there_is_an_environment_fault(export, hub):
+def test_a_hub_that_is_not_there_is_an_environment_fault(export, hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(EnvironmentFault, match="did not get through"):
-        push(export, hub, endpoint="http://127.0.0.1:9")
+        push(export, hub)
 
 
 def test_offline_mode_is_named(export, hub, monkeypatch):
@@ -103,9 +105,10 @@ def test_without_a_token_it_says_how_to_get_one(export, hub, monkeypatch):
     assert hub.requests == []
 
 
-def test_a_wrong_token_is_told_from_a_missing_repository(export, hub):
+def test_a_wrong_token_is_told_from_a_missing_repository(export, hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_wrongToken")
     with pytest.raises(EnvironmentFault, match=r"answered 401.*must be valid") as caught:
-        push(export, hub, token="hf_wrongToken")
+        push(export, hub)
     assert "hf_wrongToken" not in str(caught.value)
 
 

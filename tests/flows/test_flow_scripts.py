@@ -15,7 +15,7 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.config.load import load_config
-from pipeline.demo import ensure as demo_target
+from pipeline.demo import target as demo_target
 from pipeline.errors import ConfigError
 from pipeline.evaluation import studies
 from pipeline.flow import run_flow
