@@ -6,8 +6,10 @@ share of the peak is therefore never overstated.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 from collections.abc import Iterable
+from pathlib import Path
 from time import perf_counter
 
 import torch
@@ -64,14 +66,23 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def reset_peak_memory(device: torch.device) -> None:
-    """Give back what nobody refers to any more, and begin to look for a GPU's peak anew."""
+def reset_peak_memory(device: torch.device) -> float:
+    """Free what is no longer used and start measuring the peak anew; returns the memory in use, in GB."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device) / 1e9
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _resident_gb("VmRSS")
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The most GPU memory that tensors have taken since then; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0
+    """The most memory in use since then: a GPU's by tensors, else this process's."""
+    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else _resident_gb("VmHWM")
+
+
+def _resident_gb(name: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024 / 1e9

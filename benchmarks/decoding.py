@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from benchmarks import targets
-from benchmarks.claims import Claim, Result, in_turns
+from benchmarks.claims import Claim, Result, in_turns, ratio
 from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
@@ -70,9 +70,7 @@ def overheads(model: PreTrainedModel, what: str, prompt: Sequence[int], *, tiny:
 
 def claim(what: str, with_tree: Sequence[float], plain: Sequence[float]) -> Claim:
     sides = {"with the tree, ms": 1e3 * median(with_tree), "plain, ms": 1e3 * median(plain)}
-    per_round = [one / other for one, other in zip(with_tree, plain, strict=True)]
-    measured = median(with_tree) / median(plain)
-    return Claim(f"overhead, {what}", measured, spread=(min(per_round), max(per_round)), sides=sides)
+    return ratio(f"overhead, {what}", with_tree, plain, sides)
 
 
 def seconds_per_step(decoder: Decoder, prompts: Sequence[Sequence[int]]) -> float:

@@ -53,22 +53,14 @@ def _claim(
     with tempfile.TemporaryDirectory(dir=directory) as place:
         tasks = rows.features_tasks(Path(place), shards)
         worker = Worker(target, FeaturesConfig(tokens_per_batch=TOKENS_PER_BATCH), gpus=0)
-        seconds = sides_in_turns(worker, tasks, rounds)
-    num_tokens = sum(len(row["input_ids"]) for row in made)
-    return speed_ratio(f"whole stage over bare forward, {what}", seconds, num_tokens, "tokens", AIM)
-
-
-def sides_in_turns(worker: Worker, tasks: Sequence[ShardTask], rounds: int) -> dict[str, list[float]]:
-    """Seconds of the whole stage and of the bare forward over the same batches, per round."""
-    batches = record_batches(worker, tasks)
-    return in_turns(
-        {
+        batches = record_batches(worker, tasks)
+        sides = {
             "whole stage": lambda: stage_seconds(worker, tasks),
             "bare forward": lambda: forward_seconds(worker, batches),
-        },
-        rounds,
-        warm_up=False,  # both have run by now
-    )
+        }
+        seconds = in_turns(sides, rounds, warm_up=False)  # both have run by now
+    num_tokens = sum(len(row["input_ids"]) for row in made)
+    return speed_ratio(f"whole stage over bare forward, {what}", seconds, num_tokens, "tokens", AIM)
 
 
 def record_batches(worker: Worker, tasks: Sequence[ShardTask]) -> list[torch.Tensor]:

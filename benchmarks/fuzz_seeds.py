@@ -18,6 +18,7 @@ import random
 import sys
 import tempfile
 import time
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,25 +46,10 @@ FORMS: tuple[Any, ...] = (
     "why?",
 )
 STRANGE: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        0,
-        -1.5,
-        10**400,
-        1e308,
-        "",
-        " \t",
-        "\0",
-        "\ud800",
-        "a\udfffb",
-        "\ufeffx",
-        "\ufdd0",
-        "é" * 300,
-        [],
-        {},
-    ),
-    *([[]], [None], {"": ""}, [{"from": "human"}], {"role": {}, "content": []}, "../../x", "\x1b[2J", "user", "gpt"),
+    *(None, True, 0, -1.5, 10**400, 1e308),
+    *("", " \t", "\0", "\ud800", "a\udfffb", "\ufeffx", "\ufdd0", "é" * 300),
+    *([], {}, [[]], [None], {"": ""}, [{"from": "human"}], {"role": {}, "content": []}),
+    *("../../x", "\x1b[2J", "user", "gpt"),
 )
 DAMAGE = (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\0", b"\r", b"\n", b"\xef\xbb\xbf", b'"', b"{", b"]", b"\\u12", b"1e999")
 
@@ -143,10 +129,7 @@ def expected(name: str, data: bytes) -> Expected:
     if data[:2] == b"\x1f\x8b":
         try:
             data = gzip.decompress(data)
-        except (OSError, EOFError, ValueError):
-            return Expected(0, breaks_off=True)
-        except Exception as error:  # zlib's own
-            assert type(error).__name__ == "error"
+        except (OSError, EOFError, ValueError, zlib.error):
             return Expected(0, breaks_off=True)
     text = data.decode("utf-8", "replace")
     lines = [line for line in (line.strip("\ufeff \t\r\n") for line in text.split("\n")) if line]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from time import perf_counter
@@ -27,7 +28,6 @@ from pipeline.conversations.dialogue import Dialogue, DialogueSettings
 from pipeline.conversations.requests import Completion, Finish, Request, Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.targets.dialogue_pool import converse
-from pipeline.targets.engines import GenerationEngine
 from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer
 from pipeline.targets.vllm_engine import VLLMGenerationEngine, sampling_params
 
@@ -50,33 +50,25 @@ def measure(*, tiny: bool = False) -> Result:
             for turn in range(MAX_TURNS)
         }
         settings = DialogueSettings("replay", Sampling(temperature=0.7), max_tokens=context_length(target))
+        rounds = 1 if tiny else ROUNDS
         engine = VLLMGenerationEngine(target)
         llm = engine._running.llm  # the engine's own `LLM`: both sides share its weights, its cache and its settings
-        written: dict[str, list[list[int]]] = {}
+        last: dict[str, list[RaggedDialogue]] = {}  # of each side's last run
 
-        def side(name: str, hold: Callable[[Sequence[Dialogue]], None]) -> Callable[[], float]:
-            def run() -> float:
-                dialogues = [Dialogue(each, template, settings) for each in conversations]
-                llm.reset_prefix_cache()
-                started = perf_counter()
-                hold(dialogues)
-                seconds = perf_counter() - started
-                written[name] = [row.input_ids for dialogue in dialogues for row in dialogue.rows()]
-                return seconds
+        def run(name: str, hold: Callable[[Sequence[Dialogue]], None]) -> float:
+            last[name] = [RaggedDialogue(each, template, settings, lengths) for each in conversations]
+            llm.reset_prefix_cache()
+            started = perf_counter()
+            hold(last[name])
+            return perf_counter() - started
 
-            return run
-
-        ragged = RaggedEngine(engine, lengths)
-        sides = {
-            "conversation-wise": side("conversation-wise", lambda dialogues: converse(dialogues, ragged)),
-            "one call per turn": side(
-                "one call per turn", lambda dialogues: by_turn(dialogues, llm, lengths, eos_token_ids(target))
-            ),
-        }
-        seconds = in_turns(sides, 1 if tiny else ROUNDS)
+        by_conversation = partial(converse, engine=engine)
+        turn_by_turn = partial(by_turn, llm=llm, eos=eos_token_ids(target))
+        sides = {"conversation-wise": by_conversation, "one call per turn": turn_by_turn}
+        seconds = in_turns({name: partial(run, name, hold) for name, hold in sides.items()}, rounds)
         engine.close()
-    num_tokens = ragged.num_tokens // (1 + (1 if tiny else ROUNDS))
-    same = written["conversation-wise"] == written["one call per turn"]
+    ours, theirs = ([row.input_ids for each in dialogues for row in each.rows()] for dialogues in last.values())
+    num_tokens, same = sum(each.num_tokens for each in last["conversation-wise"]), ours == theirs
     claim = speed_ratio("conversation-wise over one call per turn", seconds, num_tokens, "tokens", AIM)
     return Result([claim], {"conversations": len(conversations), "tokens": num_tokens, "same_tokens": same})
 
@@ -97,45 +89,31 @@ def _conversations(number: int, rng: np.random.Generator) -> list[Conversation]:
     ]
 
 
-class RaggedEngine:
-    """An engine whose answers end at given lengths, as a real target's answers vary in length."""
+class RaggedDialogue(Dialogue):
+    """A conversation whose answers end at given lengths, as a real target's answers vary in length."""
 
-    def __init__(self, engine: GenerationEngine, lengths: dict[str, int]):
-        self._engine, self._lengths = engine, lengths
-        self.num_tokens = 0
+    def __init__(
+        self, conversation: Conversation, template: ChatTemplate, settings: DialogueSettings, lengths: dict[str, int]
+    ):
+        super().__init__(conversation, template, settings)
+        self._lengths, self.num_tokens = lengths, 0
 
-    @property
-    def num_unfinished(self) -> int:
-        return self._engine.num_unfinished
+    def next_request(self) -> Request | None:
+        request = super().next_request()
+        return request and replace(request, max_new_tokens=min(request.max_new_tokens, self._lengths[request.id]))
 
-    @property
-    def capacity(self) -> int:
-        return self._engine.capacity
-
-    def add(self, request: Request) -> None:
-        self._engine.add(limited(request, self._lengths))
-
-    def step(self) -> list[Completion]:
-        completions = self._engine.step()
-        self.num_tokens += sum(len(completion.token_ids) for completion in completions)
-        return completions
-
-    def close(self) -> None:
-        self._engine.close()
+    def receive(self, completion: Completion) -> None:
+        super().receive(completion)
+        self.num_tokens += len(completion.token_ids)
 
 
-def limited(request: Request, lengths: dict[str, int]) -> Request:
-    """The request with its answer's length."""
-    return replace(request, max_new_tokens=min(request.max_new_tokens, lengths[request.id]))
-
-
-def by_turn(dialogues: Iterable[Dialogue], llm: Any, lengths: dict[str, int], eos: tuple[int, ...]) -> None:
+def by_turn(dialogues: Iterable[Dialogue], llm: Any, eos: tuple[int, ...]) -> None:
     """One `LLM.generate()` call for all conversations' first turns, one for all second turns, and so on."""
     asking = [(dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())]
     while asking:
         outputs = llm.generate(
             [{"prompt_token_ids": request.prompt_ids} for _, request in asking],
-            [sampling_params(limited(request, lengths), eos) for _, request in asking],
+            [sampling_params(request, eos) for _, request in asking],
             use_tqdm=False,
         )
         for (dialogue, request), output in zip(asking, outputs, strict=True):

@@ -18,11 +18,10 @@ from benchmarks.arithmetic import Peak, backbone_flops, peak_memory_gb, reset_pe
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from benchmarks.features import AIM as AIM_OVER_FORWARD
 from benchmarks.features import forward_seconds, record_batches, stage_seconds
-from pipeline.artifacts.feature_rows import FEATURES, row_groups, write_group
+from pipeline.artifacts.feature_rows import footer_of, row_groups
 from pipeline.artifacts.generated_rows import TokenRow, spans_of
 from pipeline.config import FeaturesConfig
 from pipeline.stages.features import Worker
-from pipeline.storage.shards import ShardWriter
 from pipeline.storage.tasks import ShardTask
 
 if TYPE_CHECKING:
@@ -85,14 +84,10 @@ class WritingAlone:
         number = next((n for n, total in enumerate(totals, 1) if total >= SAMPLE_TOKENS), len(made))
         states = worker.engine.stream(row["input_ids"] for row in made[:number])
         self._groups = list(row_groups(zip(map(TokenRow.of, made[:number]), states, strict=True)))
-        self._path = path
+        self._path, self._footer = path, footer_of(worker.engine.dtype, worker.engine.hidden_size)
         self.num_bytes = sum(hidden_ND.nbytes for group in self._groups for _, hidden_ND in group)
 
     def run(self) -> float:
         started = perf_counter()
-        quarantine = self._path.with_suffix(".jsonl")
-        with ShardWriter(self._path, quarantine, FEATURES, index=0, fingerprint=rows.FINGERPRINT) as writer:
-            for group in self._groups:
-                write_group(writer, group)
-            writer.commit("features", None)
+        rows.write_features(self._path, self._groups, self._footer)
         return perf_counter() - started

@@ -15,12 +15,11 @@ from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from pipeline.artifacts.generated_rows import spans_of
 from pipeline.config import MedusaConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED, head_labels
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaShape
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.feature_batches import EpochPlan, load_batches
 from pipeline.training.heads_only import open_features
-from pipeline.training.methods import METHODS
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec, product_dtype
 from pipeline.training.trainer import train
@@ -112,19 +111,7 @@ def _spec(target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size:
         epochs=size.epochs,
         checkpoint_every=10**9,
     )
-    return TrainSpec(
-        shards=tuple(task.shard for task in tasks),
-        fingerprint=rows.FINGERPRINT,
-        settings=settings,
-        kind=MedusaHeads,
-        method=METHODS["medusa-1"],
-        target=target,
-        hidden_size=size.shape["hidden_size"],
-        vocab_size=size.shape["vocab_size"],
-        seed=0,
-        directory=str(directory / f"train-{lm_head}"),
-        device="cuda" if size.device.type == "cuda" else "cpu",
-    )
+    return rows.train_spec(target, settings, directory / f"train-{lm_head}", tasks, size.device)
 
 
 def _labels_per_position(made: Sequence[rows.Row]) -> float:

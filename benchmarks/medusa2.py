@@ -9,8 +9,8 @@ card's peak.
 
 from __future__ import annotations
 
-import ctypes
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -26,10 +26,9 @@ from benchmarks.arithmetic import Peak, backbone_flops, peak_memory_gb, reset_pe
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
 from pipeline.config import BackboneConfig, TrainConfig
 from pipeline.heads.losses import plain_summed_cross_entropy
-from pipeline.heads.medusa import MedusaHeads
+from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.heads_and_backbone import BackboneLearner, MicroBatch
-from pipeline.training.methods import METHODS
 from pipeline.training.task import TrainSpec, Workers
 from pipeline.training.text_batches import count_labels
 from pipeline.training.trainer import Trainer
@@ -80,8 +79,7 @@ def measure(*, tiny: bool = False) -> Result:
 def _measured(case: Case, directory: Path) -> tuple[list[Claim], dict[str, Any]]:
     target = targets.random_target(directory / "target", case.shape, case.dtype)
     made = rows.equal_rows(4 * case.batch_sequences, 2, case.sequence_length // 4, case.shape["vocab_size"])
-    (task,) = rows.features_tasks(directory, [made])
-    spec = _spec(case, target, task.source, directory)
+    spec = _spec(case, target, rows.features_tasks(directory, [made]), directory)
     ours = Steps(BackboneLearner(spec, Workers(), case.device), case.device)
     work = ours.num_positions
     facts: dict[str, Any] = {"case": case.what, "positions_per_step": work, "sequence_length": case.sequence_length}
@@ -90,15 +88,10 @@ def _measured(case: Case, directory: Path) -> tuple[list[Claim], dict[str, Any]]
         seconds = in_turns({"chunked": ours.run, "full logits": plain.run}, case.rounds)
         pairs = zip(ours.losses, plain.losses, strict=True)
         facts["largest_loss_difference"] = max(abs(one - other) for one, other in pairs)
-        memory = {"chunked": median(ours.memory_gb), "full logits": median(plain.memory_gb)}
-        sides = {f"{name}, GB": each for name, each in memory.items()}
-        less = Claim(
-            f"memory of a step, chunked over full logits, {case.what}",
-            memory["chunked"] / memory["full logits"],
-            aim=MEMORY_AIM,
-            at_most=True,
-            sides=sides,
-        )
+        sides = {"chunked, GB": median(ours.memory_gb), "full logits, GB": median(plain.memory_gb)}
+        less_memory = sides["chunked, GB"] / sides["full logits, GB"]
+        what = f"memory of a step, chunked over full logits, {case.what}"
+        less = Claim(what, less_memory, aim=MEMORY_AIM, at_most=True, sides=sides)
         fast = speed_ratio(f"chunked over full logits, {case.what}", seconds, work, "positions", SPEED_AIM)
         return [fast, less], facts
     peak = Peak(case.device, getattr(torch, case.dtype), 8192)
@@ -122,14 +115,13 @@ class Steps:
         self._step = count()
 
     def run(self) -> float:
-        reset_peak_memory(self._device)
-        held = _forget_peak()
+        held = reset_peak_memory(self._device)
         started = perf_counter()
         step = next(self._step)
         self.losses.append(self._trainer.step(step, list(self.learner.batches(step)))["loss"])
         synchronize(self._device)
         seconds = perf_counter() - started
-        self.memory_gb.append(peak_memory_gb(self._device) or max(PAGE_GB, _resident_gb("VmHWM") - held))
+        self.memory_gb.append(max(PAGE_GB, peak_memory_gb(self._device) - held))
         return seconds
 
     def flops(self) -> float:
@@ -164,19 +156,7 @@ class PlainLearner(BackboneLearner):
         return torch.cat([divergence[None], head_losses_K])
 
 
-def _forget_peak() -> float:
-    """Release freed memory and reset this process's peak; returns the memory in use, in GB."""
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return _resident_gb("VmRSS")
-
-
-def _resident_gb(name: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024 / 1e9
-
-
-def _spec(case: Case, target: TargetSpec, shard: str, directory: Path) -> TrainSpec:
+def _spec(case: Case, target: TargetSpec, tasks: Sequence[ShardTask], directory: Path) -> TrainSpec:
     settings = TrainConfig(
         method="medusa-2",
         num_heads=case.num_heads,
@@ -190,18 +170,4 @@ def _spec(case: Case, target: TargetSpec, shard: str, directory: Path) -> TrainS
             gradient_checkpointing=case.device.type == "cuda",
         ),
     )
-    return TrainSpec(
-        shards=(),
-        fingerprint="",
-        settings=settings,
-        kind=MedusaHeads,
-        method=METHODS["medusa-2"],
-        target=target,
-        hidden_size=case.shape["hidden_size"],
-        vocab_size=case.shape["vocab_size"],
-        seed=0,
-        directory=str(directory),
-        device="cuda" if case.device.type == "cuda" else "cpu",
-        texts=(shard,),
-        texts_fingerprint="rows",
-    )
+    return rows.train_spec(target, settings, directory, tasks, case.device)

@@ -18,9 +18,8 @@ import torch
 
 from benchmarks import rows
 from benchmarks.claims import Claim, Result, in_turns
-from pipeline.artifacts.feature_rows import FEATURES, FeatureRows, row_groups, write_group
+from pipeline.artifacts.feature_rows import FeatureRows, footer_of, row_groups
 from pipeline.artifacts.generated_rows import TokenRow
-from pipeline.storage.shards import ShardWriter
 from pipeline.training.feature_batches import EpochPlan, load_batches
 
 AIM = 300.0
@@ -36,20 +35,11 @@ def measure(*, tiny: bool = False) -> Result:
         with tempfile.TemporaryDirectory() as temporary:
             num_rows = 8 if tiny else (512 << 20) // (hidden_size * dtype.itemsize * 384)
             path = Path(temporary) / "00000.parquet"
-            positions = write_states(path, num_rows, hidden_size, dtype)
+            made = rows.equal_rows(num_rows, num_turns=2, per_turn=256, vocab_size=VOCAB_SIZE)
+            groups = row_groups(_with_states(made, hidden_size, dtype))
+            positions = rows.write_features(path, groups, footer_of(dtype, hidden_size))
             claims.append(_claim(path, positions, hidden_size, dtype))
     return Result(claims, {"heads": NUM_HEADS, "batch_tokens": BATCH_TOKENS})
-
-
-def write_states(path: Path, num_rows: int, hidden_size: int, dtype: torch.dtype) -> int:
-    """A shard of random states, written as the features stage writes; its number of positions."""
-    made = rows.equal_rows(num_rows, num_turns=2, per_turn=256, vocab_size=VOCAB_SIZE)
-    footer = {"dtype": str(dtype).removeprefix("torch."), "hidden_size": str(hidden_size)}
-    quarantine, name = path.with_suffix(".jsonl"), rows.FINGERPRINT
-    with ShardWriter(path, quarantine, FEATURES, index=0, fingerprint=name, footer=footer) as writer:
-        positions = sum(write_group(writer, group) for group in row_groups(_with_states(made, hidden_size, dtype)))
-        writer.commit("features", None)
-    return positions
 
 
 def _with_states(made: list[rows.Row], hidden_size: int, dtype: torch.dtype) -> Iterator[tuple[TokenRow, torch.Tensor]]:

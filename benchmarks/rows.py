@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from pipeline.artifacts.generated_rows import GENERATED
+from pipeline.artifacts.feature_rows import FEATURES, write_group
+from pipeline.artifacts.generated_rows import GENERATED, TokenRow
+from pipeline.config import TrainConfig
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import Span
+from pipeline.heads.medusa import MedusaHeads
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.tasks import ShardTask
+from pipeline.targets.spec import TargetSpec, model_config
+from pipeline.training.methods import METHODS
+from pipeline.training.task import TrainSpec
 
 FINGERPRINT = "benchmark"
 ROLES: tuple[Role, ...] = ("assistant",)  # heads learn from these
@@ -61,6 +69,15 @@ def equal_rows(num_rows: int, num_turns: int, per_turn: int, vocab_size: int, se
     return [generated_row(f"r:{index}", turns, vocab_size, rng) for index in range(num_rows)]
 
 
+def write_features(path: Path, groups: Iterable[list[tuple[TokenRow, Tensor]]], footer: dict[str, str]) -> int:
+    """Write one shard as the features stage does; returns its number of positions."""
+    quarantine = path.with_suffix(".jsonl")
+    with ShardWriter(path, quarantine, FEATURES, index=0, fingerprint=FINGERPRINT, footer=footer) as writer:
+        positions = sum(write_group(writer, group) for group in groups)
+        writer.commit("features", None)
+    return positions
+
+
 def features_tasks(directory: Path, shards: Iterable[Sequence[Row]]) -> list[ShardTask]:
     """Write shards of generated rows; one features task for each, into `directory`/features."""
     tasks = []
@@ -72,3 +89,25 @@ def features_tasks(directory: Path, shards: Iterable[Sequence[Row]]) -> list[Sha
         quarantine = str(made.with_suffix(".jsonl"))
         tasks.append(ShardTask(index, str(source), receipt.content_sha256, str(made), quarantine, FINGERPRINT))
     return tasks
+
+
+def train_spec(
+    target: TargetSpec, settings: TrainConfig, directory: Path, tasks: Sequence[ShardTask], device: torch.device
+) -> TrainSpec:
+    """A training of Medusa heads, from the shards and the text of `features_tasks`."""
+    text = model_config(target).get_text_config()
+    return TrainSpec(
+        shards=tuple(task.shard for task in tasks),
+        fingerprint=FINGERPRINT,
+        settings=settings,
+        kind=MedusaHeads,
+        method=METHODS[settings.method],
+        target=target,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        seed=0,
+        directory=str(directory),
+        device="cuda" if device.type == "cuda" else "cpu",
+        texts=tuple(task.source for task in tasks),
+        texts_fingerprint="rows",
+    )

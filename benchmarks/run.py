@@ -58,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_one(name: str, *, tiny: bool = False) -> None:
     """Measure one in this process, print its claims and, unless it is `tiny`, write its results."""
-    if name == NEEDS_GPU and not tiny and not _has_gpu():
+    import torch
+
+    if name == NEEDS_GPU and not tiny and not torch.cuda.is_available():
         print(f"{name}: not measured, this machine has no GPU", flush=True)
         write_table(DIRECTORY, BENCHMARKS)
     else:
@@ -82,12 +84,6 @@ def _in_own_process(name: str, *, tiny: bool) -> bool:
     """Run one in its own process, isolated from threads, memory and settings that others leave (vLLM does)."""
     command = [sys.executable, "-m", "benchmarks.run", name, *(["--tiny"] if tiny else [])]
     return subprocess.run(command, check=False).returncode == 0
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def _peak_memory_gb() -> float:

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import os
 import tempfile
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
+import torch
 from rich.console import Console
 
+from benchmarks.arithmetic import peak_memory_gb, reset_peak_memory
 from benchmarks.claims import Claim, Result
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.config.load import validate
@@ -40,6 +39,7 @@ SLEEP_SECONDS = 0.001
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # how long a disk takes to sync is not asked here
 PLACEMENT = Placement(workers=1, cpus=1, gpus=0)
 HOUR = 3600.0
+CPU = torch.device("cpu")
 AIM_OVERHEAD, AIM_MEMORY_MB = 1.5, 100  # of the most shards over the fewest, and more than with the fewest
 
 
@@ -63,7 +63,9 @@ def measure(*, tiny: bool = False) -> Result:
         staged = {size: _staged(executor, size) for size in sizes}
     finally:
         executor.close()
-    claims = [*_claims("RayExecutor.map", mapped), *_claims("run_sharded", staged), _seen(staged)]
+    claims = [*_claims("RayExecutor.map", mapped), *_claims("run_sharded", staged)]
+    seen = {size: cost.seen_milliseconds for size, cost in staged.items()}
+    claims.append(_growth("seeing that all are there, CPU time per shard", seen))
     facts = {"map": mapped, "run_sharded": staged}
     return Result(claims, {name: {size: vars(cost) for size, cost in costs.items()} for name, costs in facts.items()})
 
@@ -141,12 +143,12 @@ def _staged(executor: Executor, size: int) -> Cost:
 
 def _cost(executor: Executor, size: int, work: Callable[[Stopwatch], Any]) -> Cost:
     watch = Stopwatch(executor)
-    with peak_memory() as peak:
-        started, started_cpu = time.perf_counter(), time.process_time()
-        work(watch)
-        wall, cpu = time.perf_counter() - started, time.process_time() - started_cpu
+    reset_peak_memory(CPU)
+    started, started_cpu = time.perf_counter(), time.process_time()
+    work(watch)
+    wall, cpu = time.perf_counter() - started, time.process_time() - started_cpu
     overhead = wall - watch.start_seconds - watch.busy_seconds
-    return Cost(1e3 * overhead / size, 1e3 * cpu / size, max(peak))
+    return Cost(1e3 * overhead / size, 1e3 * cpu / size, 1e3 * peak_memory_gb(CPU))
 
 
 def _write_seed(stage: StageDirectory, index: int) -> None:
@@ -157,67 +159,25 @@ def _write_seed(stage: StageDirectory, index: int) -> None:
         writer.commit("seeds", [row["id"]])
 
 
-@contextmanager
-def peak_memory() -> Iterator[list[float]]:
-    """This process's resident memory in MB, sampled twenty times a second."""
-    seen, done = [_memory_mb()], threading.Event()
-
-    def look() -> None:
-        while not done.wait(0.05):
-            seen[0] = max(seen[0], _memory_mb())
-
-    watching = threading.Thread(target=look)
-    watching.start()
-    try:
-        yield seen
-    finally:
-        done.set()
-        watching.join()
-        seen[0] = max(seen[0], _memory_mb())
-
-
-def _memory_mb() -> float:
-    return psutil.Process().memory_info().rss / 1e6
-
-
 def _claims(what: str, costs: dict[int, Cost]) -> list[Claim]:
     few, many = min(costs), max(costs)
-    sizes = f"{many:,} shards over {few:,}"
-    overhead = {f"{size:,}, ms": cost.milliseconds for size, cost in costs.items()}
-    cpu = {f"{size:,}, ms": cost.cpu_milliseconds for size, cost in costs.items()}
-    memory = {f"{size:,}, MB": cost.peak_mb for size, cost in costs.items()}
     return [
-        Claim(
-            f"{what}, overhead per shard by the clock, {sizes}",
-            costs[many].milliseconds / costs[few].milliseconds,
-            aim=AIM_OVERHEAD,
-            at_most=True,
-            sides=overhead,
-        ),
-        Claim(
-            f"{what}, driver's CPU time per shard, {sizes}",
-            costs[many].cpu_milliseconds / costs[few].cpu_milliseconds,
-            aim=AIM_OVERHEAD,
-            at_most=True,
-            sides=cpu,
-        ),
+        _growth(f"{what}, overhead per shard by the clock", {n: cost.milliseconds for n, cost in costs.items()}),
+        _growth(f"{what}, driver's CPU time per shard", {n: cost.cpu_milliseconds for n, cost in costs.items()}),
         Claim(
             f"{what}, driver's memory, {many:,} shards above {few:,}",
             max(0.0, costs[many].peak_mb - costs[few].peak_mb),
             unit="MB",
             aim=AIM_MEMORY_MB,
             at_most=True,
-            sides=memory,
+            sides={f"{size:,}, MB": cost.peak_mb for size, cost in costs.items()},
         ),
     ]
 
 
-def _seen(costs: dict[int, Cost]) -> Claim:
-    few, many = min(costs), max(costs)
-    return Claim(
-        f"seeing that all are there, CPU time per shard, {many:,} shards over {few:,}",
-        costs[many].seen_milliseconds / costs[few].seen_milliseconds,
-        aim=AIM_OVERHEAD,
-        at_most=True,
-        sides={f"{size:,}, ms": cost.seen_milliseconds for size, cost in costs.items()},
-    )
+def _growth(what: str, milliseconds: dict[int, float]) -> Claim:
+    """A cost per shard with the most shards over that with the fewest."""
+    few, many = min(milliseconds), max(milliseconds)
+    sides = {f"{size:,}, ms": each for size, each in milliseconds.items()}
+    growth = milliseconds[many] / milliseconds[few]
+    return Claim(f"{what}, {many:,} shards over {few:,}", growth, aim=AIM_OVERHEAD, at_most=True, sides=sides)

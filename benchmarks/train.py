@@ -24,13 +24,11 @@ from benchmarks.claims import Claim, Result, in_turns, speed_ratio
 from pipeline.artifacts.generated_rows import spans_of
 from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
-from pipeline.heads.medusa import MedusaHeads
 from pipeline.stages.features import Worker
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec, model_config
 from pipeline.training.feature_batches import LANES, Batch, EpochPlan
 from pipeline.training.heads_only import HeadsLearner, open_features
-from pipeline.training.methods import METHODS
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec, Workers
 from pipeline.training.trainer import Trainer, train
@@ -67,26 +65,15 @@ def measure(*, tiny: bool = False) -> Result:
 
 
 def _measured(case: Case, directory: Path) -> tuple[Claim, dict[str, Any]]:
-    text = model_config(case.target).get_text_config()
+    vocab_size = model_config(case.target).get_text_config().vocab_size
     # As many rows per step as the plan has lanes, all of one length: then a batch is made of whole rows.
-    made = rows.equal_rows(LANES * case.num_steps, case.num_turns, case.turn_tokens, text.vocab_size)
+    made = rows.equal_rows(LANES * case.num_steps, case.num_turns, case.turn_tokens, vocab_size)
     with tempfile.TemporaryDirectory(dir=directory) as place:
         (task,) = rows.features_tasks(Path(place), [made])
         Worker(case.target, FeaturesConfig(tokens_per_batch=4096), gpus=0)(task)
         per_row = int((head_labels(made[0]["input_ids"], spans_of(made[0]["spans"]), 1, rows.ROLES) != IGNORED).sum())
-        spec = TrainSpec(
-            shards=(task.shard,),
-            fingerprint=rows.FINGERPRINT,
-            settings=TrainConfig(num_heads=case.num_heads, batch_tokens=LANES * per_row, epochs=1, warmup_steps=0),
-            kind=MedusaHeads,
-            method=METHODS["medusa-1"],
-            target=case.target,
-            hidden_size=text.hidden_size,
-            vocab_size=text.vocab_size,
-            seed=0,
-            directory=place,
-            device="cpu",
-        )
+        settings = TrainConfig(num_heads=case.num_heads, batch_tokens=LANES * per_row, epochs=1, warmup_steps=0)
+        spec = rows.train_spec(case.target, settings, Path(place), [task], torch.device("cpu"))
         cached, online = CachedLoop(spec, Path(place)), OnlineLoop(spec, made)
         # No warm-up: every run starts with new heads and a new optimizer.
         seconds = in_turns({"from the cache": cached.run, "online": online.run}, ROUNDS, warm_up=False)
