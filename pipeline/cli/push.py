@@ -12,8 +12,7 @@ def push(
     run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
     repo_id: Annotated[str | None, typer.Option(help="USER/NAME on the Hub. Default: push.repo_id of the run.")] = None,
     base_model: Annotated[
-        str | None,
-        typer.Option(help="The target's Hub id, needed for Medusa-1 where the run's target is local."),
+        str | None, typer.Option(help="The target's Hub id, needed for Medusa-1 where the run's target is local.")
     ] = None,
     private: Annotated[bool, typer.Option(help="Make the repository private.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go, touch no network.")] = False,

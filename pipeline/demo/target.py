@@ -86,9 +86,7 @@ def train_demo_target(
         conversations: The training data; leave out held-out ones.
         directory: Must not exist. Afterwards a transformers model with safetensors weights.
         seconds: Upper limit of training, the tokenizer's included; writing takes another second.
-        seed: Seed of the weights and of the order.
-        steps: Maximum number of training steps.
-        progress: Called after each step.
+        seed: Of the weights and of the order.
 
     Returns:
         Parameters, steps, tokens, seconds, tokens per second, the final loss, the precision.

@@ -54,7 +54,6 @@ def train(
         documents: Token ids [T], one tensor per conversation.
         deadline: On the monotonic clock.
         num_steps: What the deadline may cut short.
-        progress: Called after each step.
 
     Returns:
         Steps, tokens, tokens per second, the mean loss of the last tenth, the arithmetic used.

@@ -95,11 +95,8 @@ class Meter:
     """One stage's progress: done of total, a rate, quarantined rows, time left.
 
     Args:
-        console: The console to print to.
-        name: The stage.
-        total: Units of work (shards, steps, prompts), finished ones included; 0 while unknown.
+        total: Units of work, finished ones included; 0 while unknown.
         done: Units that an earlier run finished.
-        unit: The unit's name.
     """
 
     def __init__(self, console: Console, name: str, total: int, *, done: int = 0, unit: str = "shards"):

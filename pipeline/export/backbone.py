@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.export.layout import CONFIG_FILE
-from pipeline.storage.atomic import atomic_directory, files_in
+from pipeline.storage.atomic import atomic_directory, files_in, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -53,15 +53,11 @@ def write_backbone(
 
 def is_made_of(directory: Path, made_of: dict[str, Any]) -> bool:
     """Whether a complete backbone of these inputs exists."""
-    file = directory / BACKBONE_FILE
-    return file.is_file() and json.loads(file.read_text(encoding="utf-8")) == made_of
+    return bool(read_json(directory / BACKBONE_FILE) == made_of)
 
 
 def link_backbone(source: Path, directory: Path) -> list[Path]:
-    """Copy the backbone, by hard links where the file system has them.
-
-    Returns its files.
-    """
+    """Copy the backbone, by hard links where the file system has them; returns its files."""
     shutil.rmtree(directory, ignore_errors=True)
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         for file in files_in(source):

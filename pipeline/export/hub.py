@@ -6,6 +6,7 @@ and nothing else that engines would load. Pushing again is safe, see `upload.py`
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Collection, Mapping
@@ -84,13 +85,8 @@ def push_export(
         fix = "Publish the target first, then push with push.base_model=USER/NAME."
         raise ConfigError(f"The push lacks {missing[0]}.", base, fix)
     refuse_local_paths(additions, exported.base_model_name_or_path, recipe)
-    return receipt | upload(
-        additions,
-        repo_id,
-        exported.kind.title,
-        in_the_way=lambda names: _not_heads(names, exported.kind),
-        private=private,
-    )
+    in_the_way = functools.partial(_not_heads, kind=exported.kind)
+    return receipt | upload(additions, repo_id, exported.kind.title, in_the_way=in_the_way, private=private)
 
 
 def push_backbone(

@@ -138,7 +138,7 @@ def check_num_heads(num_heads: int) -> None:
 
 
 def check_vocabulary(heads_vocab_size: int, target_vocab_size: int) -> None:
-    """Raise ConfigError for heads with another vocabulary than the target's."""
+    """Raise DataError for heads with another vocabulary than the target's."""
     if heads_vocab_size != target_vocab_size:
         raise DataError(
             f"The heads predict a vocabulary of {heads_vocab_size} tokens, and the target's lm_head has "

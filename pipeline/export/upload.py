@@ -61,12 +61,7 @@ def refuse_local_paths(additions: list[CommitOperationAdd], base: str, recipe: M
 
 
 def upload(
-    additions: list[CommitOperationAdd],
-    repo_id: str,
-    message: str,
-    *,
-    in_the_way: InTheWay,
-    private: bool,
+    additions: list[CommitOperationAdd], repo_id: str, message: str, *, in_the_way: InTheWay, private: bool
 ) -> dict[str, Any]:
     """Upload missing files and commit; {"url", "commit", "unchanged", "private"}.
 

