@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pipeline.errors import ConfigError, MedusaDistillError
 from pipeline.execution.placement import Placement, Resources
@@ -21,6 +21,9 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.receipts import Receipt
 from pipeline.storage.tasks import ShardTask
+
+if TYPE_CHECKING:
+    from pipeline.execution.ray_executor import RayExecutor
 
 
 @dataclass(frozen=True)
@@ -41,45 +44,6 @@ class ShardWorker(Protocol):
     """
 
     def __call__(self, task: ShardTask) -> Receipt: ...
-
-
-class Executor(Protocol):
-    """The protocol of executors."""
-
-    name: str
-
-    def resources(self) -> Resources: ...
-
-    def map(
-        self,
-        worker: Callable[..., ShardWorker],
-        arguments: dict[str, Any],
-        tasks: deque[ShardTask],
-        placement: Placement,
-        seconds_per_task: float,
-    ) -> Iterator[Outcome]:
-        """Run `worker(**arguments)` over tasks; outcomes come as they finish, in any order.
-
-        Args:
-            tasks: Consumed. The caller may append more while it iterates, such as one that failed.
-            seconds_per_task: A worker that takes longer is ended and counts as dead (inline: no limit).
-        """
-        ...
-
-    def call(
-        self,
-        function: Callable[..., Any],
-        arguments: dict[str, Any],
-        placement: Placement,
-        progress: ProgressReporter | None = None,
-    ) -> Any:
-        """Run one function on its own resources and return what it returns; its errors are raised here.
-
-        A `progress` is passed to the function under that name, and shown while it runs.
-        """
-        ...
-
-    def close(self) -> None: ...
 
 
 class LazyWorker:
@@ -113,12 +77,13 @@ class LazyWorker:
 class InlineExecutor:
     """Everything in the calling process: for a debugger, a notebook, or a machine without Ray.
 
-    A shard that kills its worker kills the run, and one that hangs blocks it.
+    A shard that kills its worker kills the run, and one that hangs blocks it. `RayExecutor` has the same methods.
     """
 
     name = "inline"
 
     def resources(self) -> Resources:
+        """What workers can be placed on."""
         import torch
 
         return Resources(((len(os.sched_getaffinity(0)), torch.cuda.device_count()),))
@@ -131,6 +96,12 @@ class InlineExecutor:
         placement: Placement,
         seconds_per_task: float,
     ) -> Iterator[Outcome]:
+        """Run `worker(**arguments)` over tasks; outcomes come as they finish, in any order.
+
+        Args:
+            tasks: Consumed. The caller may append more while it iterates, such as one that failed.
+            seconds_per_task: A worker that takes longer is ended and counts as dead (inline: no limit).
+        """
         lazy = LazyWorker(worker, arguments)
         try:
             while tasks:
@@ -147,13 +118,20 @@ class InlineExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
+        """Run one function on its own resources and return what it returns; its errors are raised here.
+
+        A `progress` is passed to the function under that name, and shown while it runs.
+        """
         try:
             return function(**arguments, **({"progress": progress} if progress else {}))
         finally:
             free_gpu_memory()
 
     def close(self) -> None:
-        pass
+        """Stop what the executor started."""
+
+
+Executor: TypeAlias = "InlineExecutor | RayExecutor"
 
 
 def free_gpu_memory() -> None:
