@@ -29,11 +29,11 @@ class Chat:
         Raises:
             RowRejected: The question alone is too long, or the template rejects it; the history is unchanged.
         """
-        message = Message("user", encodable(question))
-        asked = self._asking(message)
-        forgets = len(asked.ids) > self._room and self._builder is not None
-        if forgets:
-            asked = self._opening((*self._system, message))
+        message, builder = Message("user", encodable(question)), self._builder
+        asked = builder.asked(self._template, message) if builder else None
+        forgets = asked is not None and len(asked.ids) > self._room
+        if asked is None or forgets:
+            asked = RowBuilder.opening(self._template, (*self._system, message))
         if len(asked.ids) > self._room:
             raise RowRejected(
                 Reason.TOO_LONG, f"This takes {len(asked.ids)} tokens, and there is room for {self._room}."
@@ -48,15 +48,3 @@ class Chat:
             message = Message("assistant", self._template.decode(ids))
             self._builder = self._asked.written(list(ids), "stop" if ended else "length", message)
         self._asked = None
-
-    def _asking(self, question: Message) -> RowBuilder:
-        builder, template = self._builder, self._template
-        if builder is None:
-            return self._opening((*self._system, question))
-        messages = (*builder.messages, question)
-        if template.rewrites_history(messages):
-            return self._opening(messages)
-        return builder.read(template.separator(builder.messages[:-1], builder.ended, question.content), question)
-
-    def _opening(self, messages: tuple[Message, ...]) -> RowBuilder:
-        return RowBuilder(0, self._template.opening(messages), messages)

@@ -69,10 +69,13 @@ class Dialogue:
     def __init__(self, conversation: Conversation, template: ChatTemplate, settings: DialogueSettings):
         require_both_sides(template, settings.mode)
         self._conversation, self._template, self._settings = conversation, template, settings
-        turns = _turns(conversation)
-        if settings.mode == "passthrough":
-            turns = [turn for turn in turns if turn.answer is not None]
-        self._turns = iter(turns)
+        following = (*conversation.messages[1:], None)
+        turns = [
+            (message, after.content if after and after.role == "assistant" else None)
+            for message, after in zip(conversation.messages, following, strict=True)
+            if message.role == "user"
+        ]  # the seed's questions, each with its answer where it has one
+        self._turns = iter([turn for turn in turns if settings.mode != "passthrough" or turn[1] is not None])
         self._seed_answer: str | None = None
         self._writer: Literal["user", "assistant"] = "assistant"
         self._builder: RowBuilder | None = None  # the conversation so far
@@ -156,23 +159,15 @@ class Dialogue:
             return builder.read(template.role_header(builder.messages[:-1], builder.ended))
         if builder is not None and builder.messages[-1].role == "user":  # the target wrote the question
             if template.rewrites_history(builder.messages):
-                return self._new_row(builder.messages)
+                return RowBuilder.opening(template, builder.messages, self._num_answers)
             return builder.read(template.role_footer(builder.messages[:-1], builder.ended))
         turn = next(self._turns, None)
         if turn is None:
             raise RowRejected(Reason.NOTHING_GENERATED, "The seed has no question, or for passthrough no answer.")
-        self._seed_answer = turn.answer
+        question, self._seed_answer = turn
         if builder is None:
-            return self._new_row((*self._conversation.system, turn.question))
-        messages = (*builder.messages, turn.question)
-        if template.rewrites_history(messages):
-            return self._new_row(messages)
-        return builder.read(
-            template.separator(builder.messages[:-1], builder.ended, turn.question.content), turn.question
-        )
-
-    def _new_row(self, messages: tuple[Message, ...]) -> RowBuilder:
-        return RowBuilder(self._num_answers, self._template.opening(messages), messages)
+            return RowBuilder.opening(template, (*self._conversation.system, question), self._num_answers)
+        return builder.asked(template, question, self._num_answers)
 
     def _room(self, builder: RowBuilder) -> int:
         """How many tokens are left in the context."""
@@ -203,19 +198,3 @@ class Dialogue:
         ids = self._template.recite(self._pending.messages, self._seed_answer)
         fits = len(ids) <= request.max_new_tokens
         return Completion(request.id, ids[: request.max_new_tokens], "stop" if fits else "length")
-
-
-@dataclass(frozen=True)
-class _Turn:
-    question: Message
-    answer: str | None
-
-
-def _turns(conversation: Conversation) -> list[_Turn]:
-    """The seed's questions, each with its answer where it has one."""
-    following = (*conversation.messages[1:], None)
-    return [
-        _Turn(message, after.content if after and after.role == "assistant" else None)
-        for message, after in zip(conversation.messages, following, strict=False)
-        if message.role == "user"
-    ]

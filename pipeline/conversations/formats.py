@@ -91,10 +91,6 @@ def describe(row: Any) -> str:
     return "null" if row is None else names.get(type(row), f"a {type(row).__name__}")
 
 
-def _sharegpt(row: Any) -> Turns:
-    return _with_system(row, [_turn(turn) for turn in _list(row, "conversations")])
-
-
 def _messages(row: Any) -> Turns:
     turns = [_turn(turn) for turn in _list(row, "messages")]
     first = sum(role == "system" for role, _ in turns[:1])
@@ -110,10 +106,6 @@ def _ultrachat(row: Any) -> Turns:
     return [(roles[index % 2], clean_text(text)) for index, text in enumerate(_list(row, "data"))]
 
 
-def _questions(row: Any) -> Turns:
-    return _with_system(row, [("user", clean_text(text)) for text in _list(row, "turns")])
-
-
 def _prompt(row: Any) -> Turns:
     if isinstance(row, dict) and "prompt" in row:
         return _with_system(row, [("user", clean_text(row["prompt"]))])
@@ -123,10 +115,10 @@ def _prompt(row: Any) -> Turns:
 
 
 _TURNS: dict[str, Callable[[Any], Turns]] = {
-    "sharegpt": _sharegpt,
+    "sharegpt": lambda row: _with_system(row, [_turn(turn) for turn in _list(row, "conversations")]),
     "ultrachat": _ultrachat,
     "messages": _messages,
-    "turns": _questions,
+    "turns": lambda row: _with_system(row, [("user", clean_text(text)) for text in _list(row, "turns")]),
     "prompts": _prompt,
 }
 
@@ -144,16 +136,12 @@ def _turn(turn: Any) -> tuple[Role, str]:
         raise RowRejected(
             Reason.UNKNOWN_FORMAT, f"A turn is {describe(turn)}; expected an object with a role and a text."
         )
-    name = _either(turn, "from", "role")
+    # Mixed dumps have both keys of a pair, one of them null.
+    name = turn["from"] if turn.get("from") is not None else turn.get("role")
     role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
     if role is None:
         raise RowRejected(Reason.UNKNOWN_FORMAT, f"A turn's role is {str(name)[:40]!r}; known are {', '.join(ROLES)}.")
-    return role, clean_text(_joined_parts(_either(turn, "value", "content")))
-
-
-def _either(turn: dict[str, Any], key: str, other: str) -> Any:
-    """The value of one of two keys; mixed dumps have both, one of them null."""
-    return turn.get(other) if turn.get(key) is None else turn[key]
+    return role, clean_text(_joined_parts(turn["value"] if turn.get("value") is not None else turn.get("content")))
 
 
 def _joined_parts(content: Any) -> Any:
@@ -203,7 +191,12 @@ def repair(turns: Sequence[tuple[Role, str]], max_characters: int) -> tuple[Mess
     """
     if not turns or not any(text for _, text in turns):
         raise RowRejected(Reason.EMPTY, "There is no text in it.")
-    said = _without_loose_ends(turns)
+    # Empty system prompts, answers before the first question, and empty turns at the end are dropped.
+    said = [(role, text) for role, text in turns if text or role != "system"]
+    while said and not said[-1][1]:
+        said.pop()
+    first = next((index for index, (role, _) in enumerate(said) if role == "user"), len(said))
+    said = [turn for turn in said[:first] if turn[0] == "system"] + said[first:]
     if not any(role == "user" for role, _ in said):
         raise RowRejected(Reason.NO_USER_TURN, "The user says nothing.")
     if any(not text for _, text in said):
@@ -215,15 +208,6 @@ def repair(turns: Sequence[tuple[Role, str]], max_characters: int) -> tuple[Mess
             Reason.TOO_LONG, f"{num_characters:,} characters; seeds.max_characters is {max_characters:,}."
         )
     return messages
-
-
-def _without_loose_ends(turns: Sequence[tuple[Role, str]]) -> list[tuple[Role, str]]:
-    """Without empty system prompts, answers before the first question, and empty turns at the end."""
-    said = [(role, text) for role, text in turns if text or role != "system"]
-    while said and not said[-1][1]:
-        said.pop()
-    first = next((index for index, (role, _) in enumerate(said) if role == "user"), len(said))
-    return [turn for turn in said[:first] if turn[0] == "system"] + said[first:]
 
 
 def _joined(said: Sequence[tuple[Role, str]]) -> tuple[Message, ...]:

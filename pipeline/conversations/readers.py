@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import ijson
 from ijson.common import ObjectBuilder
 
+from pipeline.config import SeedSource
 from pipeline.conversations.conversation import UNDECODABLE_MARK, Conversation, Reason, RejectedRow, RowRejected
 from pipeline.conversations.formats import EXPECTED, read_row
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
@@ -39,26 +40,15 @@ NOT_CONVERSATIONS = {Reason.UNKNOWN_FORMAT, Reason.NOT_TEXT, Reason.BROKEN_JSON,
 codecs.register_error("mark", lambda error: (UNDECODABLE_MARK, cast(UnicodeDecodeError, error).end))
 
 
-class Source(Protocol):
-    """Where conversations come from; `seeds.sources` in the configuration. Either `path` or `hub` is set."""
-
-    @property
-    def path(self) -> Path | None: ...
-    @property
-    def hub(self) -> str | None: ...
-    @property
-    def split(self) -> str: ...
-    @property
-    def format(self) -> str: ...
-    @property
-    def limit(self) -> int | None: ...
-
-
-def name_sources(sources: Sequence[Source]) -> list[str]:
+def name_sources(sources: Sequence[SeedSource]) -> list[str]:
     """A short unique name for each source, safe in ids and file names: the file's or data set's, with `-2` if taken."""
     names: list[str] = []
     for source in sources:
-        last = source.hub.rstrip("/").rpartition("/")[2] if source.hub else _stem(Path(source.path or ""))
+        if source.hub:
+            last = source.hub.rstrip("/").rpartition("/")[2]
+        else:
+            file = Path(source.path or "").resolve().name.removesuffix(".gz")
+            last = next((file.removesuffix(suffix) for suffix in SUFFIXES if file.endswith(suffix)), file)
         stem = re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.") or "source"
         candidates = itertools.chain([stem], (f"{stem}-{number}" for number in itertools.count(2)))
         names.append(next(name for name in candidates if name not in names))
@@ -88,7 +78,7 @@ def source_files(path: Path) -> list[Path]:
     return [path / file for file in files]
 
 
-def read_source(source: Source, name: str, *, max_characters: int) -> Iterator[Conversation | RejectedRow]:
+def read_source(source: SeedSource, name: str, *, max_characters: int) -> Iterator[Conversation | RejectedRow]:
     """Each row of a source, under the id `name:row`, rows counted over all its files.
 
     Raises:
@@ -100,27 +90,30 @@ def read_source(source: Source, name: str, *, max_characters: int) -> Iterator[C
     for where, rows in _streams(source):
         recognised, first_rejected = False, None
         for row in itertools.islice(rows, None if source.limit is None else source.limit - number):
-            outcome = _outcome(row, f"{name}:{number}", source.format, max_characters)
-            rejected = isinstance(outcome, RejectedRow) and outcome.reason in NOT_CONVERSATIONS
-            recognised = recognised or not rejected
-            first_rejected = first_rejected or (outcome if isinstance(outcome, RejectedRow) else None)
+            id = f"{name}:{number}"
+            outcome: Conversation | RejectedRow
+            if isinstance(row, _Unreadable):
+                outcome = RejectedRow.of(id, row.rejected, row.text)
+            else:
+                outcome = read_row(row, id, source.format, max_characters)
+            if isinstance(outcome, RejectedRow):
+                first_rejected = first_rejected or outcome
+            recognised |= isinstance(outcome, Conversation) or outcome.reason not in NOT_CONVERSATIONS
             number += 1
             yield outcome
         if not recognised:
             found = f"The first row: {first_rejected.detail}" if first_rejected else "It is empty."
-            raise _no_conversations(where, found)
+            raise DataError(f"There is no conversation data in it. {found}", where, f"Expected {EXPECTED}.")
         if number == source.limit:
             return
 
 
-def _streams(source: Source) -> Iterator[tuple[str, Iterator[Any]]]:
+def _streams(source: SeedSource) -> Iterator[tuple[str, Iterator[Any]]]:
     """The source's files, or its data set: a name for each and its rows."""
     if source.hub is not None:
         yield source.hub, _hub_rows(source.hub, source.split)
-        return
-    assert source.path is not None
-    for path in source_files(source.path):
-        yield str(path), _file_rows(path)
+    elif source.path is not None:
+        yield from ((str(path), _file_rows(path)) for path in source_files(source.path))
 
 
 @dataclass(frozen=True)
@@ -129,12 +122,6 @@ class _Unreadable:
 
     rejected: RowRejected
     text: str
-
-
-def _outcome(row: Any, id: str, form: str, max_characters: int) -> Conversation | RejectedRow:
-    if isinstance(row, _Unreadable):
-        return RejectedRow.of(id, row.rejected, row.text)
-    return read_row(row, id, form, max_characters)
 
 
 def _file_rows(path: Path) -> Iterator[Any]:
@@ -174,15 +161,15 @@ def _lines(file: Iterable[bytes]) -> Iterator[str]:
 
 def _json_lines(file: Iterable[bytes]) -> Iterator[Any]:
     """The value of each line; a file whose first line is a single brace may be one object over many lines."""
-    lines = _lines(file)
-    first = next(lines, "")
-    if first == "{":
-        all_lines = [first, *lines]
-        whole = _json_value("\n".join(all_lines))
-        yield from [whole] if not isinstance(whole, _Unreadable) else map(_json_value, all_lines)
-        return
-    for text in itertools.chain([first] if first else [], lines):
-        yield _json_value(text)
+    lines: Iterable[str] = _lines(file)
+    first = list(itertools.islice(lines, 1))
+    lines = itertools.chain(first, lines)
+    if first == ["{"]:
+        lines = list(lines)
+        if not isinstance(whole := _json_value("\n".join(lines)), _Unreadable):
+            yield whole
+            return
+    yield from map(_json_value, lines)
 
 
 def _json_value(text: str) -> Any:
@@ -242,16 +229,6 @@ def _hub_rows(hub: str, split: str) -> Iterator[Any]:
         what = f"The data set cannot be read now: {_first_line(error)}"
         fix = "Check the network, or download it and name its files in seeds.sources."
         raise EnvironmentFault(what, f"{hub}, split {split}", fix) from error
-
-
-def _no_conversations(where: str, found: str) -> DataError:
-    return DataError(f"There is no conversation data in it. {found}", where, f"Expected {EXPECTED}.")
-
-
-def _stem(path: Path) -> str:
-    """A file's name without its known suffixes."""
-    name = path.resolve().name.removesuffix(".gz")
-    return next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), name)
 
 
 def _first_line(error: Exception) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pipeline.conversations.conversation import Message
 from pipeline.conversations.requests import Finish
 from pipeline.conversations.spans import Span
+from pipeline.conversations.template import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,22 @@ class RowBuilder:
     spans: tuple[Span, ...] = ()
     finish: tuple[Finish, ...] = ()
 
+    @classmethod
+    def opening(cls, template: ChatTemplate, messages: tuple[Message, ...], first_turn: int = 0) -> RowBuilder:
+        """A row that begins with these messages, the last of which is a question."""
+        return cls(first_turn, template.opening(messages), messages)
+
     @property
     def ended(self) -> bool:
         """Whether the last text ended with an end token."""
         return self.finish[-1] == "stop"
+
+    def asked(self, template: ChatTemplate, question: Message, turn: int = 0) -> RowBuilder:
+        """Append the user's next question; a new row from this `turn` on where the template rewrites history."""
+        messages = (*self.messages, question)
+        if template.rewrites_history(messages):
+            return RowBuilder.opening(template, messages, turn)
+        return self.read(template.separator(self.messages[:-1], self.ended, question.content), question)
 
     def read(self, ids: list[int], *messages: Message) -> RowBuilder:
         """Append tokens that the target did not write."""

@@ -5,7 +5,7 @@ A cell that is not known is `-`; a table without rows was not run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from pipeline.report.facts import Table, identical, pick
@@ -19,6 +19,11 @@ NOTE = (
 
 Column = tuple[str, str, Callable[[Any], str]]  # heading, key, format
 
+
+def _identical(match: Any) -> str:
+    return identical(match)[0]
+
+
 _SPEED: tuple[Column, ...] = (
     ("acceleration rate", "acceleration_rate", ratio),
     ("overhead", "overhead", times),
@@ -28,6 +33,15 @@ _BOTH_RATES: tuple[Column, ...] = (
     ("tokens/s, plain", "baseline_tokens_per_second", rate),
     ("tokens/s, with heads", "tokens_per_second", rate),
     ("speedup", "speedup", times),
+)
+_METHODS: tuple[Column, ...] = (
+    ("method", "name", str),
+    ("per step", "acceleration_rate", ratio),
+    ("tokens/s", "tokens_per_second", rate),
+    ("speedup", "speedup", times),
+    ("to first", "time_to_first_token", duration),
+    ("per token", "time_per_output_token", duration),
+    ("identical", "greedy_match", _identical),
 )
 STUDIES: dict[str, tuple[str, str, tuple[Column, ...], int]] = {  # title, note, columns, number of text columns
     "trees": (
@@ -69,7 +83,7 @@ def study_tables(report: dict) -> dict[str, Table]:
     """`study_…` for each study that was run."""
     studies = pick(report, "check", "native", "studies") or {}
     return {
-        f"study_{name}": _table(title, note, columns, rows, num_words)
+        f"study_{name}": filled(title, note, columns, rows, words=tuple(range(num_words)))
         for name, (title, note, columns, num_words) in STUDIES.items()
         if (rows := studies.get(name))
     }
@@ -83,6 +97,7 @@ def check_table(report: dict) -> Table:
         ("acceleration rate", "acceleration_rate", ratio),
         ("overhead", "overhead", times),
         ("speedup", "speedup", times),
+        ("greedy identical", "greedy_match", _identical),
         ("tokens/s", "tokens_per_second", rate),
         ("tokens/s, plain", "baseline_tokens_per_second", rate),
         ("time to first token", "time_to_first_token", duration),
@@ -92,7 +107,6 @@ def check_table(report: dict) -> Table:
         ("prompts skipped", "skipped_prompts", count),
     )
     rows = [(label, *(word(part.get(key)) for part in engines.values())) for label, key, word in facts]
-    rows.insert(3, ("greedy identical", *(identical(part)[0] for part in engines.values())))
     rows.insert(4, ("greedy ties", *map(_ties, engines.values())))
     rows.insert(-3, ("acceptance", *map(_rule, engines.values())))
     known = tuple(row for row in rows if any(cell != UNKNOWN for cell in row[1:]))
@@ -129,40 +143,26 @@ def _per_position(values: Any) -> str:
 def methods_table(report: dict) -> Table:
     """One row per decoding method: tokens per forward and per second, and latencies."""
     native, vllm = pick(report, "check", "native"), pick(report, "check", "vllm")
-    rows, failed = [], []
-    if native:
-        rows += [_row("plain", _plain_of(native)), _row("with heads", native)]
-        for other in pick(native, "baselines") or []:
-            name = str(other.get("name")).replace("-", " ")
-            if reason := other.get("failed"):
-                failed.append(f"{name} failed: {reason}")
-                rows.append((name, "failed", *[UNKNOWN] * 5))
-            else:
-                rows.append(_row(name, other))
-    if vllm:
-        rows += [_row("vLLM plain", _plain_of(vllm)), _row("vLLM with heads", vllm)]
-    columns = ("method", "per step", "tokens/s", "speedup", "to first", "per token", "identical")
+    rows, failed = _both_sides(native, ""), []
+    for other in pick(native, "baselines") or []:
+        name = str(other.get("name")).replace("-", " ")
+        if reason := other.get("failed"):
+            failed.append(f"{name} failed: {reason}")
+            other = {"acceleration_rate": "failed"}
+        rows.append(other | {"name": name})
+    rows += _both_sides(vllm, "vLLM ")
     repeats = pick(native, "repeats") or 1
     medians = [f"Times are medians of {count(repeats)} repetitions"] if repeats > 1 else []
-    return Table("Methods", columns, tuple(rows), ". ".join([NOTE, *medians, *failed]).rstrip(".") + ".")
+    return filled("Methods", ". ".join([NOTE, *medians, *failed]).rstrip(".") + ".", _METHODS, rows)
 
 
-def _plain_of(engine: dict) -> dict[str, Any]:
-    """The figures of an engine's plain decoding."""
+def _both_sides(engine: dict | None, prefix: str) -> list[dict[str, Any]]:
+    """An engine's figures of plain decoding and with heads; none where it was not run."""
+    if not engine:
+        return []
     plain = {key.removeprefix("baseline_"): value for key, value in engine.items() if key.startswith("baseline_")}
-    return {"acceleration_rate": 1.0, "speedup": 1.0, **plain}
-
-
-def _row(name: str, figures: dict) -> tuple[str, ...]:
-    return (
-        name,
-        ratio(figures.get("acceleration_rate")),
-        rate(figures.get("tokens_per_second")),
-        times(figures.get("speedup")),
-        duration(figures.get("time_to_first_token")),
-        duration(figures.get("time_per_output_token")),
-        identical(figures)[0],
-    )
+    plain = {"acceleration_rate": 1.0, "speedup": 1.0} | plain | {"name": f"{prefix}plain"}
+    return [plain, engine | {"name": f"{prefix}with heads"}]
 
 
 def categories_table(report: dict) -> Table:
@@ -174,12 +174,11 @@ def categories_table(report: dict) -> Table:
         *_BOTH_RATES,
     )
     rows = pick(report, "check", "native", "categories") or []
-    return _table(
-        "Categories", "Tokens per forward of the target, and per second.", columns, rows if len(rows) > 1 else [], 1
-    )
+    note = "Tokens per forward of the target, and per second."
+    return filled("Categories", note, columns, rows if len(rows) > 1 else [])
 
 
-def _table(title: str, note: str, columns: Iterable[Column], rows: list[dict], num_words: int) -> Table:
-    columns = tuple(columns)
+def filled(title: str, note: str, columns: tuple[Column, ...], rows: list[dict], **settings: Any) -> Table:
+    """A table with a row for each dictionary; `settings` are further fields of `Table`."""
     cells = tuple(tuple(word(row.get(key)) for _, key, word in columns) for row in rows)
-    return Table(title, tuple(heading for heading, *_ in columns), cells, note, words=tuple(range(num_words)))
+    return Table(title, tuple(heading for heading, *_ in columns), cells, note, **settings)

@@ -37,10 +37,8 @@ def markdown(report: dict, extras: dict) -> str:
         f"**{outcome.text.capitalize()}.**",
         "",
     ]
-    if outcome.failures:
-        lines += [*(f"- {_escaped(failure)}" for failure in outcome.failures), ""]
-    if found := warnings(report):
-        lines += [*(f"- {_escaped(warning)}" for warning in found), ""]
+    for notes in filter(None, (outcome.failures, warnings(report))):
+        lines += [*(f"- {_escaped(note)}" for note in notes), ""]
     figures = tuple((figure.label, figure.value, figure.note) for figure in headline(report))
     parts = [Table("Headline", ("figure", "value", "meaning"), figures, words=(0, 2)), *tables(report, extras).values()]
     return "\n".join(lines) + "\n" + "\n\n".join(map(_section, parts)) + "\n"

@@ -143,7 +143,7 @@ def warnings(report: dict) -> tuple[str, ...]:
 def headline(report: dict) -> list[Figure]:
     """The headline figures, in the paper's terms (section 3 and appendix B)."""
     native, vllm, text = pick(report, "check", "native"), pick(report, "check", "vllm"), pick(report, "target_text")
-    matched, matched_note = identical(native)
+    matched, matched_note = identical(pick(native, "greedy_match"))
     expected = f"; {ratio(pick(report, 'tree', 'expected_acceleration_rate'))} expected" if pick(report, "tree") else ""
     entropy = f"distinct-4; mean entropy {ratio(pick(text, 'mean_entropy_nats'))} nats"
     figures: tuple[tuple[Any, str, str, str], ...] = (
@@ -176,9 +176,8 @@ def _searched_over_stock(native: Any) -> list[Figure]:
     return [Figure("Search over stock tree", signed_percent(searched / stock - 1), f"acceleration rate: {note}")]
 
 
-def identical(engine: Any) -> tuple[str, str]:
+def identical(match: Any) -> tuple[str, str]:
     """How many greedy sequences equal plain decoding, as `31/32`, and a note on those that differ at a tie."""
-    match = pick(engine, "greedy_match")
     sequences, equal, ties = (pick(match, key) for key in ("sequences", "identical", "ties"))
     if sequences is None:
         return UNKNOWN, "sequences equal to plain decoding"
@@ -188,6 +187,6 @@ def identical(engine: Any) -> tuple[str, str]:
 
 
 def _vllm_note(vllm: Any) -> str:
-    matched, _ = identical(vllm)
+    matched, _ = identical(pick(vllm, "greedy_match"))
     chain = "top-1 chain, no tree"
     return chain if matched == UNKNOWN else f"{chain}; greedy identical {matched}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 NOT_RUN = "not run"
@@ -14,29 +15,11 @@ def show(value: Any, spec: str, suffix: str = "") -> str:
     return f"{value:{spec}}{suffix}" if is_number else UNKNOWN if value is None else str(value)
 
 
-def count(value: Any) -> str:
-    """`12,345`."""
-    return show(value, ",.0f")
-
-
-def ratio(value: Any) -> str:
-    """`2.31`."""
-    return show(value, ".2f")
-
-
-def times(value: Any) -> str:
-    """`1.96x`."""
-    return show(value, ".2f", "x")
-
-
-def percent(value: Any) -> str:
-    """A share of one: `78.9%`."""
-    return show(value, ".1%")
-
-
-def signed_percent(value: Any) -> str:
-    """A change as a share of one: `+1.2%`."""
-    return show(value, "+.1%")
+count = partial(show, spec=",.0f")  # 12,345
+ratio = partial(show, spec=".2f")  # 2.31
+times = partial(show, spec=".2f", suffix="x")  # 1.96x
+percent = partial(show, spec=".1%")  # a share of one: 78.9%
+signed_percent = partial(show, spec="+.1%")  # a change as a share of one: +1.2%
 
 
 def rate(value: Any) -> str:

@@ -6,6 +6,7 @@ The template engine escapes all text; only our own drawings and the style sheet 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -48,36 +49,29 @@ def page(report: dict, extras: dict) -> str:
 
 def drawings(report: dict, extras: dict) -> dict[str, str]:
     """The plots for which there is data, by name."""
-    heads, losses = pick(report, "heads"), pick(extras, "losses")
-    choices, lengths = pick(extras, "tree", "choices"), pick(report, "check", "native", "accepted_lengths")
-    drawn: dict[str, str] = {}
-    if heads and any(head.get("top1") is not None for head in heads):
-        drawn["heads"] = plots.head_accuracy(heads)
-    if choices:
-        drawn["tree"] = plots.tree(choices, pick(extras, "tree", "probabilities") or ())
-    if sizes := pick(report, "tree", "sizes"):
-        drawn["sizes"] = speed_plots.tree_sizes(sizes, pick(report, "tree", "nodes"))
-    if losses:
-        drawn["losses"] = plots.losses(losses, pick(extras, "held_out") or ())
-    if evaluated := [row for row in pick(extras, "held_out") or () if row.get("head_top1")]:
-        drawn["accuracy"] = plots.held_out_accuracy(evaluated)
-    if losses and any(row.get("backbone_loss") is not None for row in losses):
-        drawn["drift"] = plots.drift(losses, pick(extras, "held_out") or ())
-    if lengths:
-        drawn["accepted"] = speed_plots.accepted_lengths(lengths)
-    return drawn | _study_drawings(pick(report, "check", "native", "studies") or {})
-
-
-def _study_drawings(studies: dict) -> dict[str, str]:
-    drawn: dict[str, str] = {}
-    if rows := studies.get("typical"):
-        drawn["study_typical"] = speed_plots.typical(rows, "acceleration_rate", "tokens per step")
-        drawn["study_typical_likelihood"] = speed_plots.typical(rows, "log_likelihood", "log-likelihood")
-    if len(rows := studies.get("heads") or ()) > 1:
-        drawn["study_heads"] = speed_plots.heads_used(rows)
-    if rows := studies.get("batch"):
-        drawn["study_batch"] = speed_plots.batch_sizes(rows)
-    return drawn
+    native, heads, sizes = pick(report, "check", "native"), pick(report, "heads") or (), pick(report, "tree", "sizes")
+    choices, shares = pick(extras, "tree", "choices"), pick(extras, "tree", "probabilities") or ()
+    losses, held_out = pick(extras, "losses") or (), pick(extras, "held_out") or ()
+    evaluated = [row for row in held_out if row.get("head_top1")]
+    lengths = pick(native, "accepted_lengths")
+    typical, used, batch = (pick(native, "studies", name) for name in ("typical", "heads", "batch"))
+    wanted: dict[str, tuple[Any, Callable[[], str]]] = {  # whether there is data, and what draws it
+        "heads": (any(head.get("top1") is not None for head in heads), lambda: plots.head_accuracy(heads)),
+        "tree": (choices, lambda: plots.tree(choices, shares)),
+        "sizes": (sizes, lambda: speed_plots.tree_sizes(sizes, pick(report, "tree", "nodes"))),
+        "losses": (losses, lambda: plots.losses(losses, held_out)),
+        "accuracy": (evaluated, lambda: plots.held_out_accuracy(evaluated)),
+        "drift": (any(row.get("backbone_loss") is not None for row in losses), lambda: plots.drift(losses, held_out)),
+        "accepted": (lengths, lambda: speed_plots.accepted_lengths(lengths)),
+        "study_typical": (typical, lambda: speed_plots.typical(typical, "acceleration_rate", "tokens per step")),
+        "study_typical_likelihood": (
+            typical,
+            lambda: speed_plots.typical(typical, "log_likelihood", "log-likelihood"),
+        ),
+        "study_heads": (len(used or ()) > 1, lambda: speed_plots.heads_used(used)),
+        "study_batch": (batch, lambda: speed_plots.batch_sizes(batch)),
+    }
+    return {name: draw() for name, (known, draw) in wanted.items() if known}
 
 
 def speedup_bars(report: dict) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from matplotlib.patches import PathPatch
 from matplotlib.path import Path as Curve
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from pipeline.report.svg import ACCENT, CARD, INK, MUTED, SERIES, svg
+from pipeline.report.svg import ACCENT, CARD, INK, MUTED, SERIES, legend_above, svg
 
 Path = tuple[int, ...]
 Place = tuple[int, int]
@@ -39,7 +39,7 @@ def head_accuracy(heads: Sequence[dict]) -> str:
         axes.tick_params(axis="x", length=0)
         axes.set_ylim(0, 1.08)
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(ranks), handlelength=1, columnspacing=1.2)
+        legend_above(axes, len(ranks))
 
     return svg("heads", "Accuracy of every head, top-1 to top-5", 3.4, draw)
 
@@ -52,32 +52,21 @@ def losses(steps: Sequence[dict], held_out: Sequence[dict] = ()) -> str:
     num_heads = max((len(row.get("head_losses") or ()) for row in [*steps, *held_out]), default=0)
 
     def draw(axes: Axes) -> None:
-        for rows, style, width in ((steps, "-", 1.3), (held_out, "--", 1.6)):
+        for rows, style, width in ((steps, "-", 1.3), (held_out, "--o", 1.6)):
             if not rows:
                 continue
             step_N, loss_N, head_losses_NK = _curves(rows, num_heads)
             for k in range(num_heads):
                 label = f"head {k}" if style == "-" else None
                 colour = SERIES[k % len(SERIES)]
-                marker = "o" if style == "--" else None
-                axes.plot(
-                    step_N, head_losses_NK[:, k], style, color=colour, linewidth=width, label=label, marker=marker, ms=3
-                )
+                axes.plot(step_N, head_losses_NK[:, k], style, color=colour, linewidth=width, label=label, ms=3)
             if not num_heads:
-                axes.plot(step_N, loss_N, style, color=ACCENT, label="loss" if style == "-" else "held-out loss")
+                label = "loss" if style == "-" else "held-out loss"
+                axes.plot(step_N, loss_N, style[:2], color=ACCENT, label=label)
         num_names = num_heads + bool(held_out)
         if num_heads and held_out:
             axes.plot([], [], "--o", color=MUTED, ms=3, label="held-out")
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel("cross-entropy (nats)")
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        axes.legend(
-            loc="lower center",
-            bbox_to_anchor=(0.5, 1.0),
-            ncols=num_names if num_names < 6 else 3,
-            handlelength=1.2,
-            columnspacing=1.0,
-        )
+        _over_steps(axes, "cross-entropy (nats)", num_names if num_names < 6 else 3)
 
     return svg("losses", "Loss of every head over the training steps", 3.0, draw)
 
@@ -90,12 +79,9 @@ def held_out_accuracy(held_out: Sequence[dict]) -> str:
         top1_NK = np.array([row["head_top1"] for row in held_out], dtype=float)
         for k, top1_N in enumerate(top1_NK.T):
             axes.plot(step_N, top1_N, "-o", ms=4, color=SERIES[k % len(SERIES)], label=f"head {k}")
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel("held-out top-1")
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes.set_ylim(bottom=0)
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, handlelength=1.2, columnspacing=1.2)
+        _over_steps(axes, "held-out top-1", 5)
 
     return svg("accuracy", "Held-out top-1 accuracy of every head over the training steps", 2.6, draw)
 
@@ -113,13 +99,17 @@ def drift(steps: Sequence[dict], held_out: Sequence[dict] = ()) -> str:
         if known:
             label = "held-out KL to the original"
             axes.plot([row["step"] for row in known], [row["kl"] for row in known], "--o", ms=3, color=INK, label=label)
-        axes.set_xlabel("optimizer step")
-        axes.set_ylabel("nats per position")
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         axes.set_ylim(bottom=0)
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, handlelength=1.6, columnspacing=1.2)
+        _over_steps(axes, "nats per position", 2)
 
     return svg("drift", "How far the backbone moves over the training steps", 2.6, draw)
+
+
+def _over_steps(axes: Axes, label: str, num_columns: int) -> None:
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    legend_above(axes, num_columns)
 
 
 def _curves(rows: Sequence[dict], num_heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

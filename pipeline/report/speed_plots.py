@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, ScalarFormatter
 
-from pipeline.report.svg import ACCENT, INK, MUTED, SERIES, svg
+from pipeline.report.svg import ACCENT, INK, MUTED, SERIES, legend_above, svg
 
 _FIGURES = (
     ("acceleration_rate", "tokens per step", SERIES[1]),
@@ -45,7 +45,10 @@ def tree_sizes(sizes: Sequence[dict], chosen: int | None) -> str:
     def draw(axes: Axes) -> None:
         _figures(axes, [size.get("nodes") for size in sizes], rows)
         axes.set_xlabel("nodes")
-        _doubling(axes, [size["nodes"] for size in sizes if size.get("nodes")])
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator([size["nodes"] for size in sizes if size.get("nodes")]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(ScalarFormatter())
         if chosen:
             axes.axvline(chosen, color=INK, linewidth=1, linestyle=":")
             is_right = chosen > max(size.get("nodes") or 0 for size in sizes) / 4
@@ -84,7 +87,7 @@ def batch_sizes(rows: Sequence[dict]) -> str:
         axes.margins(y=0.1)
         axes.set_xlabel("sequences at once")
         axes.set_ylabel("tokens/s")
-        _legend(axes, 2)
+        legend_above(axes, 2)
 
     return svg("study-batch", "Tokens per second by batch size", 2.8, draw)
 
@@ -111,7 +114,7 @@ def typical(rows: Sequence[dict], key: str, label: str) -> str:
         axes.plot([], [], "--", color=MUTED, linewidth=1.2, label=f"{exact} sampling")
         axes.set_xlabel("eps, delta = sqrt(eps)")
         axes.set_ylabel(label)
-        _legend(axes, 3)
+        legend_above(axes, 3)
 
     return svg(f"study-typical-{key.replace('_', '-')}", f"Typical acceptance: {label} by eps", 3.0, draw)
 
@@ -122,18 +125,7 @@ def _figures(axes: Axes, x: Sequence[float | None], rows: Sequence[dict]) -> Non
         axes.plot(x_N, _numbers(rows, key), "-o", ms=4, color=colour, label=label)
     axes.axhline(1, color=MUTED, linewidth=1, linestyle="--")
     axes.set_ylim(bottom=0)
-    _legend(axes, 3)
-
-
-def _legend(axes: Axes, num_columns: int) -> None:
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=num_columns, handlelength=1.6, columnspacing=1.4)
-
-
-def _doubling(axes: Axes, ticks: Sequence[float]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(ticks))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(ScalarFormatter())
+    legend_above(axes, 3)
 
 
 def _numbers(rows: Sequence[dict], key: str) -> np.ndarray:

@@ -44,6 +44,8 @@ _SETTINGS: dict[Any, Any] = {
     "savefig.facecolor": "none",
     "legend.frameon": False,
     "legend.fontsize": 9,
+    "legend.handlelength": 1.6,
+    "legend.columnspacing": 1.2,
     "lines.linewidth": 1.6,
 }
 _WIDTH = 5.0  # inches: 360 units, so that 10-unit text is 9 pixels high on a phone and 14 on a desktop
@@ -62,9 +64,8 @@ def svg(name: str, label: str, height: float, draw: Callable[[Axes], None]) -> s
     return _themed(buffer.getvalue(), name, label)
 
 
-def _rounded(tag: str) -> str:
-    """A tag with its coordinates cut to a hundredth of a unit, less than a pixel."""
-    return re.sub(r"(\.\d\d)\d+", r"\1", tag)
+def legend_above(axes: Axes, num_columns: int) -> None:
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=num_columns)
 
 
 def _themed(text: str, name: str, label: str) -> str:
@@ -73,7 +74,8 @@ def _themed(text: str, name: str, label: str) -> str:
     view_box = re.search(r'viewBox="[^"]*"', text)
     assert view_box
     text = re.sub(r"<svg[^>]*>", f'<svg role="img" aria-label="{label}" {view_box[0]}>', text, count=1)
-    text = re.sub(r"<[^>]*>", lambda tag: _rounded(tag[0]), text)
+    # Coordinates are cut to a hundredth of a unit, less than a pixel.
+    text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), text)
     text = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", text)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.report.check_tables import categories_table, check_table, methods_table, study_tables
+from pipeline.report.check_tables import Column, categories_table, check_table, filled, methods_table, study_tables
 from pipeline.report.facts import STAGES, Table, pick
 from pipeline.report.formatting import (
     NOT_RUN,
@@ -78,19 +78,15 @@ def tree_table(report: dict, extras: dict) -> Table:
 
 def sizes_table(report: dict) -> Table:
     """The cost and the expected speedup of trees of several sizes on the device."""
-    rows = tuple(
-        (
-            count(size.get("nodes")),
-            times(size.get("overhead")),
-            ratio(size.get("expected_acceleration_rate")),
-            times(size.get("expected_speedup")),
-        )
-        for size in pick(report, "tree", "sizes") or []
+    columns: tuple[Column, ...] = (
+        ("nodes", "nodes", count),
+        ("overhead", "overhead", times),
+        ("expected rate", "expected_acceleration_rate", ratio),
+        ("expected speedup", "expected_speedup", times),
     )
-    columns = ("nodes", "overhead", "expected rate", "expected speedup")
-    note = f"The {pick(report, 'tree', 'source')} search; {count(pick(report, 'tree', 'nodes'))} nodes are used, "
-    note += "the fastest up to 5 %."
-    return Table("Tree sizes", columns, rows, note if rows else "", "not measured", words=())
+    source, nodes = pick(report, "tree", "source"), count(pick(report, "tree", "nodes"))
+    note = f"The {source} search; {nodes} nodes are used, the fastest up to 5 %."
+    return filled("Tree sizes", note, columns, pick(report, "tree", "sizes") or [], empty="not measured", words=())
 
 
 def drift_table(report: dict) -> Table:
@@ -118,7 +114,9 @@ def stages_table(report: dict) -> Table:
         if name not in seconds and not part:
             rows.append((name, *[NOT_RUN] * 3, pick(report, "skipped", name) or ""))
             continue
-        quarantined = quarantined_rows(report, name)
+        quarantined = pick(part, "quarantined")
+        if quarantined is None and (reasons := pick(report, "quarantine", name)) is not None:
+            quarantined = sum(reasons.values())
         num_rows = pick(part, "rows") if name != "check" else pick(part, "native", "prompts")
         rows.append((name, count(num_rows), count(quarantined), duration(seconds.get(name)), _made(report, name)))
     shares = _shares([seconds.get(row[0]) for row in rows])
@@ -133,13 +131,6 @@ def _stages_in_order(seconds: dict) -> list[str]:
             names.insert(names.index(before) + 1 if before else 0, name)
         before = name
     return names
-
-
-def quarantined_rows(report: dict, stage: str) -> int | None:
-    """The number of rows a stage quarantined; None where it is not known."""
-    reasons = pick(report, "quarantine", stage)
-    stated = pick(report, stage, "quarantined")
-    return sum(reasons.values()) if stated is None and reasons is not None else stated
 
 
 def _made(report: dict, stage: str) -> str:
@@ -182,17 +173,17 @@ def quarantine_table(report: dict) -> Table:
 
 def provenance_table(report: dict) -> Table:
     """The hardware, versions and inputs of the figures."""
-    facts = [
-        ("target", pick(report, "target")),
-        ("method", pick(report, "method")),
-        ("heads", pick(report, "num_heads")),
-        ("run", pick(report, "run", "name")),
-        ("date", pick(report, "run", "date")),
-        ("hardware", pairs(pick(report, "hardware"))),
-        ("versions", pairs(pick(report, "versions"))),
-        ("fingerprints", pairs(pick(report, "run", "fingerprints"))),
-    ]
-    rows = tuple((name, str(value)) for name, value in facts if value not in (None, ""))
+    places = {
+        "target": ("target",),
+        "method": ("method",),
+        "heads": ("num_heads",),
+        "run": ("run", "name"),
+        "date": ("run", "date"),
+        "hardware": ("hardware",),
+        "versions": ("versions",),
+        "fingerprints": ("run", "fingerprints"),
+    }
+    rows = tuple((name, text) for name, place in places.items() if (text := pairs(pick(report, *place))))
     return Table("Provenance", ("", ""), rows, words=(0, 1))
 
 
