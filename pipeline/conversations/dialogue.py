@@ -72,7 +72,7 @@ class Dialogue:
         following = (*conversation.messages[1:], None)
         turns = [
             (message, after.content if after and after.role == "assistant" else None)
-            for message, after in zip(conversation.messages, following, strict=True)
+            for message, after in zip(conversation.messages, following, strict=False)
             if message.role == "user"
         ]  # the seed's questions, each with its answer where it has one
         self._turns = iter([turn for turn in turns if settings.mode != "passthrough" or turn[1] is not None])

@@ -42,11 +42,9 @@ class AcceptanceRule(Protocol):
 
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
         """The next tokens [...] for logits [..., V], without candidates."""
-        ...
 
     def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Acceptance:
         """The longest path of the tokens [..., N] that passes; logits [..., N, V], noise [..., max_depth + 1, V]."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -161,19 +161,17 @@ class TreeCache(Cache):
 
     def move(self, rows_BT: Tensor, first: int) -> None:
         """Move rows to the path's positions from `first` on; entries past a path's end are never read."""
-        rows_BT = rows_BT[:, first:]
+        num_rows = rows_BT.shape[1]
         for store in self._stores:
-            self._move(store, rows_BT.to(store.device), first, rows_BT.shape[1])
-
-    def _move(self, store: Tensor, rows_BT: Tensor, first: int, num_moved: int) -> None:
-        if len(rows_BT) == 1 and self._fixed_width is None:
-            (length,) = self.lengths
-            moved = store.narrow(1, 0, 1).index_select(3, rows_BT[0] + length)
-            store.narrow(1, 0, 1).narrow(3, length + first, num_moved).copy_(moved)
-            return
-        place_B1, slot_BN = self._rows_on(store.device)
-        targets_BT = slot_BN[:, :1] + torch.arange(first, first + num_moved, device=store.device)
-        store[:, place_B1, :, targets_BT] = store[:, place_B1, :, slot_BN[:, :1] + rows_BT]
+            moved_BT = rows_BT[:, first:].to(store.device)
+            if len(rows_BT) == 1 and self._fixed_width is None:
+                (length,) = self.lengths
+                moved = store.narrow(1, 0, 1).index_select(3, moved_BT[0] + length)
+                store.narrow(1, 0, 1).narrow(3, length + first, num_rows - first).copy_(moved)
+            else:
+                place_B1, slot_BN = self._rows_on(store.device)
+                targets_BT = slot_BN[:, :1] + torch.arange(first, num_rows, device=store.device)
+                store[:, place_B1, :, targets_BT] = store[:, place_B1, :, slot_BN[:, :1] + moved_BT]
 
     def _rows_on(self, device: torch.device, num_rows: int = 1) -> tuple[Tensor, Tensor]:
         """Places [B, 1] and slots [B, N] of the rows after the open sequences; the same for every layer."""

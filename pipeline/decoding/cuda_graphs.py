@@ -39,14 +39,12 @@ class GraphCapture(Protocol):
 
     def run(self, function: Callable[[], None]) -> None:
         """Call the function as it will be called during capture."""
-        ...
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """Call the function and return its replay.
 
         Raises RuntimeError, without having had an effect, when the function cannot be captured.
         """
-        ...
 
 
 class CudaGraphs:

@@ -30,7 +30,7 @@ from pipeline.decoding.cuda_graphs import CAPTURED_LENGTH, CapturedSteps, GraphC
 from pipeline.decoding.masks import TreeMasks, attention_windows
 from pipeline.decoding.noise import Noise
 from pipeline.decoding.readout import Forward, check_pair, reading
-from pipeline.decoding.steps import BatchState, Steps, TreeSteps
+from pipeline.decoding.steps import BatchState, TreeSteps
 from pipeline.decoding.tree import Choices, Tree
 from pipeline.heads.kind import Heads
 
@@ -104,7 +104,7 @@ class Decoder:
         self._cache = TreeCache(num_cached_layers(config))
         steps = TreeSteps(self.tree, heads, masks, self._cache, self.max_length)
         graph_capture = graph_capture or graph_capture_for(model)
-        self._steps: Steps = CapturedSteps(steps, graph_capture) if graph_capture else steps
+        self._steps = CapturedSteps(steps, graph_capture) if graph_capture else steps
 
     @property
     def captures(self) -> bool:

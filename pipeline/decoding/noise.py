@@ -34,8 +34,12 @@ class Noise:
         """The noise [T, V] of the next positions, on the logits' device and in their upcast dtype."""
         if self._generator is None:
             return None
+        size, device = logits_NV.shape[-1:], self._generator.device
+        dtype = torch.promote_types(logits_NV.dtype, torch.float32)
         while len(self._waiting) < num_positions:
-            self._waiting.append(_draw_noise(self._generator, logits_NV))
+            uniform_V = torch.rand(size, generator=self._generator, dtype=torch.float64, device=device)
+            exponential_V = uniform_V.log_().neg_().to(logits_NV.device, dtype)
+            self._waiting.append(exponential_V.log_().neg_())
         return torch.stack(self._waiting[:num_positions])
 
     def advance(self, num_tokens: int) -> None:
@@ -69,10 +73,3 @@ def mass_ahead(p_NV: Tensor, tokens_N: Tensor) -> Tensor:
 def upcast(logits_V: Tensor) -> Tensor:
     """Logits in at least float32: half precision is too coarse for probabilities."""
     return logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
-
-
-def _draw_noise(generator: torch.Generator, logits_NV: Tensor) -> Tensor:
-    shape, device = logits_NV.shape[-1:], generator.device
-    uniform_V = torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
-    exponential_V = uniform_V.log_().neg_().to(logits_NV.device, torch.promote_types(logits_NV.dtype, torch.float32))
-    return exponential_V.log_().neg_()

@@ -8,7 +8,7 @@ Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidd
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,43 +28,25 @@ class BatchState(NamedTuple):
     token_B: Tensor
 
 
-class Steps(Protocol):
-    """Takes the decoding steps of a batch."""
-
-    @property
-    def captures(self) -> bool:
-        """Whether steps are captured as CUDA graphs and replayed."""
-        ...
-
-    def start(self, state: BatchState) -> None:
-        """Set the state; the prompts are in the cache already."""
-        ...
-
-    def drop(self, kept: Sequence[int]) -> None:
-        """Keep only the texts at these indices, ascending."""
-        ...
-
-    def take(self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None) -> list[list[int]]:
-        """One forward of the target; returns the tokens that it adds to each text."""
-        ...
-
-
 class TreeSteps:
-    """Steps with inputs of exactly the current length: for any model on any device."""
+    """The decoding steps of a batch, with inputs of exactly the current length: for any model on any device."""
 
-    captures = False
+    captures = False  # as CUDA graphs
 
     def __init__(self, tree: Tree, heads: Heads | None, masks: TreeMasks, cache: TreeCache, max_length: int):
         self.tree, self.heads, self.masks, self.cache, self.max_length = tree, heads, masks, cache, max_length
 
     def start(self, state: BatchState) -> None:
+        """Set the state; the prompts are in the cache already."""
         self.state = state
 
     def drop(self, kept: Sequence[int]) -> None:
+        """Keep only the texts at these indices, ascending."""
         self.cache.drop(kept)
         self.state = BatchState(*(column[kept] for column in self.state))
 
     def take(self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None) -> list[list[int]]:
+        """One forward of the target; returns the tokens that it adds to each text."""
         tree, lengths, token_B = self.tree, self.cache.lengths, self.state.token_B
         starts = lengths[0] if len(lengths) == 1 else torch.tensor(lengths, device=token_B.device)[:, None]
         positions_BN = tree.depth[None] + starts
@@ -107,9 +89,8 @@ class TreeSteps:
 
     def read(self, found: Tensor) -> tuple[list[list[int]], list[list[int]]]:
         """The rows that each text keeps and the tokens it gains; the only transfer from the device in a step."""
-        if not self.tree.num_nodes:
-            written = found.tolist()
-            return [[0]] * len(written), written
         fetched = found.tolist()
+        if not self.tree.num_nodes:
+            return [[0]] * len(fetched), fetched
         rows = [self.tree.retrieve_paths[row] for row, *_ in fetched]
         return rows, [[*path[1 : len(kept)], token] for kept, (_, *path, token) in zip(rows, fetched, strict=True)]

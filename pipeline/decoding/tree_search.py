@@ -121,7 +121,10 @@ def joint_tree(
 
 def path_frequencies(ranks: HeldOutRanks, choices: Choices) -> list[float]:
     """The share of all positions at which each path is right."""
-    return [float(np.mean(_right(ranks, path))) if len(ranks) else 0.0 for path in choices]
+    if not len(ranks):
+        return [0.0 for _ in choices]
+    right = (np.equal(ranks.ranks_KN[: len(path)], np.array(path)[:, None]).all(0) for path in choices)
+    return [float(right_N.mean()) for right_N in right]
 
 
 def accepted_lengths(ranks: HeldOutRanks, choices: Choices) -> npt.NDArray[np.int64]:
@@ -149,10 +152,6 @@ def simulated_acceleration_rate(ranks: HeldOutRanks, choices: Choices) -> float:
             place += stride[place]
             num_steps += 1
     return len(ranks) / num_steps if num_steps else float("nan")
-
-
-def _right(ranks: HeldOutRanks, path: Sequence[int]) -> npt.NDArray[np.bool_]:
-    return np.logical_and.reduce([ranks.ranks_KN[depth] == rank for depth, rank in enumerate(path)])
 
 
 def interpolated_overhead(measured: dict[int, float], num_nodes: int) -> float:
