@@ -139,7 +139,17 @@ def answer_lines(
     for index, prompt in enumerate(prompts):
         name = prompt.id if prompt.question_id is None else prompt.question_id
         if name not in lines:
-            lines[name] = _empty_line(name, prompt.category, model_id)
+            empty: dict[str, Any] = {
+                key: [] for key in ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths")
+            }
+            lines[name] = {
+                "question_id": name,
+                "category": prompt.category or "",
+                "answer_id": hashlib.sha256(f"{model_id}/{name}".encode()).hexdigest()[:22],
+                "model_id": model_id,
+                "choices": [{"index": 0, **empty}],
+                "tstamp": time.time(),
+            }
         (choice,) = lines[name]["choices"]
         answer = repetitions[0][index]
         seconds = statistics.median(answers[index].seconds_prefill + answers[index].seconds for answers in repetitions)
@@ -149,20 +159,6 @@ def answer_lines(
         choice["wall_time"].append(seconds)
         choice["accept_lengths"] += answer.accepted
     return list(lines.values())
-
-
-def _empty_line(question_id: int | str, category: str | None, model_id: str) -> dict[str, Any]:
-    lists: dict[str, list[Any]] = {
-        key: [] for key in ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths")
-    }
-    return {
-        "question_id": question_id,
-        "category": category or "",
-        "answer_id": hashlib.sha256(f"{model_id}/{question_id}".encode()).hexdigest()[:22],
-        "model_id": model_id,
-        "choices": [{"index": 0, **lists}],
-        "tstamp": time.time(),
-    }
 
 
 def samples(

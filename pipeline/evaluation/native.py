@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import AcceptanceRule, RejectionSampling, greedy_acceptance
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
@@ -38,6 +36,7 @@ from pipeline.evaluation.speed import (
     Pass,
     accepted_lengths,
     by_category,
+    decode_by,
     pace_beside,
     speed,
     take_turns,
@@ -197,16 +196,8 @@ def native_figures(
 
 def _both_sides(methods: DecodingMethods, rule: AcceptanceRule, num_tokens: int) -> dict[str, Decode]:
     """Both sides by the same rule; where it samples, both draw from the same seed."""
-    device = input_device(methods.plain.model)
-
-    def by(decoder: Decoder) -> Decode:
-        def decode(prompt_ids: list[int], seed: int) -> Decoded:
-            generator = torch.Generator(device).manual_seed(seed) if rule.samples else None
-            return decoder.generate(prompt_ids, num_tokens, rule, generator)
-
-        return decode
-
-    return {PLAIN: by(methods.plain), ACCELERATED: by(methods.accelerated)}
+    sides = {PLAIN: methods.plain, ACCELERATED: methods.accelerated}
+    return {name: decode_by(decoder, rule, num_tokens) for name, decoder in sides.items()}
 
 
 def _log_likelihoods(request: CheckRequest, methods: DecodingMethods, measured: Measurement) -> dict[str, float]:
@@ -214,13 +205,9 @@ def _log_likelihoods(request: CheckRequest, methods: DecodingMethods, measured: 
     settings, prompts, model = request.settings, request.prompts, methods.plain.model
     sampled, by_rule = measured.passes[0][PLAIN], measured.passes[0][ACCELERATED]
     if not rule_of(settings).samples:  # typical acceptance with a greedy first token is deterministic
-        sampling = _both_sides(methods, RejectionSampling(settings.temperature), settings.max_new_tokens)
-        sampled = take_turns({PLAIN: sampling[PLAIN]}, prompts)[PLAIN]
-    written = {
-        "greedy": measured.plain_greedy,
-        "sampling": _texts(sampled),
-        settings.acceptance: _texts(by_rule),
-    }
+        sampling = decode_by(methods.plain, RejectionSampling(settings.temperature), settings.max_new_tokens)
+        sampled = take_turns({PLAIN: sampling}, prompts)[PLAIN]
+    written = {"greedy": measured.plain_greedy, "sampling": _texts(sampled), settings.acceptance: _texts(by_rule)}
     return {name: round(mean_log_likelihood(model, prompts, answers), 4) for name, answers in written.items()}
 
 

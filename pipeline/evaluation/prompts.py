@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -110,7 +110,8 @@ def held_out_prompts(rows: Iterable[TokenRow], number: int, room: int, split: st
         if not fitting:
             skipped += 1
             continue
-        turn = fitting[_stable_hash(row.id) % len(fitting)]
+        digest = hashlib.sha256(row.id.encode()).digest()
+        turn = fitting[int.from_bytes(digest[:8], "big") % len(fitting)]
         source = row.id.rpartition(":")[0]
         kept.append(Prompt(row.id, row.input_ids[: answers[turn].start].tolist(), source, turn=turn))
     return Prompts(kept, skipped)
@@ -160,12 +161,15 @@ def question_prompts(
         running.close()
     room = context_length(target) - settings.max_new_tokens
     names = question_ids(questions)
-    asked = [
-        Prompt(f"{question.id}/{turn}", ids, question.category, name, turn)
-        for question, name, dialogue in zip(questions, names, dialogues, strict=True)
-        for turn, ids in enumerate(_prompts_of(dialogue))
-    ]
-    kept = [prompt for prompt in asked if len(prompt.ids) <= room]
+    kept: list[Prompt] = []
+    for question, name, dialogue in zip(questions, names, dialogues, strict=True):
+        with contextlib.suppress(RowRejected):  # it has no answer
+            asked = [row.input_ids[: span.start] for row in dialogue.rows() for span in row.spans]
+            kept += [
+                Prompt(f"{question.id}/{turn}", ids, question.category, name, turn)
+                for turn, ids in enumerate(asked)
+                if len(ids) <= room
+            ]
     return Prompts(kept, num_turns - len(kept))
 
 
@@ -176,10 +180,6 @@ class Counted:
         self._engine, self._progress = engine, progress
         self.capacity = engine.capacity
         self.add, self.close = engine.add, engine.close
-
-    @property
-    def num_unfinished(self) -> int:
-        return self._engine.num_unfinished
 
     def step(self) -> list[Completion]:
         completions = self._engine.step()
@@ -213,16 +213,6 @@ def question_ids(questions: Sequence[Conversation]) -> list[int | str]:
     return [int(name) if name.isdecimal() else name for name in own]
 
 
-def _prompts_of(dialogue: Dialogue) -> Iterator[list[int]]:
-    """The prompt of each answer of a finished conversation."""
-    try:
-        rows = dialogue.rows()
-    except RowRejected:
-        return
-    for row in rows:
-        yield from (row.input_ids[: span.start] for span in row.spans)
-
-
 def _most_tokens(question: Conversation, template: ChatTemplate, max_new_tokens: int) -> int:
     """An upper bound on the conversation's tokens, answers included."""
     before = [message for message in question.messages if message.role == "system"]
@@ -232,7 +222,3 @@ def _most_tokens(question: Conversation, template: ChatTemplate, max_new_tokens:
             with contextlib.suppress(RowRejected):  # a turn that the template rejects is not asked
                 total += len(template.opening([*before, message])) + max_new_tokens + MORE_PER_TURN
     return total
-
-
-def _stable_hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")

@@ -17,7 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.decoding.decoder import Decoded, acceleration_rate
+import torch
+
+from pipeline.decoding.acceptance import AcceptanceRule
+from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
 from pipeline.evaluation.prompts import Prompt
 from pipeline.execution.progress import ProgressReporter
 
@@ -25,6 +28,16 @@ Decode = Callable[[list[int], int], Decoded]  # (prompt, sampling seed)
 Pass = Mapping[str, Sequence[Decoded]]  # one repetition: each method's answers, by prompt
 
 PLAIN, ACCELERATED = "plain", "accelerated"
+
+
+def decode_by(decoder: Decoder, rule: AcceptanceRule, num_tokens: int) -> Decode:
+    """Decoding by a rule; where it samples, from the seed."""
+
+    def decode(prompt_ids: list[int], seed: int) -> Decoded:
+        generator = torch.Generator(decoder.device).manual_seed(seed) if rule.samples else None
+        return decoder.generate(prompt_ids, num_tokens, rule, generator)
+
+    return decode
 
 
 class CannotDecode(Exception):
@@ -82,22 +95,24 @@ class Pace:
             time_per_output_token=statistics.median(per_token) if per_token else math.nan,
         )
 
+    def timed(self) -> dict[str, float | None]:
+        """The figures of report.json that depend on the machine alone."""
+        digits = {"tokens_per_second": 2, "time_to_first_token": 6, "time_per_output_token": 6}
+        return {name: rounded(getattr(self, name), number) for name, number in digits.items()}
+
 
 def speed(passes: Sequence[Pass]) -> dict[str, float | None]:
     """The figures with heads and those of plain decoding."""
     plain, accelerated = (Pace.of([one[method] for one in passes]) for method in (PLAIN, ACCELERATED))
     overhead = _ratio(accelerated.seconds_per_step, plain.seconds_per_step)
-    return {
+    figures = {
         "acceleration_rate": rounded(accelerated.acceleration_rate),
         "overhead": rounded(overhead),
         "speedup": rounded(_ratio(accelerated.acceleration_rate, overhead)),
-        "tokens_per_second": rounded(accelerated.tokens_per_second, 2),
-        "baseline_tokens_per_second": rounded(plain.tokens_per_second, 2),
-        "time_to_first_token": rounded(accelerated.time_to_first_token, 6),
-        "baseline_time_to_first_token": rounded(plain.time_to_first_token, 6),
-        "time_per_output_token": rounded(accelerated.time_per_output_token, 6),
-        "baseline_time_per_output_token": rounded(plain.time_per_output_token, 6),
     }
+    for name, figure in accelerated.timed().items():
+        figures |= {name: figure, f"baseline_{name}": plain.timed()[name]}
+    return figures
 
 
 def pace_beside(passes: Sequence[Pass], method: str) -> dict[str, float | None]:
@@ -106,9 +121,7 @@ def pace_beside(passes: Sequence[Pass], method: str) -> dict[str, float | None]:
     return {
         "acceleration_rate": rounded(other.acceleration_rate),
         "speedup": rounded(_ratio(other.tokens_per_second, plain.tokens_per_second)),
-        "tokens_per_second": rounded(other.tokens_per_second, 2),
-        "time_to_first_token": rounded(other.time_to_first_token, 6),
-        "time_per_output_token": rounded(other.time_per_output_token, 6),
+        **other.timed(),
     }
 
 

@@ -23,22 +23,20 @@ import statistics
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from math import isnan, nan, sqrt
+from math import nan, sqrt
 from time import perf_counter
 from typing import Any, Literal
 
-import torch
-
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig, StudyName
-from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule, greedy_acceptance
+from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
 from pipeline.decoding.cuda_graphs import WARM_UP_STEPS
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
 from pipeline.evaluation.answers import mean_log_likelihood
 from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.speed import decode_by, rounded
 from pipeline.evaluation.tree_studies import heads_used, tree_ladder
 from pipeline.execution.progress import ProgressReporter
-from pipeline.targets.loading import input_device
 
 Row = dict[str, Any]
 
@@ -51,11 +49,12 @@ WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True)
 class Side:
-    """One row to measure: its names, decoder and rule."""
+    """One row to measure."""
 
-    names: Row
+    name: str
+    eps: float | None
     decoder: Decoder
-    rule: AcceptanceRule = greedy_acceptance
+    rule: AcceptanceRule
 
 
 def run_studies(
@@ -107,18 +106,12 @@ def typical_sweep(
     rows = []
     for temperature in (0.0, *TEMPERATURES):
         sampling = acceptance_rule("rejection", temperature)  # at 0 it is greedy
-        sides = [
-            Side({"temperature": temperature, "rule": "plain", "eps": None}, plain, sampling),
-            Side(
-                {"temperature": temperature, "rule": "rejection" if temperature else "greedy", "eps": None},
-                accelerated,
-                sampling,
-            ),
-        ]
+        exact = "rejection" if temperature else "greedy"
+        sides = [Side("plain", None, plain, sampling), Side(exact, None, accelerated, sampling)]
         for eps in EPS if temperature else ():
             rule = acceptance_rule("typical", temperature, eps, sqrt(eps), first_token=first_token)
-            sides.append(Side({"temperature": temperature, "rule": "typical", "eps": eps}, accelerated, rule))
-        rows += _measured(sides, prompts, num_tokens)
+            sides.append(Side("typical", eps, accelerated, rule))
+        rows += [{"temperature": temperature} | row for row in _measured(sides, prompts, num_tokens)]
     return rows
 
 
@@ -162,25 +155,20 @@ def _measured(sides: Sequence[Side], prompts: Sequence[Prompt], num_tokens: int)
     """
     answers: list[list[Decoded]] = [[] for _ in sides]
     for side in sides:  # warm-up: every length must be captured
+        warm_up = decode_by(side.decoder, side.rule, num_tokens if side.decoder.captures else WARM_UP_TOKENS)
         for seed, prompt in enumerate(prompts if side.decoder.captures else prompts[:1]):
-            _decode(side, prompt, num_tokens if side.decoder.captures else WARM_UP_TOKENS, seed)
+            warm_up(prompt.ids, seed)
     for seed, prompt in enumerate(prompts):
         for side, decoded in zip(sides, answers, strict=True):
-            decoded.append(_decode(side, prompt, num_tokens, seed))
+            decoded.append(decode_by(side.decoder, side.rule, num_tokens)(prompt.ids, seed))
     rows = []
     for side, decoded in zip(sides, answers, strict=True):
         rate, overhead = acceleration_rate(decoded), _overhead(decoded, answers[0])
         figures = {"acceleration_rate": rate, "overhead": overhead, "speedup": rate / overhead}
         texts = [one.token_ids for one in decoded]
         figures["log_likelihood"] = mean_log_likelihood(side.decoder.model, prompts, texts)
-        rows.append(side.names | {key: None if isnan(value) else round(value, 4) for key, value in figures.items()})
+        rows.append({"rule": side.name, "eps": side.eps} | {key: rounded(value) for key, value in figures.items()})
     return rows
-
-
-def _decode(side: Side, prompt: Prompt, num_tokens: int, seed: int) -> Decoded:
-    device = input_device(side.decoder.model)
-    generator = torch.Generator(device).manual_seed(seed) if side.rule.samples else None
-    return side.decoder.generate(prompt.ids, num_tokens, side.rule, generator)
 
 
 def _overhead(decoded: Sequence[Decoded], plain: Sequence[Decoded]) -> float:

@@ -22,6 +22,7 @@ from pipeline.decoding.tree import Path, cartesian_tree, greedy_tree, stock_tree
 from pipeline.decoding.tree_search import HeldOutRanks, simulated_acceleration_rate
 from pipeline.evaluation.overhead import Name, overheads, step_seconds, with_tree
 from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.speed import rounded
 from pipeline.heads.accuracy import label_ranks
 from pipeline.heads.kind import Heads
 from pipeline.report.facts import SEARCHED_TREE, STOCK_TREE, USED_TREE
@@ -93,7 +94,7 @@ def tree_figures(
     for name, tree in trees.items():
         rate, cost = simulated_acceleration_rate(ranks, tree), costs[name] if tree else 1.0
         figures = {"acceleration_rate": rate, "overhead": cost, "speedup": rate / cost}
-        worth[name] = {key: round(value, 4) if np.isfinite(value) else None for key, value in figures.items()}
+        worth[name] = {key: rounded(value) for key, value in figures.items()}
     return worth
 
 

@@ -47,10 +47,6 @@ class GenerationEngine(Protocol):
     def step(self) -> list[Completion]:
         """Advance every running request by at least one token; returns those that finished."""
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests added and not yet finished."""
-
     def close(self) -> None:
         """Release the memory; the engine cannot be used again."""
 

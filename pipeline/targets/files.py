@@ -90,17 +90,7 @@ def read_json(model: str, revision: str | None, name: str) -> dict[str, Any]:
 
 
 def identifying_files(model: str, revision: str | None, *, with_code: bool, fetch: bool = True) -> list[Path]:
-    """Local files whose content identifies the target: weights, configuration, tokenizer, template; sorted by name.
-
-    A Hub target is downloaded. Its files are links into the Hub cache, named there by the content's hash.
-
-    Args:
-        fetch: False uses only what was downloaded before.
-
-    Raises:
-        ConfigError: The target holds no weights that can be read.
-        EnvironmentFault: Its weights are not downloaded, and `fetch` is False.
-    """
+    """The files that `weight_files` of spec.py promises, `with_code` also the repository's Python files."""
     if is_local(model):
         directory = local_directory(model)
     elif fetch:

@@ -52,8 +52,13 @@ def load_causal_lm(
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     on_gpu = torch.device(device).type == "cuda"
+    placement: dict[str, Any] = {"device_map": {"": device}}
     if on_gpu:
         require_gpus(num_gpus)
+        if num_gpus > 1:
+            room = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}
+            placement = {"device_map": "auto", "max_memory": room}
+    does_not_fit = EnvironmentFault(f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", too_large)
     with files.hub_errors(spec.model, spec.revision):
         try:
             model = AutoModelForCausalLM.from_pretrained(
@@ -62,10 +67,10 @@ def load_causal_lm(
                 trust_remote_code=spec.trust_remote_code,
                 dtype=getattr(torch, spec.dtype),
                 quantization_config=_quantization(spec),
-                **_devices(device, num_gpus if on_gpu else 1),
+                **placement,
             )
         except torch.cuda.OutOfMemoryError as error:
-            raise _does_not_fit(spec, num_gpus, too_large) from error
+            raise does_not_fit from error
         except UnpicklingError as error:
             fix = "Load it where you trust it, and `save_pretrained` it to a directory."
             raise ConfigError(
@@ -76,19 +81,8 @@ def load_causal_lm(
             reason = str(error).strip().split("\n")[0].rstrip(".")
             raise ConfigError(f"transformers cannot load {spec.model}: {reason}.", files.WHERE, fix) from error
     if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) and on_gpu:
-        raise _does_not_fit(spec, num_gpus, too_large)  # offloaded to the CPU it would run a hundred times slower
+        raise does_not_fit  # offloaded to the CPU it would run a hundred times slower
     return model.eval().requires_grad_(False)
-
-
-def _devices(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
-    """Placement of the weights: all on `device`, or spread over the first `num_gpus` GPUs."""
-    if num_gpus <= 1:
-        return {"device_map": {"": device}}
-    return {"device_map": "auto", "max_memory": {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}}
-
-
-def _does_not_fit(spec: TargetSpec, num_gpus: int, fix: str) -> EnvironmentFault:
-    return EnvironmentFault(f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", fix)
 
 
 def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:

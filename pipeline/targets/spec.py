@@ -44,7 +44,6 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
     """The spec of a configured target, validated as far as possible without loading weights.
 
     Args:
-        target: The configuration's `target` section.
         on_gpu: Whether workers have a GPU, which decides dtype "auto"; None checks this machine.
 
     Raises:

@@ -58,11 +58,6 @@ class TransformersGenerationEngine:
         self._ids: set[str] = set()
         self._clear()
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests added and not yet finished."""
-        return len(self._ids)
-
     def add(self, request: Request) -> None:
         """Queue a request."""
         check_request(request, self._context, self._ids)
@@ -118,13 +113,10 @@ class TransformersGenerationEngine:
             if num_rows > 1 and num_rows * (width + remaining) > self.max_batch_tokens:
                 break
             self._waiting.popleft()
-            admitted.append(_Row(request, limit, self._generator(request)))
+            seed = request.seed
+            generator = None if seed is None else torch.Generator(self._device).manual_seed(seed)
+            admitted.append(_Row(request, limit, generator))
         return admitted
-
-    def _generator(self, request: Request) -> torch.Generator | None:
-        if request.seed is None:
-            return None
-        return torch.Generator(self._device).manual_seed(request.seed)
 
     @torch.inference_mode()
     def _prefill(self, joining: list[_Row]) -> list[Completion]:
@@ -142,14 +134,13 @@ class TransformersGenerationEngine:
         if num_running:
             cache, mask_BT = _stack(running_cache, running_mask_BT, cache, mask_BT)
         self._cache, self._mask_BT = cache, mask_BT
-        return self._accept(joining, sample_tokens(logits_BV, *_settings(joining)))
+        return self._accept(joining, logits_BV)
 
     @torch.inference_mode()
     def _decode(self) -> list[Completion]:
         ids_B1 = torch.tensor([row.token_ids[-1:] for row in self._rows], device=self._device)
         self._mask_BT = pad(self._mask_BT, (0, 1), value=1)
-        logits_BV = self._forward(ids_B1, self._mask_BT, self._cache)
-        return self._accept(self._rows, sample_tokens(logits_BV, *_settings(self._rows)))
+        return self._accept(self._rows, self._forward(ids_B1, self._mask_BT, self._cache))
 
     def _forward(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """Logits [B, V] after the last of `ids_BT`; `mask_BT` covers the cached positions too."""
@@ -164,8 +155,9 @@ class TransformersGenerationEngine:
         )
         return output.logits[:, -1]
 
-    def _accept(self, rows: list[_Row], next_B: torch.Tensor) -> list[Completion]:
-        """Append the sampled tokens, remove finished rows, and return their texts."""
+    def _accept(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Completion]:
+        """Sample and append a token to each of the rows, remove finished ones, and return their texts."""
+        next_B = sample_tokens(logits_BV, [row.request for row in rows], [row.generator for row in rows])
         ended: list[Completion] = []
         for row, token in zip(rows, next_B.tolist(), strict=True):
             row.token_ids.append(token)
@@ -196,10 +188,6 @@ class TransformersGenerationEngine:
             rows = keep.to(layer.keys.device)
             layer.keys, layer.values = layer.keys[rows, :, start:], layer.values[rows, :, start:]
         return None
-
-
-def _settings(rows: list[_Row]) -> tuple[list[Request], list[torch.Generator | None]]:
-    return [row.request for row in rows], [row.generator for row in rows]
 
 
 def _stack(

@@ -66,11 +66,6 @@ class VLLMGenerationEngine:
         self._eos = eos_token_ids(spec)
         self._ids: set[str] = set()
 
-    @property
-    def num_unfinished(self) -> int:
-        """Requests added and not yet finished."""
-        return len(self._ids)
-
     def add(self, request: Request) -> None:
         """Submit a request; it runs from the next step on."""
         check_request(request, self._context, self._ids)

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.artifacts.tree_file import Calibration, Search, read_calibration
 from pipeline.config import CheckConfig
+from pipeline.decoding.acceptance import greedy_acceptance
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.tree import cartesian_tree, stock_tree
 from pipeline.decoding.tree_search import simulated_acceleration_rate
@@ -195,13 +196,13 @@ def test_only_what_is_asked_for_is_studied(plain, medusa, prompts):
 
 def test_steps_are_captured_before_they_are_timed(model, medusa, prompts, monkeypatch):
     """On a GPU a capture takes seconds; here operators are recorded in its place."""
-    tape, events, decode = Tape(), [], studies._decode
+    tape, events, generate = Tape(), [], Decoder.generate
     capture = tape.capture
     monkeypatch.setattr(tape, "capture", lambda step: (events.append("capture"), capture(step))[1])
-    monkeypatch.setattr(studies, "_decode", lambda *words: (events.append("decode"), decode(*words))[1])
+    monkeypatch.setattr(Decoder, "generate", lambda *words: (events.append("decode"), generate(*words))[1])
     plain = Decoder(model, None, (), eos_token_ids=(1,), graph_capture=tape)
     with_tree = Decoder(model, medusa.heads, medusa.tree.choices, eos_token_ids=(1,), graph_capture=tape)
-    sides = [Side({}, plain), Side({}, with_tree)]
+    sides = [Side(name, None, decoder, greedy_acceptance) for name, decoder in (("plain", plain), ("tree", with_tree))]
     monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 8)  # a text outgrows several
     studies._measured(sides, prompts, 40)
     decoded = [place for place, event in enumerate(events) if event == "decode"]

@@ -25,7 +25,7 @@ def run(engine: TransformersGenerationEngine, requests: list[Request]) -> dict[s
     for request in requests:
         engine.add(request)
     completions = {}
-    while engine.num_unfinished:
+    while engine._ids:
         completions |= {completion.id: completion for completion in engine.step()}
     return completions
 
@@ -67,7 +67,7 @@ def test_a_request_that_joins_a_running_batch_reads_as_if_alone(
     requests = sampled(prompts)
     expected = run(engine, requests)
     waiting, completions = list(requests), {}
-    while waiting or engine.num_unfinished:
+    while waiting or engine._ids:
         if waiting:
             engine.add(waiting.pop())
         completions |= {completion.id: completion for completion in engine.step()}

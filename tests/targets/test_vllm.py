@@ -35,9 +35,9 @@ Texts = dict[str, Completion]
 def run(engine: Engine, requests: list[Request]) -> Texts:
     for request in requests:
         engine.add(request)
-    assert engine.num_unfinished == len(requests)
+    assert len(engine._ids) == len(requests)
     completions: Texts = {}
-    while engine.num_unfinished:
+    while engine._ids:
         completions |= {completion.id: completion for completion in engine.step()}
     return completions
 
@@ -73,7 +73,7 @@ def written(random_target: TargetSpec, greedy: list[Request], sampled: list[Requ
     before = dict(os.environ)
     engine = VLLMGenerationEngine(random_target)
     waiting, joining = list(sampled), {}
-    while waiting or engine.num_unfinished:
+    while waiting or engine._ids:
         if waiting:
             engine.add(waiting.pop())
         joining |= {completion.id: completion for completion in engine.step()}
