@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,27 +33,15 @@ log = logging.getLogger(__name__)
 _Kind = tuple[int, int, AcceptanceRule]  # texts, width, rule
 
 
-class GraphCapture(Protocol):
-    """Runs and captures a step's work on the device."""
-
-    def run(self, function: Callable[[], None]) -> None:
-        """Call the function as it will be called during capture."""
-
-    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
-        """Call the function and return its replay.
-
-        Raises RuntimeError, without having had an effect, when the function cannot be captured.
-        """
-
-
 class CudaGraphs:
-    """CUDA graphs on one GPU. They share one memory pool, since they never run concurrently."""
+    """Runs and captures a step's work on one GPU. Graphs share one memory pool, since they never run concurrently."""
 
     def __init__(self, device: torch.device):
         self._device, self._stream = device, _side_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def run(self, function: Callable[[], None]) -> None:
+        """Call the function as it will be called during capture."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -62,6 +49,10 @@ class CudaGraphs:
         current.wait_stream(self._stream)
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Call the function and return its replay.
+
+        Raises RuntimeError, without having had an effect, when the function cannot be captured.
+        """
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.stream(torch.cuda.current_stream(self._device)),  # restored even if the capture fails
@@ -78,7 +69,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def graph_capture_for(model: PreTrainedModel) -> GraphCapture | None:
+def graph_capture_for(model: PreTrainedModel) -> CudaGraphs | None:
     """CUDA graphs where the whole model is on one GPU, otherwise None."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     (device, *others) = devices
@@ -98,9 +89,9 @@ class _Buffers:
 class CapturedSteps:
     """The steps of `TreeSteps`, captured and replayed; uncaptured where the target does not support capture."""
 
-    def __init__(self, steps: TreeSteps, graph_capture: GraphCapture):
+    def __init__(self, steps: TreeSteps, graph_capture: CudaGraphs):
         self._steps, self._cache = steps, steps.cache
-        self._graph_capture: GraphCapture = graph_capture
+        self._graph_capture = graph_capture
         self._can_capture = True
         self._buffers: dict[int, _Buffers] = {}
         self._taken: Counter[_Kind] = Counter()

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 
 from pipeline.decoding.acceptance import AcceptanceRule, greedy_acceptance
 from pipeline.decoding.cache import TreeCache, num_cached_layers
-from pipeline.decoding.cuda_graphs import CAPTURED_LENGTH, CapturedSteps, GraphCapture, graph_capture_for
+from pipeline.decoding.cuda_graphs import CAPTURED_LENGTH, CapturedSteps, CudaGraphs, graph_capture_for
 from pipeline.decoding.masks import TreeMasks, attention_windows
 from pipeline.decoding.noise import Noise
 from pipeline.decoding.readout import Forward, check_pair, reading
@@ -85,7 +85,7 @@ class Decoder:
         *,
         eos_token_ids: Collection[int],
         max_length: int | None = None,
-        graph_capture: GraphCapture | None = None,
+        graph_capture: CudaGraphs | None = None,
     ):
         if model.training:
             raise ValueError("call model.eval() first: dropout would make decoding random")

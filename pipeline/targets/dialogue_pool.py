@@ -33,7 +33,6 @@ class DialoguePool:
         self._waiting: dict[str, tuple[Dialogue, DialogueGroup]] = {}  # open conversations, by request id
 
     def add(self, dialogues: Iterable[Dialogue]) -> DialogueGroup:
-        """Queue conversations."""
         listed = list(dialogues)
         group = DialogueGroup(listed, len(listed))
         self._queued.extend((dialogue, group) for dialogue in listed)

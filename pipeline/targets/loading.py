@@ -143,7 +143,12 @@ def verify_tap(model: PreTrainedModel) -> None:
     if not torch.isfinite(tapped_BTD).all():
         fix = "float16 overflows in some models: set target.dtype to bfloat16."
         raise ConfigError(f"The target's states are not finite in {tapped_BTD.dtype}.", "target.dtype", fix)
-    if len(read_by_head) != 1 or _relative_error(read_by_head[0], tapped_BTD) > 1e-2:  # bf16 rounds at 4e-3
+    tapped_BTD = tapped_BTD.float()
+    if (
+        len(read_by_head) != 1
+        or read_by_head[0].shape != tapped_BTD.shape
+        or not (read_by_head[0].float() - tapped_BTD).norm() <= 1e-2 * tapped_BTD.norm()  # bf16 rounds at 4e-3
+    ):
         fix = "Heads need lm_head to read the last hidden state after the final norm, and nothing in between."
         raise ConfigError("The target's last hidden state is not what its lm_head reads.", files.WHERE, fix)
 
@@ -162,10 +167,3 @@ def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
 def input_device(model: PreTrainedModel) -> torch.device:
     """The device of the model's input ids."""
     return model.get_input_embeddings().weight.device
-
-
-def _relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    if actual.shape != expected.shape:
-        return float("inf")
-    expected = expected.float()
-    return float((actual.float() - expected).norm() / expected.norm())

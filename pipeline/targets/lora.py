@@ -147,8 +147,7 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         fix = "Run again with --fresh train."
         raise DataError(f"There is no adapter of this target here: {reason}.", str(adapter), fix) from error
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warns of tied embeddings, which are untied above
+    with warnings.catch_warnings(action="ignore"):  # warns of tied embeddings, which are untied above
         merged = adapted.merge_and_unload()
     for name, weight in merged.named_parameters():
         if not torch.isfinite(torch.stack(weight.aminmax())).all():

@@ -72,7 +72,6 @@ class TransformersFeatureEngine:
             yield done.pop(index)
 
     def close(self) -> None:
-        """Release the model's memory."""
         del self.model
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -8,6 +8,7 @@ whole history.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +20,6 @@ from pipeline.errors import EnvironmentFault
 from pipeline.targets.engines import check_request
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
-from pipeline.targets.token_sampling import sample_tokens
 
 # B batch, T cached positions, V vocabulary
 
@@ -59,7 +59,6 @@ class TransformersGenerationEngine:
         self._clear()
 
     def add(self, request: Request) -> None:
-        """Queue a request."""
         check_request(request, self._context, self._ids)
         self._ids.add(request.id)
         self._waiting.append(request)
@@ -89,7 +88,6 @@ class TransformersGenerationEngine:
         return []
 
     def close(self) -> None:
-        """Release the model's memory."""
         self._clear()
         del self.model
         if self._device.type == "cuda":
@@ -201,3 +199,40 @@ def _stack(
             both = (pad(getattr(upper, name), (0, 0, above_by, 0)), pad(getattr(lower, name), (0, 0, below_by, 0)))
             setattr(upper, name, torch.cat(both))
     return above, torch.cat([pad(above_mask_BT, (above_by, 0)), pad(below_mask_BT, (below_by, 0))])
+
+
+def sample_tokens(
+    logits_BV: torch.Tensor, requests: Sequence[Request], generators: Sequence[torch.Generator | None]
+) -> torch.Tensor:
+    """Token ids [B]: the argmax where a request's temperature is 0, otherwise a sample with the row's generator.
+
+    A row's sample depends only on its logits and its generator, not on the batch. The argmax of p / e with e ~ Exp(1)
+    is distributed as p.
+    """
+    next_B = logits_BV.argmax(dim=-1)
+    drawn = [row for row, request in enumerate(requests) if request.temperature > 0]
+    if drawn:
+        drawn_requests = [requests[row] for row in drawn]
+        rows = torch.tensor(drawn, device=logits_BV.device)
+        probabilities_BV = truncated_probabilities(logits_BV[rows].float(), drawn_requests)
+        exponential_BV = torch.empty_like(probabilities_BV)
+        for row, exponential_V in zip(drawn, exponential_BV, strict=True):
+            exponential_V.exponential_(generator=generators[row])
+        next_B[rows] = (probabilities_BV / exponential_BV).argmax(dim=-1)
+    return next_B
+
+
+def truncated_probabilities(logits_BV: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
+    """Softmax at each row's temperature, then truncated to its top_p nucleus (as in vLLM), unnormalised."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, device=logits_BV.device, dtype=logits_BV.dtype)[:, None]
+
+    probabilities_BV = (logits_BV / column([request.temperature for request in requests])).softmax(dim=-1)
+    if all(request.top_p >= 1 for request in requests):
+        return probabilities_BV
+    sorted_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True)
+    before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
+    nucleus_B1 = column([request.top_p for request in requests])
+    sorted_BV = sorted_BV.masked_fill((before_BV >= nucleus_B1) & (before_BV > 0), 0.0)
+    return torch.zeros_like(sorted_BV).scatter(-1, order_BV, sorted_BV)

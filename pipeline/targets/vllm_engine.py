@@ -67,7 +67,6 @@ class VLLMGenerationEngine:
         self._ids: set[str] = set()
 
     def add(self, request: Request) -> None:
-        """Submit a request; it runs from the next step on."""
         check_request(request, self._context, self._ids)
         self._ids.add(request.id)
         prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
@@ -87,7 +86,6 @@ class VLLMGenerationEngine:
         return ended
 
     def close(self) -> None:
-        """Shut the engine down and release its memory."""
         del self._engine
         self._running.close()
 
@@ -126,15 +124,13 @@ class RunningEngine:
         self._set_num_threads = torch.set_num_threads
         vllm = import_vllm()
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with warnings.catch_warnings(action="ignore"):
                 self.llm: LLM = vllm.LLM(**arguments)
         except Exception as error:
             self._clean_up()
             raise _start_error(spec, error) from error
 
     def close(self) -> None:
-        """Shut the engine down, release its memory, and undo its changes."""
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
@@ -201,8 +197,7 @@ def import_vllm() -> Any:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])  # until vLLM configures it
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             import vllm
 
             return vllm

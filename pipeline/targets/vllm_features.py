@@ -19,16 +19,10 @@ ROWS_PER_CALL = 64
 
 
 class VLLMFeatureEngine:
-    """The FeatureEngine that vLLM runs.
+    """The FeatureEngine that vLLM runs; arguments and errors are those of VLLMGenerationEngine.
 
     Args:
-        spec: The target.
-        engine_args: vLLM's own arguments; they override ours.
-        gpus: Tensor-parallel size; 0 runs on the CPU.
         tokens_per_batch: Maximum tokens of one forward; at least one whole conversation.
-
-    Raises:
-        ConfigError, EnvironmentFault: As VLLMGenerationEngine does.
     """
 
     def __init__(
@@ -65,5 +59,4 @@ class VLLMFeatureEngine:
             yield from (output.outputs.data.to("cpu", self.dtype) for output in outputs)
 
     def close(self) -> None:
-        """Shut the engine down and release its memory."""
         self._running.close()

@@ -11,8 +11,11 @@ from transformers import TemperatureLogitsWarper, TopPLogitsWarper
 from pipeline.conversations.requests import Completion, Request
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.spec import TargetSpec
-from pipeline.targets.token_sampling import sample_tokens, truncated_probabilities
-from pipeline.targets.transformers_generation import TransformersGenerationEngine
+from pipeline.targets.transformers_generation import (
+    TransformersGenerationEngine,
+    sample_tokens,
+    truncated_probabilities,
+)
 from tests.targets.conftest import CONTEXT, EOS
 
 
