@@ -89,48 +89,42 @@ def _override(settings: dict[str, Any], word: str, base: Path) -> None:
         value = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"The value of {key} is not YAML: {error}.", "command line", "Quote it.") from None
-    nested: Any = value
-    for name in reversed(names):
-        nested = {name: nested}
-    resolved = _resolve(nested, base)
+    value = _resolve_value(names, value, base)
     node = settings
     for name in names[:-1]:
         if node.get(name) is None:
             node[name] = {}
-        node, resolved = node[name], resolved[name]
+        node = node[name]
         if not isinstance(node, dict):
             raise ConfigError(
                 f"{key} reaches into a value that has no keys.", "command line", "Set the whole section's key instead."
             )
-    node[names[-1]] = resolved[names[-1]]
+    node[names[-1]] = value
 
 
 def _resolve(settings: dict[str, Any], base: Path) -> dict[str, Any]:
     """Make every path absolute (against `base`) and read a chat template named by its path."""
-    out = dict(settings)
-    for section, keys in settings.items():
-        if not isinstance(keys, dict):
-            continue
-        keys = out[section] = dict(keys)
-        for key, value in keys.items():
-            if isinstance(value, str) and (section, key) in PATH_KEYS:
-                keys[key] = _absolute(value, base)
-            elif isinstance(value, str) and (section, key) in PATH_OR_NAME_KEYS:
-                keys[key] = _absolute_if_path(value, base)
-        sources = keys.get("sources") if section == "seeds" else None
-        if isinstance(sources, str):
-            keys["sources"] = [{"path": _absolute(sources, base)}]
-        elif isinstance(sources, list):
-            keys["sources"] = [_resolve_source(source, base) for source in sources]
-        template = keys.get("chat_template") if section == "target" else None
-        if isinstance(template, str) and "{" not in template:
-            keys["chat_template"] = _read_template(template)
-    return out
+    return {
+        section: {key: _resolve_value((section, key), value, base) for key, value in keys.items()}
+        if isinstance(keys, dict)
+        else keys
+        for section, keys in settings.items()
+    }
+
+
+def _resolve_value(key: tuple[str, ...], value: Any, base: Path) -> Any:
+    if key == ("seeds", "sources"):
+        sources = [value] if isinstance(value, str) else value
+        return [_resolve_source(each, base) for each in sources] if isinstance(sources, list) else value
+    if not isinstance(value, str):
+        return value
+    if key in PATH_KEYS or (key in PATH_OR_NAME_KEYS and _is_path(value, base)):
+        value = _absolute(value, base)
+    return _read_template(value) if key == ("target", "chat_template") and "{" not in value else value
 
 
 def _resolve_source(source: Any, base: Path) -> Any:
-    if isinstance(source, str):
-        return {"path": _absolute(source, base)}
+    source = {"path": source} if isinstance(source, str) else source
     if isinstance(source, dict) and isinstance(source.get("path"), str):
         return source | {"path": _absolute(source["path"], base)}
     return source
@@ -151,13 +145,10 @@ def _absolute(value: str, base: Path) -> str:
     return str((base / Path(value).expanduser()).resolve())
 
 
-def _absolute_if_path(value: str, base: Path) -> str:
-    looks_like_one = value.startswith((".", "/", "~"))
-    return (
-        _absolute(value, base)
-        if looks_like_one or (len(value) < 4096 and "\n" not in value and (base / value).exists())
-        else value
-    )
+def _is_path(value: str, base: Path) -> bool:
+    if value.startswith((".", "/", "~")):
+        return True
+    return len(value) < 4096 and "\n" not in value and (base / value).exists()
 
 
 def _problem(error: Any) -> str:

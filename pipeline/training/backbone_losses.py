@@ -27,22 +27,16 @@ class TunedHead(NamedTuple):
     lora_VR: Tensor
 
 
-def summed_kl(
-    hidden_ND: Tensor, low_NR: Tensor, head: TunedHead, original_ND: Tensor, *, chunk_bytes: int | None = None
+def summed_divergence(
+    hidden_ND: Tensor, low_NR: Tensor, head: TunedHead, truth: Tensor, *, chunk_bytes: int | None = None
 ) -> Tensor:
-    """KL(original ‖ tuned) over the whole vocabulary at temperature 1, summed over the rows (paper 2.3.2).
+    """How far the tuned model is from `truth`, summed over the rows.
 
-    Differentiable in `hidden_ND`, `low_NR` and `head.lora_VR`; `original_ND` are the original's states at the same
-    positions. `chunk_bytes` bounds what is held of logits at a time.
+    With the original's states [N, D]: KL(original ‖ tuned) over the whole vocabulary at temperature 1 (paper 2.3.2).
+    With the tokens that were written, int64 [N]: their cross entropy. Differentiable in `hidden_ND`, `low_NR` and
+    `head.lora_VR`. `chunk_bytes` bounds the logits held at a time.
     """
-    return _apply(hidden_ND, low_NR, head, original_ND, chunk_bytes)
-
-
-def summed_next_token_loss(
-    hidden_ND: Tensor, low_NR: Tensor, head: TunedHead, labels_N: Tensor, *, chunk_bytes: int | None = None
-) -> Tensor:
-    """Cross entropy of the tokens that were written, int64 [N], summed over the rows; differentiable as `summed_kl`."""
-    return _apply(hidden_ND, low_NR, head, labels_N, chunk_bytes)
+    return _SummedDivergence.apply(hidden_ND, low_NR, head.lora_VR, head, truth, chunk_bytes)
 
 
 class Drift(NamedTuple):
@@ -86,13 +80,7 @@ def measure_drift(
     return total
 
 
-def _apply(hidden_ND: Tensor, low_NR: Tensor, head: TunedHead, truth: Tensor, chunk_bytes: int | None) -> Tensor:
-    return _SummedDivergence.apply(hidden_ND, low_NR, head.lora_VR, head, truth, chunk_bytes)
-
-
 class _SummedDivergence(torch.autograd.Function):
-    """`truth` are labels, int64 [N], or the states of the original, [N, D]."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -6,14 +6,14 @@ Letters: N positions, D hidden size, K heads, R ranks.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pipeline.artifacts.feature_rows import FeatureRows
@@ -40,7 +40,17 @@ def evaluate(
 
     Matrix products run in `dtype`. At most `MAX_POSITIONS` positions are looked at, always the same ones.
     """
-    return per_head(_score(heads, rows, TOP, batch_tokens, workers, dtype))
+    device = heads.device
+    plan = EpochPlan(rows.lengths(SPLIT), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
+    total = Score.zero(heads.shape.num_heads, TOP, device)
+    steps = range(plan.num_steps)
+    for batch in load_batches(rows, plan, steps, rank=workers.rank, world_size=workers.world_size, device=device):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            found = score(heads, batch.hidden_ND, batch.next_N, batch.labels_KN, TOP)
+        for sums, more in zip(total, found, strict=True):
+            sums += more
+    workers.sum_all(total)
+    return per_head(total)
 
 
 def per_head(found: Score) -> list[dict[str, float]]:
@@ -77,10 +87,13 @@ def held_out_ranks(
     parts_KN = [np.empty((shape.num_heads, 0), np.uint8)]
     starts, conversations = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     num_positions = 0
-    for group, chosen in _sample(rows.lengths(SPLIT)):
+    lengths = rows.lengths(SPLIT)
+    places = [(group, int(row)) for group, found in enumerate(lengths) for row in np.flatnonzero(found)]
+    chosen = sorted(places[index] for index in _sample([int(lengths[group][row]) for group, row in places]))
+    for group, in_group in groupby(chosen, key=itemgetter(0)):
         opened = rows.read_group(group)
-        for index in chosen:
-            row = opened[index]
+        for _, number in in_group:
+            row = opened[number]
             labels_KN = torch.from_numpy(row.labels_KN).to(device, torch.int64)
             hidden_ND = row.hidden_ND[row.learnable].to(device, torch.float32)
             next_N = torch.from_numpy(row.next_N).to(device, torch.int64)
@@ -92,34 +105,11 @@ def held_out_ranks(
     return HeldOutRanks(np.concatenate(parts_KN, axis=1), np.concatenate(starts), np.concatenate(conversations))
 
 
-def _sample(lengths: Sequence[npt.NDArray[np.int64]]) -> Iterator[tuple[int, list[int]]]:
-    """Rows until `MAX_POSITIONS` are reached, from all over the data, always the same ones: by group, in order."""
-    places = [(group, int(row)) for group, found in enumerate(lengths) for row in np.flatnonzero(found)]
-    taken: defaultdict[int, list[int]] = defaultdict(list)
-    positions = 0
-    for place in np.random.default_rng(0).permutation(len(places)):
-        group, row = places[place]
-        taken[group].append(row)
-        positions += int(lengths[group][row])
-        if positions >= MAX_POSITIONS:
-            break
-    for group in sorted(taken):
-        yield group, sorted(taken[group])
-
-
-def _score(heads: Heads, rows: FeatureRows, top: int, batch_tokens: int, workers: Workers, dtype: torch.dtype) -> Score:
-    """The score over the held-out positions of all workers."""
-    device, num_heads = heads.device, heads.shape.num_heads
-    plan = EpochPlan(rows.lengths(SPLIT), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
-    total = Score.zero(num_heads, top, device)
-    steps = range(plan.num_steps)
-    for batch in load_batches(rows, plan, steps, rank=workers.rank, world_size=workers.world_size, device=device):
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            part = score(heads, batch.hidden_ND, batch.next_N, batch.labels_KN, top)
-        for sums, more in zip(total, part, strict=True):
-            sums += more
-    workers.sum_all(total)
-    return total
+def _sample(sizes: Sequence[int]) -> list[int]:
+    """Indices into `sizes` until `MAX_POSITIONS` are reached, from all over the data, always the same ones."""
+    order = np.random.default_rng(0).permutation(len(sizes))
+    totals = np.cumsum(np.array(sizes, np.int64)[order])
+    return order[: np.searchsorted(totals, MAX_POSITIONS) + 1].tolist()
 
 
 @torch.no_grad()
@@ -139,7 +129,7 @@ def evaluate_tuned(
     """
     settings, device = spec.settings, heads.device
     dtype = product_dtype(spec, device)
-    chosen = _sample_texts(texts)
+    chosen = [texts[index] for index in _sample([text.num_learned for text in texts])]
     groups = pack([text.num_read for text in chosen], settings.backbone.sequence_length)
     drift, scores = Drift.zero(device), Score.zero(settings.num_heads, TOP, device)
     backbone.eval()
@@ -174,15 +164,3 @@ def summarized(drift: Drift) -> dict[str, Any]:
 
 def _exp(value: float) -> float:
     return math.exp(min(value, 700.0))
-
-
-def _sample_texts(texts: Sequence[Text]) -> list[Text]:
-    """Texts until there are enough positions, from all over the data, always the same ones."""
-    taken: list[Text] = []
-    positions = 0
-    for index in np.random.default_rng(0).permutation(len(texts)):
-        if positions >= MAX_POSITIONS:
-            break
-        taken.append(texts[index])
-        positions += texts[index].num_learned
-    return taken

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pipeline.errors import DataError
 from pipeline.training.adapted_backbone import Backbone, write_adapter
-from pipeline.training.backbone_losses import summed_kl, summed_next_token_loss
+from pipeline.training.backbone_losses import summed_divergence
 from pipeline.training.evaluation import SPLIT, evaluate_tuned
 from pipeline.training.heads_only import head_weights, initial_heads
 from pipeline.training.learner import Learner
@@ -93,15 +93,11 @@ class BackboneLearner(Learner):
         texts = batch.texts.to(self.device)
         with self.autocast():
             # The original first, while no activations of the tuned model are held.
-            original_ND = self.backbone.original_states(texts) if self.settings.loss == "kl" else None
+            truth = self.backbone.original_states(texts) if self.settings.loss == "kl" else texts.next_N
             hidden_ND = self.backbone.states(texts)
             low_NR = self.backbone.low(hidden_ND)
             head_losses_K = self.heads.summed_losses(hidden_ND, texts.next_N, texts.labels_KN)
-        hidden_ND, head = hidden_ND.to(self.dtype), self.backbone.head
-        if original_ND is None:
-            backbone_loss = summed_next_token_loss(hidden_ND, low_NR, head, texts.next_N)
-        else:
-            backbone_loss = summed_kl(hidden_ND, low_NR, head, original_ND)
+        backbone_loss = summed_divergence(hidden_ND.to(self.dtype), low_NR, self.backbone.head, truth)
         return torch.cat([backbone_loss[None], head_losses_K])
 
     def figures(self, step: int, means: list[float]) -> dict[str, Any]:

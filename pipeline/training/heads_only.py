@@ -39,13 +39,13 @@ class HeadsLearner(Learner):
     def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
         super().__init__(spec, workers, device, heads_from)
         self.rows = open_features(spec)
-        self.steps_per_epoch = self._plan(0).num_steps
+        self.steps_per_epoch = epoch_plan(spec, self.rows).num_steps
         self.heads = initial_heads(spec, heads_from).to(device)
         self.modules, self.peak_lrs = {"heads": self.heads}, {"heads": spec.settings.lr}
 
     @classmethod
     def count_steps(cls, spec: TrainSpec) -> int:
-        return _epoch_plan(spec, open_features(spec), 0).num_steps * spec.settings.epochs
+        return epoch_plan(spec, open_features(spec)).num_steps * spec.settings.epochs
 
     def steps(self, first: int) -> Iterator[Sequence[Batch]]:
         workers = self.workers
@@ -53,7 +53,8 @@ class HeadsLearner(Learner):
             epoch, start = divmod(first, self.steps_per_epoch)
             steps = range(start, self.steps_per_epoch)
             shares = {"rank": workers.rank, "world_size": workers.world_size}
-            for batch in load_batches(self.rows, self._plan(epoch), steps, **shares, device=self.device):
+            plan = epoch_plan(self.spec, self.rows, epoch)
+            for batch in load_batches(self.rows, plan, steps, **shares, device=self.device):
                 yield [batch]
             first += len(steps)
 
@@ -75,11 +76,8 @@ class HeadsLearner(Learner):
         dtype, size = product_dtype(self.spec, self.device), self.spec.settings.batch_tokens
         return {"held_out": evaluate(self.heads, self.rows, self.workers, batch_tokens=size, dtype=dtype)}
 
-    def _plan(self, epoch: int) -> EpochPlan:
-        return _epoch_plan(self.spec, self.rows, epoch)
 
-
-def _epoch_plan(spec: TrainSpec, rows: FeatureRows, epoch: int) -> EpochPlan:
+def epoch_plan(spec: TrainSpec, rows: FeatureRows, epoch: int = 0) -> EpochPlan:
     return EpochPlan(rows.lengths("train"), batch_tokens=spec.settings.batch_tokens, seed=spec.seed, epoch=epoch)
 
 

@@ -59,14 +59,9 @@ def _groups(module: nn.Module, lr: float, weight_decay: float) -> list[dict[str,
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, int | float]]:
     """The optimizer's state as tensors and numbers, each under `<parameter>.<path>`."""
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, int | float] = {}
-    for name, value in _leaves(optimizer.state_dict()["state"]):
-        if isinstance(value, Tensor):
-            tensors[name] = value
-        else:
-            numbers[name] = value
-    return tensors, numbers
+    leaves = dict(_leaves(optimizer.state_dict()["state"]))
+    tensors = {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in leaves.items() if name not in tensors}
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:

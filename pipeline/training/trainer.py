@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -77,7 +77,8 @@ class Trainer:
     def __init__(self, learner: Learner):
         self.learner, self.settings = learner, learner.spec.settings
         self.optimizer = make_optimizer(learner.modules, learner.peak_lrs, self.settings)
-        self.parameters = [weight for module in learner.modules.values() for weight in trained(module).values()]
+        self.modules = nn.ModuleDict(learner.modules)
+        self.parameters = list(trained(self.modules).values())
 
     def step(self, step: int, batches: Sequence[Any]) -> dict[str, Any]:
         """One optimizer step, of which this worker computes a share; returns the figures of the whole."""
@@ -86,13 +87,13 @@ class Trainer:
         weights_C = learner.loss_weights(step) / counts_C  # every worker divides by the labels of the whole step
 
         self.optimizer.zero_grad(set_to_none=True)
-        _set_mode(learner.modules, training=True)
+        self.modules.train()
         sums_C = torch.zeros(len(counts_C), device=learner.device)
         for batch in batches:
             losses_C = learner.summed_losses(batch)
             (weights_C * losses_C).sum().backward()
             sums_C += losses_C.detach()
-        _set_mode(learner.modules, training=False)
+        self.modules.eval()
 
         for weight in self.parameters:  # what no forward runs adds nothing to the sum
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
@@ -235,8 +236,3 @@ def finished(spec: TrainSpec) -> dict[str, Any] | None:
 def count_steps(spec: TrainSpec) -> int:
     """Optimizer steps of all phases; reads what they train from, and refuses what is bad of it."""
     return sum(learner.count_steps(of_phase) for _, of_phase, learner in phases_of(spec))
-
-
-def _set_mode(modules: Mapping[str, nn.Module], *, training: bool) -> None:
-    for module in modules.values():
-        module.train(training)

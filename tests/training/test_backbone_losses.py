@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy, kl_div
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.training.backbone_losses import TunedHead, measure_drift, summed_kl, summed_next_token_loss
+from pipeline.training.backbone_losses import TunedHead, measure_drift, summed_divergence
 
 NUM_ROWS, SIZE, VOCAB, RANK = 37, 8, 19, 3
 ONE_ROW, SEVEN_ROWS = 1, 7 * VOCAB * 5 * 8  # chunk sizes in bytes, for fp64
@@ -45,9 +45,8 @@ class Case:
         return kl_div(tuned.log_softmax(1), original.log_softmax(1), reduction="sum", log_target=True)
 
     def chunked(self, loss: str, **options: int | None) -> torch.Tensor:
-        if loss == "ce":
-            return summed_next_token_loss(self.hidden, self.low, self.head, self.labels, **options)
-        return summed_kl(self.hidden, self.low, self.head, self.original, **options)
+        truth = self.labels if loss == "ce" else self.original
+        return summed_divergence(self.hidden, self.low, self.head, truth, **options)
 
     def gradients(self) -> list[torch.Tensor]:
         return [self.hidden.grad, self.low.grad, self.lora.grad]
@@ -88,7 +87,8 @@ def test_divergence_is_from_the_original_not_to_it():
     """Two tokens, by hand: KL((3/4, 1/4) ‖ (1/2, 1/2))."""
     head = TunedHead(torch.eye(2, dtype=torch.float64), None, torch.zeros(2, 1, dtype=torch.float64))
     original = torch.tensor([[0.75, 0.25]], dtype=torch.float64).log()
-    found = summed_kl(torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64), head, original)
+    hidden, low = torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    found = summed_divergence(hidden, low, head, original)
     expected = 0.75 * torch.log(torch.tensor(1.5)) + 0.25 * torch.log(torch.tensor(0.5))
     assert float(found) == pytest.approx(float(expected))
 
@@ -97,7 +97,7 @@ def test_a_confident_model_in_bfloat16_still_learns():
     """q = 1 - 2^-10 rounds to 1 in bfloat16; its gradient q - 1 must not."""
     head = TunedHead(torch.tensor([[6.9375], [0.0]]).bfloat16(), None, torch.zeros(2, 1))
     hidden = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
-    summed_next_token_loss(hidden, torch.zeros(1, 1), head, torch.zeros(1, dtype=torch.int64)).backward()
+    summed_divergence(hidden, torch.zeros(1, 1), head, torch.zeros(1, dtype=torch.int64)).backward()
     q = torch.softmax(torch.tensor([6.9375, 0.0]), 0)
     assert float(hidden.grad) == pytest.approx(float((q[0] - 1) * 6.9375), rel=1e-2)
 

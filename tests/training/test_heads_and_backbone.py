@@ -217,7 +217,7 @@ def test_rows_without_anything_to_learn_are_refused(make_tuning):
 
 def test_a_loss_that_is_not_finite_stops_with_a_readable_error(make_tuning, monkeypatch):
     spec = make_tuning()
-    monkeypatch.setattr(room, "summed_kl", lambda hidden, *_: hidden.sum() * torch.inf)
+    monkeypatch.setattr(room, "summed_divergence", lambda hidden, *_: hidden.sum() * torch.inf)
     with pytest.raises(CheckFailed, match=r"diverged.*Lower train\.lr"):
         train(spec)
     assert not spec.heads_path.exists() and not spec.adapter_path.exists()
