@@ -45,12 +45,10 @@ def score(
     Losses are in fp32, their sums in fp64.
     """
     total = Score.zero(len(labels_KN), top, hidden_ND.device)
-    for head, _, logits_CV, labels_C in _labelled_logits(heads, hidden_ND, next_N, labels_KN, chunk_bytes):
-        total.losses_K[head] += cross_entropy(logits_CV.float(), labels_C, reduction="sum")
-        guesses_CR = logits_CV.topk(min(top, logits_CV.shape[1])).indices
-        hits_R = (guesses_CR == labels_C[:, None]).sum(0)
-        total.hits_KR[head, : len(hits_R)] += hits_R
-        total.counts_K[head] += len(labels_C)
+    for head, rows_C, logits_CV, hits_CR in _guesses(heads, hidden_ND, next_N, labels_KN, top, chunk_bytes):
+        total.losses_K[head] += cross_entropy(logits_CV.float(), labels_KN[head, rows_C], reduction="sum")
+        total.hits_KR[head, : hits_CR.shape[1]] += hits_CR.sum(0)
+        total.counts_K[head] += len(rows_C)
     return total._replace(hits_KR=total.hits_KR.cumsum(1))
 
 
@@ -60,18 +58,16 @@ def label_ranks(
 ) -> Tensor:
     """Where each label stands among its head's guesses, uint8 [K, N], 0 for the best; or `MISS` or `NO_LABEL`."""
     ranks_KN = torch.full(labels_KN.shape, NO_LABEL, dtype=torch.uint8, device=hidden_ND.device)
-    for head, rows_C, logits_CV, labels_C in _labelled_logits(heads, hidden_ND, next_N, labels_KN, chunk_bytes):
-        guesses_CR = logits_CV.topk(min(top, logits_CV.shape[1])).indices
-        hit_CR = guesses_CR == labels_C[:, None]
-        ranks_C = torch.where(hit_CR.any(1), hit_CR.int().argmax(1), MISS)
+    for head, rows_C, _, hits_CR in _guesses(heads, hidden_ND, next_N, labels_KN, top, chunk_bytes):
+        ranks_C = torch.where(hits_CR.any(1), hits_CR.int().argmax(1), MISS)
         ranks_KN[head, rows_C] = ranks_C.to(torch.uint8)
     return ranks_KN
 
 
-def _labelled_logits(
-    heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, chunk_bytes: int
+def _guesses(
+    heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, top: int, chunk_bytes: int
 ) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-    """(head, rows [C], logits [C, V], labels [C]) of all that carry a label, one head and `chunk_bytes` at a time.
+    """(head, rows [C], logits [C, V], which guess is the label [C, R]) of the labelled, a head and chunk at a time.
 
     Products run in autocast's dtype where it is on.
     """
@@ -80,4 +76,6 @@ def _labelled_logits(
     for head, (states_ND, labels_N) in enumerate(zip(states_KND, labels_KN, strict=True)):
         weight_VD = heads.lm_head_of(head).to(states_ND.dtype)
         for rows_C in (labels_N != IGNORED).nonzero()[:, 0].split(num_rows):
-            yield head, rows_C, states_ND[rows_C] @ weight_VD.t(), labels_N[rows_C]
+            logits_CV = states_ND[rows_C] @ weight_VD.t()
+            guesses_CR = logits_CV.topk(min(top, logits_CV.shape[1])).indices
+            yield head, rows_C, logits_CV, guesses_CR == labels_N[rows_C, None]
