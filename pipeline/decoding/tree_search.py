@@ -49,8 +49,8 @@ class HeldOutRanks:
 
     def _of(self, lengths: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_]) -> HeldOutRanks:
         kept = lengths[chosen]
-        starts = np.concatenate([[0], np.cumsum(kept)[:-1]]).astype(np.int64) if len(kept) else kept
-        return HeldOutRanks(self.ranks_KN[:, np.repeat(chosen, lengths)], starts, self.conversations[chosen])
+        ranks_KN = self.ranks_KN[:, np.repeat(chosen, lengths)]
+        return HeldOutRanks(ranks_KN, np.cumsum(kept) - kept, self.conversations[chosen])
 
     def hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """How often each head's r-th guess is right, [K, R], and the number of labels, [K]."""

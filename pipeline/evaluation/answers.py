@@ -32,8 +32,6 @@ from pipeline.decoding.readout import last_positions
 from pipeline.evaluation.prompts import Prompt
 from pipeline.targets.spec import TargetSpec
 
-GapAt = Callable[[list[int]], float]
-
 NUM_SAMPLES = 2  # decoded answers that the report shows
 
 # A top-2 logit gap up to this is a tie. Half precision rounds the logits themselves: this is four of its steps at
@@ -63,7 +61,7 @@ def compare(
     prompts: Sequence[Prompt],
     plain: Sequence[list[int]],
     other: Sequence[list[int]],
-    gap_at: GapAt,
+    gap_at: Callable[[list[int]], float],
     tolerance: float,
 ) -> GreedyMatch:
     """Compare greedy answers to the same prompts.
@@ -88,15 +86,11 @@ def compare(
     return match
 
 
-def gap_of(model: PreTrainedModel) -> GapAt:
+def top_2_gap(model: PreTrainedModel, prefix: list[int]) -> float:
     """The target's top-2 logit gap after a prefix, by one plain forward."""
-
-    def gap_at(prefix: list[int]) -> float:
-        _, logits_1V = last_positions(model, prefix, 1)
-        best, second = logits_1V[0].double().topk(2).values.tolist()
-        return best - second
-
-    return gap_at
+    _, logits_1V = last_positions(model, prefix, 1)
+    best, second = logits_1V[0].double().topk(2).values.tolist()
+    return best - second
 
 
 def text_statistics(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pipeline.config import CheckConfig
@@ -20,11 +21,11 @@ from pipeline.evaluation.answers import (
     GreedyMatch,
     answer_lines,
     compare,
-    gap_of,
     mean_log_likelihood,
     samples,
     text_statistics,
     tie_tolerance,
+    top_2_gap,
 )
 from pipeline.evaluation.baselines import baseline
 from pipeline.evaluation.overhead import fastest_threads
@@ -160,8 +161,8 @@ def measure(
 def greedy_match(request: CheckRequest, methods: DecodingMethods, measured: Measurement, method: str) -> GreedyMatch:
     """A method's greedy answers against plain decoding's."""
     answers = _texts(measured.greedy_passes[0][method])
-    tolerance = tie_tolerance(request.target, request.settings)
-    return compare(request.prompts, measured.plain_greedy, answers, gap_of(methods.plain.model), tolerance)
+    gap_at, tolerance = partial(top_2_gap, methods.plain.model), tie_tolerance(request.target, request.settings)
+    return compare(request.prompts, measured.plain_greedy, answers, gap_at, tolerance)
 
 
 def native_figures(

@@ -10,7 +10,9 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from pipeline.evaluation.answers import GapAt, compare, gap_of, tie_tolerance
+from transformers import PreTrainedModel
+
+from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import CheckRequest
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_config
@@ -39,13 +41,11 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     plain, accelerated = decoded["plain"], decoded["accelerated"]
 
     @functools.cache
-    def target_gap() -> GapAt:  # the target is loaded only where sequences differ
-        return gap_of(load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus)))
+    def model() -> PreTrainedModel:  # loaded only where sequences differ
+        return load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
 
-    tolerance = tie_tolerance(target, settings)
-    match = compare(
-        prompts, plain["token_ids"], accelerated["token_ids"], lambda prefix: target_gap()(prefix), tolerance
-    )
+    texts = plain["token_ids"], accelerated["token_ids"]
+    match = compare(prompts, *texts, lambda prefix: top_2_gap(model(), prefix), tie_tolerance(target, settings))
     drafts = max(1, accelerated["num_drafts"])
     return {
         "vllm": {

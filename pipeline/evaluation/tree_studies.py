@@ -131,5 +131,4 @@ def guess_ranks(
             ranks_KN = label_ranks(heads, states_TD[:-1].to(device), next_N, labels_KN.to(device), top)
         parts_KN.append(ranks_KN.cpu().numpy())
     kept = np.array([length for length in lengths if length], np.int64)
-    starts = np.concatenate([[0], np.cumsum(kept)[:-1]]).astype(np.int64) if len(kept) else kept
-    return HeldOutRanks(np.concatenate(parts_KN, axis=1), starts, np.arange(len(kept)))
+    return HeldOutRanks(np.concatenate(parts_KN, axis=1), np.cumsum(kept) - kept, np.arange(len(kept)))

@@ -1,6 +1,6 @@
 """Drawings as SVG elements inside HTML.
 
-Drawn by matplotlib's Agg backend through its object-oriented API. The same data gives the same bytes: no date, a fixed
+Drawn by matplotlib through its object-oriented API. The same data gives the same bytes: no date, a fixed
 salt for ids, the user's matplotlibrc ignored. Colours are CSS variables, so that one drawing serves the light and the
 dark scheme; text stays text, in the page's font.
 """
@@ -14,7 +14,6 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 # Placeholder colours; `_themed` replaces them by CSS variables.
@@ -57,7 +56,6 @@ def svg(name: str, label: str, height: float, draw: Callable[[Axes], None]) -> s
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS | {"svg.hashsalt": name})
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
-        FigureCanvasAgg(figure)
         draw(figure.add_subplot())
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))

@@ -34,10 +34,9 @@ def print_report(report: dict, console: Console, extras: dict | None = None) -> 
     if described := subtitle(report):
         show(_text(described, "dim"))
     show(_text(outcome.text, f"bold {_COLOURS[outcome.passed]}"))
-    for failure in outcome.failures:
-        show(_text(f"- {failure}", "red"))
-    for warning in warnings(report):
-        show(_text(f"- {warning}", "yellow"))
+    for notes, colour in ((outcome.failures, "red"), (warnings(report), "yellow")):
+        for note in notes:
+            show(_text(f"- {note}", colour))
     show(_text(""))
     show(_headline(report))
     parts = tables(report, extras)

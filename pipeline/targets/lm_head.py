@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -19,6 +20,9 @@ from torch import Tensor
 from pipeline.targets import files
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec, model_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight", "output.weight")
 INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -33,43 +37,33 @@ def read_lm_head(spec: TargetSpec) -> Tensor:
         ConfigError: The target has no linear lm_head, or cannot be loaded.
         EnvironmentFault: The Hub cannot be reached.
     """
-    weight_VD = _from_files(spec, _lm_heads)
-    if weight_VD is None:
-        weight_VD = lm_head_weight(load_causal_lm(spec)).clone()
-    return weight_VD.to(getattr(torch, spec.dtype))
+    return _matrix(spec, OUTPUT_EMBEDDINGS, lm_head_weight)
 
 
 def read_embedding(spec: TargetSpec) -> Tensor:
     """The target's input embedding [V, D], as `read_lm_head` reads the lm_head."""
-    weight_VD = _from_files(spec, lambda names, _: _named(names, INPUT_EMBEDDINGS))
-    if weight_VD is None:
-        weight_VD = load_causal_lm(spec).get_input_embeddings().weight.detach().clone()
-    return weight_VD.to(getattr(torch, spec.dtype))
+    return _matrix(spec, INPUT_EMBEDDINGS, lambda model: model.get_input_embeddings().weight.detach())
 
 
-def _lm_heads(names: Collection[str], tied: bool) -> list[str]:
-    inputs, outputs = _named(names, INPUT_EMBEDDINGS), _named(names, OUTPUT_EMBEDDINGS)
-    return inputs if tied and not outputs else [] if tied else outputs
+def _matrix(spec: TargetSpec, endings: tuple[str, ...], of: Callable[[PreTrainedModel], Tensor]) -> Tensor:
+    """The tensor of the files where exactly one matches by name and shape, otherwise that `of` the loaded model."""
+    text, file_of = model_config(spec).get_text_config(), _weight_map(spec)
+    candidates = _named(file_of, endings)
+    if endings is OUTPUT_EMBEDDINGS and text.tie_word_embeddings:
+        candidates = [] if candidates else _named(file_of, INPUT_EMBEDDINGS)
+    weight = None
+    if len(candidates) == 1:
+        weight = _read(files.find_file(spec.model, spec.revision, file_of[candidates[0]]), candidates[0])
+    if weight is None or not weight.is_floating_point() or weight.shape != (text.vocab_size, text.hidden_size):
+        weight = of(load_causal_lm(spec)).clone()
+    return weight.to(getattr(torch, spec.dtype))
 
 
-def _from_files(spec: TargetSpec, candidates_of: Callable[[Collection[str], bool], list[str]]) -> Tensor | None:
-    """The tensor, where exactly one matches by name and shape; otherwise None."""
-    text = model_config(spec).get_text_config()
-    file_of = _weight_map(spec)
-    candidates = candidates_of(file_of, bool(text.tie_word_embeddings))
-    if len(candidates) != 1:
-        return None
-    path = file_of[candidates[0]]
-    weight = _read(path if isinstance(path, Path) else files.find_file(spec.model, spec.revision, path), candidates[0])
-    fits = weight is not None and weight.is_floating_point() and weight.shape == (text.vocab_size, text.hidden_size)
-    return weight if fits else None
-
-
-def _weight_map(spec: TargetSpec) -> dict[str, Path | str]:
-    """The file of each tensor, as a path or a name; empty where no index or single file exists."""
+def _weight_map(spec: TargetSpec) -> dict[str, str]:
+    """The file of each tensor; empty where no index or single file exists."""
     for single, index in zip(files.SINGLE_WEIGHTS, files.WEIGHT_INDEXES, strict=True):
         if (path := files.find_file(spec.model, spec.revision, single)) is not None:
-            return dict.fromkeys(_names(path), path)
+            return dict.fromkeys(_names(path), single)
         if (path := files.find_file(spec.model, spec.revision, index)) is not None:
             return json.loads(path.read_text(encoding="utf-8"))["weight_map"]
     return {}

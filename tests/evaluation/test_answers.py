@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline.config import CheckConfig
 from pipeline.decoding.decoder import Decoded
-from pipeline.evaluation.answers import answer_lines, compare, gap_of, samples, tie_tolerance
+from pipeline.evaluation.answers import answer_lines, compare, samples, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import Prompt
 from pipeline.targets.spec import TargetSpec
 
@@ -146,7 +146,7 @@ def test_the_gap_is_that_of_the_target_s_next_token(tiny_target):
     for prefix in ([0, 5, 9], [3, 200, 17, 41, 2]):
         with torch.inference_mode():
             logits = sorted(model(torch.tensor([[*prefix, 0, 0]])).logits[0, len(prefix) - 1].tolist())
-        assert gap_of(model)(prefix) == pytest.approx(logits[-1] - logits[-2], abs=1e-5)
+        assert top_2_gap(model, prefix) == pytest.approx(logits[-1] - logits[-2], abs=1e-5)
 
 
 def test_the_tolerance_is_the_dtype_s_unless_it_is_set():
