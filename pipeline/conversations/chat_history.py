@@ -35,9 +35,8 @@ class Chat:
         if asked is None or forgets:
             asked = RowBuilder.opening(self._template, (*self._system, message))
         if len(asked.ids) > self._room:
-            raise RowRejected(
-                Reason.TOO_LONG, f"This takes {len(asked.ids)} tokens, and there is room for {self._room}."
-            )
+            detail = f"This takes {len(asked.ids)} tokens, and there is room for {self._room}."
+            raise RowRejected(Reason.TOO_LONG, detail)
         self._asked = asked
         return asked.ids, forgets
 

@@ -133,9 +133,8 @@ def _list(row: Any, key: str) -> list[Any]:
 def _turn(turn: Any) -> tuple[Role, str]:
     """A turn's role and clean text."""
     if not isinstance(turn, dict):
-        raise RowRejected(
-            Reason.UNKNOWN_FORMAT, f"A turn is {describe(turn)}; expected an object with a role and a text."
-        )
+        detail = f"A turn is {describe(turn)}; expected an object with a role and a text."
+        raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
     # Mixed dumps have both keys of a pair, one of them null.
     name = turn["from"] if turn.get("from") is not None else turn.get("role")
     role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
@@ -204,9 +203,8 @@ def repair(turns: Sequence[tuple[Role, str]], max_characters: int) -> tuple[Mess
     messages = _joined(said)
     num_characters = sum(len(message.content) for message in messages)
     if num_characters > max_characters:
-        raise RowRejected(
-            Reason.TOO_LONG, f"{num_characters:,} characters; seeds.max_characters is {max_characters:,}."
-        )
+        detail = f"{num_characters:,} characters; seeds.max_characters is {max_characters:,}."
+        raise RowRejected(Reason.TOO_LONG, detail)
     return messages
 
 

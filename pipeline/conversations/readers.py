@@ -70,11 +70,8 @@ def source_files(path: Path) -> list[Path]:
     visible = (file for file in inside if not any(part.startswith(".") for part in file.parts))
     files = sorted((file for file in visible if file.name.removesuffix(".gz").endswith(SUFFIXES)), key=Path.as_posix)
     if not files:
-        raise DataError(
-            f"The directory holds no seed files: found none of {', '.join(SUFFIXES)}, plain or as .gz.",
-            str(path),
-            "Name the files themselves, or another directory, in seeds.sources.",
-        )
+        what = f"The directory holds no seed files: found none of {', '.join(SUFFIXES)}, plain or as .gz."
+        raise DataError(what, str(path), "Name the files themselves, or another directory, in seeds.sources.")
     return [path / file for file in files]
 
 

@@ -32,11 +32,9 @@ def attention_windows(config: PretrainedConfig) -> dict[str, int | None]:
     for kind, settings in zip(*get_layer_types_and_kwargs(config.get_text_config(decoder=True)), strict=True):
         window = settings.get("sliding_window")
         if kind not in ("full_attention", "sliding_attention") or windows.setdefault(kind, window) != window:
-            raise ConfigError(
-                f"The target has layers of kind {kind} (window {window}); no mask can verify a tree in them.",
-                "target.model",
-                "Choose a target with full or sliding-window attention of one width.",
-            )
+            what = f"The target has layers of kind {kind} (window {window}); no mask can verify a tree in them."
+            fix = "Choose a target with full or sliding-window attention of one width."
+            raise ConfigError(what, "target.model", fix)
     return windows
 
 

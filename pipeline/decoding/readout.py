@@ -78,15 +78,10 @@ def check_pair(model: PreTrainedModel, heads: Heads) -> None:
     for name, of_heads in (("hidden_size", heads.shape.hidden_size), ("vocab_size", heads.shape.vocab_size)):
         of_target = getattr(config, name)
         if of_target != of_heads:
-            raise ConfigError(
-                f"The heads have {name} {of_heads}, the target has {of_target}.",
-                "target.model",
-                "Use the heads with the target that they were trained for.",
-            )
+            fix = "Use the heads with the target that they were trained for."
+            raise ConfigError(f"The heads have {name} {of_heads}, the target has {of_target}.", "target.model", fix)
     attention = config._attn_implementation
     if attention not in _TREE_ATTENTION:
-        raise ConfigError(
-            f"The target's attention is {attention!r}, which takes no tree mask.",
-            "attn_implementation",
-            f"Load the target with one of {', '.join(_TREE_ATTENTION)}.",
-        )
+        what = f"The target's attention is {attention!r}, which takes no tree mask."
+        fix = f"Load the target with one of {', '.join(_TREE_ATTENTION)}."
+        raise ConfigError(what, "attn_implementation", fix)

@@ -150,11 +150,8 @@ def measure(
         passes = [take_turns(by_rule, prompts, progress=progress) for _ in range(settings.repeats)]
         greedy_passes = [take_turns(greedily, prompts, failed, progress)]
     if not any(answer.num_steps for answer in passes[0][ACCELERATED]):
-        raise ConfigError(
-            "Every answer ended with its first token, so that there is no step to measure.",
-            "check.max_new_tokens",
-            "Raise it, or check with other prompts.",
-        )
+        what = "Every answer ended with its first token, so that there is no step to measure."
+        raise ConfigError(what, "check.max_new_tokens", "Raise it, or check with other prompts.")
     return Measurement(passes, greedy_passes, failed)
 
 

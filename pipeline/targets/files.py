@@ -50,11 +50,8 @@ def local_directory(model: str) -> Path:
     if not (directory / "config.json").is_file():
         gguf = next(directory.glob("*.gguf"), None)
         found = f"only {gguf.name}, and GGUF is not read here" if gguf else "no config.json"
-        raise ConfigError(
-            f"The target directory {model} holds {found}.",
-            WHERE,
-            "Give a directory that `save_pretrained` has written.",
-        )
+        fix = "Give a directory that `save_pretrained` has written."
+        raise ConfigError(f"The target directory {model} holds {found}.", WHERE, fix)
     return directory
 
 
@@ -111,20 +108,13 @@ def _weight_names(directory: Path, model: str) -> list[str]:
             shards = sorted(set(json.loads((directory / index).read_text(encoding="utf-8"))["weight_map"].values()))
             missing = [shard for shard in shards if not (directory / shard).is_file()]
             if missing:
-                raise ConfigError(
-                    f"The target {model} lacks {len(missing)} of {len(shards)} weight files, {missing[0]} first.",
-                    WHERE,
-                    "Download it again.",
-                )
+                what = f"The target {model} lacks {len(missing)} of {len(shards)} weight files, {missing[0]} first."
+                raise ConfigError(what, WHERE, "Download it again.")
             return [index, *shards]
-    kinds = sorted(
-        {path.suffix for path in directory.iterdir() if path.suffix in {".gguf", ".pt", ".pth", ".safetensors"}}
-    )
-    raise ConfigError(
-        f"The target {model} has no model.safetensors{f', only {kinds[0]} files' if kinds else ''}.",
-        WHERE,
-        "Load it once where it came from and `save_pretrained` it to a directory, then name that directory.",
-    )
+    kinds = {path.suffix for path in directory.iterdir()} & {".gguf", ".pt", ".pth", ".safetensors"}
+    what = f"The target {model} has no model.safetensors{f', only {min(kinds)} files' if kinds else ''}."
+    fix = "Load it once where it came from and `save_pretrained` it to a directory, then name that directory."
+    raise ConfigError(what, WHERE, fix)
 
 
 def _download(model: str, revision: str | None, *, with_code: bool) -> Path:
@@ -169,9 +159,8 @@ def hub_errors(model: str, revision: str | None) -> Iterator[None]:
         raise ConfigError(f"The target {model} is gated.", WHERE, fix) from error
     except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError) as error:
         fix = "Check the spelling; a private one needs `hf auth login`; a directory is written with ./ or /."
-        raise ConfigError(
-            f"There is no target {model}{at}, neither as a directory nor on the Hub.", WHERE, fix
-        ) from error
+        what = f"There is no target {model}{at}, neither as a directory nor on the Hub."
+        raise ConfigError(what, WHERE, fix) from error
     except OSError as error:  # offline, unreachable, a full disk: the client's other errors are all of this kind
         fix = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk, or give a local directory."
         what = f"The target {model}{at} can be neither read nor fetched now ({type(error).__name__})."

@@ -72,10 +72,9 @@ def load_causal_lm(
         except torch.cuda.OutOfMemoryError as error:
             raise does_not_fit from error
         except UnpicklingError as error:
+            what = f"{spec.model}: pickled weights that hold more than tensors."
             fix = "Load it where you trust it, and `save_pretrained` it to a directory."
-            raise ConfigError(
-                f"{spec.model}: pickled weights that hold more than tensors.", files.WHERE, fix
-            ) from error
+            raise ConfigError(what, files.WHERE, fix) from error
         except (ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
             fix = "Upgrade transformers, or fetch the target's files again."
             reason = str(error).strip().split("\n")[0].rstrip(".")

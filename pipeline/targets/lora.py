@@ -79,15 +79,14 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
     config = model_config(spec)
     text = config.get_text_config()
     if getattr(config, "quantization_config", None):
+        what = "A tuned backbone cannot be merged into weights that are quantized."
         fix = (
             "Name the target's original weights; train.backbone.quantization: 4bit trains on a quantized copy of them."
         )
-        raise ConfigError("A tuned backbone cannot be merged into weights that are quantized.", files.WHERE, fix)
+        raise ConfigError(what, files.WHERE, fix)
     if rank > text.hidden_size:
-        fix = "Lower it: 32 is usual."
-        raise ConfigError(
-            f"A rank of {rank} is more than the hidden size, {text.hidden_size}.", "train.backbone.lora_rank", fix
-        )
+        what = f"A rank of {rank} is more than the hidden size, {text.hidden_size}."
+        raise ConfigError(what, "train.backbone.lora_rank", "Lower it: 32 is usual.")
     if changed := changed_logits(config):
         what = f"The target changes its logits after lm_head ({changed}), which the backbone's loss does not include."
         raise ConfigError(what, files.WHERE, HEADS_ALONE)
@@ -115,13 +114,8 @@ def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by peft; warns of missing kernels on a CPU
     from peft import LoraConfig, get_peft_model
 
-    settings = LoraConfig(
-        task_type="CAUSAL_LM",
-        r=rank,
-        lora_alpha=alpha,
-        lora_dropout=dropout,
-        target_modules=linear_layers(model),
-    )
+    layers = linear_layers(model)
+    settings = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=layers)
     with warnings.catch_warnings(action="ignore"):  # warns of tied embeddings, see above
         return get_peft_model(model, settings)
 

@@ -6,7 +6,7 @@ What must be equal in every engine is decided here: `resolve` pins a Hub target 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -73,7 +73,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
         raise ConfigError(f"The target {target.model} is quantized already.", "target.quantization", fix)
     context_length(spec, config)
     dtype = target.dtype if target.dtype != "auto" else _own_dtype(config, on_gpu)
-    return TargetSpec(**{**vars(spec), "dtype": dtype})
+    return replace(spec, dtype=dtype)
 
 
 def model_config(spec: TargetSpec) -> PretrainedConfig:

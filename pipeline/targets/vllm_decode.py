@@ -54,13 +54,8 @@ def vllm_decode_check(
     Raises:
         ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an engine dies.
     """
-    task = {
-        "spec": asdict(spec),
-        "prompts": [list(ids) for ids in prompts],
-        "max_new_tokens": max_new_tokens,
-        "repeats": repeats,
-        "gpus": gpus,
-    }
+    task: dict[str, Any] = {"spec": asdict(spec), "prompts": [list(ids) for ids in prompts]}
+    task |= {"max_new_tokens": max_new_tokens, "repeats": repeats, "gpus": gpus}
     tasks = [{**task, "speculative_config": chosen} for chosen in (None, dict(speculative_config))]
     processes = [[task] for task in tasks] if gpus else [tasks]
     plain, accelerated = [result for batch in processes for result in _in_own_process(batch)]
@@ -75,9 +70,7 @@ def _in_own_process(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         task_file, result_file = Path(directory, "task.json"), Path(directory, "result.json")
         task_file.write_text(json.dumps(tasks), encoding="utf-8")
         command = [sys.executable, "-m", __name__, str(task_file), str(result_file)]
-        process = subprocess.run(
-            command, env=environment, capture_output=True, text=True, errors="replace", check=False
-        )
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
         if not result_file.is_file():
             last = next((line for line in reversed(process.stderr.splitlines()) if line.strip()), "no output")
             fix = "Free memory, or take vllm out of check.engines."
@@ -106,12 +99,8 @@ def decode(task: Mapping[str, Any]) -> dict[str, Any]:
     token_ids, _ = passes[0]
     seconds = statistics.median(taken for _, taken in passes)
     num_tokens = sum(map(len, token_ids))
-    result = {
-        "token_ids": token_ids,
-        "num_tokens": num_tokens,
-        "seconds": seconds,
-        "tokens_per_second": num_tokens / seconds,
-    }
+    result = {"token_ids": token_ids, "num_tokens": num_tokens, "seconds": seconds}
+    result["tokens_per_second"] = num_tokens / seconds
     if speculative:
         result |= _acceptance(_counters(running), before)
     running.close()
@@ -144,19 +133,16 @@ def _acceptance(now: Mapping[str, list[int]], before: Mapping[str, list[int]]) -
     for name in COUNTERS.values():
         then = before.get(name) or [0] * len(now.get(name, []))
         counts[name] = [count - earlier for count, earlier in zip(now.get(name, []), then, strict=True)]
-    totals = {name: sum(counts[name]) for name in counts if name != "accepted_per_position"}
-    return {
-        **counts,
-        **totals,
-        "acceleration_rate": 1 + totals["num_accepted_tokens"] / max(totals["num_drafts"], 1),
-    }
+        if name != "accepted_per_position":
+            counts[name] = sum(counts[name])
+    return counts | {"acceleration_rate": 1 + counts["num_accepted_tokens"] / max(counts["num_drafts"], 1)}
 
 
 def main(task_file: str, result_file: str) -> None:
     """The child process: read the tasks, decode, write the results or the error."""
-    result: dict[str, Any]
     try:
-        result = {"decoded": [decode(task) for task in json.loads(Path(task_file).read_text(encoding="utf-8"))]}
+        tasks = json.loads(Path(task_file).read_text(encoding="utf-8"))
+        result: dict[str, Any] = {"decoded": [decode(task) for task in tasks]}
     except errors.MedusaDistillError as error:
         result = {"error": type(error).__name__, "args": error.args}
     Path(result_file).write_text(json.dumps(result), encoding="utf-8")
