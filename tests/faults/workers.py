@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.artifacts.generated_rows import GENERATED
 from pipeline.conversations.conversation import Reason, RejectedRow
-from pipeline.storage.receipts import Receipt
+from pipeline.storage.receipts import Receipt, read_receipt
 from pipeline.storage.shards import read_rows
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from tests.faults.processes import at, die
@@ -66,7 +66,9 @@ class Copying(Stand):
                     writer.reject(RejectedRow(line["id"], Reason(line["reason"]), line["detail"], line["row"]))
             ids = {seed["id"] for seed in seeds}
             writer.write([row for row in rows if row["parent_id"] in ids])
-            return writer.commit("generate", [*task.poison, *ids], {"tokens": 1}, 0.1)
+            made = read_receipt(finished / "shards" / f"{task.index:05d}.parquet")
+            assert made is not None
+            return writer.commit("generate", [*task.poison, *ids], made.stats, 0.1)
 
 
 class KilledOnce(Stand):
