@@ -1,8 +1,9 @@
 """Score a tree of your own against the one that a run has searched, without decoding.
 
+    echo '[[0],[0,0],[1]]' > my_tree.json
     python examples/score_tree.py runs/demo my_tree.json
 
-The file holds a JSON list of paths, such as [[0], [0, 0], [1]]: the path [0, 2] is the third guess of head 1 after the
+The file holds a JSON list of paths: the path [0, 2] is the third guess of head 1 after the
 best guess of head 0. Two scores: the product of the heads' accuracies, which takes guesses to be independent (paper
 2.3.3), and a walk through held-out text as greedy decoding would take it.
 

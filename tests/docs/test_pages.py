@@ -111,7 +111,7 @@ def test_every_override_in_a_command_is_valid(page, tmp_path):
         words = [word.strip("'\"") for word in re.findall(r"\"[^\"]*\"|'[^']*'|\S+", line)]
         config = next((word for word in words if word.startswith("configs/")), "configs/zephyr-7b.yaml")
         overrides = [word for word in words if re.match(r"(?!PIP)[a-z]+\.[a-z_.]+=", word)]
-        load_config(ROOT / config, [word.replace("$heads", "3") for word in overrides])
+        load_config(ROOT / config, [word.replace("$heads", "4") for word in overrides])
 
 
 def test_every_message_that_is_explained_is_one_of_the_code_s():

@@ -1,4 +1,4 @@
-"""A third kind of heads, for the tests: one linear layer per head, which reads the target's state alone.
+"""Another kind of heads, for the tests: one linear layer per head, which reads the target's state alone.
 
 This file is all that a kind is; see `pipeline/heads/kind.py`.
 """

@@ -1,4 +1,4 @@
-"""A kind of heads is one file: nothing outside of it asks which kind it is."""
+"""Another kind of heads is one file: nothing outside of it asks which kind it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.heads.linear_heads import LinearHeads, LinearShape
 SOURCES = Path(pipeline.__file__).parent
 
 
-def test_a_third_kind_runs_the_whole_flow_and_changes_no_token(make_config, tmp_path, monkeypatch):
+def test_another_kind_runs_the_whole_flow_and_changes_no_token(make_config, tmp_path, monkeypatch):
     monkeypatch.setitem(KINDS, "linear", LinearHeads)
     run = run_again(make_config(tmp_path, train__heads="linear"))
     assert all(latest(run, name).done for name in STAGES)
@@ -42,7 +42,7 @@ def test_a_third_kind_runs_the_whole_flow_and_changes_no_token(make_config, tmp_
     assert native["acceleration_rate"] > 1
 
 
-def test_a_third_kind_learns_with_its_backbone_too(make_config, tmp_path, monkeypatch):
+def test_another_kind_learns_with_its_backbone_too(make_config, tmp_path, monkeypatch):
     """Kind and method do not know each other."""
     monkeypatch.setitem(KINDS, "linear", LinearHeads)
     backbone = {"sequence_length": 128, "batch_sequences": 8, "lora_rank": 4, "max_kl": 100}
