@@ -19,8 +19,7 @@ from pipeline.conversations.conversation import Message
 from pipeline.conversations.template import ChatTemplate
 from pipeline.conversations.text_stream import TextStream
 from pipeline.decoding.decoder import Decoder
-from pipeline.decoding.tree import Path as TreePath
-from pipeline.decoding.tree import check_choices
+from pipeline.decoding.tree import TreePath, check_choices
 from pipeline.export.directory import read_choices, read_heads
 from pipeline.export.layout import target_of
 from pipeline.targets.loading import input_device, load_causal_lm

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.decoding.tree import Path as TreePath
+from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
 from pipeline.storage.atomic import write_json
 

@@ -35,10 +35,11 @@ def plan(
     Starts and writes nothing; of a target on the Hub it fetches the configuration alone.
     """
     from pipeline.flow import STAGES
-    from pipeline.run.preflight import unread_settings
+    from pipeline.run.preflight import check_config, unread_settings
     from pipeline.run.stage_status import stage_statuses  # torch and transformers: --help does not wait for them
 
     settings = load_config(config, overrides or ())
+    check_config(settings, stages=())
     run = RunDirectory(settings.run.directory, settings.run.store)
     console = Console(width=None if Console().is_terminal else 120)
     table = Table("stage", "what", "shards", "why", box=None, header_style="bold")

@@ -19,11 +19,11 @@ import torch
 
 from pipeline.errors import ConfigError
 
-Path = tuple[int, ...]
+TreePath = tuple[int, ...]
 Choices = Iterable[Sequence[int]]  # the paths of a tree, without the root
 
 # The number of children of each inner path of the stock tree: ranks 0, 1, 2, …
-_STOCK_CHILDREN: dict[Path, int] = {
+_STOCK_CHILDREN: dict[TreePath, int] = {
     **{(): 10, (0,): 10, (1,): 7, (2,): 3, (3,): 2, (0, 0): 10, (0, 1): 3, (0, 2): 2, (1, 0): 2, (2, 0): 1},
     **{(rank,): 1 for rank in range(4, 10)},
     **{(0, rank): 1 for rank in range(3, 8)},
@@ -39,15 +39,15 @@ def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: 
 
 def greedy_tree(
     accuracy_KR: Sequence[Sequence[float]], num_nodes: int, max_depth: int | None = None
-) -> tuple[Path, ...]:
+) -> tuple[TreePath, ...]:
     """The tree of at most `num_nodes` nodes with the highest expected acceleration rate (2.3.3).
 
     Repeatedly adds the connected node with the largest product of accuracies a_k(i). No node is more probable than its
     parent, so the result is optimal and its first n nodes are the best tree of n. Guesses with accuracy 0 are left out.
     """
     depth_limit = min(len(accuracy_KR), max_depth or len(accuracy_KR))
-    chosen: list[Path] = []
-    frontier: list[tuple[float, int, Path]] = [(-1.0, 0, ())]
+    chosen: list[TreePath] = []
+    frontier: list[tuple[float, int, TreePath]] = [(-1.0, 0, ())]
     while frontier and len(chosen) <= num_nodes:
         negative, depth, path = heapq.heappop(frontier)
         chosen.append(path)
@@ -58,26 +58,26 @@ def greedy_tree(
     return tuple(chosen[1:])  # without the root
 
 
-def cartesian_tree(widths: Sequence[int]) -> tuple[Path, ...]:
+def cartesian_tree(widths: Sequence[int]) -> tuple[TreePath, ...]:
     """The full tree over the best `widths[k]` guesses of each head k (2.1.2); all ones: the chain of first guesses."""
     levels = (itertools.product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
     return tuple(path for level in levels for path in level)
 
 
-def stock_tree(max_depth: int) -> tuple[Path, ...]:
+def stock_tree(max_depth: int) -> tuple[TreePath, ...]:
     """The tree of the authors' code, searched for their Vicuna-7B: 63 nodes, cut at `max_depth`."""
-    paths: list[Path] = [()]
+    paths: list[TreePath] = [()]
     for path in paths:  # the list grows while it is read: children follow their parent
         paths += [(*path, rank) for rank in range(_STOCK_CHILDREN.get(path, 0)) if len(path) < max_depth]
     return tuple(paths[1:])
 
 
-def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[Path, ...]:
+def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath, ...]:
     """The choices as paths, in their order.
 
     Raises ConfigError unless they form a tree over `num_heads` heads and the best `top` guesses of each.
     """
-    paths: list[Path] = []
+    paths: list[TreePath] = []
     for choice in choices:
         is_path = isinstance(choice, Sequence) and not isinstance(choice, str) and len(choice) > 0
         if not is_path or not all(type(rank) is int for rank in choice):
@@ -117,7 +117,7 @@ class Tree:
     """
 
     def __init__(self, choices: Choices, device: torch.device | str = "cpu"):
-        self.choices: tuple[Path, ...] = tuple(sorted(map(tuple, choices)))
+        self.choices: tuple[TreePath, ...] = tuple(sorted(map(tuple, choices)))
         self.num_nodes = len(self.choices)
         self.max_depth = max(map(len, self.choices), default=0)
         self.top = max((rank + 1 for path in self.choices for rank in path), default=0)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.decoding.tree import Choices, Path, greedy_tree
+from pipeline.decoding.tree import Choices, TreePath, greedy_tree
 from pipeline.heads.accuracy import NO_LABEL
 
 MAX_RANKS = 254
@@ -63,7 +63,9 @@ def rank_accuracies(hits_KR: npt.NDArray[np.int64], counts_K: npt.NDArray[np.int
     return (hits_KR / np.maximum(counts_K, 1)[:, None]).tolist()
 
 
-def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int) -> dict[str, tuple[Path, ...]]:
+def search_trees(
+    ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int
+) -> dict[str, tuple[TreePath, ...]]:
     """The trees of both searches, by the `product` of accuracies (2.3.3) and by `joint` frequencies, at least one node.
 
     The first n nodes of each are its best tree of n.
@@ -74,7 +76,7 @@ def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top
 
 
 def choose_tree(
-    trees: dict[str, tuple[Path, ...]], ranks: HeldOutRanks, sizes: Sequence[int], overheads: dict[int, float]
+    trees: dict[str, tuple[TreePath, ...]], ranks: HeldOutRanks, sizes: Sequence[int], overheads: dict[int, float]
 ) -> tuple[str, int]:
     """The search and the number of nodes with the highest speedup on `ranks`, which the trees were not searched on.
 
@@ -95,7 +97,7 @@ def choose_tree(
 
 def joint_tree(
     ranks: HeldOutRanks, num_nodes: int, max_depth: int | None = None
-) -> tuple[tuple[Path, ...], list[float]]:
+) -> tuple[tuple[TreePath, ...], list[float]]:
     """The tree of at most `num_nodes` nodes whose paths were right most often, and the frequency of each.
 
     The heads' errors are correlated, so the product of accuracies underrates paths that follow a right first guess. A
@@ -103,10 +105,10 @@ def joint_tree(
     the best tree of n. Paths that were never right are left out.
     """
     depth_limit = min(len(ranks.ranks_KN), max_depth or len(ranks.ranks_KN))
-    chosen: list[Path] = []
+    chosen: list[TreePath] = []
     frequencies: list[float] = []
     everywhere = np.arange(len(ranks))
-    frontier: list[tuple[int, int, Path, npt.NDArray[np.int64]]] = [(-len(ranks), 0, (), everywhere)]
+    frontier: list[tuple[int, int, TreePath, npt.NDArray[np.int64]]] = [(-len(ranks), 0, (), everywhere)]
     while frontier and len(chosen) <= num_nodes:
         negative, depth, path, places = heapq.heappop(frontier)
         chosen.append(path)
@@ -129,7 +131,7 @@ def path_frequencies(ranks: HeldOutRanks, choices: Choices) -> list[float]:
 
 def accepted_lengths(ranks: HeldOutRanks, choices: Choices) -> npt.NDArray[np.int64]:
     """The number of guesses [N] that greedy acceptance keeps at each position: the depth of the deepest right path."""
-    right: dict[Path, npt.NDArray[np.bool_]] = {(): np.ones(len(ranks), bool)}
+    right: dict[TreePath, npt.NDArray[np.bool_]] = {(): np.ones(len(ranks), bool)}
     lengths_N = np.zeros(len(ranks), np.int64)
     for path in sorted(map(tuple, choices), key=len):
         depth = len(path) - 1

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.decoding.decoder import Decoder, plain_decoder
-from pipeline.decoding.tree import Path
+from pipeline.decoding.tree import TreePath
 from pipeline.heads.kind import Heads
 
 Name = TypeVar("Name", bound=Hashable)
@@ -32,7 +32,7 @@ LONG_STEP = 0.03  # seconds
 def overhead_curve(
     model: PreTrainedModel,
     heads: Heads,
-    trees: Mapping[int, Sequence[Path]],
+    trees: Mapping[int, Sequence[TreePath]],
     prompts: Sequence[Sequence[int]],
     max_length: int,
 ) -> dict[int, float]:
@@ -45,11 +45,12 @@ def overhead_curve(
     room = min(max_length, max(map(len, prompts)) + 1 + NUM_STEPS * (deepest + 1))
     plain = plain_decoder(model, eos_token_ids=(), max_length=room)
     with fastest_threads(plain, prompts[0]):
-        most = (deepest + 1) * undisturbed(step_seconds(plain, prompts[0]))
         decoders: dict[int, Decoder] = {}
         for size, choices in sorted(trees.items()):
             decoder = Decoder(model, heads, choices, eos_token_ids=(), max_length=room)
-            if decoders and all(undisturbed(step_seconds(decoder, prompts[0])) > most for _ in range(NUM_TRIALS)):
+            # Both sides of a trial are timed one after the other: a machine that gets busy slows both.
+            trials = (overheads(plain, {size: decoder}, prompts[:1])[size] for _ in range(NUM_TRIALS))
+            if decoders and all(overhead > deepest + 1 for overhead in trials):
                 break
             decoders[size] = decoder
         return overheads(plain, decoders, prompts)
@@ -85,7 +86,7 @@ def undisturbed(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4] if seconds else math.nan
 
 
-def with_tree(accelerated: Decoder, choices: Sequence[Path]) -> Decoder:
+def with_tree(accelerated: Decoder, choices: Sequence[TreePath]) -> Decoder:
     """The same target and heads with another tree and no end tokens."""
     return Decoder(accelerated.model, accelerated.heads, choices, eos_token_ids=(), max_length=accelerated.max_length)
 

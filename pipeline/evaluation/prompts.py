@@ -23,7 +23,7 @@ from pipeline.conversations.readers import read_source
 from pipeline.conversations.requests import Completion, Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
-from pipeline.decoding.tree import Path as TreePath
+from pipeline.decoding.tree import TreePath
 from pipeline.errors import ConfigError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.dialogue_pool import converse

@@ -18,7 +18,7 @@ from pipeline.artifacts.tree_file import Calibration
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.readout import last_positions
-from pipeline.decoding.tree import Path, cartesian_tree, greedy_tree, stock_tree
+from pipeline.decoding.tree import TreePath, cartesian_tree, greedy_tree, stock_tree
 from pipeline.decoding.tree_search import HeldOutRanks, simulated_acceleration_rate
 from pipeline.evaluation.overhead import Name, overheads, step_seconds, with_tree
 from pipeline.evaluation.prompts import Prompt
@@ -50,7 +50,7 @@ def tree_ladder(
     assert accelerated.heads is not None
     num_heads = accelerated.heads.shape.num_heads
     widths, stock = CARTESIAN[:num_heads], stock_tree(num_heads)
-    trees: dict[str, Sequence[Path]] = {
+    trees: dict[str, Sequence[TreePath]] = {
         "plain": (),
         "top-1 chain": cartesian_tree([1] * num_heads),
         f"Cartesian {'x'.join(map(str, widths))}": cartesian_tree(widths),
@@ -78,7 +78,7 @@ def tree_figures(
     accelerated: Decoder,
     prompts: Sequence[Prompt],
     answers: Sequence[list[int]],
-    trees: Mapping[Name, Sequence[Path]],
+    trees: Mapping[Name, Sequence[TreePath]],
 ) -> dict[Name, dict[str, float | None]]:
     """Every tree's acceleration rate, overhead and speedup; None where no answer takes a step."""
     assert accelerated.heads is not None
@@ -98,7 +98,7 @@ def tree_figures(
     return worth
 
 
-def searched_tree(calibration: Calibration | None) -> tuple[Path, ...]:
+def searched_tree(calibration: Calibration | None) -> tuple[TreePath, ...]:
     """The tree searched for these heads with the stock tree's size; independent of the device."""
     if calibration is None:
         return ()

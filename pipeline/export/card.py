@@ -74,7 +74,7 @@ def model_card(
         "shared": "shared" in (section["export"].get("formats") or ()),
         "kind": kind,
         "front_matter": _front_matter(kind, base, _data_sets(sources)),
-        "speculative_config": json.dumps(kind.speculative_config(here, num_heads or "K")),
+        "speculative_config": kind.vllm_method and json.dumps(kind.speculative_config(here, num_heads or "K")),
         "engines": _engines(report),
         "measures": MEASURES,
         "tops": _tops(report),

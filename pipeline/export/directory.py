@@ -22,8 +22,7 @@ from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
 from pipeline.artifacts.tree_file import read_paths
-from pipeline.decoding.tree import Path as TreePath
-from pipeline.decoding.tree import check_choices
+from pipeline.decoding.tree import TreePath, check_choices
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.export.layout import CARD_FILE, CONFIG_FILE, DTYPES, ExportConfig, read_config
 from pipeline.export.upload import WEIGHT_SUFFIXES

@@ -61,27 +61,28 @@ class ExportConfig:
             "vocab_size": self.shape.vocab_size,
             "dtype": self.dtype,
             "heads": {"format": self.format, **self.shape.to_json()},  # what `read_config` reads
-            "speculators_model_type": method,
-            "transformer_layer_config": {},
-            "speculators_config": {
-                "algorithm": method,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_tokens}],
-                "verifier": {"architectures": list(target.get("architectures") or ())},
-            },
         }
+        if method:
+            content |= {
+                "speculators_model_type": method,
+                "transformer_layer_config": {},
+                "speculators_config": {
+                    "algorithm": method,
+                    "default_proposal_method": "greedy",
+                    "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_tokens}],
+                    "verifier": {"architectures": list(target.get("architectures") or ())},
+                },
+            }
         return with_base_model(content, self.base_model_name_or_path)
 
 
 def with_base_model(content: Mapping[str, Any], base_model: str) -> dict[str, Any]:
     """The content of a `config.json`, with the target replaced."""
-    speculators = content["speculators_config"]
-    verifier = {**speculators["verifier"], "name_or_path": base_model}
-    return {
-        **content,
-        "base_model_name_or_path": base_model,
-        "speculators_config": {**speculators, "verifier": verifier},
-    }
+    replaced = {**content, "base_model_name_or_path": base_model}
+    if speculators := content.get("speculators_config"):  # only heads that vLLM serves have one
+        verifier = {**speculators["verifier"], "name_or_path": base_model}
+        replaced["speculators_config"] = {**speculators, "verifier": verifier}
+    return replaced
 
 
 def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], ExportConfig]:

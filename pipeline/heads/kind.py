@@ -110,7 +110,7 @@ class Heads(nn.Module, ABC):
 
     Shape: ClassVar[type[HeadsShape]]
     title: ClassVar[str]  # in the model card: "Medusa heads"
-    vllm_method: ClassVar[str]  # in vLLM's speculative configuration
+    vllm_method: ClassVar[str | None] = None  # in vLLM's speculative configuration; None where it cannot serve them
     weights_file: ClassVar[str] = "model.safetensors"  # of the export
     choices_file: ClassVar[str] = "tree_choices.json"  # of the export: the tree's paths
     card_about: ClassVar[str]  # Jinja of the model card: what these heads are, in a sentence or two

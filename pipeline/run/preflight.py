@@ -10,8 +10,7 @@ from pathlib import Path
 
 from pipeline.artifacts.tree_file import read_paths
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
-from pipeline.decoding.tree import Path as TreePath
-from pipeline.decoding.tree import check_choices
+from pipeline.decoding.tree import TreePath, check_choices
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.export.hub import repositories
@@ -39,6 +38,9 @@ def check_config(config: Config, stages: Collection[str] | None = None) -> None:
         )
     for format in config.export.formats:
         kind.check_format(kind.shape_of(config.train, 1, 1), format)  # whatever the target's sizes
+    if "vllm" in config.check.engines and kind.vllm_method is None:
+        fix = "Set check.engines to [native]."
+        raise ConfigError(f"vLLM does not serve {config.train.heads} heads.", "check.engines", fix)
     if stages is None or "train" in stages:
         method.check(config)
     if config.calibrate.choices:

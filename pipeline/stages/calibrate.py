@@ -17,7 +17,7 @@ from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.trained_heads import HEADS_FILE, load_heads
 from pipeline.artifacts.tree_file import Calibration, Search
 from pipeline.config import Config
-from pipeline.decoding.tree import Path as TreePath
+from pipeline.decoding.tree import TreePath
 from pipeline.decoding.tree_search import (
     HeldOutRanks,
     choose_tree,

@@ -120,7 +120,10 @@ def require_passed(stage: StageDirectory, config: Config) -> None:
     """Raise `CheckFailed` when what the finished check has found is beyond the limits of this configuration."""
     if found := failures(CheckResult.of(stage.summary), config):
         reasons = "; ".join(found)
-        fix = "Sequences that differ are in DONE.json there; more data or epochs raise acceptance. Nothing was pushed."
+        fix = (
+            "Nothing was pushed. Sequences that differ are in DONE.json there. More data or epochs raise a low rate; "
+            "where few tree sizes were timed, calibrate again with --fresh calibrate."
+        )
         raise CheckFailed(f"The check failed: {reasons}.", str(stage.path), fix)
 
 

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 import torch
 from hypothesis import strategies as st
 
-from pipeline.decoding.tree import Path, Tree
+from pipeline.decoding.tree import Tree, TreePath
 
 VOCAB = 5
 
 
 @st.composite
-def random_trees(draw: st.DrawFn, max_nodes: int = 12) -> tuple[Path, ...]:
+def random_trees(draw: st.DrawFn, max_nodes: int = 12) -> tuple[TreePath, ...]:
     """Any tree over four heads and `VOCAB` guesses: each node below one that is there already."""
-    paths: list[Path] = [()]
+    paths: list[TreePath] = [()]
     for parent, rank in draw(st.lists(st.tuples(st.integers(0, 99), st.integers(0, VOCAB - 1)), max_size=max_nodes)):
         path = (*paths[parent % len(paths)], rank)
         if len(path) <= 4 and path not in paths:
@@ -23,7 +23,7 @@ def random_trees(draw: st.DrawFn, max_nodes: int = 12) -> tuple[Path, ...]:
     return tuple(paths[1:])
 
 
-def random_step(seed: int, choices: Iterable[Path], spread: float = 2.0) -> tuple[Tree, torch.Tensor, torch.Tensor]:
+def random_step(seed: int, choices: Iterable[TreePath], spread: float = 2.0) -> tuple[Tree, torch.Tensor, torch.Tensor]:
     """A tree, the target's logits, and tokens as heads guess them: one order of the vocabulary per depth."""
     generator = torch.Generator().manual_seed(seed)
     tree = Tree(choices)

@@ -26,7 +26,6 @@ class LinearHeads(Heads):
 
     Shape = LinearShape
     title = "Linear heads"
-    vllm_method = "none"
     card_about = "Each is one linear layer on the target's last hidden state."
 
     def __init__(self, shape: LinearShape, *, dtype: torch.dtype | None = None, device: torch.device | None = None):

@@ -35,11 +35,20 @@ def test_another_kind_runs_the_whole_flow_and_changes_no_token(make_config, tmp_
     exported = load_file(export / "model.safetensors")
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
     assert json.loads((export / "config.json").read_text())["model_type"] == "linear-heads"
-    assert "# Linear heads for" in (export / "README.md").read_text()
+    card = (export / "README.md").read_text()
+    assert "# Linear heads for" in card and "vllm serve" not in card, "vLLM does not know such heads"
+    assert "speculators_config" not in json.loads((export / "config.json").read_text())
 
     native = json.loads((run.path / "report.json").read_text())["check"]["native"]
     assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}
     assert native["acceleration_rate"] > 1
+
+
+def test_vllm_is_refused_for_a_kind_that_it_does_not_serve_before_anything_is_made(make_config, tmp_path, monkeypatch):
+    monkeypatch.setitem(KINDS, "linear", LinearHeads)
+    with pytest.raises(ConfigError, match=r"vLLM does not serve linear heads.*check.engines.*\[native\]"):
+        run_again(make_config(tmp_path, train__heads="linear", check__engines=["native", "vllm"]))
+    assert not (tmp_path / "run").exists()
 
 
 def test_another_kind_learns_with_its_backbone_too(make_config, tmp_path, monkeypatch):
