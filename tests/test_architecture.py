@@ -1,6 +1,7 @@
 """The house: imports point down, and the heavy engines are imported in one place each."""
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -61,6 +62,11 @@ def test_heavy_engines_are_imported_in_one_place():
 
 def test_every_room_has_a_floor():
     assert {room for room, _ in modules()} <= LEVEL.keys()
+
+
+def test_no_two_files_have_the_same_name():
+    names = Counter(file.name for _, file in modules())
+    assert {name for name, times in names.items() if times > 1} <= {"push.py"}, "a command and its stage"
 
 
 def test_a_flow_is_a_story_of_at_most_sixty_lines():

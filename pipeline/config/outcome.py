@@ -90,7 +90,7 @@ class CheckConfig(Section):
     )
     studies: tuple[StudyName, ...] = Field(
         (),
-        description="Asked beyond the verdict: which tree, typical acceptance by eps and temperature, how many heads, "
+        description="Measured besides: which tree, typical acceptance by eps and temperature, how many heads, "
         "what batch size.",
     )
     min_acceleration_rate: float = Field(1.0, description="The check fails where an engine is below it.", ge=0)
