@@ -99,9 +99,9 @@ class Stopwatch:
     def __init__(self, executor: Executor):
         self.executor, self.start_seconds, self.busy_seconds = executor, 0.0, 0.0
 
-    def map(self, *arguments: Any) -> Iterator[Outcome]:
+    def map(self, *arguments: Any, **named: Any) -> Iterator[Outcome]:
         started, first = time.perf_counter(), True
-        for outcome in self.executor.map(*arguments):
+        for outcome in self.executor.map(*arguments, **named):
             assert outcome.receipt is not None, outcome
             if first:
                 self.start_seconds, first = time.perf_counter() - started, False

@@ -14,7 +14,7 @@ from pipeline.config.load import load_config
 from pipeline.flow import run_flow
 
 CONFIG = Path(__file__).parent.parent / "configs" / "zephyr-7b.yaml"
-STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
+STAGES = ("seeds", "generate", "features", "train", "tuned-features", "calibrate", "export", "check", "push")
 
 
 def main() -> None:

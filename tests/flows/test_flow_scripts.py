@@ -26,6 +26,7 @@ from tests.flows.tiny import save_seeds, stages_run
 
 FLOWS = Path(__file__).parent.parent.parent / "flows"
 EVERYTHING = ["seeds", "generate", "features", "train", "calibrate", "export", "check"]
+WITH_BACKBONE = ["seeds", "generate", "features", "train", "tuned-features", "calibrate", "export", "check"]
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ SHORT = (
 def test_zephyr_writes_both_sides_itself_and_learns_from_the_text(story, tmp_path):
     story("distill_zephyr", *SHORT)
     run = RunDirectory(tmp_path / "zephyr-7b")
-    assert stages_run(run) == [stage for stage in EVERYTHING if stage != "features"]
+    assert stages_run(run) == [stage for stage in WITH_BACKBONE if stage != "features"]
     rows = [row for path in run.latest("generate").shards() for row in read_rows(path)]
     assert {span["role"] for row in rows for span in row["spans"]} == {"assistant", "user"}
     assert len(run.latest("calibrate").summary["heads"]) == 5
@@ -84,7 +85,7 @@ def test_zephyr_writes_both_sides_itself_and_learns_from_the_text(story, tmp_pat
 def test_vicuna_brings_the_chat_template_that_its_target_lacks(story, tmp_path):
     story("distill_vicuna", "vicuna-7b", *SHORT, "train.backbone.sequence_length=192")
     run = RunDirectory(tmp_path / "vicuna-7b")
-    assert stages_run(run) == EVERYTHING
+    assert stages_run(run) == WITH_BACKBONE
     export = run.latest("export").path
     tokenizer = load_tokenizer(TargetSpec(str(export)))
     row = next(read_rows(run.latest("generate").shards()[0]))
@@ -153,7 +154,7 @@ def test_the_second_demo_takes_target_and_text_from_the_first(story, tmp_path, t
     story("demo", *words, until="generate")
     story("demo", "medusa-2", *words, *SHORT, f"run.store={tmp_path / 'demo'}", "train.backbone.max_kl=9")
     run = RunDirectory(tmp_path / "demo-medusa-2")
-    assert stages_run(run) == ["train", "calibrate", "export", "check"]
+    assert stages_run(run) == ["train", "tuned-features", "calibrate", "export", "check"]
     for stage in ("seeds", "generate"):
         assert run.latest(stage).path == RunDirectory(tmp_path / "demo").latest(stage).path
 
