@@ -102,7 +102,7 @@ class Target:
         choices: tuple[TreePath, ...] = ()
         if heads is not None:
             heads = heads.to(input_device(self.model), self.model.dtype)
-            choices = check_choices(load_tree(tree), heads.shape.num_heads, heads.shape.vocab_size)
+            choices = check_choices(load_tree(tree), heads.shape.max_depth, heads.shape.vocab_size)
         room = context_length(self.spec)
         return Decoder(self.model, heads, choices, eos_token_ids=self.eos_token_ids, max_length=room)
 

@@ -24,6 +24,7 @@ from pipeline.config import Config
 from pipeline.decoding.tree import TreePath, check_choices
 from pipeline.decoding.tree_search import simulated_acceleration_rate
 from pipeline.errors import DataError
+from pipeline.heads.kind import max_depth
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.evaluation import held_out_ranks
 
@@ -128,7 +129,7 @@ class Run:
         settings = self.config
         states, _ = flow.STAGES["calibrate"].upstream(settings)
         features, heads = self._stage(states), self._stage("train").path / HEADS_FILE
-        choices = check_choices(load_tree(tree), settings.train.num_heads, settings.calibrate.top)
+        choices = check_choices(load_tree(tree), max_depth(settings.train), settings.calibrate.top)
         shards, roles, top = list(map(str, features.shards())), settings.train.roles, settings.calibrate.top
         ranks = held_out_ranks(shards, features.fingerprint, str(heads), roles, top, "cpu")
         return simulated_acceleration_rate(ranks, choices)

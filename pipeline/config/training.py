@@ -21,6 +21,12 @@ class MedusaConfig(Section):
     )
 
 
+class RecurrentConfig(Section):
+    intermediate_size: PositiveInt | None = Field(
+        None, description="Inner size of the cell's MLP. Default: four times the target's hidden size."
+    )
+
+
 class BackboneConfig(Section):
     recipe: Literal["joint", "two-stage"] = Field(
         "joint",
@@ -73,7 +79,11 @@ class BackboneConfig(Section):
 
 
 class TrainConfig(Section):
-    heads: str = Field("medusa", description="Kind of head; medusa: each head guesses from the target's state alone.")
+    heads: str = Field(
+        "medusa",
+        description="Kind of head; medusa: each head guesses from the target's state alone; recurrent: one cell that "
+        "also reads the tokens it has guessed, and accepts more with fewer parameters.",
+    )
     method: str = Field(
         "medusa-1",
         description="medusa-1: heads on the frozen backbone, from the cache; medusa-2: the backbone learns along "
@@ -101,6 +111,7 @@ class TrainConfig(Section):
     checkpoint_every: PositiveInt = Field(200, description="Steps between checkpoints.")
     keep_checkpoints: PositiveInt = Field(2, description="How many of the newest checkpoints stay on disk.")
     medusa: MedusaConfig = Field(default_factory=MedusaConfig, description="Read with train.heads: medusa.")
+    recurrent: RecurrentConfig = Field(default_factory=RecurrentConfig, description="Read with train.heads: recurrent.")
     backbone: BackboneConfig = Field(default_factory=BackboneConfig, description="Read with train.method: medusa-2.")
 
     @property

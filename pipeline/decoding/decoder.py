@@ -97,8 +97,8 @@ class Decoder:
         self.max_length = max_length or config.max_position_embeddings
         windows = attention_windows(config)
         if self.tree.num_nodes:
-            if heads is None or heads.shape.num_heads < self.tree.max_depth:
-                raise ValueError(f"a tree of depth {self.tree.max_depth} needs as many heads")
+            if heads is None or heads.shape.max_depth < self.tree.max_depth:
+                raise ValueError(f"these heads cannot propose a tree of depth {self.tree.max_depth}")
             check_pair(model, heads)
         masks = TreeMasks(self.tree, windows, self.max_length, model.dtype, self.device)
         self._cache = TreeCache(num_cached_layers(config))

@@ -18,6 +18,7 @@ from math import prod
 import torch
 
 from pipeline.errors import ConfigError
+from pipeline.heads.kind import Level
 
 TreePath = tuple[int, ...]
 Choices = Iterable[Sequence[int]]  # the paths of a tree, without the root
@@ -112,8 +113,8 @@ class Tree:
     Tensors: `parent` [N] (the root's is itself), `depth` [N], `guess` [N-1] (row in the flattened [K, R] guesses of
     the first `max_depth` heads, `top` each), `ancestors` [N, N] (row i attends to row j: j is i or above it),
     `elsewhere` [N, N] (j is not a guess on the path to row i: neither i nor above it, or the root),
-    `retrieve_indices` [N, T] (rows from the root to row i, padded with 0 past its depth).
-    On the host: `retrieve_paths`, the same without padding.
+    `retrieve_indices` [N, T] (rows from the root to row i, padded with 0 past its depth); `levels` and `order` as in
+    `ProposalTree`. On the host: `retrieve_paths`, the same without padding.
     """
 
     def __init__(self, choices: Choices, device: torch.device | str = "cpu"):
@@ -131,6 +132,27 @@ class Tree:
         self.parent = torch.tensor([row_of[path[:-1]] for path in row_of], device=device)
         guesses = [(len(path) - 1) * self.top + path[-1] for path in self.choices]
         self.guess = torch.tensor(guesses, dtype=torch.int64, device=device)
+        self.levels, self.order = _levels(self.choices, device)
         itself_NN = torch.eye(self.num_nodes + 1, dtype=torch.bool, device=device)
         self.ancestors = itself_NN.scatter_(1, self.retrieve_indices, True)  # padding marks the root, above every row
         self.elsewhere = ~self.ancestors | (self.depth == 0)
+
+
+def _levels(choices: tuple[TreePath, ...], device: torch.device | str) -> tuple[tuple[Level, ...], torch.Tensor]:
+    """A tree's nodes depth by depth, and where each of the `choices` lies among them."""
+
+    def places(values: Iterable[int]) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int64, device=device)
+
+    levels: list[Level] = []
+    above: list[TreePath] = [()]
+    laid: list[TreePath] = []
+    for depth in range(1, max(map(len, choices), default=0) + 1):
+        nodes = [path for path in choices if len(path) == depth]
+        inner = sorted({path[:-1] for path in nodes})
+        top = 1 + max(path[-1] for path in nodes)
+        parent = [inner.index(path[:-1]) for path in nodes]
+        guess = (place * top + path[-1] for place, path in zip(parent, nodes, strict=True))
+        levels.append(Level(places(map(above.index, inner)), places(parent), places(guess), top))
+        above, laid = nodes, laid + nodes
+    return tuple(levels), places(map(laid.index, choices))

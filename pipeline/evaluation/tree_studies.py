@@ -113,7 +113,7 @@ def guess_ranks(
 
     An answer's first token comes from the prefill: steps begin there and at each later token but the last.
     """
-    num_heads = heads.shape.num_heads
+    num_heads = heads.shape.max_depth
     parts_KN = [np.empty((num_heads, 0), np.uint8)]
     lengths = []
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -101,7 +101,7 @@ def read_choices(directory: str | os.PathLike[str]) -> tuple[TreePath, ...]:
     """
     config = read_config(directory)
     choices = read_paths(Path(directory, config.kind.choices_file))
-    return check_choices(choices, config.shape.num_heads, config.shape.vocab_size)
+    return check_choices(choices, config.shape.max_depth, config.shape.vocab_size)
 
 
 def tensors_as_saved(heads: Heads, config: ExportConfig) -> dict[str, Tensor]:

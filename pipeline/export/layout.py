@@ -62,7 +62,7 @@ class ExportConfig:
             "dtype": self.dtype,
             "heads": {"format": self.format, **self.shape.to_json()},  # what `read_config` reads
         }
-        if method:
+        if method and not self.kind.not_served(target):
             content |= {
                 "speculators_model_type": method,
                 "transformer_layer_config": {},

@@ -17,7 +17,7 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from pipeline.config import TrainConfig
 
 # A kind's name, as `train.heads` has it: its class, or where that is imported from when it is first asked for.
-KINDS: dict[str, str | type[Heads]] = {"medusa": "pipeline.heads.medusa:MedusaHeads"}
+KINDS: dict[str, str | type[Heads]] = {
+    "medusa": "pipeline.heads.medusa:MedusaHeads",
+    "recurrent": "pipeline.heads.recurrent:RecurrentHeads",
+}
 
 
 def head_kind(name: str) -> type[Heads]:
@@ -66,6 +69,11 @@ class HeadsShape:
         if min(value for value in asdict(self).values() if type(value) is int) < 1:
             raise ValueError(f"every size of the heads must be at least 1: {self}")
 
+    @property
+    def max_depth(self) -> int:
+        """How many tokens ahead can be proposed; a kind may go on beyond what it was trained for."""
+        return self.num_heads
+
     def described(self) -> str:
         """In words, for an error: `3 linear heads, a hidden size of 64 and a vocabulary of 300`."""
         return f"{self._parts()}, a hidden size of {self.hidden_size} and a vocabulary of {self.vocab_size}"
@@ -84,6 +92,11 @@ class HeadsShape:
         return head_kind(fields.pop("kind")).Shape(**fields)
 
 
+def max_depth(settings: TrainConfig) -> int:
+    """How many tokens ahead the heads that are asked for can propose; raises ConfigError for an unknown kind."""
+    return head_kind(settings.heads).shape_of(settings, 1, 1).max_depth  # whatever the target's sizes
+
+
 @dataclass(frozen=True)
 class TargetWeights:
     """The target's own matrices [V, D], each read when it is first asked for."""
@@ -92,13 +105,24 @@ class TargetWeights:
     embedding: Callable[[], Tensor]
 
 
+class Level(NamedTuple):
+    """One depth of a tree: which nodes of the depth above have children, P of them, and the M children."""
+
+    inner: Tensor  # [P]: places among the nodes of the depth above
+    parent: Tensor  # [M]: each child's parent, as a place in `inner`
+    guess: Tensor  # [M]: each child's place in the parents' flattened [P, top] guesses
+    top: int
+
+
 class ProposalTree(Protocol):
-    """What a proposal needs to know of a tree."""
+    """What a proposal needs to know of a tree: as a whole, and depth by depth from the root's children on."""
 
     choices: tuple[tuple[int, ...], ...]  # the nodes' paths, in the order in which their tokens are proposed
     max_depth: int
     top: int  # guesses per head
     guess: Tensor  # [N]: each node's place in the flattened [max_depth, top] guesses
+    levels: tuple[Level, ...]
+    order: Tensor  # [N]: each node's place among the levels' nodes, end to end
 
 
 class Heads(nn.Module, ABC):
@@ -144,7 +168,7 @@ class Heads(nn.Module, ABC):
 
     @abstractmethod
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
-        """What each head's lm_head reads, [K, N, D], given the true tokens between.
+        """What each head's lm_head reads, [K, N, D], given the true tokens between; up to `shape.max_depth` of them.
 
         Args:
             hidden_ND: The target's states at positions t, in any float dtype.
@@ -192,6 +216,11 @@ class Heads(nn.Module, ABC):
 
         The exporter adds sizes, dtype, `base_model_name_or_path` and what vLLM's speculators format asks for.
         """
+
+    @classmethod
+    def not_served(cls, target: Mapping[str, Any]) -> str | None:
+        """Why vLLM cannot serve such heads with a target of this config.json; None where it can."""
+        return None if cls.vllm_method else f"vLLM does not serve {cls.Shape.kind} heads."
 
     @classmethod
     def speculative_config(cls, export: str, num_speculative_tokens: int | str) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.export.hub import repositories
 from pipeline.export.layout import check_num_heads
 from pipeline.export.upload import check_repo_id
-from pipeline.heads.kind import head_kind
-from pipeline.targets.spec import TargetSpec, resolve
+from pipeline.heads.kind import head_kind, max_depth
+from pipeline.targets.spec import TargetSpec, model_config, resolve
 from pipeline.training.methods import method_of
 
 
@@ -30,17 +30,18 @@ def check_config(config: Config, stages: Collection[str] | None = None) -> None:
     """
     kind, method = head_kind(config.train.heads), method_of(config.train)
     check_num_heads(config.train.num_heads)
-    if config.calibrate.depth is not None and config.calibrate.depth > config.train.num_heads:
+    shape = kind.shape_of(config.train, 1, 1)  # whatever the target's sizes
+    if (config.calibrate.depth or 1) > shape.max_depth:
         raise ConfigError(
-            f"A tree of depth {config.calibrate.depth} needs as many heads, and there are {config.train.num_heads}.",
+            f"{config.train.num_heads} {config.train.heads} heads propose at most {shape.max_depth} tokens ahead, and "
+            f"a tree of depth {config.calibrate.depth} is asked for.",
             "calibrate.depth",
             "Lower it or raise train.num_heads.",
         )
     for format in config.export.formats:
-        kind.check_format(kind.shape_of(config.train, 1, 1), format)  # whatever the target's sizes
-    if "vllm" in config.check.engines and kind.vllm_method is None:
-        fix = "Set check.engines to [native]."
-        raise ConfigError(f"vLLM does not serve {config.train.heads} heads.", "check.engines", fix)
+        kind.check_format(shape, format)
+    if "vllm" in config.check.engines:
+        _check_served(config)
     if stages is None or "train" in stages:
         method.check(config)
     if config.calibrate.choices:
@@ -77,7 +78,7 @@ def read_choices(config: Config) -> tuple[TreePath, ...]:
             choices = read_paths(choices)
         except DataError as error:
             raise ConfigError(error.what, f"calibrate.choices = {choices}", error.fix) from None
-    return check_choices(choices, config.train.num_heads, config.calibrate.top)
+    return check_choices(choices, max_depth(config.train), config.calibrate.top)
 
 
 def require_questions(config: Config) -> None:
@@ -93,6 +94,14 @@ def resolve_assistant(model: str) -> TargetSpec:
         return resolve(TargetConfig(model=model))
     except ConfigError as error:
         raise ConfigError(error.what, "check.assistant_model", error.fix) from None
+
+
+def _check_served(config: Config) -> None:
+    """Raise ConfigError where vLLM cannot serve these heads with this target."""
+    kind = head_kind(config.train.heads)
+    target = model_config(resolve(config.target)).to_dict() if kind.vllm_method else {}
+    if reason := kind.not_served(target):
+        raise ConfigError(reason, "check.engines", "Set check.engines to [native].")
 
 
 def _check_rule(check: CheckConfig) -> None:

@@ -65,9 +65,10 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     ranks = _held_out_ranks(context, features)
     hits_KR, counts_K = ranks.hits(settings.top)
     searched_on, judged_on = ranks.halves()
-    if int(counts_K.min()) == 0 or not len(judged_on):
+    trained_K = counts_K[: context.config.train.num_heads]  # a kind may propose deeper
+    if int(trained_K.min()) == 0 or not len(judged_on):
         raise DataError(
-            f"Head {int(counts_K.argmin())} has nothing to be measured on: the held-out answers are too short for it.",
+            f"Head {int(trained_K.argmin())} has nothing to be measured on: the held-out answers are too short for it.",
             str(features.path),
             "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers be longer.",
         )
@@ -92,7 +93,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     frequencies, accuracies = path_frequencies(ranks, choices), rank_accuracies(hits_KR, counts_K)
     Calibration(choices, frequencies, accuracies, expected, search).write(stage.path)
     return {
-        "heads": [_head(hits, int(count)) for hits, count in zip(hits_KR.cumsum(1).tolist(), counts_K, strict=True)],
+        "heads": [_head(hits, int(count)) for hits, count in zip(hits_KR.cumsum(1).tolist(), trained_K, strict=False)],
         "tree": {
             "nodes": len(choices),
             "depth": max(map(len, choices)),

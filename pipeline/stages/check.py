@@ -32,6 +32,7 @@ from pipeline.evaluation.served import check_served
 from pipeline.execution.hardware import with_hardware
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_choices
+from pipeline.export.layout import read_config
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_questions, resolve_assistant
 from pipeline.run.reporting import publish_report
@@ -72,10 +73,11 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _decode_and_judge(context: Context, stage: StageDirectory, progress: ProgressReporter) -> Summary:
-    settings, heads, export = context.config.check, context.config.train.num_heads, context.upstream["export"].path
+    settings, export = context.config.check, context.upstream["export"].path
     target = with_room(context.backbone("export"), settings)
     prompts = _prompts(context, target, progress)
-    target = with_room_for(target, prompts.kept, settings.max_new_tokens + heads + 1)  # vLLM drafts beyond the end
+    drafted = read_config(export).shape.max_depth  # vLLM drafts beyond the end
+    target = with_room_for(target, prompts.kept, settings.max_new_tokens + drafted + 1)
     placement = context.placement("features")
     request = CheckRequest(
         target,

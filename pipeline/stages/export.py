@@ -57,7 +57,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         config,
         target=target.to_dict(),
         tokenizer=load_tokenizer(spec),
-        choices=check_choices(choices, heads.shape.num_heads, heads.shape.vocab_size),
+        choices=check_choices(choices, heads.shape.max_depth, heads.shape.vocab_size),
         card=model_card({}, kind=config.kind, base_model=base, repo_id=None, recipe=recipe, tuned=tunes),
     )
     return {

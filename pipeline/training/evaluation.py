@@ -81,10 +81,10 @@ def held_out_ranks(
         fingerprint=fingerprint,
         hidden_size=shape.hidden_size,
         vocab_size=shape.vocab_size,
-        num_heads=shape.num_heads,
+        num_heads=shape.max_depth,
         roles=roles,
     )
-    parts_KN = [np.empty((shape.num_heads, 0), np.uint8)]
+    parts_KN = [np.empty((shape.max_depth, 0), np.uint8)]
     starts, conversations = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     num_positions = 0
     lengths = rows.lengths(SPLIT)

@@ -1,0 +1,190 @@
+"""The recurrent heads: one small cell, applied step after step, that reads each token it has proposed.
+
+Where Medusa's heads guess from the target's state alone, a sequential head also reads the tokens between (Hydra,
+arXiv 2402.05109; ReDrafter, arXiv 2403.09919; EAGLE, arXiv 2401.15077). Here one cell does all steps: from a state h
+and the token that follows it,
+
+    z = fc([embedding(token); h]),    h' = z + down(SiLU(gate x) * up x)  with  x = RMSNorm(z),
+
+and the target's own lm_head reads h' as it reads the target's states. Step k starts from the target's state at t, after
+its final norm, and the token t+1, and guesses t+2+k. Embedding and lm_head are the target's, frozen: what trains are
+2D² + 3DI numbers and a norm. At the start fc passes h on and `down` is zero, so that the first prediction is the
+target's for t+1. The cell may take more steps than it was trained for.
+
+The cell is vLLM 0.32's EAGLE-1 model with attention that adds nothing (o_proj is zero): x is then fc's output, and the
+layer is the residual MLP. So vLLM serves it unmodified, with the target's embedding and lm_head, which the export
+leaves out. The other projections of its attention compute nothing and are small: eight query heads, which up to eight
+workers can share, one key and value head, and the smallest head size that every attention backend of vLLM takes.
+
+Letters: N rows, B texts, D hidden size, I inner size, V vocabulary, K steps, P nodes with children, R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+from pipeline.conversations.spans import IGNORED
+from pipeline.heads.kind import Heads, HeadsShape, ProposalTree, TargetWeights
+
+if TYPE_CHECKING:
+    from pipeline.config import TrainConfig
+
+EPSILON = 1e-6  # of the RMSNorm
+QUERY_HEADS, HEAD_SIZE = 8, 64  # of the attention that computes nothing; it has one key and value head
+MLP, ATTENTION, NORM = "layers.0.mlp", "layers.0.self_attn", "layers.0.post_attention_layernorm.weight"
+
+# Targets whose vLLM class has the `model.embed_tokens` and the `lm_head` that the draft model borrows.
+SERVED = (
+    "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",
+    "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM", "GemmaForCausalLM", "Gemma3ForCausalLM",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RecurrentShape(HeadsShape):
+    """`num_heads` steps are trained; `intermediate_size` is I. Twice as many steps may be proposed."""
+
+    kind: ClassVar[str] = "recurrent"
+    intermediate_size: int = 1
+
+    @property
+    def max_depth(self) -> int:
+        return 2 * self.num_heads
+
+    def _parts(self) -> str:
+        return f"one recurrent cell of {self.num_heads} steps with an inner size of {self.intermediate_size}"
+
+
+class RecurrentHeads(Heads):
+    """One cell for all steps.
+
+    Parameters: `fc` [D, 2D], which reads the embedding first; `gate`, `up` [I, D] and `down` [D, I]; `norm` [D];
+    `embedding` and `lm_head` [V, D], frozen.
+    """
+
+    Shape = RecurrentShape
+    title = "Recurrent heads"
+    vllm_method = "eagle"
+    memory_fix = "A smaller train.recurrent.intermediate_size takes less."
+    card_about = """\
+One recurrent cell drafts all tokens: it reads the target's last hidden state and the token that follows, guesses the
+next one with the target's own lm_head, and goes on from its own state and that guess. It is stored as vLLM's EAGLE-1
+model, with an attention that adds nothing; embedding and lm_head are the target's and not in this file.
+"""
+
+    shape: RecurrentShape
+
+    def __init__(self, shape: RecurrentShape, *, dtype: torch.dtype | None = None, device: torch.device | None = None):
+        super().__init__(shape)
+        size, inner = shape.hidden_size, shape.intermediate_size
+
+        def zeros(*sizes: int, trains: bool = True) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(*sizes, dtype=dtype, device=device), requires_grad=trains)
+
+        self.fc, self.norm = zeros(size, 2 * size), zeros(size)
+        self.gate, self.up, self.down = zeros(inner, size), zeros(inner, size), zeros(size, inner)
+        self.embedding = zeros(shape.vocab_size, size, trains=False)
+        self.lm_head: nn.Parameter = zeros(shape.vocab_size, size, trains=False)
+
+    @classmethod
+    def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> RecurrentShape:
+        inner = settings.recurrent.intermediate_size or 4 * hidden_size
+        return RecurrentShape(hidden_size, vocab_size, settings.num_heads, inner)
+
+    @classmethod
+    def initial(cls, shape: RecurrentShape, target: TargetWeights) -> RecurrentHeads:
+        """A cell whose first step is the target's own prediction, with random `gate` and `up`."""
+        lm_head_VD = target.lm_head()
+        heads = cls(shape, dtype=lm_head_VD.dtype, device=lm_head_VD.device)
+        size = shape.hidden_size
+        heads.fc.data[:, size:] = torch.eye(size)
+        heads.norm.data.fill_(1)
+        for weight_ID in (heads.gate, heads.up):
+            nn.init.normal_(weight_ID, std=1 / math.sqrt(size))
+        heads.take_from(target)
+        return heads
+
+    def take_from(self, target: TargetWeights) -> None:
+        dtype = self.fc.dtype
+        self.embedding = nn.Parameter(target.embedding().detach().to(dtype), requires_grad=False)
+        self.lm_head = nn.Parameter(target.lm_head().detach().to(dtype), requires_grad=False)
+
+    def step(self, hidden: Tensor, tokens: Tensor) -> Tensor:
+        """The states [..., D] after one more token [...] each."""
+        z = linear(torch.cat((embedding(tokens, self.embedding).to(hidden.dtype), hidden), -1), self.fc)
+        x = rms_norm(z, z.shape[-1:], self.norm.to(z.dtype), EPSILON)
+        return z + linear(silu(linear(x, self.gate)) * linear(x, self.up), self.down)
+
+    def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
+        states, hidden_ND, tokens_N = [], self._in_its_dtype(hidden_ND), next_N
+        for labels_N in labels_KN:
+            hidden_ND = self.step(hidden_ND, tokens_N)
+            states.append(hidden_ND)
+            tokens_N = labels_N.where(labels_N != IGNORED, 0)  # where the span has ended, nothing is read from here on
+        return torch.stack(states)
+
+    def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
+        hidden_BMD, tokens_BM = self._in_its_dtype(hidden_BD)[:, None], token_B.to(self.device)[:, None]
+        proposed = []
+        for level in tree.levels:  # M nodes of one depth, those of them with children, and their children
+            parents = hidden_BMD.index_select(1, level.inner), tokens_BM.index_select(1, level.inner)
+            hidden_BPD = self.step(*parents)
+            guesses_BPR = (hidden_BPD @ self.lm_head.mT).topk(level.top).indices
+            tokens_BM = guesses_BPR.flatten(1).index_select(1, level.guess)
+            hidden_BMD = hidden_BPD.index_select(1, level.parent)
+            proposed.append(tokens_BM)
+        return torch.cat(proposed, 1).index_select(1, tree.order).to(token_B.device)
+
+    def _in_its_dtype(self, hidden: Tensor) -> Tensor:
+        """States in the dtype in which products run."""
+        device = hidden.device.type
+        return hidden.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.fc.dtype)
+
+    # Export: vLLM's EAGLE-1 container
+
+    @classmethod
+    def not_served(cls, target: Mapping[str, Any]) -> str | None:
+        architectures = target.get("architectures") or ["a target without architecture"]
+        if set(SERVED).isdisjoint(architectures):
+            return f"vLLM's EAGLE-1 model borrows its target's embedding and lm_head; not from {architectures[0]}."
+        return None
+
+    @classmethod
+    def engine_config(cls, shape: RecurrentShape, format: str, target: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": 1,
+            "intermediate_size": shape.intermediate_size,
+            "num_attention_heads": QUERY_HEADS,
+            "num_key_value_heads": 1,
+            "head_dim": HEAD_SIZE,
+            "hidden_act": "silu",
+            "rms_norm_eps": EPSILON,
+            "max_position_embeddings": target.get("max_position_embeddings", 2048),
+            "tie_word_embeddings": False,
+        }
+
+    def named_tensors(self, format: str | None = None) -> dict[str, Tensor]:
+        """Those that train under vLLM's names; in `heads.safetensors` also the target's two, in an export attention."""
+        named: dict[str, Tensor] = {
+            "fc.weight": self.fc,
+            f"{MLP}.gate_proj.weight": self.gate,
+            f"{MLP}.up_proj.weight": self.up,
+            f"{MLP}.down_proj.weight": self.down,
+            NORM: self.norm,
+        }
+        if format is None:
+            named |= {"embed_tokens.weight": self.embedding, "lm_head.weight": self.lm_head}
+        else:
+            size, queries = self.shape.hidden_size, QUERY_HEADS * HEAD_SIZE
+            sizes = {"q": (queries, size), "k": (HEAD_SIZE, size), "v": (HEAD_SIZE, size), "o": (size, queries)}
+            named |= {f"{ATTENTION}.{name}_proj.weight": self.fc.new_zeros(of) for name, of in sizes.items()}
+        return {name: parameter.detach() for name, parameter in named.items()}
