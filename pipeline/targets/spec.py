@@ -22,7 +22,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 VERIFIABLE_LAYERS = {"full_attention", "sliding_attention"}
-STATEFUL_WORDS = ("mamba", "ssm", "rwkv", "xlstm", "linear_attn", "linear_attention", "recurrent", "retention")
+STATEFUL_WORDS = ("mamba", "ssm", "rwkv", "xlstm", "linear_attn", "linear_attention", "recurr", "retention")
 STATEFUL_TYPES = {"bamba", "jamba", "zamba", "zamba2", "falcon_h1", "nemotron_h", "hyena", "plamo2", "lfm2", "lfm2_moe"}
 SLOT_BIASED_TYPES = {"bloom", "mpt"}
 
