@@ -15,7 +15,7 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.errors import CheckFailed, ConfigError, DamagedShard
 from pipeline.execution.executor import check_executor
-from pipeline.execution.progress import duration
+from pipeline.report.formatting import duration
 from pipeline.run.context import Context
 from pipeline.run.preflight import check_config, unread_settings
 from pipeline.run.stage import Stage

@@ -17,7 +17,7 @@ from pipeline.cli.app import app
 from pipeline.cli.chat_model import load_chat_model
 from pipeline.errors import CheckFailed, EnvironmentFault
 from pipeline.evaluation.prompts import held_out_prompts
-from pipeline.export.layout import read_config
+from pipeline.export.layout import read_layout
 from pipeline.flow import STAGES as FLOW_STAGES
 from pipeline.run.stage_status import stage_statuses
 from pipeline.storage.run_directory import RunDirectory
@@ -93,7 +93,7 @@ def test_a_run_that_had_a_cache_before_links_it_no_more_and_keeps_it(copied_run,
 
 def test_the_exported_backbone_is_target_and_adapter_and_the_heads_name_it(joint_run, tiny_target):
     export = latest(joint_run, "export").path
-    named = Path(read_config(export).base_model_name_or_path)
+    named = Path(read_layout(export).base_model_name_or_path)
     assert named.is_absolute() and named == export / "backbone" == backbone_of(joint_run)
     ids_BT = torch.arange(30).view(2, 15)
     expected = logits_with_adapter_on(tiny_target, latest(joint_run, "train").path / "adapter", ids_BT)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.generated_rows import REDO, SPANS, TokenRow, open_rows, require_vocabulary, spans_of
+from pipeline.config import DTYPES
 from pipeline.conversations.conversation import Reason, RejectedRow, Role
 from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
 from pipeline.errors import DataError
@@ -39,7 +40,6 @@ FEATURES = pa.schema(
         ("hidden", pa.large_binary()),  # [len(positions), D], row-major, dtype and D in the footer
     ]
 )
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TAP = "last hidden state after the final norm"
 ROW_GROUP_BYTES = 64 * 1024**2  # what a reader holds at once
 
@@ -91,7 +91,7 @@ def write_group(writer: ShardWriter, group: Sequence[tuple[TokenRow, Tensor]]) -
 
 
 @dataclass(frozen=True)
-class Row:
+class FeatureRow:
     """One conversation's states and what the heads learn from them."""
 
     hidden_ND: Tensor  # all stored positions
@@ -152,7 +152,8 @@ class FeatureRows:
             raise DataError(f"{what}: these features are of another target.", path, REDO)
         if dtype not in DTYPES:
             raise DataError(f"This shard's states are {dtype}, which is none of {', '.join(DTYPES)}.", path, REDO)
-        return DTYPES[dtype]
+        found: torch.dtype = getattr(torch, dtype)
+        return found
 
     def lengths(self, split: str) -> list[npt.NDArray[np.int64]]:
         """Per row group, each row's number of learnable positions; 0 where it is of another split."""
@@ -176,14 +177,14 @@ class RowGroup:
     def __init__(self, rows: FeatureRows, path: str, table: pa.Table):
         self._rows, self._path, self._table = rows, path, table
         self._states = [states for chunk in table["hidden"].chunks for states in _values(chunk)]
-        self._taken: dict[int, Row] = {}
+        self._taken: dict[int, FeatureRow] = {}
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, index: int) -> FeatureRow:
         if index not in self._taken:
             self._taken[index] = self._take(index)
         return self._taken[index]
 
-    def _take(self, index: int) -> Row:
+    def _take(self, index: int) -> FeatureRow:
         ids = self._table["input_ids"][index].values.to_numpy()
         spans = spans_of(self._table["spans"][index].as_py())
         rows, num_positions = self._rows, sum(map(len, spans))
@@ -195,7 +196,7 @@ class RowGroup:
             raise DataError(f"A row has {found} bytes of states instead of {num_bytes}.", self._where(index), REDO)
         hidden_ND = self._states[index].view(rows.dtype).view(num_positions, rows.hidden_size)
         next_N = ids[feature_positions(spans)[learnable] + 1]
-        return Row(hidden_ND, torch.from_numpy(learnable), next_N, labels_KN[:, learnable])
+        return FeatureRow(hidden_ND, torch.from_numpy(learnable), next_N, labels_KN[:, learnable])
 
     def _where(self, index: int) -> str:
         return f"{self._path}, row {self._table['id'][index]}"

@@ -99,11 +99,11 @@ def converse(model: ChatModel, conversation: Chat, how: Answering, console: Cons
             notes.print("The context is full: earlier turns are forgotten.", style="yellow")
         steps = model.stream(prompt, how.max_new_tokens, how.rule, how.seed + number)
         with stop_on_interrupt(is_person) as stopped:
-            ids, pace = write(steps, model.text_stream(), console, stopped)
+            ids, speed = write(steps, model.text_stream(), console, stopped)
         ended = bool(ids) and ids[-1] in model.decoder.eos_token_ids
         conversation.answered(ids, ended=ended)
         why = "" if ended else " (stopped)" if stopped() else f" (cut after {len(ids)} tokens)"
-        notes.print(f"{pace}{why}", style="dim", markup=False)
+        notes.print(f"{speed}{why}", style="dim", markup=False)
 
 
 def questions(notes: Console, is_person: bool) -> Iterator[str]:
@@ -130,7 +130,7 @@ def questions(notes: Console, is_person: bool) -> Iterator[str]:
 
 
 @dataclass
-class Pace:
+class AnswerSpeed:
     """The speed of one answer; the prefill gives the first token and is not a step."""
 
     started: float = field(default_factory=perf_counter)
@@ -156,20 +156,20 @@ class Pace:
 
 def write(
     steps: Generator[list[int]], text: TextStream, console: Console, stopped: Callable[[], bool]
-) -> tuple[list[int], Pace]:
+) -> tuple[list[int], AnswerSpeed]:
     """Print an answer as it is decoded; returns its ids and its speed."""
     ids: list[int] = []
-    pace = Pace()
+    speed = AnswerSpeed()
     with closing(steps):  # also on early exit, so that the model's hook is removed
         for new_ids in steps:
-            pace.step(len(new_ids))
+            speed.step(len(new_ids))
             for place, token in enumerate(new_ids):
                 console.out(visible(text.push(token)), style=ACCEPTED if place else None, end="", highlight=False)
             ids += new_ids
             if stopped():
                 break
     console.out(visible(text.flush()), highlight=False)
-    return ids, pace
+    return ids, speed
 
 
 @contextmanager

@@ -11,10 +11,11 @@ from pydantic import Field
 from pipeline.config.data import FeaturesConfig, GenerateConfig, SeedsConfig, SeedSource, TargetConfig
 from pipeline.config.outcome import BaselineName, CalibrateConfig, CheckConfig, ExportConfig, PushConfig, StudyName
 from pipeline.config.running import LimitsConfig, PlacementConfig, PlacementOf, RunConfig
-from pipeline.config.section import Dtype, Section
+from pipeline.config.section import DTYPES, Dtype, Section
 from pipeline.config.training import BackboneConfig, MedusaConfig, TrainConfig
 
 __all__ = [
+    "DTYPES",
     "BackboneConfig",
     "BaselineName",
     "CalibrateConfig",

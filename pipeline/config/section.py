@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")
 
 
 class Section(BaseModel):

@@ -22,7 +22,8 @@ from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.demo.train_target import Progress, train
 from pipeline.errors import DataError
-from pipeline.execution.progress import Meter, duration
+from pipeline.execution.progress import Meter
+from pipeline.report.formatting import duration
 from pipeline.storage.atomic import atomic_directory, read_json, write_json
 from pipeline.storage.run_directory import RunDirectory
 

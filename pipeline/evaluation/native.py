@@ -45,7 +45,7 @@ from pipeline.evaluation.speed import (
 from pipeline.evaluation.studies import run_studies
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_heads
-from pipeline.export.layout import read_config
+from pipeline.export.layout import read_layout
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import context_length, eos_token_ids, load_tokenizer
 
@@ -104,7 +104,7 @@ def check_native(request: CheckRequest, progress: ProgressReporter | None = None
         "samples": samples(tokenizer, prompts, measured.passes[0][ACCELERATED]),
         "answers": {
             name: answer_lines(f"{request.name}-{name}", tokenizer, prompts, [one[side] for one in measured.passes])
-            for side, name in ((PLAIN, PLAIN), (ACCELERATED, read_config(request.export).shape.kind))
+            for side, name in ((PLAIN, PLAIN), (ACCELERATED, read_layout(request.export).shape.kind))
         },
         "differing": match.differing,
     }

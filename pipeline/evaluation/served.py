@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import CheckRequest
 from pipeline.execution.progress import ProgressReporter
-from pipeline.export.layout import read_config
+from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.vllm_decode import vllm_decode_check
 
@@ -26,13 +26,13 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     Returns:
         `vllm` of report.json, and the `differing` sequences that are not ties.
     """
-    config = read_config(request.export)
+    layout = read_layout(request.export)
     target, settings, prompts, gpus = request.target, request.settings, request.prompts, request.gpus
     if progress:
         progress.begin("vLLM", 0, done=len(prompts), unit="prompts at once")
     decoded = vllm_decode_check(
         target,
-        config.kind.speculative_config(str(Path(request.export).resolve()), config.shape.num_heads),
+        layout.kind.speculative_config(str(Path(request.export).resolve()), layout.shape.num_heads),
         [prompt.ids for prompt in prompts],
         settings.max_new_tokens,
         repeats=settings.repeats,

@@ -19,6 +19,8 @@ from typing import Any
 from rich import progress as bars
 from rich.console import Console
 
+from pipeline.report.formatting import duration
+
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_REPORTS = 0.5
 
@@ -151,13 +153,3 @@ class Meter:
         if not finished:
             return "time left unknown"
         return duration((time.monotonic() - self._started) / finished * (self.total - self.done)) + " left"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in readable units: 7 s, 2 min 5 s, 3 h 20 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"

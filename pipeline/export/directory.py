@@ -24,7 +24,7 @@ from torch import Tensor
 from pipeline.artifacts.tree_file import read_paths
 from pipeline.decoding.tree import TreePath, check_choices
 from pipeline.errors import DataError, EnvironmentFault
-from pipeline.export.layout import CARD_FILE, CONFIG_FILE, DTYPES, ExportConfig, read_config
+from pipeline.export.layout import CARD_FILE, CONFIG_FILE, SAFETENSORS_DTYPES, ExportLayout, read_layout
 from pipeline.export.upload import WEIGHT_SUFFIXES
 from pipeline.heads.kind import Heads, TargetWeights, require_shapes
 from pipeline.storage.atomic import atomic_directory, files_in
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def write_export(
     directory: str | os.PathLike[str],
     heads: Heads,
-    config: ExportConfig,
+    layout: ExportLayout,
     *,
     target: Mapping[str, Any],
     tokenizer: Any,
@@ -58,18 +58,18 @@ def write_export(
     Returns the files. Raises DataError for numbers that are not finite, EnvironmentFault for a full disk; whatever is
     raised, nothing is left behind.
     """
-    directory, kind = Path(directory), config.kind
-    saved = tensors_as_saved(heads, config)
+    directory, kind = Path(directory), layout.kind
+    saved = tensors_as_saved(heads, layout)
     try:
         with atomic_directory(directory, last=CONFIG_FILE) as partial:
             tokenizer.save_pretrained(str(partial))
             _serialize(saved, partial / kind.weights_file)
             _write_json(partial / kind.choices_file, [list(path) for path in choices])
             (partial / CARD_FILE).write_text(card, encoding="utf-8")
-            _write_json(partial / CONFIG_FILE, config.to_json(target))
+            _write_json(partial / CONFIG_FILE, layout.to_json(target))
             # safetensors makes its file readable to its owner alone; a server often runs as somebody else
             shutil.copymode(partial / CONFIG_FILE, partial / kind.weights_file)
-            _compare(partial, saved, config)
+            _compare(partial, saved, layout)
             files = files_in(partial)
     except (OSError, SafetensorError) as error:
         fix = f"It takes {sum(tensor.nbytes for tensor in saved.values()) / 1e9:.1f} GB; see to the disk and run again."
@@ -83,11 +83,11 @@ def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Hea
     Raises:
         DataError: A tensor is missing, unknown, of another shape or dtype, or other weights lie beside the heads.
     """
-    config, path = read_config(directory), Path(directory)
+    layout, path = read_layout(directory), Path(directory)
     target = TargetWeights(lambda: lm_head_weight(model), lambda: model.get_input_embeddings().weight.detach())
-    with _open_weights(path, config) as file:
+    with _open_weights(path, layout) as file:
         tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
-    heads = config.kind.from_named_tensors(config.shape, tensors, config.format, where=str(path))
+    heads = layout.kind.from_named_tensors(layout.shape, tensors, layout.format, where=str(path))
     heads.take_from(target)
     return heads
 
@@ -99,28 +99,28 @@ def read_choices(directory: str | os.PathLike[str]) -> tuple[TreePath, ...]:
         ConfigError: It is no tree, or not one of these heads.
         DataError: It cannot be read.
     """
-    config = read_config(directory)
-    choices = read_paths(Path(directory, config.kind.choices_file))
-    return check_choices(choices, config.shape.max_depth, config.shape.vocab_size)
+    layout = read_layout(directory)
+    choices = read_paths(Path(directory, layout.kind.choices_file))
+    return check_choices(choices, layout.shape.max_depth, layout.shape.vocab_size)
 
 
-def tensors_as_saved(heads: Heads, config: ExportConfig) -> dict[str, Tensor]:
+def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
     """The heads as the file will hold them: contiguous, on the CPU, in the export's dtype, names that share one tensor
     still sharing it.
 
     Raises DataError for numbers that are not finite.
     """
-    dtype = getattr(torch, config.dtype)
+    dtype = getattr(torch, layout.dtype)
     converted: dict[tuple[Any, ...], Tensor] = {}
     saved: dict[str, Tensor] = {}
-    for name, source in heads.named_tensors(config.format).items():
+    for name, source in heads.named_tensors(layout.format).items():
         key = (source.data_ptr(), source.shape, source.stride())
         if key not in converted:
             converted[key] = source.to("cpu", dtype).contiguous()
             smallest, largest = converted[key].aminmax()  # isfinite() would hold a second lm_head
             if not (smallest.isfinite() and largest.isfinite()):
                 raise DataError(
-                    f"The tensor {name} holds numbers that are not finite in {config.dtype}.",
+                    f"The tensor {name} holds numbers that are not finite in {layout.dtype}.",
                     "heads",
                     "Train again with a lower learning rate, or export in bfloat16 or float32.",
                 )
@@ -128,19 +128,19 @@ def tensors_as_saved(heads: Heads, config: ExportConfig) -> dict[str, Tensor]:
     return saved
 
 
-def _compare(directory: Path, saved: Mapping[str, Tensor], config: ExportConfig) -> None:
-    if read_config(directory) != config:
+def _compare(directory: Path, saved: Mapping[str, Tensor], layout: ExportLayout) -> None:
+    if read_layout(directory) != layout:
         raise DataError("The configuration is another one.", str(directory / CONFIG_FILE), "Export again.")
-    with _open_weights(directory, config) as file:
+    with _open_weights(directory, layout) as file:
         for name, tensor in saved.items():
             if not torch.equal(file.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8)):
-                where = str(directory / config.kind.weights_file)
+                where = str(directory / layout.kind.weights_file)
                 raise DataError(f"The tensor {name} is not the one that was trained.", where, "Export again.")
 
 
-def _open_weights(directory: Path, config: ExportConfig) -> Any:
+def _open_weights(directory: Path, layout: ExportLayout) -> Any:
     """The weights file, opened lazily, once its names, shapes and dtypes are known to be right."""
-    path = directory / config.kind.weights_file
+    path = directory / layout.kind.weights_file
     strangers = [p.name for p in sorted(directory.iterdir()) if p.suffix in WEIGHT_SUFFIXES and p.name != path.name]
     if strangers:
         raise DataError(
@@ -153,11 +153,11 @@ def _open_weights(directory: Path, config: ExportConfig) -> Any:
     except (OSError, SafetensorError) as error:
         raise DataError(f"The weights cannot be read: {error}.", str(path), "Export again.") from error
     slices = {name: file.get_slice(name) for name in file.offset_keys()}
-    expected = config.kind.shapes(config.shape, config.format)
+    expected = layout.kind.shapes(layout.shape, layout.format)
     found = {name: tuple(part.get_shape()) for name, part in slices.items()}
-    require_shapes(config.shape, expected, found, str(path))
-    if wrong := [name for name, part in slices.items() if part.get_dtype() != DTYPES[config.dtype]]:
-        raise DataError(f"The tensor {wrong[0]} is not {config.dtype}.", str(path), "Export again.")
+    require_shapes(layout.shape, expected, found, str(path))
+    if wrong := [name for name, part in slices.items() if part.get_dtype() != SAFETENSORS_DTYPES[layout.dtype]]:
+        raise DataError(f"The tensor {wrong[0]} is not {layout.dtype}.", str(path), "Export again.")
     return file
 
 

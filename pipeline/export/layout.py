@@ -21,14 +21,14 @@ CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
 BACKBONE_DIRECTORY = "backbone"  # the tuned backbone, beside its heads
 
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # and their names in safetensors
+SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # its names of them
 
 # vLLM's rejection sampler asserts at most 128 draft tokens (MAX_SPEC_LEN), one per head.
 MAX_NUM_HEADS = 128
 
 
 @dataclass(frozen=True)
-class ExportConfig:
+class ExportLayout:
     """The heads' kind and shape, their target, and their layout on disk.
 
     `format` "expanded" is loaded by every engine, "shared" is a compact form of some kinds. Raises ConfigError for
@@ -42,8 +42,9 @@ class ExportConfig:
 
     def __post_init__(self) -> None:
         check_num_heads(self.shape.num_heads)
-        if self.dtype not in DTYPES:
-            raise ConfigError(f'Unknown dtype "{self.dtype}".', "export.dtype", f"Use one of {', '.join(DTYPES)}.")
+        if self.dtype not in SAFETENSORS_DTYPES:
+            fix = f"Use one of {', '.join(SAFETENSORS_DTYPES)}."
+            raise ConfigError(f'Unknown dtype "{self.dtype}".', "export.dtype", fix)
         self.kind.check_format(self.shape, self.format)
         if not os.path.isabs(self.base_model_name_or_path):
             check_repo_id(self.base_model_name_or_path, "target.model")
@@ -60,7 +61,7 @@ class ExportConfig:
             "hidden_size": self.shape.hidden_size,
             "vocab_size": self.shape.vocab_size,
             "dtype": self.dtype,
-            "heads": {"format": self.format, **self.shape.to_json()},  # what `read_config` reads
+            "heads": {"format": self.format, **self.shape.to_json()},  # what `read_layout` reads
         }
         if method and not self.kind.not_served(target):
             content |= {
@@ -85,7 +86,7 @@ def with_base_model(content: Mapping[str, Any], base_model: str) -> dict[str, An
     return replaced
 
 
-def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], ExportConfig]:
+def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any], ExportLayout]:
     """The content of an export's `config.json`, and its parsed form.
 
     Raises:
@@ -97,7 +98,7 @@ def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any],
         heads = dict(content["heads"])
         format = heads.pop("format")
         base_model, dtype = content["base_model_name_or_path"], content["dtype"]
-        return content, ExportConfig(base_model, HeadsShape.from_json(heads), format, dtype)
+        return content, ExportLayout(base_model, HeadsShape.from_json(heads), format, dtype)
     except FileNotFoundError as error:
         fix = "Give the directory that the export stage wrote."
         raise DataError(f"There is no {CONFIG_FILE}.", str(directory), fix) from error
@@ -107,7 +108,7 @@ def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any],
         raise DataError(what, str(path), fix) from error
 
 
-def read_config(directory: str | os.PathLike[str]) -> ExportConfig:
+def read_layout(directory: str | os.PathLike[str]) -> ExportLayout:
     """An export's parsed `config.json`; DataError as in `read_json_config`."""
     return read_json_config(directory)[1]
 
@@ -118,7 +119,7 @@ def target_of(directory: str | os.PathLike[str]) -> str:
     Raises:
         ConfigError: It is a local directory that does not exist.
     """
-    directory, named = Path(directory), read_config(directory).base_model_name_or_path
+    directory, named = Path(directory), read_layout(directory).base_model_name_or_path
     if os.path.isabs(named) and (directory / BACKBONE_DIRECTORY).is_dir():
         return str(directory / BACKBONE_DIRECTORY)
     if os.path.isabs(named) and not Path(named).is_dir():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.readers import read_source
@@ -12,7 +14,6 @@ from pipeline.storage.done import Summary
 from pipeline.targets.spec import context_length, model_config, resolve
 from pipeline.training.methods import method_of
 
-BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, while the target cannot be looked up
 
 
@@ -41,7 +42,7 @@ def estimate(config: Config, seeds: Summary | None, generated: Summary | None) -
     gpus, assumed = config.placement.features.gpus_per_worker, ""
     try:
         spec = resolve(config.target, on_gpu=None if gpus is None else gpus > 0)
-        hidden_size, width = model_config(spec).get_text_config().hidden_size, BYTES_OF[spec.dtype]
+        hidden_size, width = model_config(spec).get_text_config().hidden_size, getattr(torch, spec.dtype).itemsize
         longest = min(longest, context_length(spec))
     except MedusaDistillError as error:
         hidden_size, width = ASSUMED_HIDDEN_SIZE, 2

@@ -13,7 +13,7 @@ from pipeline.decoding.tree import check_choices
 from pipeline.export.backbone import link_backbone
 from pipeline.export.card import model_card
 from pipeline.export.directory import write_export
-from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, ExportConfig, check_vocabulary
+from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, ExportLayout, check_vocabulary
 from pipeline.run.context import Context
 from pipeline.run.stage import Stage, reads
 from pipeline.storage.done import Identity, Summary
@@ -43,7 +43,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     heads = load_heads(train / HEADS_FILE)
     target = model_config(spec)
     check_vocabulary(heads.shape.vocab_size, target.get_text_config().vocab_size)
-    config = ExportConfig(
+    layout = ExportLayout(
         base_model_name_or_path=str(backbone) if tuned else spec.model,
         shape=heads.shape,
         format=settings.formats[0],
@@ -54,17 +54,17 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     files = write_export(
         stage.path,
         heads,
-        config,
+        layout,
         target=target.to_dict(),
         tokenizer=load_tokenizer(spec),
         choices=check_choices(choices, heads.shape.max_depth, heads.shape.vocab_size),
-        card=model_card({}, kind=config.kind, base_model=base, repo_id=None, recipe=recipe, tuned=tunes),
+        card=model_card({}, kind=layout.kind, base_model=base, repo_id=None, recipe=recipe, tuned=tunes),
     )
     return {
         "files": [path.name for path in files],
         "bytes": sum(path.stat().st_size for path in files),
-        "dtype": config.dtype,
-        "format": config.format,
+        "dtype": layout.dtype,
+        "format": layout.format,
         **({"backbone_bytes": sum(path.stat().st_size for path in tuned)} if tuned else {}),
     }
 

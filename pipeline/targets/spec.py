@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from pipeline.config import DTYPES
 from pipeline.errors import ConfigError
 from pipeline.targets import files
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from pipeline.config import TargetConfig
 
-DTYPES = ("float32", "bfloat16", "float16")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 VERIFIABLE_LAYERS = {"full_attention", "sliding_attention"}

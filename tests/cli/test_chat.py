@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from pipeline.cli.chat import ACCEPTED, Pace, write
+from pipeline.cli.chat import ACCEPTED, AnswerSpeed, write
 from pipeline.cli.chat_model import ChatModel
 from pipeline.conversations.text_stream import TextStream
 from pipeline.decoding.decoder import Decoder
@@ -143,13 +143,14 @@ def test_tokens_beyond_the_first_of_a_step_are_coloured_and_control_characters_s
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, color_system="standard")
     steps = [[ids["a"]], [ids["b"], ids["c"]], [ids["d"], ids["\x1b"]]]
-    written, pace = write((new_ids for new_ids in steps), TextStream(tokenizer), console, lambda: False)
-    assert written == [token for step in steps for token in step] and pace.num_steps == 2
+    written, speed = write((new_ids for new_ids in steps), TextStream(tokenizer), console, lambda: False)
+    assert written == [token for step in steps for token in step] and speed.num_steps == 2
     green, off = "\x1b[32m", "\x1b[0m"
     assert ACCEPTED == "green" and file.getvalue() == f"ab{green}c{off}d{green}\N{SYMBOL FOR ESCAPE}{off}\n"
 
 
 def test_the_prefill_and_its_token_are_no_part_of_the_pace():
-    pace = Pace(started=0.0, first=0.1, last=1.1, num_tokens=6, num_steps=2)
-    assert str(pace) == "6 tokens, 2.50 per step, 5.0 tokens/s, the first after 100 ms"
-    assert str(Pace(started=0.0, first=2.0, last=2.0, num_tokens=1, num_steps=0)) == "1 token, the first after 2.0 s"
+    speed = AnswerSpeed(started=0.0, first=0.1, last=1.1, num_tokens=6, num_steps=2)
+    assert str(speed) == "6 tokens, 2.50 per step, 5.0 tokens/s, the first after 100 ms"
+    prefill_alone = AnswerSpeed(started=0.0, first=2.0, last=2.0, num_tokens=1, num_steps=0)
+    assert str(prefill_alone) == "1 token, the first after 2.0 s"

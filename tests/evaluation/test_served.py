@@ -7,7 +7,7 @@ import pytest
 from pipeline.config import CheckConfig
 from pipeline.evaluation import served
 from pipeline.evaluation.prompts import CheckRequest, Prompt
-from pipeline.export.layout import ExportConfig
+from pipeline.export.layout import ExportLayout
 from pipeline.heads.medusa import MedusaShape
 from pipeline.targets.spec import TargetSpec
 
@@ -28,8 +28,8 @@ def check(monkeypatch, tiny_target):
             "accelerated": {"token_ids": accelerated, **asked, **figures},
         }
         monkeypatch.setattr(served, "vllm_decode_check", lambda *arguments, **more: decoded)
-        config = ExportConfig("owner/target", MedusaShape(hidden_size=64, vocab_size=300, num_heads=3))
-        monkeypatch.setattr(served, "read_config", lambda _: config)
+        layout = ExportLayout("owner/target", MedusaShape(hidden_size=64, vocab_size=300, num_heads=3))
+        monkeypatch.setattr(served, "read_layout", lambda _: layout)
         return served.check_served(CheckRequest(TargetSpec(str(tiny_target)), "export", PROMPTS, CheckConfig()))
 
     return run

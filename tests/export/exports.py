@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.export.directory import read_heads, write_export
-from pipeline.export.layout import ExportConfig, read_config
+from pipeline.export.layout import ExportLayout, read_layout
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
 TREE = [[0], [1], [0, 0], [0, 1]]
@@ -24,12 +24,12 @@ class TokenizerStub:
         Path(directory, "tokenizer.json").write_text(self.text)
 
 
-def config_of(base_model="owner/target", format="expanded", dtype="float32", **shape) -> ExportConfig:
+def config_of(base_model="owner/target", format="expanded", dtype="float32", **shape) -> ExportLayout:
     usual = {"hidden_size": 4, "vocab_size": 6, "num_heads": 3}
-    return ExportConfig(base_model, MedusaShape(**usual | shape), format, dtype)
+    return ExportLayout(base_model, MedusaShape(**usual | shape), format, dtype)
 
 
-def heads_of(config: ExportConfig, seed: int = 0) -> MedusaHeads:
+def heads_of(config: ExportLayout, seed: int = 0) -> MedusaHeads:
     """Random heads."""
     draw = torch.Generator().manual_seed(seed)
     heads = MedusaHeads(config.shape)
@@ -51,7 +51,7 @@ def tensors_of(heads: MedusaHeads) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write(directory: Path, config: ExportConfig, heads=None, choices=TREE, tokenizer=None, card="card") -> Path:
+def write(directory: Path, config: ExportLayout, heads=None, choices=TREE, tokenizer=None, card="card") -> Path:
     heads = heads_of(config) if heads is None else heads
     tokenizer = tokenizer or TokenizerStub()
     write_export(directory, heads, config, target=TARGET, tokenizer=tokenizer, choices=choices, card=card)
@@ -67,8 +67,8 @@ def read(directory: Path) -> MedusaHeads:
     return read_heads(directory, None)
 
 
-def holds(directory: Path, config: ExportConfig, heads: MedusaHeads) -> bool:
+def holds(directory: Path, config: ExportLayout, heads: MedusaHeads) -> bool:
     """Whether an export, read back, is these heads bit for bit."""
     found = read(directory)
     same = all(torch.equal(found.get_parameter(name), each) for name, each in heads.named_parameters())
-    return read_config(directory) == config and found.shape == heads.shape and same
+    return read_layout(directory) == config and found.shape == heads.shape and same

@@ -7,7 +7,7 @@ import json
 import torch
 from safetensors.torch import load_file
 
-from pipeline.export.layout import read_config
+from pipeline.export.layout import read_layout
 from pipeline.heads.recurrent import RecurrentShape
 from tests.flows.tiny import STAGES, latest, run_again
 
@@ -18,7 +18,7 @@ def test_the_whole_flow_changes_no_token(make_config, tmp_path):
     trained = load_file(latest(run, "train").path / "heads.safetensors")
 
     export = latest(run, "export").path
-    assert read_config(export).shape == RecurrentShape(64, 300, 3, intermediate_size=32)
+    assert read_layout(export).shape == RecurrentShape(64, 300, 3, intermediate_size=32)
     exported = load_file(export / "model.safetensors")
     assert all(torch.equal(exported[name], trained[name]) for name in exported.keys() & trained.keys())
     assert not [name for name in exported if "embed" in name or "lm_head" in name], "they are the target's"

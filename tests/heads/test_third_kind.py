@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import pipeline
 from pipeline.errors import ConfigError
 from pipeline.export.directory import read_heads, write_export
-from pipeline.export.layout import ExportConfig, read_config
+from pipeline.export.layout import ExportLayout, read_layout
 from pipeline.heads.kind import KINDS, TargetWeights, head_kind
 from tests.export.exports import TokenizerStub
 from tests.flows.tiny import STAGES, latest, run_again
@@ -31,7 +31,7 @@ def test_another_kind_runs_the_whole_flow_and_changes_no_token(make_config, tmp_
     assert trained.keys() == {f"heads.{k}.weight" for k in range(3)}
 
     export = latest(run, "export").path
-    assert read_config(export).shape == LinearShape(hidden_size=64, vocab_size=300, num_heads=3)
+    assert read_layout(export).shape == LinearShape(hidden_size=64, vocab_size=300, num_heads=3)
     exported = load_file(export / "model.safetensors")
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
     assert json.loads((export / "config.json").read_text())["model_type"] == "linear-heads"
@@ -81,7 +81,7 @@ def test_what_an_export_leaves_out_is_taken_from_its_target(tmp_path, monkeypatc
     heads = SharingHeads.initial(LinearShape(64, 300, 3), weights)
     heads.take_from(weights)
     heads.lm_head.data[0] += 1
-    config = ExportConfig(str(tiny_target), heads.shape)
+    config = ExportLayout(str(tiny_target), heads.shape)
     write_export(tmp_path / "export", heads, config, target={}, tokenizer=TokenizerStub(), choices=[(0,)], card="")
     assert load_file(tmp_path / "export" / "model.safetensors").keys() == {"heads.0.weight"}
     assert torch.equal(read_heads(tmp_path / "export", model).lm_head, heads.lm_head)

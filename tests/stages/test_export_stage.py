@@ -10,7 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline.export.layout import read_config
+from pipeline.export.layout import read_layout
 from pipeline.flow import run_flow
 from pipeline.heads.medusa import MedusaShape
 from tests.flows.tiny import stages_run
@@ -23,7 +23,7 @@ def run_again(config, until="check"):
 def test_the_export_read_back_is_the_heads_that_were_trained(finished_run):
     trained = load_file(finished_run.path / "latest/train/heads.safetensors")
     export = finished_run.path / "latest/export"
-    assert read_config(export).shape == MedusaShape(hidden_size=64, vocab_size=300, num_heads=3, num_layers=1)
+    assert read_layout(export).shape == MedusaShape(hidden_size=64, vocab_size=300, num_heads=3, num_layers=1)
     exported = load_file(export / "medusa_lm_head.safetensors")
     assert exported.keys() == trained.keys()
     assert all(torch.equal(exported[name], trained[name]) for name in trained)

@@ -15,7 +15,7 @@ import torch
 from pipeline.conversations.requests import Completion, Request
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.export.directory import write_export
-from pipeline.export.layout import ExportConfig
+from pipeline.export.layout import ExportLayout
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
@@ -149,7 +149,7 @@ def export(counting_target: TargetSpec, tmp_path: Path) -> Path:
     lm_head = lm_head_weight(load_causal_lm(counting_target))
     heads = MedusaHeads(MedusaShape(hidden_size=128, vocab_size=512, num_heads=3))
     heads.lm_head.data = torch.stack([lm_head.roll(head + 1, dims=0) for head in range(3)])
-    config = ExportConfig(counting_target.model, heads.shape)
+    config = ExportLayout(counting_target.model, heads.shape)
     tokenizer, target = load_tokenizer(counting_target), model_config(counting_target).to_dict()
     rest = {"target": target, "tokenizer": tokenizer, "choices": [(0,)], "card": ""}
     write_export(tmp_path / "export", heads, config, **rest)
