@@ -15,6 +15,7 @@ from rich.console import Console
 from pipeline.config import Config
 from pipeline.errors import CheckFailed, ConfigError, DamagedShard
 from pipeline.execution.executor import check_executor
+from pipeline.execution.progress import print_stage
 from pipeline.report.formatting import duration
 from pipeline.run.context import Context
 from pipeline.run.preflight import check_config, unread_settings
@@ -122,7 +123,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
         told = f"{duration(seconds):<10} {stage.one_line(summary)}"
     else:
         told = f"kept       {directory.path.name}"
-    context.console.print(f"[green]✓[/] {stage.name:<10} {told}", highlight=False, soft_wrap=True)
+    print_stage(context.console, "[green]✓[/]", stage.name, told)
     context.upstream[stage.name] = directory
     stage.conclude(context, directory)
     return directory
@@ -134,7 +135,7 @@ def _tell_damage(context: Context, stage: StageDirectory, damaged: Sequence[Path
     names = [str(path.relative_to(stage.path)) for path in damaged]
     context.run.event("damaged", stage=stage.stage, files=names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    context.console.print(f"[yellow]![/] {stage.stage:<10} damaged, made again: {', '.join(names[:3])}{more}")
+    print_stage(context.console, "[yellow]![/]", stage.stage, f"damaged, made again: {', '.join(names[:3])}{more}")
 
 
 def push_run(

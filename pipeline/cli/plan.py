@@ -46,7 +46,7 @@ def plan(
     states = stage_statuses(run, settings, STAGES)
     for name, state in states.items():
         if STAGES[name].asked_for(settings):
-            what = {"done": "kept", "skipped": "skip"}.get(state.status, "run")
+            what = {"done": "kept", "failed": "kept", "skipped": "skip"}.get(state.status, "run")
             table.add_row(name, what, _shards(state), Text(state.why))
     console.print(table)
     for warning in unread_settings(settings):

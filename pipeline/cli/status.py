@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def status(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")]) -> None:
-    """Per stage: done, partial, stale or not run, and why; rows, quarantined rows, seconds, tokens per second."""
+    """Per stage: done, failed, partial, stale or not run, and why; rows, quarantined rows, seconds, tokens/s."""
     from pipeline.flow import STAGES
     from pipeline.run.stage_status import stage_statuses  # torch and transformers: --help does not wait for them
 

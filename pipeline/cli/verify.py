@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from pipeline.errors import CheckFailed
+from pipeline.execution.progress import print_stage
 from pipeline.storage.run_directory import RunDirectory
 
 
@@ -20,12 +21,12 @@ def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such
     for link in run.links():
         if not link.is_dir():
             damaged.append(f"{link.name}: {link.readlink().name} is missing")
-            console.print(f"[red]damaged[/]  {link.name:<10} no directory")
+            print_stage(console, "[red]damaged[/]", link.name, "no directory")
     for name, stage in run.stages().items():
         problems = stage.verify()
         damaged += [f"{name}: {problem}" for problem in problems]
         state = f"{len(stage.done.files)} files" if stage.done else f"{len(stage.shards())} shards, unfinished"
-        console.print(f"{'[red]damaged[/]' if problems else '[green]ok[/]'}  {name:<10} {state}")
+        print_stage(console, "[red]damaged[/]" if problems else "[green]ok[/]     ", name, state)
     if damaged:
         raise CheckFailed(
             "Damaged: " + "; ".join(damaged) + ".",

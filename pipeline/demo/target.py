@@ -22,7 +22,7 @@ from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.demo.train_target import Progress, train
 from pipeline.errors import DataError
-from pipeline.execution.progress import Meter
+from pipeline.execution.progress import Meter, print_stage
 from pipeline.report.formatting import duration
 from pipeline.storage.atomic import atomic_directory, read_json, write_json
 from pipeline.storage.run_directory import RunDirectory
@@ -69,7 +69,7 @@ def ensure_demo_target(run: RunDirectory, config: Config) -> None:
         )
     write_json(directory / MARK, {"made_from": made_from, **facts})
     parameters = f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['steps']} steps, loss {facts['final_loss']:.2f}"
-    console.print(f"[green]✓[/] {'target':<10} {duration(facts['seconds']):<10} {parameters}", highlight=False)
+    print_stage(console, "[green]✓[/]", "target", f"{duration(facts['seconds']):<10} {parameters}")
 
 
 def train_demo_target(

@@ -18,9 +18,11 @@ from typing import Any
 
 from rich import progress as bars
 from rich.console import Console
+from rich.markup import escape
 
 from pipeline.report.formatting import duration
 
+STAGE_WIDTH = len("tuned-features")  # of the column with the stages' names
 SECONDS_BETWEEN_LINES = 15.0
 SECONDS_BETWEEN_REPORTS = 0.5
 
@@ -107,7 +109,7 @@ class Meter:
         self._at_start = done
         self._part = ""
         self._bar = bars.Progress(
-            bars.TextColumn("{task.description:>10}"),
+            bars.TextColumn(f"{{task.description:>{STAGE_WIDTH}}}"),
             bars.BarColumn(),
             bars.MofNCompleteColumn(),
             bars.TextColumn("{task.fields[note]}"),
@@ -153,3 +155,8 @@ class Meter:
         if not finished:
             return "time left unknown"
         return duration((time.monotonic() - self._started) / finished * (self.total - self.done)) + " left"
+
+
+def print_stage(console: Console, mark: str, stage: str, text: str) -> None:
+    """Print a line about a stage: a mark, in rich's markup, its name, and a text as it is."""
+    console.print(f"{mark} {stage:<{STAGE_WIDTH}} {escape(text)}", highlight=False, soft_wrap=True)

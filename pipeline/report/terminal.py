@@ -61,12 +61,11 @@ def _headline(report: dict) -> Grid:
 
 
 def _grid(table: Table) -> Grid:
-    grid = Grid(box=box.SIMPLE, pad_edge=False, show_edge=False)
-    named = min(max(len(row[0]) for row in table.rows), _NAMES)  # other headings wrap, the first column does not
+    grid = Grid(box=box.SIMPLE, pad_edge=False, show_edge=False, collapse_padding=True)
+    named = max(len(row[0]) for row in (table.columns, *table.rows)) <= _NAMES  # a short name is never broken
     for i, column in enumerate(table.columns):
-        least = None if i else named
         justify: Literal["left", "right"] = "left" if i in table.words else "right"
-        grid.add_column(_text(column), justify=justify, overflow="fold", min_width=least)
+        grid.add_column(_text(column), justify=justify, overflow="fold", no_wrap=not i and named)
     for row in table.rows:
         grid.add_row(*map(_text, row))
     return grid

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.readers import read_source
@@ -38,6 +36,8 @@ def estimate(config: Config, seeds: Summary | None, generated: Summary | None) -
     Args:
         seeds, generated: The summaries of these stages, where they are done.
     """
+    import torch  # --help does not wait for it
+
     longest = config.generate.rounds * config.generate.max_new_tokens
     gpus, assumed = config.placement.features.gpus_per_worker, ""
     try:

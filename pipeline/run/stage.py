@@ -30,6 +30,7 @@ class Stage:
     run: Callable[[Context, StageDirectory], Summary]  # makes the result exist
     one_line: Callable[[Summary], str]  # what the terminal shows of a finished one
     conclude: Callable[[Context, StageDirectory], None] = lambda context, directory: None  # made or kept, every time
+    failures: Callable[[Summary, Config], list[str]] = lambda summary, config: []  # why its result may not be used
     skipped: Callable[[Config], str | None] = lambda config: None  # why it is no part of a run, "" where that is plain
     asked_for: Callable[[Config], bool] = lambda config: True  # whether a run of this configuration wants it
     sharded: bool = False  # whether the result is shards

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +21,8 @@ from pipeline.storage.totals import StageTotals
 
 @dataclass(frozen=True)
 class StageStatus:
-    """One stage: `status` is done, partial (some must be made), stale (made from something else), not run or skipped.
+    """One stage: `status` is done, failed, partial (some must be made), stale (made from something else), not run or
+    skipped; failed is a finished one whose result may not be used, such as a check that found too low a rate.
 
     `made` counts the shards that a run would keep, `expected` all that it would have at its end; both are 0 for a
     stage without shards, and `expected` is None while nobody can know it.
@@ -58,10 +59,12 @@ def stage_statuses(run: RunDirectory, config: Config, stages: Mapping[str, Stage
         except MedusaDistillError as error:
             obstacle = error
         if wanted is None:
-            statuses[name] = _as_linked(run.latest(name), obstacle)
-            continue
-        statuses[name] = _status(context, run.latest(name), wanted, stage, statuses)
-        context.upstream[name] = wanted
+            found = _as_linked(run.latest(name), obstacle)
+        else:
+            found = _status(context, run.latest(name), wanted, stage, statuses)
+            context.upstream[name] = wanted
+        failures = stage.failures(found.summary, config) if found.status == "done" else []
+        statuses[name] = replace(found, status="failed", why="; ".join(failures)) if failures else found
     return statuses
 
 
@@ -94,7 +97,7 @@ def _status(
         if linked is None:
             return StageStatus("not run", "never run", expected=expected)
         return StageStatus("stale", _difference(linked.identity, stage.identity_of(context)), linked, 0, expected)
-    unready = [name for name in sources if before[name].status != "done"]
+    unready = [name for name in sources if before[name].status not in ("done", "failed")]
     status, why = "stale", "what it was made from has changed"
     if wanted.done is None:
         status, why = "partial", "unfinished"

@@ -109,7 +109,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     if method_of(context.config.train).tunes_backbone:
         result["kl"] = context.upstream["train"].summary["drift"]["kl"]
     (stage.path / NATIVE_FILE).unlink(missing_ok=True)
-    return result | {"passed": not failures(CheckResult.of(result), context.config)}
+    return result | {"passed": not failures_of(result, context.config)}
 
 
 def conclude(context: Context, stage: StageDirectory) -> None:
@@ -118,9 +118,14 @@ def conclude(context: Context, stage: StageDirectory) -> None:
     require_passed(stage, context.config)
 
 
+def failures_of(summary: Summary, config: Config) -> list[str]:
+    """What the finished check has found beyond the limits of this configuration."""
+    return failures(CheckResult.of(summary), config)
+
+
 def require_passed(stage: StageDirectory, config: Config) -> None:
     """Raise `CheckFailed` when what the finished check has found is beyond the limits of this configuration."""
-    if found := failures(CheckResult.of(stage.summary), config):
+    if found := failures_of(stage.summary, config):
         reasons = "; ".join(found)
         fix = (
             "Nothing was pushed. Sequences that differ are in DONE.json there. More data or epochs raise a low rate; "
@@ -174,4 +179,6 @@ def _assistant(context: Context) -> TargetSpec | None:
     return replace(resolve_assistant(model), dtype=context.target.dtype) if model else None
 
 
-STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, conclude, placements=("features", "generate"))
+STAGE = Stage(
+    NAME, VERSION, upstream, identity, run, one_line, conclude, failures_of, placements=("features", "generate")
+)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from pipeline.config import Config
 from pipeline.execution.placement import Placement
-from pipeline.execution.progress import ProgressReporter
+from pipeline.execution.progress import ProgressReporter, print_stage
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.kind import head_kind
 from pipeline.run.context import Context
@@ -66,7 +66,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     )
     tuned = spec.method.tunes_backbone
     if tuned and spec.trained_target.quantization and spec.settings.backbone.loss == "kl":
-        context.console.print(f"[yellow]![/] {NAME:<10} {QUANTIZED_TEACHER}", highlight=False, soft_wrap=True)
+        print_stage(context.console, "[yellow]![/]", NAME, QUANTIZED_TEACHER)
     with context.progress(stage, "steps") as progress:
         summary = _train(context, spec, placement, progress)
     if tuned:

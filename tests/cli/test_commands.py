@@ -93,6 +93,11 @@ def test_a_failed_check_is_exit_code_1_after_the_report(command, config_file, co
     ended = command("run", config_file, "check.min_acceleration_rate=9", "--executor", "inline")
     assert ended.code == 1 and "acceleration rate" in one_paragraph(ended.err)
     assert "check failed" in ended.out
+    status = command("status", copied_run.path).out
+    assert states(status) == dict.fromkeys(STAGES, "done") | {"check": "failed", "push": "not"}
+    assert "is below check.min_acceleration_rate" in " ".join(line_of("check", status).split())
+    planned = command("plan", config_file, "check.min_acceleration_rate=9").out
+    assert states(planned)["check"] == "kept" and "below check.min" in planned
 
 
 def test_status_of_a_finished_run(command, finished_run):

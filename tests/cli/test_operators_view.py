@@ -182,7 +182,7 @@ def test_progress_is_plain_lines_with_rate_refusals_and_time_left_where_there_is
     for index, receipt in sorted(latest(finished_run, "generate").receipts().items()):
         refused += receipt.num_quarantined
         expected.append((str(index + 1), f", {refused} quarantined" if refused else ""))
-    pattern = r"generate: (\d) of 4 shards, [\w ]+ left, [\d,]+ tokens/s(, \d+ quarantined)?"
+    pattern = r"generate: (\d) of 4 shards, [\w. ]+ left, [\d,]+ tokens/s(, \d+ quarantined)?"
     matches = [re.fullmatch(pattern, line) for line in lines]
     assert [(found[1], found[2] or "") for found in matches] == expected and refused
 

@@ -41,6 +41,12 @@ def test_headline_stages_heads_tree_and_quarantine_are_printed(report, extras):
         assert any(line.startswith(start) for line in lines), start
 
 
+def test_the_methods_are_whole_in_80_columns(report, extras):
+    lines = [line.split() for line in _printed(report, extras, width=80).splitlines()]
+    assert ["method", "per", "step", "tokens/s", "speedup", "to", "first", "per", "token", "identical"] in lines
+    assert ["with", "heads", "1.99", "412", "1.61x", "34", "ms", "-", "31/32"] in lines
+
+
 @pytest.mark.parametrize("width", [60, 80, 100, 240])
 def test_output_is_plain_and_fits_in_100_columns_off_a_terminal(report, extras, width):
     report["target"] = "/some/where/" + "very-long-name-" * 20
