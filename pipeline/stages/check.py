@@ -32,7 +32,7 @@ from pipeline.evaluation.served import check_served
 from pipeline.execution.hardware import with_hardware
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_choices
-from pipeline.export.layout import read_config
+from pipeline.export.layout import read_layout
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_questions, resolve_assistant
 from pipeline.run.reporting import publish_report
@@ -76,7 +76,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     settings, export = context.config.check, context.upstream["export"].path
     target = with_room(context.backbone("export"), settings)
     prompts = _prompts(context, target, progress)
-    drafted = read_config(export).shape.max_depth  # vLLM drafts beyond the end
+    drafted = read_layout(export).shape.max_depth  # vLLM drafts beyond the end
     target = with_room_for(target, prompts.kept, settings.max_new_tokens + drafted + 1)
     placement = context.placement("features")
     request = CheckRequest(
