@@ -37,10 +37,17 @@ def upstream(config: Config) -> tuple[str, ...]:
 
 
 def identity(context: Context) -> Identity:
-    """The recipe, the seed, and the target that heads and backbone start from; no key that this method never reads."""
+    """The recipe, the seed, and the target that heads and backbone start from; no key that this method never reads.
+
+    The version of the kind's code is in it: a kind that changes is trained, calibrated, exported and checked again.
+    """
     train = context.config.train
-    settings = method_of(train).settings(train, context.target.quantization)
-    return {"settings": settings, "seed": context.config.run.seed, "target": context.target_identity}
+    return {
+        "settings": method_of(train).settings(train, context.target.quantization),
+        "heads_version": head_kind(train.heads).version,
+        "seed": context.config.run.seed,
+        "target": context.target_identity,
+    }
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
+from pipeline.heads.medusa import MedusaHeads
 from pipeline.run.context import Context
 from pipeline.stages import train
 from pipeline.storage.fingerprint import fingerprint
@@ -21,6 +22,12 @@ def identity(make_config, tmp_path):
         return fingerprint(train.identity(Context(config, RunDirectory.create(config), Console(quiet=True))))
 
     return of
+
+
+def test_a_changed_kind_of_heads_is_trained_again(identity, monkeypatch):
+    before = identity()
+    monkeypatch.setattr(MedusaHeads, "version", MedusaHeads.version + 1)
+    assert identity() != before
 
 
 def test_heads_alone_are_named_by_the_common_keys_and_their_kind_s_own(make_config, tmp_path):
