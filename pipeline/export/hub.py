@@ -10,6 +10,7 @@ import functools
 import json
 import os
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.export.backbone import BACKBONE_FILE
 from pipeline.export.card import backbone_card, model_card
 from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, CONFIG_FILE, read_json_config, with_base_model
-from pipeline.export.upload import WEIGHT_SUFFIXES, check_repo_id, listing, prepare, refuse_local_paths, upload
+from pipeline.export.upload import (
+    WEIGHT_SUFFIXES,
+    InTheWay,
+    check_repo_id,
+    listing,
+    prepare,
+    refuse_local_paths,
+    upload,
+)
 from pipeline.heads.kind import Heads
 from pipeline.storage.atomic import files_in
 
@@ -31,26 +40,33 @@ def repositories(repo_id: str | None, kind: str, *, tuned: bool) -> tuple[str | 
     return f"{repo_id}-{kind}", repo_id
 
 
-def push_export(
-    directory: str | Path,
-    *,
-    repo_id: str,
-    report: Mapping[str, Any] | None,
-    recipe: Mapping[str, Any],
-    private: bool = False,
-    base_model: str | None = None,
-    dry_run: bool = False,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Push:
+    """Where heads or a backbone go, and what their card tells.
+
+    Attributes:
+        repo_id: USER/NAME.
+        report: The content of `report.json`; its check must have passed.
+        recipe: The run's resolved configuration as plain data, for the card.
+        base_model: Hub id of the heads' target, required where the export names a local directory; or of the model that
+            a backbone was tuned from, None for a local one.
+        private: Make the repository private; an existing public one is an error, an existing private one stays private.
+        dry_run: Only list the files. Uses no network and needs no token.
+    """
+
+    repo_id: str
+    report: Mapping[str, Any] | None
+    recipe: Mapping[str, Any]
+    base_model: str | None = None
+    private: bool = False
+    dry_run: bool = False
+
+
+def push_export(directory: str | Path, push: Push) -> dict[str, Any]:
     """Push an export with a freshly rendered model card, as one commit; return the receipt.
 
     Args:
         directory: An export. It is not changed; `config.json` and the card are rewritten for the upload.
-        repo_id: USER/NAME.
-        report: The content of `report.json`; its check must have passed.
-        recipe: The run's resolved configuration as plain data, for the card.
-        private: Make the repository private; an existing public one is an error, an existing private one stays private.
-        base_model: The target's Hub id; required where the export names a local directory.
-        dry_run: Only list the files. Uses no network and needs no token.
 
     Returns:
         {"repo", "url", "commit", "unchanged", "private", "base_model", "files": [{"path", "size", "sha256"}]};
@@ -63,68 +79,68 @@ def push_export(
         EnvironmentFault: No token, or the Hub could not be reached or rejected the request.
     """
     directory = Path(directory)
-    check_repo_id(repo_id, "push.repo_id", with_owner=True)
-    report = require_passed_check(report)
+    check_repo_id(push.repo_id, "push.repo_id", with_owner=True)
+    report = require_passed_check(push.report)
     content, exported = read_json_config(directory)
-    base = base_model or exported.base_model_name_or_path
-    missing = []
-    if os.path.isabs(base):
-        missing.append("the Hub id of the target (push.base_model): nobody else can load a local one")
-    else:
+    base = push.base_model or exported.base_model_name_or_path
+    if not os.path.isabs(base):
         check_repo_id(base, "push.base_model")
-
-    tuned = (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file()
-    card = model_card(report, kind=exported.kind, base_model=base, repo_id=repo_id, recipe=recipe, tuned=tuned)
+    kind, tuned = exported.kind, (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file()
+    card = model_card(report, kind=kind, base_model=base, repo_id=push.repo_id, recipe=push.recipe, tuned=tuned)
     config = json.dumps(with_base_model(content, base), indent=2) + "\n"
-    files: dict[str, Path | bytes] = {name: directory / name for name in _names(directory, exported.kind)}
-    additions = prepare({**files, CARD_FILE: card.encode(), CONFIG_FILE: config.encode()})
-    receipt = {"repo": repo_id, "private": private, "base_model": base, "files": listing(additions)}
-    if dry_run:
-        return receipt | {"dry_run": True, "commit": None, "missing": missing}
-    if missing:
-        fix = "Publish the target first, then push with push.base_model=USER/NAME."
-        raise ConfigError(f"The push lacks {missing[0]}.", base, fix)
-    refuse_local_paths(additions, exported.base_model_name_or_path, recipe)
-    in_the_way = functools.partial(_not_heads, kind=exported.kind)
-    return receipt | upload(additions, repo_id, exported.kind.title, in_the_way=in_the_way, private=private)
+    files: dict[str, Path | bytes] = {name: directory / name for name in _names(directory, kind)}
+    files |= {CARD_FILE: card.encode(), CONFIG_FILE: config.encode()}
+    in_the_way = functools.partial(_not_heads, kind=kind)
+    return _send(replace(push, base_model=base), files, exported.base_model_name_or_path, kind.title, in_the_way)
 
 
-def push_backbone(
-    directory: str | Path,
-    *,
-    repo_id: str,
-    heads_repo_id: str,
-    kind: type[Heads],
-    report: Mapping[str, Any] | None,
-    recipe: Mapping[str, Any],
-    private: bool = False,
-    base_model: str | None = None,
-    dry_run: bool = False,
-) -> dict[str, Any]:
+def push_backbone(directory: str | Path, push: Push, *, heads_repo_id: str, kind: type[Heads]) -> dict[str, Any]:
     """Push the tuned backbone with a model card of its own, as one commit; return the receipt.
 
     Args:
         directory: A tuned backbone, as `write_backbone` writes it.
         heads_repo_id, kind: Where its heads are, or will be, and what they are.
-        base_model: Hub id of the model that it was tuned from; None for a local one.
 
-    The other arguments, the receipt and what is raised are those of `push_export`.
+    The receipt and what is raised are those of `push_export`.
     """
     directory = Path(directory).resolve()
-    check_repo_id(repo_id, "push.repo_id", with_owner=True)
-    report = require_passed_check(report)
+    check_repo_id(push.repo_id, "push.repo_id", with_owner=True)
+    report = require_passed_check(push.report)
     files: dict[str, Path | bytes] = {file.as_posix(): directory / file for file in files_in(directory)}
     if gone := {CONFIG_FILE, BACKBONE_FILE} - files.keys():
         raise DataError(f"The tuned backbone lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
     card = backbone_card(
-        report, base_model=base_model, repo_id=repo_id, heads_repo_id=heads_repo_id, kind=kind, recipe=recipe
+        report,
+        base_model=push.base_model,
+        repo_id=push.repo_id,
+        heads_repo_id=heads_repo_id,
+        kind=kind,
+        recipe=push.recipe,
     )
-    additions = prepare({**files, CARD_FILE: card.encode()})
-    receipt = {"repo": repo_id, "private": private, "base_model": base_model, "files": listing(additions)}
-    if dry_run:
-        return receipt | {"dry_run": True, "commit": None, "missing": []}
-    refuse_local_paths(additions, str(directory), recipe)
-    return receipt | upload(additions, repo_id, "Backbone", in_the_way=_not_a_backbone, private=private)
+    return _send(push, files | {CARD_FILE: card.encode()}, str(directory), "Backbone", _not_a_backbone)
+
+
+def _send(
+    push: Push, files: Mapping[str, Path | bytes], local: str, message: str, in_the_way: InTheWay
+) -> dict[str, Any]:
+    """Upload the files, none of which may name the path `local`; the receipt, also of a dry run."""
+    additions = prepare(files)
+    missing = []
+    if push.base_model and os.path.isabs(push.base_model):
+        missing.append("the Hub id of the target (push.base_model): nobody else can load a local one")
+    receipt = {
+        "repo": push.repo_id,
+        "private": push.private,
+        "base_model": push.base_model,
+        "files": listing(additions),
+    }
+    if push.dry_run:
+        return receipt | {"dry_run": True, "commit": None, "missing": missing}
+    if missing:
+        fix = "Publish the target first, then push with push.base_model=USER/NAME."
+        raise ConfigError(f"The push lacks {missing[0]}.", push.base_model, fix)
+    refuse_local_paths(additions, local, push.recipe)
+    return receipt | upload(additions, push.repo_id, message, in_the_way=in_the_way, private=push.private)
 
 
 def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:

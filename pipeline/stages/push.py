@@ -5,11 +5,12 @@ With Medusa-2 the tuned backbone goes first, to `push.repo_id`, and its heads to
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
 
-from pipeline.export.hub import push_backbone, push_export, repositories
+from pipeline.export.hub import Push, push_backbone, push_export, repositories
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.kind import head_kind
 from pipeline.run.context import Context
@@ -53,19 +54,21 @@ def push(context: Context, *, dry_run: bool = False) -> dict[str, Any]:
     train = context.config.train
     heads_id, backbone_id = repositories(settings.repo_id, train.heads, tuned=method_of(train).tunes_backbone)
     assert heads_id, "there is nothing to push to"
-    shared: dict[str, Any] = {
-        "private": settings.private,
-        "report": read_json(context.run.path / "report.json"),
-        "recipe": context.config.model_dump(mode="json"),
-        "dry_run": dry_run,
-    }
+    heads = Push(
+        heads_id,
+        report=read_json(context.run.path / "report.json"),
+        recipe=context.config.model_dump(mode="json"),
+        base_model=backbone_id or settings.base_model,
+        private=settings.private,
+        dry_run=dry_run,
+    )
     if backbone_id is None:
-        return push_export(export, repo_id=heads_id, base_model=settings.base_model, **shared)
+        return push_export(export, heads)
     model = context.config.target.model
     original = settings.base_model or (None if is_local(model) else model)
-    ids: dict[str, Any] = {"repo_id": backbone_id, "heads_repo_id": heads_id, "base_model": original}
-    backbone = push_backbone(export / BACKBONE_DIRECTORY, kind=head_kind(train.heads), **ids, **shared)
-    return push_export(export, repo_id=heads_id, base_model=backbone_id, **shared) | {"backbone": backbone}
+    backbone = replace(heads, repo_id=backbone_id, base_model=original)
+    pushed = push_backbone(export / BACKBONE_DIRECTORY, backbone, heads_repo_id=heads_id, kind=head_kind(train.heads))
+    return push_export(export, heads) | {"backbone": pushed}
 
 
 def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:

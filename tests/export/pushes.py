@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from pipeline.export.hub import push_export
+from pipeline.export.hub import Push, push_export
 from pipeline.heads.medusa import MedusaHeads
 from tests.export.exports import TokenizerStub, config_of, write
 from tests.export.hub_stand_in import HubStandIn
@@ -35,5 +35,5 @@ def export_to(directory: Path, base_model: str = "owner/target", tokenizer: str 
 
 
 def push(export: Path, hub: HubStandIn, **changes) -> dict:
-    arguments = {"repo_id": "me/heads", "report": PASSED, "recipe": {}} | changes
-    return push_export(export, **arguments)
+    usual = {"repo_id": "me/heads", "report": PASSED, "recipe": {}}
+    return push_export(export, Push(**usual | changes))
