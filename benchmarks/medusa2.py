@@ -138,7 +138,7 @@ class Steps:
 class PlainLearner(BackboneLearner):
     """The same, its losses by their definition."""
 
-    def summed_losses(self, micro_batch: MicroBatch) -> torch.Tensor:
+    def summed_losses(self, micro_batch: MicroBatch, weights_C: torch.Tensor) -> torch.Tensor:
         batch = micro_batch.texts.to(self.device)
         model: Any = self.backbone.tuned
         inputs = {"input_ids": batch.ids_BT, "position_ids": batch.positions_BT, "use_cache": False}

@@ -99,6 +99,18 @@ class FeatureRow:
     next_N: npt.NDArray[np.int32]  # the tokens that follow the learnable positions
     labels_KN: npt.NDArray[np.int32]  # at the learnable positions alone
 
+    def teachers(self, start: int, stop: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
+        """What the target predicted the labels at learnable positions [start, stop) from: states [M, D], rows [K, N].
+
+        Head k's label at position t, the token at t+2+k, is predicted from the state at t+1+k, which is stored wherever
+        there is such a label. Rows are places among the states, -1 where there is no label.
+        """
+        labels_KN, chosen_N = self.labels_KN[:, start:stop], self.learnable[start:stop].numpy()
+        first = int(chosen_N[0])
+        rows_KN = chosen_N - first + 1 + np.arange(len(labels_KN))[:, None]
+        states_MD = self.hidden_ND[first : int(chosen_N[-1]) + 1 + len(labels_KN)]
+        return states_MD, np.where(labels_KN == IGNORED, -1, rows_KN)
+
 
 class FeatureRows:
     """The rows of feature shards, read by row group.

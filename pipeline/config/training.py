@@ -97,6 +97,13 @@ class TrainConfig(Section):
     )
     warmup_steps: int = Field(40, description="Linear warmup; then cosine to 0.", ge=0)
     decay: float = Field(0.8, description="Head k's loss weighs decay^(k+1).", gt=0, le=1)
+    soft_labels: float = Field(
+        0.0,
+        description="The share of the heads' loss that is the cross entropy with the target's own distribution; the "
+        "rest is that with the token that was written.",
+        ge=0,
+        le=1,
+    )
     roles: tuple[Literal["assistant", "user"], ...] = Field(
         ("assistant",), description="Whose target-written text is learned.", min_length=1
     )

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.heads.losses import summed_cross_entropy
+from pipeline.heads.soft_labels import Teacher
 
 if TYPE_CHECKING:
     from pipeline.config import TrainConfig
@@ -143,7 +144,7 @@ class Heads(nn.Module, ABC):
     memory_fix: ClassVar[str] = ""  # which of the kind's own keys to set where a GPU's memory is too small
 
     shape: HeadsShape
-    lm_head: Tensor  # [K, V, D], or one [V, D] that all heads share and that is frozen
+    lm_head: Tensor  # [K, V, D], or one [V, D] that all heads share
 
     def __init__(self, shape: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None):
         super().__init__()
@@ -177,15 +178,24 @@ class Heads(nn.Module, ABC):
             labels_KN: The tokens at t+2+k, int64; -100 where the span has ended, and from there on for every later k.
         """
 
-    def summed_losses(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
+    def summed_losses(
+        self,
+        hidden_ND: Tensor,
+        next_N: Tensor,
+        labels_KN: Tensor,
+        teacher: Teacher | None = None,
+        weights_K: Tensor | None = None,
+    ) -> Tensor:
         """Each head's cross entropy summed over its labels, [K], never holding all logits; arguments as of `states`.
 
-        Products run in autocast's dtype where it is on.
+        With a teacher part of it is that with the target's own distributions. `weights_K` is what the caller weighs the
+        sums by; heads that train one lm_head for all need to know. See `summed_cross_entropy`. Products run in
+        autocast's dtype where it is on.
         """
         states_KND, device = self.states(hidden_ND, next_N, labels_KN), hidden_ND.device.type
         if torch.is_autocast_enabled(device):
             states_KND = states_KND.to(torch.get_autocast_dtype(device))
-        return summed_cross_entropy(states_KND, self.lm_head, labels_KN)
+        return summed_cross_entropy(states_KND, self.lm_head, labels_KN, teacher, weights_K)
 
     def lm_head_of(self, head: int) -> Tensor:
         """The [V, D] matrix that turns this head's states into logits."""

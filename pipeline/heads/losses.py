@@ -2,9 +2,10 @@
 
 At K = 5, V = 32,000 and 16,384 rows the logits alone would be 10 GB in fp32. Here the forward pass walks chunks of
 rows that carry a label, and computes loss and gradients of a chunk while its logits exist: two buffers of one chunk
-are all that is held beside the gradients themselves. Backward then only scales: once per forward, no second
-derivative. Softmax and sums are in fp32 (fp64 for fp64), matrix products in the dtype of the hidden states (fp16's
-range is too small).
+are all that is held beside the gradients themselves (four with soft labels, whose distributions are computed once per
+chunk of the target's states and used by all heads). Backward then only scales: once per forward, no second derivative.
+Softmax and sums are in fp32 (fp64 for fp64), matrix products in the dtype of the hidden states (fp16's range is too
+small).
 
 Letters: N rows (positions), C rows of a chunk, D hidden size, V vocabulary, K heads.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pipeline.conversations.spans import IGNORED
+from pipeline.heads.soft_labels import Teacher
 
 # A GPU wants few, large products; a CPU wants a chunk that stays in its cache.
 _CHUNK_BYTES = {"cuda": 2 << 30, "cpu": 32 << 20}
@@ -30,33 +32,61 @@ def chunk_bytes_on(device: torch.device) -> int:
 
 
 def summed_cross_entropy(
-    hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor, *, chunk_bytes: int | None = None
+    hidden_KND: Tensor,
+    lm_head: Tensor,
+    labels_KN: Tensor,
+    teacher: Teacher | None = None,
+    weights_K: Tensor | None = None,
+    *,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """Each head's cross entropy, summed over its labels: [K], weighted by the caller (paper 2.2.1).
 
-    Differentiable in the hidden states and in `lm_head`, which is [K, V, D], or one [V, D] that all heads share and
-    that must be frozen (else ValueError). `labels_KN` int64, -100 where a head has nothing to learn. `chunk_bytes`
-    bounds the logits held at a time.
+    Differentiable in the hidden states and in `lm_head`, which is [K, V, D], or one [V, D] that all heads share.
+
+    Args:
+        labels_KN: int64, -100 where a head has nothing to learn.
+        teacher: The target's distributions, of which the loss is a share; without it the labels are all.
+        weights_K: What the caller weighs the sums by, exactly (else RuntimeError in backward); all 1 where it is left
+            out. Only the gradient of a shared lm_head that trains needs to know: it is one sum over all heads.
+        chunk_bytes: Bounds the logits held at a time.
     """
-    if lm_head.dim() == 2 and lm_head.requires_grad:
-        raise ValueError("a shared lm_head is frozen; detach it, or give every head its own")
+    if weights_K is None:
+        weights_K = torch.ones(len(labels_KN), device=hidden_KND.device)
     chunk_bytes = chunk_bytes or chunk_bytes_on(hidden_KND.device)
-    return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, chunk_bytes)
+    return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K, chunk_bytes)
 
 
-def plain_summed_cross_entropy(hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor) -> Tensor:
+def plain_summed_cross_entropy(
+    hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor, teacher: Teacher | None = None
+) -> Tensor:
     """The same [K] sums by their definition, all logits held and gradients left to autograd: the tests' yardstick."""
     logits_KNV = hidden_KND @ lm_head.mT
     losses_KN = cross_entropy(logits_KNV.flatten(0, 1), labels_KN.flatten(), ignore_index=IGNORED, reduction="none")
-    return losses_KN.view_as(labels_KN).sum(1)
+    losses_KN = losses_KN.view_as(labels_KN)
+    if teacher is not None:
+        p_MV = teacher.head.logits(teacher.states_MD.to(hidden_KND.dtype)).softmax(1)
+        soft_KN = -(p_MV[teacher.rows_KN.clamp(min=0)] * logits_KNV.log_softmax(2)).sum(2)
+        share_KN = teacher.share * ((labels_KN != IGNORED) & (teacher.rows_KN >= 0))
+        losses_KN = (1 - share_KN) * losses_KN + share_KN * soft_KN
+    return losses_KN.sum(1)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor, chunk_bytes: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden_KND: Tensor,
+        lm_head: Tensor,
+        labels_KN: Tensor,
+        teacher: Teacher | None,
+        weights_K: Tensor,
+        chunk_bytes: int,
+    ) -> Tensor:
+        ctx.weights_K = weights_K
         with torch.autocast(hidden_KND.device.type, enabled=False):
             losses_KN, ctx.grad_hidden_KND, ctx.grad_lm_head = _walk(
-                hidden_KND, lm_head, labels_KN, ctx.needs_input_grad[:2], chunk_bytes
+                hidden_KND, lm_head, labels_KN, teacher, weights_K, ctx.needs_input_grad[:2], chunk_bytes
             )
         return losses_KN.sum(1)
 
@@ -66,50 +96,130 @@ class _SummedCrossEntropy(torch.autograd.Function):
         ctx.grad_hidden_KND = ctx.grad_lm_head = None  # scaled in place, so good for one backward only
         if grad_hidden_KND is None and grad_lm_head is None:
             raise RuntimeError("the loss's gradients were already consumed: run the forward pass again")
-        for grad in (grad_hidden_KND, grad_lm_head):
-            if grad is not None:
-                grad.mul_(grad_sums_K[:, None, None])
-        return grad_hidden_KND, grad_lm_head, None, None
+        if grad_hidden_KND is not None:
+            grad_hidden_KND.mul_(grad_sums_K[:, None, None])
+        if grad_lm_head is not None and grad_lm_head.dim() == 3:
+            grad_lm_head.mul_(grad_sums_K[:, None, None])
+        elif grad_lm_head is not None and not torch.equal(grad_sums_K, ctx.weights_K.to(grad_sums_K.dtype)):
+            raise RuntimeError("with a shared lm_head that trains, weigh the sums by the weights that forward was told")
+        return grad_hidden_KND, grad_lm_head, None, None, None, None
 
 
 def _walk(
-    hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor, wants: tuple[bool, ...], chunk_bytes: int
+    hidden_KND: Tensor,
+    lm_head: Tensor,
+    labels_KN: Tensor,
+    teacher: Teacher | None,
+    weights_K: Tensor,
+    wants: tuple[bool, ...],
+    chunk_bytes: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses [K, N] and the gradients of the losses' plain sum, chunk by chunk."""
+    """Losses [K, N] and the gradients of the losses' plain sum, a shared lm_head's of the weighted one, by chunks."""
     vocab_size, size = lm_head.shape[-2:]
-    exact = torch.float64 if hidden_KND.dtype == torch.float64 else torch.float32
+    dtype, exact = hidden_KND.dtype, torch.float64 if hidden_KND.dtype == torch.float64 else torch.float32
     wants_hidden, wants_lm_head = wants
     flat_hidden, flat_labels = hidden_KND.reshape(-1, size), labels_KN.flatten()
     losses = torch.zeros(labels_KN.shape, dtype=exact, device=hidden_KND.device)
     grad_hidden = torch.zeros_like(flat_hidden) if wants_hidden else None
     grad_lm_head = torch.zeros_like(lm_head) if wants_lm_head else None
 
-    # Held per logit: itself (later its gradient), its log p, and, where these differ in dtype, the logit converted.
-    logit_bytes = hidden_KND.element_size() + exact.itemsize * (1 if hidden_KND.dtype == exact else 2)
+    # Held per logit: itself (later its gradient), its log q, and, where these differ in dtype, the logit converted;
+    # with a teacher its p, once in the teacher's order and once in the head's.
+    logit_bytes = dtype.itemsize + exact.itemsize * (1 if dtype == exact else 2)
+    logit_bytes += 2 * exact.itemsize if teacher is not None else 0
     num_rows = chunk_bytes // (vocab_size * logit_bytes)
     num_rows = max(1, min(num_rows, flat_labels.numel()))
     logits_buffer = flat_hidden.new_empty(num_rows, vocab_size)
-    log_p_buffer = logits_buffer.new_empty(num_rows, vocab_size, dtype=exact)
-    for head, rows in _rows_by_lm_head(labels_KN, shared=lm_head.dim() == 2):
-        weight_VD = (lm_head if head is None else lm_head[head]).to(hidden_KND.dtype)
-        for rows_C in rows.split(num_rows):
-            hidden_CD, labels_C1 = flat_hidden[rows_C], flat_labels[rows_C, None]
-            logits_CV, log_p_CV = logits_buffer[: len(rows_C)], log_p_buffer[: len(rows_C)]
-            torch.mm(hidden_CD, weight_VD.t(), out=logits_CV)
-            torch.log_softmax(logits_CV, 1, dtype=exact, out=log_p_CV)
-            label_log_p_C1 = log_p_CV.gather(1, labels_C1)
-            losses.view(-1)[rows_C] = -label_log_p_C1[:, 0]
-            if grad_hidden is None and grad_lm_head is None:
-                continue
-            # d CE / d logits = p - onehot(label), written over the logits. The label's entry from log p: bf16(p) - 1
-            # would be 0 for every confident head.
-            grad_CV = torch.exp(log_p_CV, out=logits_CV)
-            grad_CV.scatter_(1, labels_C1, torch.expm1(label_log_p_C1).to(grad_CV.dtype))
-            if grad_hidden is not None:
-                grad_hidden[rows_C] = grad_CV @ weight_VD
-            if grad_lm_head is not None and head is not None:
-                _add_product(grad_lm_head[head], grad_CV, hidden_CD)
+    log_q_buffer = logits_buffer.new_empty(num_rows, vocab_size, dtype=exact)
+    share = 0.0 if teacher is None else teacher.share
+    for head, rows_C, p_CV in _chunks(labels_KN, teacher, logits_buffer, exact, shared=lm_head.dim() == 2):
+        weight_VD = (lm_head if head is None else lm_head[head]).to(dtype)
+        hidden_CD, labels_C1 = flat_hidden[rows_C], flat_labels[rows_C, None]
+        logits_CV, log_q_CV = logits_buffer[: len(rows_C)], log_q_buffer[: len(rows_C)]
+        torch.mm(hidden_CD, weight_VD.t(), out=logits_CV)
+        torch.log_softmax(logits_CV, 1, dtype=exact, out=log_q_CV)
+        label_log_q_C1 = log_q_CV.gather(1, labels_C1)
+        losses_C = -label_log_q_C1[:, 0]
+        if p_CV is not None:
+            soft_C = -torch.bmm(p_CV[:, None], log_q_CV[:, :, None])[:, 0, 0]
+            losses_C = torch.lerp(losses_C, soft_C, share)
+        losses.view(-1)[rows_C] = losses_C
+        if grad_hidden is None and grad_lm_head is None:
+            continue
+        if p_CV is None:
+            grad_CV = _hard_gradient(log_q_CV, label_log_q_C1, labels_C1, logits_CV)
+        else:
+            grad_CV = _soft_gradient(log_q_CV, label_log_q_C1, labels_C1, p_CV, share, logits_CV)
+        if grad_hidden is not None:
+            grad_hidden[rows_C] = grad_CV @ weight_VD
+        if grad_lm_head is not None and head is not None:
+            _add_product(grad_lm_head[head], grad_CV, hidden_CD)
+        elif grad_lm_head is not None:
+            weights_C = weights_K[rows_C // labels_KN.shape[1]]
+            _add_product(grad_lm_head, grad_CV, (hidden_CD * weights_C[:, None]).to(dtype))
     return losses, None if grad_hidden is None else grad_hidden.view_as(hidden_KND), grad_lm_head
+
+
+def _hard_gradient(log_q_CV: Tensor, label_log_q_C1: Tensor, labels_C1: Tensor, out: Tensor) -> Tensor:
+    """d CE / d logits = q - onehot(label), into `out`.
+
+    The label's entry from log q: bf16(q) - 1 would be 0 for every confident head.
+    """
+    torch.exp(log_q_CV, out=out)
+    return out.scatter_(1, labels_C1, torch.expm1(label_log_q_C1).to(out.dtype))
+
+
+def _soft_gradient(
+    log_q_CV: Tensor, label_log_q_C1: Tensor, labels_C1: Tensor, p_CV: Tensor, share: float, out: Tensor
+) -> Tensor:
+    """q - (1 - share) · onehot(label) - share · p, into `out`; overwrites `log_q_CV`. Rounded to `out`'s dtype last."""
+    label_p_C1 = p_CV.gather(1, labels_C1)
+    grad_CV = log_q_CV.exp_().sub_(p_CV, alpha=share)
+    grad_CV.scatter_(1, labels_C1, torch.expm1(label_log_q_C1) + share * (1 - label_p_C1))
+    return out.copy_(grad_CV) if out.dtype != grad_CV.dtype else grad_CV
+
+
+def _chunks(
+    labels_KN: Tensor, teacher: Teacher | None, logits_buffer: Tensor, exact: torch.dtype, *, shared: bool
+) -> Iterator[tuple[int | None, Tensor, Tensor | None]]:
+    """The labelled rows of the flattened [K·N], at most a buffer's at a time: (head, rows [C], the target's p [C, V]).
+
+    The head is None where one lm_head reads the rows of all heads. There is no p where the teacher has no state, which
+    come last.
+    """
+    num_rows = len(logits_buffer)
+    if teacher is not None:
+        taught_KN = (labels_KN != IGNORED) & (teacher.rows_KN >= 0)
+        yield from _taught_chunks(taught_KN, teacher, logits_buffer, exact, shared=shared)
+        labels_KN = labels_KN.masked_fill(taught_KN, IGNORED)
+    for head, rows in _rows_by_lm_head(labels_KN, shared=shared):
+        for rows_C in rows.split(num_rows):
+            yield head, rows_C, None
+
+
+def _taught_chunks(
+    taught_KN: Tensor, teacher: Teacher, logits_buffer: Tensor, exact: torch.dtype, *, shared: bool
+) -> Iterator[tuple[int | None, Tensor, Tensor]]:
+    """Those of `_chunks` that have a p. Each of the teacher's is computed once and used by all heads that learn it."""
+    num_rows, num_lm_heads = len(logits_buffer), 1 if shared else len(taught_KN)
+    rows = taught_KN.flatten().nonzero()[:, 0]
+    of_teacher = teacher.rows_KN.flatten()[rows]
+    groups = of_teacher // num_rows * num_lm_heads
+    groups += 0 if shared else rows // taught_KN.shape[1]
+    num_groups = -(-len(teacher.states_MD) // num_rows) * num_lm_heads
+    counts = groups.bincount(minlength=num_groups).tolist()
+    order = groups.argsort(stable=True)
+    found = zip(rows[order].split(counts), of_teacher[order].split(counts), strict=True)
+    p_MV, p_buffer = (logits_buffer.new_empty(logits_buffer.shape, dtype=exact) for _ in range(2))
+    for group, (rows_of_group, teachers_of_group) in enumerate(found):
+        start = group // num_lm_heads * num_rows
+        if group % num_lm_heads == 0:
+            states_CD = teacher.states_MD[start : start + num_rows].to(logits_buffer.dtype)
+            logits_CV = teacher.head.logits(states_CD, logits_buffer[: len(states_CD)])
+            torch.softmax(logits_CV, 1, dtype=exact, out=p_MV[: len(states_CD)])
+        for rows_C, teachers_C in zip(rows_of_group.split(num_rows), teachers_of_group.split(num_rows), strict=True):
+            p_CV = torch.index_select(p_MV, 0, teachers_C - start, out=p_buffer[: len(rows_C)])
+            yield None if shared else group % num_lm_heads, rows_C, p_CV
 
 
 def _rows_by_lm_head(labels_KN: Tensor, *, shared: bool) -> Iterator[tuple[int | None, Tensor]]:

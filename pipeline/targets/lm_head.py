@@ -9,9 +9,10 @@ Letters: D hidden size, V vocabulary.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OUTPUT_EMBEDDINGS = ("lm_head.weight", "embed_out.weight", "output.weight")
+OUTPUT_BIASES = ("lm_head.bias", "embed_out.bias", "output.bias")
+MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")  # of the logits: Cohere, Falcon-H1, Muse
 INPUT_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 
 
@@ -43,6 +46,31 @@ def read_lm_head(spec: TargetSpec) -> Tensor:
 def read_embedding(spec: TargetSpec) -> Tensor:
     """The target's input embedding [V, D], as `read_lm_head` reads the lm_head."""
     return _matrix(spec, INPUT_EMBEDDINGS, lambda model: model.get_input_embeddings().weight.detach())
+
+
+class LogitChanges(NamedTuple):
+    """What a target adds to its lm_head's product: `softcap · tanh(scale · (W x + bias_V) / softcap)`."""
+
+    bias_V: Tensor | None
+    scale: float
+    softcap: float | None
+
+
+def read_logit_changes(spec: TargetSpec) -> LogitChanges:
+    """The lm_head's bias, and the scale and cap of the logits that some families have; as `read_lm_head` reads it."""
+    text, file_of = model_config(spec).get_text_config(), _weight_map(spec)
+    found, bias_V = _named(file_of, OUTPUT_BIASES), None
+    if len(found) == 1:
+        bias_V = _read(files.find_file(spec.model, spec.revision, file_of[found[0]]), found[0])
+    elif found or not file_of:
+        bias_V = getattr(load_causal_lm(spec).get_output_embeddings(), "bias", None)
+    if bias_V is not None:
+        bias_V = bias_V.detach().to(getattr(torch, spec.dtype))
+    scale = math.prod(float(getattr(text, name, None) or 1.0) for name in MULTIPLIERS)
+    scaling = float(getattr(text, "logits_scaling", None) or 1.0)  # a divisor in Granite, a factor elsewhere
+    scale = scale / scaling if text.model_type.startswith("granite") else scale * scaling
+    softcap = getattr(text, "final_logit_softcapping", None)
+    return LogitChanges(bias_V, scale, None if softcap is None else float(softcap))
 
 
 def _matrix(spec: TargetSpec, endings: tuple[str, ...], of: Callable[[PreTrainedModel], Tensor]) -> Tensor:

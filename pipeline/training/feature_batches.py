@@ -22,7 +22,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -121,18 +121,33 @@ def _within(ranges: list[tuple[int, int]], start: int, stop: int) -> list[tuple[
 class Batch:
     """Hidden states in their stored dtype, the tokens that follow, and labels, -100 where a head has nothing to learn.
 
-    Tokens are int64.
+    Tokens are int64. Where soft labels are asked for, `teacher_MD` holds the states that the target predicted the
+    labels from, and `teacher_KN` the row of each label's, -1 where there is none.
     """
 
     hidden_ND: Tensor
     next_N: Tensor
     labels_KN: Tensor
+    teacher_MD: Tensor | None = None
+    teacher_KN: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.hidden_ND)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that there are, by field."""
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
-def assemble(rows: FeatureRows, pieces: Sequence[Piece], groups: dict[int, RowGroup], *, pin: bool = False) -> Batch:
+
+def assemble(
+    rows: FeatureRows,
+    pieces: Sequence[Piece],
+    groups: dict[int, RowGroup],
+    *,
+    soft_labels: bool = False,
+    pin: bool = False,
+) -> Batch:
     """The positions of `pieces`, copied into one batch."""
     num_positions = sum(map(len, pieces))
     hidden_ND = torch.empty(num_positions, rows.hidden_size, dtype=rows.dtype, pin_memory=pin)
@@ -146,7 +161,27 @@ def assemble(rows: FeatureRows, pieces: Sequence[Piece], groups: dict[int, RowGr
         next_N[start:stop] = torch.from_numpy(row.next_N[piece.start : piece.stop])
         labels_KN[:, start:stop] = torch.from_numpy(row.labels_KN[:, piece.start : piece.stop])
         start = stop
-    return Batch(hidden_ND, next_N, labels_KN)
+    if not soft_labels:
+        return Batch(hidden_ND, next_N, labels_KN)
+    return Batch(hidden_ND, next_N, labels_KN, *_teachers(rows, pieces, groups, pin))
+
+
+def _teachers(
+    rows: FeatureRows, pieces: Sequence[Piece], groups: dict[int, RowGroup], pin: bool
+) -> tuple[Tensor, Tensor]:
+    """A batch's `teacher_MD` and `teacher_KN`: the states of its pieces, and of up to K positions behind each."""
+    found = [groups[piece.group][piece.row].teachers(piece.start, piece.stop) for piece in pieces]
+    teacher_MD = torch.empty(
+        sum(len(states) for states, _ in found), rows.hidden_size, dtype=rows.dtype, pin_memory=pin
+    )
+    teacher_KN = torch.empty(rows.num_heads, sum(map(len, pieces)), dtype=torch.int64, pin_memory=pin)
+    first, start = 0, 0
+    for states_MD, rows_KN in found:
+        stop = start + rows_KN.shape[1]
+        teacher_MD[first : first + len(states_MD)] = states_MD
+        teacher_KN[:, start:stop] = torch.from_numpy(np.where(rows_KN < 0, -1, rows_KN + first))
+        first, start = first + len(states_MD), stop
+    return teacher_MD, teacher_KN
 
 
 def load_batches(
@@ -157,8 +192,9 @@ def load_batches(
     rank: int = 0,
     world_size: int = 1,
     device: torch.device | None = None,
+    soft_labels: bool = False,
 ) -> Iterator[Batch]:
-    """One worker's batches of the plan's `steps`, in order, on `device`.
+    """One worker's batches of the plan's `steps`, in order, on `device`; with the target's states for soft labels.
 
     Raises:
         DataError: A page fails its checksum, or a row does not belong to this target.
@@ -166,7 +202,7 @@ def load_batches(
     cuda = device is not None and device.type == "cuda"
     stream = torch.cuda.Stream(device) if cuda else None
     with ThreadPoolExecutor(NUM_READERS) as readers, ThreadPoolExecutor(1) as assembler:
-        source = _Source(rows, plan, rank, world_size, readers)
+        source = _Source(rows, plan, rank, world_size, readers, soft_labels)
         waiting: deque[Future[tuple[Batch, torch.cuda.Event | None]]] = deque()
         try:
             for pieces in source.walk(steps):
@@ -183,9 +219,17 @@ def load_batches(
 class _Source:
     """Row groups that are open or being read, and batches made of them."""
 
-    def __init__(self, rows: FeatureRows, plan: EpochPlan, rank: int, world_size: int, readers: ThreadPoolExecutor):
+    def __init__(
+        self,
+        rows: FeatureRows,
+        plan: EpochPlan,
+        rank: int,
+        world_size: int,
+        readers: ThreadPoolExecutor,
+        soft_labels: bool,
+    ):
         self._rows, self._plan, self._rank, self._world_size = rows, plan, rank, world_size
-        self._readers = readers
+        self._readers, self._soft_labels = readers, soft_labels
         self._groups: dict[int, Future[RowGroup]] = {}
 
     def walk(self, steps: Iterable[int]) -> Iterator[dict[Piece, Future[RowGroup]]]:
@@ -214,12 +258,13 @@ class _Source:
     ) -> tuple[Batch, torch.cuda.Event | None]:
         """Wait for the row groups and put the batch together, on the device if it is a GPU."""
         groups = {piece.group: reading.result() for piece, reading in pieces.items()}
-        batch = assemble(self._rows, list(pieces), groups, pin=stream is not None)
+        pin = stream is not None
+        batch = assemble(self._rows, list(pieces), groups, soft_labels=self._soft_labels, pin=pin)
         if stream is None:
             return batch, None
         with torch.cuda.stream(stream):
-            tensors = (batch.hidden_ND, batch.next_N, batch.labels_KN)
-            return Batch(*(tensor.to(device, non_blocking=True) for tensor in tensors)), stream.record_event()
+            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors().items()}
+            return Batch(**moved), stream.record_event()
 
 
 def _ready(batch: Batch, copied: torch.cuda.Event | None) -> Batch:
@@ -227,6 +272,6 @@ def _ready(batch: Batch, copied: torch.cuda.Event | None) -> Batch:
     if copied is not None:
         stream = torch.cuda.current_stream(batch.hidden_ND.device)
         stream.wait_event(copied)
-        for tensor in (batch.hidden_ND, batch.next_N, batch.labels_KN):
+        for tensor in batch.tensors().values():
             tensor.record_stream(stream)
     return batch

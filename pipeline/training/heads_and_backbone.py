@@ -1,8 +1,9 @@
 """Heads and backbone together: the backbone learns along and is held to what it was (Medusa-2, paper 2.2.2, 2.3.2).
 
 The loss is L_backbone + lambda_0(t) · sum over heads of 0.8^(k+1) CE_k. L_backbone is KL(original ‖ tuned) over every
-position whose next token the target wrote, or that token's cross entropy. The adapter and the heads are fp32. Dropout
-is drawn anew from (seed, step, sequence).
+position whose next token the target wrote, or that token's cross entropy. The heads' soft labels
+(`train.soft_labels`) are the original's predictions. The adapter and the heads are fp32. Dropout is drawn anew from
+(seed, step, sequence).
 
 Letters: N learned positions, C components of the loss (the backbone's, then the heads'), K heads.
 """
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.errors import DataError
+from pipeline.heads.soft_labels import TargetHead, Teacher
 from pipeline.training.adapted_backbone import Backbone, write_adapter
 from pipeline.training.backbone_losses import summed_divergence
 from pipeline.training.evaluation import SPLIT, evaluate_tuned
@@ -88,15 +90,21 @@ class BackboneLearner(Learner):
         weights_K = self._heads_weight(step) * head_weights(self.spec, self.device)
         return torch.cat([torch.ones(1, device=self.device), weights_K])
 
-    def summed_losses(self, batch: MicroBatch) -> Tensor:
+    def summed_losses(self, batch: MicroBatch, weights_C: Tensor) -> Tensor:
         torch.manual_seed(batch.seed)
-        texts = batch.texts.to(self.device)
+        texts, share, teacher = batch.texts.to(self.device), self.spec.settings.soft_labels, None
         with self.autocast():
             # The original first, while no activations of the tuned model are held.
-            truth = self.backbone.original_states(texts) if self.settings.loss == "kl" else texts.next_N
+            if share or self.settings.loss == "kl":
+                original_ND = self.backbone.original_states(texts)
+            if share:
+                own = self.backbone.head
+                teacher = Teacher(TargetHead(own.weight_VD, own.bias_V), original_ND, texts.teacher_KN, share)
+            truth = original_ND if self.settings.loss == "kl" else texts.next_N
             hidden_ND = self.backbone.states(texts)
             low_NR = self.backbone.low(hidden_ND)
-            head_losses_K = self.heads.summed_losses(hidden_ND, texts.next_N, texts.labels_KN)
+            read = (hidden_ND, texts.next_N, texts.labels_KN)
+            head_losses_K = self.heads.summed_losses(*read, teacher, weights_C[1:])
         backbone_loss = summed_divergence(hidden_ND.to(self.dtype), low_NR, self.backbone.head, truth)
         return torch.cat([backbone_loss[None], head_losses_K])
 

@@ -1,6 +1,7 @@
 """Heads alone, from cached hidden states: the backbone is never run (Medusa-1, paper 2.2.1).
 
-The loss is the sum over heads of 0.8^(k+1) CE_k, each CE over the labels of the whole batch.
+The loss is the sum over heads of 0.8^(k+1) CE_k, each CE over the labels of the whole batch: a share of it is that with
+the target's own distributions (`train.soft_labels`), whose states lie in the same cache.
 
 Letters: N positions, D hidden size, V vocabulary, K heads.
 """
@@ -19,7 +20,8 @@ from pipeline.artifacts.trained_heads import load_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
 from pipeline.heads.kind import Heads, TargetWeights
-from pipeline.targets.lm_head import read_embedding, read_lm_head
+from pipeline.heads.soft_labels import TargetHead, Teacher
+from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes
 from pipeline.training.evaluation import evaluate
 from pipeline.training.feature_batches import Batch, EpochPlan, load_batches
 from pipeline.training.learner import Learner
@@ -42,6 +44,7 @@ class HeadsLearner(Learner):
         self.steps_per_epoch = epoch_plan(spec, self.rows).num_steps
         self.heads = initial_heads(spec, heads_from).to(device)
         self.modules, self.peak_lrs = {"heads": self.heads}, {"heads": spec.settings.lr}
+        self.target_head = read_target_head(spec, device) if spec.settings.soft_labels else None
 
     @classmethod
     def count_steps(cls, spec: TrainSpec) -> int:
@@ -54,7 +57,8 @@ class HeadsLearner(Learner):
             steps = range(start, self.steps_per_epoch)
             shares = {"rank": workers.rank, "world_size": workers.world_size}
             plan = epoch_plan(self.spec, self.rows, epoch)
-            for batch in load_batches(self.rows, plan, steps, **shares, device=self.device):
+            soft_labels = self.target_head is not None
+            for batch in load_batches(self.rows, plan, steps, **shares, device=self.device, soft_labels=soft_labels):
                 yield [batch]
             first += len(steps)
 
@@ -65,9 +69,12 @@ class HeadsLearner(Learner):
     def loss_weights(self, step: int) -> Tensor:
         return head_weights(self.spec, self.device)
 
-    def summed_losses(self, batch: Batch) -> Tensor:
+    def summed_losses(self, batch: Batch, weights_C: Tensor) -> Tensor:
+        teacher, share = None, self.spec.settings.soft_labels
+        if self.target_head and batch.teacher_MD is not None and batch.teacher_KN is not None:
+            teacher = Teacher(self.target_head, batch.teacher_MD, batch.teacher_KN, share)
         with self.autocast():
-            return self.heads.summed_losses(batch.hidden_ND, batch.next_N, batch.labels_KN)
+            return self.heads.summed_losses(batch.hidden_ND, batch.next_N, batch.labels_KN, teacher, weights_C)
 
     def figures(self, step: int, means: list[float]) -> dict[str, Any]:
         return {"head_losses": means}
@@ -102,18 +109,25 @@ def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
     if heads_from:
         return load_heads(heads_from)
 
-    def of_the_right_size(name: str, matrix_VD: Tensor) -> Tensor:
-        if matrix_VD.shape != (spec.vocab_size, spec.hidden_size):
-            found, said = " x ".join(map(str, matrix_VD.shape)), f"{spec.vocab_size} x {spec.hidden_size}"
-            what = f"The target's {name} is {found}, its configuration says {said}."
-            raise ConfigError(what, spec.target.model, "Check the target's config.json against its weights.")
-        return matrix_VD.float()
-
     target = TargetWeights(
-        lambda: of_the_right_size("lm_head", read_lm_head(spec.target)),
-        lambda: of_the_right_size("embedding", read_embedding(spec.target)),
+        lambda: _of_the_right_size("lm_head", read_lm_head(spec.target), spec).float(),
+        lambda: _of_the_right_size("embedding", read_embedding(spec.target), spec).float(),
     )
     return spec.kind.initial(spec.heads_shape, target)
+
+
+def read_target_head(spec: TrainSpec, device: torch.device) -> TargetHead:
+    """What turns the target's states into its own predictions, in the dtype of the products."""
+    weight_VD = _of_the_right_size("lm_head", read_lm_head(spec.target), spec)
+    return TargetHead(weight_VD, *read_logit_changes(spec.target)).to(device, product_dtype(spec, device))
+
+
+def _of_the_right_size(name: str, matrix_VD: Tensor, spec: TrainSpec) -> Tensor:
+    if matrix_VD.shape != (spec.vocab_size, spec.hidden_size):
+        found, said = " x ".join(map(str, matrix_VD.shape)), f"{spec.vocab_size} x {spec.hidden_size}"
+        what = f"The target's {name} is {found}, its configuration says {said}."
+        raise ConfigError(what, spec.target.model, "Check the target's config.json against its weights.")
+    return matrix_VD
 
 
 def head_weights(spec: TrainSpec, device: torch.device) -> Tensor:

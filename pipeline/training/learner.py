@@ -62,8 +62,11 @@ class Learner(ABC):
         """What each component weighs in the loss: [C]."""
 
     @abstractmethod
-    def summed_losses(self, batch: Any) -> Tensor:
-        """Each component summed over the micro-batch's labels, differentiable: [C]."""
+    def summed_losses(self, batch: Any, weights_C: Tensor) -> Tensor:
+        """Each component summed over the micro-batch's labels, differentiable: [C].
+
+        The trainer weighs the sums by `weights_C`, exactly.
+        """
 
     def lr_share(self, step: int) -> float:
         """The share of its peak that every learning rate has: linear warmup, then half a cosine."""

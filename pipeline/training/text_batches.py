@@ -123,6 +123,7 @@ class TextBatch:
     learned_N: Tensor
     next_N: Tensor  # the tokens that follow
     labels_KN: Tensor  # the heads', -100 where one has nothing to learn
+    teacher_KN: Tensor  # which of the states at `learned_N` predicts each label; -1 where none does, or it is cut off
 
     def to(self, device: torch.device) -> TextBatch:
         moved = (getattr(self, field.name) for field in fields(self))
@@ -138,7 +139,8 @@ def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextB
     longest = max(sum(text.num_read for text in texts) for texts in sequences)
     ids_BT = np.zeros((len(sequences), longest), np.int64)
     positions_BT = np.zeros_like(ids_BT)
-    learned, following, labels = [], [], []
+    learned, following, labels, teachers = [], [], [], []
+    num_before = 0
     for row, texts in enumerate(sequences):
         start = 0
         for text in texts:
@@ -151,9 +153,14 @@ def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextB
             learned.append(row * longest + start + positions_N[read_N].astype(np.int64))
             following.append(text.ids[positions_N[read_N] + 1])
             labels.append(head_labels(text.ids, text.spans, num_heads, every_role)[:, read_N])
-            start = stop
-    arrays = (ids_BT, positions_BT, np.concatenate(learned), np.concatenate(following), np.concatenate(labels, 1))
-    return TextBatch(*(torch.from_numpy(array.astype(np.int64)) for array in arrays))
+            # Head k's label, the token at t+2+k, is predicted at t+1+k: k+1 states on, within the same span.
+            number_N = np.arange(text.num_learned)
+            rows_KN = number_N + 1 + np.arange(num_heads)[:, None]
+            taught_KN = (labels[-1] != IGNORED) & (rows_KN < len(number_N))
+            teachers.append(np.where(taught_KN, rows_KN + num_before, -1))
+            start, num_before = stop, num_before + len(number_N)
+    flat = (np.concatenate(learned), np.concatenate(following), np.concatenate(labels, 1), np.concatenate(teachers, 1))
+    return TextBatch(*(torch.from_numpy(array.astype(np.int64)) for array in (ids_BT, positions_BT, *flat)))
 
 
 def count_labels(batches: Sequence[TextBatch], num_heads: int) -> Tensor:

@@ -90,7 +90,7 @@ class Trainer:
         self.modules.train()
         sums_C = torch.zeros(len(counts_C), device=learner.device)
         for batch in batches:
-            losses_C = learner.summed_losses(batch)
+            losses_C = learner.summed_losses(batch, weights_C)
             (weights_C * losses_C).sum().backward()
             sums_C += losses_C.detach()
         self.modules.eval()

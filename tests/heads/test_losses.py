@@ -136,10 +136,22 @@ def test_gradients_are_handed_out_once():
         loss.backward()
 
 
-def test_a_shared_lm_head_that_asks_for_gradients_is_refused():
+def test_a_shared_lm_head_that_trains_takes_its_gradient_from_the_weighted_sum():
+    gradients, weights = [], torch.tensor([0.8, 0.0, 0.3], dtype=torch.float64)
+    for compute in (plain_summed_cross_entropy, summed_cross_entropy):
+        hidden, lm_head, labels = case(tied=True)
+        lm_head.requires_grad_()
+        told = {} if compute is plain_summed_cross_entropy else {"weights_K": weights, "chunk_bytes": SEVEN_ROWS}
+        (weights * compute(hidden, lm_head, labels, **told)).sum().backward()
+        gradients.append([hidden.grad, lm_head.grad])
+    torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_a_shared_lm_head_that_trains_refuses_other_weights_than_it_was_told():
     hidden, lm_head, labels = case(tied=True)
-    with pytest.raises(ValueError, match="frozen"):
-        summed_cross_entropy(hidden, lm_head.requires_grad_(), labels)
+    sums = summed_cross_entropy(hidden, lm_head.requires_grad_(), labels)
+    with pytest.raises(RuntimeError, match="weigh the sums"):
+        (2 * sums).sum().backward()
 
 
 def test_never_holds_the_logits_of_all_rows():

@@ -2,10 +2,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    HyperCLOVAXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PhiConfig,
+)
 
+from pipeline.heads.soft_labels import TargetHead
 from pipeline.targets import lm_head
-from pipeline.targets.lm_head import read_embedding, read_lm_head
+from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes
 from pipeline.targets.spec import TargetSpec
 
 V, D = 40, 32
@@ -72,3 +86,38 @@ def test_a_target_whose_files_leave_a_doubt_is_loaded(tmp_path, monkeypatch):
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(lm_head, "OUTPUT_EMBEDDINGS", ("unheard_of.weight",))
     assert torch.equal(read_lm_head(TargetSpec(str(tmp_path))), model.lm_head.weight)
+
+
+SMALL = {"vocab_size": V, "hidden_size": D, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+OF_A_FAMILY = [
+    LlamaConfig(**SMALL, tie_word_embeddings=True),
+    Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=16, final_logit_softcapping=0.5),
+    CohereConfig(**SMALL, logit_scale=0.25, pad_token_id=0),
+    GraniteConfig(**SMALL, logits_scaling=4.0),
+    HyperCLOVAXConfig(**SMALL, logits_scaling=4.0),
+    PhiConfig(**SMALL),
+]
+
+
+@pytest.mark.parametrize("config", OF_A_FAMILY, ids=lambda config: config.model_type)
+def test_the_target_s_own_logits_follow_from_its_states_and_files(config, tmp_path, no_loading):
+    """Bias, scale and cap included, against transformers."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        if "embed" in name or "lm_head" in name:
+            torch.nn.init.normal_(weight)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        found = model(torch.arange(9)[None], output_hidden_states=True)
+    spec = TargetSpec(str(tmp_path))
+    head = TargetHead(read_lm_head(spec), *read_logit_changes(spec))
+    torch.testing.assert_close(head.logits(found.hidden_states[-1][0]), found.logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_bias_is_read_from_the_loaded_model_where_the_files_do_not_name_their_tensors(tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_config(PhiConfig(**SMALL))
+    torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(lm_head, "_weight_map", lambda _: {})
+    assert torch.equal(read_logit_changes(TargetSpec(str(tmp_path))).bias_V, model.lm_head.bias)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.errors import DataError
 from pipeline.training.feature_batches import LANES, EpochPlan, Piece, load_batches
+from tests.training.conftest import STATES
 
 lengths_of_groups = st.lists(st.lists(st.integers(0, 40), max_size=6), max_size=8)
 settings = {
@@ -135,6 +136,24 @@ def test_a_batch_holds_the_plans_positions_end_to_end_without_padding(rows, plan
         following = torch.cat([torch.from_numpy(row.next_N[part]) for row, part in taken])
         assert torch.equal(batch.next_N, following.long())
         assert (batch.labels_KN[0] >= 0).all()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_soft_labels_come_with_the_state_that_says_the_label_within_the_same_row(rows, plan, world_size):
+    """Also where a row is cut between batches or workers."""
+    for rank in range(world_size):
+        shares = {"rank": rank, "world_size": world_size}
+        plain = load_batches(rows, plan, range(plan.num_steps), **shares)
+        for batch in load_batches(rows, plan, range(plan.num_steps), **shares, soft_labels=True):
+            labelled = batch.labels_KN >= 0
+            assert torch.equal(batch.teacher_KN >= 0, labelled)
+            assert torch.equal(batch.teacher_MD[batch.teacher_KN[labelled]], STATES[batch.labels_KN[labelled]])
+            assert torch.equal(batch.hidden_ND, next(plain).hidden_ND)
+
+
+def test_without_soft_labels_nothing_more_is_loaded(rows, plan):
+    batch = next(load_batches(rows, plan, range(1)))
+    assert batch.teacher_MD is None and batch.teacher_KN is None
 
 
 def test_a_resume_reads_on_at_any_step(rows, plan):

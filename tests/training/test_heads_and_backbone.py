@@ -57,7 +57,9 @@ def plain_loss(trainer: Trainer, rows: list[dict]) -> torch.Tensor:
                     backbone.append(kl_div(q, p, reduction="sum", log_target=True))
                 for k in range(settings.num_heads):
                     if position + 2 + k < span["end"]:
-                        heads[k].append(cross_entropy(guesses[k, position], ids[position + 2 + k]))
+                        hard = cross_entropy(guesses[k, position], ids[position + 2 + k])
+                        soft = cross_entropy(guesses[k, position], original[position + 1 + k].softmax(0))
+                        heads[k].append((1 - settings.soft_labels) * hard + settings.soft_labels * soft)
     means = [torch.stack(losses).mean() for losses in heads]
     assert settings.backbone.schedule == "constant"
     return torch.stack(backbone).mean() + settings.backbone.lambda_0 * sum(
@@ -70,11 +72,12 @@ def rows_of(spec: TrainSpec, split: str = "train") -> list[dict]:
 
 
 @pytest.mark.parametrize("loss", ["kl", "ce"])
-@pytest.mark.parametrize("micro_batch", [1, 3])
-def test_one_step_moves_every_weight_by_the_gradient_of_the_paper(make_tuning, loss, micro_batch):
+@pytest.mark.parametrize(("micro_batch", "soft_labels"), [(1, 0.0), (3, 0.0), (3, 0.5)])
+def test_one_step_moves_every_weight_by_the_gradient_of_the_paper(make_tuning, loss, micro_batch, soft_labels):
     """Against autograd over full logits of unpacked rows, clipped, and torch's own AdamW at two learning rates."""
     more = {"lora_dropout": 0.0, "roles": ("assistant", "user"), "max_grad_norm": 0.5, "warmup_steps": 0, "lr": 1e-3}
-    spec = make_tuning(backbone_loss=loss, micro_batch=micro_batch, batch_sequences=100, **more)
+    sizes = {"micro_batch": micro_batch, "batch_sequences": 100}
+    spec = make_tuning(backbone_loss=loss, soft_labels=soft_labels, **sizes, **more)
     ours, plain = trainer_of(spec), trainer_of(spec)
     disturb(ours), disturb(plain)
     figures = ours.step(0, next(ours.learner.steps(0)))

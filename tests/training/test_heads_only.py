@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
 
 from pipeline.artifacts.trained_heads import load_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
-from pipeline.heads.losses import plain_summed_cross_entropy
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training.feature_batches import Batch
@@ -15,6 +15,7 @@ from pipeline.training.heads_only import initial_heads, open_features
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec
 from pipeline.training.trainer import train
+from tests.training.conftest import STATES
 from tests.training.trainings import trainer_of
 
 
@@ -64,14 +65,23 @@ def test_tied_heads_never_train_the_lm_head(make_spec):
 
 
 @pytest.mark.parametrize("lm_head", ["untied", "tied"])
-def test_one_step_moves_the_weights_by_the_gradient_of_the_paper(make_spec, lm_head):
+@pytest.mark.parametrize("soft_labels", [0.0, 0.4])
+def test_one_step_moves_the_weights_by_the_gradient_of_the_paper(make_spec, lm_head, soft_labels):
     """Against autograd over all logits, and torch's own AdamW without fusing."""
-    spec = make_spec(lm_head=lm_head, max_grad_norm=0.5, lr=1e-3, warmup_steps=0)
-    batch = Batch(*all_positions(spec, "train"))
+    spec = make_spec(
+        lm_head=lm_head, soft_labels=soft_labels, max_grad_norm=0.5, lr=1e-3, warmup_steps=0, batch_tokens=10_000
+    )
     trainer, plain = trainer_of(spec), initial_heads(spec)
+    batch = next(trainer.learner.steps(0))[0]
     trainer.step(0, [batch])
 
-    sums_K = plain_summed_cross_entropy(plain.hidden(batch.hidden_ND), plain.lm_head, batch.labels_KN)
+    logits_KVN = plain(batch.hidden_ND).mT
+    sums_K = cross_entropy(logits_KVN, batch.labels_KN, reduction="none").sum(1)
+    if soft_labels:
+        # What the target predicts before a token is, in these rows, said by that token alone.
+        p_KNV = (STATES @ read_lm_head(spec.target).T).softmax(1)[batch.labels_KN.clamp(min=0)]
+        soft_KN = -(p_KNV * plain(batch.hidden_ND).log_softmax(2)).sum(2)
+        sums_K = (1 - soft_labels) * sums_K + soft_labels * (soft_KN * (batch.labels_KN != IGNORED)).sum(1)
     counts_K = (batch.labels_KN != IGNORED).sum(1)
     loss = sum(0.8 ** (k + 1) * sums_K[k] / counts_K[k] for k in range(3))
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]

@@ -86,6 +86,14 @@ def test_labels_are_the_tokens_that_follow_within_the_span():
         [none] * 8 + [14, 15, 16, 17],
     ]
     assert count_labels([batch, batch], K).tolist() == [24, 18, 12, 8]
+    no = -1  # no label, or one that is predicted beyond what is read
+    assert batch.teacher_KN.tolist() == [
+        [1, no, 3, 4, no, 6, 7, no, 9, 10, 11, no],
+        [no, no, 4, no, no, 7, no, no, 10, 11, no, no],
+        [no] * 8 + [11, no, no, no],
+    ]
+    taught = batch.teacher_KN >= 0
+    assert torch.equal(batch.next_N[batch.teacher_KN[taught]], batch.labels_KN[taught])
 
 
 @pytest.mark.parametrize("roles", [("assistant",), ("user",), ("assistant", "user")])

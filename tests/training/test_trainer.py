@@ -31,10 +31,18 @@ def weights(spec: TrainSpec) -> dict[str, torch.Tensor]:
     return load_file(spec.heads_path)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw-8bit"])
+RECIPES = [
+    {"optimizer": "adamw"},
+    {"optimizer": "adamw-8bit"},
+    {"soft_labels": 0.5},
+    {"heads": "recurrent", "soft_labels": 0.5},
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=str)
 @pytest.mark.parametrize("stop", [1, 3, 7])
-def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_spec, optimizer, stop):
-    whole, broken = make_spec("whole", optimizer=optimizer), make_spec("broken", optimizer=optimizer)
+def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_spec, recipe, stop):
+    whole, broken = make_spec("whole", **recipe), make_spec("broken", **recipe)
     expected = train(whole)
     with pytest.raises(Stopped):
         train(broken, progress=stop_at(stop))
@@ -85,9 +93,10 @@ def test_a_finished_run_called_again_does_nothing(make_spec):
 
 
 @pytest.mark.slow
-def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path):
+@pytest.mark.parametrize("recipe", [{}, {"soft_labels": 0.5}], ids=str)
+def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path, recipe):
     """The second worker is another process; they meet over gloo."""
-    alone, together = make_spec("alone"), make_spec("together")
+    alone, together = make_spec("alone", **recipe), make_spec("together", **recipe)
     train(alone)
     train_as_two(train, together, tmp_path)
     for one, two in zip(read_metrics(alone.path), read_metrics(together.path), strict=True):
