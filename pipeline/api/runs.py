@@ -21,8 +21,8 @@ from pipeline.artifacts.seed_rows import read_seeds
 from pipeline.artifacts.trained_heads import HEADS_FILE, load_heads
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
+from pipeline.decoding.held_out import simulated_acceleration_rate
 from pipeline.decoding.tree import TreePath, check_choices
-from pipeline.decoding.tree_search import simulated_acceleration_rate
 from pipeline.errors import DataError
 from pipeline.heads.kind import max_depth
 from pipeline.storage.run_directory import RunDirectory

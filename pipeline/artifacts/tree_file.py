@@ -13,25 +13,35 @@ from pipeline.errors import DataError
 from pipeline.storage.atomic import write_json
 
 TREE_FILE = "tree.json"
+Figures = dict[str, float | None]
+
+FIGURES = (
+    "node_shares", "accuracies", "expected_acceleration_rate", "expected_standard_error", "num_speculative_tokens",
+    "chain", "num_conversations",
+)  # fmt: skip
 FIX = "Give a JSON list of paths, such as [[0], [0, 0], [1]]."
 
 
 @dataclass(frozen=True)
 class Search:
-    searches: dict[str, float]  # each search's acceleration rate on the half of the rows that judges
-    sizes: list[dict[str, float]]  # what each size that was timed costs and promises
-    judged: tuple[TreePath, ...]  # the tree whose rate is the expected one
+    searches: dict[str, float]  # each search's acceleration rate, its trees judged on text that they have not seen
+    sizes: list[Figures]  # what each size that was timed costs and promises
+    judged: list[tuple[TreePath, ...]]  # the trees of both halves, whose rate on the other half is the expected one
     searched: tuple[TreePath, ...]  # the chosen search on all rows, up to the stock tree's size
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A tree over the heads' guesses, and what held-out rows say of it; [K heads, R ranks]."""
+    """A tree over the heads' guesses and a chain of their first ones, and what held-out rows say of both; [K, R]."""
 
     choices: tuple[TreePath, ...]
-    probabilities: list[float]  # how often each path was right
+    node_shares: list[float]  # of the steps that add each node; 1 and their sum are the expected rate
     accuracies: list[list[float]]  # [K, R], how often each guess was right
     expected_acceleration_rate: float
+    expected_standard_error: float | None
+    num_speculative_tokens: int  # of the chain that an engine such as vLLM drafts
+    chain: list[Figures]  # of 1, 2, … draft tokens: the expected rate, and the overhead where it was timed
+    num_conversations: int
     search: Search | None = None  # None of a user's own tree
 
     def stored(self) -> dict[str, Any]:
@@ -52,9 +62,9 @@ def read_calibration(directory: Path) -> Calibration:
     try:
         search = None
         if "searches" in found:
-            judged, searched = _paths(found["judged"], where), _paths(found["searched"], where)
-            search = Search(found["searches"], found["sizes"], judged, searched)
-        figures = {name: found[name] for name in ("probabilities", "accuracies", "expected_acceleration_rate")}
+            judged = [_paths(tree, where) for tree in found["judged"]]
+            search = Search(found["searches"], found["sizes"], judged, _paths(found["searched"], where))
+        figures = {name: found[name] for name in FIGURES}
         return Calibration(_paths(found["choices"], where), **figures, search=search)
     except (KeyError, TypeError) as error:
         fix = "Run the same command again with --fresh calibrate."

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from pipeline.config import Config
+from pipeline.config.outcome import StockTree
 from pipeline.errors import ConfigError
 from pipeline.redact import redacted
 
@@ -117,6 +118,8 @@ def _resolve_value(key: tuple[str, ...], value: Any, base: Path) -> Any:
         sources = [value] if isinstance(value, str) else value
         return [_resolve_source(each, base) for each in sources] if isinstance(sources, list) else value
     if not isinstance(value, str):
+        return value
+    if key == ("calibrate", "choices") and value in get_args(StockTree):
         return value
     if key in PATH_KEYS or (key in PATH_OR_NAME_KEYS and _is_path(value, base)):
         value = _absolute(value, base)

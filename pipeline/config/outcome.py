@@ -12,6 +12,11 @@ from pipeline.config.section import Dtype, Section
 BaselineName = Literal["generate", "prompt-lookup", "assistant"]
 StudyName = Literal["trees", "typical", "heads", "batch"]
 
+StockTree = Literal[
+    "mc-sim-7b-63", "vicuna-7b-stage1", "vicuna-7b-stage1-ablation", "vicuna-7b-stage2", "vicuna-13b-stage1",
+    "vicuna-13b-stage2", "vicuna-33b-stage1", "vicuna-33b-stage2", "zephyr-stage2",
+]  # fmt: skip
+
 
 def _are_paths(value: Any) -> bool:
     """Whether this is a list of lists of integers, and not an empty one."""
@@ -29,10 +34,16 @@ class CalibrateConfig(Section):
     )
     depth: PositiveInt | None = Field(None, description="Deepest path. Default: the number of heads.")
     top: PositiveInt = Field(10, description="Guesses per head that the tree may use.")
-    choices: tuple[tuple[int, ...], ...] | Path | None = Field(
+    choices: tuple[tuple[int, ...], ...] | StockTree | Path | None = Field(
         None,
-        description="Use this tree instead of searching one: a list of paths such as [[0], [0, 0], [1]], or a JSON "
-        "file with one.",
+        description="Use this tree instead of searching one: a list of paths such as [[0], [0, 0], [1]], a JSON file "
+        "with one, or the name of one of the Medusa authors' trees, such as vicuna-7b-stage2.",
+    )
+    draft_tokens: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="Tokens that vLLM drafts per step, a chain of first guesses: its num_speculative_tokens. auto: the "
+        "number with the highest speedup by native overheads, as for nodes; all the heads where nodes is a number, "
+        "choices is given or vLLM is not checked.",
     )
 
     @field_validator("choices", mode="before")

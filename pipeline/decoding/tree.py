@@ -23,14 +23,6 @@ from pipeline.heads.kind import Level
 TreePath = tuple[int, ...]
 Choices = Iterable[Sequence[int]]  # the paths of a tree, without the root
 
-# The number of children of each inner path of the stock tree: ranks 0, 1, 2, …
-_STOCK_CHILDREN: dict[TreePath, int] = {
-    **{(): 10, (0,): 10, (1,): 7, (2,): 3, (3,): 2, (0, 0): 10, (0, 1): 3, (0, 2): 2, (1, 0): 2, (2, 0): 1},
-    **{(rank,): 1 for rank in range(4, 10)},
-    **{(0, rank): 1 for rank in range(3, 8)},
-    (0, 0, 0): 2,
-}
-
 
 def expected_acceleration_rate(accuracy_KR: Sequence[Sequence[float]], choices: Choices) -> float:
     """Expected tokens per step (2.3.3): 1 for the target's own token, plus each node's probability, the product of the
@@ -63,14 +55,6 @@ def cartesian_tree(widths: Sequence[int]) -> tuple[TreePath, ...]:
     """The full tree over the best `widths[k]` guesses of each head k (2.1.2); all ones: the chain of first guesses."""
     levels = (itertools.product(*map(range, widths[:depth])) for depth in range(1, len(widths) + 1))
     return tuple(path for level in levels for path in level)
-
-
-def stock_tree(max_depth: int) -> tuple[TreePath, ...]:
-    """The tree of the authors' code, searched for their Vicuna-7B: 63 nodes, cut at `max_depth`."""
-    paths: list[TreePath] = [()]
-    for path in paths:  # the list grows while it is read: children follow their parent
-        paths += [(*path, rank) for rank in range(_STOCK_CHILDREN.get(path, 0)) if len(path) < max_depth]
-    return tuple(paths[1:])
 
 
 def check_choices(choices: Choices, num_heads: int, top: int) -> tuple[TreePath, ...]:

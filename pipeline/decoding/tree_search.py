@@ -1,61 +1,30 @@
 """Searching for the best tree, from the ranks of held-out tokens among the heads' guesses.
 
-A rank is the place of the held-out token: 0 where a head's first guess is right, 1 where its second is. Ranks determine
-the heads' accuracies (paper 2.3.3), how often whole paths are right and, by a walk through the held-out text in the
-steps of decoding, the acceleration rate of any tree on it, without a forward.
+Ranks determine the heads' accuracies (paper 2.3.3), how often whole paths are right and, by a walk through the held-out
+text, the acceleration rate of any tree on it. Trees are judged on text that they were not searched on: each half of the
+conversations judges those of the other, and the estimate is both together.
 
-Letters: N positions, end to end as the target wrote them, K heads, R ranks.
+Letters: N positions, K heads, R ranks.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.decoding.tree import Choices, TreePath, greedy_tree
-from pipeline.heads.accuracy import NO_LABEL
+from pipeline.decoding.estimate import Estimate
+from pipeline.decoding.held_out import HeldOutRanks, Walk, walk
+from pipeline.decoding.tree import TreePath, greedy_tree
 
 MAX_RANKS = 254
 SAME_SPEED = 0.05  # relative difference between two timings of the same tree
 
-
-@dataclass(frozen=True)
-class HeldOutRanks:
-    """Ranks uint8 [K, N] of the tokens at t+2+k, the first position of each span, and each span's conversation.
-
-    `starts` ascend from 0; spans of one conversation are adjacent and have the same number in `conversations`.
-    """
-
-    ranks_KN: npt.NDArray[np.uint8]
-    starts: npt.NDArray[np.int64]
-    conversations: npt.NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return self.ranks_KN.shape[1]
-
-    def halves(self) -> tuple[HeldOutRanks, HeldOutRanks]:
-        """Every other conversation: one half to search trees on, the other to choose between them.
-
-        Not every other span: where each conversation has two, one half would hold first answers only.
-        """
-        lengths = np.diff(self.starts, append=len(self))
-        _, place = np.unique(self.conversations, return_inverse=True)
-        return self._of(lengths, place % 2 == 0), self._of(lengths, place % 2 == 1)
-
-    def _of(self, lengths: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_]) -> HeldOutRanks:
-        kept = lengths[chosen]
-        ranks_KN = self.ranks_KN[:, np.repeat(chosen, lengths)]
-        return HeldOutRanks(ranks_KN, np.cumsum(kept) - kept, self.conversations[chosen])
-
-    def hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """How often each head's r-th guess is right, [K, R], and the number of labels, [K]."""
-        hits_KR = np.stack([np.bincount(ranks_N, minlength=256)[:top] for ranks_N in self.ranks_KN])
-        return hits_KR, (self.ranks_KN != NO_LABEL).sum(1)
+Choice = TypeVar("Choice", bound=Hashable)
+Trees = Mapping[str, tuple[TreePath, ...]]  # by the search that found them
 
 
 def rank_accuracies(hits_KR: npt.NDArray[np.int64], counts_K: npt.NDArray[np.int64]) -> list[list[float]]:
@@ -63,9 +32,7 @@ def rank_accuracies(hits_KR: npt.NDArray[np.int64], counts_K: npt.NDArray[np.int
     return (hits_KR / np.maximum(counts_K, 1)[:, None]).tolist()
 
 
-def search_trees(
-    ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int
-) -> dict[str, tuple[TreePath, ...]]:
+def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int) -> Trees:
     """The trees of both searches, by the `product` of accuracies (2.3.3) and by `joint` frequencies, at least one node.
 
     The first n nodes of each are its best tree of n.
@@ -75,23 +42,65 @@ def search_trees(
     return {"product": product or ((0,),), "joint": joint or ((0,),)}
 
 
-def choose_tree(
-    trees: dict[str, tuple[TreePath, ...]], ranks: HeldOutRanks, sizes: Sequence[int], overheads: dict[int, float]
-) -> tuple[str, int]:
-    """The search and the number of nodes with the highest speedup on `ranks`, which the trees were not searched on.
+class CrossFit:
+    """Trees searched on all held-out text, each judged by how the same search does on text that it has not seen.
 
-    Speedup uses the overhead of each size; without overheads the acceleration rate decides. Among choices within
-    timing noise of the fastest one, speedup times acceleration rate decides: the rate is counted, not timed, and is
-    the same on every device.
+    Both halves of the conversations are searched, and each half's trees are walked through the other half. The halves'
+    trees are cut where the tree that is used ends, so that their steps by depth are its own.
     """
-    choices = dict.fromkeys((name, min(size, len(tree))) for size in sizes for name, tree in trees.items())
-    rates = {(name, size): simulated_acceleration_rate(ranks, trees[name][:size]) for name, size in choices}
-    speeds = {
-        (name, size): rate / (interpolated_overhead(overheads, size) if overheads else 1.0)
-        for (name, size), rate in rates.items()
-    }
-    fastest = max(filter(np.isfinite, speeds.values()), default=0.0)  # an overhead is NaN where no step had room
-    as_fast = [choice for choice in choices if speeds[choice] >= (1 - SAME_SPEED) * fastest] or list(choices)
+
+    def __init__(self, ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int):
+        self.ranks, halves = ranks, ranks.halves()
+        self.whole: Trees = search_trees(ranks, num_nodes, max_depth, top)
+        self._folds = [
+            (search_trees(searched_on, num_nodes, max_depth, top), judged_on)
+            for searched_on, judged_on in (halves, halves[::-1])
+        ]
+        self._walks: dict[tuple[str, int], Walk] = {}
+
+    def walk(self, search: str, size: int) -> Walk:
+        """Through each half, with the other half's tree of this size."""
+        if (search, size) not in self._walks:
+            one, other = (
+                walk(judged_on, self.judged(fold, search, size)) for fold, (_, judged_on) in enumerate(self._folds)
+            )
+            self._walks[search, size] = one + other
+        return self._walks[search, size]
+
+    def judged(self, fold: int, search: str, size: int) -> tuple[TreePath, ...]:
+        """The tree that a half gave, 0 or 1, for the other half to judge."""
+        depth = max(map(len, self.whole[search][:size]))
+        return tuple(path for path in self._folds[fold][0][search][:size] if len(path) <= depth)
+
+    def estimate(self, search: str, size: int) -> Estimate:
+        """The acceleration rate to expect of this search's tree."""
+        return self.walk(search, size).estimate()
+
+    def node_shares(self, search: str, size: int) -> list[float]:
+        """The share of steps that add each node of the tree that is used; 1 and their sum are the expected rate.
+
+        At each depth the shares of the tree's own walk, scaled to what the walks through unseen text add there.
+        """
+        choices = self.whole[search][:size]
+        own = walk(self.ranks, choices).node_shares(self.ranks, choices)
+        expected = self.walk(search, size).depth_shares()
+        shares = []
+        for path, share in zip(choices, own, strict=True):
+            peers = [other for node, other in zip(choices, own, strict=True) if len(node) == len(path)]
+            part = share / sum(peers) if sum(peers) else 1 / len(peers)
+            shares.append(part * (expected[len(path) - 1] if len(path) <= len(expected) else 0.0))
+        return shares
+
+
+def fastest(rates: Mapping[Choice, float], overheads: Mapping[Choice, float]) -> Choice:
+    """The choice with the highest speedup, rate over overhead.
+
+    Among choices within timing noise of the fastest one, speedup times acceleration rate decides: the rate is counted,
+    not timed, and is the same on every device. A choice whose overhead is NaN, since no step had room, is the last.
+    """
+    speeds = {choice: rate / overheads[choice] for choice, rate in rates.items()}
+    best = max(filter(np.isfinite, speeds.values()), default=0.0)
+    as_fast = [choice for choice in rates if speeds[choice] >= (1 - SAME_SPEED) * best] or list(rates)
     return max(as_fast, key=lambda choice: speeds[choice] * rates[choice])
 
 
@@ -119,44 +128,3 @@ def joint_tree(
             for rank in np.flatnonzero(counts).tolist():
                 heapq.heappush(frontier, (-int(counts[rank]), depth + 1, (*path, rank), places[ranks_N == rank]))
     return tuple(chosen[1:]), frequencies[1:]  # without the root
-
-
-def path_frequencies(ranks: HeldOutRanks, choices: Choices) -> list[float]:
-    """The share of all positions at which each path is right."""
-    if not len(ranks):
-        return [0.0 for _ in choices]
-    right = (np.equal(ranks.ranks_KN[: len(path)], np.array(path)[:, None]).all(0) for path in choices)
-    return [float(right_N.mean()) for right_N in right]
-
-
-def accepted_lengths(ranks: HeldOutRanks, choices: Choices) -> npt.NDArray[np.int64]:
-    """The number of guesses [N] that greedy acceptance keeps at each position: the depth of the deepest right path."""
-    right: dict[TreePath, npt.NDArray[np.bool_]] = {(): np.ones(len(ranks), bool)}
-    lengths_N = np.zeros(len(ranks), np.int64)
-    for path in sorted(map(tuple, choices), key=len):
-        depth = len(path) - 1
-        right[path] = right[path[:-1]] & (ranks.ranks_KN[depth] == path[-1])
-        lengths_N[right[path]] = depth + 1
-    return lengths_N
-
-
-def simulated_acceleration_rate(ranks: HeldOutRanks, choices: Choices) -> float:
-    """Tokens per forward of greedy decoding with the tree, had it written the held-out text.
-
-    After a step that keeps a guesses the next one starts a+1 positions on. A span's first token comes from the prefill
-    and is not counted; what a step would keep beyond the span's end is cut. Unlike an average over positions, the walk
-    visits hard positions more often than easy ones, as decoding does. NaN without positions.
-    """
-    stride = (accepted_lengths(ranks, choices) + 1).tolist()
-    num_steps = 0
-    for place, stop in itertools.pairwise([*ranks.starts.tolist(), len(ranks)]):
-        while place < stop:
-            place += stride[place]
-            num_steps += 1
-    return len(ranks) / num_steps if num_steps else float("nan")
-
-
-def interpolated_overhead(measured: dict[int, float], num_nodes: int) -> float:
-    """The overhead of a tree of `num_nodes`, between the sizes at which it was measured."""
-    sizes = sorted(measured)
-    return float(np.interp(num_nodes, sizes, [measured[size] for size in sizes]))

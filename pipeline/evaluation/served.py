@@ -32,7 +32,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
         progress.begin("vLLM", 0, done=len(prompts), unit="prompts at once")
     decoded = vllm_decode_check(
         target,
-        layout.kind.speculative_config(str(Path(request.export).resolve()), layout.shape.num_heads),
+        layout.kind.speculative_config(str(Path(request.export).resolve()), layout.num_speculative_tokens),
         [prompt.ids for prompt in prompts],
         settings.max_new_tokens,
         repeats=settings.repeats,

@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.decoder import Decoder, plain_decoder
+from pipeline.decoding.held_out import HeldOutRanks, simulated_acceleration_rate
 from pipeline.decoding.readout import last_positions
-from pipeline.decoding.tree import TreePath, cartesian_tree, greedy_tree, stock_tree
-from pipeline.decoding.tree_search import HeldOutRanks, simulated_acceleration_rate
+from pipeline.decoding.stock_trees import STOCK_NODES, stock_tree
+from pipeline.decoding.tree import TreePath, cartesian_tree, greedy_tree
 from pipeline.evaluation.overhead import Name, overheads, step_seconds, with_tree
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import rounded
@@ -29,7 +30,6 @@ from pipeline.report.facts import SEARCHED_TREE, STOCK_TREE, USED_TREE
 
 # T answer tokens, N states at which steps may begin, D hidden size, K heads
 
-STOCK_NODES = 63  # without the root
 CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes
 NUM_TIMED = 4  # prompts
 

@@ -31,16 +31,19 @@ MAX_NUM_HEADS = 128
 class ExportLayout:
     """The heads' kind and shape, their target, and their layout on disk.
 
-    `format` "expanded" is loaded by every engine, "shared" is a compact form of some kinds. Raises ConfigError for
-    settings that no engine or file supports.
+    `format` "expanded" is loaded by every engine, "shared" is a compact form of some kinds. `num_speculative_tokens` is
+    what an engine drafts per step; 0 stands for all the heads. Raises ConfigError for settings that no engine or file
+    supports.
     """
 
     base_model_name_or_path: str
     shape: HeadsShape
     format: str = "expanded"
     dtype: str = "float32"
+    num_speculative_tokens: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "num_speculative_tokens", self.num_speculative_tokens or self.shape.num_heads)
         check_num_heads(self.shape.num_heads)
         if self.dtype not in SAFETENSORS_DTYPES:
             fix = f"Use one of {', '.join(SAFETENSORS_DTYPES)}."
@@ -55,13 +58,17 @@ class ExportLayout:
 
     def to_json(self, target: Mapping[str, Any]) -> dict[str, Any]:
         """The content of `config.json`, for a target with this config.json."""
-        method, num_tokens = self.kind.vllm_method, self.shape.num_heads
+        method, num_tokens = self.kind.vllm_method, self.num_speculative_tokens
         content = {
             **self.kind.engine_config(self.shape, self.format, target),
             "hidden_size": self.shape.hidden_size,
             "vocab_size": self.shape.vocab_size,
             "dtype": self.dtype,
-            "heads": {"format": self.format, **self.shape.to_json()},  # what `read_layout` reads
+            "heads": {  # what `read_layout` reads
+                "format": self.format,
+                "num_speculative_tokens": num_tokens,
+                **self.shape.to_json(),
+            },
         }
         if method and not self.kind.not_served(target):
             content |= {
@@ -96,9 +103,9 @@ def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any],
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         heads = dict(content["heads"])
-        format = heads.pop("format")
+        format, num_tokens = heads.pop("format"), heads.pop("num_speculative_tokens")
         base_model, dtype = content["base_model_name_or_path"], content["dtype"]
-        return content, ExportLayout(base_model, HeadsShape.from_json(heads), format, dtype)
+        return content, ExportLayout(base_model, HeadsShape.from_json(heads), format, dtype, num_tokens)
     except FileNotFoundError as error:
         fix = "Give the directory that the export stage wrote."
         raise DataError(f"There is no {CONFIG_FILE}.", str(directory), fix) from error

@@ -22,6 +22,11 @@ percent = partial(show, spec=".1%")  # a share of one: 78.9%
 signed_percent = partial(show, spec="+.1%")  # a change as a share of one: +1.2%
 
 
+def with_error(value: Any, standard_error: Any) -> str:
+    """A rate with its standard error: `4.03 ± 0.32`; alone where the error is unknown."""
+    return ratio(value) if standard_error is None else f"{ratio(value)} ± {ratio(standard_error)}"
+
+
 def rate(value: Any) -> str:
     """Tokens per second: one decimal below 100, none above."""
     return show(value, ".1f" if isinstance(value, float) and value < 100 else ",.0f")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 import sys
@@ -10,11 +11,12 @@ from pathlib import Path
 
 from pipeline.artifacts.tree_file import read_paths
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
+from pipeline.decoding.stock_trees import CHILDREN, stock_tree
 from pipeline.decoding.tree import TreePath, check_choices
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.export.hub import repositories
-from pipeline.export.layout import check_num_heads
+from pipeline.export.layout import MAX_NUM_HEADS, check_num_heads
 from pipeline.export.upload import check_repo_id
 from pipeline.heads.kind import head_kind, max_depth
 from pipeline.targets.spec import TargetSpec, model_config, resolve
@@ -38,6 +40,10 @@ def check_config(config: Config, stages: Collection[str] | None = None) -> None:
             "calibrate.depth",
             "Lower it or raise train.num_heads.",
         )
+    most, wanted = most_draft_tokens(config), config.calibrate.draft_tokens
+    if wanted != "auto" and wanted > most:
+        fix = f"Lower it to at most {most}, or raise train.num_heads."
+        raise ConfigError(f"These heads cannot draft {wanted} tokens.", "calibrate.draft_tokens", fix)
     for format in config.export.formats:
         kind.check_format(shape, format)
     if "vllm" in config.check.engines:
@@ -66,19 +72,32 @@ def unread_settings(config: Config) -> list[str]:
 
 
 def read_choices(config: Config) -> tuple[TreePath, ...]:
-    """The tree of `calibrate.choices`, given directly or as a file, validated for this many heads.
+    """The tree of `calibrate.choices`, given directly, by name or as a file, validated for these heads.
+
+    A named tree that is deeper than they can propose is cut.
 
     Raises:
         ConfigError: It cannot be read, or is not a tree.
     """
-    choices = config.calibrate.choices
-    assert choices is not None, "a tree is to be searched"
-    if isinstance(choices, Path):
+    given = config.calibrate.choices
+    assert given is not None, "a tree is to be searched"
+    if isinstance(given, str):
+        choices = stock_tree(max_depth(config.train), given)
+    elif isinstance(given, Path):
         try:
-            choices = read_paths(choices)
+            choices = read_paths(given)
         except DataError as error:
-            raise ConfigError(error.what, f"calibrate.choices = {choices}", error.fix) from None
+            near = difflib.get_close_matches(given.name, CHILDREN, n=1)
+            fix = f"Did you mean the tree {near[0]}?" if near else error.fix
+            raise ConfigError(error.what, f"calibrate.choices = {given}", fix) from None
+    else:
+        choices = given
     return check_choices(choices, max_depth(config.train), config.calibrate.top)
+
+
+def most_draft_tokens(config: Config) -> int:
+    """How many tokens the heads can draft in a row, and an engine can be told to."""
+    return min(max_depth(config.train), MAX_NUM_HEADS)
 
 
 def require_questions(config: Config) -> None:

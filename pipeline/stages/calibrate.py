@@ -1,37 +1,47 @@
-"""calibrate: each head's accuracy on held-out rows, and the tree with the highest expected speedup.
+"""calibrate: each head's accuracy on held-out rows, the tree with the highest expected speedup, and the chain's depth.
 
-Promises: everything is measured on the `calibrate` split, which nothing is trained on. Two trees are searched greedily
-on one half of it: by the product of accuracies (paper 2.3.3), and by the frequency of whole paths. The other half
-chooses the search with the higher acceleration rate and gives the expected rate; that search is repeated on both
-halves. With `calibrate.nodes: auto` the size with the highest speedup is used, by the overhead of each size measured on
-this device; among sizes within 5 % of it the acceleration rate counts too. `calibrate.choices` gives a tree instead.
-Where training tuned the backbone, the states are those of the `tuned-features` stage.
+Promises: everything is measured on the `calibrate` split, which nothing is trained on. Trees are searched greedily by
+the product of accuracies (paper 2.3.3) and by the frequency of whole paths, on each half of the conversations; each
+half's trees are judged on the other half, and both together give the expected rate with its standard error. The search
+with the higher rate is repeated on all of it. With `calibrate.nodes: auto` the size with the highest speedup is used,
+by the overhead of each size measured on this device; among sizes within 5 % of it the acceleration rate counts too. The
+number of draft tokens of the chain that vLLM serves is chosen by the same rule. `calibrate.choices` gives a tree
+instead. Where training tuned the backbone, the states are those of the `tuned-features` stage.
+
+Limit: overheads are native decoding's. For the chain they stand for those of the engine that serves it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.trained_heads import HEADS_FILE, load_heads
-from pipeline.artifacts.tree_file import Calibration, Search
+from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import Config
+from pipeline.decoding.held_out import HeldOutRanks
+from pipeline.decoding.stock_trees import STOCK_NODES
 from pipeline.decoding.tree import TreePath
-from pipeline.decoding.tree_search import (
-    HeldOutRanks,
-    choose_tree,
-    path_frequencies,
-    rank_accuracies,
-    search_trees,
-    simulated_acceleration_rate,
-)
+from pipeline.decoding.tree_search import CrossFit, rank_accuracies
 from pipeline.errors import DataError
+from pipeline.evaluation.choosing import (
+    Overheads,
+    best_tree,
+    chains,
+    chosen_chain,
+    given_tree,
+    promise,
+)
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, overhead_curve
 from pipeline.evaluation.prompts import held_out_prompts
-from pipeline.evaluation.tree_studies import STOCK_NODES
+from pipeline.heads.kind import head_kind
+from pipeline.report.formatting import with_error
 from pipeline.run.context import Context
-from pipeline.run.preflight import read_choices
+from pipeline.run.preflight import most_draft_tokens, read_choices
 from pipeline.run.stage import Stage
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
@@ -41,7 +51,7 @@ from pipeline.training.evaluation import SPLIT, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
-VERSION = 5
+VERSION = 6
 
 REPORTED_TOPS = 5
 MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # with the root powers of two, which matrix products are fastest at
@@ -53,57 +63,77 @@ def upstream(config: Config) -> tuple[str, ...]:
 
 
 def identity(context: Context) -> Identity:
-    """The budget, or the content of the user's tree."""
+    """The budget, or the content of the user's tree, and what decides the chain."""
     settings = context.config.calibrate
     choices = read_choices(context.config) if settings.choices else None
-    return {"nodes": settings.nodes, "depth": settings.depth, "top": settings.top, "choices": choices}
+    chain = {"draft_tokens": settings.draft_tokens, "timed": _times_chain(context.config)}
+    return {"nodes": settings.nodes, "depth": settings.depth, "top": settings.top, "choices": choices, "chain": chain}
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Measure the heads, search the tree, choose its size."""
+    """Measure the heads, search the tree, choose its size and the chain's."""
     settings, features = context.config.calibrate, context.upstream[upstream(context.config)[0]]
     ranks = _held_out_ranks(context, features)
     hits_KR, counts_K = ranks.hits(settings.top)
-    searched_on, judged_on = ranks.halves()
     trained_K = counts_K[: context.config.train.num_heads]  # a kind may propose deeper
-    if int(trained_K.min()) == 0 or not len(judged_on):
+    num_conversations = len(np.unique(ranks.conversations))
+    if int(trained_K.min()) == 0 or num_conversations < 2:
         raise DataError(
             f"Head {int(trained_K.argmin())} has nothing to be measured on: the held-out answers are too short for it.",
             str(features.path),
             "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers be longer.",
         )
-    search = None
-    if settings.choices:
-        source, choices = "calibrate.choices", read_choices(context.config)
-        expected = simulated_acceleration_rate(ranks, choices)
-    else:
+    fits = _cross_fit(context, ranks)
+    tree_overheads, chain_overheads = _measured(context, features, fits)
+    if fits:
         budget = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
-        trees = search_trees(searched_on, max(budget, STOCK_NODES), settings.depth, settings.top)
-        longest = max(trees.values(), key=len)
-        overheads = _measured(context, features, longest) if settings.nodes == "auto" else {}
-        sizes = sorted(overheads) or [budget]  # costs jump between sizes, so they are not interpolated
-        source, size = choose_tree(trees, judged_on, sizes, overheads)
-        rates = {name: simulated_acceleration_rate(judged_on, found[:size]) for name, found in trees.items()}
-        expected = rates[source]
-        # The tree that is used is searched on both halves: more data than either has.
-        whole = search_trees(ranks, max(budget, STOCK_NODES), settings.depth, settings.top)[source]
-        choices = whole[:size]
-        measured = _sizes(trees[source], judged_on, overheads)
-        search = Search(rates, measured, judged=trees[source][:size], searched=whole[:STOCK_NODES])
-    frequencies, accuracies = path_frequencies(ranks, choices), rank_accuracies(hits_KR, counts_K)
-    Calibration(choices, frequencies, accuracies, expected, search).write(stage.path)
+        tree = best_tree(fits, budget, tree_overheads)
+    else:
+        tree = given_tree(ranks, read_choices(context.config))
+    fixed = context.config.train.num_heads if settings.draft_tokens == "auto" else settings.draft_tokens
+    num_tokens, chain = chosen_chain(ranks, most_draft_tokens(context.config), fixed, chain_overheads)
+    expected = promise(tree.expected)
+    Calibration(
+        tree.choices,
+        tree.node_shares,
+        rank_accuracies(hits_KR, counts_K),
+        tree.expected.rate,
+        expected["expected_standard_error"],
+        num_tokens,
+        chain,
+        num_conversations,
+        tree.search,
+    ).write(stage.path)
     return {
         "heads": [_head(hits, int(count)) for hits, count in zip(hits_KR.cumsum(1).tolist(), trained_K, strict=False)],
         "tree": {
-            "nodes": len(choices),
-            "depth": max(map(len, choices)),
-            "source": source,
-            "expected_acceleration_rate": round(expected, 4),
-            **({"searches": search.searches} if search else {}),
-            **({"sizes": search.sizes} if search and search.sizes else {}),
+            "nodes": len(tree.choices),
+            "depth": max(map(len, tree.choices)),
+            "source": tree.source,
+            **expected,
+            "num_speculative_tokens": num_tokens,
+            "chain": chain,
+            **({"searches": tree.search.searches} if tree.search else {}),
+            **({"sizes": tree.search.sizes} if tree.search and tree.search.sizes else {}),
         },
         "positions": int(counts_K.max()),
+        "conversations": num_conversations,
     }
+
+
+def _cross_fit(context: Context, ranks: HeldOutRanks) -> CrossFit | None:
+    """Trees of every size that is asked for; None where the user gives one."""
+    settings = context.config.calibrate
+    if settings.choices:
+        return None
+    budget = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
+    return CrossFit(ranks, max(budget, STOCK_NODES), settings.depth, settings.top)
+
+
+def _times_chain(config: Config) -> bool:
+    """Whether the chain's number of draft tokens is to be found by timing."""
+    settings, served = config.calibrate, "vllm" in config.check.engines and head_kind(config.train.heads).vllm_method
+    return bool(settings.nodes == "auto" and settings.draft_tokens == "auto" and served)
 
 
 def _held_out_ranks(context: Context, features: StageDirectory) -> HeldOutRanks:
@@ -120,25 +150,20 @@ def _held_out_ranks(context: Context, features: StageDirectory) -> HeldOutRanks:
     return context.executor.call(held_out_ranks, arguments, placement)
 
 
-def _sizes(choices: tuple[TreePath, ...], ranks: HeldOutRanks, overheads: dict[int, float]) -> list[dict[str, float]]:
-    """Overhead, expected acceleration rate and expected speedup of each measured size."""
-    rows = []
-    for size, overhead in sorted(overheads.items()):
-        rate = simulated_acceleration_rate(ranks, choices[:size])
-        figures = {"overhead": overhead, "expected_acceleration_rate": rate, "expected_speedup": rate / overhead}
-        rows.append({"nodes": size} | {name: round(figure, 4) for name, figure in figures.items()})
-    return rows
-
-
-def _measured(context: Context, features: StageDirectory, choices: tuple[TreePath, ...]) -> dict[int, float]:
-    """The overhead of trees of several sizes where the target decodes."""
+def _measured(context: Context, features: StageDirectory, fits: CrossFit | None) -> tuple[Overheads, Overheads]:
+    """The overheads of trees of several sizes and of chains where the target decodes; empty where none is asked for."""
+    if fits is None or context.config.calibrate.nodes != "auto":
+        return {}, {}
+    longest = max(fits.whole.values(), key=len)
+    sizes = [size for size in sorted({*MEASURED_SIZES, len(longest)}) if size <= len(longest)]
     placement, room = context.placement("features"), context_length(context.target)
     rows = read_token_rows(features.shards(), features.fingerprint)
     prompts = held_out_prompts(rows, NUM_PROMPTS, room, SPLIT).kept  # chosen as the check's are
     arguments = {
         "target": context.backbone("train"),
         "heads": str(context.upstream["train"].path / HEADS_FILE),
-        "trees": {size: choices[:size] for size in sorted({*MEASURED_SIZES, len(choices)}) if size <= len(choices)},
+        "trees": {size: longest[:size] for size in sizes},
+        "chains": chains(most_draft_tokens(context.config)) if _times_chain(context.config) else {},
         "prompts": [prompt.ids[-max(1, room - 1 - NUM_STEPS) :] for prompt in prompts],  # cut at the beginning
         "gpus": placement.gpus,
     }
@@ -146,19 +171,28 @@ def _measured(context: Context, features: StageDirectory, choices: tuple[TreePat
 
 
 def measure_overheads(
-    target: TargetSpec, heads: str, trees: dict[int, tuple[TreePath, ...]], prompts: list[list[int]], gpus: int
-) -> dict[int, float]:
-    """`overhead_curve` of trained heads on the target, loaded here."""
+    target: TargetSpec,
+    heads: str,
+    trees: Mapping[int, tuple[TreePath, ...]],
+    chains: Mapping[int, tuple[TreePath, ...]],
+    prompts: list[list[int]],
+    gpus: int,
+) -> tuple[Overheads, Overheads]:
+    """`overhead_curve` of trained heads on the target, loaded here, with trees and with chains."""
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = load_heads(Path(heads)).to(input_device(model), model.dtype)
-    return overhead_curve(model, module, trees, prompts, context_length(target))
+
+    def curve(choices: Mapping[int, tuple[TreePath, ...]]) -> Overheads:
+        return overhead_curve(model, module, choices, prompts, context_length(target)) if choices else {}
+
+    return curve(trees), curve(chains)
 
 
 def one_line(summary: Summary) -> str:
     tree = summary["tree"]
     accuracies = " ".join(f"{head['top1']:.0%}" for head in summary["heads"])
-    rate = tree["expected_acceleration_rate"]
-    return f"top-1 {accuracies}; a tree of {tree['nodes']} nodes, expected acceleration rate {rate:.2f}"
+    rate = with_error(tree["expected_acceleration_rate"], tree["expected_standard_error"])
+    return f"top-1 {accuracies}; a tree of {tree['nodes']} nodes, expected acceleration rate {rate}"
 
 
 def _head(hits_R: list[int], count: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from pipeline.targets.spec import load_tokenizer, model_config
 from pipeline.training.methods import method_of
 
 NAME = "export"
-VERSION = 1
+VERSION = 2
 
 
 def identity(context: Context) -> Identity:
@@ -43,13 +43,14 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     heads = load_heads(train / HEADS_FILE)
     target = model_config(spec)
     check_vocabulary(heads.shape.vocab_size, target.get_text_config().vocab_size)
+    calibration = read_calibration(context.upstream["calibrate"].path)
     layout = ExportLayout(
         base_model_name_or_path=str(backbone) if tuned else spec.model,
         shape=heads.shape,
         format=settings.formats[0],
         dtype=spec.dtype if settings.dtype == "auto" else settings.dtype,
+        num_speculative_tokens=calibration.num_speculative_tokens,
     )
-    choices = read_calibration(context.upstream["calibrate"].path).choices
     base, recipe = None if tuned else spec.model, context.config.model_dump(mode="json")
     files = write_export(
         stage.path,
@@ -57,7 +58,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         layout,
         target=target.to_dict(),
         tokenizer=load_tokenizer(spec),
-        choices=check_choices(choices, heads.shape.max_depth, heads.shape.vocab_size),
+        choices=check_choices(calibration.choices, heads.shape.max_depth, heads.shape.vocab_size),
         card=model_card({}, kind=layout.kind, base_model=base, repo_id=None, recipe=recipe, tuned=tunes),
     )
     return {

@@ -19,7 +19,7 @@ import torch
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.trained_heads import load_heads
 from pipeline.conversations.conversation import Role
-from pipeline.decoding.tree_search import HeldOutRanks
+from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.heads.accuracy import Score, label_ranks, score
 from pipeline.heads.kind import Heads
 from pipeline.training.adapted_backbone import Backbone

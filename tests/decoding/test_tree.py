@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.decoding.tree import Tree, check_choices, expected_acceleration_rate, greedy_tree, stock_tree
+from pipeline.decoding.stock_trees import stock_tree
+from pipeline.decoding.tree import Tree, check_choices, expected_acceleration_rate, greedy_tree
 from pipeline.errors import ConfigError
 
 quick = settings(deadline=None, max_examples=40)

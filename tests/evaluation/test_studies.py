@@ -12,8 +12,9 @@ from pipeline.artifacts.tree_file import Calibration, Search, read_calibration
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import greedy_acceptance
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
-from pipeline.decoding.tree import cartesian_tree, stock_tree
-from pipeline.decoding.tree_search import simulated_acceleration_rate
+from pipeline.decoding.held_out import simulated_acceleration_rate
+from pipeline.decoding.stock_trees import stock_tree
+from pipeline.decoding.tree import cartesian_tree
 from pipeline.evaluation import studies
 from pipeline.evaluation.prompts import Prompt, held_out_prompts
 from pipeline.evaluation.studies import Side, run_studies

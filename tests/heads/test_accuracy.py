@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.decoding.tree_search import HeldOutRanks
+from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.heads.accuracy import MISS, NO_LABEL, label_ranks, score
 from pipeline.heads.losses import plain_summed_cross_entropy
 from pipeline.heads.medusa import MedusaHeads, MedusaShape

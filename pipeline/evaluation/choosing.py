@@ -1,0 +1,80 @@
+"""Which tree native decoding uses, and how many tokens the chain drafts that vLLM serves: by expected speedup.
+
+Rates are counted on held-out text, overheads timed on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipeline.artifacts.tree_file import Figures, Search
+from pipeline.decoding.estimate import Estimate
+from pipeline.decoding.held_out import HeldOutRanks, walk
+from pipeline.decoding.stock_trees import STOCK_NODES
+from pipeline.decoding.tree import TreePath, cartesian_tree
+from pipeline.decoding.tree_search import CrossFit, fastest
+from pipeline.evaluation.speed import rounded
+
+Overheads = Mapping[int, float]  # by nodes; empty where nothing was timed
+
+
+@dataclass(frozen=True)
+class ChosenTree:
+    """A tree, where it is from, what is expected of it, and the share of steps that adds each of its nodes."""
+
+    source: str
+    choices: tuple[TreePath, ...]
+    expected: Estimate
+    node_shares: list[float]
+    search: Search | None = None
+
+
+def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree:
+    """A tree of the user's own, which all held-out text judges."""
+    walked = walk(ranks, choices)
+    return ChosenTree("calibrate.choices", choices, walked.estimate(), walked.node_shares(ranks, choices))
+
+
+def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTree:
+    """The search and the number of nodes with the highest speedup; without overheads `num_nodes`, or all there are."""
+    sizes = sorted(overheads) or [num_nodes]  # costs jump between sizes, so they are not interpolated
+    costs: dict[tuple[str, int], float] = {}
+    for name, tree in fits.whole.items():
+        for size in sizes:  # a tree that ends before has the overhead of the next size
+            costs.setdefault((name, min(size, len(tree))), overheads.get(size, 1.0))
+    rates = {choice: fits.walk(*choice).acceleration_rate for choice in costs}
+    source, size = fastest(rates, costs)
+    search = Search(
+        {name: fits.walk(name, min(size, len(tree))).acceleration_rate for name, tree in fits.whole.items()},
+        [{"nodes": timed} | promise(fits.estimate(source, timed), overheads[timed]) for timed in sorted(overheads)],
+        judged=[fits.judged(half, source, size) for half in (0, 1)],
+        searched=fits.whole[source][:STOCK_NODES],
+    )
+    choices = fits.whole[source][:size]
+    return ChosenTree(source, choices, fits.estimate(source, size), fits.node_shares(source, size), search)
+
+
+def chains(most: int) -> dict[int, tuple[TreePath, ...]]:
+    """The chain of first guesses of each length."""
+    return {num_tokens: cartesian_tree([1] * num_tokens) for num_tokens in range(1, most + 1)}
+
+
+def chosen_chain(ranks: HeldOutRanks, most: int, default: int, overheads: Overheads) -> tuple[int, list[Figures]]:
+    """How many tokens to draft, and the figures of each number up to `most`; without overheads `default`."""
+    expected = {num_tokens: walk(ranks, chain).estimate() for num_tokens, chain in chains(most).items()}
+    timed = {num_tokens: cost for num_tokens, cost in overheads.items() if np.isfinite(cost)}
+    num_tokens = fastest({number: expected[number].rate for number in timed}, timed) if timed else default
+    return num_tokens, [
+        {"draft_tokens": number} | promise(estimate, timed.get(number)) for number, estimate in expected.items()
+    ]
+
+
+def promise(expected: Estimate, overhead: float | None = None) -> Figures:
+    """The expected rate and its standard error; where the overhead was timed, that and the expected speedup."""
+    figures = {"expected_acceleration_rate": expected.rate, "expected_standard_error": expected.standard_error}
+    if overhead is not None:
+        figures = {"overhead": overhead, **figures, "expected_speedup": expected.rate / overhead}
+    return {name: rounded(figure) for name, figure in figures.items()}
