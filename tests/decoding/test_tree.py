@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.decoding.stock_trees import stock_tree
 from pipeline.decoding.tree import Tree, check_choices, expected_acceleration_rate, greedy_tree
 from pipeline.errors import ConfigError
 
@@ -151,13 +150,6 @@ def test_the_empty_tree_is_a_root_alone():
     assert (tree.num_nodes, tree.max_depth, tree.retrieve_paths) == (0, 0, [[0]]) and tree.ancestors.tolist() == [
         [True]
     ]
-
-
-def test_the_stock_tree_is_a_tree_of_63_nodes_of_the_shape_that_is_published():
-    tree = stock_tree(4)
-    assert check_choices(tree, num_heads=4, top=10) == tree
-    assert [sum(len(path) == depth for path in tree) for depth in (1, 2, 3, 4)] == [10, 28, 23, 2]
-    assert set(stock_tree(2)) == {path for path in tree if len(path) <= 2}
 
 
 def test_a_tree_may_be_given_as_json_has_it():
