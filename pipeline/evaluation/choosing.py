@@ -57,6 +57,14 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
     return ChosenTree(source, choices, fits.estimate(source, size), fits.node_shares(source, size), search)
 
 
+def tokens_by_depth(tree: ChosenTree) -> list[float]:
+    """What each depth adds to a step; 1 and their sum are the expected rate."""
+    added = [0.0] * max(map(len, tree.choices))
+    for path, share in zip(tree.choices, tree.node_shares, strict=True):
+        added[len(path) - 1] += share
+    return [round(tokens, 4) for tokens in added]
+
+
 def chains(most: int) -> dict[int, tuple[TreePath, ...]]:
     """The chain of first guesses of each length."""
     return {num_tokens: cartesian_tree([1] * num_tokens) for num_tokens in range(1, most + 1)}

@@ -1,6 +1,7 @@
 """Speed figures of several decoding methods on the same prompts.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
+    standard error     of the acceleration rate, had other prompts of the same kind been asked
     overhead           seconds per step with heads / seconds per plain step
     speedup            tokens per second / plain tokens per second, which is acceleration rate / overhead
 
@@ -21,6 +22,7 @@ import torch
 
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
+from pipeline.decoding.estimate import estimated_rate
 from pipeline.evaluation.prompts import Prompt
 from pipeline.execution.progress import ProgressReporter
 
@@ -107,12 +109,17 @@ def speed(passes: Sequence[Pass]) -> dict[str, float | None]:
     overhead = _ratio(accelerated.seconds_per_step, plain.seconds_per_step)
     figures = {
         "acceleration_rate": rounded(accelerated.acceleration_rate),
+        "standard_error": rounded(_standard_error(passes[0][ACCELERATED])),
         "overhead": rounded(overhead),
         "speedup": rounded(_ratio(accelerated.acceleration_rate, overhead)),
     }
     for name, figure in accelerated.timed().items():
         figures |= {name: figure, f"baseline_{name}": plain.timed()[name]}
     return figures
+
+
+def _standard_error(answers: Sequence[Decoded]) -> float:
+    return estimated_rate([sum(one.accepted) for one in answers], [one.num_steps for one in answers]).standard_error
 
 
 def pace_beside(passes: Sequence[Pass], method: str) -> dict[str, float | None]:

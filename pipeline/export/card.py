@@ -59,6 +59,8 @@ def model_card(
     base = _public(base_model)
     section = {name: recipe.get(name) or {} for name in ("target", "seeds", "generate", "train", "export")}
     num_heads = report.get("num_heads") or section["train"].get("num_heads")
+    tree = report.get("tree") or {}
+    num_tokens = tree.get("num_speculative_tokens") or num_heads
     here = repo_id or "PATH_TO_THIS_DIRECTORY"
     sources = section["seeds"].get("sources") or ()
     facts = {
@@ -69,12 +71,16 @@ def model_card(
         "drift": _drift(report),
         "here": here,
         "num_heads": num_heads,
+        "num_tokens": num_tokens,
+        "max_tokens": len(tree.get("chain") or ()) or num_heads,
+        "tokens_by_depth": [_number(share, ".2f") for share in tree.get("tokens_by_depth") or ()],
+        "chain": next((row for row in tree.get("chain") or () if row.get("draft_tokens") == num_tokens), None),
         "train": section["train"],
         "generate": section["generate"],
         "shared": "shared" in (section["export"].get("formats") or ()),
         "kind": kind,
         "front_matter": _front_matter(kind, base, _data_sets(sources)),
-        "speculative_config": kind.vllm_method and json.dumps(kind.speculative_config(here, num_heads or "K")),
+        "speculative_config": kind.vllm_method and json.dumps(kind.speculative_config(here, num_tokens or "K")),
         "engines": _engines(report),
         "measures": MEASURES,
         "tops": _tops(report),
@@ -203,7 +209,7 @@ def _environment(kind: type[Heads]) -> Environment:
         lstrip_blocks=True,
         autoescape=False,
     )
-    environment.filters |= {"number": _number, "matched": _matched, "words": _words}
+    environment.filters |= {"number": _number, "matched": _matched, "words": _words, "expected": _expected}
     return environment
 
 
@@ -211,6 +217,12 @@ def _number(value: Any, spec: str = ",.0f") -> str:
     """A number in a format; empty for an unknown or non-finite one."""
     known = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     return format(value, spec) if known else ""
+
+
+def _expected(promise: Any) -> str:
+    """An expected acceleration rate and its standard error; empty where it is unknown."""
+    rate, error = (_number(promise.get(f"expected_{name}"), ".2f") for name in ("acceleration_rate", "standard_error"))
+    return f"{rate} ± {error}" if rate and error else rate
 
 
 def _matched(match: Any) -> str:

@@ -1,7 +1,7 @@
 """A run's report as texts: report.json for programs, report.md and report.html for people.
 
 `report` is the dictionary that report.json shows; `extras` is data for the drawings only: `tree` {"choices",
-"probabilities"}, `losses` and `held_out` (rows of {"step", "loss", "head_losses"}), `samples` ({"prompt", "tokens":
+"node_shares"}, `losses` and `held_out` (rows of {"step", "loss", "head_losses"}), `samples` ({"prompt", "tokens":
 [{"text", "step"}]}). Every part of both is optional. Nothing is read or written here.
 """
 

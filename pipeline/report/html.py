@@ -50,7 +50,7 @@ def page(report: dict, extras: dict) -> str:
 def drawings(report: dict, extras: dict) -> dict[str, str]:
     """The plots for which there is data, by name."""
     native, heads, sizes = pick(report, "check", "native"), pick(report, "heads") or (), pick(report, "tree", "sizes")
-    choices, shares = pick(extras, "tree", "choices"), pick(extras, "tree", "probabilities") or ()
+    choices, shares = pick(extras, "tree", "choices"), pick(extras, "tree", "node_shares") or ()
     losses, held_out = pick(extras, "losses") or (), pick(extras, "held_out") or ()
     evaluated = [row for row in held_out if row.get("head_top1")]
     lengths = pick(native, "accepted_lengths")

@@ -142,12 +142,17 @@ def layout(choices: Sequence[Sequence[int]]) -> dict[Path, Place]:
     return places
 
 
-def tree(choices: Sequence[Sequence[int]], probabilities: Sequence[float | None] = ()) -> str:
-    """The tree from left to right, one column per head; a node's area and colour show the share of steps keeping it."""
+def tree(choices: Sequence[Sequence[int]], node_shares: Sequence[float | None] = ()) -> str:
+    """The tree from left to right, one column per head; a node's area and colour show the share of steps that add it.
+
+    Above each column is the share of steps that add any of its nodes: 1 and their sum are the expected rate.
+    """
     places = layout(choices)
-    known = {tuple(path): p or 0.0 for path, p in zip(choices, probabilities, strict=True)} if probabilities else {}
+    known = {tuple(path): p or 0.0 for path, p in zip(choices, node_shares, strict=True)} if node_shares else {}
     shares = {node: known.get(node, 0.0 if known and node else 1.0) for node in places}
     depth = max(map(len, places))
+    columns = [sum(share for node, share in known.items() if len(node) == k + 1) for k in range(depth)]
+    names = [f"head {k}" + (f"\n{column:.0%}" if known else "") for k, column in enumerate(columns)]
     num_lines = 1 + max(line for _, line in places.values())
     height = 0.7 + min(0.15 * max(num_lines, 6), 12)  # inches; large trees have closer lines
 
@@ -158,7 +163,7 @@ def tree(choices: Sequence[Sequence[int]], probabilities: Sequence[float | None]
         _nodes(axes, places, shares)
         axes.set_xlim(-0.15, depth + 0.4)
         axes.set_ylim(num_lines - 0.3, -1)
-        axes.set_xticks(range(depth + 1), ["token", *(f"head {k}" for k in range(depth))])
+        axes.set_xticks(range(depth + 1), ["token", *names])
         axes.xaxis.tick_top()
         axes.tick_params(axis="both", length=0)
         axes.set_yticks([])

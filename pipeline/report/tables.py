@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.report.check_tables import Column, categories_table, check_table, filled, methods_table, study_tables
-from pipeline.report.facts import STAGES, Table, pick
+from pipeline.report.facts import STAGES, Table, expected_rate, pick
 from pipeline.report.formatting import (
     NOT_RUN,
     UNKNOWN,
@@ -23,6 +23,12 @@ from pipeline.report.formatting import (
     times,
 )
 
+_PROMISED: tuple[Column, ...] = (
+    ("overhead", "overhead", times),
+    ("expected rate", "rate", str),
+    ("expected speedup", "expected_speedup", times),
+)
+
 
 def tables(report: dict, extras: dict) -> dict[str, Table]:
     """All tables by name, in reading order: results first, then how they were made."""
@@ -33,6 +39,7 @@ def tables(report: dict, extras: dict) -> dict[str, Table]:
         "heads": heads_table(report),
         "tree": tree_table(report, extras),
         "sizes": sizes_table(report),
+        "chain": chain_table(report),
         **{name: table for name, table in optional.items() if table.rows},
         **study_tables(report),
         "stages": stages_table(report),
@@ -53,11 +60,11 @@ def heads_table(report: dict) -> Table:
 
 
 def tree_table(report: dict, extras: dict) -> Table:
-    """The tree by depth: its nodes, and the tokens that each depth is expected to add to a step (section 2.3.3)."""
+    """The tree by depth: its nodes, and the tokens that each depth adds to a step; they sum to the expected rate."""
     choices = pick(extras, "tree", "choices") or []
-    shares = pick(extras, "tree", "probabilities") or [None] * len(choices)
-    nodes, expected = pick(report, "tree", "nodes"), pick(report, "tree", "expected_acceleration_rate")
-    note = f"{count(nodes)} nodes, expected acceleration rate {ratio(expected)}." if pick(report, "tree") else ""
+    shares = pick(extras, "tree", "node_shares") or [None] * len(choices)
+    nodes, expected = pick(report, "tree", "nodes"), expected_rate(pick(report, "tree"))
+    note = f"{count(nodes)} nodes, expected acceleration rate {expected}." if pick(report, "tree") else ""
     if searches := pick(report, "tree", "searches"):
         note += " On text not used for the search, " + ", ".join(
             f"the {name} search reaches {ratio(found)}" for name, found in searches.items()
@@ -66,27 +73,34 @@ def tree_table(report: dict, extras: dict) -> Table:
     by_depth: dict[int, list[tuple[int, Any]]] = {}
     for path, share in zip(choices, shares, strict=True):
         by_depth.setdefault(len(path), []).append((path[-1], share))
-    rows = []
+    rows = [("0", "the target's own token", UNKNOWN, ratio(1.0))] if by_depth else []
     for depth, entries in sorted(by_depth.items()):
         known = [share for _, share in entries if share is not None]
         num_ranks = 1 + max(rank for rank, _ in entries)
         rows.append((str(depth), count(len(entries)), str(num_ranks), ratio(sum(known) if known else None)))
     if not rows and note:
         rows = [("all", count(nodes), UNKNOWN, UNKNOWN)]
-    return Table("Tree", ("depth", "nodes", "ranks used", "expected tokens"), tuple(rows), note)
+    return Table("Tree", ("depth", "nodes", "ranks used", "tokens per step"), tuple(rows), note)
 
 
 def sizes_table(report: dict) -> Table:
     """The cost and the expected speedup of trees of several sizes on the device."""
-    columns: tuple[Column, ...] = (
-        ("nodes", "nodes", count),
-        ("overhead", "overhead", times),
-        ("expected rate", "expected_acceleration_rate", ratio),
-        ("expected speedup", "expected_speedup", times),
-    )
     source, nodes = pick(report, "tree", "source"), count(pick(report, "tree", "nodes"))
     note = f"The {source} search; {nodes} nodes are used, the fastest up to 5 %."
-    return filled("Tree sizes", note, columns, pick(report, "tree", "sizes") or [], empty="not measured", words=())
+    rows = [row | {"rate": expected_rate(row)} for row in pick(report, "tree", "sizes") or []]
+    return filled("Tree sizes", note, (("nodes", "nodes", count), *_PROMISED), rows, empty="not measured", words=())
+
+
+def chain_table(report: dict) -> Table:
+    """The chain that vLLM drafts, by its number of tokens."""
+    drafted = count(pick(report, "tree", "num_speculative_tokens"))
+    rows = [row | {"rate": expected_rate(row)} for row in pick(report, "tree", "chain") or []]
+    timed = any(row.get("overhead") for row in rows)
+    note = f"What vLLM drafts: first guesses alone. {drafted} tokens are drafted" + (
+        ", the fastest up to 5 % by native overheads." if timed else "."
+    )
+    columns = _PROMISED if timed else tuple(column for column in _PROMISED if column[1] == "rate")
+    return filled("Chain", note, (("tokens", "draft_tokens", count), *columns), rows, words=())
 
 
 def drift_table(report: dict) -> Table:
@@ -152,7 +166,7 @@ def _made(report: dict, stage: str) -> str:
         ),
         "calibrate": (
             ("nodes", count, "{} nodes"),
-            ("expected_acceleration_rate", ratio, "expects {} tokens per step"),
+            ("expected_acceleration_rate", lambda _: expected_rate(pick(report, "tree")), "expects {} tokens per step"),
         ),
         "check": (("native.skipped_prompts", count, "{} prompts skipped"),),
     }

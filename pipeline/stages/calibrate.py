@@ -35,6 +35,7 @@ from pipeline.evaluation.choosing import (
     chosen_chain,
     given_tree,
     promise,
+    tokens_by_depth,
 )
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, overhead_curve
 from pipeline.evaluation.prompts import held_out_prompts
@@ -111,6 +112,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             "depth": max(map(len, tree.choices)),
             "source": tree.source,
             **expected,
+            "tokens_by_depth": tokens_by_depth(tree),
             "num_speculative_tokens": num_tokens,
             "chain": chain,
             **({"searches": tree.search.searches} if tree.search else {}),

@@ -16,7 +16,7 @@ HEADS = [
     for row in ((0.62, 0.74, 0.8, 0.82, 0.84), (0.4, 0.5, 0.6, 0.61, 0.66))
 ]
 CHOICES = [[0], [1], [0, 0], [0, 1], [1, 0]]
-PROBABILITIES = [0.62, 0.12, 0.248, 0.062, 0.048]
+NODE_SHARES = [0.62, 0.12, 0.248, 0.062, 0.048]
 
 SPEED = {"acceleration_rate": 1.9, "overhead": 1.2, "speedup": 1.583}
 STUDIES: dict[str, Any] = {
@@ -102,7 +102,7 @@ REPORT: dict[str, Any] = {
 }
 
 EXTRAS: dict[str, Any] = {
-    "tree": {"choices": CHOICES, "probabilities": PROBABILITIES},
+    "tree": {"choices": CHOICES, "node_shares": NODE_SHARES},
     "losses": [{"step": s, "loss": 5.0 - s / 100, "head_losses": [2.5, 3.5 - s / 100], "lr": 1e-3} for s in range(50)],
     "held_out": [{"step": 25, "loss": 4.8, "head_losses": [2.6, 3.4], "head_top1": [0.6, 0.4]}],
     "samples": [

@@ -57,7 +57,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path, report, extras):
     report["check"]["native"]["speedup"] = np.float32("inf")
     report["heads"][1]["top1"] = float("-inf")
     extras["losses"][3]["loss"] = extras["losses"][3]["head_losses"][0] = float("nan")
-    extras["tree"]["probabilities"][-1] = float("nan")
+    extras["tree"]["node_shares"][-1] = float("nan")
     write_report(tmp_path, report, extras)
     written = _read_json(tmp_path)
     assert (
@@ -153,7 +153,7 @@ def test_tree_depths_add_up_to_the_expected_acceleration_rate(tmp_path, report, 
     rows = _cells((tmp_path / "report.md").read_text(encoding="utf-8"))["Tree"][1:]
     assert [row[:3] for row in rows] == [["1", "2", "2"], ["2", "3", "2"]]
     # Paper, section 2.3.3: 1 + the sum over nodes of the product of the accuracies along their path.
-    expected = 1 + sum(extras["tree"]["probabilities"])
+    expected = 1 + sum(extras["tree"]["node_shares"])
     assert 1 + sum(float(row[3]) for row in rows) == pytest.approx(expected, abs=0.01)
     assert f"expected acceleration rate {expected:.2f}" in (tmp_path / "report.md").read_text()
 
@@ -204,7 +204,7 @@ def test_nothing_quarantined_differs_from_not_run(tmp_path, report):
 def test_a_report_that_cannot_be_made_leaves_the_old_one(tmp_path, report, extras):
     write_report(tmp_path, report, extras)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    extras["tree"]["probabilities"].pop()  # not one per node: a mistake of ours
+    extras["tree"]["node_shares"].pop()  # not one per node: a mistake of ours
     with pytest.raises(ValueError):
         write_report(tmp_path, report, extras)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
