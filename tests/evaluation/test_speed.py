@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import statistics
+
 import pytest
 
 from pipeline.decoding.decoder import Decoded
@@ -24,8 +27,11 @@ def test_rates_are_pooled_over_sequences_and_seconds_are_medians_over_repetition
     assert found["acceleration_rate"] == pytest.approx(12 / 5)
     assert found["baseline_tokens_per_second"] == pytest.approx(10.0)
     found = speed([{"plain": PLAIN, "accelerated": side} for side in (MEDUSA, SLOW, MEDUSA)])
+    # Of two answers, bootstrapped: 8/3, 4/2 or both, in 1, 1 and 2 of 4 draws, and widened by the square root of 2.
+    draws = [8 / 3, 12 / 5, 12 / 5, 2.0]
     assert found == {
         "acceleration_rate": pytest.approx(12 / 5),
+        "standard_error": pytest.approx(math.sqrt(2) * statistics.pstdev(draws), rel=0.1),
         "overhead": pytest.approx(0.2 / 0.1),
         "speedup": pytest.approx(1.2),
         "tokens_per_second": pytest.approx(12.0),

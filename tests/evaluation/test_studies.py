@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -102,10 +103,9 @@ def test_a_walk_through_plain_text_finds_the_very_rate_that_decoding_with_the_tr
 
 
 def test_the_tree_of_the_stock_s_size_is_the_search_s_own_or_the_product_of_accuracies():
-    searched = ((0,), (0, 0), (1,))
-    search = Search({}, [], judged=(), searched=searched)
-    assert searched_tree(Calibration((), [], [[0.5, 0.4]], 1.0, search)) == ((0,), (0, 0), (1,))
-    own = Calibration((), [], [[0.5, 0.1], [0.4, 0.2]], 1.0)
+    own = Calibration((), [], [[0.5, 0.1], [0.4, 0.2]], 1.0, None, 2, [], 9)
+    search = Search({}, [], judged=[], searched=((0,), (0, 0), (1,)))
+    assert searched_tree(replace(own, search=search)) == ((0,), (0, 0), (1,))
     assert searched_tree(own) == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
     assert searched_tree(None) == ()
 

@@ -149,13 +149,13 @@ def test_drift_says_from_which_copy_it_is(tmp_path, report, extras):
 
 
 def test_tree_depths_add_up_to_the_expected_acceleration_rate(tmp_path, report, extras):
+    report["tree"] |= {"expected_acceleration_rate": 2.098, "expected_standard_error": 0.131}
     write_report(tmp_path, report, extras)
     rows = _cells((tmp_path / "report.md").read_text(encoding="utf-8"))["Tree"][1:]
-    assert [row[:3] for row in rows] == [["1", "2", "2"], ["2", "3", "2"]]
-    # Paper, section 2.3.3: 1 + the sum over nodes of the product of the accuracies along their path.
-    expected = 1 + sum(extras["tree"]["node_shares"])
-    assert 1 + sum(float(row[3]) for row in rows) == pytest.approx(expected, abs=0.01)
-    assert f"expected acceleration rate {expected:.2f}" in (tmp_path / "report.md").read_text()
+    assert [row[:3] for row in rows] == [["0", "the target's own token", "-"], ["1", "2", "2"], ["2", "3", "2"]]
+    assert sum(float(row[3]) for row in rows) == pytest.approx(1 + sum(extras["tree"]["node_shares"]), abs=0.01)
+    assert sum(float(row[3]) for row in rows) == pytest.approx(2.098, abs=0.01)
+    assert "expected acceleration rate 2.10 ± 0.13" in (tmp_path / "report.md").read_text()
 
 
 def test_markdown_shows_hostile_names_as_text(tmp_path, report):

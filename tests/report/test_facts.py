@@ -5,26 +5,38 @@ from __future__ import annotations
 import pytest
 
 from pipeline.report.facts import headline, warnings
-from pipeline.report.tables import sizes_table, tree_table
+from pipeline.report.tables import chain_table, sizes_table, tree_table
 
 
 @pytest.mark.parametrize(
-    ("measured", "says"),
+    ("measured", "error", "says"),
     [
-        (2.1, ()),
-        (2.22, ("11% above the expected one",)),
-        (1.7, ("15% below the expected one",)),
-        (None, ()),
+        (2.4, 0.3, ()),
+        (2.9, 0.4, ()),  # together 0.5, of which 3 are 1.5
+        (3.6, 0.4, ("80% above the expected one, 3.2 standard errors",)),
+        (0.4, 0.4, ("80% below the expected one, 3.2 standard errors",)),
+        (3.6, None, ()),
+        (None, None, ()),
     ],
 )
-def test_an_expectation_that_missed_by_more_than_a_tenth_is_flagged(report, measured, says):
-    report["tree"]["expected_acceleration_rate"] = 2.0
-    report["check"]["native"]["acceleration_rate"] = measured
+def test_an_expectation_that_missed_by_more_than_both_errors_explain_is_flagged(report, measured, error, says):
+    report["tree"] |= {"expected_acceleration_rate": 2.0, "expected_standard_error": 0.3}
+    report["check"]["native"] |= {"acceleration_rate": measured, "standard_error": error}
     found = warnings(report)
     assert len(found) == len(says) and all(words in found[i] for i, words in enumerate(says))
-    assert headline(report)[0].note.endswith("; 2.00 expected")
+    assert headline(report)[0].note.endswith("; 2.00 ± 0.30 expected")
     report["check"]["native"]["acceptance"] = "typical"  # of which a greedy walk foretells nothing
     assert not warnings(report)
+
+
+def test_vllm_s_rate_is_held_against_the_chain_s(report):
+    chain = {"expected_acceleration_rate": 2.5, "expected_standard_error": 0.1, "standard_error": 0.1}
+    report["check"]["vllm"] |= chain | {"num_speculative_tokens": 2}
+    (found,) = warnings(report)  # measured 1.713
+    assert found.startswith("vLLM's acceleration rate is 31% below the expected one, 5.6 standard errors")
+    (figure,) = [figure for figure in headline(report) if figure.label == "vLLM acceleration rate"]
+    assert figure.value == "1.71 ± 0.10"
+    assert figure.note == "top-1 chain of 2, no tree; 2.50 ± 0.10 expected; greedy identical 32/32"
 
 
 @pytest.mark.parametrize(
@@ -62,6 +74,18 @@ def test_the_sizes_that_were_measured_are_shown_with_what_they_promise(report):
         and table.note == "The joint search; 4 nodes are used, the fastest up to 5 %."
     )
     assert sizes_table({"tree": {"nodes": 4}}).rows == ()
+
+
+def test_the_chain_is_shown_by_its_number_of_tokens_with_overheads_where_they_were_timed(report):
+    rows = [{"draft_tokens": 1, "expected_acceleration_rate": 1.5, "expected_standard_error": 0.1}]
+    report["tree"] |= {"num_speculative_tokens": 1, "chain": rows}
+    table = chain_table(report)
+    assert table.columns == ("tokens", "expected rate") and table.rows == (("1", "1.50 ± 0.10"),)
+    rows[0] |= {"overhead": 1.2, "expected_speedup": 1.25}
+    table = chain_table(report)
+    assert table.rows == (("1", "1.20x", "1.50 ± 0.10", "1.25x"),)
+    assert table.note.endswith("1 tokens are drafted, the fastest up to 5 % by native overheads.")
+    assert chain_table({"tree": {"nodes": 4}}).rows == ()
 
 
 def test_the_headline_says_what_the_search_gained_over_the_stock_tree(report):

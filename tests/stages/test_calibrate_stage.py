@@ -80,28 +80,77 @@ def is_right(span: tuple, t: int, path) -> bool:
     return inside and all(order_KNV[k][at[t], rank] == ids[t + 2 + k] for k, rank in enumerate(path))
 
 
+def walk(dialogues: list[list[tuple]], choices: list[list[int]]) -> tuple[list[int], list[int]]:
+    """Each conversation's tokens and steps, stepping through it as decoding does."""
+    counts = []
+    for dialogue in dialogues:
+        tokens = steps = 0
+        for span in dialogue:
+            start, end, *_ = span
+            t = start - 1  # the state that the root's token, at t+1, was read from
+            while t + 2 < end:
+                kept = max((len(path) for path in choices if is_right(span, t, path)), default=0)
+                tokens, steps, t = tokens + min(kept + 1, end - t - 2), steps + 1, t + kept + 1
+        counts.append((tokens, steps))
+    return tuple(map(list, zip(*counts, strict=True)))
+
+
 def walked_rate(dialogues: list[list[tuple]], choices: list[list[int]]) -> float:
-    """Tokens per step, stepping through conversations as decoding does."""
-    tokens = steps = 0
-    for span in (span for dialogue in dialogues for span in dialogue):
-        start, end, *_ = span
-        t = start - 1  # the state that the root's token, at t+1, was read from
-        while t + 2 < end:
-            kept = max((len(path) for path in choices if is_right(span, t, path)), default=0)
-            tokens, steps, t = tokens + min(kept + 1, end - t - 2), steps + 1, t + kept + 1
-    return tokens / steps
+    """Tokens per step over all conversations."""
+    tokens, steps = walk(dialogues, choices)
+    return sum(tokens) / sum(steps)
 
 
-def test_the_tree_is_one_of_its_size_and_expects_what_a_walk_through_the_other_half_finds(finished_run):
+def test_each_half_of_the_conversations_is_walked_with_the_tree_of_the_other_and_steps_add_up(finished_run):
     tree = json.loads((finished_run.path / "latest/calibrate/tree.json").read_text())
     summary = finished_run.latest("calibrate").summary["tree"]
     choices = [tuple(path) for path in tree["choices"]]
     assert len(choices) == len(set(choices)) == 8 == summary["nodes"]
     assert all(len(path) == 1 or path[:-1] in choices for path in choices)
-    other_half = learned_dialogues(finished_run)[1::2]
-    assert tree["expected_acceleration_rate"] == pytest.approx(walked_rate(other_half, tree["judged"]))
+    dialogues = learned_dialogues(finished_run)
+    walked = [walk(dialogues[1 - half :: 2], tree["judged"][half]) for half in (0, 1)]  # tokens and steps of each
+    tokens, steps = (sum(sum(counts) for counts in zip(*(half[i] for half in walked), strict=True)) for i in (0, 1))
+    expected = tree["expected_acceleration_rate"]
+    assert expected == pytest.approx(tokens / steps) == pytest.approx(1 + sum(tree["node_shares"]))
+    assert 1 + sum(summary["tokens_by_depth"]) == pytest.approx(expected, abs=1e-3)
     assert tree["searches"].keys() == {"product", "joint"}
-    assert tree["searches"][summary["source"]] == max(tree["searches"].values()) == tree["expected_acceleration_rate"]
+    assert tree["searches"][summary["source"]] == max(tree["searches"].values()) == expected
+    assert summary["expected_standard_error"] > 0
+
+
+def test_the_chain_of_every_length_is_foretold_from_all_held_out_text(finished_run):
+    summary, dialogues = finished_run.latest("calibrate").summary, learned_dialogues(finished_run)
+    chain = summary["tree"]["chain"]
+    for tokens, row in enumerate(chain, start=1):
+        choices = [[0] * depth for depth in range(1, tokens + 1)]
+        assert row["draft_tokens"] == tokens
+        assert row["expected_acceleration_rate"] == pytest.approx(walked_rate(dialogues, choices), abs=1e-4)
+    assert len(chain) == summary["tree"]["num_speculative_tokens"] == 3, "nothing was timed: all the heads"
+    assert summary["conversations"] == len(dialogues)
+
+
+def test_the_number_of_draft_tokens_is_the_fastest_where_vllm_serves_and_the_given_one_otherwise(
+    copied_run, make_config, tmp_path, monkeypatch
+):
+    def costly(model, heads, trees, prompts, context):
+        asked.append(list(trees.values()))
+        return {size: 1.0 + 100 * (size > 2) for size in trees}
+
+    asked: list = []
+    monkeypatch.setattr("pipeline.stages.calibrate.overhead_curve", costly)
+    auto = {"calibrate__nodes": "auto", "check__engines": ["native", "vllm"]}
+    tree = run_again(make_config(tmp_path, **auto)).latest("calibrate").summary["tree"]
+    assert asked[1] == [((0,),), ((0,), (0, 0)), ((0,), (0, 0), (0, 0, 0))]
+    assert tree["num_speculative_tokens"] == 2 and [row.get("overhead") for row in tree["chain"]] == [1, 1, 101]
+    asked.clear()
+    tree = run_again(make_config(tmp_path, **auto, calibrate__draft_tokens=1)).latest("calibrate").summary["tree"]
+    assert tree["num_speculative_tokens"] == 1 and len(asked) == 1, "nothing is timed for a number that is given"
+    run = run_again(make_config(tmp_path, calibrate__draft_tokens=2), until="export")
+    config = json.loads((run.path / "latest/export/config.json").read_text())
+    (proposal,) = config["speculators_config"]["proposal_methods"]
+    assert proposal["speculative_tokens"] == 2
+    with pytest.raises(ConfigError, match=r"cannot draft 4 tokens.*calibrate\.draft_tokens"):
+        run_again(make_config(tmp_path, calibrate__draft_tokens=4))
 
 
 def test_the_tree_that_is_used_is_searched_on_all_held_out_text(finished_run):
@@ -193,6 +242,16 @@ def test_a_tree_that_cannot_be_used_is_told_before_anything_is_started(make_conf
     with pytest.raises(ConfigError, match=rf"(?i)({says})") as caught:
         run_again(make_config(tmp_path, calibrate__choices=str(tmp_path / "choices.json")))
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_a_tree_is_taken_by_its_name_cut_where_the_heads_end_and_an_unknown_name_has_a_near_one(
+    copied_run, make_config, tmp_path
+):
+    run = run_again(make_config(tmp_path, calibrate__choices="vicuna-7b-stage2"))
+    tree = run.latest("calibrate").summary["tree"]
+    assert (tree["nodes"], tree["depth"]) == (10 + 23 + 23, 3)  # of 4 levels, three heads
+    with pytest.raises(ConfigError, match="Did you mean the tree vicuna-7b-stage2"):
+        run_again(make_config(tmp_path, calibrate__choices="vicuna_7b_stage2"))
 
 
 def test_answers_too_short_for_the_last_head_are_named(make_config, tmp_path):
