@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.decoding.estimate import Estimate, estimated_rate
+from pipeline.decoding.standard_error import Estimate, estimated_rate
 from pipeline.decoding.tree import Choices, TreePath
 from pipeline.heads.accuracy import NO_LABEL
 

@@ -16,8 +16,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.decoding.estimate import Estimate
 from pipeline.decoding.held_out import HeldOutRanks, Walk, walk
+from pipeline.decoding.standard_error import Estimate
 from pipeline.decoding.tree import TreePath, greedy_tree
 
 MAX_RANKS = 254

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.artifacts.tree_file import Figures, Search
-from pipeline.decoding.estimate import Estimate
 from pipeline.decoding.held_out import HeldOutRanks, walk
+from pipeline.decoding.standard_error import Estimate
 from pipeline.decoding.stock_trees import STOCK_NODES
 from pipeline.decoding.tree import TreePath, cartesian_tree
 from pipeline.decoding.tree_search import CrossFit, fastest

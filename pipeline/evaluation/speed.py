@@ -22,7 +22,7 @@ import torch
 
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
-from pipeline.decoding.estimate import estimated_rate
+from pipeline.decoding.standard_error import estimated_rate
 from pipeline.evaluation.prompts import Prompt
 from pipeline.execution.progress import ProgressReporter
 
