@@ -7,7 +7,8 @@ All kinds predict alike: head k (0-based) at position t predicts the token at t+
 after the target's final norm. A kind may also read the tokens t+1 … t+1+k between, in training the true ones (teacher
 forcing) and in decoding those that it has proposed.
 
-Letters: B texts, N rows (positions) or nodes of a tree, D hidden size, V vocabulary, K heads.
+Letters: B texts, N rows (positions) or nodes of a tree, M nodes of one depth, P of them with children, D hidden size,
+V vocabulary, K heads.
 """
 
 from __future__ import annotations
@@ -204,12 +205,28 @@ class Heads(nn.Module, ABC):
     # Decoding
 
     @abstractmethod
-    def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
-        """The tokens [B, N] of the tree's nodes: a node at depth d and rank r holds its head d-1's guess r.
+    def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """The children of P nodes at `depth`: the states [B, P, D] to go on from, and the logits [B, P, V] of tokens.
 
-        `hidden_BD` are the states that the target chose `token_B` from, the roots. Fixed shapes and no transfer to the
-        host, so that a step can be captured as a CUDA graph.
+        At depth 0 stands the root: the token that the target chose, and the state that it chose it from. Below, each
+        node comes with its parent's state, as returned for it. Fixed shapes and no transfer to the host, so that a
+        step can be captured as a CUDA graph.
         """
+
+    def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
+        """The tokens [B, N] of the tree's nodes: a node of rank r holds the r-th guess below its parent.
+
+        `hidden_BD` are the states that the target chose `token_B` from, the roots.
+        """
+        hidden_BMD, tokens_BM = hidden_BD[:, None], token_B.to(hidden_BD.device)[:, None]
+        proposed = []
+        for depth, level in enumerate(tree.levels):  # M nodes of one depth, P of them with children
+            inner_BPD, inner_BP = hidden_BMD.index_select(1, level.inner), tokens_BM.index_select(1, level.inner)
+            hidden_BPD, logits_BPV = self.expand(inner_BPD, inner_BP, depth)
+            tokens_BM = logits_BPV.topk(level.top).indices.flatten(1).index_select(1, level.guess)
+            hidden_BMD = hidden_BPD.index_select(1, level.parent)
+            proposed.append(tokens_BM)
+        return torch.cat(proposed, 1).index_select(1, tree.order).to(token_B.device)
 
     # Export: one directory that engines load; config.json, weights, tree, tokenizer and card
 

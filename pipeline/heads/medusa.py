@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
+from torch.nn.functional import linear, silu
 
 from pipeline.errors import ConfigError
 from pipeline.heads.kind import Heads, HeadsShape, ProposalTree, TargetWeights
@@ -144,7 +144,17 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
         # Weights first: at N = 1, decoding's case, a CPU is then three times faster (K = 4, D = 256, V = 4,096).
         return (self.lm_head[: len(hidden_KND)] @ hidden_KND.mT).mT
 
+    def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """One head's guesses are the same below every node of a depth: they come from the root's state."""
+        root_B1D, num_nodes = hidden_BPD[:, :1], hidden_BPD.shape[1]
+        weights_DD, biases_D = self.block_weight[:, depth], self.block_bias[:, depth]
+        read_B1D = root_B1D.to(weights_DD.dtype)
+        for weight_DD, bias_D in zip(weights_DD, biases_D, strict=True):
+            read_B1D = read_B1D + silu(linear(read_B1D, weight_DD, bias_D))
+        return hidden_BPD, linear(read_B1D, self.lm_head_of(depth)).expand(-1, num_nodes, -1)
+
     def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
+        """All heads in one product, as `expand` would one by one."""
         guesses_KBR = self(hidden_BD, tree.max_depth).topk(tree.top).indices.to(token_B.device)
         return guesses_KBR.transpose(0, 1).flatten(1).index_select(1, tree.guess)
 

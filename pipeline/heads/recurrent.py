@@ -16,7 +16,7 @@ layer is the residual MLP. So vLLM serves it unmodified, with the target's embed
 leaves out. The other projections of its attention compute nothing and are small: eight query heads, which up to eight
 workers can share, one key and value head, and the smallest head size that every attention backend of vLLM takes.
 
-Letters: N rows, B texts, D hidden size, I inner size, V vocabulary, K steps, P nodes with children, R ranks.
+Letters: N rows, B texts, P nodes of a tree, D hidden size, I inner size, V vocabulary, K steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.kind import Heads, HeadsShape, ProposalTree, TargetWeights
+from pipeline.heads.kind import Heads, HeadsShape, TargetWeights
 
 if TYPE_CHECKING:
     from pipeline.config import TrainConfig
@@ -130,17 +130,9 @@ model, with an attention that adds nothing; embedding and lm_head are the target
             tokens_N = labels_N.where(labels_N != IGNORED, 0)  # where the span has ended, nothing is read from here on
         return torch.stack(states)
 
-    def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
-        hidden_BMD, tokens_BM = self._in_its_dtype(hidden_BD)[:, None], token_B.to(self.device)[:, None]
-        proposed = []
-        for level in tree.levels:  # M nodes of one depth, those of them with children, and their children
-            parents = hidden_BMD.index_select(1, level.inner), tokens_BM.index_select(1, level.inner)
-            hidden_BPD = self.step(*parents)
-            guesses_BPR = (hidden_BPD @ self.lm_head.mT).topk(level.top).indices
-            tokens_BM = guesses_BPR.flatten(1).index_select(1, level.guess)
-            hidden_BMD = hidden_BPD.index_select(1, level.parent)
-            proposed.append(tokens_BM)
-        return torch.cat(proposed, 1).index_select(1, tree.order).to(token_B.device)
+    def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        hidden_BPD = self.step(self._in_its_dtype(hidden_BPD), tokens_BP)
+        return hidden_BPD, hidden_BPD @ self.lm_head.mT
 
     def _in_its_dtype(self, hidden: Tensor) -> Tensor:
         """States in the dtype in which products run."""

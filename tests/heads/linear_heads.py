@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
-from pipeline.heads.kind import Heads, HeadsShape, ProposalTree, TargetWeights
+from pipeline.heads.kind import Heads, HeadsShape, TargetWeights
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,8 @@ class LinearHeads(Heads):
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
         return hidden_ND.to(self.lm_head.dtype).expand(self.shape.num_heads, *hidden_ND.shape)
 
-    def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
-        logits_KBV = hidden_BD.to(self.lm_head.dtype) @ self.lm_head[: tree.max_depth].mT
-        guesses_BKR = logits_KBV.topk(tree.top).indices.transpose(0, 1)
-        return guesses_BKR.flatten(1).index_select(1, tree.guess)
+    def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        return hidden_BPD, hidden_BPD.to(self.lm_head.dtype) @ self.lm_head[depth].mT
 
     @classmethod
     def engine_config(cls, shape: LinearShape, format: str, target: Mapping[str, Any]) -> dict[str, Any]:
