@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,8 @@ class CheckResult:
 
     engines: Mapping[str, EngineResult]  # by name, in the order of `ENGINES`
     kl: float | None = None  # nats of a tuned backbone from the target
+    head_0: Mapping[str, float] | None = None  # its accuracies top1 to top5 on held-out text
+    frequency: Mapping[str, float] | None = None  # those of guessing the most frequent tokens there
     target_text: Mapping[str, float] | None = None
     samples: Iterable[Mapping[str, Any]] = ()
     hardware: Mapping[str, Any] | None = None  # of the machine that decoded
@@ -61,7 +63,7 @@ class CheckResult:
     def of(cls, summary: Mapping[str, Any]) -> CheckResult:
         """The result in a check stage's summary."""
         engines = {name: EngineResult.of(summary[name]) for name in ENGINES if name in summary}
-        others = {name: summary[name] for name in ("kl", "target_text", "samples", "hardware") if name in summary}
+        others = {field.name: summary[field.name] for field in fields(cls)[1:] if field.name in summary}
         return cls(engines, **others)
 
 

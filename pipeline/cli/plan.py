@@ -20,6 +20,7 @@ from pipeline.execution.placement import place
 from pipeline.run.estimate import estimate
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.methods import method_of
+from pipeline.training.recipe import few_steps
 
 if TYPE_CHECKING:
     from pipeline.run.stage_status import StageStatus
@@ -72,6 +73,11 @@ def plan(
     console.print(f"\n{work}, {need}{here}; {size(free)} are free.", highlight=False, soft_wrap=True)
     if figures.assumed:
         console.print(figures.assumed, highlight=False, markup=False, soft_wrap=True)
+    for recipe in figures.recipes:
+        steps = f"{'about' if figures.written else 'at most some'} {recipe.total_steps:,} steps"
+        console.print(f"Training: {steps}: {recipe.described()}.", highlight=False, soft_wrap=True)
+    if figures.recipes and (too_few := few_steps(figures.recipes)):
+        console.print(f"[yellow]![/] {too_few}", highlight=False, soft_wrap=True)
     for name in type(settings.placement).model_fields:
         console.print(f"{name}: {_workers(name, settings)}", highlight=False, markup=False, soft_wrap=True)
     if features.status != "done" and (figures.disk_bytes or 0) - cached > free:

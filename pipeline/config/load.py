@@ -155,7 +155,8 @@ def _is_path(value: str, base: Path) -> bool:
 
 
 def _problem(error: Any) -> str:
-    location = ".".join(str(part) for part in error["loc"])
+    # Behind a key that may be a number or a word pydantic names the alternative, such as `constrained-int`.
+    location = ".".join(part for part in map(str, error["loc"]) if not part.startswith(("constrained-", "literal[")))
     if error["type"] == "extra_forbidden":
         near = nearest_key(error["loc"])
         return f"there is no key '{location}'" + (f"; did you mean '{near}'?" if near else "")

@@ -105,6 +105,11 @@ class CheckConfig(Section):
         "what batch size.",
     )
     min_acceleration_rate: float = Field(1.0, description="The check fails where an engine is below it.", ge=0)
+    require_learning: bool = Field(
+        True,
+        description="The check fails where head 0's guesses are right no more often on held-out text than the most "
+        "frequent tokens would be.",
+    )
     tie_tolerance: float | None = Field(
         None,
         description="A greedy difference is a tie where the target's top-2 logits are this close; 1e-4 in float32, "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from pipeline.config.section import Section
 
@@ -41,7 +41,7 @@ class BackboneConfig(Section):
     )
     lambda_0: float = Field(0.01, description="Final weight of the heads' losses.", gt=0, le=1)
     lr: PositiveFloat | None = Field(
-        None, description="Peak learning rate of the backbone's LoRA. Default: a quarter of train.lr."
+        None, description="Peak learning rate of the backbone's LoRA. Default: a quarter of the heads'."
     )
     lora_rank: PositiveInt = Field(32, description="Rank of LoRA, on every linear layer, lm_head included.")
     lora_alpha: PositiveInt = Field(16, description="LoRA's scale is alpha / rank.")
@@ -73,6 +73,10 @@ class BackboneConfig(Section):
         0.1, description="The check fails where KL(original, tuned) is above, in nats per held-out position."
     )
 
+    def peak_lr(self, heads_lr: float) -> float:
+        """A quarter of the heads' unless it is given: theirs is 4 times the backbone's (paper, appendix B)."""
+        return heads_lr / 4 if self.lr is None else self.lr
+
     def quantization_beside(self, target: Bits | None) -> Bits | None:
         """What the copy that trains is held in, where target.quantization is `target`."""
         return target if self.quantization is None else None if self.quantization == "none" else self.quantization
@@ -90,12 +94,19 @@ class TrainConfig(Section):
         "(LoRA), from the generated text.",
     )
     num_heads: int = Field(5, description="K: how many tokens ahead of the next the heads guess.", ge=1)
-    epochs: PositiveInt = Field(2, description="Passes over the features, and over the text.")
-    lr: PositiveFloat = Field(1e-3, description="Peak learning rate of the heads.")
-    batch_tokens: PositiveInt = Field(
-        16_384, description="Positions per optimizer step from the cache, over all workers."
+    epochs: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="Passes over the features, and over the text. auto, here and below: chosen from the number of "
+        "positions and the target's width.",
     )
-    warmup_steps: int = Field(40, description="Linear warmup; then cosine to 0.", ge=0)
+    lr: PositiveFloat | Literal["auto"] = Field("auto", description="Peak learning rate of the heads.")
+    batch_tokens: PositiveInt | Literal["auto"] = Field(
+        "auto", description="Positions per optimizer step from the cache, over all workers."
+    )
+    warmup_steps: NonNegativeInt | Literal["auto"] = Field("auto", description="Linear warmup; then cosine to 0.")
+    patience: PositiveInt = Field(
+        5, description="Training ends after so many evaluations on held-out rows without a lower loss."
+    )
     decay: float = Field(0.8, description="Head k's loss weighs decay^(k+1).", gt=0, le=1)
     soft_labels: float = Field(
         0.0,
@@ -120,8 +131,3 @@ class TrainConfig(Section):
     medusa: MedusaConfig = Field(default_factory=MedusaConfig, description="Read with train.heads: medusa.")
     recurrent: RecurrentConfig = Field(default_factory=RecurrentConfig, description="Read with train.heads: recurrent.")
     backbone: BackboneConfig = Field(default_factory=BackboneConfig, description="Read with train.method: medusa-2.")
-
-    @property
-    def peak_backbone_lr(self) -> float:
-        """A quarter of the heads' unless it is given: theirs is 4 times the backbone's (paper, appendix B)."""
-        return self.lr / 4 if self.backbone.lr is None else self.backbone.lr

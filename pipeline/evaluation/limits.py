@@ -15,7 +15,8 @@ from pipeline.training.methods import method_of
 def failures(result: CheckResult, config: Config) -> list[str]:
     """The reasons why these heads must not be published; empty when they may.
 
-    The limits are `check.min_acceleration_rate` and, where the backbone is tuned, `train.backbone.max_kl`.
+    The limits are `check.min_acceleration_rate`, `check.require_learning` (see `guesses_by_frequency`) and, where the
+    backbone is tuned, `train.backbone.max_kl`.
     """
     least = config.check.min_acceleration_rate
     found = []
@@ -29,8 +30,28 @@ def failures(result: CheckResult, config: Config) -> list[str]:
             found.append(f"{name}: {rate} is below check.min_acceleration_rate = {least:.2f}")
         if not engine.accepts_drafts:
             found.append(f"{name}: no draft token was accepted")
+    if config.check.require_learning and (rank := guesses_by_frequency(result)):
+        accuracy, frequency = (f"{shares[rank]:.1%}" for shares in (result.head_0 or {}, result.frequency or {}))
+        found.append(
+            f"the heads have learned hardly anything: on held-out text head 0's {rank.replace('top', 'top-')} accuracy "
+            f"is {accuracy}, and always guessing the most frequent tokens would reach {frequency}"
+        )
     if method_of(config.train).tunes_backbone:
         kl, most = math.nan if result.kl is None else result.kl, config.train.backbone.max_kl
         if not kl <= most:
             found.append(f"the tuned backbone is {kl:.4f} nats from the target, above train.backbone.max_kl = {most:g}")
     return found
+
+
+def guesses_by_frequency(result: CheckResult) -> str | None:
+    """The first of top1 and top5 in which head 0 is no better than guessing by frequency; None where it is in both.
+
+    Head 0 guesses the token after the next; the most that guesses which read nothing can reach there is the share of
+    the most frequent tokens. Untrained heads fall short of it, and so do those of too few steps; no threshold is
+    needed, so that it holds for any target and vocabulary. Text of which frequency guesses everything says nothing.
+    """
+    head, frequency = result.head_0, result.frequency
+    if not head or not frequency:
+        return None
+    ranks = [rank for rank in ("top1", "top5") if rank in head and rank in frequency]
+    return next((rank for rank in ranks if head[rank] <= frequency[rank] < 1), None)

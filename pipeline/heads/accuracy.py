@@ -16,24 +16,30 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.kind import Heads
+from pipeline.heads.kind import Heads, HeadsShape
 
 MISS = 255  # the token is not among the guesses
 NO_LABEL = 254  # the span ends before it
 
 
 class Score(NamedTuple):
-    """Per head: the labels' summed cross entropy [K], cumulative hits of its guesses [K, R], number of labels [K]."""
+    """Per head: the labels' summed cross entropy [K], cumulative hits of its guesses [K, R], number of labels [K].
+
+    `tokens_V` [V]: how often each token is a label of head 0.
+    """
 
     losses_K: Tensor
     hits_KR: Tensor
     counts_K: Tensor
+    tokens_V: Tensor
 
     @classmethod
-    def zero(cls, num_heads: int, top: int, device: torch.device) -> Score:
+    def zero(cls, shape: HeadsShape, top: int, device: torch.device) -> Score:
         """Of no labels."""
+        num_heads = shape.num_heads
         hits_KR = torch.zeros(num_heads, top, dtype=torch.int64, device=device)
-        return cls(hits_KR.new_zeros(num_heads, dtype=torch.float64), hits_KR, hits_KR.new_zeros(num_heads))
+        losses_K, counts_K = hits_KR.new_zeros(num_heads, dtype=torch.float64), hits_KR.new_zeros(num_heads)
+        return cls(losses_K, hits_KR, counts_K, hits_KR.new_zeros(shape.vocab_size))
 
 
 @torch.no_grad()
@@ -44,7 +50,9 @@ def score(
 
     Losses are in fp32, their sums in fp64.
     """
-    total = Score.zero(len(labels_KN), top, hidden_ND.device)
+    total = Score.zero(heads.shape, top, hidden_ND.device)
+    labels_N = labels_KN[0][labels_KN[0] != IGNORED]
+    total.tokens_V.index_add_(0, labels_N, torch.ones_like(labels_N))
     for head, rows_C, logits_CV, hits_CR in _guesses(heads, hidden_ND, next_N, labels_KN, top, chunk_bytes):
         total.losses_K[head] += cross_entropy(logits_CV.float(), labels_KN[head, rows_C], reduction="sum")
         total.hits_KR[head, : hits_CR.shape[1]] += hits_CR.sum(0)

@@ -118,7 +118,7 @@ def check_outcome(report: dict) -> Outcome:
 
 def warnings(report: dict) -> tuple[str, ...]:
     """What a reader should notice although the check passed."""
-    found = []
+    found = list(pick(report, "train", "warnings") or [])
     promises = [speedup for size in pick(report, "tree", "sizes") or [] if (speedup := size.get("expected_speedup"))]
     speedup = pick(report, "check", "native", "speedup")
     if promises and max(promises) < 1:

@@ -11,6 +11,7 @@ from pipeline.errors import MedusaDistillError
 from pipeline.storage.done import Summary
 from pipeline.targets.spec import context_length, model_config, resolve
 from pipeline.training.methods import method_of
+from pipeline.training.recipe import Recipe
 
 ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, while the target cannot be looked up
 
@@ -24,6 +25,7 @@ class Estimate:
     bytes_per_position: int  # 0 where no state is cached
     written: bool = False  # whether the tokens are there already, and counted
     assumed: str = ""  # what was assumed, as a sentence
+    recipes: tuple[Recipe, ...] = ()  # of training's phases, where the tokens are known or bounded
 
     @property
     def disk_bytes(self) -> int | None:
@@ -51,7 +53,16 @@ def estimate(config: Config, seeds: Summary | None, generated: Summary | None) -
     bound = None if rows is None else rows * longest
     tokens = int(generated.get("tokens", 0)) if generated else bound
     width = 0 if "features" in method_of(config.train).skipped(config.train) else width
-    return Estimate(rows, tokens, hidden_size * width, bool(generated), assumed)
+    learned = None if tokens is None else round(tokens * (1 - config.seeds.holdout))
+    return Estimate(rows, tokens, hidden_size * width, bool(generated), assumed, _recipes(config, learned, hidden_size))
+
+
+def _recipes(config: Config, positions: int | None, hidden_size: int) -> tuple[Recipe, ...]:
+    """How so many positions would be trained on; nothing of none."""
+    if not positions:
+        return ()
+    phases = method_of(config.train).phases(config.train)
+    return tuple(learner.expected_recipe(config.train, positions, hidden_size) for _, learner in phases)
 
 
 def _count(config: Config) -> int | None:

@@ -36,6 +36,9 @@ SUMMARY_KEYS = (
     "bytes_per_position",
     "final_loss",
     "steps",
+    "best_step",
+    "hyperparameters",
+    "warnings",
     "drift",
     "quantization",
 )

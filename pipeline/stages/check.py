@@ -1,9 +1,9 @@
 """check: the export decoded, natively with the tree and in vLLM as it will be served, against the target alone.
 
 Promises: it fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie, when vLLM accepts
-nothing, below `check.min_acceleration_rate`, or beyond `train.backbone.max_kl`. A changed limit is applied to the
-stored result without decoding again. Each engine runs in a process of its own and decodes the same prompts; the native
-result is kept when vLLM fails.
+nothing, below `check.min_acceleration_rate`, beyond `train.backbone.max_kl`, or where the heads guess no better than
+frequency would. A changed limit is applied to the stored result without decoding again. Each engine runs in a process
+of its own and decodes the same prompts; the native result is kept when vLLM fails.
 Native answers are left in `answers/plain.jsonl` and, with the heads, `answers/KIND.jsonl`, in Spec-Bench's schema.
 """
 
@@ -44,15 +44,15 @@ from pipeline.targets.spec import TargetSpec, context_length, weight_files
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 4
+VERSION = 5
 
-LIMITS = {"min_acceleration_rate"}
+LIMITS = {"min_acceleration_rate", "require_learning"}
 NATIVE_FILE = "native.json"  # until vLLM has come to its end as well
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The prompts' rows and the export; with a tuned backbone also its drift."""
-    return ("generate", "export", *(("train",) if method_of(config.train).tunes_backbone else ()))
+    """The prompts' rows, the export, and training's figures on held-out text."""
+    return ("generate", "export", "train")
 
 
 def identity(context: Context) -> Identity:
@@ -106,8 +106,11 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         served = context.executor.call(with_hardware, arguments, placement, progress)
         result = {"hardware": served["hardware"], **result, "vllm": served["vllm"]}
         result["differing"] = result.get("differing", []) + served["differing"]
+    trained = context.upstream["train"].summary
+    if trained["held_out"]:
+        result |= {"head_0": trained["held_out"][0], "frequency": trained["frequency"]}
     if method_of(context.config.train).tunes_backbone:
-        result["kl"] = context.upstream["train"].summary["drift"]["kl"]
+        result["kl"] = trained["drift"]["kl"]
     (stage.path / NATIVE_FILE).unlink(missing_ok=True)
     return result | {"passed": not failures_of(result, context.config)}
 

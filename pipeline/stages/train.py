@@ -22,11 +22,12 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
 from pipeline.training.adapted_backbone import merge_backbone
 from pipeline.training.methods import method_of
+from pipeline.training.recipe import few_steps
 from pipeline.training.task import TrainSpec
-from pipeline.training.trainer import train
+from pipeline.training.trainer import recipes_of, train
 
 NAME = "train"
-VERSION = 1
+VERSION = 3
 
 QUANTIZED_TEACHER = "the backbone is held to the quantized target, a worse teacher than the target itself"
 
@@ -74,12 +75,17 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     tuned = spec.method.tunes_backbone
     if tuned and spec.trained_target.quantization and spec.settings.backbone.loss == "kl":
         print_stage(context.console, "[yellow]![/]", NAME, QUANTIZED_TEACHER)
+    recipes = recipes_of(spec)
+    for recipe in recipes:
+        print_stage(context.console, " ", NAME, recipe.described())
+    if warning := few_steps(recipes):
+        print_stage(context.console, "[yellow]![/]", NAME, warning)
     with context.progress(stage, "steps") as progress:
         summary = _train(context, spec, placement, progress)
     if tuned:
         arguments = {"target": context.target, "directory": spec.directory}
         context.executor.call(merge_backbone, arguments, replace(placement, gpus=0))
-    return summary
+    return summary | ({"warnings": [warning]} if warning else {})
 
 
 def _train(context: Context, spec: TrainSpec, placement: Placement, progress: ProgressReporter) -> Summary:

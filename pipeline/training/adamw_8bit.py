@@ -16,14 +16,14 @@ from torch import Tensor, nn
 class SlicedAdamW8bit(AdamW8bit):
     """AdamW with 8-bit moments, one matrix at a time."""
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float):
+    def __init__(self, groups: list[dict[str, Any]]):
         self._stacks: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
         sliced = []
         for group in groups:
             stacks = [(stack, [nn.Parameter(view) for view in _matrices(stack.detach())]) for stack in group["params"]]
             self._stacks += stacks
             sliced.append({**group, "params": [view for _, views in stacks for view in views]})
-        super().__init__(sliced, lr=lr)
+        super().__init__(sliced)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:

@@ -35,14 +35,14 @@ TOP = 5
 
 def evaluate(
     heads: Heads, rows: FeatureRows, workers: Workers, *, batch_tokens: int, dtype: torch.dtype
-) -> list[dict[str, float]]:
-    """Per head {loss, top1, …, top5} over the held-out rows, all workers together; empty where no row is held out.
+) -> dict[str, Any]:
+    """Figures over the held-out rows, all workers together; see `figures_of`.
 
     Matrix products run in `dtype`. At most `MAX_POSITIONS` positions are looked at, always the same ones.
     """
     device = heads.device
     plan = EpochPlan(rows.lengths(SPLIT), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
-    total = Score.zero(heads.shape.num_heads, TOP, device)
+    total = Score.zero(heads.shape, TOP, device)
     steps = range(plan.num_steps)
     for batch in load_batches(rows, plan, steps, rank=workers.rank, world_size=workers.world_size, device=device):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
@@ -50,12 +50,24 @@ def evaluate(
         for sums, more in zip(total, found, strict=True):
             sums += more
     workers.sum_all(total)
-    return per_head(total)
+    return figures_of(total)
+
+
+def figures_of(found: Score) -> dict[str, Any]:
+    """`held_out`: per head {loss, top1, …, top5}; `frequency`: head 0's {top1, …, top5}, had it guessed by frequency.
+
+    That is the share of the most frequent of its own labels, of the two most frequent, …: the most that guesses can
+    reach that read nothing. Both are empty of no labels.
+    """
+    num_ranks, num_labels = found.hits_KR.shape[1], int(found.tokens_V.sum())
+    hits_R = found.tokens_V.topk(min(num_ranks, len(found.tokens_V))).values.cumsum(0).tolist() if num_labels else []
+    frequency = {f"top{rank + 1}": hits / num_labels for rank, hits in enumerate(hits_R)}
+    return {"held_out": per_head(found), "frequency": frequency}
 
 
 def per_head(found: Score) -> list[dict[str, float]]:
     """A score as {loss, top1, …} per head; empty of no labels."""
-    losses_K, hits_KR, counts_K = found
+    losses_K, hits_KR, counts_K, _ = found
     if not counts_K.any():
         return []
     means_KR = torch.cat([losses_K[:, None], hits_KR], 1) / counts_K.clamp(min=1)[:, None]
@@ -120,8 +132,8 @@ def evaluate_tuned(
     spec: TrainSpec,
     workers: Workers,
     autocast: Callable[[], AbstractContextManager[Any]],
-) -> tuple[list[dict[str, float]], dict[str, Any]]:
-    """Per head {loss, top1, …, top5}, as of `evaluate`, and the drift; both empty where nothing is held out.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The heads' figures, as of `evaluate`, and the drift; empty where nothing is held out.
 
     The drift is {kl, perplexity: {original, tuned}, perplexity_change, greedy_agreement, positions}: KL(original ‖
     tuned) in nats per position, perplexity of the text, the share of positions at which both would choose the same
@@ -131,7 +143,7 @@ def evaluate_tuned(
     dtype = product_dtype(spec, device)
     chosen = [texts[index] for index in _sample([text.num_learned for text in texts])]
     groups = pack([text.num_read for text in chosen], settings.backbone.sequence_length)
-    drift, scores = Drift.zero(device), Score.zero(settings.num_heads, TOP, device)
+    drift, scores = Drift.zero(device), Score.zero(heads.shape, TOP, device)
     backbone.eval()
     share = groups[slice(*part(0, len(groups), workers.rank, workers.world_size))]
     padding = -(-len(groups) // workers.world_size) - len(share)  # where layers are split, all workers run them
@@ -145,7 +157,7 @@ def evaluate_tuned(
         for total, more in zip((*drift, *scores), (*moved, *found), strict=True):
             total += more
     workers.sum_all([*drift, *scores])
-    return per_head(scores), summarized(drift)
+    return figures_of(scores), summarized(drift)
 
 
 def summarized(drift: Drift) -> dict[str, Any]:

@@ -18,14 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.config import TrainConfig
 from pipeline.errors import DataError
 from pipeline.heads.soft_labels import TargetHead, Teacher
 from pipeline.training.adapted_backbone import Backbone, write_adapter
 from pipeline.training.backbone_losses import summed_divergence
-from pipeline.training.evaluation import SPLIT, evaluate_tuned
+from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, evaluate_tuned
 from pipeline.training.heads_only import head_weights, initial_heads
 from pipeline.training.learner import Learner
 from pipeline.training.optimizers import heads_weight
+from pipeline.training.recipe import Recipe, backbone_recipe
 from pipeline.training.task import TrainSpec, Workers, product_dtype
 from pipeline.training.text_batches import Text, TextBatch, TextPlan, assemble_texts, count_labels, read_texts
 
@@ -57,15 +59,23 @@ class BackboneLearner(Learner):
         self.settings, self.dtype = spec.settings.backbone, product_dtype(spec, device)
         self.texts = open_texts(spec)
         self.plan = text_plan(spec, self.texts["train"])
-        self.steps_per_epoch = self.plan.steps_per_epoch
+        self.recipe = recipe_of(spec, self.texts["train"])
+        held_out = num_positions(self.texts.get(SPLIT, ()))
+        self.held_out_share = min(held_out, MAX_POSITIONS) / num_positions(self.texts["train"])
         self.backbone = Backbone(spec.trained_target, self.settings, device, self.dtype, workers)
         self.heads = initial_heads(spec, heads_from).to(device)
         self.modules = {"heads": self.heads, "backbone": self.backbone}
-        self.peak_lrs = {"heads": spec.settings.lr, "backbone": spec.settings.peak_backbone_lr}
+        self.peak_lrs = {"heads": self.recipe.lr, "backbone": self.settings.peak_lr(self.recipe.lr)}
 
     @classmethod
-    def count_steps(cls, spec: TrainSpec) -> int:
-        return text_plan(spec, open_texts(spec)["train"]).steps_per_epoch * spec.settings.epochs
+    def recipe_of(cls, spec: TrainSpec) -> Recipe:
+        return recipe_of(spec, open_texts(spec)["train"])
+
+    @classmethod
+    def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int) -> Recipe:
+        """As if sequences held nothing but what the target writes: in truth there are some more steps."""
+        per_step = settings.backbone.sequence_length * settings.backbone.batch_sequences
+        return backbone_recipe(settings, -(-positions // per_step), positions, hidden_size)
 
     def steps(self, first: int) -> Iterator[Sequence[MicroBatch]]:
         for step in range(first, self.total_steps):
@@ -119,8 +129,8 @@ class BackboneLearner(Learner):
             where = "train.backbone.sequence_length"
             what = f"No held-out row has target-written text within {where} to measure the drift on."
             raise DataError(what, where, "Raise it, or hold out more rows (seeds.holdout).")
-        held_out, drift = evaluate_tuned(self.backbone, self.heads, texts, self.spec, self.workers, self.autocast)
-        return {"held_out": held_out, "drift": drift}
+        figures, drift = evaluate_tuned(self.backbone, self.heads, texts, self.spec, self.workers, self.autocast)
+        return figures | {"drift": drift}
 
     def facts(self) -> dict[str, Any]:
         cut = sum(text.num_cut for text in self.texts["train"])
@@ -150,6 +160,16 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
         what = f"No train row has target-written text {within}."
         raise DataError(what, "train.roles", "Generate more answers, learn from other roles or raise the length.")
     return texts
+
+
+def recipe_of(spec: TrainSpec, texts: Sequence[Text]) -> Recipe:
+    steps_per_epoch = text_plan(spec, texts).steps_per_epoch
+    return backbone_recipe(spec.settings, steps_per_epoch, num_positions(texts), spec.hidden_size)
+
+
+def num_positions(texts: Sequence[Text]) -> int:
+    """Target-written tokens that are learned."""
+    return sum(text.num_learned for text in texts)
 
 
 def text_plan(spec: TrainSpec, texts: Sequence[Text]) -> TextPlan:

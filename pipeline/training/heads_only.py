@@ -17,14 +17,16 @@ from torch import Tensor
 
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.trained_heads import load_heads
+from pipeline.config import TrainConfig
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.soft_labels import TargetHead, Teacher
 from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes
-from pipeline.training.evaluation import evaluate
+from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, evaluate
 from pipeline.training.feature_batches import Batch, EpochPlan, load_batches
 from pipeline.training.learner import Learner
+from pipeline.training.recipe import Recipe, heads_recipe
 from pipeline.training.task import TrainSpec, Workers, product_dtype
 
 
@@ -41,14 +43,19 @@ class HeadsLearner(Learner):
     def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
         super().__init__(spec, workers, device, heads_from)
         self.rows = open_features(spec)
-        self.steps_per_epoch = epoch_plan(spec, self.rows).num_steps
+        self.recipe = recipe_of(spec, self.rows)
+        self.held_out_share = min(num_positions(self.rows, SPLIT), MAX_POSITIONS) / num_positions(self.rows)
         self.heads = initial_heads(spec, heads_from).to(device)
-        self.modules, self.peak_lrs = {"heads": self.heads}, {"heads": spec.settings.lr}
+        self.modules, self.peak_lrs = {"heads": self.heads}, {"heads": self.recipe.lr}
         self.target_head = read_target_head(spec, device) if spec.settings.soft_labels else None
 
     @classmethod
-    def count_steps(cls, spec: TrainSpec) -> int:
-        return epoch_plan(spec, open_features(spec)).num_steps * spec.settings.epochs
+    def recipe_of(cls, spec: TrainSpec) -> Recipe:
+        return recipe_of(spec, open_features(spec))
+
+    @classmethod
+    def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int) -> Recipe:
+        return heads_recipe(settings, positions, hidden_size)
 
     def steps(self, first: int) -> Iterator[Sequence[Batch]]:
         workers = self.workers
@@ -56,7 +63,9 @@ class HeadsLearner(Learner):
             epoch, start = divmod(first, self.steps_per_epoch)
             steps = range(start, self.steps_per_epoch)
             shares = {"rank": workers.rank, "world_size": workers.world_size}
-            plan = epoch_plan(self.spec, self.rows, epoch)
+            plan = EpochPlan(
+                self.rows.lengths("train"), batch_tokens=self.recipe.batch_tokens, seed=self.spec.seed, epoch=epoch
+            )
             soft_labels = self.target_head is not None
             for batch in load_batches(self.rows, plan, steps, **shares, device=self.device, soft_labels=soft_labels):
                 yield [batch]
@@ -80,12 +89,17 @@ class HeadsLearner(Learner):
         return {"head_losses": means}
 
     def evaluate(self) -> dict[str, Any]:
-        dtype, size = product_dtype(self.spec, self.device), self.spec.settings.batch_tokens
-        return {"held_out": evaluate(self.heads, self.rows, self.workers, batch_tokens=size, dtype=dtype)}
+        dtype, size = product_dtype(self.spec, self.device), self.recipe.batch_tokens
+        return evaluate(self.heads, self.rows, self.workers, batch_tokens=size, dtype=dtype)
 
 
-def epoch_plan(spec: TrainSpec, rows: FeatureRows, epoch: int = 0) -> EpochPlan:
-    return EpochPlan(rows.lengths("train"), batch_tokens=spec.settings.batch_tokens, seed=spec.seed, epoch=epoch)
+def recipe_of(spec: TrainSpec, rows: FeatureRows) -> Recipe:
+    return heads_recipe(spec.settings, num_positions(rows), spec.hidden_size)
+
+
+def num_positions(rows: FeatureRows, split: str = "train") -> int:
+    """Positions of a split with something to learn."""
+    return sum(int(lengths.sum()) for lengths in rows.lengths(split))
 
 
 def open_features(spec: TrainSpec) -> FeatureRows:
@@ -98,7 +112,7 @@ def open_features(spec: TrainSpec) -> FeatureRows:
         num_heads=spec.settings.num_heads,
         roles=spec.settings.roles,
     )
-    if not sum(int(lengths.sum()) for lengths in rows.lengths("train")):
+    if not num_positions(rows):
         what = f"No train row has target-written text of two tokens or more in the roles {spec.settings.roles}."
         raise DataError(what, "train.roles", "Generate more or longer answers, or learn from other roles.")
     return rows

@@ -13,8 +13,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from pipeline.config import TrainConfig
 from pipeline.heads.kind import Heads
 from pipeline.training.optimizers import cosine_with_warmup
+from pipeline.training.recipe import Recipe
 from pipeline.training.task import TrainSpec, Workers, product_dtype
 
 
@@ -35,19 +37,29 @@ class Learner(ABC):
     heads: Heads
     modules: dict[str, nn.Module]  # what trains, on the device, by the name that checkpoints give it
     peak_lrs: dict[str, float]  # of each module
-    steps_per_epoch: int
+    recipe: Recipe  # `auto` resolved, alike on every worker
+    held_out_share: float  # positions of one evaluation over those of one epoch
 
     def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
         self.spec, self.workers, self.device = spec, workers, device
 
     @classmethod
     @abstractmethod
-    def count_steps(cls, spec: TrainSpec) -> int:
-        """Optimizer steps of the whole phase; reads what it trains from, and raises DataError where that is bad."""
+    def recipe_of(cls, spec: TrainSpec) -> Recipe:
+        """The recipe of the phase; reads what it trains from, and raises DataError where that is bad."""
+
+    @classmethod
+    @abstractmethod
+    def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int) -> Recipe:
+        """The recipe for so many target-written positions, before they are there."""
 
     @property
     def total_steps(self) -> int:
-        return self.steps_per_epoch * self.spec.settings.epochs
+        return self.recipe.total_steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.recipe.steps_per_epoch
 
     @abstractmethod
     def steps(self, first: int) -> Iterator[Sequence[Any]]:
@@ -70,7 +82,7 @@ class Learner(ABC):
 
     def lr_share(self, step: int) -> float:
         """The share of its peak that every learning rate has: linear warmup, then half a cosine."""
-        warmup_steps = min(self.spec.settings.warmup_steps, self.total_steps // 2)  # the peak is reached in any case
+        warmup_steps = min(self.recipe.warmup_steps, self.total_steps // 2)  # the peak is reached in any case
         return cosine_with_warmup(step, self.total_steps, warmup_steps)
 
     @abstractmethod
@@ -80,6 +92,20 @@ class Learner(ABC):
     @abstractmethod
     def evaluate(self) -> dict[str, Any]:
         """Figures on held-out text, all workers together: `held_out`, one entry per head, and others."""
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether this step is followed by an evaluation: at the end of each epoch, and of equal parts of it."""
+        parts = self.recipe.evaluations_per_epoch(self.held_out_share)
+        done = step % self.steps_per_epoch
+        return done == 0 or done * parts // self.steps_per_epoch > (done - 1) * parts // self.steps_per_epoch
+
+    def held_out_loss(self, figures: dict[str, Any]) -> float | None:
+        """What the best state has least of: the heads' held-out losses, each weighed by decay^(k+1).
+
+        None where nothing is held out.
+        """
+        heads, decay = figures["held_out"], self.spec.settings.decay
+        return sum(decay ** (k + 1) * head["loss"] for k, head in enumerate(heads)) if heads else None
 
     def facts(self) -> dict[str, Any]:
         """What the summary says besides how training went."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from pipeline.config import Config, Section, TrainConfig
 from pipeline.config.training import Bits
 from pipeline.errors import ConfigError
+from pipeline.training import recipe
 
 if TYPE_CHECKING:
     from pipeline.training.learner import Learner
@@ -54,7 +55,8 @@ class Method(ABC):
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
         """The keys of `train` that the result depends on, as plain data: no bookkeeping, and no section of another
         kind or method."""
-        return train.model_dump(mode="json", exclude=BOOKKEEPING | _sections(train) - self.sections_of(train))
+        found = train.model_dump(mode="json", exclude=BOOKKEEPING | _sections(train) - self.sections_of(train))
+        return found | ({"recipe": recipe.VERSION} if "auto" in map(found.get, recipe.AUTO_KEYS) else {})
 
     def unread(self, train: TrainConfig) -> list[str]:
         """The keys of `train` that are set to no use, since only another kind or method reads them."""

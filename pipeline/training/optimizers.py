@@ -35,13 +35,13 @@ def make_optimizer(
         group for name, module in modules.items() for group in _groups(module, peak_lrs[name], settings.weight_decay)
     ]
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW(groups, lr=settings.lr, fused=True)
+        return torch.optim.AdamW(groups, fused=True)
     try:
         from pipeline.training.adamw_8bit import SlicedAdamW8bit
     except (ImportError, RuntimeError) as error:
         fix = "Install bitsandbytes for this machine, or set train.optimizer: adamw."
         raise EnvironmentFault(f"bitsandbytes cannot be imported: {error}.", "train.optimizer", fix) from error
-    return SlicedAdamW8bit(groups, lr=settings.lr)
+    return SlicedAdamW8bit(groups)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, share: float) -> None:

@@ -4,7 +4,8 @@ A `Learner` says what trains, which batches a step reads, what they lose and wha
 divides each component of the loss by its labels over all micro-batches of all workers, so that neither how a step is
 cut up nor how many workers share it changes the curve beyond rounding. Weights are fp32; with bf16, products are. A run
 that was interrupted continues from its newest whole checkpoint at the very next step; on a CPU it ends with the same
-weights, bit for bit.
+weights, bit for bit. What is written is the state with the lowest loss on held-out text; training that has stopped
+improving there ends.
 
 A method may train in several phases, each a training of its own that resumes for itself: all but the last in a
 directory of their own within the last one's, each starting from the heads of the one before.
@@ -37,6 +38,7 @@ from pipeline.training.optimizers import (
     set_lr,
     trained,
 )
+from pipeline.training.recipe import Recipe
 from pipeline.training.task import TrainSpec, Workers, choose_device, memory_errors
 
 LAST_STEPS = 50  # `final_loss` is the mean over so many
@@ -50,7 +52,20 @@ class TrainState:
     tokens: int = 0  # positions learned from, over all workers
     seconds: float = 0.0  # in steps, waiting for data included; without evaluation and start-up
     losses: list[float] = field(default_factory=list)  # of the last steps
-    evaluation: dict[str, Any] = field(default_factory=dict)  # the last one
+    evaluation: dict[str, Any] = field(default_factory=dict)  # of the best state, else the last one
+    best_step: int | None = None  # None where nothing is held out
+    best_loss: float | None = None  # held out; see `Learner.held_out_loss`
+    stale: int = 0  # evaluations since then
+
+    def judge(self, evaluation: dict[str, Any], loss: float | None) -> bool:
+        """Take note of an evaluation; whether this is the best state so far."""
+        if loss is not None and self.best_loss is not None and not loss < self.best_loss:
+            self.stale += 1
+            return False
+        self.evaluation, self.stale = evaluation, 0
+        if loss is not None:
+            self.best_loss, self.best_step = loss, self.step
+        return loss is not None
 
     def advance(self, loss: float, positions: int, seconds: float) -> None:
         self.step, self.tokens, self.seconds = self.step + 1, self.tokens + positions, self.seconds + seconds
@@ -67,6 +82,7 @@ class TrainState:
             "seconds": round(self.seconds, 3),
             "tokens_per_second": round(self.tokens_per_second, 1),
             "final_loss": sum(self.losses) / len(self.losses),
+            **({} if self.best_step is None else {"best_step": self.best_step}),
             **self.evaluation,
         }
 
@@ -79,6 +95,7 @@ class Trainer:
         self.optimizer = make_optimizer(learner.modules, learner.peak_lrs, self.settings)
         self.modules = nn.ModuleDict(learner.modules)
         self.parameters = list(trained(self.modules).values())
+        self.best: dict[str, Tensor] = {}  # the best state on held-out text, on the CPU; the first worker's alone
 
     def step(self, step: int, batches: Sequence[Any]) -> dict[str, Any]:
         """One optimizer step, of which this worker computes a share; returns the figures of the whole."""
@@ -102,7 +119,7 @@ class Trainer:
         scalars = torch.stack([(weights_C * sums_C).sum(), norm, counts_C[0]])
         loss, grad_norm, positions, *means = torch.cat([scalars, sums_C / counts_C]).tolist()
         share = learner.lr_share(step)
-        lr = share * self.settings.lr
+        lr = share * learner.recipe.lr
         self._require_finite(loss, grad_norm, lr)
         set_lr(self.optimizer, share)
         self.optimizer.step()
@@ -110,7 +127,7 @@ class Trainer:
         return figures | {"positions": int(positions)}
 
     def run(self, progress: ProgressReporter, steps_before: int = 0, steps_after: int = 0) -> dict[str, Any]:
-        """Every step that is left; writes the results and returns the summary.
+        """Every step that is left, or until held-out text gains nothing; writes the best state, returns the summary.
 
         `steps_before` and `steps_after` are those of other phases, for the progress.
         """
@@ -122,17 +139,18 @@ class Trainer:
             log = stack.enter_context(MetricsLog(spec.path, state.step)) if is_first else None
             progress.begin("", steps_before + total + steps_after, done=steps_before + state.step, unit="steps")
             if state.step == 0:
-                state.evaluation = learner.evaluate()
+                figures = self.evaluate(state)
                 if log:
-                    log.write(0, state.evaluation)
+                    log.write(0, figures)
             started = time.monotonic()
             for batches in learner.steps(state.step):
+                if state.stale >= self.settings.patience:
+                    break
                 figures = self.step(state.step, batches)
                 state.advance(figures["loss"], figures.pop("positions"), time.monotonic() - started)
                 figures |= {"tokens": state.tokens, "tokens_per_second": state.tokens_per_second}
-                if state.step % learner.steps_per_epoch == 0:
-                    state.evaluation = learner.evaluate()
-                    figures |= state.evaluation
+                if learner.evaluates_after(state.step):
+                    figures |= self.evaluate(state)
                 if log:
                     log.write(state.step, {"epoch": state.step / learner.steps_per_epoch, **figures})
                 if is_first and state.step % self.settings.checkpoint_every == 0:
@@ -140,35 +158,46 @@ class Trainer:
                 said = f"loss {figures['loss']:.3f}, {state.tokens_per_second:,.0f} positions/s"
                 progress.update(steps_before + state.step, said)
                 started = time.monotonic()
-        summary = state.summary() | learner.facts()
+        summary = state.summary() | {"hyperparameters": learner.recipe.facts()} | learner.facts()
         if is_first:
+            if state.best_step not in (None, state.step):
+                self.modules.load_state_dict(self.best, strict=False)  # what is frozen is not in it
             learner.write()
             write_heads(spec.heads_path, learner.heads, summary)  # last: where they are, training is finished
         return summary
+
+    def evaluate(self, state: TrainState) -> dict[str, Any]:
+        """Figures on held-out text; the weights are kept where they are the best so far."""
+        figures = self.learner.evaluate()
+        if state.judge(figures, self.learner.held_out_loss(figures)) and self.learner.workers.is_first:
+            self.best = {name: weight.detach().to("cpu", copy=True) for name, weight in trained(self.modules).items()}
+        return figures
 
     def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
         """Hand a copy of everything that a resume needs to the checkpoint writer."""
         tensors, numbers = optimizer_tensors(self.optimizer)
         held = {f"optimizer/{name}": tensor for name, tensor in tensors.items()}
-        for of, module in self.learner.modules.items():
-            held |= {f"{of}/{name}": tensor for name, tensor in trained(module).items()}
+        held |= {f"modules/{name}": tensor for name, tensor in trained(self.modules).items()}
+        if state.best_step != state.step:
+            held |= {f"best/{name}": tensor for name, tensor in self.best.items()}
         checkpoints.save(state.step, held, {"train_state": asdict(state), "optimizer": numbers})
 
     def resume(self, checkpoints: Checkpoints) -> TrainState:
         """Go back to the newest whole checkpoint, the first worker's choice; a new state where there is none."""
-        workers, modules, device = self.learner.workers, self.learner.modules, self.learner.device
+        workers, device = self.learner.workers, self.learner.device
         step = int(workers.sum(torch.tensor(checkpoints.newest() if workers.is_first else 0, device=device)))
         if not step:
             return TrainState()
         tensors, state = checkpoints.load(step, device)
-        found: dict[str, dict[str, Tensor]] = {name: {} for name in (*modules, "optimizer")}
+        found: dict[str, dict[str, Tensor]] = {"modules": {}, "optimizer": {}, "best": {}}
         for name, tensor in tensors.items():
-            module_name, _, rest = name.partition("/")
-            found[module_name][rest] = tensor
-        for name, module in modules.items():
-            assert found[name].keys() == trained(module).keys(), "a checkpoint has what trains, all of it"
-            module.load_state_dict(found[name], strict=False)  # what is frozen is not in it
+            part, _, rest = name.partition("/")
+            found[part][rest] = tensor
+        assert found["modules"].keys() == trained(self.modules).keys(), "a checkpoint has what trains, all of it"
+        self.modules.load_state_dict(found["modules"], strict=False)  # what is frozen is not in it
         load_optimizer(self.optimizer, found["optimizer"], state["optimizer"])
+        if workers.is_first:
+            self.best = {name: tensor.cpu() for name, tensor in (found["best"] or found["modules"]).items()}
         return TrainState(**state["train_state"])
 
     def _require_finite(self, loss: float, grad_norm: float, lr: float) -> None:
@@ -197,7 +226,7 @@ def train(spec: TrainSpec, workers: Workers | None = None, progress: ProgressRep
         return summary
     workers, progress = workers or Workers(), progress or ProgressReporter()
     phases = phases_of(spec)
-    later = [learner.count_steps(of_phase) for _, of_phase, learner in phases[1:]]
+    later = [learner.recipe_of(of_phase).total_steps for _, of_phase, learner in phases[1:]]
     done, heads_from, summaries = 0, None, {}
     for number, (name, of_phase, learner) in enumerate(phases):
         of_phase.path.mkdir(exist_ok=True)
@@ -233,6 +262,11 @@ def finished(spec: TrainSpec) -> dict[str, Any] | None:
     return None if last is None else last | summaries
 
 
+def recipes_of(spec: TrainSpec) -> list[Recipe]:
+    """The recipe of each phase; reads what they train from, and refuses what is bad of it."""
+    return [learner.recipe_of(of_phase) for _, of_phase, learner in phases_of(spec)]
+
+
 def count_steps(spec: TrainSpec) -> int:
-    """Optimizer steps of all phases; reads what they train from, and refuses what is bad of it."""
-    return sum(learner.count_steps(of_phase) for _, of_phase, learner in phases_of(spec))
+    """Optimizer steps of all phases, if none ends early; reads as `recipes_of` does."""
+    return sum(recipe.total_steps for recipe in recipes_of(spec))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from pipeline.artifacts.check_result import CheckResult
@@ -50,3 +52,24 @@ def test_a_backbone_that_moved_too_far_or_nobody_knows_how_far_fails_it(kl, fail
     found = failures(result, config(method="medusa-2", backbone={"max_kl": 0.2}))
     assert len(found) == fails and all("above train.backbone.max_kl = 0.2" in line for line in found)
     assert failures(result, config()) == [], "Medusa-1 moves nothing"
+
+
+@pytest.mark.parametrize(
+    ("head", "frequency", "fails"),
+    [
+        ((0.30, 0.52), (0.06, 0.20), None),
+        ((0.013, 0.06), (0.06, 0.20), "top-1 accuracy is 1.3%, .* most frequent tokens would reach 6.0%"),
+        ((0.06, 0.30), (0.06, 0.20), "top-1 accuracy"),  # it has learned to name the most frequent token
+        ((0.07, 0.19), (0.06, 0.20), "top-5 accuracy is 19.0%, .* reach 20.0%"),
+        ((1.0, 1.0), (1.0, 1.0), None),  # text of one token
+    ],
+)
+def test_heads_that_guess_no_better_than_token_frequencies_fail_it(head, frequency, fails):
+    ranks = {"head_0": head, "frequency": frequency}
+    measured = {name: dict(zip(("top1", "top5"), values, strict=True)) for name, values in ranks.items()}
+    found = failures(CheckResult.of({"native": engine(2.0), **measured}), config(0.0))
+    assert len(found) == (fails is not None)
+    assert not fails or re.search(fails, found[0])
+    lenient = config(0.0)
+    lenient = lenient.model_copy(update={"check": lenient.check.model_copy(update={"require_learning": False})})
+    assert failures(CheckResult.of({"native": engine(2.0), **measured}), lenient) == []

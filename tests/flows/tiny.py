@@ -163,7 +163,14 @@ def make_settings(tiny_target: Path, tiny_seeds: Path) -> Callable[..., dict[str
             "generate": {"engine": "transformers", "max_new_tokens": 16, "rounds": 2},
             "train": {"num_heads": 3, "epochs": 1, "batch_tokens": 256, "warmup_steps": 1, "lr": 1e-2},
             "calibrate": {"nodes": 8},
-            "check": {"prompts": 8, "max_new_tokens": 12, "engines": ["native"], "repeats": 1, "baselines": []},
+            "check": {
+                "prompts": 8,
+                "max_new_tokens": 12,
+                "engines": ["native"],
+                "repeats": 1,
+                "baselines": [],
+                "require_learning": False,
+            },
             "limits": {"min_free_disk_gb": 0},
         }
         return merged(usual, changes)

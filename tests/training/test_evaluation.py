@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -49,9 +51,21 @@ def test_held_out_figures_are_those_of_their_definition(heads, make_spec):
     rows = open_features(make_spec())
     losses, hits, counts = by_definition(heads, rows, "calibrate")
     found = evaluate(heads, rows, Workers(), batch_tokens=16, dtype=torch.float32)
-    for k, head in enumerate(found):
+    for k, head in enumerate(found["held_out"]):
         assert head["loss"] == pytest.approx(losses[k], rel=1e-5)
         assert [head[f"top{r + 1}"] for r in range(5)] == pytest.approx([hit / counts[k] for hit in hits[k]])
+
+
+def test_guessing_by_frequency_is_right_as_often_as_the_most_frequent_tokens_occur(heads, make_spec):
+    rows = open_features(make_spec())
+    found = evaluate(heads, rows, Workers(), batch_tokens=16, dtype=torch.float32)["frequency"]
+    labels = Counter()
+    for group, lengths in enumerate(rows.lengths("calibrate")):
+        for index in lengths.nonzero()[0]:
+            labels.update(rows.read_group(group)[index].labels_KN[0].tolist())
+    hits = np.cumsum([hits for _, hits in labels.most_common(5)])
+    assert list(found.values()) == pytest.approx((hits / labels.total()).tolist())
+    assert list(found) == ["top1", "top2", "top3", "top4", "top5"]
 
 
 def test_the_tree_search_gets_the_same_counts_from_the_saved_heads(heads, make_spec, tmp_path):
@@ -81,10 +95,11 @@ def test_a_sample_of_the_positions_is_enough_and_always_the_same(heads, make_spe
     whole = evaluate(heads, rows, Workers(), batch_tokens=16, dtype=torch.float32)
     monkeypatch.setattr(room, "MAX_POSITIONS", 20)
     one, other = (evaluate(heads, rows, Workers(), batch_tokens=size, dtype=torch.float32) for size in (20, 7))
-    assert [head["top5"] for head in one] == [head["top5"] for head in other]
+    assert [head["top5"] for head in one["held_out"]] == [head["top5"] for head in other["held_out"]]
     assert one != whole
 
 
 def test_without_held_out_rows_there_are_no_figures(heads, make_spec, monkeypatch):
     monkeypatch.setattr(room, "SPLIT", "nothing")
-    assert evaluate(heads, open_features(make_spec()), Workers(), batch_tokens=16, dtype=torch.float32) == []
+    found = evaluate(heads, open_features(make_spec()), Workers(), batch_tokens=16, dtype=torch.float32)
+    assert found == {"held_out": [], "frequency": {}}

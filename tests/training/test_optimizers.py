@@ -93,7 +93,7 @@ def test_heads_learn_four_times_as_fast_as_the_backbone_unless_told_otherwise_bi
     for given, expected in ((None, 2.5e-3), (1e-4, 1e-4)):
         heads, backbone = Stacks(), nn.Linear(64, 80)
         train = settings(name, backbone={"lr": given}, weight_decay=0.1)
-        rates = {"heads": train.lr, "backbone": train.peak_backbone_lr}
+        rates = {"heads": train.lr, "backbone": train.backbone.peak_lr(train.lr)}
         optimizer = make_optimizer({"heads": heads, "backbone": backbone}, rates, train)
         before = [each.detach().clone() for each in (heads.block_weight, heads.block_bias, *backbone.parameters())]
         set_lr(optimizer, 0.5)

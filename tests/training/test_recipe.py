@@ -1,0 +1,75 @@
+"""The rule that chooses what `train` leaves `auto`."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import TrainConfig
+from pipeline.config.load import load_config
+from pipeline.errors import ConfigError
+from pipeline.training.methods import METHODS
+from pipeline.training.recipe import FEW_STEPS, MAX_EPOCHS, MIN_BATCH, backbone_recipe, few_steps, heads_recipe
+
+AUTO = TrainConfig()
+POSITIONS, WIDTHS = st.integers(1, 10**9), st.sampled_from([64, 256, 1024, 4096, 8192])
+
+
+def test_the_paper_s_data_and_width_give_the_paper_s_settings():
+    """100,000 conversations of 800 tokens, a target of 7B (appendix B, Medusa-1)."""
+    found = heads_recipe(AUTO, 80_000_000, 4096)
+    assert (found.epochs, found.batch_tokens, found.lr, found.warmup_steps) == (2, 16_384, pytest.approx(1e-3), 40)
+    assert found.total_steps == 2 * -(-80_000_000 // 16_384)
+
+
+@given(POSITIONS, WIDTHS)
+def test_the_rule_stays_within_its_bounds(positions, width):
+    found = heads_recipe(AUTO, positions, width)
+    assert 2 <= found.epochs <= MAX_EPOCHS and MIN_BATCH <= found.batch_tokens <= 16_384
+    assert 0 <= found.warmup_steps <= min(40, found.total_steps // 10)
+    assert (found.steps_per_epoch - 1) * found.batch_tokens < positions <= found.steps_per_epoch * found.batch_tokens
+
+
+@given(POSITIONS, POSITIONS, WIDTHS)
+def test_more_data_is_never_learned_in_smaller_batches_nor_in_more_epochs(one, other, width):
+    few, many = (heads_recipe(AUTO, positions, width) for positions in sorted((one, other)))
+    assert few.batch_tokens <= many.batch_tokens and few.epochs >= many.epochs
+
+
+@given(st.sampled_from(["epochs", "lr", "batch_tokens", "warmup_steps"]), st.integers(1, 5000), POSITIONS)
+def test_what_is_given_stays_as_it_is(key, value, positions):
+    assert getattr(heads_recipe(TrainConfig(**{key: value}), positions, 256), key) == value
+
+
+def test_everything_given_is_the_recipe_whatever_the_data():
+    found = heads_recipe(TrainConfig(epochs=3, lr=0.5, batch_tokens=100, warmup_steps=0), 1001, 77)
+    assert (found.epochs, found.lr, found.batch_tokens, found.warmup_steps) == (3, 0.5, 100, 0)
+    assert found.steps_per_epoch == 11
+
+
+def test_heads_and_backbone_go_through_their_sequences_as_often_as_their_steps_need():
+    few, many = (backbone_recipe(AUTO, steps, steps * 1000, 4096) for steps in (2, 5000))
+    assert (few.epochs, many.epochs, many.warmup_steps) == (MAX_EPOCHS, 2, 40)
+
+
+@pytest.mark.parametrize(("steps", "warned"), [(FEW_STEPS - 1, True), (FEW_STEPS, False)])
+def test_too_few_steps_of_any_phase_are_told_with_what_to_do(steps, warned):
+    settings = TrainConfig(epochs=1, batch_tokens=10)
+    said = few_steps([heads_recipe(settings, 10 * many, 64) for many in (steps, 1000)])
+    assert bool(said) == warned
+    if said:
+        assert f"{steps} optimizer steps" in said and "train.epochs" in said and "train.batch_tokens" in said
+
+
+def test_the_rule_s_version_is_in_the_fingerprint_where_it_is_used():
+    explicit = TrainConfig(epochs=2, lr=1e-3, batch_tokens=16_384, warmup_steps=40)
+    method = METHODS["medusa-1"]
+    assert "recipe" in method.settings(TrainConfig(lr=1e-3), None) and "recipe" not in method.settings(explicit, None)
+
+
+@pytest.mark.parametrize("wrong", ["epochs=0", "lr=-1", "batch_tokens=many", "warmup_steps=-1", "patience=0"])
+def test_wrong_settings_are_named(wrong):
+    key = f"train.{wrong.partition('=')[0]}"
+    with pytest.raises(ConfigError, match=key):
+        load_config("configs/demo.yaml", [f"train.{wrong}"])
