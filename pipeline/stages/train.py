@@ -27,7 +27,7 @@ from pipeline.training.task import TrainSpec
 from pipeline.training.trainer import recipes_of, train
 
 NAME = "train"
-VERSION = 3
+VERSION = 2
 
 QUANTIZED_TEACHER = "the backbone is held to the quantized target, a worse teacher than the target itself"
 

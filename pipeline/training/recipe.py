@@ -28,7 +28,7 @@ from pipeline.config import TrainConfig
 VERSION = 1
 
 PAPER_BATCH, PAPER_EPOCHS, PAPER_LR, PAPER_WARMUP, PAPER_WIDTH = 16_384, 2, 1e-3, 40, 4096
-MIN_BATCH = 256
+MIN_BATCH = 128
 MAX_EPOCHS = 4
 MANY_STEPS = 1000  # the paper's own 9,800 and less
 FEW_STEPS = 60  # heads of fewer guess hardly better than untrained ones
