@@ -6,7 +6,7 @@ import functools
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -47,17 +47,16 @@ def run_sharded(
     limits = context.config.limits
     tasks = stage.tasks(upstream)
     stage.drop_shards_but({task.index for task in tasks})
-    failures: Counter[int] = Counter()
-    poison: dict[int, dict[str, str]] = {}
+    seconds = limits.max_hours_per_shard * 3600
+    map_tasks = functools.partial(
+        context.executor.map, worker, arguments, placement=placement, seconds_per_task=seconds
+    )
     have = stage.receipts()
     pending = deque(stage.pending(tasks, have))
     unfinished = {task.index for task in pending}
     totals = StageTotals(receipt for index, receipt in have.items() if index not in unfinished)
     started, before = time.monotonic(), totals.stats[unit]
-    seconds = limits.max_hours_per_shard * 3600
-    map_tasks = functools.partial(
-        context.executor.map, worker, arguments, placement=placement, seconds_per_task=seconds
-    )
+    failures = Failures(stage, limits.max_consecutive_failures)
     with context.meter(stage.stage, len(tasks), done=totals.shards) as meter:
         while pending:
             killers: list[Outcome] = []
@@ -69,23 +68,81 @@ def run_sharded(
                     meter.advance(_note(rate, unit, totals.quarantined))
                     _check_disk(limits, stage)
                     totals.check_quarantine(stage.stage, str(stage.path), limits.max_quarantine_fraction, final=False)
-                elif _again(limits, stage, outcome, failures):
+                elif failures.may_retry(outcome):
                     pending.append(outcome.task)
                 else:
                     killers.append(outcome)
             for killer in killers:
                 context.console.print(f"{stage.stage}: looking for what kills the worker in shard {killer.task.index}")
-                found = find_poison(map_tasks, killer, stage, limits.max_consecutive_failures)
-                if found == poison.get(killer.task.index):
-                    raise _unexplained(stage, killer)
-                poison[killer.task.index] = found
+                failures.find_rows(map_tasks, killer)
             have = stage.receipts()
-            pending.extend(replace(task, poison=poison.get(task.index, {})) for task in stage.pending(tasks, have))
-            searched = {killer.task.index for killer in killers}
-            _count_unseen(limits, stage, [task for task in pending if task.index not in searched], failures)
+            pending.extend(failures.left_over(stage.pending(tasks, have), killers))
     totals = StageTotals(have.values())
     totals.check_quarantine(stage.stage, str(stage.path), limits.max_quarantine_fraction, final=True)
     return totals.summary()
+
+
+class Failures:
+    """How often each shard of a stage has failed, at most `limit` times, and the rows that kill their worker."""
+
+    def __init__(self, stage: StageDirectory, limit: int):
+        self.stage, self.limit = stage, limit
+        self._times: Counter[int] = Counter()
+        self._poison: dict[int, dict[str, str]] = {}
+
+    def may_retry(self, outcome: Outcome) -> bool:
+        """Whether a failed shard is to be tried again; False where its rows have to be looked at one by one.
+
+        Raises:
+            MedusaDistillError: The worker's own, or it has failed too often without ending its process.
+        """
+        if outcome.error:
+            raise outcome.error
+        index = outcome.task.index
+        self._times[index] += 1
+        if self._times[index] < self.limit:
+            return True
+        if outcome.death:
+            self._times[index] = 0
+            return False
+        last = outcome.traceback.strip().splitlines()[-1]
+        raise EnvironmentFault(
+            f"Shard {index} of {self.stage.stage} failed {self.limit} times, last with: {last}.",
+            str(self.stage.path),
+            "The full traceback is in events.jsonl. Everything that was committed is kept; the same command continues.",
+        )
+
+    def find_rows(self, map_tasks: Callable[..., Iterator[Outcome]], killer: Outcome) -> None:
+        """Find the rows of a shard that kill their worker; raises EnvironmentFault where none is to blame."""
+        index = killer.task.index
+        found = find_poison(map_tasks, killer, self.stage, self.limit)
+        if found == self._poison.get(index):
+            raise EnvironmentFault(
+                f"Shard {index} of {self.stage.stage} ends its worker again and again, and not when tried by itself: "
+                f"{killer.death.splitlines()[0].rstrip('.')}.",
+                str(self.stage.path),
+                "If memory runs out, use smaller batches or fewer workers. What was committed is kept; run it again.",
+            )
+        self._poison[index] = found
+
+    def left_over(self, tasks: Iterable[ShardTask], killers: Iterable[Outcome]) -> list[ShardTask]:
+        """The tasks that are still to do, without the rows that kill their worker.
+
+        Raises:
+            EnvironmentFault: Other shards than those of `killers` are not there although workers commit them.
+        """
+        searched = {killer.task.index for killer in killers}
+        left = [replace(task, poison=self._poison.get(task.index, {})) for task in tasks]
+        unseen = [task.index for task in left if task.index not in searched]
+        self._times.update(unseen)
+        if any(self._times[index] >= self.limit for index in unseen):
+            raise EnvironmentFault(
+                f"Workers committed shards of {self.stage.stage} that are not to be seen here, "
+                f"{unseen[:3]} among them.",
+                str(self.stage.path),
+                "run.root and run.store must be on storage that every node sees.",
+            )
+        return left
 
 
 def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
@@ -99,46 +156,6 @@ def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
         context.run.event("worker-died", **facts, error=outcome.death)
     else:
         context.run.event("shard-failed", **facts, error=str(outcome.error or outcome.traceback))
-
-
-def _again(limits: LimitsConfig, stage: StageDirectory, outcome: Outcome, failures: Counter[int]) -> bool:
-    """Whether a failed shard is to be tried again; False where its rows have to be looked at one by one."""
-    if outcome.error:
-        raise outcome.error
-    index = outcome.task.index
-    failures[index] += 1
-    if failures[index] < limits.max_consecutive_failures:
-        return True
-    if outcome.death:
-        failures[index] = 0
-        return False
-    last = outcome.traceback.strip().splitlines()[-1]
-    raise EnvironmentFault(
-        f"Shard {index} of {stage.stage} failed {limits.max_consecutive_failures} times, last with: {last}.",
-        str(stage.path),
-        "The full traceback is in events.jsonl. Everything that was committed is kept; the same command continues.",
-    )
-
-
-def _unexplained(stage: StageDirectory, killer: Outcome) -> EnvironmentFault:
-    return EnvironmentFault(
-        f"Shard {killer.task.index} of {stage.stage} ends its worker again and again, and not when tried by itself: "
-        f"{killer.death.splitlines()[0].rstrip('.')}.",
-        str(stage.path),
-        "If memory runs out, use smaller batches or fewer workers. What was committed is kept; run it again.",
-    )
-
-
-def _count_unseen(limits: LimitsConfig, stage: StageDirectory, unseen: list[ShardTask], failures: Counter[int]) -> None:
-    """Raise where workers commit shards that this process cannot see, instead of repeating them."""
-    failures.update(task.index for task in unseen)
-    if any(failures[task.index] >= limits.max_consecutive_failures for task in unseen):
-        raise EnvironmentFault(
-            f"Workers committed shards of {stage.stage} that are not to be seen here, "
-            f"{[task.index for task in unseen[:3]]} among them.",
-            str(stage.path),
-            "run.root and run.store must be on storage that every node sees.",
-        )
 
 
 def _note(rate: float, unit: str, quarantined: int) -> str:
