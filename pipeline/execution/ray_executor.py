@@ -1,15 +1,11 @@
-"""The Ray executor: actors process shards one by one, a Ray task runs a single function.
+"""The Ray executor: a pool of actors processes shards, a Ray task runs a single function.
 
-Tensors never travel through the object store: an actor is given a shard's path, reads and writes the shard itself, and
-returns a receipt. The actor pool is our own and not Ray Data's because of failures: it knows which shard ended its
-worker's process, the other workers continue meanwhile, and a failed shard goes to a worker that has its model loaded.
 A private cluster is started unless RAY_ADDRESS (which `ray job submit` sets) names one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import logging
 import os
@@ -17,23 +13,18 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from pipeline import OPENMP
 from pipeline.errors import EnvironmentFault, MedusaDistillError
-from pipeline.execution.executor import LazyWorker, Outcome, ShardWorker
+from pipeline.execution.executor import Outcome, ShardWorker
 from pipeline.execution.placement import Placement, Resources
 from pipeline.execution.progress import SECONDS_BETWEEN_REPORTS, ProgressReporter
-from pipeline.storage.atomic import disk_errors
 from pipeline.storage.tasks import ShardTask
 
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in a submitted job's entry point
 WORKER_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 OBJECT_STORE_BYTES = 256 * 1024**2  # tasks and receipts only
-MAX_FAILED_STARTS = 3  # consecutive workers that end before their first shard
-SECONDS_TO_CLOSE = 30.0
-LEAST_SECONDS = 900.0  # for a few rows of a shard, including loading the model
 
 
 def worker_environment() -> dict[str, str]:
@@ -41,53 +32,6 @@ def worker_environment() -> dict[str, str]:
     job = json.loads(os.environ.get(SUBMITTED_JOB) or "{}").get("runtime_env") or {}
     ours = WORKER_ENVIRONMENT | {name: os.environ[name] for name in OPENMP if name in os.environ}
     return {name: value for name, value in ours.items() if name not in job.get("env_vars", {})}
-
-
-class ShardActor:
-    """A worker in its own process."""
-
-    def __init__(self, work: tuple[Callable[..., ShardWorker], dict[str, Any]], seconds_per_task: float):
-        self._lazy = LazyWorker(*work)
-        self._seconds_per_task = seconds_per_task
-
-    def ready(self) -> None:
-        """Returns once the process has started; only then is it given a shard."""
-
-    def run(self, task: ShardTask, upcoming: ShardTask | None) -> Outcome:
-        seconds = max(task.share * self._seconds_per_task, min(self._seconds_per_task, LEAST_SECONDS))
-        try:
-            with disk_errors(task.attempt_log), time_limit(task, seconds):
-                return self._lazy.run(task, upcoming)
-        except MedusaDistillError as error:
-            return Outcome(task, error=error)
-
-    def close(self) -> None:
-        self._lazy.close()
-
-
-@contextlib.contextmanager
-def time_limit(task: ShardTask, seconds: float) -> Iterator[None]:
-    """End this process when the shard takes longer, and write every thread's stack to its log.
-
-    The timer runs in a C thread: it also ends a process that never releases the GIL.
-    """
-    path = task.attempt_log
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as log:
-        faulthandler.dump_traceback_later(seconds, exit=True, file=log)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
-    path.unlink(missing_ok=True)
-
-
-@dataclass
-class Slot:
-    """An actor, and the task that it was told to expect after its current one."""
-
-    actor: Any
-    upcoming: ShardTask | None = None
 
 
 class RayExecutor:
@@ -139,54 +83,9 @@ class RayExecutor:
         placement: Placement,
         seconds_per_task: float,
     ) -> Iterator[Outcome]:
-        actor_class = self._ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus)(ShardActor)
-        work = self._ray.put((worker, arguments))
-        running: dict[Any, tuple[Slot, ShardTask | None]] = {}  # by Ray's object reference; without a task: starting
-        idle: list[Slot] = []
-        failed_starts = 0
+        from pipeline.execution.actor_pool import ActorPool  # imports ray
 
-        def assign() -> None:
-            """Give tasks to idle workers; start as many more as there are tasks for."""
-            for slot in [slot for slot in idle if slot.upcoming or tasks]:
-                task = slot.upcoming or (tasks.popleft() if tasks else None)
-                if task is None:
-                    break
-                idle.remove(slot)
-                slot.upcoming = tasks.popleft() if len(tasks) >= placement.workers else None
-                running[slot.actor.run.remote(task, slot.upcoming)] = (slot, task)
-            starting = sum(task is None for _, task in running.values())
-            while starting < len(tasks) and len(running) < placement.workers:
-                slot = Slot(actor_class.remote(work, seconds_per_task))
-                running[slot.actor.ready.remote()] = (slot, None)
-                starting += 1
-
-        try:
-            assign()
-            while running:
-                (answer, *_), _ = self._ray.wait(list(running))
-                slot, task = running.pop(answer)
-                outcome, death = None, ""
-                try:
-                    outcome = self._ray.get(answer)
-                    idle.append(slot)
-                    failed_starts = 0
-                except self._ray.exceptions.RayError as error:
-                    death = last_line(error)
-                    self._ray.kill(slot.actor)  # it may still be alive and hold its cores
-                    if slot.upcoming:
-                        tasks.appendleft(slot.upcoming)
-                    failed_starts += task is None
-                    if failed_starts == MAX_FAILED_STARTS:
-                        raise self._died(error) from error
-                assign()  # before the caller handles the outcome: no worker waits for that
-                if task is not None:
-                    yield outcome or Outcome(task, death=hang_report(task) or death)
-                    assign()
-        finally:
-            with contextlib.suppress(self._ray.exceptions.RayError):  # idle ones release an engine's memory
-                self._ray.get([slot.actor.close.remote() for slot in idle], timeout=SECONDS_TO_CLOSE)
-            for slot in (*idle, *(slot for slot, _ in running.values())):
-                self._ray.kill(slot.actor)
+        return ActorPool(worker, arguments, tasks, placement, seconds_per_task).outcomes()
 
     def call(
         self,
@@ -210,34 +109,25 @@ class RayExecutor:
             fix = "MEDUSA_DISTILL_TRACEBACK=1 shows all of it; --executor inline does it in this process."
             raise EnvironmentFault(f"{function.__name__} failed: {last_line(failure)}.", "Ray", fix) from failure
         except self._ray.exceptions.RayError as death:
-            raise self._died(death) from death
+            raise worker_died(death) from death
         if error:
             raise error
         return result
-
-    def _died(self, error: Exception) -> EnvironmentFault:
-        fix = "If memory ran out, use smaller batches or more GPUs. What was committed is kept; run it again."
-        return EnvironmentFault(f"A worker died: {last_line(error)}.", "Ray", fix)
 
     def close(self) -> None:
         if self._started:
             self._ray.shutdown()
 
 
+def worker_died(error: Exception) -> EnvironmentFault:
+    fix = "If memory ran out, use smaller batches or more GPUs. What was committed is kept; run it again."
+    return EnvironmentFault(f"A worker died: {last_line(error)}.", "Ray", fix)
+
+
 def last_line(error: Exception) -> str:
     """The last line of an error's text, after Ray's own frames."""
     said = str(error).strip().splitlines() or [repr(error)]
     return said[-1].strip().rstrip(".")
-
-
-def hang_report(task: ShardTask) -> str:
-    """The stacks that a worker wrote when it was ended because it hung; empty of any other death."""
-    try:
-        text = task.attempt_log.read_text(encoding="utf-8")
-        task.attempt_log.unlink()
-    except OSError:
-        return ""
-    return f"It hung and was ended. {text}" if text else ""
 
 
 @contextlib.contextmanager

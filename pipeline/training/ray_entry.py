@@ -64,26 +64,16 @@ def train_on_ray(
     spec = _absolute(spec)
     bookkeeping = spec.path / "ray"
     bookkeeping.mkdir(exist_ok=True)
-    gpus = {"GPU": placement.gpus} if placement.gpus else {}
-    trainer = TorchTrainer(
-        worker or run_worker,
-        train_loop_config={"spec": spec, "cpus": placement.cpus, "progress": progress},
-        torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
-        scaling_config=ScalingConfig(
-            num_workers=placement.workers,
-            use_gpu=bool(gpus),
-            resources_per_worker={"CPU": placement.cpus, **gpus},
-        ),
-        run_config=RunConfig(
-            name=uuid.uuid4().hex[:12],
-            storage_path=str(bookkeeping),
-            failure_config=FailureConfig(max_failures=max_failures - 1, controller_failure_limit=MAX_START_FAILURES),
-            logging_config=LoggingConfig(log_level="ERROR"),
-            callbacks=[DeathReporter(on_death)] if on_death else [],
-        ),
+    run = RunConfig(
+        name=uuid.uuid4().hex[:12],
+        storage_path=str(bookkeeping),
+        failure_config=FailureConfig(max_failures=max_failures - 1, controller_failure_limit=MAX_START_FAILURES),
+        logging_config=LoggingConfig(log_level="ERROR"),
+        callbacks=[DeathReporter(on_death)] if on_death else [],
     )
+    settings = {"spec": spec, "cpus": placement.cpus, "progress": progress}
     try:
-        summary, error = trainer.fit().return_value
+        summary, error = _trainer(worker or run_worker, settings, placement, run).fit().return_value
     except Exception as failure:
         raise _readable(failure, spec) from failure
     finally:
@@ -91,6 +81,23 @@ def train_on_ray(
     if error:
         raise error
     return summary
+
+
+def _trainer(
+    worker: Callable[[dict[str, Any]], WorkerResult], settings: dict[str, Any], placement: Placement, run: RunConfig
+) -> TorchTrainer:
+    gpus = {"GPU": placement.gpus} if placement.gpus else {}
+    return TorchTrainer(
+        worker,
+        train_loop_config=settings,
+        torch_config=TorchConfig(backend="nccl" if gpus else "gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=placement.workers,
+            use_gpu=bool(gpus),
+            resources_per_worker={"CPU": placement.cpus, **gpus},
+        ),
+        run_config=run,
+    )
 
 
 class DeathReporter(UserCallback):

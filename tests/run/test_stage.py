@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.execution.progress import STAGE_WIDTH
 from pipeline.flow import STAGES
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
+
+
+def test_every_stage_s_name_fits_into_the_terminal_s_column():
+    assert max(map(len, STAGES)) <= STAGE_WIDTH
 
 
 @pytest.mark.parametrize("method", ["medusa-1", "medusa-2"])
