@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from pipeline.decoding.noise import draw, mass_ahead, upcast
-from pipeline.decoding.tree import Tree
 
 RuleName = Literal["greedy", "typical", "nucleus", "rejection"]
 
@@ -34,6 +33,24 @@ class Acceptance(NamedTuple):
     next_token: Tensor
 
 
+class Rows(Protocol):
+    """What a rule reads of a tree: one for all texts, or, of tensors with leading dimensions, one for each.
+
+    `parent` and `depth` [..., N], `elsewhere` [..., N, N], as of `Tree`.
+    """
+
+    @property
+    def parent(self) -> Tensor: ...
+    @property
+    def depth(self) -> Tensor: ...
+    @property
+    def elsewhere(self) -> Tensor: ...
+    @property
+    def max_depth(self) -> int: ...
+
+    def depth_of(self, row: Tensor) -> Tensor: ...
+
+
 class AcceptanceRule(Protocol):
     """A rule that `samples` is given noise (see noise.py), the others None."""
 
@@ -43,7 +60,7 @@ class AcceptanceRule(Protocol):
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
         """The next tokens [...] for logits [..., V], without candidates."""
 
-    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Acceptance:
+    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Rows, noise_TV: Tensor | None = None) -> Acceptance:
         """The longest path of the tokens [..., N] that passes; logits [..., N, V], noise [..., max_depth + 1, V]."""
 
 
@@ -56,9 +73,9 @@ class GreedyAcceptance:
     def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
         return logits_V.argmax(-1)
 
-    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Acceptance:
+    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Rows, noise_TV: Tensor | None = None) -> Acceptance:
         best_N = logits_NV.argmax(-1)
-        passes_N = tokens_N == best_N.index_select(-1, tree.parent)
+        passes_N = tokens_N == _at_parents(best_N, tree)
         row = (_accepted(passes_N, tree) * tree.depth).argmax(-1)
         return Acceptance(row, best_N.gather(-1, row[..., None])[..., 0])
 
@@ -89,13 +106,13 @@ class TypicalAcceptance:
         assert noise_V is not None
         return draw(logits_V, noise_V, self.temperature)
 
-    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Acceptance:
+    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Rows, noise_TV: Tensor | None = None) -> Acceptance:
         log_p_NV = torch.log_softmax(upcast(logits_NV) / self.temperature, -1)
         finite_NV = log_p_NV.clamp(min=torch.finfo(log_p_NV.dtype).min)  # 0 · log 0 is 0
         entropy_N = -torch.linalg.vecdot(log_p_NV.exp(), finite_NV)  # on a CPU in a third of the time of entr
         threshold_N = (self.delta * torch.exp(-entropy_N)).clamp(max=self.eps)
         log_p_N = _of_parents(log_p_NV, tokens_N, tree)
-        row = _most_probable_of_longest(log_p_N.exp() > threshold_N[..., tree.parent], log_p_N, tree)
+        row = _most_probable_of_longest(log_p_N.exp() > _at_parents(threshold_N, tree), log_p_N, tree)
         return Acceptance(row, _choose_after(self, row, logits_NV, tree, noise_TV))
 
 
@@ -122,9 +139,10 @@ class NucleusAcceptance:
         assert noise_V is not None
         return draw(logits_V, noise_V, self.temperature, self.top_p)
 
-    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Acceptance:
+    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Rows, noise_TV: Tensor | None = None) -> Acceptance:
         p_NV = (upcast(logits_NV) / self.temperature).softmax(-1)
-        ahead_N = mass_ahead(p_NV[..., tree.parent, :], tokens_N)
+        parent_NV = tree.parent[..., None].expand_as(p_NV)
+        ahead_N = mass_ahead(p_NV.gather(-2, parent_NV), tokens_N)
         log_p_N = _of_parents(p_NV, tokens_N, tree).log()
         row = _most_probable_of_longest(ahead_N < self.top_p, log_p_N, tree)
         return Acceptance(row, _choose_after(self, row, logits_NV, tree, noise_TV))
@@ -154,7 +172,7 @@ class RejectionSampling:
         assert noise_V is not None
         return draw(logits_V, noise_V, self.temperature, self.top_p)
 
-    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Tree, noise_TV: Tensor | None = None) -> Acceptance:
+    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Rows, noise_TV: Tensor | None = None) -> Acceptance:
         assert noise_TV is not None
         row = torch.zeros_like(tokens_N[..., 0])
         token, is_open = row, torch.ones_like(row, dtype=torch.bool)
@@ -187,12 +205,12 @@ def acceptance_rule(
     return (NucleusAcceptance if name == "nucleus" else RejectionSampling)(temperature, top_p)
 
 
-def _accepted(passes_N: Tensor, tree: Tree) -> Tensor:
+def _accepted(passes_N: Tensor, tree: Rows) -> Tensor:
     """Rows that pass together with all rows above them; the root always passes."""
     return (passes_N[..., None, :] | tree.elsewhere).all(-1)
 
 
-def _most_probable_of_longest(passes_N: Tensor, log_p_N: Tensor, tree: Tree) -> Tensor:
+def _most_probable_of_longest(passes_N: Tensor, log_p_N: Tensor, tree: Rows) -> Tensor:
     accepted_N = _accepted(passes_N, tree)
     lengths_N = accepted_N * tree.depth
     ties_N = accepted_N & (lengths_N == lengths_N.amax(-1, keepdim=True))
@@ -200,13 +218,18 @@ def _most_probable_of_longest(passes_N: Tensor, log_p_N: Tensor, tree: Tree) -> 
     return likelihood_N.masked_fill(~ties_N, -torch.inf).argmax(-1)
 
 
-def _of_parents(values_NV: Tensor, tokens_N: Tensor, tree: Tree) -> Tensor:
+def _at_parents(values_N: Tensor, tree: Rows) -> Tensor:
+    """Each row's parent's value."""
+    return values_N.gather(-1, tree.parent.expand_as(values_N))
+
+
+def _of_parents(values_NV: Tensor, tokens_N: Tensor, tree: Rows) -> Tensor:
     """The value [..., N] of each row's token in its parent's row."""
     return values_NV.flatten(-2).gather(-1, tree.parent * values_NV.shape[-1] + tokens_N)
 
 
-def _choose_after(rule: AcceptanceRule, row: Tensor, logits_NV: Tensor, tree: Tree, noise_TV: Tensor | None) -> Tensor:
-    noise_V = None if noise_TV is None else _at(noise_TV, tree.depth.take(row))
+def _choose_after(rule: AcceptanceRule, row: Tensor, logits_NV: Tensor, tree: Rows, noise_TV: Tensor | None) -> Tensor:
+    noise_V = None if noise_TV is None else _at(noise_TV, tree.depth_of(row))
     return rule.choose(_at(logits_NV, row), noise_V)
 
 

@@ -108,7 +108,7 @@ class CapturedSteps:
             self._captured.clear()
         size = len(state.token_B)
         if size not in self._buffers:
-            num_found = self._steps.tree.max_depth + 3 if self._steps.tree.num_nodes else 1
+            num_found = 2 * self._steps.tree.max_depth + 4
             length_B, found = state.token_B.clone(), state.token_B.new_zeros(size, num_found)
             self._buffers[size] = _Buffers(BatchState(*(column.clone() for column in state)), length_B, found)
         buffers = self._buffers[size]
@@ -149,18 +149,20 @@ class CapturedSteps:
 
     def _step(self, buffers: _Buffers, width: int, forward: Forward, rule: AcceptanceRule) -> None:
         """The device's part of a step."""
-        steps, tree, length_B = self._steps, self._steps.tree, buffers.length_B
+        steps, length_B = self._steps, buffers.length_B
+        tree, tokens_BN = steps.propose()
         positions_BN = (length_B[:, None] + tree.depth).clamp_(max=steps.max_length - 1)
-        mask = steps.masks.within(length_B, width)
+        mask = steps.masks.within(length_B, width, tree)
         noise_BTV = buffers.noise_BTV if rule.samples else None
-        with self._cache.fixed(length_B, tree.num_nodes + 1, width):
-            state, retrieve_BT, found = steps.verify(forward, positions_BN, mask, rule, noise_BTV)
-            if tree.num_nodes:
+        with self._cache.fixed(length_B, steps.tree.num_nodes + 1, width):
+            hidden_BND, logits_BNV = forward(tokens_BN, positions_BN, mask, self._cache)
+            state, retrieve_BT, found = steps.accept(hidden_BND, logits_BNV, tokens_BN, tree, rule, noise_BTV)
+            if tree.max_depth:
                 self._cache.move(retrieve_BT, 1)
         buffers.found.copy_(found)
         for column, values in zip(buffers.state, state, strict=True):
             column.copy_(values)
-        length_B += tree.depth.index_select(0, found[:, 0]) + 1 if tree.num_nodes else 1
+        length_B += found[:, 0] + 1
 
 
 def _cause(error: BaseException) -> str:

@@ -27,7 +27,8 @@ from transformers import PreTrainedModel
 from pipeline.decoding.acceptance import AcceptanceRule, greedy_acceptance
 from pipeline.decoding.cache import TreeCache, num_cached_layers
 from pipeline.decoding.cuda_graphs import CAPTURED_LENGTH, CapturedSteps, CudaGraphs, graph_capture_for
-from pipeline.decoding.masks import TreeMasks, attention_windows
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.masks import attention_windows, masks_for
 from pipeline.decoding.noise import Noise
 from pipeline.decoding.readout import Forward, check_pair, reading
 from pipeline.decoding.steps import BatchState, TreeSteps
@@ -69,7 +70,8 @@ class Decoder:
 
     Args:
         model: A causal LM in eval mode; `heads` may be None only with an empty tree.
-        choices: The tree's paths, as tuples or lists of ranks; only as many heads as it is deep are evaluated.
+        choices: The tree's paths, as tuples or lists of ranks; only as many heads as it is deep are evaluated. Or a
+            tree that grows in every step.
         eos_token_ids: The tokens that end a sequence.
         max_length: Limit of prompt and new tokens together; by default the model's context.
         graph_capture: Captures steps; by default CUDA graphs where the model lies on one GPU, and None elsewhere.
@@ -81,7 +83,7 @@ class Decoder:
         self,
         model: PreTrainedModel,
         heads: Heads | None,
-        choices: Choices,
+        choices: Choices | DynamicTree,
         *,
         eos_token_ids: Collection[int],
         max_length: int | None = None,
@@ -92,7 +94,7 @@ class Decoder:
         config = model.config.get_text_config(decoder=True)
         self.model, self.heads = model, heads
         self.device = model.get_input_embeddings().weight.device
-        self.tree = Tree(choices, self.device)
+        self.tree = choices if isinstance(choices, DynamicTree) else Tree(choices, self.device)
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_length = max_length or config.max_position_embeddings
         windows = attention_windows(config)
@@ -100,7 +102,7 @@ class Decoder:
             if heads is None or heads.shape.max_depth < self.tree.max_depth:
                 raise ValueError(f"these heads cannot propose a tree of depth {self.tree.max_depth}")
             check_pair(model, heads)
-        masks = TreeMasks(self.tree, windows, self.max_length, model.dtype, self.device)
+        masks = masks_for(self.tree, windows, self.max_length, model.dtype, self.device)
         self._cache = TreeCache(num_cached_layers(config))
         steps = TreeSteps(self.tree, heads, masks, self._cache, self.max_length)
         graph_capture = graph_capture or graph_capture_for(model)

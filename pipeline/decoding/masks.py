@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.cache_utils import get_layer_types_and_kwargs
 
+from pipeline.decoding.dynamic_tree import DynamicTree, GrownTree
 from pipeline.decoding.tree import Tree
 from pipeline.errors import ConfigError
 
@@ -50,7 +51,7 @@ class TreeMasks:
         self._last_column = max_prefix + self.num_rows  # which no row sees
         self._masks = {kind: _mask_NS(tree, window, max_prefix, dtype).to(device) for kind, window in windows.items()}
 
-    def after(self, lengths: Sequence[int]) -> Masks:
+    def after(self, lengths: Sequence[int], tree: object = None) -> Masks:
         """The mask [B, 1, N, longest + N] after prefixes of these lengths; one per kind where a model has several.
 
         Columns beyond a shorter sequence's own rows are hidden.
@@ -60,7 +61,7 @@ class TreeMasks:
         start, columns = self.max_prefix - lengths[0], lengths[0] + self.num_rows
         return self._each(lambda mask_NS: mask_NS[None, None].narrow(3, start, columns))
 
-    def within(self, length_B: Tensor, columns: int) -> Masks:
+    def within(self, length_B: Tensor, columns: int, tree: object = None) -> Masks:
         """The same for lengths [B] on the device and a fixed number of columns: [B, 1, N, columns]."""
         first_B1 = self.max_prefix - length_B[:, None]
         column_BS = (first_B1 + torch.arange(columns, device=length_B.device)).clamp_(max=self._last_column)
@@ -69,8 +70,46 @@ class TreeMasks:
     def _each(self, part: Callable[[Tensor], Tensor]) -> Masks:
         masks = {kind: part(mask_NS) for kind, mask_NS in self._masks.items()}
         # CUDA's fused kernels read masks in aligned vectors; a slice may start anywhere.
-        masks = {kind: mask.contiguous() if mask.is_cuda else mask for kind, mask in masks.items()}
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        return _one_or_all({kind: mask.contiguous() if mask.is_cuda else mask for kind, mask in masks.items()})
+
+
+class GrownMasks:
+    """The masks of trees that are new in every step, for any prefix; as of `TreeMasks`, which knows its tree before."""
+
+    def __init__(self, windows: dict[str, int | None], dtype: torch.dtype):
+        self._windows, self._dtype = windows, dtype
+
+    def after(self, lengths: Sequence[int], tree: Tree | GrownTree) -> Masks:
+        length_B = torch.tensor(lengths, device=tree.depth.device)
+        return self.within(length_B, max(lengths) + tree.depth.shape[1], tree)
+
+    def within(self, length_B: Tensor, columns: int, tree: Tree | GrownTree) -> Masks:
+        num_rows = tree.depth.shape[1]
+        column_BS = torch.arange(columns, device=length_B.device) - length_B[:, None]  # 0 is the root's
+        is_prefix_BS, row_BS = column_BS < 0, column_BS.clamp(0, num_rows - 1)
+        is_row_BS = (column_BS >= 0) & (column_BS < num_rows)
+        sees_BNS = tree.ancestors.take_along_dim(row_BS[:, None], 2) & is_row_BS[:, None] | is_prefix_BS[:, None]
+        position_BS = torch.where(is_prefix_BS, column_BS, tree.depth.gather(1, row_BS))
+        distance_BNS = tree.depth[..., None] - position_BS[:, None]
+        hidden = torch.finfo(self._dtype).min
+        masks = {}
+        for kind, window in self._windows.items():
+            visible_BNS = sees_BNS if window is None else sees_BNS & (distance_BNS < window)
+            masks[kind] = torch.zeros_like(visible_BNS, dtype=self._dtype).masked_fill_(~visible_BNS, hidden)[:, None]
+        return _one_or_all(masks)
+
+
+def masks_for(
+    tree: Tree | DynamicTree, windows: dict[str, int | None], max_prefix: int, dtype: torch.dtype, device: torch.device
+) -> TreeMasks | GrownMasks:
+    """The masks of this tree, or of these trees, for a model with these windows."""
+    if isinstance(tree, Tree):
+        return TreeMasks(tree, windows, max_prefix, dtype, device)
+    return GrownMasks(windows, dtype)
+
+
+def _one_or_all(masks: dict[str, Tensor]) -> Masks:
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def _mask_NS(tree: Tree, window: int | None, max_prefix: int, dtype: torch.dtype) -> Tensor:

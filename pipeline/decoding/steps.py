@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.cache import TreeCache
-from pipeline.decoding.masks import Masks, TreeMasks
+from pipeline.decoding.dynamic_tree import DynamicTree, GrownTree
+from pipeline.decoding.masks import GrownMasks, TreeMasks
 from pipeline.decoding.readout import Forward
 from pipeline.decoding.tree import Tree
 from pipeline.heads.kind import Heads
@@ -33,7 +34,14 @@ class TreeSteps:
 
     captures = False  # as CUDA graphs
 
-    def __init__(self, tree: Tree, heads: Heads | None, masks: TreeMasks, cache: TreeCache, max_length: int):
+    def __init__(
+        self,
+        tree: Tree | DynamicTree,
+        heads: Heads | None,
+        masks: TreeMasks | GrownMasks,
+        cache: TreeCache,
+        max_length: int,
+    ):
         self.tree, self.heads, self.masks, self.cache, self.max_length = tree, heads, masks, cache, max_length
 
     def start(self, state: BatchState) -> None:
@@ -47,50 +55,58 @@ class TreeSteps:
 
     def take(self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None) -> list[list[int]]:
         """One forward of the target; returns the tokens that it adds to each text."""
-        tree, lengths, token_B = self.tree, self.cache.lengths, self.state.token_B
+        lengths, token_B = self.cache.lengths, self.state.token_B
         starts = lengths[0] if len(lengths) == 1 else torch.tensor(lengths, device=token_B.device)[:, None]
-        positions_BN = tree.depth[None] + starts
+        tree, tokens_BN = self.propose()
+        positions_BN = tree.depth.expand_as(tokens_BN) + starts
         if max(lengths) + tree.max_depth >= self.max_length:  # these rows are cut later, but their positions must exist
             positions_BN.clamp_(max=self.max_length - 1)
-        mask = self.masks.after(lengths) if tree.num_nodes or len(lengths) > 1 else None
-        self.state, retrieve_BT, found = self.verify(forward, positions_BN, mask, rule, noise_BTV)
+        mask = self.masks.after(lengths, tree) if tree.max_depth or len(lengths) > 1 else None
+        hidden_BND, logits_BNV = forward(tokens_BN, positions_BN, mask, self.cache)
+        self.state, retrieve_BT, found = self.accept(hidden_BND, logits_BNV, tokens_BN, tree, rule, noise_BTV)
         rows, written = self.read(found)
         self.cache.keep(rows, retrieve_BT)
         return written
 
-    def propose(self) -> Tensor:
-        """The tokens [B, N] of each tree: the root, then the heads' guesses."""
+    def propose(self) -> tuple[Tree | GrownTree, Tensor]:
+        """The trees, and the tokens [B, N] of their rows: the root's, then the heads' guesses."""
         hidden_BD, token_B = self.state
-        if not self.tree.num_nodes:
-            return token_B[:, None]
+        if isinstance(self.tree, Tree) and not self.tree.num_nodes:
+            return self.tree, token_B[:, None]
         assert self.heads is not None
         hidden_BD = hidden_BD.to(self.heads.device)  # a target over several GPUs returns its states on the last one
-        return torch.cat((token_B[:, None], self.heads.propose(hidden_BD, token_B, self.tree)), 1)
+        return self.tree.grow(self.heads, hidden_BD, token_B)
 
-    def verify(
-        self, forward: Forward, positions_BN: Tensor, mask: Masks, rule: AcceptanceRule, noise_BTV: Tensor | None
+    def accept(
+        self,
+        hidden_BND: Tensor,
+        logits_BNV: Tensor,
+        tokens_BN: Tensor,
+        tree: Tree | GrownTree,
+        rule: AcceptanceRule,
+        noise_BTV: Tensor | None,
     ) -> tuple[BatchState, Tensor, Tensor]:
-        """One forward over the trees.
+        """What the rule keeps of the trees that a forward has read.
 
-        Returns the new state, the rows [B, T] to keep, and what the host reads, [B, T + 2]: for each text the
-        accepted row, the tokens on its path, and the token after it.
+        Returns the new state, the rows [B, T] to keep, and what the host reads of each text, [B, 2 T + 2]: how deep the
+        accepted row is, the rows and the tokens from the root to it, and the token after it.
         """
-        tree, tokens_BN = self.tree, self.propose()
-        hidden_BND, logits_BNV = forward(tokens_BN, positions_BN, mask, self.cache)
-        if not tree.num_nodes:
+        if not tree.max_depth:
             token_B = rule.choose(logits_BNV[:, 0], None if noise_BTV is None else noise_BTV[:, 0])
-            return BatchState(hidden_BND[:, 0], token_B), tree.retrieve_indices, token_B[:, None]
+            found = torch.stack((torch.zeros_like(token_B), torch.zeros_like(token_B), tokens_BN[:, 0], token_B), 1)
+            return BatchState(hidden_BND[:, 0], token_B), found[:, 1:2], found
         row_B, token_B = rule.accept(logits_BNV, tokens_BN, tree, noise_BTV)
-        retrieve_BT = tree.retrieve_indices.index_select(0, row_B)
+        retrieve_BT = tree.path_to(row_B)
         chosen_B11 = row_B[:, None, None].to(hidden_BND.device)
         hidden_BD = hidden_BND.gather(1, chosen_B11.expand(-1, 1, hidden_BND.shape[-1]))[:, 0]
-        found = torch.cat((row_B[:, None], tokens_BN.gather(1, retrieve_BT), token_B[:, None]), 1)
-        return BatchState(hidden_BD, token_B), retrieve_BT, found
+        path = (tree.depth_of(row_B)[:, None], retrieve_BT, tokens_BN.gather(1, retrieve_BT), token_B[:, None])
+        return BatchState(hidden_BD, token_B), retrieve_BT, torch.cat(path, 1)
 
     def read(self, found: Tensor) -> tuple[list[list[int]], list[list[int]]]:
         """The rows that each text keeps and the tokens it gains; the only transfer from the device in a step."""
-        fetched = found.tolist()
-        if not self.tree.num_nodes:
-            return [[0]] * len(fetched), fetched
-        rows = [self.tree.retrieve_paths[row] for row, *_ in fetched]
-        return rows, [[*path[1 : len(kept)], token] for kept, (_, *path, token) in zip(rows, fetched, strict=True)]
+        length = self.tree.max_depth + 1
+        rows, written = [], []
+        for depth, *fields in found.tolist():
+            rows.append(fields[: depth + 1])
+            written.append([*fields[length + 1 : length + 1 + depth], fields[-1]])
+        return rows, written

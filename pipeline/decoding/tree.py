@@ -18,7 +18,7 @@ from math import prod
 import torch
 
 from pipeline.errors import ConfigError
-from pipeline.heads.kind import Level
+from pipeline.heads.kind import Heads, Level
 
 TreePath = tuple[int, ...]
 Choices = Iterable[Sequence[int]]  # the paths of a tree, without the root
@@ -98,7 +98,7 @@ class Tree:
     the first `max_depth` heads, `top` each), `ancestors` [N, N] (row i attends to row j: j is i or above it),
     `elsewhere` [N, N] (j is not a guess on the path to row i: neither i nor above it, or the root),
     `retrieve_indices` [N, T] (rows from the root to row i, padded with 0 past its depth); `levels` and `order` as in
-    `ProposalTree`. On the host: `retrieve_paths`, the same without padding.
+    `ProposalTree`.
     """
 
     def __init__(self, choices: Choices, device: torch.device | str = "cpu"):
@@ -109,8 +109,8 @@ class Tree:
         row_of = {(): 0} | {path: row for row, path in enumerate(self.choices, start=1)}
         if len(row_of) <= self.num_nodes or any(path[:-1] not in row_of for path in self.choices):
             raise ValueError("not a tree: a path is repeated or its parent is missing; `check_choices` names it")
-        self.retrieve_paths = [[row_of[path[:depth]] for depth in range(len(path) + 1)] for path in row_of]
-        padded = [rows + [0] * (self.max_depth + 1 - len(rows)) for rows in self.retrieve_paths]
+        paths = [[row_of[path[:depth]] for depth in range(len(path) + 1)] for path in row_of]
+        padded = [rows + [0] * (self.max_depth + 1 - len(rows)) for rows in paths]
         self.retrieve_indices = torch.tensor(padded, device=device)
         self.depth = torch.tensor([len(path) for path in row_of], device=device)
         self.parent = torch.tensor([row_of[path[:-1]] for path in row_of], device=device)
@@ -120,6 +120,18 @@ class Tree:
         itself_NN = torch.eye(self.num_nodes + 1, dtype=torch.bool, device=device)
         self.ancestors = itself_NN.scatter_(1, self.retrieve_indices, True)  # padding marks the root, above every row
         self.elsewhere = ~self.ancestors | (self.depth == 0)
+
+    def grow(self, heads: Heads, hidden_BD: torch.Tensor, token_B: torch.Tensor) -> tuple[Tree, torch.Tensor]:
+        """This tree, and the tokens [B, N] of its rows: the root's, then the heads' guesses."""
+        return self, torch.cat((token_B[:, None], heads.propose(hidden_BD, token_B, self)), 1)
+
+    def path_to(self, row_B: torch.Tensor) -> torch.Tensor:
+        """The rows [B, T] from the root to one row each, padded with 0 past its depth."""
+        return self.retrieve_indices.index_select(0, row_B)
+
+    def depth_of(self, row: torch.Tensor) -> torch.Tensor:
+        """The depth of each of these rows, in their shape."""
+        return self.depth.take(row)
 
 
 def _levels(choices: tuple[TreePath, ...], device: torch.device | str) -> tuple[tuple[Level, ...], torch.Tensor]:

@@ -20,7 +20,7 @@ from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.held_out import HeldOutRanks, simulated_acceleration_rate
 from pipeline.decoding.readout import last_positions
 from pipeline.decoding.stock_trees import STOCK_NODES, stock_tree
-from pipeline.decoding.tree import TreePath, cartesian_tree, greedy_tree
+from pipeline.decoding.tree import Tree, TreePath, cartesian_tree, greedy_tree
 from pipeline.evaluation.overhead import Name, overheads, step_seconds, with_tree
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import rounded
@@ -47,7 +47,7 @@ def tree_ladder(
         answers: Plain greedy decoding's.
         calibration: As in `run_studies`.
     """
-    assert accelerated.heads is not None
+    assert accelerated.heads is not None and isinstance(accelerated.tree, Tree)
     num_heads = accelerated.heads.shape.num_heads
     widths, stock = CARTESIAN[:num_heads], stock_tree(num_heads)
     trees: dict[str, Sequence[TreePath]] = {
@@ -67,6 +67,7 @@ def heads_used(
     plain: Decoder, accelerated: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> list[dict[str, Any]]:
     """The export's tree cut at each depth: gain and cost of the deeper heads."""
+    assert isinstance(accelerated.tree, Tree)
     choices = accelerated.tree.choices
     trees = {depth: [p for p in choices if len(p) <= depth] for depth in range(1, accelerated.tree.max_depth + 1)}
     worth = tree_figures(plain, accelerated, prompts, answers, trees)

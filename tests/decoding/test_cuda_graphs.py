@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from pipeline.decoding import cuda_graphs
 from pipeline.decoding.cuda_graphs import graph_capture_for
 from pipeline.decoding.decoder import Decoder
+from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import cartesian_tree
 from tests.decoding.test_acceptance import RULES
 from tests.decoding.test_batches import PROMPTS, seeded
@@ -79,7 +80,11 @@ def test_a_captured_step_replayed_writes_what_transformers_writes(family, pair, 
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("tree", [(), SPARSE, cartesian_tree((3, 2))], ids=["plain", "sparse", "cartesian"])
+@pytest.mark.parametrize(
+    "tree",
+    [(), SPARSE, cartesian_tree((3, 2)), DynamicTree(9, 3, 3)],
+    ids=["plain", "sparse", "cartesian", "dynamic"],
+)
 def test_every_rule_and_a_batch_that_shrinks(rule, tree, pair):
     model, heads = pair("mistral-window")
     expected = Decoder(model, heads, tree, eos_token_ids=(7,)).generate_batch(PROMPTS, 30, rule, seeded(5))

@@ -81,7 +81,7 @@ def test_law_of_rejection_gives_each_token_the_targets_own_probability():
         p = truncated(logits, 1.0, 1.0)
         first = Counter()
         for (row, token), probability in law_of_rejection(tree, p, tokens).items():
-            first[int(tokens[tree.retrieve_paths[row][1]]) if row else token] += probability
+            first[int(tokens[tree.retrieve_indices[row, 1]]) if row else token] += probability
         assert [first[token] for token in range(VOCAB)] == pytest.approx(p[0]), name
 
 
@@ -118,7 +118,7 @@ def test_rejection_draws_the_same_text_whatever_the_tree():
         logits = logits_by_depth[tree.depth]
         for s in range(500):
             row, token = rule.accept(logits, tokens, tree, noise[s])
-            written = [*tokens[tree.retrieve_paths[row][1:]].tolist(), int(token)]
+            written = [*tokens[tree.retrieve_indices[row, 1 : tree.depth[row] + 1]].tolist(), int(token)]
             assert written == plain[s][: len(written)]
 
 

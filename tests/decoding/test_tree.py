@@ -132,10 +132,11 @@ def test_tensors_describe_the_paths(choices):
     assert tree.depth.tolist() == [len(path) for path in paths]
     assert [paths[row] for row in tree.parent.tolist()] == [path[:-1] for path in paths]
     for row, path in enumerate(paths):
-        assert [paths[each] for each in tree.retrieve_paths[row]] == [path[:depth] for depth in range(len(path) + 1)]
-        assert tree.retrieve_indices[row, : len(path) + 1].tolist() == tree.retrieve_paths[row]
+        rows = tree.retrieve_indices[row, : len(path) + 1].tolist()
+        assert [paths[each] for each in rows] == [path[:depth] for depth in range(len(path) + 1)]
+        assert not tree.retrieve_indices[row, len(path) + 1 :].any()
         # Sorted: a moved cache entry never overwrites one that is still to be moved.
-        assert sorted(tree.retrieve_paths[row]) == tree.retrieve_paths[row]
+        assert sorted(rows) == rows
     guesses = torch.arange(tree.max_depth * tree.top).view(tree.max_depth, tree.top)
     assert guesses.flatten()[tree.guess].tolist() == [int(guesses[len(path) - 1, path[-1]]) for path in paths[1:]]
 
@@ -147,9 +148,8 @@ def test_the_path_of_best_guesses_lies_in_the_first_rows():
 
 def test_the_empty_tree_is_a_root_alone():
     tree = Tree(())
-    assert (tree.num_nodes, tree.max_depth, tree.retrieve_paths) == (0, 0, [[0]]) and tree.ancestors.tolist() == [
-        [True]
-    ]
+    assert (tree.num_nodes, tree.max_depth) == (0, 0)
+    assert tree.retrieve_indices.tolist() == [[0]] and tree.ancestors.tolist() == [[True]]
 
 
 def test_a_tree_may_be_given_as_json_has_it():
