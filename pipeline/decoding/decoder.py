@@ -100,7 +100,7 @@ class Decoder:
         windows = attention_windows(config)
         if self.tree.num_nodes:
             if heads is None or heads.shape.max_depth < self.tree.max_depth:
-                raise ValueError(f"these heads cannot propose a tree of depth {self.tree.max_depth}")
+                raise ValueError(f"a tree of depth {self.tree.max_depth} is deeper than these heads can propose")
             check_pair(model, heads)
         masks = masks_for(self.tree, windows, self.max_length, model.dtype, self.device)
         self._cache = TreeCache(num_cached_layers(config))

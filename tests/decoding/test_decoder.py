@@ -238,7 +238,7 @@ def test_an_attention_that_takes_no_tree_mask_is_refused(target_of, monkeypatch)
 
 def test_a_tree_deeper_than_the_heads_is_a_programmers_error(target_of):
     heads = MedusaHeads(MedusaShape(48, 24, 2))
-    with pytest.raises(ValueError, match="as many heads"):
+    with pytest.raises(ValueError, match="deeper than these heads"):
         Decoder(target_of("llama"), heads, check_choices(CHAIN, 3, 1), eos_token_ids=())
 
 
