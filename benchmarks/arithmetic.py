@@ -37,7 +37,7 @@ def training_flops(config: MedusaShape, num_positions: float, num_labels: float)
     block needs no gradient of its input, the states.
     """
     size = config.hidden_size
-    lm_head = (4 if config.tied else 6) * config.vocab_size * size * num_labels
+    lm_head = (4 if config.lm_head == "tied" else 6) * config.vocab_size * size * num_labels
     blocks = (6 * config.num_layers - 2) * size**2 * config.num_heads * num_positions
     return lm_head + blocks
 

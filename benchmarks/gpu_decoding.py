@@ -38,7 +38,7 @@ def measure_decoding(model: PreTrainedModel, size: Size) -> Result:
     trees = {num_nodes: greedy_tree(ACCURACY_KR, num_nodes) for num_nodes in size.tree_nodes}
     decoders: dict[tuple[str, int], Decoder] = {("", 0): plain_decoder(model, eos_token_ids=())}
     for kind in AIMS:
-        shape = MedusaShape(text.hidden_size, text.vocab_size, NUM_HEADS, tied=kind == "tied")
+        shape = MedusaShape(text.hidden_size, text.vocab_size, NUM_HEADS, lm_head=kind)
         heads = MedusaHeads.from_lm_head(shape, lm_head_weight(model))
         decoders |= {(kind, n): Decoder(model, heads, tree, eos_token_ids=()) for n, tree in trees.items()}
     for decoder in decoders.values():

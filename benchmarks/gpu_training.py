@@ -50,7 +50,7 @@ def measure_training(
     labels_per_position = _labels_per_position(made)
     claims: list[Claim] = []
     for kind, training in trainings.items():
-        config = MedusaShape(spec.hidden_size, spec.vocab_size, NUM_HEADS, tied=kind == "tied")
+        config = MedusaShape(spec.hidden_size, spec.vocab_size, NUM_HEADS, lm_head=kind)
         learned = rates(training.num_positions, seconds[kind])
         done = [each * training_flops(config, 1, labels_per_position) for each in learned]
         sides_of = {

@@ -109,7 +109,7 @@ def test_heads_of_another_vocabulary_than_the_target_s_are_made_anew(copied_run,
     heads = copied_run.path / "latest/train/heads.safetensors"
     tensors = load_file(heads)
     own = tensors["0.1.weight"].shape
-    shape = {"hidden_size": 64, "vocab_size": size, "num_heads": 3, "num_layers": 1, "tied": False}
+    shape = {"hidden_size": 64, "vocab_size": size, "num_heads": 3, "num_layers": 1, "lm_head": "untied"}
     header = json.dumps({"kind": "medusa", **shape})
     summary = json.dumps(copied_run.latest("train").summary)
     for name in [name for name in tensors if name.endswith(".1.weight")]:

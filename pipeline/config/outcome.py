@@ -58,7 +58,8 @@ class ExportConfig(Section):
     dtype: Dtype = Field("auto", description="Dtype of the exported heads; auto: the target's.")
     formats: tuple[Literal["expanded", "shared"], ...] = Field(
         ("expanded",),
-        description="expanded: K lm_heads, every engine loads it; shared: one for tied heads, smaller (vLLM, TGI).",
+        description="expanded: K lm_heads, every engine loads it; shared: one for all, smaller, where "
+        "train.medusa.lm_head is tied (vLLM, TGI) or shared (vLLM).",
         min_length=1,
         max_length=1,
     )

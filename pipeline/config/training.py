@@ -12,12 +12,15 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from pipeline.config.section import Section
 
 Bits = Literal["4bit", "8bit"]
+LmHead = Literal["untied", "shared", "tied"]
 
 
 class MedusaConfig(Section):
     num_layers: int = Field(1, description="L: residual blocks per head.", ge=1)
-    lm_head: Literal["untied", "tied"] = Field(
-        "untied", description="untied: each head trains its own copy; tied: all share the target's, frozen."
+    lm_head: LmHead = Field(
+        "untied",
+        description="untied: each head trains its own copy; shared: all heads train one; tied: all read the target's, "
+        "frozen.",
     )
 
 

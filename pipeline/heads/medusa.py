@@ -19,12 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
+from pipeline.config.training import LmHead
 from pipeline.errors import ConfigError
 from pipeline.heads.kind import Heads, HeadsShape, ProposalTree, TargetWeights
 
@@ -34,21 +35,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MedusaShape(HeadsShape):
-    """`num_layers` residual blocks per head; `tied` heads share the target's frozen lm_head and train no copies."""
+    """`num_layers` residual blocks per head.
+
+    `lm_head` is `untied`: each head trains its own; `shared`: all train one; or `tied`: all read the target's, frozen.
+    Raises ValueError for another word.
+    """
 
     kind: ClassVar[str] = "medusa"
     num_layers: int = 1
-    tied: bool = False
+    lm_head: LmHead = "untied"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lm_head not in get_args(LmHead):
+            raise ValueError(f"lm_head is one of {', '.join(get_args(LmHead))}, not {self.lm_head!r}")
 
     def _parts(self) -> str:
-        return f"{self.num_heads} {'tied' if self.tied else 'untied'} lm_heads, {self.num_layers} block(s) each"
+        return f"{self.num_heads} heads with {self.lm_head} lm_heads, {self.num_layers} block(s) each"
 
 
 class MedusaHeads(Heads):
     """All K heads at once.
 
-    Parameters: `block_weight` [L, K, D, D] and `block_bias` [L, K, D]; `lm_head` is [K, V, D], or, tied, a frozen
-    [V, D] that no gradient reaches (a parameter and not a buffer, so that DDP does not broadcast it every step).
+    Parameters: `block_weight` [L, K, D, D] and `block_bias` [L, K, D]; `lm_head` is [K, V, D], or, shared or tied, one
+    [V, D]. No gradient reaches the tied one: a parameter and not a buffer, so that DDP does not broadcast it each step.
     """
 
     Shape = MedusaShape
@@ -56,16 +66,25 @@ class MedusaHeads(Heads):
     vllm_method = "medusa"
     weights_file = "medusa_lm_head.safetensors"
     choices_file = "medusa_choices.json"
-    memory_fix = "With train.medusa.lm_head: tied, no lm_heads are trained."
+    memory_fix = "With train.medusa.lm_head: shared, one lm_head is trained instead of K; with tied none."
 
     card_about = """\
-Each is {{ train.medusa.num_layers | default(1) }} residual block(s) and an lm_head, as in
-[Medusa](https://arxiv.org/abs/2401.10774): head k (from 0) reads the target's last hidden state at position t and
-guesses the token at t+2+k.
+Each is {{ train.medusa.num_layers | default(1) }} residual block(s) and
+{% if train.medusa.lm_head == "shared" %}
+one trained lm_head for all,
+{% elif train.medusa.lm_head == "tied" %}
+the target's own lm_head,
+{% else %}
+an lm_head,
+{% endif %}
+as in [Medusa](https://arxiv.org/abs/2401.10774): head k (from 0) reads the target's last hidden state at position t
+and guesses the token at t+2+k.
 """
     card_engines = """\
 {% if shared and train.medusa.num_layers != 1 %}
 TGI cannot load these heads: it shares one lm_head among heads of one block only.
+{% elif shared and train.medusa.lm_head == "shared" %}
+Not for TGI: it would read the target's own lm_head instead of the trained one in this file. `expanded` heads are.
 {% else %}
 With TGI, which finds the base model in `config.json`:
 
@@ -91,14 +110,14 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
         num_blocks, num_heads, size = shape.num_layers, shape.num_heads, shape.hidden_size
         self.block_weight = nn.Parameter(torch.zeros(num_blocks, num_heads, size, size, dtype=dtype, device=device))
         self.block_bias = nn.Parameter(torch.zeros(num_blocks, num_heads, size, dtype=dtype, device=device))
-        copies = () if shape.tied else (num_heads,)
+        copies = (num_heads,) if shape.lm_head == "untied" else ()
         lm_head = torch.zeros(*copies, shape.vocab_size, size, dtype=dtype, device=device)
-        self.lm_head = nn.Parameter(lm_head, requires_grad=not shape.tied)
+        self.lm_head = nn.Parameter(lm_head, requires_grad=shape.lm_head != "tied")
 
     @classmethod
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> MedusaShape:
-        tied = settings.medusa.lm_head == "tied"
-        return MedusaShape(hidden_size, vocab_size, settings.num_heads, settings.medusa.num_layers, tied)
+        own = settings.medusa
+        return MedusaShape(hidden_size, vocab_size, settings.num_heads, own.num_layers, own.lm_head)
 
     @classmethod
     def initial(cls, shape: MedusaShape, target: TargetWeights) -> MedusaHeads:
@@ -109,16 +128,17 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
     def from_lm_head(cls, shape: MedusaShape, lm_head_VD: Tensor) -> MedusaHeads:
         """Heads that start as the target's own prediction, in the dtype and on the device of its lm_head (2.1.1).
 
-        Untied heads get a copy each; tied ones share `lm_head_VD`'s storage. Raises ValueError on another shape.
+        Untied heads get a copy each, shared ones one copy; tied ones share `lm_head_VD`'s storage. Raises ValueError on
+        another shape.
         """
         if lm_head_VD.shape != (shape.vocab_size, shape.hidden_size):
             expected = (shape.vocab_size, shape.hidden_size)
             raise ValueError(f"the lm_head is {tuple(lm_head_VD.shape)}, the heads expect {expected}")
         heads = cls(shape, dtype=lm_head_VD.dtype, device=lm_head_VD.device)
-        if shape.tied:
+        if shape.lm_head == "tied":
             heads.lm_head = nn.Parameter(lm_head_VD.detach(), requires_grad=False)
         else:
-            heads.lm_head.data.copy_(lm_head_VD)  # [V, D] broadcasts to the K copies
+            heads.lm_head.data.copy_(lm_head_VD)  # [V, D] broadcasts to K copies
         return heads
 
     def hidden(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
@@ -139,7 +159,7 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
     def forward(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
         """Logits [K, N, V] of all heads, or of the first `num_heads` (the others are then not evaluated)."""
         hidden_KND = self.hidden(hidden_ND, num_heads)
-        if self.shape.tied:
+        if self.lm_head.dim() == 2:
             return hidden_KND @ self.lm_head.mT
         # Weights first: at N = 1, decoding's case, a CPU is then three times faster (K = 4, D = 256, V = 4,096).
         return (self.lm_head[: len(hidden_KND)] @ hidden_KND.mT).mT
@@ -160,11 +180,11 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
 
     @classmethod
     def check_format(cls, shape: MedusaShape, format: str) -> None:
-        if format == "shared" and not shape.tied:
+        if format == "shared" and shape.lm_head == "untied":
             raise ConfigError(
                 "The shared format stores one lm_head, and untied heads have one each.",
                 "export.formats",
-                "Set train.medusa.lm_head to tied, or export.formats to [expanded].",
+                "Set train.medusa.lm_head to shared or tied, or export.formats to [expanded].",
             )
 
     @classmethod
@@ -187,7 +207,7 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
         ]
         views = {f"{name}.weight": self.block_weight[block, k] for name, block, k in blocks}
         views |= {f"{name}.bias": self.block_bias[block, k] for name, block, k in blocks}
-        one_lm_head = shape.tied and format in (None, "shared")
+        one_lm_head = shape.lm_head != "untied" and format in (None, "shared")
         lm_heads = range(1 if one_lm_head else shape.num_heads)
         views |= {f"{k}.{shape.num_layers}.weight": self.lm_head_of(k) for k in lm_heads}
         return {name: view.detach() for name, view in views.items()}

@@ -11,9 +11,9 @@ from pipeline.errors import DataError
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_trained_heads_come_back_with_their_summary(tmp_path, tied):
-    heads = MedusaHeads.from_lm_head(MedusaShape(8, 12, 3, 2, tied), torch.randn(12, 8))
+@pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
+def test_trained_heads_come_back_with_their_summary(tmp_path, lm_head):
+    heads = MedusaHeads.from_lm_head(MedusaShape(8, 12, 3, 2, lm_head), torch.randn(12, 8))
     torch.nn.init.normal_(heads.block_weight)
     path = tmp_path / "heads.safetensors"
     assert read_summary(path, heads.shape) is None
@@ -27,11 +27,11 @@ def test_trained_heads_come_back_with_their_summary(tmp_path, tied):
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"num_heads": 2}, "2 untied"),
+        ({"num_heads": 2}, "2 heads with untied"),
         ({"num_layers": 1}, "1 block"),
         ({"hidden_size": 9}, "hidden size of 9"),
         ({"vocab_size": 13}, "vocabulary of 13"),
-        ({"tied": True}, "3 tied"),
+        ({"lm_head": "tied"}, "3 heads with tied"),
     ],
 )
 def test_heads_of_another_shape_are_not_taken_for_this_training_s(tmp_path, other, said):

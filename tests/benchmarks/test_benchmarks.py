@@ -100,12 +100,12 @@ def test_the_backbones_operations_are_those_that_torch_counts():
     assert backbone_flops(model, [40, 40]) == counter.get_total_flops() - masked_half
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_trainings_operations_are_those_that_torch_counts(tied, num_layers):
+def test_trainings_operations_are_those_that_torch_counts(lm_head, num_layers):
     from torch.utils.flop_counter import FlopCounterMode
 
-    config = MedusaShape(24, 40, 3, num_layers, tied)
+    config = MedusaShape(24, 40, 3, num_layers, lm_head)
     heads = MedusaHeads.from_lm_head(config, torch.randn(40, 24))
     hidden_ND, labels_KN = torch.randn(10, 24), torch.randint(0, 40, (3, 10))
     with FlopCounterMode(display=False) as counter:

@@ -23,7 +23,7 @@ def pair():
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**shape, vocab_size=50, max_position_embeddings=131_072)).eval()
-    return model, MedusaHeads(MedusaShape(32, 50, 2, 1, False)).eval()
+    return model, MedusaHeads(MedusaShape(32, 50, 2, 1)).eval()
 
 
 def test_a_long_context_costs_no_more_cache_than_the_steps_need(pair, monkeypatch):

@@ -13,7 +13,13 @@ from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
 TREE = [[0], [1], [0, 0], [0, 1]]
 TARGET = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 2, "num_attention_heads": 4}
-TIED_AND_FORMAT = [(False, "expanded"), (True, "expanded"), (True, "shared")]
+LM_HEAD_AND_FORMAT = [
+    ("untied", "expanded"),
+    ("shared", "expanded"),
+    ("tied", "expanded"),
+    ("shared", "shared"),
+    ("tied", "shared"),
+]
 
 
 class TokenizerStub:
@@ -39,14 +45,14 @@ def heads_of(config: ExportLayout, seed: int = 0) -> MedusaHeads:
 
 
 def tensors_of(heads: MedusaHeads) -> dict[str, torch.Tensor]:
-    """Every head's tensors under the names of FACTS' table, written out here once more; tied lm_heads K times."""
+    """Every head's tensors under the names of FACTS' table, written out here once more; one lm_head K times."""
     tensors = {}
     for k in range(heads.shape.num_heads):
         for layer in range(heads.shape.num_layers):
             tensors[f"{k}.{layer}.linear.weight"] = heads.block_weight.data[layer, k]
             tensors[f"{k}.{layer}.linear.bias"] = heads.block_bias.data[layer, k]
         tensors[f"{k}.{heads.shape.num_layers}.weight"] = (
-            heads.lm_head.data if heads.shape.tied else heads.lm_head.data[k]
+            heads.lm_head.data[k] if heads.shape.lm_head == "untied" else heads.lm_head.data
         )
     return tensors
 

@@ -11,13 +11,23 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from pipeline.export.directory import tensors_as_saved
-from tests.export.exports import TIED_AND_FORMAT, TREE, config_of, heads_of, holds, read, tensors_of, weights_of, write
+from tests.export.exports import (
+    LM_HEAD_AND_FORMAT,
+    TREE,
+    config_of,
+    heads_of,
+    holds,
+    read,
+    tensors_of,
+    weights_of,
+    write,
+)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
-@pytest.mark.parametrize(("tied", "format"), TIED_AND_FORMAT)
-def test_the_file_holds_exactly_the_tensors_that_engines_look_for(tmp_path, tied, format, num_layers):
-    config = config_of(tied=tied, format=format, num_layers=num_layers)
+@pytest.mark.parametrize(("lm_head", "format"), LM_HEAD_AND_FORMAT)
+def test_the_file_holds_exactly_the_tensors_that_engines_look_for(tmp_path, lm_head, format, num_layers):
+    config = config_of(lm_head=lm_head, format=format, num_layers=num_layers)
     found = {name: list(tensor.shape) for name, tensor in weights_of(write(tmp_path / "export", config)).items()}
     expected = {f"{k}.{i}.linear.weight": [4, 4] for k in range(3) for i in range(num_layers)}
     expected |= {f"{k}.{i}.linear.bias": [4] for k in range(3) for i in range(num_layers)}
@@ -25,9 +35,9 @@ def test_the_file_holds_exactly_the_tensors_that_engines_look_for(tmp_path, tied
     assert found == expected
 
 
-@pytest.mark.parametrize(("tied", "format"), TIED_AND_FORMAT)
-def test_config_json_says_what_each_engine_reads_and_nothing_that_misleads_it(tmp_path, tied, format):
-    directory = write(tmp_path / "export", config_of(tied=tied, format=format, num_layers=2, dtype="bfloat16"))
+@pytest.mark.parametrize(("lm_head", "format"), LM_HEAD_AND_FORMAT)
+def test_config_json_says_what_each_engine_reads_and_nothing_that_misleads_it(tmp_path, lm_head, format):
+    directory = write(tmp_path / "export", config_of(lm_head=lm_head, format=format, num_layers=2, dtype="bfloat16"))
     config = json.loads((directory / "config.json").read_text())
     wanted = {"model_type": "medusa", "base_model_name_or_path": "owner/target", "hidden_size": 4, "vocab_size": 6}
     wanted |= {"medusa_num_heads": 3, "medusa_num_layers": 2, "medusa_fc_bias": True, "dtype": "bfloat16"}
@@ -71,11 +81,11 @@ def test_whoever_can_read_the_configuration_can_read_the_weights(tmp_path):
     num_layers=st.integers(1, 3),
     hidden_size=st.integers(1, 5),
     vocab_size=st.integers(1, 7),
-    tied_and_format=st.sampled_from(TIED_AND_FORMAT),
+    lm_head_and_format=st.sampled_from(LM_HEAD_AND_FORMAT),
 )
-def test_heads_of_any_shape_come_back_bit_for_bit(tmp_path_factory, tied_and_format, **shape):
-    tied, format = tied_and_format
-    config = config_of(tied=tied, format=format, **shape)
+def test_heads_of_any_shape_come_back_bit_for_bit(tmp_path_factory, lm_head_and_format, **shape):
+    lm_head, format = lm_head_and_format
+    config = config_of(lm_head=lm_head, format=format, **shape)
     directory = write(tmp_path_factory.mktemp("x") / "export", config, choices=[[0]])
     assert holds(directory, config, heads_of(config))
 
@@ -99,8 +109,9 @@ def test_heads_that_are_views_of_one_stacked_parameter_are_saved_apart(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tied_heads_expand_on_disk_and_not_in_memory(tmp_path, dtype):
-    config = config_of(tied=True, dtype=dtype)
+@pytest.mark.parametrize("lm_head", ["shared", "tied"])
+def test_one_lm_head_expands_on_disk_and_not_in_memory(tmp_path, lm_head, dtype):
+    config = config_of(lm_head=lm_head, dtype=dtype)
     heads = heads_of(config)
     in_memory = tensors_as_saved(heads, config)
     assert len({in_memory[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 1
@@ -109,10 +120,11 @@ def test_tied_heads_expand_on_disk_and_not_in_memory(tmp_path, dtype):
     assert all(torch.equal(on_disk[f"{k}.1.weight"], heads.lm_head.to(getattr(torch, dtype))) for k in range(3))
 
 
+@pytest.mark.parametrize("lm_head", ["shared", "tied"])
 @pytest.mark.parametrize("format", ["expanded", "shared"])
-def test_tied_heads_are_read_as_one_frozen_lm_head(tmp_path, format):
-    heads = read(write(tmp_path / "export", config_of(tied=True, format=format)))
-    assert heads.lm_head.shape == (6, 4) and not heads.lm_head.requires_grad
+def test_one_lm_head_is_read_as_one_and_frozen_where_it_is_the_target_s(tmp_path, lm_head, format):
+    heads = read(write(tmp_path / "export", config_of(lm_head=lm_head, format=format)))
+    assert heads.lm_head.shape == (6, 4) and heads.lm_head.requires_grad is (lm_head == "shared")
 
 
 def test_transformers_loaders_find_the_format_in_the_file(tmp_path):

@@ -16,9 +16,9 @@ NUM_HEADS, NUM_ROWS, SIZE, VOCAB = 3, 29, 8, 13
 NEXT = torch.zeros(NUM_ROWS, dtype=torch.int64)  # which these heads do not read
 
 
-def case(tied: bool) -> tuple[MedusaHeads, torch.Tensor, torch.Tensor]:
+def case(lm_head: str) -> tuple[MedusaHeads, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    heads = MedusaHeads(MedusaShape(SIZE, VOCAB, NUM_HEADS, 1, tied))
+    heads = MedusaHeads(MedusaShape(SIZE, VOCAB, NUM_HEADS, 1, lm_head))
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator)
     labels = torch.randint(VOCAB, (NUM_HEADS, NUM_ROWS), generator=generator)
@@ -26,10 +26,10 @@ def case(tied: bool) -> tuple[MedusaHeads, torch.Tensor, torch.Tensor]:
     return heads, torch.randn(NUM_ROWS, SIZE, generator=generator), labels
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * VOCAB * 4, 1 << 20])
-def test_hits_count_labels_above_which_fewer_than_r_tokens_stand(tied: bool, chunk_bytes: int):
-    heads, hidden, labels = case(tied)
+def test_hits_count_labels_above_which_fewer_than_r_tokens_stand(lm_head: str, chunk_bytes: int):
+    heads, hidden, labels = case(lm_head)
     _, hits, counts = score(heads, hidden, NEXT, labels, 5, chunk_bytes=chunk_bytes)
     logits = heads(hidden)
     for k in range(NUM_HEADS):
@@ -39,17 +39,17 @@ def test_hits_count_labels_above_which_fewer_than_r_tokens_stand(tied: bool, chu
         assert hits[k].tolist() == [sum(rank <= r for rank in ranks) for r in range(5)]
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * VOCAB * 4, 1 << 20])
-def test_losses_are_the_summed_cross_entropy(tied: bool, chunk_bytes: int):
-    heads, hidden, labels = case(tied)
+def test_losses_are_the_summed_cross_entropy(lm_head: str, chunk_bytes: int):
+    heads, hidden, labels = case(lm_head)
     losses, _, _ = score(heads, hidden, NEXT, labels, 5, chunk_bytes=chunk_bytes)
     expected = plain_summed_cross_entropy(heads.hidden(hidden), heads.lm_head, labels)
     torch.testing.assert_close(losses.float(), expected.detach())
 
 
 def test_under_autocast_losses_stay_within_the_rounding_of_its_dtype():
-    heads, hidden, labels = case(tied=False)
+    heads, hidden, labels = case("untied")
     with torch.autocast("cpu", torch.bfloat16):
         found = score(heads, hidden, NEXT, labels, 5)
     exact = score(heads, hidden, NEXT, labels, 5)
@@ -58,7 +58,7 @@ def test_under_autocast_losses_stay_within_the_rounding_of_its_dtype():
 
 
 def test_ranks_say_of_every_label_where_it_stands_and_give_the_hits_that_the_score_counts():
-    heads, hidden, labels = case(tied=False)
+    heads, hidden, labels = case("untied")
     ranks_KN = label_ranks(heads, hidden, NEXT, labels, 5).numpy()
     logits_KNV = heads(hidden)
     for k, n in itertools.product(*map(range, labels.shape)):
@@ -73,13 +73,13 @@ def test_ranks_say_of_every_label_where_it_stands_and_give_the_hits_that_the_sco
 
 
 def test_every_label_is_hit_when_all_tokens_are_guessed():
-    heads, hidden, labels = case(tied=False)
+    heads, hidden, labels = case("untied")
     _, hits, counts = score(heads, hidden, NEXT, labels, VOCAB + 2)
     assert hits[:, VOCAB - 1].tolist() == counts.tolist() == hits[:, -1].tolist()
 
 
 def test_batches_add_up():
-    heads, hidden, labels = case(tied=False)
+    heads, hidden, labels = case("untied")
     parts = [score(heads, hidden[rows], NEXT[rows], labels[:, rows], 4) for rows in (slice(0, 9), slice(9, None))]
     for whole, *sums in zip(score(heads, hidden, NEXT, labels, 4), *parts, strict=True):
         torch.testing.assert_close(sum(sums), whole)

@@ -149,7 +149,11 @@ def export(counting_target: TargetSpec, tmp_path: Path) -> Path:
     lm_head = lm_head_weight(load_causal_lm(counting_target))
     heads = MedusaHeads(MedusaShape(hidden_size=128, vocab_size=512, num_heads=3))
     heads.lm_head.data = torch.stack([lm_head.roll(head + 1, dims=0) for head in range(3)])
-    config = ExportLayout(counting_target.model, heads.shape)
+    return exported(counting_target, heads, "expanded", tmp_path)
+
+
+def exported(counting_target: TargetSpec, heads: MedusaHeads, format: str, tmp_path: Path) -> Path:
+    config = ExportLayout(counting_target.model, heads.shape, format)
     tokenizer, target = load_tokenizer(counting_target), model_config(counting_target).to_dict()
     rest = {"target": target, "tokenizer": tokenizer, "choices": [(0,)], "card": ""}
     write_export(tmp_path / "export", heads, config, **rest)
@@ -169,16 +173,30 @@ print(json.dumps([[list(output.outputs[0].token_ids) for output in outputs], 1 +
 """
 
 
-def test_vllm_serves_target_and_heads_of_the_export_alone(export: Path) -> None:
-    """With nothing of the project in the process, as `vllm serve EXPORT` does."""
-    prompts = [[100], [7, 7, 250], [300, 17]]
+PROMPTS = [[100], [7, 7, 250], [300, 17]]
+
+
+def rate_of_the_export_alone(export: Path) -> float:
+    """With nothing of the project in the process, as `vllm serve EXPORT` does; its text has to be the target's."""
     settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-c", SERVE_ALONE, str(export), json.dumps(prompts)]
+    command = [sys.executable, "-c", SERVE_ALONE, str(export), json.dumps(PROMPTS)]
     ended = subprocess.run(command, env=os.environ | settings, cwd=export, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr[-2000:]
     texts, rate = json.loads(ended.stdout.splitlines()[-1])
-    assert texts == [[ids[-1] + 1 + step for step in range(33)] for ids in prompts]
-    assert 3.5 < rate <= 4
+    assert texts == [[ids[-1] + 1 + step for step in range(33)] for ids in PROMPTS]
+    return rate
+
+
+def test_vllm_serves_target_and_heads_of_the_export_alone(export: Path) -> None:
+    assert 3.5 < rate_of_the_export_alone(export) <= 4
+
+
+def test_vllm_reads_one_trained_lm_head_from_the_file_and_not_the_target_s(counting_target, tmp_path: Path) -> None:
+    """All heads guess t+2, and the first is right; by the target's own lm_head they would guess t+1, and none were."""
+    lm_head = lm_head_weight(load_causal_lm(counting_target))
+    heads = MedusaHeads(MedusaShape(hidden_size=128, vocab_size=512, num_heads=3, lm_head="shared"))
+    heads.lm_head.data = lm_head.roll(1, dims=0)
+    assert 1.8 < rate_of_the_export_alone(exported(counting_target, heads, "shared", tmp_path)) <= 2
 
 
 def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: TargetSpec, export: Path) -> None:

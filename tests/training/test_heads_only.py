@@ -45,7 +45,7 @@ def test_training_starts_at_the_targets_own_prediction(make_spec):
     assert first["head_losses"] == pytest.approx([float(loss) for loss in losses], rel=1e-5)
 
 
-@pytest.mark.parametrize("lm_head", ["untied", "tied"])
+@pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_heads_learn_what_can_be_learned(make_spec, lm_head, num_layers):
     spec = make_spec(epochs=24, lm_head=lm_head, num_layers=num_layers)
@@ -59,12 +59,12 @@ def test_tied_heads_never_train_the_lm_head(make_spec):
     spec = make_spec(lm_head="tied")
     train(spec)
     heads = load_heads(spec.heads_path)
-    assert heads.shape.tied and torch.equal(heads.lm_head, read_lm_head(spec.target))
+    assert heads.shape.lm_head == "tied" and torch.equal(heads.lm_head, read_lm_head(spec.target))
     assert heads.block_weight.any()
     assert not any("lm_head" in name for path in spec.path.glob("checkpoints/*") for name in load_file(path))
 
 
-@pytest.mark.parametrize("lm_head", ["untied", "tied"])
+@pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
 @pytest.mark.parametrize("soft_labels", [0.0, 0.4])
 def test_one_step_moves_the_weights_by_the_gradient_of_the_paper(make_spec, lm_head, soft_labels):
     """Against autograd over all logits, and torch's own AdamW without fusing."""

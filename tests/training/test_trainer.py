@@ -35,6 +35,8 @@ RECIPES = [
     {"optimizer": "adamw"},
     {"optimizer": "adamw-8bit"},
     {"soft_labels": 0.5},
+    {"lm_head": "shared", "soft_labels": 0.5},
+    {"lm_head": "shared", "optimizer": "adamw-8bit"},
     {"heads": "recurrent", "soft_labels": 0.5},
 ]
 
@@ -93,7 +95,7 @@ def test_a_finished_run_called_again_does_nothing(make_spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [{}, {"soft_labels": 0.5}], ids=str)
+@pytest.mark.parametrize("recipe", [{}, {"soft_labels": 0.5, "lm_head": "shared"}], ids=str)
 def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path, recipe):
     """The second worker is another process; they meet over gloo."""
     alone, together = make_spec("alone", **recipe), make_spec("together", **recipe)
@@ -106,7 +108,7 @@ def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path, recipe):
         torch.testing.assert_close(weights(together)[name], tensor, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("lm_head", ["untied", "tied"])
+@pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
 def test_the_same_training_on_a_slower_machine_leaves_the_same_file(make_spec, monkeypatch, lm_head):
     fast, slow = make_spec("fast", lm_head=lm_head), make_spec("slow", lm_head=lm_head)
     train(fast)
@@ -118,7 +120,7 @@ def test_the_same_training_on_a_slower_machine_leaves_the_same_file(make_spec, m
 
 def test_heads_of_another_shape_in_the_directory_do_not_pass_for_this_training_s(make_spec):
     train(make_spec(num_heads=2))
-    with pytest.raises(DataError, match=r"2 untied lm_heads.*3 untied lm_heads"):
+    with pytest.raises(DataError, match=r"2 heads with untied lm_heads.*3 heads with untied lm_heads"):
         train(make_spec())
 
 
@@ -126,7 +128,7 @@ def test_the_trained_heads_say_what_they_are(make_spec):
     spec = make_spec(num_heads=2, num_layers=2)
     summary = train(spec)
     heads = load_heads(spec.heads_path)
-    assert (heads.shape.num_heads, heads.shape.num_layers, heads.shape.tied) == (2, 2, False)
+    assert (heads.shape.num_heads, heads.shape.num_layers, heads.shape.lm_head) == (2, 2, "untied")
     assert json.loads(json.dumps(summary)) == summary and os.path.getsize(spec.heads_path) > 0
     spec.heads_path.write_bytes(spec.heads_path.read_bytes()[:100])
     with pytest.raises(DataError, match="damaged"):
