@@ -6,10 +6,14 @@ Figures do not depend on limits: a changed limit is applied to the stored figure
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from pipeline.artifacts.check_result import CheckResult
 from pipeline.config import Config
 from pipeline.training.methods import method_of
+
+LEAST_SHORTFALL = 0.1  # tokens per step
 
 
 def failures(result: CheckResult, config: Config) -> list[str]:
@@ -30,6 +34,11 @@ def failures(result: CheckResult, config: Config) -> list[str]:
             found.append(f"{name}: {rate} is below check.min_acceleration_rate = {least:.2f}")
         if not engine.accepts_drafts:
             found.append(f"{name}: no draft token was accepted")
+    if (vllm := result.engines.get("vllm")) and (expected := falls_short(vllm.figures)):
+        found.append(
+            f"vllm: acceleration rate {vllm.acceleration_rate:.2f} is far below the {expected:.2f} to expect of this "
+            "chain: vLLM does not draft what was trained"
+        )
     if config.check.require_learning and (rank := guesses_by_frequency(result)):
         accuracy, frequency = (f"{shares[rank]:.1%}" for shares in (result.head_0 or {}, result.frequency or {}))
         found.append(
@@ -41,6 +50,25 @@ def failures(result: CheckResult, config: Config) -> list[str]:
         if not kl <= most:
             found.append(f"the tuned backbone is {kl:.4f} nats from the target, above train.backbone.max_kl = {most:g}")
     return found
+
+
+def falls_short(vllm: Mapping[str, Any]) -> float | None:
+    """The rate to expect of the served chain where vLLM's is far below it; None where it is not.
+
+    Far is at least half of the gain over plain decoding, and more than 3 standard errors of what was measured and
+    expected together, and a tenth of a token. On the same text there is no sampling error: native decoding has written
+    the answers, and the chain was walked through them. Prompts and engines differ by less than half of the gain; heads
+    that an engine has read wrongly gain next to nothing. A rate above the expected one is as good.
+    """
+    error, expected = 0.0, vllm.get("same_text_acceleration_rate")
+    if expected is None:
+        expected = vllm.get("expected_acceleration_rate")
+        measured_error, expected_error = vllm.get("standard_error"), vllm.get("expected_standard_error")
+        if expected is None or measured_error is None or expected_error is None:
+            return None
+        error = math.hypot(measured_error, expected_error)
+    shortfall = expected - vllm["acceleration_rate"]
+    return expected if shortfall > max((expected - 1) / 2, 3 * error, LEAST_SHORTFALL) else None
 
 
 def guesses_by_frequency(result: CheckResult) -> str | None:

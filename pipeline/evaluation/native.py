@@ -43,6 +43,7 @@ from pipeline.evaluation.speed import (
     take_turns,
 )
 from pipeline.evaluation.studies import run_studies
+from pipeline.evaluation.tree_studies import chain_figures
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_heads
 from pipeline.export.layout import read_layout
@@ -89,22 +90,25 @@ def check_native(request: CheckRequest, progress: ProgressReporter | None = None
     progress = progress or ProgressReporter()
     times = f", {repetitions} times each" if repetitions > 1 else ""
     progress.begin(f"native{times}", len(prompts) * repetitions)
-    methods = load_methods(request)
+    methods, layout = load_methods(request), read_layout(request.export)
     plain, accelerated = methods.plain, methods.accelerated
     endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
     with fastest_threads(endless, prompts[0].ids):
         measured = measure(methods, prompts, settings, progress)
         calibration, answers = request.calibration, measured.plain_greedy
+        chain = chain_figures(accelerated, prompts, answers, layout.num_speculative_tokens)
         studies = run_studies(settings.studies, plain, accelerated, prompts, settings, calibration, answers, progress)
     match = greedy_match(request, methods, measured, ACCELERATED)
     tokenizer = load_tokenizer(request.target)
     return {
-        "native": native_figures(request, methods, measured, match) | ({"studies": studies} if studies else {}),
+        "native": native_figures(request, methods, measured, match)
+        | {"chain": chain}
+        | ({"studies": studies} if studies else {}),
         "target_text": text_statistics(plain.model, prompts, answers),
         "samples": samples(tokenizer, prompts, measured.passes[0][ACCELERATED]),
         "answers": {
             name: answer_lines(f"{request.name}-{name}", tokenizer, prompts, [one[side] for one in measured.passes])
-            for side, name in ((PLAIN, PLAIN), (ACCELERATED, read_layout(request.export).shape.kind))
+            for side, name in ((PLAIN, PLAIN), (ACCELERATED, layout.shape.kind))
         },
         "differing": match.differing,
     }

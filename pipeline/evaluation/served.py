@@ -7,13 +7,17 @@ one.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from pipeline.artifacts.tree_file import Calibration
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import CheckRequest
+from pipeline.evaluation.speed import rounded
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_causal_lm
@@ -49,6 +53,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     drafts = max(1, accelerated["num_drafts"])
     return {
         "vllm": {
+            "num_speculative_tokens": layout.num_speculative_tokens,
             "acceleration_rate": round(accelerated["acceleration_rate"], 4),
             "accepted_per_position": [round(count / drafts, 4) for count in accelerated["accepted_per_position"]],
             "speedup": round(accelerated["tokens_per_second"] / plain["tokens_per_second"], 4),
@@ -58,3 +63,24 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
         },
         "differing": match.differing,
     }
+
+
+def chain_promise(calibration: Calibration, chain: Mapping[str, Any] | None, num_prompts: int | None) -> dict[str, Any]:
+    """What the chain that vLLM drafts is expected to reach, for `vllm` of report.json.
+
+    Args:
+        chain: `chain_figures` of the same answers, where native decoding has written them: they are then expected
+            exactly, up to ties, whatever the prompts' kind.
+        num_prompts: How many held-out prompts were asked; None for other questions, of which held-out text foretells
+            nothing. Without `chain` their rates are taken to scatter as held-out conversations' do.
+    """
+    found: dict[str, Any] = {}
+    if chain:
+        found |= {"same_text_acceleration_rate": chain["acceleration_rate"], "standard_error": chain["standard_error"]}
+    if num_prompts:
+        promise = calibration.chain[calibration.num_speculative_tokens - 1]
+        found |= {key: value for key, value in promise.items() if key.startswith("expected_")}
+        found.pop("expected_speedup", None)
+        if not chain and (error := promise["expected_standard_error"]) is not None:
+            found["standard_error"] = rounded(error * math.sqrt(calibration.num_conversations / num_prompts))
+    return found

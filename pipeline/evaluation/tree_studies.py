@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.decoder import Decoder, plain_decoder
-from pipeline.decoding.held_out import HeldOutRanks, simulated_acceleration_rate
+from pipeline.decoding.held_out import HeldOutRanks, simulated_acceleration_rate, walk
 from pipeline.decoding.readout import last_positions
 from pipeline.decoding.stock_trees import STOCK_NODES, stock_tree
 from pipeline.decoding.tree import Tree, TreePath, cartesian_tree, greedy_tree
@@ -61,6 +61,17 @@ def tree_ladder(
     trees = {name: tree for name, tree in trees.items() if tree or name == "plain"}
     worth = tree_figures(plain, accelerated, prompts, answers, trees)
     return [{"tree": name, "nodes": len(tree), **worth[name]} for name, tree in trees.items()]
+
+
+def chain_figures(
+    accelerated: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]], num_tokens: int
+) -> dict[str, float | None]:
+    """The acceleration rate of a chain of first guesses on plain greedy answers, as an engine that drafts it has."""
+    assert accelerated.heads is not None
+    ranks = guess_ranks(accelerated.model, accelerated.heads, prompts, answers, top=1)
+    found = walk(ranks, cartesian_tree([1] * num_tokens)).estimate()
+    figures = {"acceleration_rate": found.rate, "standard_error": found.standard_error}
+    return {"draft_tokens": num_tokens} | {name: rounded(figure) for name, figure in figures.items()}
 
 
 def heads_used(

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.report.facts import Table, identical, pick
-from pipeline.report.formatting import UNKNOWN, count, duration, percent, rate, ratio, show, times
+from pipeline.report.facts import Table, expected_rate, identical, pick
+from pipeline.report.formatting import UNKNOWN, count, duration, percent, rate, ratio, show, times, with_error
 
 NOTE = (
     "Tokens per forward of the target and per second, time to the first token and per further one. Speedups are over "
@@ -93,8 +93,9 @@ def check_table(report: dict) -> Table:
     """One column per engine; rows that no engine has are left out."""
     check = pick(report, "check") or {}
     engines = {name: part for name, part in check.items() if isinstance(part, dict)}
+    promises = [pick(report, "tree") if name == "native" else part for name, part in engines.items()]
     facts: tuple[tuple[str, str, Any], ...] = (
-        ("acceleration rate", "acceleration_rate", ratio),
+        ("the same chain on the same text, natively", "same_text_acceleration_rate", ratio),
         ("overhead", "overhead", times),
         ("speedup", "speedup", times),
         ("greedy identical", "greedy_match", _identical),
@@ -107,7 +108,9 @@ def check_table(report: dict) -> Table:
         ("prompts skipped", "skipped_prompts", count),
     )
     rows = [(label, *(word(part.get(key)) for part in engines.values())) for label, key, word in facts]
-    rows.insert(4, ("greedy ties", *map(_ties, engines.values())))
+    rates = [with_error(part.get("acceleration_rate"), part.get("standard_error")) for part in engines.values()]
+    rows = [("acceleration rate", *rates), ("expected", *map(expected_rate, promises)), *rows]
+    rows.insert(6, ("greedy ties", *map(_ties, engines.values())))
     rows.insert(-3, ("acceptance", *map(_rule, engines.values())))
     known = tuple(row for row in rows if any(cell != UNKNOWN for cell in row[1:]))
     labels = {"native": "native", "vllm": "vLLM"}

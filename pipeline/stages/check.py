@@ -1,9 +1,9 @@
 """check: the export decoded, natively with the tree and in vLLM as it will be served, against the target alone.
 
 Promises: it fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie, when vLLM accepts
-nothing, below `check.min_acceleration_rate`, beyond `train.backbone.max_kl`, or where the heads guess no better than
-frequency would. A changed limit is applied to the stored result without decoding again. Each engine runs in a process
-of its own and decodes the same prompts; the native result is kept when vLLM fails.
+nothing or much less than its chain should, below `check.min_acceleration_rate`, beyond `train.backbone.max_kl`, or
+where the heads guess no better than frequency would. A changed limit is applied to the stored result without decoding
+again. Each engine runs in a process of its own and decodes the same prompts; the native result is kept when vLLM fails.
 Native answers are left in `answers/plain.jsonl` and, with the heads, `answers/KIND.jsonl`, in Spec-Bench's schema.
 """
 
@@ -28,7 +28,7 @@ from pipeline.evaluation.prompts import (
     with_room,
     with_room_for,
 )
-from pipeline.evaluation.served import check_served
+from pipeline.evaluation.served import chain_promise, check_served
 from pipeline.execution.hardware import with_hardware
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_choices
@@ -44,7 +44,7 @@ from pipeline.targets.spec import TargetSpec, context_length, weight_files
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 5
+VERSION = 6
 
 LIMITS = {"min_acceleration_rate", "require_learning"}
 NATIVE_FILE = "native.json"  # until vLLM has come to its end as well
@@ -78,7 +78,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     prompts = _prompts(context, target, progress)
     drafted = read_layout(export).shape.max_depth  # vLLM drafts beyond the end
     target = with_room_for(target, prompts.kept, settings.max_new_tokens + drafted + 1)
-    placement = context.placement("features")
+    placement, calibration = context.placement("features"), read_calibration(context.upstream["calibrate"].path)
     request = CheckRequest(
         target,
         str(export),
@@ -88,7 +88,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         gpus=placement.gpus,
         name=Path(context.config.target.model).name,
         assistant=_assistant(context),
-        calibration=read_calibration(context.upstream["calibrate"].path) if settings.studies else None,
+        calibration=calibration,
     )
     result: Summary = {"skipped_prompts": prompts.skipped}
     if "native" in settings.engines:
@@ -104,7 +104,9 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         placement = context.placement("generate")
         arguments = {"function": check_served, "request": replace(request, gpus=placement.gpus)}
         served = context.executor.call(with_hardware, arguments, placement, progress)
-        result = {"hardware": served["hardware"], **result, "vllm": served["vllm"]}
+        held_out = None if isinstance(settings.prompts, Path) else len(prompts.kept)
+        promise = chain_promise(calibration, result.get("native", {}).get("chain"), held_out)
+        result = {"hardware": served["hardware"], **result, "vllm": served["vllm"] | promise}
         result["differing"] = result.get("differing", []) + served["differing"]
     trained = context.upstream["train"].summary
     if trained["held_out"]:

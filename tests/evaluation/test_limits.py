@@ -43,6 +43,35 @@ def test_what_fails_the_check(measured, least, says):
     assert len(found) == len(says) and all(line.startswith(start) for line, start in zip(found, says, strict=True))
 
 
+def expecting(rate: float, error: float, measured_error: float) -> dict:
+    return {
+        "expected_acceleration_rate": rate,
+        "expected_standard_error": error,
+        "standard_error": measured_error,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rate", "promise", "fails"),
+    [
+        (3.1, expecting(3.3, 0.2, 0.2), False),
+        (5.0, expecting(3.3, 0.2, 0.2), False),  # higher is fine
+        (2.3, expecting(3.3, 0.2, 0.2), False),  # 3.5 standard errors, and more than half of the gain
+        (1.1, expecting(3.3, 0.2, 0.2), True),
+        (1.05, expecting(1.8, 0.25, 0.25), False),  # 12 conversations: 3 standard errors are more than the gain
+        (1.0, expecting(1.08, 0.001, 0.001), False),  # heads that guess hardly anything have nothing to lose
+        (1.1, expecting(3.3, None, 0.2), False),  # one conversation
+        (1.1, {}, False),
+        (1.1, {"same_text_acceleration_rate": 1.3}, True),  # of the same answers there is no sampling error
+        (1.2, {"same_text_acceleration_rate": 1.3}, False),
+        (1.9, expecting(3.3, 0.1, 0.1) | {"same_text_acceleration_rate": 1.9}, False),  # other text than expected
+    ],
+)
+def test_a_served_rate_far_below_the_chain_s_fails_it(rate, promise, fails):
+    found = failures(CheckResult.of({"vllm": engine(rate, accepted_per_position=[0.1], **promise)}), config())
+    assert len(found) == fails and all(f"{rate:.2f} is far below the" in line for line in found)
+
+
 @pytest.mark.parametrize(
     ("kl", "fails"),
     [({"kl": 0.19}, False), ({"kl": 0.2}, False), ({"kl": 0.21}, True), ({"kl": float("nan")}, True), ({}, True)],

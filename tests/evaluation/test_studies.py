@@ -17,9 +17,10 @@ from pipeline.decoding.held_out import simulated_acceleration_rate
 from pipeline.decoding.stock_trees import stock_tree
 from pipeline.decoding.tree import cartesian_tree
 from pipeline.evaluation import studies
+from pipeline.evaluation.overhead import with_tree
 from pipeline.evaluation.prompts import Prompt, held_out_prompts
 from pipeline.evaluation.studies import Side, run_studies
-from pipeline.evaluation.tree_studies import guess_ranks, searched_tree
+from pipeline.evaluation.tree_studies import chain_figures, guess_ranks, searched_tree
 from pipeline.export.directory import read_heads
 from pipeline.report.documents import report_texts
 from tests.decoding.test_cuda_graphs import Tape
@@ -100,6 +101,16 @@ def test_a_walk_through_plain_text_finds_the_very_rate_that_decoding_with_the_tr
         decoded = [decoder.generate(prompt.ids, num_tokens) for prompt in asked]
         assert [one.token_ids for one in decoded] == texts
         assert simulated_acceleration_rate(ranks, choices) == pytest.approx(acceleration_rate(decoded), nan_ok=True)
+
+
+def test_the_chain_s_rate_on_the_answers_is_that_of_decoding_with_it(plain, medusa, prompts):
+    texts = [plain.generate(prompt.ids, 12).token_ids for prompt in prompts]
+    for num_tokens in (1, 3):
+        decoder = with_tree(medusa, cartesian_tree([1] * num_tokens))
+        decoded = [decoder.generate(prompt.ids, len(text)) for prompt, text in zip(prompts, texts, strict=True)]
+        figures = chain_figures(medusa, prompts, texts, num_tokens)
+        assert figures["acceleration_rate"] == pytest.approx(acceleration_rate(decoded), abs=1e-4)
+        assert figures["draft_tokens"] == num_tokens
 
 
 def test_the_tree_of_the_stock_s_size_is_the_search_s_own_or_the_product_of_accuracies():
