@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from pipeline.report.formatting import with_error
+
 PAGE = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- demo -->\n", "\n<!-- /demo -->"
 
@@ -22,8 +24,9 @@ def table(report: dict[str, Any]) -> str:
         ("Acceleration rate", f"{served:.2f}", "tokens kept per forward of the model; plain decoding has 1.00"),
         (
             "as expected by calibration",
-            f"{tree['expected_acceleration_rate']:.2f}",
-            "the same, predicted from the heads' accuracy on held-out text before anything was decoded",
+            with_error(tree["expected_acceleration_rate"], tree["expected_standard_error"]),
+            "the same, predicted from the heads' accuracy on held-out text before anything was decoded, with its "
+            "standard error",
         ),
         (
             "with the authors' tree",
@@ -51,7 +54,8 @@ def table(report: dict[str, Any]) -> str:
         (
             "Acceleration rate in vLLM",
             f"{vllm['acceleration_rate']:.2f}",
-            "the same export; vLLM verifies the single best path, no tree",
+            f"the same export; vLLM verifies the best path of {vllm['num_speculative_tokens']} guesses and no tree; "
+            f"{with_error(vllm['expected_acceleration_rate'], vllm['expected_standard_error'])} was predicted",
         ),
     ]
     return "\n".join("|---|---|---|" if row[0] == "---" else f"| {' | '.join(row)} |" for row in rows)

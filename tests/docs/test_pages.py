@@ -179,8 +179,9 @@ def test_the_readme_s_figures_have_the_form_that_the_script_writes():
     trees = [{"tree": "stock (Vicuna-7B's)", "acceleration_rate": 1.0, "nodes": 1}]
     names = ("acceleration_rate", "overhead", "speedup", "tokens_per_second", "baseline_tokens_per_second")
     native = {**dict.fromkeys(names, 1.0), "greedy_match": matched, "studies": {"trees": trees}}
-    tree = {"expected_acceleration_rate": 1.0, "nodes": 1}
-    made = table({"check": {"native": native, "vllm": native}, "tree": tree})
+    expected = {"expected_acceleration_rate": 1.0, "expected_standard_error": 1.0}
+    vllm = native | expected | {"num_speculative_tokens": 1}
+    made = table({"check": {"native": native, "vllm": vllm}, "tree": expected | {"nodes": 1}})
     block = text("README.md").partition("<!-- demo -->\n")[2].partition("\n<!-- /demo -->")[0]
     assert len(made.splitlines()) == 2 + 8
     assert re.sub(r"[\d.,]+", "N", block) == re.sub(r"[\d.,]+", "N", made), "run python scripts/write_demo.py runs/demo"

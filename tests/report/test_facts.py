@@ -57,6 +57,13 @@ def test_a_tree_that_does_not_pay_is_warned_of(report, promised, measured, says)
     assert not found if says is None else says in found[0]
 
 
+def test_a_chain_that_vllm_accepts_less_of_than_native_decoding_on_the_same_text_is_flagged(report):
+    report["check"]["vllm"] |= {"acceleration_rate": 1.9, "same_text_acceleration_rate": 1.95}
+    assert not warnings(report)
+    report["check"]["vllm"]["same_text_acceleration_rate"] = 2.1
+    assert "1.90, and the same chain reaches 2.10 natively on the same text" in warnings(report)[0]
+
+
 def test_both_searches_are_reported_whichever_was_better(report, extras):
     report["tree"]["searches"] = {"product": 2.353, "joint": 2.334}
     note = tree_table(report, extras).note
