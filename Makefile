@@ -6,6 +6,7 @@ ACCELERATOR ?= $(or $(firstword $(INSTALLED)),cpu)
 PYTHON ?= python3.11
 PIP_FLAGS ?=
 METHOD ?= medusa-1
+HEADS ?= medusa
 WORKERS ?= auto
 BIN := $(VENV)/bin
 LOCK := requirements-$(ACCELERATOR).lock
@@ -28,8 +29,8 @@ $(STAMP): $(LOCK) pyproject.toml
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-demo: install       ## the main job, end to end, with a small target that it trains first (METHOD=medusa-1 or medusa-2)
-	$(BIN)/python flows/demo.py $(METHOD)
+demo: install       ## the main job, end to end, with a small target that it trains first (METHOD=medusa-1 or medusa-2, HEADS=medusa or recurrent)
+	$(BIN)/python flows/demo.py $(if $(filter medusa,$(HEADS)),$(METHOD),$(HEADS))
 
 test: install       ## all tests (WORKERS=auto is one process per core, WORKERS=0 none but this one)
 	$(TESTS)

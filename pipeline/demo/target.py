@@ -76,7 +76,7 @@ def train_demo_target(
     conversations: Sequence[Conversation],
     directory: Path,
     *,
-    seconds: float = 75,
+    seconds: float = 240,
     seed: int = 0,
     steps: int = NUM_STEPS,
     progress: Progress | None = None,

@@ -139,12 +139,13 @@ def test_the_demo_makes_its_target_from_the_train_split_once(story, tmp_path, ti
     assert len(made) == 2 and len(made[1]) == 34
 
 
-def test_both_demos_are_alike_but_for_their_training():
-    one, two = (load_config(FLOWS.parent / "configs" / f"{name}.yaml") for name in ("demo", "demo-medusa-2"))
+@pytest.mark.parametrize("name", ["demo-medusa-2", "demo-recurrent"])
+def test_the_demos_are_alike_but_for_their_training(name: str):
+    one, two = (load_config(FLOWS.parent / "configs" / f"{name}.yaml") for name in ("demo", name))
     for section in type(one).model_fields:
         if section not in ("run", "train"):
             assert getattr(one, section) == getattr(two, section), section
-    assert two.run.store == one.run.directory and two.run.directory.name == "demo-medusa-2"
+    assert two.run.store == one.run.directory and two.run.directory.name == name
 
 
 @pytest.mark.slow
@@ -160,7 +161,7 @@ def test_the_second_demo_takes_target_and_text_from_the_first(story, tmp_path, t
 
 
 def test_a_demo_of_no_method_says_so(story):
-    with pytest.raises(ConfigError, match="no method 'medusa-3'"):
+    with pytest.raises(ConfigError, match="no demo of 'medusa-3'"):
         story("demo", "medusa-3")
 
 
