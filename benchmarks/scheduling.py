@@ -34,7 +34,7 @@ from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 
-SIZES, TINY_SIZES = (100, 1_000, 10_000), (4, 8, 16)
+SIZES, TINY_SIZES = (100, 1_000, 10_000), (4, 16)
 SLEEP_SECONDS = 0.001
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # how long a disk takes to sync is not asked here
 PLACEMENT = Placement(workers=1, cpus=1, gpus=0)

@@ -6,10 +6,11 @@ import os
 
 from hypothesis import settings
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors are tiny here: more threads only wait for each other
+os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # tensors are tiny: more threads only wait
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves its workers beside another test process
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is not a failure

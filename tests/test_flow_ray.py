@@ -49,7 +49,7 @@ def run_in_a_session(config: Path, said: Path) -> None:
 def test_a_ray_run_is_stopped_by_sigterm_and_by_ctrl_c_and_goes_on_to_what_the_inline_run_made(
     ray_cluster, finished_run, make_settings, make_config, tmp_path
 ):
-    changes = {"train__checkpoint_every": 1, "train__epochs": 60}
+    changes = {"train__checkpoint_every": 1, "train__epochs": 30}
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(make_settings(tmp_path, **changes)))
     run = RunDirectory(tmp_path / "run")

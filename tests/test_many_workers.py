@@ -1,14 +1,15 @@
-"""However many workers share the work, the rows are the same, and training's loss but for the order of its sums."""
+"""However many workers share the work, the rows are the same.
+
+Training's loss is, but for the order of its sums: tests/training/test_own_method.py.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
 import time
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from pipeline.flow import run_flow
@@ -16,8 +17,7 @@ from pipeline.stages import features, generate
 from pipeline.storage.receipts import Receipt
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.tasks import ShardTask
-from pipeline.training.metrics import read_metrics
-from tests.flows.tiny import SHARDED, contents, latest, stages_run
+from tests.flows.tiny import SHARDED, contents, latest
 
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
@@ -67,21 +67,3 @@ def test_many_workers_make_the_rows_that_one_process_makes(four_cpus, finished_r
     for stage in ("generate", "features"):
         assert len(list((run.path / f"come-to-{latest(run, stage).path.name}").iterdir())) == workers
     assert contents(run, *SHARDED) == contents(finished_run, *SHARDED)
-
-
-def test_two_training_workers_follow_the_loss_curve_of_one(four_cpus, finished_run, make_config, tmp_path):
-    curves = {}
-    for workers in (1, 2):
-        root = tmp_path / str(workers)
-        shutil.copytree(finished_run.path, root / "run", symlinks=True)
-        config = make_config(root, train__epochs=4, placement__train={"workers": workers})
-        executor = "inline" if workers == 1 else "ray"
-        run = run_flow(config, until="train", executor=executor, console=Console(quiet=True))
-        assert stages_run(run) == ["train"]
-        curves[workers] = [line for line in read_metrics(latest(run, "train").path) if "loss" in line]
-    one, two = curves.values()
-    assert [line["step"] for line in one] == [line["step"] for line in two] and len(one) >= 8
-    losses = [torch.tensor([line["loss"] for line in curve], dtype=torch.float64) for curve in (one, two)]
-    assert losses[0][-1] < losses[0][0]
-    # Sums of float32 in another order: 1e-7 at each of the dozen steps, with room for it to grow from step to step.
-    assert torch.allclose(*losses, rtol=1e-5, atol=0)

@@ -88,7 +88,10 @@ class Poisoned(Copying):
 
 
 def killed_trainer(config: dict[str, Any]) -> Any:
-    """What a training worker runs; it is killed in its third step, the first time. Every step is written down."""
+    """What a training worker runs; the last one is killed in its third step, the first time. Its steps are written
+    down."""
+    from ray.train import get_context
+
     from pipeline.training.ray_entry import run_worker
     from pipeline.training.trainer import Trainer
 
@@ -102,7 +105,8 @@ def killed_trainer(config: dict[str, Any]) -> Any:
             die()
         return step(*arguments)
 
-    Trainer.step = watched  # type: ignore[method-assign]
+    if get_context().get_world_rank() == get_context().get_world_size() - 1:
+        Trainer.step = watched  # type: ignore[method-assign]
     return run_worker(config)
 
 

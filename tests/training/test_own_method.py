@@ -1,4 +1,4 @@
-"""A method that only these tests know: heads alone, at a fixed learning rate. It trains and resumes through Ray."""
+"""A method that only these tests know: heads alone, at a fixed learning rate. It trains, and resumes, through Ray."""
 
 from __future__ import annotations
 
@@ -34,21 +34,29 @@ def curve_of(run: RunDirectory) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.slow
-def test_a_method_of_our_own_trains_and_resumes_through_ray(
-    finished_run, copied_run, make_config, tmp_path, monkeypatch
+@pytest.mark.fault
+def test_a_method_of_our_own_trains_on_two_workers_of_which_one_is_killed_as_on_one(
+    ray_cluster, finished_run, copied_run, make_config, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(METHODS, FixedRate.name, FixedRate())
     changes = {"train__method": FixedRate.name, "train__lr": 3e-3, "train__epochs": 4, "train__checkpoint_every": 1}
     whole = run_again(make_config(tmp_path, run__name="whole", **changes), until="train")
     cut_before(copied_run, "train")
     monkeypatch.setattr(ray_entry, "train_on_ray", train_and_be_killed)
-    run = run_flow(make_config(tmp_path, **changes), until="train", executor="ray", console=Console(quiet=True))
+    config = make_config(tmp_path, placement__train={"workers": 2}, **changes)
+    run = run_flow(config, until="train", executor="ray", console=Console(quiet=True))
 
     processes = (tmp_path / "trainer.txt").read_text().split()
-    assert processes.count(processes[0]) == STEPS_BEFORE_DEATH + 1 < len(processes), "it was killed and went on"
-    assert [event["stage"] for event in last_events(run) if event["event"] == "worker-died"] == ["train"]
+    before, after = STEPS_BEFORE_DEATH + 1, len(processes) - STEPS_BEFORE_DEATH - 1
+    assert processes[:before] == processes[:1] * before and processes[0] not in processes[before:]
     expected, found = curve_of(whole), curve_of(run)
-    assert [step for step, _, _ in found] == [step for step, _, _ in expected] and len(found) > STEPS_BEFORE_DEATH + 1
+    assert 0 < after < len(expected), "it did not begin again"
+    deaths = [event for event in last_events(run) if event["event"] == "worker-died"]
+    assert {event["stage"] for event in deaths} == {"train"} and len(deaths) <= 2, "the other fails with its neighbour"
+    assert [step for step, _, _ in found] == [step for step, _, _ in expected] and len(found) >= 8
     assert {lr for _, lr, _ in found} == {3e-3}
-    assert [loss for *_, loss in found] == pytest.approx([loss for *_, loss in expected], rel=1e-4)
+    # Sums of float32 in another order: 1e-7 at each of the dozen steps, with room for it to grow from step to step.
+    assert [loss for *_, loss in found] == pytest.approx([loss for *_, loss in expected], rel=1e-5)
+    assert found[-1][-1] < found[0][-1]
     assert stages_run(run) == ["train"] and latest(run, "train").path != latest(finished_run, "train").path
+    assert latest(run, "train").verify() == []
