@@ -118,6 +118,12 @@ class TrainConfig(Section):
         ge=0,
         le=1,
     )
+    noise: float = Field(
+        0.0,
+        description="Uniform noise on the states that heads read in training, up to this share of each state's RMS; "
+        "EAGLE's is about 0.1.",
+        ge=0,
+    )
     roles: tuple[Literal["assistant", "user"], ...] = Field(
         ("assistant",), description="Whose target-written text is learned.", min_length=1
     )

@@ -83,11 +83,19 @@ class EpochPlan:
         Raises:
             ValueError: The epoch has no such step.
         """
+        ranges, share = self._share(step, rank, world_size)
+        return [piece for start, stop in _within(ranges, *share) for piece in self._between(start, stop)]
+
+    def first(self, step: int, rank: int = 0, world_size: int = 1) -> int:
+        """The place of a worker's first position among all of the step."""
+        return self._share(step, rank, world_size)[1][0]
+
+    def _share(self, step: int, rank: int, world_size: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """The ranges of the line that a step reads, and the worker's range of these laid end to end."""
         if not 0 <= step < self.num_steps:
             raise ValueError(f"step {step} of {self.num_steps}")
         ranges = [part(start, stop, step, self.num_steps) for start, stop in self._lanes]
-        share = part(0, sum(stop - start for start, stop in ranges), rank, world_size)
-        return [piece for start, stop in _within(ranges, *share) for piece in self._between(start, stop)]
+        return ranges, part(0, sum(stop - start for start, stop in ranges), rank, world_size)
 
     def _between(self, start: int, stop: int) -> list[Piece]:
         """The rows, or parts of rows, that the range [start, stop) of the line covers."""

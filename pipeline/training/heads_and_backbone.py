@@ -2,8 +2,8 @@
 
 The loss is L_backbone + lambda_0(t) · sum over heads of 0.8^(k+1) CE_k. L_backbone is KL(original ‖ tuned) over every
 position whose next token the target wrote, or that token's cross entropy. The heads' soft labels
-(`train.soft_labels`) are the original's predictions. The adapter and the heads are fp32. Dropout is drawn anew from
-(seed, step, sequence).
+(`train.soft_labels`) are the original's predictions. The adapter and the heads are fp32. Dropout and noise are drawn
+anew from (seed, step, sequence).
 
 Letters: N learned positions, C components of the loss (the backbone's, then the heads'), K heads.
 """
@@ -25,6 +25,7 @@ from pipeline.training.adapted_backbone import Backbone, write_adapter
 from pipeline.training.backbone_losses import summed_divergence
 from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, evaluate_tuned
 from pipeline.training.heads_only import head_weights, initial_heads
+from pipeline.training.input_noise import noisy
 from pipeline.training.learner import Learner
 from pipeline.training.optimizers import heads_weight
 from pipeline.training.recipe import Recipe, backbone_recipe
@@ -33,7 +34,7 @@ from pipeline.training.text_batches import Text, TextBatch, TextPlan, assemble_t
 
 
 class MicroBatch(NamedTuple):
-    """The sequences of one forward, and the seed of its dropout."""
+    """The sequences of one forward, and the seed of its dropout and noise."""
 
     texts: TextBatch
     seed: int
@@ -113,8 +114,8 @@ class BackboneLearner(Learner):
             truth = original_ND if self.settings.loss == "kl" else texts.next_N
             hidden_ND = self.backbone.states(texts)
             low_NR = self.backbone.low(hidden_ND)
-            read = (hidden_ND, texts.next_N, texts.labels_KN)
-            head_losses_K = self.heads.summed_losses(*read, teacher, weights_C[1:])
+            read_ND = noisy(hidden_ND, self.spec.settings.noise, (batch.seed,))
+            head_losses_K = self.heads.summed_losses(read_ND, texts.next_N, texts.labels_KN, teacher, weights_C[1:])
         backbone_loss = summed_divergence(hidden_ND.to(self.dtype), low_NR, self.backbone.head, truth)
         return torch.cat([backbone_loss[None], head_losses_K])
 

@@ -9,6 +9,7 @@ Letters: N positions, D hidden size, V vocabulary, K heads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pipeline.heads.soft_labels import TargetHead, Teacher
 from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes
 from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, evaluate
 from pipeline.training.feature_batches import Batch, EpochPlan, load_batches
+from pipeline.training.input_noise import noisy
 from pipeline.training.learner import Learner
 from pipeline.training.recipe import Recipe, heads_recipe
 from pipeline.training.task import TrainSpec, Workers, product_dtype
@@ -67,8 +69,12 @@ class HeadsLearner(Learner):
                 self.rows.lengths("train"), batch_tokens=self.recipe.batch_tokens, seed=self.spec.seed, epoch=epoch
             )
             soft_labels = self.target_head is not None
-            for batch in load_batches(self.rows, plan, steps, **shares, device=self.device, soft_labels=soft_labels):
-                yield [batch]
+            batches = load_batches(self.rows, plan, steps, **shares, device=self.device, soft_labels=soft_labels)
+            for step, batch in zip(steps, batches, strict=True):
+                # The step within the whole training, and the share's place within the step: any worker draws the same.
+                seed, place = (self.spec.seed, first + step - start), plan.first(step, **shares)
+                hidden_ND = noisy(batch.hidden_ND, self.spec.settings.noise, seed, place)
+                yield [replace(batch, hidden_ND=hidden_ND)]
             first += len(steps)
 
     def label_counts(self, batches: Sequence[Batch]) -> Tensor:

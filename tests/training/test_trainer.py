@@ -36,6 +36,7 @@ RECIPES = [
     {"optimizer": "adamw-8bit"},
     {"soft_labels": 0.5},
     {"lm_head": "shared", "soft_labels": 0.5},
+    {"noise": 0.2},
     {"lm_head": "shared", "optimizer": "adamw-8bit"},
     {"heads": "recurrent", "soft_labels": 0.5},
 ]
@@ -95,7 +96,7 @@ def test_a_finished_run_called_again_does_nothing(make_spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [{}, {"soft_labels": 0.5, "lm_head": "shared"}], ids=str)
+@pytest.mark.parametrize("recipe", [{}, {"soft_labels": 0.5, "lm_head": "shared", "noise": 0.2}], ids=str)
 def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path, recipe):
     """The second worker is another process; they meet over gloo."""
     alone, together = make_spec("alone", **recipe), make_spec("together", **recipe)
