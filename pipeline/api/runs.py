@@ -18,7 +18,7 @@ from pipeline import flow
 from pipeline.api.models import Choices, load_tree
 from pipeline.artifacts.generated_rows import TokenRow, read_token_rows
 from pipeline.artifacts.seed_rows import read_seeds
-from pipeline.artifacts.trained_heads import HEADS_FILE, load_heads
+from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.decoding.held_out import simulated_acceleration_rate
@@ -112,7 +112,7 @@ class Run:
 
     def heads(self) -> Heads:
         """The trained heads, on the CPU."""
-        return load_heads(self._stage("train").path / HEADS_FILE)
+        return read_trained_heads(self._stage("train").path / HEADS_FILE)
 
     def tree(self) -> tuple[TreePath, ...]:
         """The paths of the tree that the run uses."""

@@ -30,7 +30,7 @@ def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
         save_file(tensors, temporary, {"heads": json.dumps(heads.shape.to_json())})
 
 
-def load_heads(path: Path) -> Heads:
+def read_trained_heads(path: Path) -> Heads:
     """Trained heads, on the CPU.
 
     Raises:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.artifacts.generated_rows import read_token_rows
-from pipeline.artifacts.trained_heads import HEADS_FILE, load_heads
+from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import Config
 from pipeline.decoding.held_out import HeldOutRanks
@@ -182,7 +182,7 @@ def measure_overheads(
 ) -> tuple[Overheads, Overheads]:
     """`overhead_curve` of trained heads on the target, loaded here, with trees and with chains."""
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
-    module = load_heads(Path(heads)).to(input_device(model), model.dtype)
+    module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
 
     def curve(choices: Mapping[int, tuple[TreePath, ...]]) -> Overheads:
         return overhead_curve(model, module, choices, prompts, context_length(target)) if choices else {}

@@ -7,7 +7,7 @@ its absolute path, where it was made: of an export that was moved since, that di
 
 from __future__ import annotations
 
-from pipeline.artifacts.trained_heads import HEADS_FILE, load_heads
+from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.decoding.tree import check_choices
 from pipeline.export.backbone import link_backbone
@@ -40,7 +40,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     train, backbone = context.upstream["train"].path, stage.path.resolve() / BACKBONE_DIRECTORY
     tunes = method_of(context.config.train).tunes_backbone
     tuned = link_backbone(train / BACKBONE_DIRECTORY, backbone) if tunes else []
-    heads = load_heads(train / HEADS_FILE)
+    heads = read_trained_heads(train / HEADS_FILE)
     target = model_config(spec)
     check_vocabulary(heads.shape.vocab_size, target.get_text_config().vocab_size)
     calibration = read_calibration(context.upstream["calibrate"].path)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pipeline.artifacts.feature_rows import FeatureRows
-from pipeline.artifacts.trained_heads import load_heads
+from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.conversation import Role
 from pipeline.decoding.held_out import HeldOutRanks
 from pipeline.heads.accuracy import Score, label_ranks, score
@@ -86,7 +86,7 @@ def held_out_ranks(
 
     At most about `MAX_POSITIONS` positions are looked at, of rows from all over the data, in fp32 on `device`.
     """
-    module = load_heads(Path(heads)).to(device)
+    module = read_trained_heads(Path(heads)).to(device)
     shape = module.shape
     rows = FeatureRows(
         shards,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.feature_rows import FeatureRows
-from pipeline.artifacts.trained_heads import load_heads
+from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.config import TrainConfig
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
@@ -127,7 +127,7 @@ def open_features(spec: TrainSpec) -> FeatureRows:
 def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
     """The heads in this file, else untrained ones of the kind that is asked for; in fp32 on the CPU."""
     if heads_from:
-        return load_heads(heads_from)
+        return read_trained_heads(heads_from)
 
     target = TargetWeights(
         lambda: _of_the_right_size("lm_head", read_lm_head(spec.target), spec).float(),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.artifacts.trained_heads import load_heads, read_summary, write_heads
+from pipeline.artifacts.trained_heads import read_summary, read_trained_heads, write_heads
 from pipeline.errors import DataError
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
@@ -18,7 +18,7 @@ def test_trained_heads_come_back_with_their_summary(tmp_path, lm_head):
     path = tmp_path / "heads.safetensors"
     assert read_summary(path, heads.shape) is None
     write_heads(path, heads, {"steps": 7})
-    found = load_heads(path)
+    found = read_trained_heads(path)
     assert read_summary(path, heads.shape) == {"steps": 7} and found.shape == heads.shape
     for name, tensor in heads.state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name
@@ -46,7 +46,7 @@ def test_a_file_of_another_writer_is_not_taken_for_trained_heads(tmp_path):
     save_file({"0.0.linear.weight": torch.zeros(8, 8)}, path)
     assert read_summary(path, MedusaShape(8, 12, 3)) is None
     with pytest.raises(DataError, match="no trained heads"):
-        load_heads(path)
+        read_trained_heads(path)
 
 
 def test_damaged_heads_are_named(tmp_path):
@@ -54,4 +54,4 @@ def test_damaged_heads_are_named(tmp_path):
     write_heads(path, MedusaHeads(MedusaShape(8, 12, 3)), {})
     path.write_bytes(path.read_bytes()[:40])
     with pytest.raises(DataError, match="damaged"):
-        load_heads(path)
+        read_trained_heads(path)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.artifacts.trained_heads import load_heads
+from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.training.checkpoints import read_checkpoint
 from pipeline.training.learner import Learner
 from pipeline.training.metrics import read_metrics
@@ -48,7 +48,7 @@ def test_the_best_state_is_written_not_the_last(make_spec, one_in_the_middle_is_
         train(stopped, progress=stop_at(best))
     (path,) = (stopped.path / "checkpoints").glob("*")
     tensors, _ = read_checkpoint(path) or ({}, {})
-    for name, weight in load_heads(spec.heads_path).named_parameters():
+    for name, weight in read_trained_heads(spec.heads_path).named_parameters():
         assert torch.equal(tensors[f"modules/heads.{name}"], weight), name
 
 

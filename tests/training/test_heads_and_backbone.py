@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
 
-from pipeline.artifacts.trained_heads import load_heads
+from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import CheckFailed, DataError
 from pipeline.execution.progress import ProgressReporter
@@ -125,7 +125,7 @@ def test_the_saved_adapter_and_heads_are_what_was_trained(make_tuning):
     summary = train(spec)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(spec.target.model), spec.adapter_path).eval()
     original = AutoModelForCausalLM.from_pretrained(spec.target.model).eval()
-    heads, hits, labels, kl, positions = load_heads(spec.heads_path), 0, 0, 0.0, 0
+    heads, hits, labels, kl, positions = read_trained_heads(spec.heads_path), 0, 0, 0.0, 0
     with torch.no_grad():
         for row in rows_of(spec, "calibrate"):
             ids = torch.tensor(row["input_ids"])
@@ -149,7 +149,7 @@ def test_the_saved_adapter_and_heads_are_what_was_trained(make_tuning):
 def test_tied_heads_never_train_the_lm_head_and_the_adapter_still_adapts_it(make_tuning):
     spec = make_tuning(lm_head="tied", epochs=2)
     train(spec)
-    heads = load_heads(spec.heads_path)
+    heads = read_trained_heads(spec.heads_path)
     assert heads.shape.lm_head == "tied" and torch.equal(heads.lm_head, read_lm_head(spec.target))
     adapter = load_file(spec.adapter_path / "adapter_model.safetensors")
     assert adapter["base_model.model.lm_head.lora_B.weight"].any()

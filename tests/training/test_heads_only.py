@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
-from pipeline.artifacts.trained_heads import load_heads
+from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.heads.medusa import MedusaHeads
@@ -58,7 +58,7 @@ def test_heads_learn_what_can_be_learned(make_spec, lm_head, num_layers):
 def test_tied_heads_never_train_the_lm_head(make_spec):
     spec = make_spec(lm_head="tied")
     train(spec)
-    heads = load_heads(spec.heads_path)
+    heads = read_trained_heads(spec.heads_path)
     assert heads.shape.lm_head == "tied" and torch.equal(heads.lm_head, read_lm_head(spec.target))
     assert heads.block_weight.any()
     assert not any("lm_head" in name for path in spec.path.glob("checkpoints/*") for name in load_file(path))

@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.artifacts.trained_heads import load_heads
+from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.errors import DataError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.training import trainer as room
@@ -128,9 +128,9 @@ def test_heads_of_another_shape_in_the_directory_do_not_pass_for_this_training_s
 def test_the_trained_heads_say_what_they_are(make_spec):
     spec = make_spec(num_heads=2, num_layers=2)
     summary = train(spec)
-    heads = load_heads(spec.heads_path)
+    heads = read_trained_heads(spec.heads_path)
     assert (heads.shape.num_heads, heads.shape.num_layers, heads.shape.lm_head) == (2, 2, "untied")
     assert json.loads(json.dumps(summary)) == summary and os.path.getsize(spec.heads_path) > 0
     spec.heads_path.write_bytes(spec.heads_path.read_bytes()[:100])
     with pytest.raises(DataError, match="damaged"):
-        load_heads(spec.heads_path)
+        read_trained_heads(spec.heads_path)
