@@ -80,7 +80,7 @@ def model_card(
         "shared": "shared" in (section["export"].get("formats") or ()),
         "kind": kind,
         "front_matter": _front_matter(kind, base, _data_sets(sources)),
-        "speculative_config": kind.vllm_method and json.dumps(kind.speculative_config(here, num_tokens or "K")),
+        "speculative_config": _served(report, kind) and json.dumps(kind.speculative_config(here, num_tokens or "K")),
         "engines": _engines(report),
         "measures": MEASURES,
         "tops": _tops(report),
@@ -114,10 +114,15 @@ def backbone_card(
         "here": repo_id,
         "heads": heads_repo_id,
         "drift": _drift(report),
-        "kind": kind,
+        "served": _served(report, kind),
         "front_matter": _front_matter(kind, original, _data_sets(sources), "finetune"),
     }
     return _rendered("card_backbone.md", facts)
+
+
+def _served(report: Mapping[str, Any], kind: type[Heads]) -> bool:
+    """Whether vLLM serves these heads with their target."""
+    return (report.get("export") or {}).get("vllm", kind.vllm_method is not None)
 
 
 def _public(model: str | None) -> str | None:

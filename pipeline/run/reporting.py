@@ -76,6 +76,7 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
         **({"skipped": skipped} if (skipped := method_of(config.train).skipped(config.train)) else {}),
         "heads": summaries.get("calibrate", {}).get("heads", []),
         "tree": summaries.get("calibrate", {}).get("tree", {}),
+        **({"export": {"vllm": summaries["export"]["vllm"]}} if "export" in summaries else {}),
         "check": _judged(checked, config) if checked.engines else {},
         "target_text": checked.target_text,
         "quarantine": {name: summary["reasons"] for name, summary in summaries.items() if summary.get("reasons")},

@@ -66,6 +66,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         "bytes": sum(path.stat().st_size for path in files),
         "dtype": layout.dtype,
         "format": layout.format,
+        "vllm": layout.kind.not_served(target.to_dict()) is None,
         **({"backbone_bytes": sum(path.stat().st_size for path in tuned)} if tuned else {}),
     }
 
