@@ -114,6 +114,7 @@ def backbone_card(
         "here": repo_id,
         "heads": heads_repo_id,
         "drift": _drift(report),
+        "kind": kind,
         "served": _served(report, kind),
         "front_matter": _front_matter(kind, original, _data_sets(sources), "finetune"),
     }
