@@ -20,7 +20,7 @@ from pipeline.config.outcome import StockTree
 from pipeline.errors import ConfigError
 from pipeline.redact import redacted
 
-PATH_KEYS = {("run", "root"), ("run", "store"), ("calibrate", "choices"), ("check", "prompts")}
+PATH_KEYS = {("run", "root"), ("run", "store"), ("calibrate", "choices"), ("calibrate", "data"), ("check", "prompts")}
 PATH_OR_NAME_KEYS = {("target", "model"), ("target", "chat_template"), ("check", "assistant_model")}
 
 

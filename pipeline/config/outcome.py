@@ -39,6 +39,11 @@ class CalibrateConfig(Section):
         description="Use this tree instead of searching one: a list of paths such as [[0], [0, 0], [1]], a JSON file "
         "with one, or the name of one of the Medusa authors' trees, such as vicuna-7b-stage2.",
     )
+    data: Path | None = Field(
+        None,
+        description="Measure on a file of its own instead of held-out rows: a file of conversations in any form that "
+        "seeds have, whose questions the target answers greedily.",
+    )
     draft_tokens: PositiveInt | Literal["auto"] = Field(
         "auto",
         description="Tokens that vLLM drafts per step, a chain of first guesses: its num_speculative_tokens. auto: the "

@@ -123,15 +123,18 @@ def guess_ranks(
 ) -> HeldOutRanks:
     """The ranks of the answers' tokens among the heads' first `top` guesses, wherever a step may begin.
 
-    An answer's first token comes from the prefill: steps begin there and at each later token but the last.
+    An answer's first token comes from the prefill: steps begin there and at each later token but the last. The turns of
+    one question are one conversation.
     """
     num_heads = heads.shape.max_depth
     parts_KN = [np.empty((num_heads, 0), np.uint8)]
-    lengths = []
-    for prompt, answer in zip(prompts, answers, strict=True):
-        lengths.append(len(answer) - 1)
+    lengths: list[int] = []
+    owners: list[int | str] = []
+    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         if len(answer) == 1:
             continue
+        lengths.append(len(answer) - 1)
+        owners.append(f"prompt {number}" if prompt.question_id is None else prompt.question_id)
         later_N = torch.tensor(answer[1:])
         labels_KN = torch.full((num_heads, len(later_N)), IGNORED)
         for head in range(min(num_heads, len(later_N))):
@@ -142,5 +145,6 @@ def guess_ranks(
             next_N = torch.tensor(answer[:-1], device=device)
             ranks_KN = label_ranks(heads, states_TD[:-1].to(device), next_N, labels_KN.to(device), top)
         parts_KN.append(ranks_KN.cpu().numpy())
-    kept = np.array([length for length in lengths if length], np.int64)
-    return HeldOutRanks(np.concatenate(parts_KN, axis=1), np.cumsum(kept) - kept, np.arange(len(kept)))
+    places = {owner: place for place, owner in enumerate(dict.fromkeys(owners))}
+    conversations = np.array([places[owner] for owner in owners], np.int64)
+    return HeldOutRanks(np.concatenate(parts_KN, axis=1), np.cumsum([0, *lengths])[:-1], conversations)

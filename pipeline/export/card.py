@@ -72,6 +72,7 @@ def model_card(
         "here": here,
         "num_heads": num_heads,
         "num_tokens": num_tokens,
+        "own_text": tree.get("text") == "calibrate.data",
         "max_tokens": len(tree.get("chain") or ()) or num_heads,
         "tokens_by_depth": [_number(share, ".2f") for share in tree.get("tokens_by_depth") or ()],
         "chain": next((row for row in tree.get("chain") or () if row.get("draft_tokens") == num_tokens), None),

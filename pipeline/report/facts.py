@@ -164,7 +164,7 @@ def _gap(name: str, measured: Any, promise: Any) -> list[str]:
     errors = f", {abs(rate - expected) / both:.1f} standard errors" if both else ""
     return [
         f"{name} is {abs(rate / expected - 1):.0%} {side} the expected one{errors}: the check's prompts may differ in "
-        "kind from the held-out rows that it was expected of."
+        "kind from the text that it was expected of."
     ]
 
 

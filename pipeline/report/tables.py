@@ -55,7 +55,7 @@ def heads_table(report: dict) -> Table:
     rows = tuple(
         (str(k), f"t+{k + 2}", *(percent(head.get(f"top{rank}")) for rank in ranks)) for k, head in enumerate(heads)
     )
-    note = "Accuracy on held-out rows."
+    note = f"Accuracy on {pick(report, 'tree', 'text') or 'held-out rows'}."
     return Table("Heads", ("head", "predicts", *(f"top-{rank}" for rank in ranks)), rows, note, words=(0, 1))
 
 

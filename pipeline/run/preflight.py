@@ -52,7 +52,7 @@ def check_config(config: Config, stages: Collection[str] | None = None) -> None:
         method.check(config)
     if config.calibrate.choices:
         read_choices(config)
-    require_questions(config)
+    require_files(config)
     _check_rule(config.check)
     if config.check.assistant_model:
         resolve_assistant(config.check.assistant_model)
@@ -100,11 +100,14 @@ def most_draft_tokens(config: Config) -> int:
     return min(max_depth(config.train), MAX_NUM_HEADS)
 
 
-def require_questions(config: Config) -> None:
-    """Raise ConfigError where `check.prompts` names a file that does not exist."""
-    if isinstance(config.check.prompts, Path) and not config.check.prompts.is_file():
-        fix = "Name a file of questions, or how many held-out rows to ask."
-        raise ConfigError(f"There is no file {config.check.prompts}.", "check.prompts", fix)
+def require_files(config: Config) -> None:
+    """Raise ConfigError where `check.prompts` or `calibrate.data` names a file that does not exist."""
+    for key, path, fix in (
+        ("check.prompts", config.check.prompts, "Name a file of questions, or how many held-out rows to ask."),
+        ("calibrate.data", config.calibrate.data, "Name a file of conversations, or leave it unset for held-out rows."),
+    ):
+        if isinstance(path, Path) and not path.is_file():
+            raise ConfigError(f"There is no file {path}.", key, fix)
 
 
 def resolve_assistant(model: str) -> TargetSpec:

@@ -1,12 +1,13 @@
 """calibrate: each head's accuracy on held-out rows, the tree with the highest expected speedup, and the chain's depth.
 
-Promises: everything is measured on the `calibrate` split, which nothing is trained on. Trees are searched greedily by
-the product of accuracies (paper 2.3.3) and by the frequency of whole paths, on each half of the conversations; each
-half's trees are judged on the other half, and both together give the expected rate with its standard error. The search
-with the higher rate is repeated on all of it. With `calibrate.nodes: auto` the size with the highest speedup is used,
-by the overhead of each size measured on this device; among sizes within 5 % of it the acceleration rate counts too. The
-number of draft tokens of the chain that vLLM serves is chosen by the same rule. `calibrate.choices` gives a tree
-instead. Where training tuned the backbone, the states are those of the `tuned-features` stage.
+Promises: everything is measured on the `calibrate` split, which nothing is trained on, or on what the target answers to
+the questions of `calibrate.data`. Trees are searched greedily by the product of accuracies (paper 2.3.3) and by the
+frequency of whole paths, on each half of the conversations; each half's trees are judged on the other half, and both
+together give the expected rate with its standard error. The search with the higher rate is repeated on all of it. With
+`calibrate.nodes: auto` the size with the highest speedup is used, by the overhead of each size measured on this device;
+among sizes within 5 % of it the acceleration rate counts too. The number of draft tokens of the chain that vLLM serves
+is chosen by the same rule. `calibrate.choices` gives a tree instead. Where training tuned the backbone, the states are
+those of the `tuned-features` stage.
 
 Limit: overheads are native decoding's. For the chain they stand for those of the engine that serves it.
 """
@@ -38,11 +39,12 @@ from pipeline.evaluation.choosing import (
     tokens_by_depth,
 )
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, overhead_curve
-from pipeline.evaluation.prompts import held_out_prompts
+from pipeline.evaluation.own_text import ranks_on_answers, written_answers
+from pipeline.evaluation.prompts import held_out_prompts, read_questions
 from pipeline.heads.kind import head_kind
 from pipeline.report.formatting import with_error
 from pipeline.run.context import Context
-from pipeline.run.preflight import most_draft_tokens, read_choices
+from pipeline.run.preflight import most_draft_tokens, read_choices, require_files
 from pipeline.run.stage import Stage
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
@@ -68,20 +70,31 @@ def identity(context: Context) -> Identity:
     settings = context.config.calibrate
     choices = read_choices(context.config) if settings.choices else None
     chain = {"draft_tokens": settings.draft_tokens, "timed": _times_chain(context.config)}
-    return {"nodes": settings.nodes, "depth": settings.depth, "top": settings.top, "choices": choices, "chain": chain}
+    found: Identity = {
+        "nodes": settings.nodes,
+        "depth": settings.depth,
+        "top": settings.top,
+        "choices": choices,
+        "chain": chain,
+    }
+    if settings.data:
+        require_files(context.config)
+        written = context.config.generate.model_dump(mode="json", include={"max_new_tokens", "rounds", "on_truncated"})
+        found["data"] = {"file": context.digests.of(settings.data), **written}
+    return found
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Measure the heads, search the tree, choose its size and the chain's."""
     settings, features = context.config.calibrate, context.upstream[upstream(context.config)[0]]
-    ranks = _held_out_ranks(context, features)
+    ranks = _own_ranks(context, settings.data) if settings.data else _held_out_ranks(context, features)
     hits_KR, counts_K = ranks.hits(settings.top)
     trained_K = counts_K[: context.config.train.num_heads]  # a kind may propose deeper
     num_conversations = len(np.unique(ranks.conversations))
     if int(trained_K.min()) == 0 or num_conversations < 2:
         raise DataError(
             f"Head {int(trained_K.argmin())} has nothing to be measured on: the held-out answers are too short for it.",
-            str(features.path),
+            str(settings.data or features.path),
             "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers be longer.",
         )
     fits = _cross_fit(context, ranks)
@@ -111,6 +124,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             "nodes": len(tree.choices),
             "depth": max(map(len, tree.choices)),
             "source": tree.source,
+            "text": "calibrate.data" if settings.data else "held-out rows",
             **expected,
             "tokens_by_depth": tokens_by_depth(tree),
             "num_speculative_tokens": num_tokens,
@@ -136,6 +150,27 @@ def _times_chain(config: Config) -> bool:
     """Whether the chain's number of draft tokens is to be found by timing."""
     settings, served = config.calibrate, "vllm" in config.check.engines and head_kind(config.train.heads).vllm_method
     return bool(settings.nodes == "auto" and settings.draft_tokens == "auto" and served)
+
+
+def _own_ranks(context: Context, data: Path) -> HeldOutRanks:
+    """The ranks on the target's answers to the questions of `calibrate.data`."""
+    target, writes, reads = context.backbone("train"), context.placement("generate"), context.placement("features")
+    arguments = {
+        "target": target,
+        "conversations": read_questions(data),
+        "settings": context.config.generate,
+        "gpus": writes.gpus,
+        "where": f"calibrate.data = {data}",
+    }
+    answers = context.executor.call(written_answers, arguments, writes)
+    arguments = {
+        "target": target,
+        "heads": str(context.upstream["train"].path / HEADS_FILE),
+        "answers": answers,
+        "top": context.config.calibrate.top,
+        "gpus": reads.gpus,
+    }
+    return context.executor.call(ranks_on_answers, arguments, reads)
 
 
 def _held_out_ranks(context: Context, features: StageDirectory) -> HeldOutRanks:
@@ -203,4 +238,4 @@ def _head(hits_R: list[int], count: int) -> dict[str, Any]:
     return {**tops, "labels": count}
 
 
-STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, placements=("train", "features"))
+STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, placements=("generate", "train", "features"))

@@ -34,7 +34,7 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_choices
 from pipeline.export.layout import read_layout
 from pipeline.run.context import Context
-from pipeline.run.preflight import require_questions, resolve_assistant
+from pipeline.run.preflight import require_files, resolve_assistant
 from pipeline.run.reporting import publish_report
 from pipeline.run.stage import Stage
 from pipeline.storage.atomic import read_json, write_json
@@ -57,7 +57,7 @@ def upstream(config: Config) -> tuple[str, ...]:
 
 def identity(context: Context) -> Identity:
     """The settings but for the limits, with the content of the questions and of the assistant."""
-    require_questions(context.config)
+    require_files(context.config)
     settings = context.config.check.model_dump(mode="json", exclude=LIMITS)
     if isinstance(context.config.check.prompts, Path):
         settings["prompts"] = context.digests.of(context.config.check.prompts)
@@ -104,7 +104,8 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         placement = context.placement("generate")
         arguments = {"function": check_served, "request": replace(request, gpus=placement.gpus)}
         served = context.executor.call(with_hardware, arguments, placement, progress)
-        held_out = None if isinstance(settings.prompts, Path) else len(prompts.kept)
+        of_one_kind = not isinstance(settings.prompts, Path) and context.config.calibrate.data is None
+        held_out = len(prompts.kept) if of_one_kind else None
         promise = chain_promise(calibration, result.get("native", {}).get("chain"), held_out)
         result = {"hardware": served["hardware"], **result, "vllm": served["vllm"] | promise}
         result["differing"] = result.get("differing", []) + served["differing"]

@@ -7,12 +7,14 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from safetensors.numpy import load_file
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.flow import run_flow
 from pipeline.storage.shards import read_rows
+from pipeline.targets.spec import TargetSpec
 from tests.flows.tiny import stages_run
 
 
@@ -252,6 +254,52 @@ def test_a_tree_is_taken_by_its_name_cut_where_the_heads_end_and_an_unknown_name
     assert (tree["nodes"], tree["depth"]) == (10 + 23 + 23, 3)  # of 4 levels, three heads
     with pytest.raises(ConfigError, match="Did you mean the tree vicuna-7b-stage2"):
         run_again(make_config(tmp_path, calibrate__choices="vicuna_7b_stage2"))
+
+
+def test_a_file_of_its_own_is_answered_by_the_target_and_judges_in_place_of_held_out_rows(
+    copied_run, make_config, tmp_path, tiny_target
+):
+    from pipeline.targets.loading import load_causal_lm
+
+    file = tmp_path / "questions.jsonl"
+    questions = [[f"why {word}?", "how does the river run?"] for word in ("moon", "stone", "cat", "dog")]
+    file.write_text("".join(json.dumps({"turns": turns}) + "\n" for turns in questions))
+    held_out = copied_run.latest("calibrate").summary
+    run = run_again(make_config(tmp_path, calibrate__data=str(file)), until="check")
+    assert stages_run(run) == ["calibrate", "export", "check"], "nothing is trained again"
+    found = run.latest("calibrate").summary
+    assert found["conversations"] == 4 and found["tree"]["text"] == "calibrate.data"
+    assert found["heads"] != held_out["heads"] and run.latest("export").fingerprint != copied_run.latest("export")
+    # Each answer's tokens but the first are labels of head 0: greedy answers, counted here by transformers' generate.
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target)
+    model = load_causal_lm(TargetSpec(str(tiny_target)), "cpu", 1)
+    labels = 0
+    for turns in questions:
+        messages = []
+        for turn in turns:
+            messages.append({"role": "user", "content": turn})
+            asked = tokenizer(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+            ids = torch.tensor([asked["input_ids"]])
+            (written,) = model.generate(ids, do_sample=False, max_new_tokens=16)[:, ids.shape[1] :].tolist()
+            labels += len(written) - 1
+            messages.append({"role": "assistant", "content": tokenizer.decode(written, skip_special_tokens=True)})
+    assert found["positions"] == pytest.approx(labels, rel=0.2), "up to texts that tokenize otherwise"
+    assert stages_run(run_again(make_config(tmp_path, calibrate__data=str(file)), until="check")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [(json.dumps({"turns": ["moon " * 400]}) + "\n", "No row of the file"), ("[]", "no conversation")]
+)
+def test_a_file_without_usable_rows_is_named(copied_run, make_config, tmp_path, text, says):
+    file = tmp_path / "questions.jsonl"
+    file.write_text(text)
+    with pytest.raises(DataError, match=f"(?i){says}") as caught:
+        run_again(make_config(tmp_path, calibrate__data=str(file)))
+    assert caught.value.exit_code == 3 and "\n" not in str(caught.value) and "questions.jsonl" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"There is no file .*calibrate\.data"):
+        run_again(make_config(tmp_path, calibrate__data=str(tmp_path / "absent.jsonl")))
 
 
 def test_answers_too_short_for_the_last_head_are_named(make_config, tmp_path):

@@ -1,0 +1,70 @@
+"""Calibration on a file of its own: the target answers the file's questions, and its heads are measured on the answers.
+
+Answers are greedy, as those of held-out rows are, so that they foretell greedy decoding. Neither the file's own answers
+nor anything of the run's rows are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.artifacts.trained_heads import load_heads
+from pipeline.config import GenerateConfig
+from pipeline.conversations.conversation import Conversation, RowRejected
+from pipeline.conversations.dialogue import Dialogue, DialogueSettings
+from pipeline.conversations.requests import Sampling
+from pipeline.conversations.template import ChatTemplate
+from pipeline.decoding.held_out import HeldOutRanks
+from pipeline.errors import DataError
+from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.tree_studies import guess_ranks
+from pipeline.targets.dialogue_pool import converse
+from pipeline.targets.engines import make_generation_engine
+from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
+
+Answers = list[tuple[Prompt, list[int]]]  # up to where each answer begins, and the answer
+
+
+def written_answers(
+    target: TargetSpec, conversations: Sequence[Conversation], settings: GenerateConfig, gpus: int, where: str
+) -> Answers:
+    """The target's greedy answers to the conversations' questions, asked one after another.
+
+    Raises:
+        DataError: There is none of at least two tokens.
+    """
+    template = ChatTemplate(load_tokenizer(target), target.chat_template)
+    sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
+    replay = DialogueSettings("replay", sampling, context_length(target), settings.rounds, settings.on_truncated)
+    dialogues = [Dialogue(conversation, template, replay) for conversation in conversations]
+    if dialogues:
+        engine = make_generation_engine(settings.engine, target, settings.engine_args, gpus, settings.batch_invariant)
+        try:
+            converse(dialogues, engine)
+        finally:
+            engine.close()
+    answers: Answers = []
+    for number, dialogue in enumerate(dialogues):
+        with contextlib.suppress(RowRejected):  # it has no answer
+            for row in dialogue.rows():
+                for span in (span for span in row.spans if len(span) > 1):
+                    prompt = Prompt(row.id, row.input_ids[: span.start], question_id=number)
+                    answers.append((prompt, row.input_ids[span.start : span.end]))
+    if not answers:
+        raise DataError(
+            "No row of the file is a conversation that the target answers with more than one token.",
+            where,
+            "Name a file with questions in a form that seeds may have (medusa-distill inspect shows them).",
+        )
+    return answers
+
+
+def ranks_on_answers(target: TargetSpec, heads: str, answers: Answers, top: int, gpus: int) -> HeldOutRanks:
+    """The ranks of the answers' tokens among the heads' guesses, on the target that wrote them."""
+    model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
+    module = load_heads(Path(heads)).to(input_device(model), model.dtype)
+    prompts, texts = zip(*answers, strict=True)
+    return guess_ranks(model, module, prompts, texts, top)
