@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.artifacts.trained_heads import load_heads
+from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
@@ -65,6 +65,6 @@ def written_answers(
 def ranks_on_answers(target: TargetSpec, heads: str, answers: Answers, top: int, gpus: int) -> HeldOutRanks:
     """The ranks of the answers' tokens among the heads' guesses, on the target that wrote them."""
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
-    module = load_heads(Path(heads)).to(input_device(model), model.dtype)
+    module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
     prompts, texts = zip(*answers, strict=True)
     return guess_ranks(model, module, prompts, texts, top)
