@@ -31,10 +31,10 @@ BENCHMARKS = {
     "decoding": "what a step with a tree costs",
     "scheduling": "what a shard costs besides its work",
     NEEDS_GPU: "features, training and decoding of a Mistral-7B-shaped target: needs a GPU, and none was to be had",
-    "methods": "Medusa-1, Medusa-2 and hard labels compared: `python -m benchmarks.run methods`, after `make demo`",
+    "ladder": "recipes compared on one target: `python -m benchmarks.run ladder`, after `make demo`",
     "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",
 }
-WHEN_ASKED = {"soak", "methods"}  # too long to run with all
+WHEN_ASKED = {"soak", "ladder"}  # too long to run with all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,149 @@
+"""Recipes compared: the same target, questions, held-out text and number of nodes, one recipe each.
+
+    python -m benchmarks.run ladder                               # the demo's target, after `make demo`: 20 minutes
+    python -m benchmarks.ladder CONFIG [section.key=value ...]    # any other; prints the table
+
+Runs the flow once per recipe, all in one store, so that target, seeds, text and cached states are made once, and reads
+the reports. All recipes of one method learn from as many tokens, with the configuration's own settings. Rates are those
+of decoding the check's prompts natively with a tree of `NODES` nodes, with the standard error over prompts, and of the
+chain in vLLM. A tuned backbone's answers differ from the original's and may be easier or harder to predict. A run whose
+check fails is in the table like any other.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import targets
+from benchmarks.claims import Claim, Result
+from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
+from pipeline.cli.app import ends_well
+from pipeline.config.load import load_config
+from pipeline.errors import CheckFailed, ConfigError
+from pipeline.flow import run_flow
+from pipeline.storage.atomic import read_json
+from pipeline.storage.run_directory import RunDirectory
+
+DEMO = targets.ROOT / "configs" / "demo.yaml"
+NODES = 63
+
+BACKBONE = (
+    "method=medusa-2", "backbone.lambda_0=0.1", "backbone.lr=1e-3", "backbone.sequence_length=512",
+    "backbone.batch_sequences=1", "backbone.gradient_checkpointing=false", "backbone.max_kl=9",
+)  # fmt: skip
+HARD, SOFT = ("soft_labels=0",), ("soft_labels=0.5",)
+RECURRENT = ("heads=recurrent", "lr={recurrent_lr}")
+RECIPES: dict[str, tuple[str, ...]] = {
+    "Medusa, on the original answers": (*HARD, "generate.mode=passthrough"),
+    "Medusa": HARD,
+    "Medusa, soft labels": SOFT,
+    "Medusa, noise": (*HARD, "noise=0.2"),
+    "Medusa, tied": (*HARD, "medusa.lm_head=tied"),
+    "Medusa, one shared lm_head": (*HARD, "medusa.lm_head=shared"),
+    "Medusa-2, joint": (*HARD, *BACKBONE),
+    "Medusa-2, two-stage": (*HARD, *BACKBONE, "backbone.recipe=two-stage"),
+    "hard labels for the backbone": (*HARD, *BACKBONE, "backbone.loss=ce"),
+    "recurrent": (*HARD, *RECURRENT),
+    "recurrent, soft labels": (*SOFT, *RECURRENT),
+    "recurrent, half as wide, soft labels": (*SOFT, *RECURRENT, "recurrent.intermediate_size={narrow}"),
+    "recurrent, with the backbone": (*HARD, *RECURRENT, *BACKBONE),
+}
+BASE = (
+    f"calibrate.nodes={NODES}", "check.baselines=[]", "check.repeats=1", "check.studies=[trees]",
+    "check.min_acceleration_rate=0",
+)  # fmt: skip
+FEW = (
+    "seeds.sources=[{path: data/seeds.sharegpt.jsonl, limit: 24}]", "seeds.holdout=0.3",
+    "generate.engine=transformers", "generate.max_new_tokens=16", "generate.rounds=1", "train.epochs=1",
+    "train.warmup_steps=1", "check.prompts=2", "check.max_new_tokens=8", "check.studies=[]", "check.engines=[native]",
+    "limits.max_quarantine_fraction=1",
+)  # fmt: skip
+FEW_RECIPES = ("Medusa", "Medusa-2, joint", "recurrent, soft labels")
+
+
+def measure(*, tiny: bool = False) -> Result:
+    """The demo's target, with its own configuration."""
+    if not tiny:
+        return compare(DEMO, ["run.store=runs/demo"])
+    with tempfile.TemporaryDirectory() as temporary:
+        target = targets.random_demo_target(Path(temporary) / "target").model
+        places = (f"run.root={temporary}", f"run.store={temporary}/store", f"target.model={target}")
+        return compare(DEMO, [*places, *FEW], FEW_RECIPES, executor="inline")
+
+
+def compare(
+    config: Path, overrides: Sequence[str], names: Sequence[str] = tuple(RECIPES), executor: str = "ray"
+) -> Result:
+    """Each recipe's acceleration rates, parameters and time of training."""
+    claims, facts = [], {}
+    for name in names:
+        row = figures(config, [*BASE, *overrides], name, executor)
+        rates = {key: value for key, value in row.items() if isinstance(value, float)}
+        claims.append(Claim(f"acceleration rate, {name}", row["native"], sides=rates))
+        facts[name] = row
+        print(as_row(name, row), flush=True)
+    return Result(claims, facts)
+
+
+def figures(config: Path, overrides: Sequence[str], name: str, executor: str) -> dict[str, Any]:
+    """One recipe's row; partial where its run has no check."""
+    number = list(RECIPES).index(name)
+    base = load_config(config, overrides)
+    values = {"recurrent_lr": base.train.lr if base.train.lr == "auto" else base.train.lr / 4, "narrow": 128}
+    recipe = [setting.format(**values) for setting in RECIPES[name]]
+    recipe = [setting if setting.startswith("generate.") else f"train.{setting}" for setting in recipe]
+    settings = load_config(config, [*overrides, *recipe])
+    store = settings.run.store or settings.run.directory
+    run = settings.run.model_copy(update={"name": f"{settings.run.name}-ladder-{number}", "store": store})
+    settings = settings.model_copy(update={"run": run})
+    try:
+        run_flow(settings, executor=executor)
+    except CheckFailed as failure:
+        print(failure, file=sys.stderr)
+    report = read_json(run.directory / "report.json") or {}
+    native, vllm = report["check"]["native"], report["check"].get("vllm", {})
+    train = RunDirectory(run.directory).latest("train")
+    assert train is not None
+    heads = read_trained_heads(train.path / HEADS_FILE)
+    return {
+        "native": native["acceleration_rate"],
+        "standard_error": native.get("standard_error"),
+        "speedup": native["speedup"],
+        "expected": report["tree"]["expected_acceleration_rate"],
+        "vllm": vllm.get("acceleration_rate"),
+        "draft_tokens": report["tree"]["num_speculative_tokens"],
+        "identical": [engine["greedy_match"] for engine in (native, vllm) if engine],
+        "parameters": sum(weight.numel() for weight in heads.parameters() if weight.requires_grad),
+        "train_seconds": report["seconds_by_stage"]["train"],
+        "steps": report["train"].get("steps"),
+        "drift": report["train"].get("drift"),
+        "trees": native.get("studies", {}).get("trees"),
+    }
+
+
+def as_row(name: str, row: Mapping[str, Any]) -> str:
+    """A row of the table in Markdown."""
+    error = f" ± {row['standard_error']:.2f}" if row["standard_error"] is not None else ""
+    vllm = f"{row['vllm']:.2f}" if row["vllm"] is not None else ""
+    parameters, seconds = f"{row['parameters'] / 1e6:.2f}M", f"{row['train_seconds']:.0f} s"
+    return f"| {name} | {row['native']:.2f}{error} | {row['expected']:.2f} | {vllm} | {parameters} | {seconds} |"
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Compare the recipes on another target and print the table, and each row's ladder of trees."""
+    if not arguments:
+        raise ConfigError("Name a configuration.", "benchmarks.ladder", f"{DEMO} is one.")
+    found = compare(Path(arguments[0]), arguments[1:]).facts
+    print("\n| recipe | native | expected | vLLM | trained parameters | training |\n|---|---|---|---|---|---|")
+    print("\n".join(as_row(name, row) for name, row in found.items()))
+    for name, row in found.items():
+        for tree in row["trees"] or ():
+            print(f"{name}: {tree['tree']}, {tree['nodes']} nodes: {tree['acceleration_rate']}, {tree['speedup']}x")
+
+
+if __name__ == "__main__":
+    sys.exit(ends_well(lambda: main(sys.argv[1:])))
