@@ -16,7 +16,9 @@ from pipeline.conversations.requests import Completion, Request
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.export.directory import write_export
 from pipeline.export.layout import ExportLayout
+from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
 from pipeline.targets.transformers_features import TransformersFeatureEngine
@@ -152,7 +154,7 @@ def export(counting_target: TargetSpec, tmp_path: Path) -> Path:
     return exported(counting_target, heads, "expanded", tmp_path)
 
 
-def exported(counting_target: TargetSpec, heads: MedusaHeads, format: str, tmp_path: Path) -> Path:
+def exported(counting_target: TargetSpec, heads: Heads, format: str, tmp_path: Path) -> Path:
     config = ExportLayout(counting_target.model, heads.shape, format)
     tokenizer, target = load_tokenizer(counting_target), model_config(counting_target).to_dict()
     rest = {"target": target, "tokenizer": tokenizer, "choices": [(0,)], "card": ""}
@@ -212,6 +214,21 @@ def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: 
     assert accelerated["num_drafts"] == 2 * (3 * 8 + 4), "of two passes, without the warm-up"
     # 32 tokens after the prefill's are 8 steps of four; a text's last step may be cut short
     assert 3.5 < accelerated["acceleration_rate"] <= 4
+
+
+def test_a_cell_that_is_always_right_accepts_more_than_it_was_trained_for(counting_target, tmp_path: Path) -> None:
+    """Its state is the embedding of the token it has read, which is what the counting target's lm_head reads."""
+    model = load_causal_lm(counting_target)
+    matrices = TargetWeights(lambda: lm_head_weight(model), lambda: model.get_input_embeddings().weight)
+    heads = RecurrentHeads.initial(RecurrentShape(128, 512, num_heads=3, intermediate_size=64), matrices)
+    heads.fc.data = torch.eye(128, 256)
+    export = exported(counting_target, heads, "expanded", tmp_path)
+    assert 3.5 < rate_of_the_export_alone(export) <= 4
+
+    result = vllm_decode_check(counting_target, RecurrentHeads.speculative_config(str(export), 5), PROMPTS, 33)
+    expected = [[ids[-1] + 1 + step for step in range(33)] for ids in PROMPTS]
+    assert result["plain"]["token_ids"] == result["accelerated"]["token_ids"] == expected
+    assert 5 < result["accelerated"]["acceleration_rate"] <= 6
 
 
 # --- what cannot start
