@@ -20,7 +20,7 @@ from rich.console import Console
 from pipeline.artifacts.seed_rows import read_seeds
 from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
-from pipeline.demo.train_target import Progress, train
+from pipeline.demo.train_target import ReportStep, train
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, print_stage
 from pipeline.report.formatting import duration
@@ -79,7 +79,7 @@ def train_demo_target(
     seconds: float = 240,
     seed: int = 0,
     steps: int = NUM_STEPS,
-    progress: Progress | None = None,
+    progress: ReportStep | None = None,
 ) -> dict:
     """Train a chat model on `conversations` and write it to `directory` atomically.
 

@@ -36,7 +36,7 @@ LONG_ROW_LENGTH = 1024  # one row of many conversations per pool, so that every 
 MATRIX_LR, EMBEDDING_LR, OTHER_LR = 0.03, 0.12, 0.006
 WARMUP_SHARE, DECAY_SHARE = 0.02, 0.6
 
-Progress = Callable[[int, int, float], None]  # (steps done, steps planned, loss)
+ReportStep = Callable[[int, int, float], None]  # (steps done, steps planned, loss)
 
 
 def train(
@@ -45,7 +45,7 @@ def train(
     *,
     deadline: float,
     num_steps: int,
-    progress: Progress | None = None,
+    progress: ReportStep | None = None,
 ) -> dict:
     """Train a fresh model in place on the documents' ids, in an order that torch's global seed decides.
 

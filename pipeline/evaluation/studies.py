@@ -38,7 +38,7 @@ from pipeline.evaluation.speed import decode_by, rounded
 from pipeline.evaluation.tree_studies import heads_used, tree_ladder
 from pipeline.execution.progress import ProgressReporter
 
-Figures = dict[str, Any]  # one row of a study
+StudyRow = dict[str, Any]
 
 NUM_PROMPTS, MAX_NEW_TOKENS = 8, 64
 TEMPERATURES = (0.3, 0.7, 1.0)
@@ -66,7 +66,7 @@ def run_studies(
     calibration: Calibration | None,
     answers: Sequence[list[int]],
     progress: ProgressReporter | None = None,
-) -> dict[str, list[Figures]]:
+) -> dict[str, list[StudyRow]]:
     """The rows of the named studies.
 
     Args:
@@ -78,13 +78,13 @@ def run_studies(
     """
     num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
     few = prompts[:NUM_PROMPTS]
-    studies: dict[StudyName, Callable[[], list[Figures]]] = {
+    studies: dict[StudyName, Callable[[], list[StudyRow]]] = {
         "trees": lambda: tree_ladder(plain, accelerated, prompts, answers, calibration),
         "typical": lambda: typical_sweep(plain, accelerated, few, num_tokens, settings.first_token),
         "heads": lambda: heads_used(plain, accelerated, prompts, answers),
         "batch": lambda: batch_sizes(plain, accelerated, few, num_tokens, settings.repeats),
     }
-    rows: dict[str, list[Figures]] = {}
+    rows: dict[str, list[StudyRow]] = {}
     for name in [name for name in studies if name in names]:
         if progress:
             progress.begin("native", len(names), done=len(rows), unit="studies")
@@ -98,7 +98,7 @@ def typical_sweep(
     prompts: Sequence[Prompt],
     num_tokens: int,
     first_token: Literal["greedy", "sampled"],
-) -> list[Figures]:
+) -> list[StudyRow]:
     """Typical acceptance over eps and temperature, with greedy decoding, plain sampling and rejection (2.3.1).
 
     Each speedup is over plain decoding at the same temperature.
@@ -117,7 +117,7 @@ def typical_sweep(
 
 def batch_sizes(
     plain: Decoder, accelerated: Decoder, prompts: Sequence[Prompt], num_tokens: int, repeats: int
-) -> list[Figures]:
+) -> list[StudyRow]:
     """Tokens per second of the same prompts in batches of 1 to 16, prefill included; medians of `repeats`.
 
     A power of two of the prompts is used, so that they fill every batch; they repeat where there are too few.
@@ -148,7 +148,7 @@ def batch_sizes(
     return rows
 
 
-def _measured(sides: Sequence[Side], prompts: Sequence[Prompt], num_tokens: int) -> list[Figures]:
+def _measured(sides: Sequence[Side], prompts: Sequence[Prompt], num_tokens: int) -> list[StudyRow]:
     """Each side's row, relative to the first side, which is plain decoding; sides take turns for each prompt.
 
     A figure is None where no answer took a step.

@@ -29,8 +29,7 @@ from pipeline.export.upload import (
 )
 from pipeline.heads.kind import Heads
 from pipeline.storage.atomic import files_in
-
-BOOKKEEPING = {"stage.json", "upstream.json", "DONE.json", "lock"}
+from pipeline.storage.stage_directory import BOOKKEEPING
 
 
 def repositories(repo_id: str | None, kind: str, *, tuned: bool) -> tuple[str | None, str | None]:

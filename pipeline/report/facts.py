@@ -49,7 +49,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckOutcome:
     """Whether the check passed; None where it was not run."""
 
     passed: bool | None
@@ -108,13 +108,15 @@ def subtitle(report: dict) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
-def check_outcome(report: dict) -> Outcome:
+def check_outcome(report: dict) -> CheckOutcome:
     """Whether the check passed, and its failures as sentences."""
     passed = pick(report, "check", "passed")
     failures = tuple(str(failure) for failure in pick(report, "check", "failures") or ())
     if passed is None and not failures:
-        return Outcome(None, "check not run")
-    return Outcome(True, "check passed") if passed and not failures else Outcome(False, "check failed", failures)
+        return CheckOutcome(None, "check not run")
+    if failures or not passed:
+        return CheckOutcome(False, "check failed", failures)
+    return CheckOutcome(True, "check passed")
 
 
 def warnings(report: dict) -> tuple[str, ...]:

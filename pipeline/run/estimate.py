@@ -17,7 +17,7 @@ ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, while the target cannot be looked up
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunSize:
     """Upper bounds: every answer as long as it may be, until generate has run and the true counts are known."""
 
     conversations: int | None  # None where only reading a data set on the Hub would tell
@@ -32,7 +32,7 @@ class Estimate:
         return None if self.tokens is None else self.tokens * self.bytes_per_position
 
 
-def estimate(config: Config, seeds: Summary | None, generated: Summary | None) -> Estimate:
+def estimate(config: Config, seeds: Summary | None, generated: Summary | None) -> RunSize:
     """Tokens to write and to cache, and the bytes of each.
 
     Args:
@@ -54,7 +54,7 @@ def estimate(config: Config, seeds: Summary | None, generated: Summary | None) -
     tokens = int(generated.get("tokens", 0)) if generated else bound
     width = 0 if "features" in method_of(config.train).skipped(config.train) else width
     learned = None if tokens is None else round(tokens * (1 - config.seeds.holdout))
-    return Estimate(rows, tokens, hidden_size * width, bool(generated), assumed, _recipes(config, learned, hidden_size))
+    return RunSize(rows, tokens, hidden_size * width, bool(generated), assumed, _recipes(config, learned, hidden_size))
 
 
 def _recipes(config: Config, positions: int | None, hidden_size: int) -> tuple[Recipe, ...]:

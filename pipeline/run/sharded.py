@@ -55,7 +55,7 @@ def run_sharded(
     pending = deque(stage.pending(tasks, have))
     unfinished = {task.index for task in pending}
     totals = StageTotals(receipt for index, receipt in have.items() if index not in unfinished)
-    started, before = time.monotonic(), totals.stats[unit]
+    rate = Rate(totals, unit)
     failures = Failures(stage, limits.max_consecutive_failures)
     with context.meter(stage.stage, len(tasks), done=totals.shards) as meter:
         while pending:
@@ -64,8 +64,7 @@ def run_sharded(
                 _record(context, stage, outcome)
                 if outcome.receipt:
                     totals.add(outcome.receipt)
-                    rate = (totals.stats[unit] - before) / max(time.monotonic() - started, 1e-9)
-                    meter.advance(_note(rate, unit, totals.quarantined))
+                    meter.advance(str(rate))
                     _check_disk(limits, stage)
                     totals.check_quarantine(stage.stage, str(stage.path), limits.max_quarantine_fraction, final=False)
                 elif failures.may_retry(outcome):
@@ -80,6 +79,19 @@ def run_sharded(
     totals = StageTotals(have.values())
     totals.check_quarantine(stage.stage, str(stage.path), limits.max_quarantine_fraction, final=True)
     return totals.summary()
+
+
+class Rate:
+    """How fast the totals grow from here on, in units of one of their statistics."""
+
+    def __init__(self, totals: StageTotals, unit: str):
+        self._totals, self._unit = totals, unit
+        self._started, self._before = time.monotonic(), totals.stats[unit]
+
+    def __str__(self) -> str:
+        made, seconds = self._totals.stats[self._unit] - self._before, time.monotonic() - self._started
+        quarantined = f", {self._totals.quarantined} quarantined" if self._totals.quarantined else ""
+        return f"{made / max(seconds, 1e-9):,.0f} {self._unit}/s{quarantined}"
 
 
 class Failures:
@@ -156,10 +168,6 @@ def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
         context.run.event("worker-died", **facts, error=outcome.death)
     else:
         context.run.event("shard-failed", **facts, error=str(outcome.error or outcome.traceback))
-
-
-def _note(rate: float, unit: str, quarantined: int) -> str:
-    return f"{rate:,.0f} {unit}/s" + (f", {quarantined} quarantined" if quarantined else "")
 
 
 def _check_disk(limits: LimitsConfig, stage: StageDirectory) -> None:
