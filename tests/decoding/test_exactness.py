@@ -12,7 +12,8 @@ from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import cartesian_tree
 from tests.decoding.conftest import VOCAB
 
-FAMILIES = ["llama", "mistral-window", "qwen2-tied-mixed-windows", "qwen3-head-dim"]
+OTHERS = ("mistral-window", "qwen2-tied-mixed-windows", "qwen3-head-dim")
+FAMILIES = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
 TREES = [
     ((0,), (0, 0), (0, 0, 0)),
     cartesian_tree((3, 2, 2)),

@@ -17,6 +17,8 @@ from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from tests.decoding.steps import chi_square_p
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+OTHERS = ("mistral-window", "qwen2-tied-mixed-windows", "gemma2-both-windows")
+FAMILIES = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
 TREE = ((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1))
 TINY_VOCAB, NUM_TOKENS = 4, 3
 
@@ -71,7 +73,7 @@ def test_the_other_rules_change_the_distribution(rule, tiny):
     assert p < 1e-9
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window", "qwen2-tied-mixed-windows", "gemma2-both-windows"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.9)])
 def test_rejection_sampling_writes_what_plain_sampling_writes(family, temperature, top_p, target_of, fitted_heads):
     model, rule = target_of(family), RejectionSampling(temperature, top_p)

@@ -27,7 +27,15 @@ def same(one: TrainSpec, other: TrainSpec) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize(("stop", "optimizer"), [(1, "adamw"), (3, "adamw"), (5, "adamw"), (5, "adamw-8bit")])
+@pytest.mark.parametrize(
+    ("stop", "optimizer"),
+    [
+        pytest.param(1, "adamw", marks=pytest.mark.slow),
+        (3, "adamw"),
+        pytest.param(5, "adamw", marks=pytest.mark.slow),
+        (5, "adamw-8bit"),
+    ],
+)
 def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_tuning, stop, optimizer):
     """Mid-epoch and with dropout, which must come out the same again; checkpoints are at 3 and 6."""
     settings = {"optimizer": optimizer, "lora_dropout": 0.3, "gradient_checkpointing": True, "epochs": 3}
