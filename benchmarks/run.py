@@ -26,6 +26,7 @@ BENCHMARKS = {
     "features": "the features stage",
     "feature_size": "bytes of features",
     "train": "training from the cache",
+    "recurrent": "recurrent heads beside Medusa heads",
     "medusa2": "a step of heads and backbone",
     "reading": "reading the cache",
     "decoding": "what a step with a tree costs",

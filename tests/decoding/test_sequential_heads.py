@@ -1,0 +1,93 @@
+"""Decoding with a recurrent cell, whose proposals depend on one another: exact like any other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+from pipeline.conversations.spans import IGNORED
+from pipeline.decoding.acceptance import RejectionSampling
+from pipeline.decoding.decoder import Decoder, plain_decoder
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.tree import cartesian_tree
+from pipeline.heads.kind import TargetWeights
+from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
+from tests.decoding.conftest import PROMPT, SIZE, VOCAB
+from tests.decoding.test_cuda_graphs import Tape
+
+TREES = [cartesian_tree((3, 2, 1)), ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)), DynamicTree(12, 4, 3)]
+IDS = ["cartesian", "chain beyond training", "dynamic"]
+
+
+def trained_cell(model: PreTrainedModel, ids: list[int]) -> RecurrentHeads:
+    """A cell of three steps that has learned one text well enough to be right often."""
+    seen: list[torch.Tensor] = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        model(input_ids=torch.tensor([ids]))
+    hook.remove()
+    lm_head, embedding = model.get_output_embeddings().weight.detach(), model.get_input_embeddings().weight.detach()
+    torch.manual_seed(0)
+    heads = RecurrentHeads.initial(
+        RecurrentShape(SIZE, VOCAB, 3, 64), TargetWeights(lambda: lm_head, lambda: embedding)
+    )
+    hidden, following = seen[0][0, :-2], torch.tensor(ids[1:-1])
+    labels = torch.full((3, len(following)), IGNORED)
+    for step in range(3):
+        labels[step, : len(ids) - 2 - step] = torch.tensor(ids[2 + step :])
+    optimizer = torch.optim.Adam([weight for weight in heads.parameters() if weight.requires_grad], lr=1e-2)
+    for _ in range(60):
+        logits = heads.states(hidden, following, labels) @ heads.lm_head.T
+        optimizer.zero_grad()
+        cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+    return heads
+
+
+@pytest.fixture(scope="module")
+def cell_pair(target_of, continuation):
+    """(family): a target and a cell that knows its answer to `PROMPT` well."""
+    made = {}
+
+    def get(family: str) -> tuple[PreTrainedModel, RecurrentHeads]:
+        if family not in made:
+            model = target_of(family)
+            made[family] = model, trained_cell(model, PROMPT + continuation(model, PROMPT, 30))
+        return made[family]
+
+    return get
+
+
+@pytest.mark.parametrize("tree", TREES, ids=IDS)
+@pytest.mark.parametrize("family", ["llama", "qwen2-tied-mixed-windows", "gemma2-both-windows"])
+def test_greedy_text_is_what_transformers_writes(family, tree, cell_pair, continuation):
+    model, heads = cell_pair(family)
+    decoded = Decoder(model, heads, tree, eos_token_ids=()).generate(PROMPT, 40)
+    assert decoded.token_ids == continuation(model, PROMPT, 40)
+    assert max(decoded.accepted) >= 4, "three guesses in a row, at least once"
+
+
+@pytest.mark.parametrize("tree", TREES, ids=IDS)
+def test_sampled_text_is_what_plain_sampling_draws(tree, cell_pair):
+    model, heads = cell_pair("llama")
+    rule, plain = RejectionSampling(0.8), plain_decoder(model, eos_token_ids=())
+    decoder = Decoder(model, heads, tree, eos_token_ids=())
+    for seed in range(5):
+        ours, theirs = (torch.Generator().manual_seed(seed) for _ in range(2))
+        expected = plain.generate(PROMPT, 30, rule, theirs).token_ids
+        assert decoder.generate(PROMPT, 30, rule, ours).token_ids == expected
+
+
+@pytest.mark.parametrize("tree", TREES, ids=IDS)
+def test_a_captured_step_writes_the_same(tree, cell_pair, monkeypatch):
+    monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 16)
+    model, heads = cell_pair("llama")
+    expected = Decoder(model, heads, tree, eos_token_ids=()).generate_batch([PROMPT, PROMPT[:3]], 30)
+    tape = Tape()
+    decoder = Decoder(model, heads, tree, eos_token_ids=(), graph_capture=tape)
+    for _ in range(2):
+        found = decoder.generate_batch([PROMPT, PROMPT[:3]], 30)
+        assert [(one.token_ids, one.accepted) for one in found] == [(one.token_ids, one.accepted) for one in expected]
+    assert tape.replayed > 5
