@@ -33,9 +33,10 @@ BENCHMARKS = {
     "scheduling": "what a shard costs besides its work",
     NEEDS_GPU: "features, training and decoding of a Mistral-7B-shaped target: needs a GPU, and none was to be had",
     "ladder": "recipes compared on one target: `python -m benchmarks.run ladder`, after `make demo`",
+    "recipe": "what `auto` chooses against a grid: `python -m benchmarks.run recipe`, half an hour",
     "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",
 }
-WHEN_ASKED = {"soak", "ladder"}  # too long to run with all
+WHEN_ASKED = {"soak", "ladder", "recipe"}  # too long to run with all
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -77,6 +77,18 @@ def test_a_failed_check_keeps_everything_at_home(copied_run, make_config, tmp_pa
     assert hub.requests == [] and copied_run.latest("push") is None
 
 
+def test_heads_that_have_learned_nothing_are_not_passed_and_not_pushed(copied_run, make_config, tmp_path, hub):
+    """A few steps on a random target's text; on this limit alone the check is not run again."""
+    config = make_config(tmp_path, check__require_learning=True, **HUB_IDS)
+    with pytest.raises(CheckFailed, match="have learned hardly anything: on held-out text head 0's top-1 accuracy"):
+        run_again(config)
+    assert stages_run(copied_run) == []
+    assert json.loads((copied_run.path / "report.json").read_text())["check"]["passed"] is False
+    with pytest.raises(CheckFailed, match="have learned hardly anything"):
+        push_again(copied_run)
+    assert hub.requests == []
+
+
 def test_heads_that_the_check_has_not_seen_are_not_pushed(copied_run, make_config, tmp_path, hub):
     run_again(make_config(tmp_path, export__dtype="bfloat16"), until="export")
     for dry_run in (True, False):

@@ -74,7 +74,7 @@ def plan(
     if figures.assumed:
         console.print(figures.assumed, highlight=False, markup=False, soft_wrap=True)
     for recipe in figures.recipes:
-        steps = f"{'about' if figures.written else 'at most some'} {recipe.total_steps:,} steps"
+        steps = f"{'about' if figures.written else 'at most'} {recipe.total_steps:,} steps"
         console.print(f"Training: {steps}: {recipe.described()}.", highlight=False, soft_wrap=True)
     if figures.recipes and (too_few := few_steps(figures.recipes)):
         console.print(f"[yellow]![/] {too_few}", highlight=False, soft_wrap=True)

@@ -108,7 +108,7 @@ class TrainConfig(Section):
     )
     warmup_steps: NonNegativeInt | Literal["auto"] = Field("auto", description="Linear warmup; then cosine to 0.")
     patience: PositiveInt = Field(
-        5, description="Training ends after so many evaluations on held-out rows without a lower loss."
+        6, description="Training ends after so many evaluations on held-out rows without a lower loss."
     )
     decay: float = Field(0.8, description="Head k's loss weighs decay^(k+1).", gt=0, le=1)
     soft_labels: float = Field(

@@ -53,15 +53,14 @@ def estimate(config: Config, seeds: Summary | None, generated: Summary | None) -
     bound = None if rows is None else rows * longest
     tokens = int(generated.get("tokens", 0)) if generated else bound
     width = 0 if "features" in method_of(config.train).skipped(config.train) else width
-    learned = None if tokens is None else round(tokens * (1 - config.seeds.holdout))
-    return RunSize(rows, tokens, hidden_size * width, bool(generated), assumed, _recipes(config, learned, hidden_size))
+    share = seeds["train_rows"] / seeds["rows"] if seeds and seeds["rows"] else 1 - config.seeds.holdout
+    recipes = _recipes(config, round((tokens or 0) * share), hidden_size)
+    return RunSize(rows, tokens, hidden_size * width, bool(generated), assumed, recipes)
 
 
-def _recipes(config: Config, positions: int | None, hidden_size: int) -> tuple[Recipe, ...]:
-    """How so many positions would be trained on; nothing of none."""
-    if not positions:
-        return ()
-    phases = method_of(config.train).phases(config.train)
+def _recipes(config: Config, positions: int, hidden_size: int) -> tuple[Recipe, ...]:
+    """How so many positions would be learned, phase by phase; nothing of none."""
+    phases = method_of(config.train).phases(config.train) if positions else []
     return tuple(learner.expected_recipe(config.train, positions, hidden_size) for _, learner in phases)
 
 

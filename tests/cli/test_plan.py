@@ -53,6 +53,16 @@ def test_plan_takes_the_true_numbers_of_what_is_done_and_of_nothing_else(command
     assert f"at most {40 * 2 * 24:,} tokens" in command("plan", config_file, "generate.max_new_tokens=24").out
 
 
+def test_plan_says_how_many_steps_there_will_be_and_warns_of_too_few(command, config_file, copied_run):
+    """At most 2 answers of 15 tokens of each of the 24 conversations that are not held out."""
+    few = ("train.batch_tokens=100", "train.epochs=3", "train.num_heads=2")
+    out = command("plan", config_file, "generate.max_new_tokens=15", *few).out
+    assert "Training: at most 24 steps: 3 epochs of 8 steps, 100 positions each" in out
+    assert "24 optimizer steps are too few" in out and "train.epochs" in out
+    out = command("plan", config_file, "train.batch_tokens=1").out
+    assert re.search(r"Training: about \d+ steps: 1 epoch of", out) and "too few" not in out
+
+
 def test_plan_of_a_hub_data_set_without_a_limit_claims_no_number(command, config_file):
     assert "unknown number of conversations" in command("plan", config_file, "seeds.sources=[{hub: a/b}]").out
     out = command("plan", config_file, "seeds.sources=[{hub: a/b, limit: 100}]").out
