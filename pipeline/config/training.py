@@ -55,7 +55,9 @@ class BackboneConfig(Section):
         "cut.",
         ge=8,
     )
-    batch_sequences: PositiveInt = Field(128, description="Packed sequences per optimizer step, over all workers.")
+    batch_sequences: PositiveInt | Literal["auto"] = Field(
+        "auto", description="Packed sequences per optimizer step, over all workers; auto: at most the paper's 128."
+    )
     micro_batch: PositiveInt = Field(1, description="Sequences of one forward; the others accumulate.")
     gradient_checkpointing: bool = Field(
         True, description="Keep one state per layer and compute the others again: less memory, more time."

@@ -58,6 +58,7 @@ def model_card(
     """
     base = _public(base_model)
     section = {name: recipe.get(name) or {} for name in ("target", "seeds", "generate", "train", "export")}
+    section["train"] = _chosen(section["train"], (report.get("train") or {}).get("hyperparameters") or {})
     num_heads = report.get("num_heads") or section["train"].get("num_heads")
     tree = report.get("tree") or {}
     num_tokens = tree.get("num_speculative_tokens") or num_heads
@@ -125,6 +126,15 @@ def backbone_card(
 def _served(report: Mapping[str, Any], kind: type[Heads]) -> bool:
     """Whether vLLM serves these heads with their target."""
     return (report.get("export") or {}).get("vllm", kind.vllm_method is not None)
+
+
+def _chosen(train: Mapping[str, Any], hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of `train`, also of the backbone's, with what was chosen in the place of `auto`."""
+
+    def of(settings: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: hyperparameters.get(key, value) if value == "auto" else value for key, value in settings.items()}
+
+    return of({key: of(value) if isinstance(value, Mapping) else value for key, value in train.items()})
 
 
 def _public(model: str | None) -> str | None:

@@ -142,6 +142,7 @@ class Heads(nn.Module, ABC):
     choices_file: ClassVar[str] = "tree_choices.json"  # of the export: the tree's paths
     card_about: ClassVar[str]  # Jinja of the model card: what these heads are, in a sentence or two
     card_engines: ClassVar[str] = ""  # Jinja of the model card: how other engines than vLLM serve them
+    lr_scale: ClassVar[float] = 1.0  # what `train.lr: auto` multiplies the rule's learning rate by
     memory_fix: ClassVar[str] = ""  # which of the kind's own keys to set where a GPU's memory is too small
 
     shape: HeadsShape

@@ -30,7 +30,7 @@ from pipeline.training.learner import Learner
 from pipeline.training.optimizers import heads_weight
 from pipeline.training.recipe import Recipe, backbone_recipe
 from pipeline.training.task import TrainSpec, Workers, product_dtype
-from pipeline.training.text_batches import Text, TextBatch, TextPlan, assemble_texts, count_labels, read_texts
+from pipeline.training.text_batches import Text, TextBatch, TextPlan, assemble_texts, count_labels, pack, read_texts
 
 
 class MicroBatch(NamedTuple):
@@ -59,8 +59,7 @@ class BackboneLearner(Learner):
         super().__init__(spec, workers, device, heads_from)
         self.settings, self.dtype = spec.settings.backbone, product_dtype(spec, device)
         self.texts = open_texts(spec)
-        self.plan = text_plan(spec, self.texts["train"])
-        self.recipe = recipe_of(spec, self.texts["train"])
+        self.recipe, self.plan = recipe_of(spec, self.texts["train"]), text_plan(spec, self.texts["train"])
         held_out = num_positions(self.texts.get(SPLIT, ()))
         self.held_out_share = min(held_out, MAX_POSITIONS) / num_positions(self.texts["train"])
         self.backbone = Backbone(spec.trained_target, self.settings, device, self.dtype, workers)
@@ -73,10 +72,10 @@ class BackboneLearner(Learner):
         return recipe_of(spec, open_texts(spec)["train"])
 
     @classmethod
-    def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int) -> Recipe:
+    def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float) -> Recipe:
         """As if sequences held nothing but what the target writes: in truth there are some more steps."""
-        per_step = settings.backbone.sequence_length * settings.backbone.batch_sequences
-        return backbone_recipe(settings, -(-positions // per_step), positions, hidden_size)
+        sequences = -(-positions // settings.backbone.sequence_length)
+        return backbone_recipe(settings, sequences, positions, hidden_size, lr_scale)
 
     def steps(self, first: int) -> Iterator[Sequence[MicroBatch]]:
         for step in range(first, self.total_steps):
@@ -164,8 +163,8 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
 
 
 def recipe_of(spec: TrainSpec, texts: Sequence[Text]) -> Recipe:
-    steps_per_epoch = text_plan(spec, texts).steps_per_epoch
-    return backbone_recipe(spec.settings, steps_per_epoch, num_positions(texts), spec.hidden_size)
+    sequences = len(pack([text.num_read for text in texts], spec.settings.backbone.sequence_length))
+    return backbone_recipe(spec.settings, sequences, num_positions(texts), spec.hidden_size, spec.kind.lr_scale)
 
 
 def num_positions(texts: Sequence[Text]) -> int:
@@ -175,6 +174,7 @@ def num_positions(texts: Sequence[Text]) -> int:
 
 def text_plan(spec: TrainSpec, texts: Sequence[Text]) -> TextPlan:
     """The steps of every epoch."""
-    settings = spec.settings.backbone
-    sizes = {"sequence_length": settings.sequence_length, "batch_sequences": settings.batch_sequences}
-    return TextPlan(texts, **sizes, seed=spec.seed)
+    batch = recipe_of(spec, texts).batch_sequences
+    assert batch is not None
+    length = spec.settings.backbone.sequence_length
+    return TextPlan(texts, sequence_length=length, batch_sequences=batch, seed=spec.seed)

@@ -56,8 +56,8 @@ class HeadsLearner(Learner):
         return recipe_of(spec, open_features(spec))
 
     @classmethod
-    def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int) -> Recipe:
-        return heads_recipe(settings, positions, hidden_size)
+    def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float) -> Recipe:
+        return heads_recipe(settings, positions, hidden_size, lr_scale)
 
     def steps(self, first: int) -> Iterator[Sequence[Batch]]:
         workers = self.workers
@@ -100,7 +100,7 @@ class HeadsLearner(Learner):
 
 
 def recipe_of(spec: TrainSpec, rows: FeatureRows) -> Recipe:
-    return heads_recipe(spec.settings, num_positions(rows), spec.hidden_size)
+    return heads_recipe(spec.settings, num_positions(rows), spec.hidden_size, spec.kind.lr_scale)
 
 
 def num_positions(rows: FeatureRows, split: str = "train") -> int:

@@ -50,8 +50,8 @@ class Learner(ABC):
 
     @classmethod
     @abstractmethod
-    def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int) -> Recipe:
-        """The recipe for so many target-written positions, before they are there."""
+    def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float) -> Recipe:
+        """The recipe for so many target-written positions, before they are there; arguments as of `heads_recipe`."""
 
     @property
     def total_steps(self) -> int:

@@ -56,7 +56,7 @@ class Method(ABC):
         """The keys of `train` that the result depends on, as plain data: no bookkeeping, and no section of another
         kind or method."""
         found = train.model_dump(mode="json", exclude=BOOKKEEPING | _sections(train) - self.sections_of(train))
-        return found | ({"recipe": recipe.VERSION} if "auto" in map(found.get, recipe.AUTO_KEYS) else {})
+        return found | ({"recipe": recipe.VERSION} if recipe.uses_rule(found) else {})
 
     def unread(self, train: TrainConfig) -> list[str]:
         """The keys of `train` that are set to no use, since only another kind or method reads them."""

@@ -2,11 +2,11 @@
 
 The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchmarks.run recipe`:
 
-- A batch is the paper's 16,384 positions where that leaves MANY_STEPS steps in two epochs; of less data, the power of
-  two that comes nearest to leaving so many, but no less than MIN_BATCH: smaller ones cost time and gain nothing.
-- Epochs are the paper's two where they leave MANY_STEPS steps, else as many as do, at most MAX_EPOCHS.
+- A batch is the power of two that comes nearest to MANY_STEPS steps in MAX_EPOCHS epochs, at most the paper's 16,384
+  positions (of Medusa-2 its 128 sequences) and at least MIN_BATCH: smaller ones cost time and gain nothing.
+- Epochs are as many as make MANY_STEPS steps, at least the paper's two and at most MAX_EPOCHS.
 - The learning rate is the paper's 1e-3 at its width, D = 4,096, times the square root of how much narrower the target
-  is.
+  is, times what the kind of heads says of itself (`Heads.lr_scale`).
 - Warmup is a tenth of the steps, at most the paper's 40.
 
 What is given explicitly stays as it is, and the rest is chosen to fit it. The rule is a function of counts alone, so
@@ -19,7 +19,7 @@ Source: the paper's settings are those of appendix B, for 100,000 conversations 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,11 +27,11 @@ from pipeline.config import TrainConfig
 
 VERSION = 1
 
-PAPER_BATCH, PAPER_EPOCHS, PAPER_LR, PAPER_WARMUP, PAPER_WIDTH = 16_384, 2, 1e-3, 40, 4096
+PAPER_BATCH, PAPER_SEQUENCES, PAPER_EPOCHS, PAPER_LR, PAPER_WARMUP, PAPER_WIDTH = 16_384, 128, 2, 1e-3, 40, 4096
 MIN_BATCH = 128
 MAX_EPOCHS = 4
 MANY_STEPS = 500  # the paper's own 9,800 and less
-FEW_STEPS = 60  # heads of fewer guess hardly better than untrained ones
+FEW_STEPS = 40  # heads of fewer guess hardly better than untrained ones
 EVALUATIONS = 10  # of a training
 EVALUATION_SHARE = 0.2  # evaluated positions over learned ones; a look costs a third of a lesson
 
@@ -47,6 +47,7 @@ class Recipe:
     warmup_steps: int
     steps_per_epoch: int
     batch_tokens: int  # positions per step; an average where steps are of packed sequences
+    batch_sequences: int | None = None
 
     @property
     def total_steps(self) -> int:
@@ -69,33 +70,54 @@ class Recipe:
 
     def facts(self) -> dict[str, Any]:
         """As the summary and report.json have it."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-def heads_recipe(train: TrainConfig, positions: int, hidden_size: int) -> Recipe:
-    """The recipe of heads alone, learned from so many cached positions of a target of this width."""
-    batch = _batch(train, positions) if isinstance(train.batch_tokens, str) else train.batch_tokens
-    return _recipe(train, -(-positions // batch), batch, hidden_size)
+def heads_recipe(train: TrainConfig, positions: int, hidden_size: int, lr_scale: float = 1.0) -> Recipe:
+    """The recipe of heads alone, learned from so many cached positions of a target of this width.
+
+    `lr_scale` is the kind's: see `Heads.lr_scale`.
+    """
+    batch = train.batch_tokens
+    if isinstance(batch, str):
+        batch = _batch(train, positions, MIN_BATCH, PAPER_BATCH)
+    return Recipe(**_pace(train, -(-positions // batch), hidden_size, lr_scale), batch_tokens=batch)
 
 
-def backbone_recipe(train: TrainConfig, steps_per_epoch: int, positions: int, hidden_size: int) -> Recipe:
-    """The recipe of heads and backbone together, whose steps are packed sequences."""
-    return _recipe(train, steps_per_epoch, -(-positions // steps_per_epoch), hidden_size)
+def backbone_recipe(
+    train: TrainConfig, sequences: int, positions: int, hidden_size: int, lr_scale: float = 1.0
+) -> Recipe:
+    """The recipe of heads and backbone together, from so many packed sequences with so many positions to learn."""
+    batch = train.backbone.batch_sequences
+    if isinstance(batch, str):
+        batch = _batch(train, sequences, 1, PAPER_SEQUENCES)
+    steps = -(-sequences // batch)
+    return Recipe(
+        **_pace(train, steps, hidden_size, lr_scale), batch_tokens=-(-positions // steps), batch_sequences=batch
+    )
 
 
-def _batch(train: TrainConfig, positions: int) -> int:
+def _batch(train: TrainConfig, number: int, least: int, most: int) -> int:
+    """The power of two that comes nearest to MANY_STEPS steps over so many positions, or sequences."""
     epochs = MAX_EPOCHS if isinstance(train.epochs, str) else train.epochs
-    enough = max(1.0, positions * epochs / MANY_STEPS)
-    return min(PAPER_BATCH, max(MIN_BATCH, 2 ** round(math.log2(enough))))
+    return min(most, max(least, 2 ** round(math.log2(max(1.0, number * epochs / MANY_STEPS)))))
 
 
-def _recipe(train: TrainConfig, steps_per_epoch: int, batch: int, hidden_size: int) -> Recipe:
+def _pace(train: TrainConfig, steps_per_epoch: int, hidden_size: int, lr_scale: float) -> dict[str, Any]:
+    """Epochs, learning rate and warmup."""
     enough = math.ceil(MANY_STEPS / steps_per_epoch)
     epochs = min(MAX_EPOCHS, max(PAPER_EPOCHS, enough)) if isinstance(train.epochs, str) else train.epochs
     a_tenth = steps_per_epoch * epochs // 10
     warmup = min(PAPER_WARMUP, a_tenth) if isinstance(train.warmup_steps, str) else train.warmup_steps
-    lr = PAPER_LR * math.sqrt(PAPER_WIDTH / hidden_size) if isinstance(train.lr, str) else train.lr
-    return Recipe(epochs, lr, warmup, steps_per_epoch, batch)
+    usual_lr = PAPER_LR * math.sqrt(PAPER_WIDTH / hidden_size) * lr_scale
+    lr = usual_lr if isinstance(train.lr, str) else train.lr
+    return {"epochs": epochs, "lr": lr, "warmup_steps": warmup, "steps_per_epoch": steps_per_epoch}
+
+
+def uses_rule(settings: Mapping[str, Any]) -> bool:
+    """Whether any of these settings of `train`, as plain data, is chosen by the rule."""
+    chosen = [settings.get(key) for key in AUTO_KEYS]
+    return "auto" in [*chosen, (settings.get("backbone") or {}).get("batch_sequences")]
 
 
 def few_steps(recipes: Sequence[Recipe]) -> str | None:

@@ -48,9 +48,23 @@ def test_everything_given_is_the_recipe_whatever_the_data():
     assert found.steps_per_epoch == 11
 
 
-def test_heads_and_backbone_go_through_their_sequences_as_often_as_their_steps_need():
-    few, many = (backbone_recipe(AUTO, steps, steps * 1000, 4096) for steps in (2, 5000))
-    assert (few.epochs, many.epochs, many.warmup_steps) == (MAX_EPOCHS, 2, 40)
+def test_the_paper_s_sequences_give_the_paper_s_steps():
+    """100,000 samples packed into 39,000 sequences of 2,048 tokens (appendix B, self-distillation)."""
+    found = backbone_recipe(AUTO, 39_000, 80_000_000, 4096)
+    assert (found.batch_sequences, found.epochs, found.warmup_steps) == (128, 2, 40)
+
+
+@given(st.integers(1, 10**6), st.integers(1, 10**6))
+def test_few_sequences_are_learned_one_by_one_and_more_in_no_smaller_batches(one, other):
+    few, many = (backbone_recipe(AUTO, number, number * 1000, 256) for number in sorted((one, other)))
+    assert 1 <= (few.batch_sequences or 0) <= (many.batch_sequences or 0) <= 128 and few.epochs >= many.epochs
+    assert backbone_recipe(AUTO, 30, 30_000, 256).batch_sequences == 1
+
+
+def test_a_kind_may_learn_faster_unless_the_rate_is_given():
+    usual, faster = (heads_recipe(AUTO, 10_000, 256, scale) for scale in (1.0, 3.0))
+    assert faster.lr == pytest.approx(3 * usual.lr)
+    assert heads_recipe(TrainConfig(lr=0.1), 10_000, 256, 3.0).lr == 0.1
 
 
 @pytest.mark.parametrize(("steps", "warned"), [(FEW_STEPS - 1, True), (FEW_STEPS, False)])
