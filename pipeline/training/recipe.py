@@ -2,9 +2,10 @@
 
 The rule, with its evidence in docs/recipes-and-methods.md and `python -m benchmarks.run recipe`:
 
-- A batch is the power of two that comes nearest to MANY_STEPS steps in MAX_EPOCHS epochs, at most the paper's 16,384
-  positions (of Medusa-2 its 128 sequences) and at least MIN_BATCH: smaller ones cost time and gain nothing.
-- Epochs are as many as make MANY_STEPS steps, at least the paper's two and at most MAX_EPOCHS.
+- Epochs are the paper's two from 4 million positions on (MANY_STEPS / 2 of its batches), else as many as make
+  MANY_STEPS such batches, at most MAX_EPOCHS.
+- A batch is the power of two that comes nearest to MANY_STEPS steps, at most the paper's 16,384 positions (of Medusa-2
+  its 128 sequences) and at least MIN_BATCH: smaller ones cost time and gain nothing.
 - The learning rate is the paper's 1e-3 at its width, D = 4,096, times the square root of how much narrower the target
   is, times what the kind of heads says of itself (`Heads.lr_scale`).
 - Warmup is a tenth of the steps, at most the paper's 40.
@@ -78,40 +79,45 @@ def heads_recipe(train: TrainConfig, positions: int, hidden_size: int, lr_scale:
 
     `lr_scale` is the kind's: see `Heads.lr_scale`.
     """
+    epochs = _epochs(train, positions, PAPER_BATCH)
     batch = train.batch_tokens
     if isinstance(batch, str):
-        batch = _batch(train, positions, MIN_BATCH, PAPER_BATCH)
-    return Recipe(**_pace(train, -(-positions // batch), hidden_size, lr_scale), batch_tokens=batch)
+        batch = _batch(positions * epochs, MIN_BATCH, PAPER_BATCH)
+    steps = -(-positions // batch)
+    return Recipe(epochs, _lr(train, hidden_size, lr_scale), _warmup(train, steps * epochs), steps, batch)
 
 
 def backbone_recipe(
     train: TrainConfig, sequences: int, positions: int, hidden_size: int, lr_scale: float = 1.0
 ) -> Recipe:
     """The recipe of heads and backbone together, from so many packed sequences with so many positions to learn."""
+    epochs = _epochs(train, sequences, PAPER_SEQUENCES)
     batch = train.backbone.batch_sequences
     if isinstance(batch, str):
-        batch = _batch(train, sequences, 1, PAPER_SEQUENCES)
+        batch = _batch(sequences * epochs, 1, PAPER_SEQUENCES)
     steps = -(-sequences // batch)
-    return Recipe(
-        **_pace(train, steps, hidden_size, lr_scale), batch_tokens=-(-positions // steps), batch_sequences=batch
-    )
+    lr, warmup = _lr(train, hidden_size, lr_scale), _warmup(train, steps * epochs)
+    return Recipe(epochs, lr, warmup, steps, batch_tokens=-(-positions // steps), batch_sequences=batch)
 
 
-def _batch(train: TrainConfig, number: int, least: int, most: int) -> int:
-    """The power of two that comes nearest to MANY_STEPS steps over so many positions, or sequences."""
-    epochs = MAX_EPOCHS if isinstance(train.epochs, str) else train.epochs
-    return min(most, max(least, 2 ** round(math.log2(max(1.0, number * epochs / MANY_STEPS)))))
+def _epochs(train: TrainConfig, number: int, most: int) -> int:
+    """As many as make MANY_STEPS steps of `most` positions or sequences each, within bounds."""
+    enough = math.ceil(MANY_STEPS * most / number)
+    return min(MAX_EPOCHS, max(PAPER_EPOCHS, enough)) if isinstance(train.epochs, str) else train.epochs
 
 
-def _pace(train: TrainConfig, steps_per_epoch: int, hidden_size: int, lr_scale: float) -> dict[str, Any]:
-    """Epochs, learning rate and warmup."""
-    enough = math.ceil(MANY_STEPS / steps_per_epoch)
-    epochs = min(MAX_EPOCHS, max(PAPER_EPOCHS, enough)) if isinstance(train.epochs, str) else train.epochs
-    a_tenth = steps_per_epoch * epochs // 10
-    warmup = min(PAPER_WARMUP, a_tenth) if isinstance(train.warmup_steps, str) else train.warmup_steps
-    usual_lr = PAPER_LR * math.sqrt(PAPER_WIDTH / hidden_size) * lr_scale
-    lr = usual_lr if isinstance(train.lr, str) else train.lr
-    return {"epochs": epochs, "lr": lr, "warmup_steps": warmup, "steps_per_epoch": steps_per_epoch}
+def _batch(learned: int, least: int, most: int) -> int:
+    """The power of two that comes nearest to MANY_STEPS steps where so much is learned in all epochs."""
+    return min(most, max(least, 2 ** round(math.log2(max(1.0, learned / MANY_STEPS)))))
+
+
+def _lr(train: TrainConfig, hidden_size: int, lr_scale: float) -> float:
+    usual = PAPER_LR * math.sqrt(PAPER_WIDTH / hidden_size) * lr_scale
+    return usual if isinstance(train.lr, str) else train.lr
+
+
+def _warmup(train: TrainConfig, steps: int) -> int:
+    return min(PAPER_WARMUP, steps // 10) if isinstance(train.warmup_steps, str) else train.warmup_steps
 
 
 def uses_rule(settings: Mapping[str, Any]) -> bool:

@@ -34,7 +34,16 @@ def test_heads_alone_are_named_by_the_common_keys_and_their_kind_s_own(make_conf
     config = make_config(tmp_path)
     settings = train.identity(Context(config, RunDirectory.create(config), Console(quiet=True)))["settings"]
     common = {"heads", "method", "num_heads", "medusa", "decay", "roles", "lr", "epochs", "batch_tokens"}
-    assert set(settings) == common | {"warmup_steps", "optimizer", "weight_decay", "max_grad_norm", "precision"}
+    assert set(settings) == common | {
+        "warmup_steps",
+        "optimizer",
+        "weight_decay",
+        "max_grad_norm",
+        "precision",
+        "patience",
+        "soft_labels",
+        "noise",
+    }
     assert set(settings["medusa"]) == {"num_layers", "lm_head"}
 
 
