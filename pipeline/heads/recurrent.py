@@ -71,6 +71,7 @@ class RecurrentHeads(Heads):
 
     Shape = RecurrentShape
     title = "Recurrent heads"
+    lr_scale = 2.5  # measured: `python -m benchmarks.run recipe`
     vllm_method = "eagle"
     memory_fix = "A smaller train.recurrent.intermediate_size takes less."
     card_about = """\
