@@ -109,6 +109,7 @@ def _spec(target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size:
         medusa=MedusaConfig(lm_head=lm_head),
         batch_tokens=size.batch_tokens,
         epochs=size.epochs,
+        soft_labels=0.0,
         checkpoint_every=10**9,
     )
     return rows.train_spec(target, settings, directory / f"train-{lm_head}", tasks, size.device)

@@ -162,6 +162,8 @@ def _spec(case: Case, target: TargetSpec, tasks: Sequence[ShardTask], directory:
         num_heads=case.num_heads,
         epochs=100,
         warmup_steps=0,
+        lr=1e-3,
+        soft_labels=0.0,
         backbone=BackboneConfig(
             schedule="constant",
             lora_rank=16,

@@ -114,7 +114,7 @@ class TrainConfig(Section):
     )
     decay: float = Field(0.8, description="Head k's loss weighs decay^(k+1).", gt=0, le=1)
     soft_labels: float = Field(
-        0.0,
+        0.5,
         description="The share of the heads' loss that is the cross entropy with the target's own distribution; the "
         "rest is that with the token that was written.",
         ge=0,
