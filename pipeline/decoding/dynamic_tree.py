@@ -7,18 +7,21 @@ text; this one, where they are likely to be right here. Shapes are the same in e
 host, so that a step can be captured as a CUDA graph.
 
 Letters: B texts, N rows (the root and the nodes), T positions of a path with its root, C proposed nodes, P nodes that
-are expanded, R guesses per node, D hidden size, V vocabulary.
+are expanded, R guesses per node, D hidden size, V vocabulary, K depths.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import Tensor
 
+from pipeline.decoding.tree import Choices, TreePath, check_choices
+from pipeline.errors import ConfigError
 from pipeline.heads.kind import Heads
 
+NEVER = torch.iinfo(torch.int16).max  # the place of a node that is not proposed
 # Subtracted per depth, so that of equals a parent comes before its child. No guess is held less probable than e^-100,
 # lest fp32 lose it.
 PREFER_PARENT, LEAST = 1e-3, -100.0
@@ -67,6 +70,11 @@ class DynamicTree:
     def to_json(self) -> dict[str, int]:
         return asdict(self)
 
+    def resized(self, num_nodes: int, max_depth: int | None = None) -> DynamicTree:
+        """The same rule with at most so many nodes, as far as they are proposed, up to another depth."""
+        widest = replace(self, num_nodes=1, max_depth=max_depth or self.max_depth)
+        return replace(widest, num_nodes=min(num_nodes, widest.num_proposed))
+
     def described(self) -> str:
         return f"{self.num_nodes} nodes, chosen in every step, at most {self.max_depth} deep"
 
@@ -90,11 +98,10 @@ class DynamicTree:
         num_proposed = 0
         for depth in range(self.max_depth):
             hidden_BPD, logits_BPV = heads.expand(hidden_BPD, tokens_BP, depth)
-            guesses = logits_BPV.topk(self.top)
-            log_p_BPR = guesses.values.float() - logits_BPV.float().logsumexp(-1, keepdim=True)
+            guesses_BPR, log_p_BPR = _best(logits_BPV, self.top)
             scores_BPR = scores_BP[..., None] + log_p_BPR.clamp(min=LEAST) - PREFER_PARENT
             parents_BPR = places_BP[..., None].expand_as(scores_BPR)
-            tokens_BM, scores_BM = guesses.indices.flatten(1), scores_BPR.flatten(1)
+            tokens_BM, scores_BM = guesses_BPR.flatten(1), scores_BPR.flatten(1)
             proposed.append((tokens_BM, scores_BM, parents_BPR.flatten(1), torch.full_like(tokens_BM, depth + 1)))
             best_BP = scores_BM.topk(self.top).indices  # those that are expanded next
             tokens_BP, scores_BP = tokens_BM.gather(1, best_BP), scores_BM.gather(1, best_BP)
@@ -102,6 +109,66 @@ class DynamicTree:
             hidden_BPD = hidden_BPD.take_along_dim((best_BP // self.top)[..., None], 1)
             num_proposed += tokens_BM.shape[1]
         return tuple(torch.cat(column, 1) for column in zip(*proposed, strict=True))
+
+    @torch.no_grad()
+    def places(
+        self, heads: Heads, hidden_BD: Tensor, token_B: Tensor, labels_KB: Tensor, *, chunk_bytes: int = 256 << 20
+    ) -> Tensor:
+        """Where the node of each true token stands by probability among all that are proposed, int16 [max_depth, B].
+
+        A tree of n nodes verifies those whose place is below n: one pass judges trees of every size. `NEVER` where it
+        is not proposed, or a token above it is not, or the label is -100.
+
+        Args:
+            hidden_BD, token_B: The target's states at positions t, and the tokens at t+1, the roots.
+            labels_KB: The tokens at t+2+k.
+        """
+        num_texts = max(1, chunk_bytes // (4 * self.top * heads.shape.vocab_size))
+        labels_KB = labels_KB[: self.max_depth]
+        chunks = zip(hidden_BD.split(num_texts), token_B.split(num_texts), labels_KB.split(num_texts, 1), strict=True)
+        return torch.cat([_true_places(self.propose(heads, *roots), labels) for *roots, labels in chunks], 1)
+
+
+def check_tree(tree: Choices | DynamicTree, max_depth: int, top: int) -> tuple[TreePath, ...] | DynamicTree:
+    """The tree, as paths or as the rule by which it grows.
+
+    Raises ConfigError unless heads that propose `max_depth` tokens ahead, `top` guesses of each, can fill it.
+    """
+    if not isinstance(tree, DynamicTree):
+        return check_choices(tree, max_depth, top)
+    if tree.max_depth > max_depth or tree.top > top:
+        raise ConfigError(
+            f"A dynamic tree of depth {tree.max_depth} with {tree.top} guesses per node is asked for, and the heads "
+            f"propose {max_depth} tokens ahead, of {top}.",
+            "tree",
+            "Lower calibrate.depth or calibrate.top.",
+        )
+    return tree
+
+
+def _best(logits_BPV: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """The `top` best guesses [B, P, R] and their log probabilities."""
+    num_nodes = logits_BPV.shape[1]
+    if logits_BPV.stride(1) == 0:  # the guesses of such heads are the same below every node: they are looked at once
+        logits_BPV = logits_BPV[:, :1]
+    best = logits_BPV.topk(top)
+    log_p_BPR = best.values.float() - logits_BPV.float().logsumexp(-1, keepdim=True)
+    return best.indices.expand(-1, num_nodes, -1), log_p_BPR.expand(-1, num_nodes, -1)
+
+
+def _true_places(proposed: tuple[Tensor, ...], labels_KB: Tensor) -> Tensor:
+    """The places [K, B] of the nodes on the true paths."""
+    tokens_BC, scores_BC, parents_BC, _ = proposed
+    order_BC = scores_BC.argsort(1, descending=True)
+    by_place_BC = torch.arange(order_BC.shape[1], device=order_BC.device).expand_as(order_BC)
+    place_BC = torch.empty_like(order_BC).scatter_(1, order_BC, by_place_BC)
+    node_B1 = torch.full_like(order_BC[:, :1], -1)  # the root
+    places = []
+    for labels_B in labels_KB:
+        right_BC = (parents_BC == node_B1) & (tokens_BC == labels_B[:, None])
+        node_B1 = right_BC.int().argmax(1, keepdim=True).where(right_BC.any(1, keepdim=True), -2)
+        places.append(place_BC.gather(1, node_B1.clamp(min=0)).where(node_B1 >= 0, NEVER).clamp(max=NEVER)[:, 0])
+    return torch.stack(places).to(torch.int16)
 
 
 def _tree(chosen_BM: Tensor, parents_BC: Tensor, depth_BM: Tensor, max_depth: int) -> GrownTree:

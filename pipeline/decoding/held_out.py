@@ -1,7 +1,8 @@
-"""Held-out text as ranks, and decoding's walk through it with any tree, without a forward.
+"""Held-out text as ranks or places, and decoding's walk through it with any tree, without a forward.
 
 A rank is the place of the held-out token: 0 where a head's first guess is right, 1 where its second is. Greedy decoding
-writes the same text with any tree, so ranks determine which steps it takes.
+writes the same text with any tree, so ranks determine which steps it takes with a static one. With a dynamic tree
+places do: where the token's node stands among all that are proposed there.
 
 Letters: N positions, end to end as the target wrote them, K heads, R ranks, S steps.
 """
@@ -54,6 +55,19 @@ class HeldOutRanks:
 
 
 @dataclass(frozen=True)
+class HeldOutPlaces:
+    """Places int16 [K, N] of the tokens at t+2+k, see `DynamicTree.places`; spans as of `HeldOutRanks`."""
+
+    places_KN: npt.NDArray[np.int16]
+    starts: npt.NDArray[np.int64]
+    conversations: npt.NDArray[np.int64]
+
+    def walk(self, num_nodes: int) -> Walk:
+        """Greedy decoding with a dynamic tree of so many nodes, had it written the held-out text."""
+        return walk_by((self.places_KN < num_nodes).cumprod(0).sum(0), self.starts, self.conversations)
+
+
+@dataclass(frozen=True)
 class Walk:
     """The steps of decoding: where each begins, how many guesses it adds, and whose conversation it is in.
 
@@ -99,22 +113,32 @@ class Walk:
 def walk(ranks: HeldOutRanks, choices: Choices) -> Walk:
     """Greedy decoding with the tree, had it written the held-out text.
 
+    See `walk_by`.
+    """
+    return walk_by(accepted_lengths(ranks, choices), ranks.starts, ranks.conversations)
+
+
+def walk_by(
+    lengths_N: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], conversations: npt.NDArray[np.int64]
+) -> Walk:
+    """Greedy decoding, had it accepted so many guesses at each position; spans as of `HeldOutRanks`.
+
     After a step that accepts a guesses the next one starts a+1 positions on. A span's first token comes from the
     prefill and is not counted; what a step would add beyond the span's end is cut. Unlike an average over positions,
     the walk visits hard positions more often than easy ones, as decoding does.
     """
-    stride = (accepted_lengths(ranks, choices) + 1).tolist()
+    stride = (lengths_N + 1).tolist()
     places: list[int] = []
     kept: list[int] = []
     num_steps: list[int] = []
-    for place, stop in itertools.pairwise([*ranks.starts.tolist(), len(ranks)]):
+    for place, stop in itertools.pairwise([*starts.tolist(), len(stride)]):
         before = len(places)
         while place < stop:
             places.append(place)
             kept.append(min(stride[place], stop - place) - 1)
             place += stride[place]
         num_steps.append(len(places) - before)
-    conversations_S = np.repeat(ranks.conversations, np.array(num_steps, np.int64))
+    conversations_S = np.repeat(conversations, np.array(num_steps, np.int64))
     return Walk(np.array(places, np.int64), np.array(kept, np.int64), conversations_S)
 
 

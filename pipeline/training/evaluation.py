@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.conversation import Role
-from pipeline.decoding.held_out import HeldOutRanks
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.heads.accuracy import Score, label_ranks, score
 from pipeline.heads.kind import Heads
 from pipeline.training.adapted_backbone import Backbone
@@ -30,6 +33,7 @@ from pipeline.training.text_batches import Text, assemble_texts, pack
 
 SPLIT = "calibrate"
 MAX_POSITIONS = 131_072  # an accuracy's standard error is then under 0.15 %
+GROWN_POSITIONS = 32_768  # at which a dynamic tree is grown, which takes as long as decoding's guesses
 TOP = 5
 
 
@@ -86,6 +90,36 @@ def held_out_ranks(
 
     At most about `MAX_POSITIONS` positions are looked at, of rows from all over the data, in fp32 on `device`.
     """
+
+    def ranks(module: Heads, *row: Tensor) -> Tensor:
+        return label_ranks(module, *row, top)
+
+    return HeldOutRanks(*_held_out(shards, fingerprint, heads, roles, device, MAX_POSITIONS, ranks))
+
+
+def held_out_places(
+    shards: Sequence[str], fingerprint: str, heads: str, roles: Collection[Role], tree: DynamicTree, device: str
+) -> HeldOutPlaces:
+    """Where the tokens of held-out rows stand among the nodes that a dynamic tree proposes, whatever its size.
+
+    As `held_out_ranks`, of at most about `GROWN_POSITIONS` positions.
+    """
+    return HeldOutPlaces(*_held_out(shards, fingerprint, heads, roles, device, GROWN_POSITIONS, tree.places))
+
+
+def _held_out(
+    shards: Sequence[str],
+    fingerprint: str,
+    heads: str,
+    roles: Collection[Role],
+    device: str,
+    limit: int,
+    measure: Callable[[Heads, Tensor, Tensor, Tensor], Tensor],
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """What is measured [K, N] of the heads at held-out positions, each span's first one, and its conversation.
+
+    `measure` is given the heads, the states, the next tokens and the labels of one row.
+    """
     module = read_trained_heads(Path(heads)).to(device)
     shape = module.shape
     rows = FeatureRows(
@@ -96,12 +130,12 @@ def held_out_ranks(
         num_heads=shape.max_depth,
         roles=roles,
     )
-    parts_KN = [np.empty((shape.max_depth, 0), np.uint8)]
+    parts_KN: list[npt.NDArray[Any]] = []
     starts, conversations = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
     num_positions = 0
     lengths = rows.lengths(SPLIT)
     places = [(group, int(row)) for group, found in enumerate(lengths) for row in np.flatnonzero(found)]
-    chosen = sorted(places[index] for index in _sample([int(lengths[group][row]) for group, row in places]))
+    chosen = sorted(places[index] for index in _sample([int(lengths[group][row]) for group, row in places], limit))
     for group, in_group in groupby(chosen, key=itemgetter(0)):
         opened = rows.read_group(group)
         for _, number in in_group:
@@ -109,19 +143,20 @@ def held_out_ranks(
             labels_KN = torch.from_numpy(row.labels_KN).to(device, torch.int64)
             hidden_ND = row.hidden_ND[row.learnable].to(device, torch.float32)
             next_N = torch.from_numpy(row.next_N).to(device, torch.int64)
-            parts_KN.append(label_ranks(module, hidden_ND, next_N, labels_KN, top).cpu().numpy())
+            parts_KN.append(measure(module, hidden_ND, next_N, labels_KN).cpu().numpy())
             # A span's last state has nothing to learn: where one is left out, the next span begins.
             starts.append(num_positions + np.flatnonzero(np.diff(row.learnable.numpy(), prepend=-2) != 1))
             conversations.append(np.full(len(starts[-1]), len(conversations)))
             num_positions += len(row.learnable)
-    return HeldOutRanks(np.concatenate(parts_KN, axis=1), np.concatenate(starts), np.concatenate(conversations))
+    found_KN = np.concatenate(parts_KN or [np.empty((shape.max_depth, 0), np.uint8)], axis=1)
+    return found_KN, np.concatenate(starts), np.concatenate(conversations)
 
 
-def _sample(sizes: Sequence[int]) -> list[int]:
-    """Indices into `sizes` until `MAX_POSITIONS` are reached, from all over the data, always the same ones."""
+def _sample(sizes: Sequence[int], limit: int) -> list[int]:
+    """Indices into `sizes` until `limit` positions are reached, from all over the data, always the same ones."""
     order = np.random.default_rng(0).permutation(len(sizes))
     totals = np.cumsum(np.array(sizes, np.int64)[order])
-    return order[: np.searchsorted(totals, MAX_POSITIONS) + 1].tolist()
+    return order[: np.searchsorted(totals, limit) + 1].tolist()
 
 
 @torch.no_grad()
@@ -141,7 +176,7 @@ def evaluate_tuned(
     """
     settings, device = spec.settings, heads.device
     dtype = product_dtype(spec, device)
-    chosen = [texts[index] for index in _sample([text.num_learned for text in texts])]
+    chosen = [texts[index] for index in _sample([text.num_learned for text in texts], MAX_POSITIONS)]
     groups = pack([text.num_read for text in chosen], settings.backbone.sequence_length)
     drift, scores = Drift.zero(device), Score.zero(heads.shape, TOP, device)
     backbone.eval()

@@ -5,16 +5,20 @@ from __future__ import annotations
 import heapq
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.acceptance import NucleusAcceptance, RejectionSampling, TypicalAcceptance, greedy_acceptance
 from pipeline.decoding.decoder import Decoder, plain_decoder
-from pipeline.decoding.dynamic_tree import PREFER_PARENT, DynamicTree, GrownTree
+from pipeline.decoding.dynamic_tree import NEVER, PREFER_PARENT, DynamicTree, GrownTree, check_tree
+from pipeline.decoding.held_out import HeldOutPlaces
 from pipeline.decoding.masks import GrownMasks, TreeMasks
 from pipeline.decoding.tree import Tree
+from pipeline.errors import ConfigError
 from tests.decoding.conftest import PROMPT
 from tests.decoding.steps import gumbel, random_step, random_trees
 from tests.heads.test_recurrent import SIZE, random_cell
@@ -156,6 +160,57 @@ def test_sampled_text_is_what_plain_sampling_draws(pair):
             decoder.generate(PROMPT, 30, rule, draws[0]).token_ids
             == plain.generate(PROMPT, 30, rule, draws[1]).token_ids
         )
+
+
+@given(SHAPES, st.integers(0, 99), st.data())
+@settings(max_examples=50, deadline=None)
+def test_a_true_token_s_place_is_that_of_its_node_among_all_that_are_proposed(tree: DynamicTree, seed, data):
+    heads, hidden, tokens = random_cell(seed), torch.randn(3, SIZE, dtype=torch.float64), torch.tensor([4, 9, 4])
+    widest = tree.resized(10**9)
+    labels, expected = torch.full((widest.max_depth + 1, 3), IGNORED), torch.full((widest.max_depth, 3), NEVER)
+    for text, token in enumerate(tokens.tolist()):
+        scores = grown_by_hand(widest, heads, hidden[text], token)
+        ordered = sorted(scores, key=scores.__getitem__, reverse=True)
+        assert len(ordered) == widest.num_proposed
+        path = data.draw(st.sampled_from(ordered))
+        for depth in range(len(path)):
+            labels[depth, text], expected[depth, text] = path[depth], ordered.index(path[: depth + 1])
+    for chunk_bytes in (1, 1 << 30):
+        found = tree.places(heads, hidden, tokens, labels, chunk_bytes=chunk_bytes)
+        assert found.dtype == torch.int16 and found.tolist() == expected.tolist()
+
+
+def test_the_walk_by_places_takes_the_very_steps_of_the_decoder_whatever_the_tree_s_size(
+    target_of, continuation, fitted_heads
+):
+    model, prompts = target_of("llama"), ([3, 1, 4, 1, 5], [11, 2], [6, 6, 9, 4])
+    texts = [continuation(model, prompt, 40) for prompt in prompts]
+    heads = fitted_heads(model, [*prompts[0], *texts[0]], 3, known=0.7)
+    heads.lm_head.data *= 8  # as sure as trained heads are, so that trees differ from step to step
+    parts = []
+    for prompt, text in zip(prompts, texts, strict=True):
+        with torch.no_grad():
+            hidden_TD = model.base_model(torch.tensor([prompt + text])).last_hidden_state[0]
+        labels = [[text[t + 1 + k] if t + 1 + k < 40 else IGNORED for t in range(39)] for k in range(3)]
+        roots = hidden_TD[len(prompt) - 1 :][:39], torch.tensor(text[:39])
+        parts.append(DynamicTree(1, 3, 4).places(heads, *roots, torch.tensor(labels)).numpy())
+    places = HeldOutPlaces(np.concatenate(parts, axis=1), np.array([0, 39, 78]), np.arange(3))
+    rates = []
+    for num_nodes in (1, 3, 9, 36):
+        decoder = Decoder(model, heads, DynamicTree(num_nodes, 3, 4), eos_token_ids=())
+        decoded = [decoder.generate(prompt, 40) for prompt in prompts]
+        assert [one.token_ids for one in decoded] == texts
+        walked = places.walk(num_nodes)
+        assert (walked.kept_S + 1).tolist() == [kept for one in decoded for kept in one.accepted]
+        rates.append(walked.acceleration_rate)
+    assert rates == sorted(rates) and rates[-1] > rates[0] > 1.1, "the case must see guesses accepted"
+
+
+def test_a_tree_that_the_heads_cannot_fill_is_refused():
+    assert check_tree(TREES[1], 3, 3) == TREES[1]
+    for depth, top in ((2, 3), (3, 2)):
+        with pytest.raises(ConfigError, match="dynamic tree of depth 3 with 3 guesses"):
+            check_tree(TREES[1], depth, top)
 
 
 @pytest.mark.parametrize("sizes", [(4, 1, 3), (13, 2, 3), (0, 2, 3)])
