@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pipeline.config.load import load_config
     from pipeline.decoding.acceptance import acceptance_rule
     from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
+    from pipeline.decoding.dynamic_tree import DynamicTree
     from pipeline.decoding.tree import expected_acceleration_rate
     from pipeline.errors import MedusaDistillError
 
@@ -34,6 +35,7 @@ __all__ = [
     "Config",
     "Decoded",
     "Decoder",
+    "DynamicTree",
     "Export",
     "MedusaDistillError",
     "Run",
@@ -57,6 +59,7 @@ _MODULES = {
     "pipeline.config.load": ("load_config",),
     "pipeline.decoding.acceptance": ("acceptance_rule",),
     "pipeline.decoding.decoder": ("Decoded", "Decoder", "acceleration_rate"),
+    "pipeline.decoding.dynamic_tree": ("DynamicTree",),
     "pipeline.decoding.tree": ("expected_acceleration_rate",),
     "pipeline.errors": ("MedusaDistillError",),
 }

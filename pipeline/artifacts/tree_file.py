@@ -1,4 +1,7 @@
-"""`tree.json`: the tree that calibrate found, how it was searched, and what it promises. Also: files of paths alone."""
+"""`tree.json`: the tree that calibrate found, how it was searched, and what it promises. Also: files of paths alone.
+
+With a dynamic tree it holds a static one of the same size as well, for whoever reads paths.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
 from pipeline.storage.atomic import write_json
@@ -32,10 +36,13 @@ class Search:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A tree over the heads' guesses and a chain of their first ones, and what held-out rows say of both; [K, R]."""
+    """A tree over the heads' guesses and a chain of their first ones, and what held-out rows say of both; [K, R].
+
+    `choices` are the static tree's. Where there is a `dynamic` one, that is used, and expected to have the rate here.
+    """
 
     choices: tuple[TreePath, ...]
-    node_shares: list[float]  # of the steps that add each node; 1 and their sum are the expected rate
+    node_shares: list[float]  # of the steps that add each node of `choices`; 1 and their sum are its expected rate
     accuracies: list[list[float]]  # [K, R], how often each guess was right
     expected_acceleration_rate: float
     expected_standard_error: float | None
@@ -43,6 +50,12 @@ class Calibration:
     chain: list[Figures]  # of 1, 2, … draft tokens: the expected rate, and the overhead where it was timed
     num_conversations: int
     search: Search | None = None  # None of a user's own tree
+    dynamic: DynamicTree | None = None
+
+    @property
+    def tree(self) -> tuple[TreePath, ...] | DynamicTree:
+        """The tree that native decoding uses."""
+        return self.dynamic or self.choices
 
     def stored(self) -> dict[str, Any]:
         own = {name: value for name, value in asdict(self).items() if name != "search"}
@@ -58,15 +71,19 @@ def read_calibration(directory: Path) -> Calibration:
     Raises:
         DataError: There is none, or it is damaged.
     """
-    found, where = _read(directory / TREE_FILE), str(directory / TREE_FILE)
+    return _calibration(_read(directory / TREE_FILE), str(directory / TREE_FILE))
+
+
+def _calibration(found: Any, where: str) -> Calibration:
     try:
         search = None
         if "searches" in found:
             judged = [_paths(tree, where) for tree in found["judged"]]
             search = Search(found["searches"], found["sizes"], judged, _paths(found["searched"], where))
         figures = {name: found[name] for name in FIGURES}
-        return Calibration(_paths(found["choices"], where), **figures, search=search)
-    except (KeyError, TypeError) as error:
+        dynamic = DynamicTree(**found["dynamic"]) if found["dynamic"] else None
+        return Calibration(_paths(found["choices"], where), **figures, search=search, dynamic=dynamic)
+    except (KeyError, TypeError, ValueError) as error:
         fix = "Run the same command again with --fresh calibrate."
         raise DataError(f"This is no tree that calibrate wrote: it has no {error}.", where, fix) from None
 
@@ -79,6 +96,18 @@ def read_paths(path: Path) -> tuple[TreePath, ...]:
     """
     found = _read(path)
     return _paths(found.get("choices") if isinstance(found, Mapping) else found, str(path))
+
+
+def read_tree(path: Path) -> tuple[TreePath, ...] | DynamicTree:
+    """The tree in a JSON file: of a tree.json the one that is used, else as `read_paths`.
+
+    Raises:
+        DataError: The file cannot be read, or holds no tree.
+    """
+    found = _read(path)
+    if not isinstance(found, Mapping) or not found.get("dynamic"):
+        return read_paths(path)
+    return _calibration(found, str(path)).tree
 
 
 def _read(path: Path) -> Any:

@@ -26,14 +26,24 @@ def _are_paths(value: Any) -> bool:
 
 
 class CalibrateConfig(Section):
+    tree: Literal["static", "dynamic"] = Field(
+        "static",
+        description="static: one tree for every step, searched on held-out text; dynamic: in every step the nodes that "
+        "the heads hold most probable (EAGLE-2's rule). Native decoding only.",
+    )
     nodes: PositiveInt | Literal["auto"] = Field(
         "auto",
         description="Node budget of the tree, the root not counted; auto: the size with the highest speedup, by "
         "measured overhead, where the target decodes; of sizes within 5 % of it, that with the highest speedup times "
         "acceleration rate.",
     )
-    depth: PositiveInt | None = Field(None, description="Deepest path. Default: the number of heads.")
-    top: PositiveInt = Field(10, description="Guesses per head that the tree may use.")
+    depth: PositiveInt | None = Field(
+        None, description="Deepest path. Default: what the heads can propose; of a dynamic tree train.num_heads."
+    )
+    top: PositiveInt = Field(
+        10,
+        description="Guesses per head that the tree may use; a dynamic one expands as many nodes per depth.",
+    )
     choices: tuple[tuple[int, ...], ...] | StockTree | Path | None = Field(
         None,
         description="Use this tree instead of searching one: a list of paths such as [[0], [0, 0], [1]], a JSON file "
@@ -50,6 +60,14 @@ class CalibrateConfig(Section):
         "number with the highest speedup by native overheads, as for nodes; all the heads where nodes is a number, "
         "choices is given or vLLM is not checked.",
     )
+
+    @model_validator(mode="after")
+    def is_one_tree(self) -> CalibrateConfig:
+        if self.choices is not None and self.tree == "dynamic":
+            raise ValueError(
+                "a dynamic tree grows by itself: leave calibrate.choices out, or set calibrate.tree: static"
+            )
+        return self
 
     @field_validator("choices", mode="before")
     @classmethod

@@ -6,12 +6,13 @@ Rates are counted on held-out text, overheads timed on the device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pipeline.artifacts.tree_file import Figures, Search
-from pipeline.decoding.held_out import HeldOutRanks, walk
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks, Walk, walk
 from pipeline.decoding.standard_error import Estimate
 from pipeline.decoding.stock_trees import STOCK_NODES
 from pipeline.decoding.tree import TreePath, cartesian_tree
@@ -23,19 +24,36 @@ Overheads = Mapping[int, float]  # by nodes; empty where nothing was timed
 
 @dataclass(frozen=True)
 class ChosenTree:
-    """A tree, where it is from, what is expected of it, and the share of steps that adds each of its nodes."""
+    """A tree, where it is from, the walk that judges it, and the share of steps that adds each of its nodes.
+
+    Where it is `dynamic`, the walk is its own, and the choices and their shares are of a static tree of the same size.
+    """
 
     source: str
     choices: tuple[TreePath, ...]
-    expected: Estimate
     node_shares: list[float]
+    walked: Walk
     search: Search | None = None
+    dynamic: DynamicTree | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return self.dynamic.num_nodes if self.dynamic else len(self.choices)
+
+    @property
+    def depth(self) -> int:
+        return self.dynamic.max_depth if self.dynamic else max(map(len, self.choices))
+
+    def tokens_by_depth(self) -> list[float]:
+        """What each depth adds to a step; 1 and their sum are the expected rate."""
+        added = self.walked.depth_shares()
+        return [round(tokens, 4) for tokens in added + [0.0] * (self.depth - len(added))]
 
 
 def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree:
     """A tree of the user's own, which all held-out text judges."""
     walked = walk(ranks, choices)
-    return ChosenTree("calibrate.choices", choices, walked.estimate(), walked.node_shares(ranks, choices))
+    return ChosenTree("calibrate.choices", choices, walked.node_shares(ranks, choices), walked)
 
 
 def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTree:
@@ -54,15 +72,21 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
         searched=fits.whole[source][:STOCK_NODES],
     )
     choices = fits.whole[source][:size]
-    return ChosenTree(source, choices, fits.estimate(source, size), fits.node_shares(source, size), search)
+    return ChosenTree(source, choices, fits.node_shares(source, size), fits.walk(source, size), search)
 
 
-def tokens_by_depth(tree: ChosenTree) -> list[float]:
-    """What each depth adds to a step; 1 and their sum are the expected rate."""
-    added = [0.0] * max(map(len, tree.choices))
-    for path, share in zip(tree.choices, tree.node_shares, strict=True):
-        added[len(path) - 1] += share
-    return [round(tokens, 4) for tokens in added]
+def best_dynamic_tree(tree: DynamicTree, places: HeldOutPlaces, fits: CrossFit, overheads: Overheads) -> ChosenTree:
+    """The tree in the size with the highest speedup; without overheads as it is.
+
+    Nothing is fitted on held-out text, so all of it judges every size. Beside it the best static tree of that size.
+    """
+    walks = {size: places.walk(size) for size in sorted(overheads) or [tree.num_nodes]}
+    size = fastest({size: walked.acceleration_rate for size, walked in walks.items()}, overheads or {tree.num_nodes: 1})
+    static = best_tree(fits, size, {})
+    assert static.search is not None
+    sizes = [{"nodes": timed} | promise(walks[timed].estimate(), overheads[timed]) for timed in sorted(overheads)]
+    search = replace(static.search, sizes=sizes)
+    return replace(static, source="dynamic", walked=walks[size], search=search, dynamic=tree.resized(size))
 
 
 def chains(most: int) -> dict[int, tuple[TreePath, ...]]:

@@ -19,7 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.decoding.decoder import Decoder, plain_decoder
-from pipeline.decoding.tree import TreePath
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.tree import Choices
 from pipeline.heads.kind import Heads
 
 Name = TypeVar("Name", bound=Hashable)
@@ -32,7 +33,7 @@ LONG_STEP = 0.03  # seconds
 def overhead_curve(
     model: PreTrainedModel,
     heads: Heads,
-    trees: Mapping[int, Sequence[TreePath]],
+    trees: Mapping[int, Choices | DynamicTree],
     prompts: Sequence[Sequence[int]],
     max_length: int,
 ) -> dict[int, float]:
@@ -40,7 +41,7 @@ def overhead_curve(
 
     Trees that cost more than max_depth + 1 plain steps are left out: they cannot gain. The smallest is always measured.
     """
-    deepest = max(len(path) for choices in trees.values() for path in choices)
+    deepest = max(tree.max_depth if isinstance(tree, DynamicTree) else max(map(len, tree)) for tree in trees.values())
     # No more room than the steps need: every decoder allocates a cache.
     room = min(max_length, max(map(len, prompts)) + 1 + NUM_STEPS * (deepest + 1))
     plain = plain_decoder(model, eos_token_ids=(), max_length=room)
@@ -86,7 +87,7 @@ def undisturbed(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4] if seconds else math.nan
 
 
-def with_tree(accelerated: Decoder, choices: Sequence[TreePath]) -> Decoder:
+def with_tree(accelerated: Decoder, choices: Choices | DynamicTree) -> Decoder:
     """The same target and heads with another tree and no end tokens."""
     return Decoder(accelerated.model, accelerated.heads, choices, eos_token_ids=(), max_length=accelerated.max_length)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeline.artifacts.tree_file import read_paths
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
+from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.stock_trees import CHILDREN, stock_tree
 from pipeline.decoding.tree import TreePath, check_choices
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
@@ -40,6 +41,7 @@ def check_config(config: Config, stages: Collection[str] | None = None) -> None:
             "calibrate.depth",
             "Lower it or raise train.num_heads.",
         )
+    dynamic_tree(config)
     most, wanted = most_draft_tokens(config), config.calibrate.draft_tokens
     if wanted != "auto" and wanted > most:
         fix = f"Lower it to at most {most}, or raise train.num_heads."
@@ -93,6 +95,28 @@ def read_choices(config: Config) -> tuple[TreePath, ...]:
     else:
         choices = given
     return check_choices(choices, max_depth(config.train), config.calibrate.top)
+
+
+def dynamic_tree(config: Config) -> DynamicTree | None:
+    """How the dynamic tree of these settings grows, to a single node where the number is to be found; None of a static
+    one.
+
+    Raises ConfigError where more nodes are asked for than are proposed.
+    """
+    settings = config.calibrate
+    if settings.tree != "dynamic":
+        return None
+    smallest = DynamicTree(1, settings.depth or config.train.num_heads, settings.top)
+    if settings.nodes == "auto":
+        return smallest
+    if settings.nodes > (most := smallest.num_proposed):
+        raise ConfigError(
+            f"A dynamic tree of {settings.nodes} nodes is asked for, and of {settings.top} guesses per node up to a "
+            f"depth of {smallest.max_depth} only {most} are proposed.",
+            "calibrate.nodes",
+            f"Lower it to at most {most}, or raise calibrate.top or calibrate.depth.",
+        )
+    return smallest.resized(settings.nodes)
 
 
 def most_draft_tokens(config: Config) -> int:

@@ -6,8 +6,9 @@ frequency of whole paths, on each half of the conversations; each half's trees a
 together give the expected rate with its standard error. The search with the higher rate is repeated on all of it. With
 `calibrate.nodes: auto` the size with the highest speedup is used, by the overhead of each size measured on this device;
 among sizes within 5 % of it the acceleration rate counts too. The number of draft tokens of the chain that vLLM serves
-is chosen by the same rule. `calibrate.choices` gives a tree instead. Where training tuned the backbone, the states are
-those of the `tuned-features` stage.
+is chosen by the same rule. `calibrate.choices` gives a tree instead. A dynamic tree (`calibrate.tree`) is grown at
+held-out positions: one pass gives the rate of every size, and nothing is fitted. Where training tuned the backbone, the
+states are those of the `tuned-features` stage.
 
 Limit: overheads are native decoding's. For the chain they stand for those of the engine that serves it.
 """
@@ -24,37 +25,39 @@ from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import Config
-from pipeline.decoding.held_out import HeldOutRanks
+from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
+from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.decoding.stock_trees import STOCK_NODES
-from pipeline.decoding.tree import TreePath
+from pipeline.decoding.tree import Choices
 from pipeline.decoding.tree_search import CrossFit, rank_accuracies
 from pipeline.errors import DataError
 from pipeline.evaluation.choosing import (
+    ChosenTree,
     Overheads,
+    best_dynamic_tree,
     best_tree,
     chains,
     chosen_chain,
     given_tree,
     promise,
-    tokens_by_depth,
 )
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, overhead_curve
-from pipeline.evaluation.own_text import ranks_on_answers, written_answers
+from pipeline.evaluation.own_text import measured_on_answers, written_answers
 from pipeline.evaluation.prompts import held_out_prompts, read_questions
-from pipeline.heads.kind import head_kind
+from pipeline.heads.kind import head_kind, max_depth
 from pipeline.report.formatting import with_error
 from pipeline.run.context import Context
-from pipeline.run.preflight import most_draft_tokens, read_choices, require_files
+from pipeline.run.preflight import dynamic_tree, most_draft_tokens, read_choices, require_files
 from pipeline.run.stage import Stage
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.loading import input_device, load_causal_lm
-from pipeline.targets.spec import TargetSpec, context_length
-from pipeline.training.evaluation import SPLIT, held_out_ranks
+from pipeline.targets.spec import TargetSpec, context_length, model_config
+from pipeline.training.evaluation import SPLIT, held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
-VERSION = 6
+VERSION = 7
 
 REPORTED_TOPS = 5
 MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # with the root powers of two, which matrix products are fastest at
@@ -71,6 +74,7 @@ def identity(context: Context) -> Identity:
     choices = read_choices(context.config) if settings.choices else None
     chain = {"draft_tokens": settings.draft_tokens, "timed": _times_chain(context.config)}
     found: Identity = {
+        "tree": settings.tree,
         "nodes": settings.nodes,
         "depth": settings.depth,
         "top": settings.top,
@@ -87,7 +91,9 @@ def identity(context: Context) -> Identity:
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Measure the heads, search the tree, choose its size and the chain's."""
     settings, features = context.config.calibrate, context.upstream[upstream(context.config)[0]]
-    ranks = _own_ranks(context, settings.data) if settings.data else _held_out_ranks(context, features)
+    if dynamic := dynamic_tree(context.config):
+        check_tree(dynamic, max_depth(context.config.train), model_config(context.target).get_text_config().vocab_size)
+    ranks, places = (_on_answers if settings.data else _on_held_out_rows)(context, dynamic)
     hits_KR, counts_K = ranks.hits(settings.top)
     trained_K = counts_K[: context.config.train.num_heads]  # a kind may propose deeper
     num_conversations = len(np.unique(ranks.conversations))
@@ -99,34 +105,32 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         )
     fits = _cross_fit(context, ranks)
     tree_overheads, chain_overheads = _measured(context, features, fits)
-    if fits:
-        budget = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
-        tree = best_tree(fits, budget, tree_overheads)
-    else:
-        tree = given_tree(ranks, read_choices(context.config))
+    tree = _chosen(context.config, ranks, places, fits, tree_overheads)
     fixed = context.config.train.num_heads if settings.draft_tokens == "auto" else settings.draft_tokens
     num_tokens, chain = chosen_chain(ranks, most_draft_tokens(context.config), fixed, chain_overheads)
-    expected = promise(tree.expected)
+    estimate = tree.walked.estimate()
+    expected = promise(estimate)
     Calibration(
         tree.choices,
         tree.node_shares,
         rank_accuracies(hits_KR, counts_K),
-        tree.expected.rate,
+        estimate.rate,
         expected["expected_standard_error"],
         num_tokens,
         chain,
         num_conversations,
         tree.search,
+        tree.dynamic,
     ).write(stage.path)
     return {
         "heads": [_head(hits, int(count)) for hits, count in zip(hits_KR.cumsum(1).tolist(), trained_K, strict=False)],
         "tree": {
-            "nodes": len(tree.choices),
-            "depth": max(map(len, tree.choices)),
+            "nodes": tree.num_nodes,
+            "depth": tree.depth,
             "source": tree.source,
             "text": "calibrate.data" if settings.data else "held-out rows",
             **expected,
-            "tokens_by_depth": tokens_by_depth(tree),
+            "tokens_by_depth": tree.tokens_by_depth(),
             "num_speculative_tokens": num_tokens,
             "chain": chain,
             **({"searches": tree.search.searches} if tree.search else {}),
@@ -135,6 +139,18 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         "positions": int(counts_K.max()),
         "conversations": num_conversations,
     }
+
+
+def _chosen(
+    config: Config, ranks: HeldOutRanks, places: HeldOutPlaces | None, fits: CrossFit | None, overheads: Overheads
+) -> ChosenTree:
+    """The user's tree, a dynamic one, or the best that was searched."""
+    if fits is None:
+        return given_tree(ranks, read_choices(config))
+    if (dynamic := dynamic_tree(config)) and places:
+        return best_dynamic_tree(dynamic, places, fits, overheads)
+    budget = MEASURED_SIZES[-1] if config.calibrate.nodes == "auto" else config.calibrate.nodes
+    return best_tree(fits, budget, overheads)
 
 
 def _cross_fit(context: Context, ranks: HeldOutRanks) -> CrossFit | None:
@@ -152,54 +168,55 @@ def _times_chain(config: Config) -> bool:
     return bool(settings.nodes == "auto" and settings.draft_tokens == "auto" and served)
 
 
-def _own_ranks(context: Context, data: Path) -> HeldOutRanks:
-    """The ranks on the target's answers to the questions of `calibrate.data`."""
-    target, writes, reads = context.backbone("train"), context.placement("generate"), context.placement("features")
+def _on_held_out_rows(context: Context, tree: DynamicTree | None) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
+    """The ranks of held-out tokens among the heads' guesses, and their places in a dynamic tree."""
+    features, placement = context.upstream[upstream(context.config)[0]], context.placement("train")
+    where = {
+        "shards": tuple(map(str, features.shards())),
+        "fingerprint": features.fingerprint,
+        "heads": str(context.upstream["train"].path / HEADS_FILE),
+        "roles": context.config.train.roles,
+        "device": "cuda" if placement.gpus else "cpu",
+    }
+    ranks = context.executor.call(held_out_ranks, where | {"top": context.config.calibrate.top}, placement)
+    return ranks, context.executor.call(held_out_places, where | {"tree": tree}, placement) if tree else None
+
+
+def _on_answers(context: Context, tree: DynamicTree | None) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
+    """The same of the target's answers to the questions of `calibrate.data`."""
+    settings, target = context.config.calibrate, context.backbone("train")
+    writes, reads = context.placement("generate"), context.placement("features")
+    assert settings.data is not None
     arguments = {
         "target": target,
-        "conversations": read_questions(data),
+        "conversations": read_questions(settings.data),
         "settings": context.config.generate,
         "gpus": writes.gpus,
-        "where": f"calibrate.data = {data}",
+        "where": f"calibrate.data = {settings.data}",
     }
     answers = context.executor.call(written_answers, arguments, writes)
     arguments = {
         "target": target,
         "heads": str(context.upstream["train"].path / HEADS_FILE),
         "answers": answers,
-        "top": context.config.calibrate.top,
+        "top": settings.top,
+        "tree": tree,
         "gpus": reads.gpus,
     }
-    return context.executor.call(ranks_on_answers, arguments, reads)
-
-
-def _held_out_ranks(context: Context, features: StageDirectory) -> HeldOutRanks:
-    train = context.upstream["train"]
-    placement = context.placement("train")
-    arguments = {
-        "shards": tuple(map(str, features.shards())),
-        "fingerprint": features.fingerprint,
-        "heads": str(train.path / HEADS_FILE),
-        "roles": context.config.train.roles,
-        "top": context.config.calibrate.top,
-        "device": "cuda" if placement.gpus else "cpu",
-    }
-    return context.executor.call(held_out_ranks, arguments, placement)
+    return context.executor.call(measured_on_answers, arguments, reads)
 
 
 def _measured(context: Context, features: StageDirectory, fits: CrossFit | None) -> tuple[Overheads, Overheads]:
     """The overheads of trees of several sizes and of chains where the target decodes; empty where none is asked for."""
     if fits is None or context.config.calibrate.nodes != "auto":
         return {}, {}
-    longest = max(fits.whole.values(), key=len)
-    sizes = [size for size in sorted({*MEASURED_SIZES, len(longest)}) if size <= len(longest)]
     placement, room = context.placement("features"), context_length(context.target)
     rows = read_token_rows(features.shards(), features.fingerprint)
     prompts = held_out_prompts(rows, NUM_PROMPTS, room, SPLIT).kept  # chosen as the check's are
     arguments = {
         "target": context.backbone("train"),
         "heads": str(context.upstream["train"].path / HEADS_FILE),
-        "trees": {size: longest[:size] for size in sizes},
+        "trees": _timed_trees(fits, dynamic_tree(context.config)),
         "chains": chains(most_draft_tokens(context.config)) if _times_chain(context.config) else {},
         "prompts": [prompt.ids[-max(1, room - 1 - NUM_STEPS) :] for prompt in prompts],  # cut at the beginning
         "gpus": placement.gpus,
@@ -207,11 +224,20 @@ def _measured(context: Context, features: StageDirectory, fits: CrossFit | None)
     return context.executor.call(measure_overheads, arguments, placement)
 
 
+def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
+    """Trees of the measured sizes, as far as there are any, and a static one of the largest."""
+    if dynamic:
+        return {size: dynamic.resized(size) for size in MEASURED_SIZES if size <= dynamic.num_proposed}
+    longest = max(fits.whole.values(), key=len)
+    sizes = [size for size in sorted({*MEASURED_SIZES, len(longest)}) if size <= len(longest)]
+    return {size: longest[:size] for size in sizes}
+
+
 def measure_overheads(
     target: TargetSpec,
     heads: str,
-    trees: Mapping[int, tuple[TreePath, ...]],
-    chains: Mapping[int, tuple[TreePath, ...]],
+    trees: Mapping[int, Choices | DynamicTree],
+    chains: Mapping[int, Choices | DynamicTree],
     prompts: list[list[int]],
     gpus: int,
 ) -> tuple[Overheads, Overheads]:
@@ -219,8 +245,8 @@ def measure_overheads(
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
 
-    def curve(choices: Mapping[int, tuple[TreePath, ...]]) -> Overheads:
-        return overhead_curve(model, module, choices, prompts, context_length(target)) if choices else {}
+    def curve(timed: Mapping[int, Choices | DynamicTree]) -> Overheads:
+        return overhead_curve(model, module, timed, prompts, context_length(target)) if timed else {}
 
     return curve(trees), curve(chains)
 
@@ -229,7 +255,8 @@ def one_line(summary: Summary) -> str:
     tree = summary["tree"]
     accuracies = " ".join(f"{head['top1']:.0%}" for head in summary["heads"])
     rate = with_error(tree["expected_acceleration_rate"], tree["expected_standard_error"])
-    return f"top-1 {accuracies}; a tree of {tree['nodes']} nodes, expected acceleration rate {rate}"
+    words = "a dynamic tree" if tree["source"] == "dynamic" else "a tree"
+    return f"top-1 {accuracies}; {words} of {tree['nodes']} nodes, expected acceleration rate {rate}"
 
 
 def _head(hits_R: list[int], count: int) -> dict[str, Any]:

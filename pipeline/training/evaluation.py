@@ -91,8 +91,8 @@ def held_out_ranks(
     At most about `MAX_POSITIONS` positions are looked at, of rows from all over the data, in fp32 on `device`.
     """
 
-    def ranks(module: Heads, *row: Tensor) -> Tensor:
-        return label_ranks(module, *row, top)
+    def ranks(module: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
+        return label_ranks(module, hidden_ND, next_N, labels_KN, top)
 
     return HeldOutRanks(*_held_out(shards, fingerprint, heads, roles, device, MAX_POSITIONS, ranks))
 
