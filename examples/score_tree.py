@@ -19,8 +19,10 @@ def main(run_directory: str, tree_file: str) -> None:
     run = open_run(run_directory)
     print(f"{'tree':<10} {'nodes':>5} {'product':>8} {'walk':>8}")
     for name, tree in (("the run's", run.tree()), ("yours", load_tree(tree_file))):
-        product = expected_acceleration_rate(run.accuracies(), tree)
-        print(f"{name:<10} {len(tree):>5} {product:>8.2f} {run.simulated_acceleration_rate(tree):>8.2f}")
+        is_static = isinstance(tree, tuple)  # a dynamic tree has no paths
+        nodes = len(tree) if is_static else tree.num_nodes
+        product = f"{expected_acceleration_rate(run.accuracies(), tree):.2f}" if is_static else "-"
+        print(f"{name:<10} {nodes:>5} {product:>8} {run.simulated_acceleration_rate(tree):>8.2f}")
 
 
 if __name__ == "__main__":

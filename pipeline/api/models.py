@@ -1,6 +1,7 @@
 """Targets and exports from Python, ready to decode. See docs/python.md.
 
-A tree is given as a list of paths (`[[0], [0, 0], [1]]`), as a file with such a list in JSON, or as a run's tree.json.
+A tree is given as a list of paths (`[[0], [0, 0], [1]]`), as a file with such a list in JSON, as a run's tree.json, or
+as a `DynamicTree`.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.artifacts.tree_file import read_paths
+from pipeline.artifacts.tree_file import read_tree as read_tree_file
 from pipeline.config import TargetConfig
 from pipeline.conversations.conversation import Message
 from pipeline.conversations.template import ChatTemplate
 from pipeline.conversations.text_stream import TextStream
 from pipeline.decoding.decoder import Decoder
-from pipeline.decoding.tree import TreePath, check_choices
-from pipeline.export.directory import read_choices, read_heads
+from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
+from pipeline.decoding.tree import TreePath
+from pipeline.export.directory import read_heads, read_tree
 from pipeline.export.layout import target_of
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer, resolve
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
     from pipeline.heads.kind import Heads
 
-Choices = Iterable[Sequence[int]]
+GivenTree = str | Path | Iterable[Sequence[int]] | DynamicTree
 
 
 def load_target(
@@ -93,18 +95,18 @@ class Target:
             yield "".join(map(stream.push, new_ids))
         yield stream.flush()
 
-    def decoder(self, heads: Heads | None = None, tree: str | Path | Choices = ()) -> Decoder:
+    def decoder(self, heads: Heads | None = None, tree: GivenTree = ()) -> Decoder:
         """A decoder of this target with heads and a tree, or, without them, plain decoding by the same loop.
 
         Raises:
             ConfigError: The heads are not this target's, or the tree asks for more than they guess.
         """
-        choices: tuple[TreePath, ...] = ()
+        chosen: tuple[TreePath, ...] | DynamicTree = ()
         if heads is not None:
             heads = heads.to(input_device(self.model), self.model.dtype)
-            choices = check_choices(load_tree(tree), heads.shape.max_depth, heads.shape.vocab_size)
+            chosen = check_tree(load_tree(tree), heads.shape.max_depth, heads.shape.vocab_size)
         room = context_length(self.spec)
-        return Decoder(self.model, heads, choices, eos_token_ids=self.eos_token_ids, max_length=room)
+        return Decoder(self.model, heads, chosen, eos_token_ids=self.eos_token_ids, max_length=room)
 
 
 def load_heads(export: str | Path, target: Target) -> Heads:
@@ -116,22 +118,22 @@ def load_heads(export: str | Path, target: Target) -> Heads:
     return read_heads(export, target.model)
 
 
-def load_tree(source: str | Path | Choices) -> tuple[TreePath, ...]:
-    """A tree's paths: from a list of paths, a JSON file with one, or a run's tree.json.
+def load_tree(source: GivenTree) -> tuple[TreePath, ...] | DynamicTree:
+    """A tree: paths from a list of them or a JSON file with one, or what a run's tree.json says to decode with.
 
     Raises:
         DataError: The file cannot be read, or holds no list of paths.
     """
-    if not isinstance(source, str | Path):
-        return tuple(map(tuple, source))
-    return read_paths(Path(source))
+    if isinstance(source, str | Path):
+        return read_tree_file(Path(source))
+    return source if isinstance(source, DynamicTree) else tuple(map(tuple, source))
 
 
 def load_export(
     export: str | Path,
     *,
     target: Target | str | Path | None = None,
-    tree: str | Path | Choices | None = None,
+    tree: GivenTree | None = None,
     chat_template: str | None = None,
     gpus: int | None = None,
 ) -> Export:
@@ -147,11 +149,11 @@ def load_export(
         ConfigError: The target is not where the export says, or is not that of the heads.
         DataError: This is no export, or it is damaged.
     """
-    choices = read_choices(export) if tree is None else load_tree(tree)
+    chosen = read_tree(export) if tree is None else load_tree(tree)
     if not isinstance(target, Target):
         target = load_target(target or target_of(export), chat_template=chat_template, gpus=gpus)
     heads = load_heads(export, target)
-    return Export(Path(export), target, heads, target.decoder(heads, choices))
+    return Export(Path(export), target, heads, target.decoder(heads, chosen))
 
 
 @dataclass(frozen=True)

@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from pipeline import flow
-from pipeline.api.models import Choices, load_tree
+from pipeline.api.models import GivenTree, load_tree
 from pipeline.artifacts.generated_rows import TokenRow, read_token_rows
 from pipeline.artifacts.seed_rows import read_seeds
 from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
+from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
 from pipeline.decoding.held_out import simulated_acceleration_rate
-from pipeline.decoding.tree import TreePath, check_choices
+from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
 from pipeline.heads.kind import max_depth
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.training.evaluation import held_out_ranks
+from pipeline.training.evaluation import held_out_places, held_out_ranks
 
 if TYPE_CHECKING:
     from pipeline.conversations.conversation import Conversation
@@ -114,11 +115,11 @@ class Run:
         """The trained heads, on the CPU."""
         return read_trained_heads(self._stage("train").path / HEADS_FILE)
 
-    def tree(self) -> tuple[TreePath, ...]:
-        """The paths of the tree that the run uses."""
-        return read_calibration(self._stage("calibrate").path).choices
+    def tree(self) -> tuple[TreePath, ...] | DynamicTree:
+        """The tree that the run uses: its paths, or how it grows."""
+        return read_calibration(self._stage("calibrate").path).tree
 
-    def simulated_acceleration_rate(self, tree: str | Path | Choices) -> float:
+    def simulated_acceleration_rate(self, tree: GivenTree) -> float:
         """Tokens per forward that another tree would have had on held-out text, without decoding.
 
         The trained heads run once over the held-out states that calibrate reads.
@@ -129,10 +130,12 @@ class Run:
         settings = self.config
         states, _ = flow.STAGES["calibrate"].upstream(settings)
         features, heads = self._stage(states), self._stage("train").path / HEADS_FILE
-        choices = check_choices(load_tree(tree), max_depth(settings.train), settings.calibrate.top)
-        shards, roles, top = list(map(str, features.shards())), settings.train.roles, settings.calibrate.top
-        ranks = held_out_ranks(shards, features.fingerprint, str(heads), roles, top, "cpu")
-        return simulated_acceleration_rate(ranks, choices)
+        top, given = settings.calibrate.top, load_tree(tree)
+        chosen = check_tree(given, max_depth(settings.train), given.top if isinstance(given, DynamicTree) else top)
+        where = (list(map(str, features.shards())), features.fingerprint, str(heads), settings.train.roles)
+        if isinstance(chosen, DynamicTree):
+            return held_out_places(*where, chosen, "cpu").walk(chosen.num_nodes).acceleration_rate
+        return simulated_acceleration_rate(held_out_ranks(*where, top, "cpu"), chosen)
 
     def accuracies(self) -> list[list[float]]:
         """How often each head's r-th guess is right on held-out rows, [heads][ranks]."""

@@ -85,7 +85,8 @@ def _calibration(found: Any, where: str) -> Calibration:
         return Calibration(_paths(found["choices"], where), **figures, search=search, dynamic=dynamic)
     except (KeyError, TypeError, ValueError) as error:
         fix = "Run the same command again with --fresh calibrate."
-        raise DataError(f"This is no tree that calibrate wrote: it has no {error}.", where, fix) from None
+        what = f"This is no tree that calibrate wrote ({type(error).__name__}: {error})."
+        raise DataError(what, where, fix) from None
 
 
 def read_paths(path: Path) -> tuple[TreePath, ...]:

@@ -65,6 +65,6 @@ def load_chat_model(
     else:
         loaded = load_export(export, target=base_model, chat_template=chat_template, gpus=gpus)
         target, decoder = loaded.target, loaded.decoder
-        how = f"{decoder.tree.max_depth} heads, a tree of {decoder.tree.num_nodes} nodes"
+        how = f"{decoder.tree.max_depth} heads, {decoder.tree.described()}"
     decoder.generate(target.prompt(GREETING), NUM_WARM_UP_TOKENS)
     return ChatModel(target, decoder, f"{target.spec.model}, {how}, {target.spec.dtype}, {decoder.device}")

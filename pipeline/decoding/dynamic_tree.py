@@ -76,7 +76,7 @@ class DynamicTree:
         return replace(widest, num_nodes=min(num_nodes, widest.num_proposed))
 
     def described(self) -> str:
-        return f"{self.num_nodes} nodes, chosen in every step, at most {self.max_depth} deep"
+        return f"a dynamic tree of {self.num_nodes} nodes"
 
     def grow(self, heads: Heads, hidden_BD: Tensor, token_B: Tensor) -> tuple[GrownTree, Tensor]:
         """The trees, and the tokens [B, N] of their rows."""

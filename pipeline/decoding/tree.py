@@ -121,6 +121,9 @@ class Tree:
         self.ancestors = itself_NN.scatter_(1, self.retrieve_indices, True)  # padding marks the root, above every row
         self.elsewhere = ~self.ancestors | (self.depth == 0)
 
+    def described(self) -> str:
+        return f"a tree of {self.num_nodes} nodes"
+
     def grow(self, heads: Heads, hidden_BD: torch.Tensor, token_B: torch.Tensor) -> tuple[Tree, torch.Tensor]:
         """This tree, and the tokens [B, N] of its rows: the root's, then the heads' guesses."""
         return self, torch.cat((token_B[:, None], heads.propose(hidden_BD, token_B, self)), 1)

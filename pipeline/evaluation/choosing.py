@@ -26,7 +26,7 @@ Overheads = Mapping[int, float]  # by nodes; empty where nothing was timed
 class ChosenTree:
     """A tree, where it is from, the walk that judges it, and the share of steps that adds each of its nodes.
 
-    Where it is `dynamic`, the walk is its own, and the choices and their shares are of a static tree of the same size.
+    Where it is `dynamic`, the walk is its own, and all else is of a static tree of the same size.
     """
 
     source: str
@@ -86,7 +86,7 @@ def best_dynamic_tree(tree: DynamicTree, places: HeldOutPlaces, fits: CrossFit, 
     assert static.search is not None
     sizes = [{"nodes": timed} | promise(walks[timed].estimate(), overheads[timed]) for timed in sorted(overheads)]
     search = replace(static.search, sizes=sizes)
-    return replace(static, source="dynamic", walked=walks[size], search=search, dynamic=tree.resized(size))
+    return replace(static, walked=walks[size], search=search, dynamic=tree.resized(size))
 
 
 def chains(most: int) -> dict[int, tuple[TreePath, ...]]:

@@ -122,7 +122,7 @@ def load_methods(request: CheckRequest) -> DecodingMethods:
     eos, room = eos_token_ids(target), context_length(target)
     return DecodingMethods(
         plain_decoder(model, eos_token_ids=eos, max_length=room),
-        Decoder(model, heads, request.choices, eos_token_ids=eos, max_length=room),
+        Decoder(model, heads, request.tree, eos_token_ids=eos, max_length=room),
         {kind: baseline(kind, model, eos, settings.max_new_tokens, request.assistant) for kind in settings.baselines},
     )
 

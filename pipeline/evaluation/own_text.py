@@ -16,10 +16,11 @@ from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
 from pipeline.conversations.requests import Sampling
 from pipeline.conversations.template import ChatTemplate
-from pipeline.decoding.held_out import HeldOutRanks
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.errors import DataError
+from pipeline.evaluation.answer_states import answer_states, guess_places, guess_ranks
 from pipeline.evaluation.prompts import Prompt
-from pipeline.evaluation.tree_studies import guess_ranks
 from pipeline.targets.dialogue_pool import converse
 from pipeline.targets.engines import make_generation_engine
 from pipeline.targets.loading import input_device, load_causal_lm
@@ -62,9 +63,15 @@ def written_answers(
     return answers
 
 
-def ranks_on_answers(target: TargetSpec, heads: str, answers: Answers, top: int, gpus: int) -> HeldOutRanks:
-    """The ranks of the answers' tokens among the heads' guesses, on the target that wrote them."""
+def measured_on_answers(
+    target: TargetSpec, heads: str, answers: Answers, top: int, tree: DynamicTree | None, gpus: int
+) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
+    """The ranks of the answers' tokens among the heads' guesses, and their places in a dynamic tree.
+
+    The states are those of the target that wrote the answers.
+    """
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
     prompts, texts = zip(*answers, strict=True)
-    return guess_ranks(model, module, prompts, texts, top)
+    ranks = guess_ranks(module, answer_states(model, module, prompts, texts), top)
+    return ranks, guess_places(module, answer_states(model, module, prompts, texts), tree) if tree else None

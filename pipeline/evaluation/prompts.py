@@ -23,7 +23,8 @@ from pipeline.conversations.readers import read_source
 from pipeline.conversations.requests import Completion, Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
-from pipeline.decoding.tree import TreePath
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.tree import Choices
 from pipeline.errors import ConfigError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.dialogue_pool import converse
@@ -61,7 +62,7 @@ class CheckRequest:
 
     Attributes:
         export: The export directory.
-        choices: The export's tree, for native decoding.
+        tree: The export's, for native decoding.
         gpus: How many the engine spans; 0 is the CPU.
         name: The target's in the files of answers: `NAME-plain` and `NAME-KIND`.
         assistant: The model behind the baseline of that name.
@@ -72,7 +73,7 @@ class CheckRequest:
     export: str
     prompts: list[Prompt]
     settings: CheckConfig
-    choices: Sequence[TreePath] = ()
+    tree: Choices | DynamicTree = ()
     gpus: int = 0
     name: str = "target"
     assistant: TargetSpec | None = None

@@ -10,28 +10,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-from transformers import PreTrainedModel
-
 from pipeline.artifacts.tree_file import Calibration
-from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.decoder import Decoder, plain_decoder
-from pipeline.decoding.held_out import HeldOutRanks, simulated_acceleration_rate, walk
-from pipeline.decoding.readout import last_positions
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.held_out import simulated_acceleration_rate, walk
 from pipeline.decoding.stock_trees import STOCK_NODES, stock_tree
-from pipeline.decoding.tree import Tree, TreePath, cartesian_tree, greedy_tree
+from pipeline.decoding.tree import TreePath, cartesian_tree, greedy_tree
+from pipeline.evaluation.answer_states import answer_states, guess_places, guess_ranks
 from pipeline.evaluation.overhead import Name, overheads, step_seconds, with_tree
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import rounded
-from pipeline.heads.accuracy import label_ranks
-from pipeline.heads.kind import Heads
-from pipeline.report.facts import SEARCHED_TREE, STOCK_TREE, USED_TREE
-
-# T answer tokens, N states at which steps may begin, D hidden size, K heads
+from pipeline.report.facts import DYNAMIC_TREE, SEARCHED_TREE, STATIC_TREE, STOCK_TREE, USED_DYNAMIC_TREE, USED_TREE
 
 CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes
 NUM_TIMED = 4  # prompts
+GUESSES = 10  # per node of a dynamic tree beside a static one
+
+AnyTree = Sequence[TreePath] | DynamicTree
 
 
 def tree_ladder(
@@ -43,24 +38,31 @@ def tree_ladder(
 ) -> list[dict[str, Any]]:
     """Acceleration rate, overhead and speedup of each kind of tree, from none to the export's own.
 
+    Beside a static tree stands a dynamic one of its size, beside a dynamic one the static tree of the export.
+
     Args:
         answers: Plain greedy decoding's.
         calibration: As in `run_studies`.
     """
-    assert accelerated.heads is not None and isinstance(accelerated.tree, Tree)
+    assert accelerated.heads is not None
     num_heads = accelerated.heads.shape.num_heads
-    widths, stock = CARTESIAN[:num_heads], stock_tree(num_heads)
-    trees: dict[str, Sequence[TreePath]] = {
+    widths, stock, used = CARTESIAN[:num_heads], stock_tree(num_heads), accelerated.tree
+    if isinstance(used, DynamicTree):
+        last: dict[str, AnyTree] = {STATIC_TREE: calibration.choices if calibration else (), USED_DYNAMIC_TREE: used}
+    else:
+        top = min(GUESSES, accelerated.heads.shape.vocab_size)
+        last = {DYNAMIC_TREE: DynamicTree(1, num_heads, top).resized(used.num_nodes), USED_TREE: used.choices}
+    trees: dict[str, AnyTree] = {
         "plain": (),
         "top-1 chain": cartesian_tree([1] * num_heads),
         f"Cartesian {'x'.join(map(str, widths))}": cartesian_tree(widths),
         STOCK_TREE: stock,
         SEARCHED_TREE: searched_tree(calibration)[: len(stock)],
-        USED_TREE: accelerated.tree.choices,
+        **last,
     }
     trees = {name: tree for name, tree in trees.items() if tree or name == "plain"}
     worth = tree_figures(plain, accelerated, prompts, answers, trees)
-    return [{"tree": name, "nodes": len(tree), **worth[name]} for name, tree in trees.items()]
+    return [{"tree": name, "nodes": size_of(tree), **worth[name]} for name, tree in trees.items()]
 
 
 def chain_figures(
@@ -68,7 +70,7 @@ def chain_figures(
 ) -> dict[str, float | None]:
     """The acceleration rate of a chain of first guesses on plain greedy answers, as an engine that drafts it has."""
     assert accelerated.heads is not None
-    ranks = guess_ranks(accelerated.model, accelerated.heads, prompts, answers, top=1)
+    ranks = guess_ranks(accelerated.heads, answer_states(accelerated.model, accelerated.heads, prompts, answers), 1)
     found = walk(ranks, cartesian_tree([1] * num_tokens)).estimate()
     figures = {"acceleration_rate": found.rate, "standard_error": found.standard_error}
     return {"draft_tokens": num_tokens} | {name: rounded(figure) for name, figure in figures.items()}
@@ -78,11 +80,14 @@ def heads_used(
     plain: Decoder, accelerated: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> list[dict[str, Any]]:
     """The export's tree cut at each depth: gain and cost of the deeper heads."""
-    assert isinstance(accelerated.tree, Tree)
-    choices = accelerated.tree.choices
-    trees = {depth: [p for p in choices if len(p) <= depth] for depth in range(1, accelerated.tree.max_depth + 1)}
+    used, depths = accelerated.tree, range(1, accelerated.tree.max_depth + 1)
+    trees: dict[int, AnyTree]
+    if isinstance(used, DynamicTree):
+        trees = {depth: used.resized(used.num_nodes, depth) for depth in depths}
+    else:
+        trees = {depth: [path for path in used.choices if len(path) <= depth] for depth in depths}
     worth = tree_figures(plain, accelerated, prompts, answers, trees)
-    return [{"heads": depth, "nodes": len(tree), **worth[depth]} for depth, tree in trees.items()]
+    return [{"heads": depth, "nodes": size_of(tree), **worth[depth]} for depth, tree in trees.items()]
 
 
 def tree_figures(
@@ -90,12 +95,10 @@ def tree_figures(
     accelerated: Decoder,
     prompts: Sequence[Prompt],
     answers: Sequence[list[int]],
-    trees: Mapping[Name, Sequence[TreePath]],
+    trees: Mapping[Name, AnyTree],
 ) -> dict[Name, dict[str, float | None]]:
     """Every tree's acceleration rate, overhead and speedup; None where no answer takes a step."""
-    assert accelerated.heads is not None
-    num_guesses = 1 + max(rank for tree in trees.values() for path in tree for rank in path)
-    ranks = guess_ranks(accelerated.model, accelerated.heads, prompts, answers, num_guesses)
+    rates = _rates(trees, accelerated, prompts, answers)
     endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
     decoders = {name: with_tree(accelerated, tree) for name, tree in trees.items() if tree}
     timed = [prompt.ids for prompt in prompts[:NUM_TIMED]]
@@ -104,10 +107,31 @@ def tree_figures(
     costs = overheads(endless, decoders, timed)
     worth = {}
     for name, tree in trees.items():
-        rate, cost = simulated_acceleration_rate(ranks, tree), costs[name] if tree else 1.0
+        rate, cost = rates[name], costs[name] if tree else 1.0
         figures = {"acceleration_rate": rate, "overhead": cost, "speedup": rate / cost}
         worth[name] = {key: rounded(value) for key, value in figures.items()}
     return worth
+
+
+def size_of(tree: AnyTree) -> int:
+    return tree.num_nodes if isinstance(tree, DynamicTree) else len(tree)
+
+
+def _rates(
+    trees: Mapping[Name, AnyTree], accelerated: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]]
+) -> dict[Name, float]:
+    """Every tree's acceleration rate on these answers."""
+    heads = accelerated.heads
+    assert heads is not None
+    states = list(answer_states(accelerated.model, heads, prompts, answers))
+    static = [tree for tree in trees.values() if not isinstance(tree, DynamicTree)]
+    ranks = guess_ranks(heads, states, 1 + max((rank for tree in static for path in tree for rank in path), default=0))
+    return {
+        name: guess_places(heads, states, tree).walk(tree.num_nodes).acceleration_rate
+        if isinstance(tree, DynamicTree)
+        else simulated_acceleration_rate(ranks, tree)
+        for name, tree in trees.items()
+    }
 
 
 def searched_tree(calibration: Calibration | None) -> tuple[TreePath, ...]:
@@ -116,35 +140,3 @@ def searched_tree(calibration: Calibration | None) -> tuple[TreePath, ...]:
         return ()
     search = calibration.search
     return search.searched[:STOCK_NODES] if search else greedy_tree(calibration.accuracies, STOCK_NODES)
-
-
-def guess_ranks(
-    model: PreTrainedModel, heads: Heads, prompts: Sequence[Prompt], answers: Sequence[list[int]], top: int
-) -> HeldOutRanks:
-    """The ranks of the answers' tokens among the heads' first `top` guesses, wherever a step may begin.
-
-    An answer's first token comes from the prefill: steps begin there and at each later token but the last. The turns of
-    one question are one conversation.
-    """
-    num_heads = heads.shape.max_depth
-    parts_KN = [np.empty((num_heads, 0), np.uint8)]
-    lengths: list[int] = []
-    owners: list[int | str] = []
-    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        if len(answer) == 1:
-            continue
-        lengths.append(len(answer) - 1)
-        owners.append(f"prompt {number}" if prompt.question_id is None else prompt.question_id)
-        later_N = torch.tensor(answer[1:])
-        labels_KN = torch.full((num_heads, len(later_N)), IGNORED)
-        for head in range(min(num_heads, len(later_N))):
-            labels_KN[head, : len(later_N) - head] = later_N[head:]
-        device = heads.device
-        states_TD, _ = last_positions(model, prompt.ids + answer[:-1], len(answer))
-        with torch.inference_mode():
-            next_N = torch.tensor(answer[:-1], device=device)
-            ranks_KN = label_ranks(heads, states_TD[:-1].to(device), next_N, labels_KN.to(device), top)
-        parts_KN.append(ranks_KN.cpu().numpy())
-    places = {owner: place for place, owner in enumerate(dict.fromkeys(owners))}
-    conversations = np.array([places[owner] for owner in owners], np.int64)
-    return HeldOutRanks(np.concatenate(parts_KN, axis=1), np.cumsum([0, *lengths])[:-1], conversations)

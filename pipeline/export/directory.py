@@ -22,7 +22,8 @@ from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 from torch import Tensor
 
 from pipeline.artifacts.tree_file import read_paths
-from pipeline.decoding.tree import TreePath, check_choices
+from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
+from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.export.layout import CARD_FILE, CONFIG_FILE, SAFETENSORS_DTYPES, ExportLayout, read_layout
 from pipeline.export.upload import WEIGHT_SUFFIXES
@@ -92,16 +93,16 @@ def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Hea
     return heads
 
 
-def read_choices(directory: str | os.PathLike[str]) -> tuple[TreePath, ...]:
-    """The tree of an export.
+def read_tree(directory: str | os.PathLike[str]) -> tuple[TreePath, ...] | DynamicTree:
+    """The tree to decode an export with: a dynamic one where its `config.json` has one, else that of its choices file.
 
     Raises:
         ConfigError: It is no tree, or not one of these heads.
         DataError: It cannot be read.
     """
     layout = read_layout(directory)
-    choices = read_paths(Path(directory, layout.kind.choices_file))
-    return check_choices(choices, layout.shape.max_depth, layout.shape.vocab_size)
+    tree = layout.dynamic_tree or read_paths(Path(directory, layout.kind.choices_file))
+    return check_tree(tree, layout.shape.max_depth, layout.shape.vocab_size)
 
 
 def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError, DataError
 from pipeline.export.upload import check_repo_id
 from pipeline.heads.kind import Heads, HeadsShape, head_kind
@@ -32,8 +33,8 @@ class ExportLayout:
     """The heads' kind and shape, their target, and their layout on disk.
 
     `format` "expanded" is loaded by every engine, "shared" is a compact form of some kinds. `num_speculative_tokens` is
-    what an engine drafts per step; 0 stands for all the heads. Raises ConfigError for settings that no engine or file
-    supports.
+    what an engine drafts per step; 0 stands for all the heads. With a `dynamic_tree` native decoding does not use the
+    static one of the choices file. Raises ConfigError for settings that no engine or file supports.
     """
 
     base_model_name_or_path: str
@@ -41,6 +42,7 @@ class ExportLayout:
     format: str = "expanded"
     dtype: str = "float32"
     num_speculative_tokens: int = 0
+    dynamic_tree: DynamicTree | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_speculative_tokens", self.num_speculative_tokens or self.shape.num_heads)
@@ -67,6 +69,7 @@ class ExportLayout:
             "heads": {  # what `read_layout` reads
                 "format": self.format,
                 "num_speculative_tokens": num_tokens,
+                **({"dynamic_tree": self.dynamic_tree.to_json()} if self.dynamic_tree else {}),
                 **self.shape.to_json(),
             },
         }
@@ -104,8 +107,9 @@ def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any],
         content = json.loads(path.read_text(encoding="utf-8"))
         heads = dict(content["heads"])
         format, num_tokens = heads.pop("format"), heads.pop("num_speculative_tokens")
+        tree = DynamicTree(**heads.pop("dynamic_tree")) if "dynamic_tree" in heads else None
         base_model, dtype = content["base_model_name_or_path"], content["dtype"]
-        return content, ExportLayout(base_model, HeadsShape.from_json(heads), format, dtype, num_tokens)
+        return content, ExportLayout(base_model, HeadsShape.from_json(heads), format, dtype, num_tokens, tree)
     except FileNotFoundError as error:
         fix = "Give the directory that the export stage wrote."
         raise DataError(f"There is no {CONFIG_FILE}.", str(directory), fix) from error

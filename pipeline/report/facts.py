@@ -17,6 +17,8 @@ STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "chec
 
 # Names in the study of trees.
 STOCK_TREE, SEARCHED_TREE, USED_TREE = "stock (Vicuna-7B's)", "searched, stock size", "the export's"
+DYNAMIC_TREE, STATIC_TREE = "dynamic, the export's size", "searched, the export's size"  # beside the other kind
+USED_DYNAMIC_TREE = "the export's, dynamic"
 SAME_TEXT_GAP = 0.1  # of the gain over plain decoding
 NOTABLE_GAP = 3  # standard errors between the expected acceleration rate and the measured one
 
@@ -204,7 +206,8 @@ def _searched_over_stock(native: Any) -> list[Figure]:
     """The gain of the searched tree over the tree of the authors' code, where the study of trees was run."""
     rows = pick(native, "studies", "trees") or []
     rates = {row.get("tree"): row.get("acceleration_rate") for row in rows}
-    stock, searched, used = (rates.get(name) for name in (STOCK_TREE, SEARCHED_TREE, USED_TREE))
+    stock, searched = rates.get(STOCK_TREE), rates.get(SEARCHED_TREE)
+    used = rates.get(USED_TREE, rates.get(USED_DYNAMIC_TREE))
     if not stock or not searched:
         return []
     note = f"stock tree {ratio(stock)}, searched tree of the same size {ratio(searched)}, used tree {ratio(used)}"

@@ -57,7 +57,7 @@ def drawings(report: dict, extras: dict) -> dict[str, str]:
     typical, used, batch = (pick(native, "studies", name) for name in ("typical", "heads", "batch"))
     wanted: dict[str, tuple[Any, Callable[[], str]]] = {  # whether there is data, and what draws it
         "heads": (any(head.get("top1") is not None for head in heads), lambda: plots.head_accuracy(heads)),
-        "tree": (choices, lambda: plots.tree(choices, shares)),
+        "tree": (choices and not pick(report, "tree", "dynamic"), lambda: plots.tree(choices, shares)),
         "sizes": (sizes, lambda: speed_plots.tree_sizes(sizes, pick(report, "tree", "nodes"))),
         "losses": (losses, lambda: plots.losses(losses, held_out)),
         "accuracy": (evaluated, lambda: plots.held_out_accuracy(evaluated)),

@@ -61,6 +61,8 @@ def heads_table(report: dict) -> Table:
 
 def tree_table(report: dict, extras: dict) -> Table:
     """The tree by depth: its nodes, and the tokens that each depth adds to a step; they sum to the expected rate."""
+    if pick(report, "tree", "dynamic"):
+        return _dynamic_tree_table(report)
     choices = pick(extras, "tree", "choices") or []
     shares = pick(extras, "tree", "node_shares") or [None] * len(choices)
     nodes, expected = pick(report, "tree", "nodes"), expected_rate(pick(report, "tree"))
@@ -83,10 +85,27 @@ def tree_table(report: dict, extras: dict) -> Table:
     return Table("Tree", ("depth", "nodes", "ranks used", "tokens per step"), tuple(rows), note)
 
 
+def _dynamic_tree_table(report: dict) -> Table:
+    """A dynamic tree has other nodes in every step, so only what each depth adds is known."""
+    nodes, source = count(pick(report, "tree", "nodes")), pick(report, "tree", "source")
+    static = ratio(pick(report, "tree", "searches", source))
+    note = (
+        f"Native decoding grows a dynamic tree: in every step the {nodes} nodes that the heads hold most probable, "
+        f"expected acceleration rate {expected_rate(pick(report, 'tree'))}. A static tree of the same size, by the "
+        f"{source} search, reaches {static} on text not used for the search; it is in the export for engines that read "
+        "paths."
+    )
+    added = [1.0, *(pick(report, "tree", "tokens_by_depth") or [])]
+    what = ["the target's own token", *[UNKNOWN] * (len(added) - 1)]
+    rows = [(str(depth), what[depth], UNKNOWN, ratio(tokens)) for depth, tokens in enumerate(added)]
+    return Table("Tree", ("depth", "nodes", "ranks used", "tokens per step"), tuple(rows), note)
+
+
 def sizes_table(report: dict) -> Table:
     """The cost and the expected speedup of trees of several sizes on the device."""
     source, nodes = pick(report, "tree", "source"), count(pick(report, "tree", "nodes"))
-    note = f"The {source} search; {nodes} nodes are used, the fastest up to 5 %."
+    which = "Dynamic trees" if pick(report, "tree", "dynamic") else f"The {source} search"
+    note = f"{which}; {nodes} nodes are used, the fastest up to 5 %."
     rows = [row | {"rate": expected_rate(row)} for row in pick(report, "tree", "sizes") or []]
     return filled("Tree sizes", note, (("nodes", "nodes", count), *_PROMISED), rows, empty="not measured", words=())
 

@@ -133,6 +133,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             "tokens_by_depth": tree.tokens_by_depth(),
             "num_speculative_tokens": num_tokens,
             "chain": chain,
+            **({"dynamic": tree.dynamic.to_json()} if tree.dynamic else {}),
             **({"searches": tree.search.searches} if tree.search else {}),
             **({"sizes": tree.search.sizes} if tree.search and tree.search.sizes else {}),
         },
@@ -255,7 +256,7 @@ def one_line(summary: Summary) -> str:
     tree = summary["tree"]
     accuracies = " ".join(f"{head['top1']:.0%}" for head in summary["heads"])
     rate = with_error(tree["expected_acceleration_rate"], tree["expected_standard_error"])
-    words = "a dynamic tree" if tree["source"] == "dynamic" else "a tree"
+    words = "a dynamic tree" if tree.get("dynamic") else "a tree"
     return f"top-1 {accuracies}; {words} of {tree['nodes']} nodes, expected acceleration rate {rate}"
 
 

@@ -31,7 +31,7 @@ from pipeline.evaluation.prompts import (
 from pipeline.evaluation.served import chain_promise, check_served
 from pipeline.execution.hardware import with_hardware
 from pipeline.execution.progress import ProgressReporter
-from pipeline.export.directory import read_choices
+from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_files, resolve_assistant
@@ -84,7 +84,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         str(export),
         prompts.kept,
         settings,
-        choices=list(read_choices(export)),
+        tree=read_tree(export),
         gpus=placement.gpus,
         name=Path(context.config.target.model).name,
         assistant=_assistant(context),

@@ -22,7 +22,7 @@ from pipeline.targets.spec import load_tokenizer, model_config
 from pipeline.training.methods import method_of
 
 NAME = "export"
-VERSION = 2
+VERSION = 3
 
 
 def identity(context: Context) -> Identity:
@@ -50,6 +50,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         format=settings.formats[0],
         dtype=spec.dtype if settings.dtype == "auto" else settings.dtype,
         num_speculative_tokens=calibration.num_speculative_tokens,
+        dynamic_tree=calibration.dynamic,
     )
     base, recipe = None if tuned else spec.model, context.config.model_dump(mode="json")
     files = write_export(

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
-from pipeline.artifacts.tree_file import TREE_FILE, Calibration, Search, read_calibration, read_paths
+from pipeline.artifacts.tree_file import TREE_FILE, Calibration, Search, read_calibration, read_paths, read_tree
+from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import DataError
 
 SEARCH = Search(
@@ -24,18 +26,30 @@ OWN = Calibration(
     num_conversations=1,
 )
 SEARCHED = replace(OWN, expected_standard_error=0.2, search=SEARCH)
+DYNAMIC = replace(SEARCHED, dynamic=DynamicTree(2, 2, 3))
 
 
-@pytest.mark.parametrize("calibration", [OWN, SEARCHED], ids=["own", "searched"])
+@pytest.mark.parametrize("calibration", [OWN, SEARCHED, DYNAMIC], ids=["own", "searched", "dynamic"])
 def test_a_tree_comes_back_as_it_was_written(tmp_path, calibration):
     calibration.write(tmp_path)
     assert read_calibration(tmp_path) == calibration
     assert read_paths(tmp_path / TREE_FILE) == calibration.choices
+    assert read_tree(tmp_path / TREE_FILE) == calibration.tree == (calibration.dynamic or calibration.choices)
 
 
 def test_paths_are_read_from_any_json_list(tmp_path):
     (tmp_path / "choices.json").write_text("[[0], [0, 0]]")
     assert read_paths(tmp_path / "choices.json") == ((0,), (0, 0))
+
+
+@pytest.mark.parametrize("sizes", [{"num_nodes": 9, "max_depth": 1, "top": 3}, {"num_nodes": 1}, {"nodes": 1}, [1]])
+def test_a_damaged_dynamic_tree_is_named(tmp_path, sizes):
+    DYNAMIC.write(tmp_path)
+    stored = json.loads((tmp_path / TREE_FILE).read_text())
+    (tmp_path / TREE_FILE).write_text(json.dumps(stored | {"dynamic": sizes}))
+    for read in (read_calibration, lambda directory: read_tree(directory / TREE_FILE)):
+        with pytest.raises(DataError, match="no tree that calibrate wrote"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("text", [None, "[[0], [0", '{"a": 1}', "[0]", '{"choices": [[0]]}'])

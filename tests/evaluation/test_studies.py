@@ -13,14 +13,16 @@ from pipeline.artifacts.tree_file import Calibration, Search, read_calibration
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import greedy_acceptance
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
+from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import simulated_acceleration_rate
 from pipeline.decoding.stock_trees import stock_tree
 from pipeline.decoding.tree import cartesian_tree
 from pipeline.evaluation import studies
+from pipeline.evaluation.answer_states import answer_states, guess_ranks
 from pipeline.evaluation.overhead import with_tree
 from pipeline.evaluation.prompts import Prompt, held_out_prompts
 from pipeline.evaluation.studies import Side, run_studies
-from pipeline.evaluation.tree_studies import chain_figures, guess_ranks, searched_tree
+from pipeline.evaluation.tree_studies import chain_figures, searched_tree
 from pipeline.export.directory import read_heads
 from pipeline.report.documents import report_texts
 from tests.decoding.test_cuda_graphs import Tape
@@ -77,6 +79,7 @@ def test_the_ladder_of_trees_goes_from_plain_decoding_to_the_export_s_tree(plain
         ("Cartesian 4x2x2", 4 + 4 * 2 + 4 * 2 * 2),
         ("stock (Vicuna-7B's)", 61),
         ("searched, stock size", 61),
+        ("dynamic, the export's size", 5),
         ("the export's", 5),
     ]
     assert rows[0]["acceleration_rate"] == rows[0]["overhead"] == rows[0]["speedup"] == 1.0
@@ -95,7 +98,7 @@ def test_a_walk_through_plain_text_finds_the_very_rate_that_decoding_with_the_tr
     asked = held_out_prompts(token_rows(finished_run.latest("generate")), 8, 100).kept
     plain = plain_decoder(model, eos_token_ids=eos)
     texts = [plain.generate(prompt.ids, num_tokens).token_ids for prompt in asked]
-    ranks = guess_ranks(model, heads, asked, texts, 10)
+    ranks = guess_ranks(heads, answer_states(model, heads, asked, texts), 10)
     for choices in (stock_tree(3), cartesian_tree([1, 1, 1]), [(0,), (3,), (0, 1)]):
         decoder = Decoder(model, heads, choices, eos_token_ids=eos)
         decoded = [decoder.generate(prompt.ids, num_tokens) for prompt in asked]
@@ -159,6 +162,30 @@ def test_heads_are_used_up_to_each_depth_of_the_tree(model, finished_run, prompt
         decoder = Decoder(model, heads, tree, eos_token_ids=(1,))
         decoded = [decoder.generate(prompt.ids, 10) for prompt in prompts]
         assert row["acceleration_rate"] == pytest.approx(acceleration_rate(decoded), abs=1e-4)
+
+
+def test_a_dynamic_tree_stands_beside_the_static_one_of_its_size_and_is_cut_at_each_depth(
+    model, finished_run, prompts, calibration
+):
+    """With the rates that decoding has with it; in float64, where no near-tie can blur it."""
+    model = copy.deepcopy(model).double()
+    heads = read_heads(finished_run.path / "latest/export", model).double()
+    plain = plain_decoder(model, eos_token_ids=(1,))
+    tree = DynamicTree(8, 3, 4)
+    grown = Decoder(model, heads, tree, eos_token_ids=(1,))
+    texts = [plain.generate(prompt.ids, 10).token_ids for prompt in prompts]
+    found = run_studies(("trees", "heads"), plain, grown, prompts, SETTINGS, calibration, texts)
+    assert [(row["tree"], row["nodes"]) for row in found["trees"][-2:]] == [
+        ("searched, the export's size", 8),
+        ("the export's, dynamic", 8),
+    ]
+    assert [(row["heads"], row["nodes"]) for row in found["heads"]] == [(1, 4), (2, 8), (3, 8)]
+    assert found["heads"][-1]["acceleration_rate"] == found["trees"][-1]["acceleration_rate"]
+    for row in found["heads"]:
+        decoder = Decoder(model, heads, tree.resized(8, row["heads"]), eos_token_ids=(1,))
+        decoded = [decoder.generate(prompt.ids, 10) for prompt in prompts]
+        assert row["acceleration_rate"] == pytest.approx(acceleration_rate(decoded), abs=1e-4)
+    assert report_texts({"check": {"native": {"studies": found}}}, {})
 
 
 @pytest.fixture

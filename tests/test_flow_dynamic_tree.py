@@ -1,0 +1,93 @@
+"""A dynamic tree through the whole flow: expected, exported, and decoded with wherever the export is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeline import load_export, open_run
+from pipeline.decoding.decoder import Decoder, acceleration_rate
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.errors import ConfigError
+from pipeline.report.html import drawings
+from tests.flows.tiny import latest, run_again, stages_run, token_rows
+
+CHANGES = {
+    "medusa": ({}, "medusa_choices.json"),
+    "recurrent": ({"train__heads": "recurrent", "train__recurrent": {"intermediate_size": 32}}, "tree_choices.json"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_the_expected_rate_is_decoding_s_own_and_the_export_says_how_the_tree_grows(
+    copied_run, make_config, tmp_path, kind
+):
+    changes, choices_file = CHANGES[kind]
+    run = run_again(make_config(tmp_path, calibrate__tree="dynamic", check__studies=["trees", "heads"], **changes))
+    tree = DynamicTree(8, 3, 10)
+    found, summary = open_run(run.path), latest(run, "calibrate").summary["tree"]
+    stored = json.loads((run.path / "latest/calibrate/tree.json").read_text())
+    assert found.tree() == tree and stored["dynamic"] == tree.to_json() and len(stored["choices"]) == 8
+    assert (summary["nodes"], summary["depth"], summary["dynamic"]) == (8, 3, tree.to_json())
+    expected = stored["expected_acceleration_rate"]
+    assert 1 + sum(summary["tokens_by_depth"]) == pytest.approx(expected, abs=1e-3)
+    assert found.simulated_acceleration_rate(tree) == expected
+
+    native = found.report["check"]["native"]
+    assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}
+    assert native["studies"]["trees"][-1]["tree"] == "the export's, dynamic"
+    config = json.loads((found.export / "config.json").read_text())
+    assert config["heads"]["dynamic_tree"] == tree.to_json()
+    assert json.loads((found.export / choices_file).read_text()) == stored["choices"]
+    assert "8 nodes that the heads hold most probable" in (found.export / "README.md").read_text()
+    assert "Native decoding grows a dynamic tree" in (run.path / "report.md").read_text()
+
+    export = load_export(found.export, gpus=0)
+    assert export.decoder.tree == tree
+    endless = Decoder(export.target.model, export.heads, tree, eos_token_ids=())
+    decoded = []
+    for row in token_rows(latest(run, "generate")):  # held-out answers are greedy
+        for span in (span for span in row.spans if row.split == "calibrate" and span.role == "assistant"):
+            ids = row.input_ids.tolist()
+            decoded.append(endless.generate(ids[: span.start], span.end - span.start))
+            assert decoded[-1].token_ids == ids[span.start : span.end]
+    assert acceleration_rate(decoded) == pytest.approx(expected, abs=1e-9)
+
+
+def test_the_size_is_chosen_by_what_dynamic_trees_cost(copied_run, make_config, tmp_path, monkeypatch):
+    def costly(model, heads, trees, prompts, context):
+        asked.append(trees)
+        return {size: 1.0 + 100 * (size > 3) for size in trees}
+
+    asked: list = []
+    monkeypatch.setattr("pipeline.stages.calibrate.overhead_curve", costly)
+    config = make_config(tmp_path, calibrate__tree="dynamic", calibrate__nodes="auto", calibrate__top=4)
+    run = run_again(config, until="calibrate")
+    assert stages_run(run) == ["calibrate"]
+    assert asked == [{size: DynamicTree(size, 3, 4) for size in (1, 3, 7, 15, 31)}], "36 are proposed"
+    tree = latest(run, "calibrate").summary["tree"]
+    assert tree["nodes"] == tree["dynamic"]["num_nodes"] <= 3
+    rates = [size["expected_acceleration_rate"] for size in tree["sizes"]]
+    assert rates == sorted(rates) and len(rates) == 5
+    report, extras = {"tree": tree}, {"tree": json.loads((run.path / "latest/calibrate/tree.json").read_text())}
+    assert "tree" not in drawings(report, extras), "its paths are another tree's"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"calibrate__nodes": 211}, r"only 210 are proposed.*calibrate\.nodes.*at most 210"),
+        ({"calibrate__depth": 4}, r"propose at most 3 tokens.*calibrate\.depth"),
+        ({"calibrate__top": 301}, r"301 guesses per node"),
+    ],
+)
+def test_a_tree_that_cannot_grow_is_refused(copied_run, make_config, tmp_path, changes, says):
+    with pytest.raises(ConfigError, match=says) as caught:
+        run_again(make_config(tmp_path, calibrate__tree="dynamic", **changes), until="calibrate")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tree_of_one_s_own_does_not_grow(make_config, tmp_path):
+    with pytest.raises(ConfigError, match=r"leave calibrate\.choices out"):
+        make_config(tmp_path, calibrate__tree="dynamic", calibrate__choices=[[0]])
