@@ -91,3 +91,14 @@ def test_a_tree_that_cannot_grow_is_refused(copied_run, make_config, tmp_path, c
 def test_a_tree_of_one_s_own_does_not_grow(make_config, tmp_path):
     with pytest.raises(ConfigError, match=r"leave calibrate\.choices out"):
         make_config(tmp_path, calibrate__tree="dynamic", calibrate__choices=[[0]])
+
+
+def test_a_file_of_its_own_judges_a_dynamic_tree_too(copied_run, make_config, tmp_path):
+    file, questions = tmp_path / "questions.jsonl", [f"why {word}?" for word in ("moon", "stone", "cat", "dog")]
+    file.write_text("".join(json.dumps({"turns": [question]}) + "\n" for question in questions))
+    run = run_again(make_config(tmp_path, calibrate__tree="dynamic", calibrate__data=str(file)), until="export")
+    assert latest(run, "calibrate").summary["tree"]["text"] == "calibrate.data"
+    export, stored = load_export(run.path / "latest/export", gpus=0), latest(run, "calibrate").path / "tree.json"
+    decoded = [export.decoder.generate(export.target.prompt(question), 16) for question in questions]
+    expected = json.loads(stored.read_text())["expected_acceleration_rate"]
+    assert acceleration_rate(decoded) == pytest.approx(expected, abs=1e-9)

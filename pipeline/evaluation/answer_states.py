@@ -6,6 +6,7 @@ Letters: T answer tokens, N states at which steps may begin, D hidden size, K he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,16 +59,16 @@ def answer_states(
 
 def guess_ranks(heads: Heads, states: Iterable[AnswerStates], top: int) -> HeldOutRanks:
     """The ranks of the answers' tokens among the heads' first `top` guesses."""
-    return HeldOutRanks(
-        *_measured(
-            heads, states, lambda hidden_ND, next_N, labels_KN: label_ranks(heads, hidden_ND, next_N, labels_KN, top)
-        )
-    )
+
+    def ranks(hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
+        return label_ranks(heads, hidden_ND, next_N, labels_KN, top)
+
+    return HeldOutRanks(*_measured(heads, states, ranks))
 
 
 def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree) -> HeldOutPlaces:
     """Where the answers' tokens stand among the nodes that the tree proposes."""
-    return HeldOutPlaces(*_measured(heads, states, lambda *row: tree.places(heads, *row)))
+    return HeldOutPlaces(*_measured(heads, states, partial(tree.places, heads)))
 
 
 @torch.inference_mode()
