@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from pipeline.export.directory import tensors_as_saved
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.errors import ConfigError, DataError
+from pipeline.export.directory import read_tree, tensors_as_saved
+from pipeline.export.layout import read_layout
 from tests.export.exports import (
     LM_HEAD_AND_FORMAT,
     TREE,
@@ -141,3 +145,29 @@ def test_an_existing_directory_keeps_what_its_owner_put_there(tmp_path):
     assert (directory / "stage.json").read_text() == "{}"
     assert holds(directory, config_of(), heads_of(config_of()))
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_a_dynamic_tree_comes_back_and_the_choices_file_stays_a_list_of_paths(tmp_path):
+    config = replace(config_of(), dynamic_tree=DynamicTree(4, 3, 2))
+    directory = write(tmp_path / "export", config)
+    assert read_layout(directory) == config and read_tree(directory) == DynamicTree(4, 3, 2)
+    assert json.loads((directory / "medusa_choices.json").read_text()) == TREE
+    assert read_tree(write(tmp_path / "static", config_of())) == tuple(map(tuple, TREE))
+
+
+@pytest.mark.parametrize(
+    ("tree", "error", "says"),
+    [
+        ({"num_nodes": 99, "max_depth": 1, "top": 2}, DataError, "99 nodes of the 2"),
+        ({"num_nodes": 1}, DataError, "not the configuration of an export"),
+        ({"num_nodes": 1, "max_depth": 4, "top": 2}, ConfigError, "dynamic tree of depth 4"),
+        ({"num_nodes": 1, "max_depth": 2, "top": 7}, ConfigError, "with 7 guesses per node"),
+    ],
+)
+def test_a_dynamic_tree_that_these_heads_cannot_fill_is_named(tmp_path, tree, error, says):
+    directory = write(tmp_path / "export", config_of())
+    content = json.loads((directory / "config.json").read_text())
+    content["heads"]["dynamic_tree"] = tree
+    (directory / "config.json").write_text(json.dumps(content))
+    with pytest.raises(error, match=says):
+        read_tree(directory)
