@@ -112,7 +112,7 @@ class DynamicTree:
 
     @torch.no_grad()
     def places(
-        self, heads: Heads, hidden_BD: Tensor, token_B: Tensor, labels_KB: Tensor, *, chunk_bytes: int = 256 << 20
+        self, heads: Heads, hidden_BD: Tensor, token_B: Tensor, labels_KB: Tensor, *, chunk_bytes: int = 64 << 20
     ) -> Tensor:
         """Where the node of each true token stands by probability among all that are proposed, int16 [max_depth, B].
 

@@ -33,7 +33,7 @@ from pipeline.training.text_batches import Text, assemble_texts, pack
 
 SPLIT = "calibrate"
 MAX_POSITIONS = 131_072  # an accuracy's standard error is then under 0.15 %
-GROWN_POSITIONS = 32_768  # at which a dynamic tree is grown, which takes as long as decoding's guesses
+GROWN_POSITIONS = 16_384  # at which a dynamic tree is grown: as much work as drafting there
 TOP = 5
 
 
