@@ -77,7 +77,8 @@ def chat(
         notes.print(model.described, style="dim", markup=False)
         notes.print("" if plain else f"{LEGEND} ", "Ctrl-C ends an answer, Ctrl-D the chat.", sep="")
     with model.at_full_speed():
-        converse(model, model.new_chat(system, max_new_tokens), Answering(max_new_tokens, chosen, seed), console, notes)
+        how = Answering(max_new_tokens, chosen, seed)
+        chat_loop(model, model.new_chat(system, max_new_tokens), how, console, notes)
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Answering:
     seed: int
 
 
-def converse(model: ChatModel, conversation: Chat, how: Answering, console: Console, notes: Console) -> None:
+def chat_loop(model: ChatModel, conversation: Chat, how: Answering, console: Console, notes: Console) -> None:
     is_person = sys.stdin.isatty()
     for number, question in enumerate(questions(notes, is_person)):
         try:

@@ -73,7 +73,7 @@ class CalibrateConfig(Section):
     @classmethod
     def is_a_tree(cls, value: Any) -> Any:
         if not isinstance(value, str | Path | None) and not _are_paths(value):
-            raise ValueError("give a list of paths such as [[0], [0, 0], [1]], or a file with one")
+            raise ValueError("give a list of paths such as [[0], [0, 0], [1]], a file with one, or a tree's name")
         return value
 
 

@@ -35,11 +35,11 @@ from pipeline.evaluation.speed import (
     PLAIN,
     Decode,
     Pass,
-    accepted_lengths,
     by_category,
     decode_by,
     pace_beside,
     speed,
+    steps_by_accepted_length,
     take_turns,
 )
 from pipeline.evaluation.studies import run_studies
@@ -184,7 +184,7 @@ def native_figures(
         **speed(measured.passes),
         "greedy_match": match.as_dict(),
         "tie_tolerance": tie_tolerance(request.target, settings),
-        "accepted_lengths": accepted_lengths(first[ACCELERATED]),
+        "accepted_lengths": steps_by_accepted_length(first[ACCELERATED]),
         "prompts": len(request.prompts),
         "repeats": settings.repeats,
         **_rule_facts(settings, first),

@@ -146,7 +146,7 @@ def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[dict[
     return rows
 
 
-def accepted_lengths(decoded: Sequence[Decoded]) -> list[int]:
+def steps_by_accepted_length(decoded: Sequence[Decoded]) -> list[int]:
     """The number of steps that accepted 0, 1, 2, … guesses."""
     counts = Counter(max(0, kept - 1) for one in decoded for kept in one.accepted)
     return [counts[length] for length in range(max(counts, default=0) + 1)]

@@ -18,6 +18,7 @@ from torch import nn
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.targets import files
+from pipeline.targets.lm_head import MULTIPLIERS
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec, model_config
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 HEADS_ALONE = "Train the heads alone (train.method: medusa-1), or choose another target."
-LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # applied after lm_head by some families
+LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", *MULTIPLIERS)  # applied after lm_head by some families
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:

@@ -71,9 +71,9 @@ class Checkpoints:
         """The newest step whose checkpoint is whole, 0 without one."""
         return next((step for step in self.steps() if read_checkpoint(self.path(step))), 0)
 
-    def load(self, step: int, device: torch.device) -> tuple[dict[str, Tensor], State]:
-        """The tensors and the state of one step's checkpoint, as `newest` found it."""
-        found = read_checkpoint(self.path(step), device)
+    def load(self, step: int) -> tuple[dict[str, Tensor], State]:
+        """The tensors, on the CPU, and the state of one step's checkpoint, as `newest` found it."""
+        found = read_checkpoint(self.path(step))
         assert found is not None, f"the checkpoint of step {step} was whole a moment ago"
         return found
 
@@ -86,13 +86,13 @@ class Checkpoints:
             self.path(other).unlink(missing_ok=True)
 
 
-def read_checkpoint(path: Path, device: torch.device | None = None) -> tuple[dict[str, Tensor], State] | None:
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], State] | None:
     """A checkpoint's tensors and state; None, with a warning, where it is damaged."""
     with contextlib.suppress(OSError, SafetensorError, KeyError, ValueError), safe_open(path, "pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
         if digest(tensors, metadata["state"]) == metadata["sha256"]:
-            return {name: tensor.to(device) for name, tensor in tensors.items()}, json.loads(metadata["state"])
+            return tensors, json.loads(metadata["state"])
     log.warning("The checkpoint %s is damaged: the one before it is used.", path)
     return None
 

@@ -188,11 +188,11 @@ class Trainer:
         step = int(workers.sum(torch.tensor(checkpoints.newest() if workers.is_first else 0, device=device)))
         if not step:
             return TrainState()
-        tensors, state = checkpoints.load(step, device)
+        tensors, state = checkpoints.load(step)
         found: dict[str, dict[str, Tensor]] = {"modules": {}, "optimizer": {}, "best": {}}
         for name, tensor in tensors.items():
             part, _, rest = name.partition("/")
-            found[part][rest] = tensor
+            found[part][rest] = tensor if part == "best" else tensor.to(device)  # which a GPU need not hold
         assert found["modules"].keys() == trained(self.modules).keys(), "a checkpoint has what trains, all of it"
         self.modules.load_state_dict(found["modules"], strict=False)  # what is frozen is not in it
         load_optimizer(self.optimizer, found["optimizer"], state["optimizer"])

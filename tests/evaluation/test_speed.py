@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.decoding.decoder import Decoded
 from pipeline.evaluation.prompts import Prompt
-from pipeline.evaluation.speed import accepted_lengths, by_category, pace_beside, speed, take_turns
+from pipeline.evaluation.speed import by_category, pace_beside, speed, steps_by_accepted_length, take_turns
 from pipeline.execution.progress import ProgressReporter
 
 
@@ -98,7 +98,7 @@ def test_methods_take_turns_and_each_prompt_has_its_seed():
 
 
 def test_accepted_lengths_count_the_guesses_beside_the_target_s_own_token():
-    assert accepted_lengths(MEDUSA) == [1, 2, 1, 1]  # steps of 1; 2 and 2; 3; 4 tokens
+    assert steps_by_accepted_length(MEDUSA) == [1, 2, 1, 1]  # steps of 1; 2 and 2; 3; 4 tokens
 
 
 def test_every_prompt_is_counted_once_whatever_the_number_of_methods():

@@ -83,9 +83,10 @@ def test_it_may_be_tuned(tmp_path, family):
     [
         (MixtralConfig(**SIZES, num_local_experts=2), {}, "LoRA does not find .*mlp.gate.* 5 more"),
         (Gemma2Config(**SIZES, head_dim=16), {}, "final_logit_softcapping"),
+        (LlamaConfig(**SIZES), {"lm_head_multiplier": 0.5}, "lm_head_multiplier"),
         (LlamaConfig(**SIZES), {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "cannot be merged"),
     ],
-    ids=["experts", "softcap", "quantized"],
+    ids=["experts", "softcap", "multiplier", "quantized"],
 )
 def test_it_is_refused_before_its_weights_are_read(tmp_path, config, more, said):
     with pytest.raises(ConfigError, match=said) as caught:
