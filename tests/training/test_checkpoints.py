@@ -10,8 +10,6 @@ from pipeline.errors import EnvironmentFault
 from pipeline.training import checkpoints as room
 from pipeline.training.checkpoints import Checkpoints, read_checkpoint
 
-CPU = torch.device("cpu")
-
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
     return {"a": torch.full((3, 4), value), "b": torch.tensor(value), "c": torch.arange(5, dtype=torch.uint8)}
@@ -26,7 +24,7 @@ def saved(directory: Path, *steps: int, keep: int = 2) -> Checkpoints:
 
 def test_tensors_and_state_come_back_as_they_were(tmp_path):
     checkpoints = saved(tmp_path, 5)
-    found, state = checkpoints.load(checkpoints.newest(), CPU)
+    found, state = checkpoints.load(checkpoints.newest())
     assert state == {"step": 5}
     for name, tensor in tensors(5).items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
@@ -37,7 +35,7 @@ def test_a_checkpoint_is_a_copy_that_later_steps_do_not_touch(tmp_path):
     with Checkpoints(tmp_path, 2) as checkpoints:
         checkpoints.save(1, live, {})
         live["a"].zero_()
-    assert torch.equal(checkpoints.load(1, CPU)[0]["a"], tensors(1)["a"])
+    assert torch.equal(checkpoints.load(1)[0]["a"], tensors(1)["a"])
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -51,7 +49,7 @@ def test_a_flipped_bit_anywhere_falls_back_to_the_checkpoint_before(tmp_path):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         newest = checkpoints.newest()
         # A flip in the header's padding changes nothing that is read.
-        assert newest == 1 or torch.equal(checkpoints.load(2, CPU)[0]["a"], tensors(2)["a"])
+        assert newest == 1 or torch.equal(checkpoints.load(2)[0]["a"], tensors(2)["a"])
     path.write_bytes(whole[:-1])
     assert checkpoints.newest() == 1
 
