@@ -25,7 +25,8 @@ from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
 from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import cartesian_tree, greedy_tree
-from pipeline.heads.kind import TargetWeights, head_kind
+from pipeline.heads.kind import TargetWeights
+from pipeline.heads.shape import head_kind
 from pipeline.stages.features import Worker
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec

@@ -14,7 +14,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import DataError
-from pipeline.heads.kind import Heads, HeadsShape, head_kind
+from pipeline.heads.kind import Heads
+from pipeline.heads.shape import HeadsShape, head_kind
 from pipeline.storage.atomic import atomic_path, read_json, write_text
 from pipeline.storage.done import Summary
 

@@ -16,7 +16,8 @@ from typing import Any
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError, DataError
 from pipeline.export.upload import check_repo_id
-from pipeline.heads.kind import Heads, HeadsShape, head_kind
+from pipeline.heads.kind import Heads
+from pipeline.heads.shape import HeadsShape, head_kind
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"

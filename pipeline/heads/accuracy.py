@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.kind import Heads, HeadsShape
+from pipeline.heads.kind import Heads
+from pipeline.heads.shape import HeadsShape
 
 MISS = 255  # the token is not among the guesses
 NO_LABEL = 254  # the span ends before it

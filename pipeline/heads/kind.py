@@ -1,7 +1,7 @@
 """What a kind of heads is: its shape, parameters and start, what it learns, what it proposes, how it is exported.
 
-A kind is one file in this package: a `HeadsShape`, a subclass of `Heads`, and a line in `KINDS`. Training, calibration,
-decoding, export and serving use this interface alone and never ask which kind it is.
+A kind is one file in this package: a `HeadsShape`, a subclass of `Heads`, and a line in `KINDS` (shape.py). Training,
+calibration, decoding, export and serving use this interface alone and never ask which kind it is.
 
 All kinds predict alike: head k (0-based) at position t predicts the token at t+2+k from the target's hidden state at t,
 after the target's final norm. A kind may also read the tokens t+1 … t+1+k between, in training the true ones (teacher
@@ -13,11 +13,9 @@ V vocabulary, K heads.
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
@@ -25,78 +23,11 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.heads.losses import summed_cross_entropy
+from pipeline.heads.shape import HeadsShape
 from pipeline.heads.soft_labels import Teacher
 
 if TYPE_CHECKING:
     from pipeline.config import TrainConfig
-
-# A kind's name, as `train.heads` has it: its class, or where that is imported from when it is first asked for.
-KINDS: dict[str, str | type[Heads]] = {
-    "medusa": "pipeline.heads.medusa:MedusaHeads",
-    "recurrent": "pipeline.heads.recurrent:RecurrentHeads",
-}
-
-
-def head_kind(name: str) -> type[Heads]:
-    """The kind of this name.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    if name not in KINDS:
-        near = difflib.get_close_matches(name, KINDS, n=1)
-        fix = f"Did you mean {near[0]}?" if near else f"Use one of {', '.join(KINDS)}."
-        raise ConfigError(f'There is no kind of heads called "{name}".', "train.heads", fix)
-    kind = KINDS[name]
-    if isinstance(kind, str):
-        module, _, attribute = kind.partition(":")
-        kind = getattr(importlib.import_module(module), attribute)
-    assert not isinstance(kind, str)
-    return kind
-
-
-@dataclass(frozen=True)
-class HeadsShape:
-    """All that decides a set of heads' parameters, as plain data; a kind adds fields of its own.
-
-    `kind` is its name in `KINDS`. Raises ValueError for a size below 1.
-    """
-
-    kind: ClassVar[str]
-    hidden_size: int
-    vocab_size: int
-    num_heads: int
-
-    def __post_init__(self) -> None:
-        if min(value for value in asdict(self).values() if type(value) is int) < 1:
-            raise ValueError(f"every size of the heads must be at least 1: {self}")
-
-    @property
-    def max_depth(self) -> int:
-        """How many tokens ahead can be proposed; a kind may go on beyond what it was trained for."""
-        return self.num_heads
-
-    def described(self) -> str:
-        """In words, for an error: `3 linear heads, a hidden size of 64 and a vocabulary of 300`."""
-        return f"{self._parts()}, a hidden size of {self.hidden_size} and a vocabulary of {self.vocab_size}"
-
-    def _parts(self) -> str:
-        return f"{self.num_heads} {self.kind} heads"
-
-    def to_json(self) -> dict[str, Any]:
-        """The kind and every field, as file headers hold them."""
-        return {"kind": self.kind, **asdict(self)}
-
-    @staticmethod
-    def from_json(content: Mapping[str, Any]) -> HeadsShape:
-        """The inverse of `to_json`; KeyError, TypeError or ValueError for anything else."""
-        fields = dict(content)
-        return head_kind(fields.pop("kind")).Shape(**fields)
-
-
-def max_depth(settings: TrainConfig) -> int:
-    """How many tokens ahead the heads that are asked for can propose; raises ConfigError for an unknown kind."""
-    return head_kind(settings.heads).shape_of(settings, 1, 1).max_depth  # whatever the target's sizes
 
 
 @dataclass(frozen=True)

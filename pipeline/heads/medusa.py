@@ -27,7 +27,8 @@ from torch.nn.functional import linear, silu
 
 from pipeline.config.training import LmHead
 from pipeline.errors import ConfigError
-from pipeline.heads.kind import Heads, HeadsShape, ProposalTree, TargetWeights
+from pipeline.heads.kind import Heads, ProposalTree, TargetWeights
+from pipeline.heads.shape import HeadsShape
 
 if TYPE_CHECKING:
     from pipeline.config import TrainConfig

@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.kind import Heads, HeadsShape, TargetWeights
+from pipeline.heads.kind import Heads, TargetWeights
+from pipeline.heads.shape import HeadsShape
 
 if TYPE_CHECKING:
     from pipeline.config import TrainConfig

@@ -8,6 +8,7 @@ from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.readers import read_source
 from pipeline.errors import MedusaDistillError
+from pipeline.heads.shape import head_kind
 from pipeline.storage.done import Summary
 from pipeline.targets.spec import context_length, model_config, resolve
 from pipeline.training.methods import method_of
@@ -60,8 +61,6 @@ def estimate(config: Config, seeds: Summary | None, generated: Summary | None) -
 
 def _recipes(config: Config, positions: int, hidden_size: int) -> tuple[Recipe, ...]:
     """How so many positions would be learned, phase by phase; nothing of none."""
-    from pipeline.heads.kind import head_kind  # --help does not wait for torch
-
     phases = method_of(config.train).phases(config.train) if positions else []
     sizes = (positions, hidden_size, head_kind(config.train.heads).lr_scale)
     return tuple(learner.expected_recipe(config.train, *sizes) for _, learner in phases)

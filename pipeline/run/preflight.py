@@ -19,7 +19,7 @@ from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.export.hub import repositories
 from pipeline.export.layout import MAX_NUM_HEADS, check_num_heads
 from pipeline.export.upload import check_repo_id
-from pipeline.heads.kind import head_kind, max_depth
+from pipeline.heads.shape import head_kind, max_depth
 from pipeline.targets.spec import TargetSpec, model_config, resolve
 from pipeline.training.methods import method_of
 

@@ -15,7 +15,7 @@ from pipeline.evaluation.limits import failures
 from pipeline.execution.hardware import hardware
 from pipeline.export.card import model_card
 from pipeline.export.hub import repositories
-from pipeline.heads.kind import head_kind
+from pipeline.heads.shape import head_kind
 from pipeline.report.documents import report_texts
 from pipeline.report.terminal import print_report
 from pipeline.run.context import Context

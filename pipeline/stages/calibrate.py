@@ -44,7 +44,7 @@ from pipeline.evaluation.choosing import (
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, overhead_curve
 from pipeline.evaluation.own_text import measured_on_answers, written_answers
 from pipeline.evaluation.prompts import held_out_prompts, read_questions
-from pipeline.heads.kind import head_kind, max_depth
+from pipeline.heads.shape import head_kind, max_depth
 from pipeline.report.formatting import with_error
 from pipeline.run.context import Context
 from pipeline.run.preflight import dynamic_tree, most_draft_tokens, read_choices, require_files

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from pipeline.export.hub import Push, push_backbone, push_export, repositories
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.heads.kind import head_kind
+from pipeline.heads.shape import head_kind
 from pipeline.run.context import Context
 from pipeline.run.stage import Stage, reads
 from pipeline.storage.atomic import read_json, write_json

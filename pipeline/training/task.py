@@ -15,7 +15,8 @@ from torch import Tensor
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
-from pipeline.heads.kind import Heads, HeadsShape
+from pipeline.heads.kind import Heads
+from pipeline.heads.shape import HeadsShape
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.methods import Method
 

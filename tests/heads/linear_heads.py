@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
-from pipeline.heads.kind import Heads, HeadsShape, TargetWeights
+from pipeline.heads.kind import Heads, TargetWeights
+from pipeline.heads.shape import HeadsShape
 
 
 @dataclass(frozen=True)

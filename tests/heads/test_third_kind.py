@@ -15,7 +15,8 @@ import pipeline
 from pipeline.errors import ConfigError
 from pipeline.export.directory import read_heads, write_export
 from pipeline.export.layout import ExportLayout, read_layout
-from pipeline.heads.kind import KINDS, TargetWeights, head_kind
+from pipeline.heads.kind import TargetWeights
+from pipeline.heads.shape import KINDS, head_kind
 from tests.export.exports import TokenizerStub
 from tests.flows.tiny import STAGES, latest, run_again
 from tests.heads.linear_heads import LinearHeads, LinearShape
