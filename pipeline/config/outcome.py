@@ -131,8 +131,8 @@ class CheckConfig(Section):
     min_acceleration_rate: float = Field(1.0, description="The check fails where an engine is below it.", ge=0)
     require_learning: bool = Field(
         True,
-        description="The check fails where head 0's guesses are right no more often on held-out text than the most "
-        "frequent tokens would be.",
+        description="The check fails where head 0 gets less than a tenth of the held-out tokens right that guessing "
+        "the most frequent ones misses.",
     )
     tie_tolerance: float | None = Field(
         None,
