@@ -8,6 +8,7 @@ PIP_FLAGS ?=
 METHOD ?= medusa-1
 HEADS ?= medusa
 WORKERS ?= auto
+DEMO := $(if $(filter medusa,$(HEADS)),$(METHOD),$(HEADS)$(if $(filter medusa-1,$(METHOD)),, with $(METHOD)))
 BIN := $(VENV)/bin
 LOCK := requirements-$(ACCELERATOR).lock
 STAMP := $(VENV)/.installed-$(ACCELERATOR)
@@ -30,7 +31,7 @@ $(STAMP): $(LOCK) pyproject.toml
 	touch $@
 
 demo: install       ## the main job, end to end, with a small target that it trains first (METHOD=medusa-1 or medusa-2, HEADS=medusa or recurrent)
-	$(BIN)/python flows/demo.py $(if $(filter medusa,$(HEADS)),$(METHOD),$(HEADS))
+	$(BIN)/python flows/demo.py "$(DEMO)"
 
 test: install       ## all tests (WORKERS=auto is one process per core, WORKERS=0 none but this one)
 	$(TESTS)

@@ -40,3 +40,16 @@ def test_another_build_is_not_installed_over_the_one_that_is_there(make, tmp_pat
 def test_without_a_word_the_build_that_is_there_stays(make, installed):
     ended = make(installed, "--dry-run", "test")
     assert ended.returncode == 0 and "pip install" not in ended.stdout and "pytest" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "demo"),
+    [
+        ((), "medusa-1"),
+        (("METHOD=medusa-2",), "medusa-2"),
+        (("HEADS=recurrent",), "recurrent"),
+        (("HEADS=recurrent", "METHOD=medusa-2"), "recurrent with medusa-2"),  # which there is none of, and is refused
+    ],
+)
+def test_the_demo_is_of_the_kind_and_the_method_that_are_asked_for(make, words, demo):
+    assert f'flows/demo.py "{demo}"' in make("cpu", "--dry-run", "demo", *words).stdout

@@ -44,7 +44,8 @@ def failures(result: CheckResult, config: Config) -> list[str]:
         accuracy, frequency = (f"{shares[rank]:.1%}" for shares in (result.head_0 or {}, result.frequency or {}))
         found.append(
             f"the heads have learned hardly anything: on held-out text head 0's {rank.replace('top', 'top-')} accuracy "
-            f"is {accuracy}, and always guessing the most frequent tokens would reach {frequency}"
+            f"is {accuracy}, and always guessing the most frequent tokens would reach {frequency}: heads "
+            f"have to get {LEAST_LEARNED:.0%} of what that misses"
         )
     if method_of(config.train).tunes_backbone:
         kl, most = math.nan if result.kl is None else result.kl, config.train.backbone.max_kl
@@ -84,5 +85,5 @@ def guesses_by_frequency(result: CheckResult) -> str | None:
     if not head or not frequency:
         return None
     ranks = [rank for rank in ("top1", "top5") if rank in head and rank in frequency]
-    missed = {rank: 1 - frequency[rank] for rank in ranks}
-    return next((rank for rank in ranks if head[rank] - frequency[rank] < LEAST_LEARNED * missed[rank]), None)
+    missed = {rank: 1 - frequency[rank] for rank in ranks if frequency[rank] < 1}
+    return next((rank for rank in missed if head[rank] - frequency[rank] < LEAST_LEARNED * missed[rank]), None)

@@ -94,6 +94,7 @@ def test_a_backbone_that_moved_too_far_or_nobody_knows_how_far_fails_it(kl, fail
         ((0.153, 0.29), (0.06, 0.20), "top-1 accuracy is 15.3%"),
         ((0.17, 0.27), (0.06, 0.20), "top-5 accuracy is 27.0%, .* reach 20.0%"),
         ((1.0, 1.0), (1.0, 1.0), None),  # text of one token
+        ((0.9, 0.99), (0.5, 1.0), None),  # text of five
     ],
 )
 def test_heads_that_guess_no_better_than_token_frequencies_fail_it(head, frequency, fails):
