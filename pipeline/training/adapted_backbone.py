@@ -20,6 +20,7 @@ from pipeline.config import BackboneConfig
 from pipeline.errors import ConfigError
 from pipeline.export.backbone import GENERATION_FILE, is_made_of, write_backbone
 from pipeline.export.layout import BACKBONE_DIRECTORY
+from pipeline.heads.kind import TargetWeights
 from pipeline.storage.atomic import atomic_path, disk_errors, write_text
 from pipeline.storage.checksums import FileFacts
 from pipeline.targets import files
@@ -103,6 +104,15 @@ class Backbone(nn.Module):
         """What turns states and `low` into the tuned logits."""
         own = self._lm_head.get_base_layer()
         return TunedHead(own.weight, own.bias, self._lm_head.lora_B[NAME].weight)
+
+    @torch.no_grad()
+    def matrices(self) -> TargetWeights:
+        """The lm_head with what was learned, and the embedding, which is not tuned; in fp32."""
+        weight_VD, _, lora_VR = self.head
+        unit_DD = torch.eye(weight_VD.shape[1], device=weight_VD.device)
+        embedding_VD = self._target.get_input_embeddings().weight.detach()
+        tuned_VD = weight_VD.float() + lora_VR.float() @ self.low(unit_DD).float().T
+        return TargetWeights(lambda: tuned_VD, lambda: embedding_VD)
 
     @property
     def _target(self) -> Any:

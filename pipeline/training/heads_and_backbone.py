@@ -139,8 +139,10 @@ class BackboneLearner(Learner):
         return found | ({"quantization": bits} if bits else {})
 
     def write(self) -> None:
-        """The adapter, as peft reads it."""
+        """The adapter, as peft reads it. Heads that borrow the target's matrices get the tuned ones, as engines do."""
         write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
+        with torch.no_grad():
+            self.heads.take_from(self.backbone.matrices())
 
     def _heads_weight(self, step: int) -> float:
         return heads_weight(step, self.total_steps, self.settings.lambda_0, self.settings.schedule)

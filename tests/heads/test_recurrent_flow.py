@@ -6,6 +6,7 @@ import json
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from pipeline.export.layout import read_layout
 from pipeline.heads.recurrent import RecurrentShape
@@ -28,3 +29,16 @@ def test_the_whole_flow_changes_no_token(make_config, tmp_path):
     native = json.loads((run.path / "report.json").read_text())["check"]["native"]
     assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}
     assert native["acceleration_rate"] > 1
+
+
+def test_with_a_tuned_backbone_the_cell_is_measured_with_the_matrices_that_it_is_served_with(make_config, tmp_path):
+    backbone = {"sequence_length": 128, "batch_sequences": 2, "lora_rank": 4, "loss": "ce", "lr": 1e-2}
+    settings = {"train__heads": "recurrent", "train__method": "medusa-2", "train__backbone": backbone}
+    run = run_again(make_config(tmp_path, **settings), until="calibrate")
+    trained = load_file(latest(run, "train").path / "heads.safetensors")
+    tuned = AutoModelForCausalLM.from_pretrained(latest(run, "train").path / "backbone", dtype=torch.float32)
+    torch.testing.assert_close(trained["lm_head.weight"], tuned.lm_head.weight.detach(), rtol=1e-5, atol=1e-5)
+    original = AutoModelForCausalLM.from_pretrained(make_config(tmp_path).target.model, dtype=torch.float32)
+    assert not torch.allclose(trained["lm_head.weight"], original.lm_head.weight, atol=1e-3), (
+        "LoRA is on the lm_head, too"
+    )
