@@ -24,13 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from pipeline.conversations.spans import IGNORED
+from pipeline.errors import DataError
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.shape import HeadsShape
 
@@ -182,3 +183,13 @@ model, with an attention that adds nothing; embedding and lm_head are the target
             sizes = {"q": (queries, size), "k": (HEAD_SIZE, size), "v": (HEAD_SIZE, size), "o": (size, queries)}
             named |= {f"{ATTENTION}.{name}_proj.weight": self.fc.new_zeros(of) for name, of in sizes.items()}
         return {name: parameter.detach() for name, parameter in named.items()}
+
+    @classmethod
+    def from_named_tensors(
+        cls, shape: Any, tensors: Mapping[str, Tensor], format: str | None = None, *, where: str | None = None
+    ) -> Self:
+        output = tensors.get(f"{ATTENTION}.o_proj.weight")
+        if output is not None and output.any():
+            what = "The attention of this cell is not zero, so vLLM would draft something else than native decoding."
+            raise DataError(what, where, "Export again; EAGLE-1 models of other trainers are no recurrent heads.")
+        return super().from_named_tensors(shape, tensors, format, where=where)

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.tree import Tree
+from pipeline.errors import DataError
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.heads.recurrent import ATTENTION, RecurrentHeads, RecurrentShape
@@ -129,6 +130,13 @@ def test_the_cell_survives_a_safetensors_file(tmp_path, format: str | None):
     for name, parameter in heads.named_parameters():
         assert torch.equal(read.get_parameter(name), parameter), name
         assert read.get_parameter(name).requires_grad == parameter.requires_grad
+
+
+def test_a_cell_with_attention_is_refused():
+    tensors = random_cell().named_tensors("expanded")
+    tensors[f"{ATTENTION}.o_proj.weight"][0, 0] = 1
+    with pytest.raises(DataError, match="attention of this cell is not zero"):
+        RecurrentHeads.from_named_tensors(SHAPE, tensors, "expanded", where="export")
 
 
 def test_exported_attention_adds_nothing_and_is_small():
