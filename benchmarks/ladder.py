@@ -27,6 +27,7 @@ from pipeline.errors import CheckFailed, ConfigError
 from pipeline.flow import run_flow
 from pipeline.storage.atomic import read_json
 from pipeline.storage.run_directory import RunDirectory
+from pipeline.targets.spec import model_config, resolve
 
 DEMO = targets.ROOT / "configs" / "demo.yaml"
 NODES = 63
@@ -91,7 +92,11 @@ def figures(config: Path, overrides: Sequence[str], name: str) -> dict[str, Any]
     """One recipe's row; partial where its run has no check."""
     number = list(RECIPES).index(name)
     base = load_config(config, overrides)
-    values = {"recurrent_lr": base.train.lr if base.train.lr == "auto" else base.train.lr / 4, "narrow": 384}
+    hidden_size = model_config(resolve(base.target)).get_text_config().hidden_size
+    values = {
+        "recurrent_lr": base.train.lr if base.train.lr == "auto" else base.train.lr / 4,
+        "narrow": 2 * hidden_size,
+    }
     recipe = [setting.format(**values) for setting in RECIPES[name]]
     recipe = [setting if setting.startswith("generate.") else f"train.{setting}" for setting in recipe]
     settings = load_config(config, [*overrides, *recipe])

@@ -50,7 +50,6 @@ class Level(NamedTuple):
 class ProposalTree(Protocol):
     """What a proposal needs to know of a tree: as a whole, and depth by depth from the root's children on."""
 
-    choices: tuple[tuple[int, ...], ...]  # the nodes' paths, in the order in which their tokens are proposed
     max_depth: int
     top: int  # guesses per head
     guess: Tensor  # [N]: each node's place in the flattened [max_depth, top] guesses
@@ -226,7 +225,7 @@ class Heads(nn.Module, ABC):
         return {name: tuple(view.shape) for name, view in views.items()}
 
     def take_from(self, target: TargetWeights) -> None:
-        """Fill what an export leaves out, after it was read."""
+        """Take the target's matrices where the heads borrow them: an export has none, and tuning changes them."""
 
 
 def require_shapes(
