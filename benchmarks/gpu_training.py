@@ -105,6 +105,7 @@ class ReadingAlone:
 
 def _spec(target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size: Size, lm_head: Kind) -> TrainSpec:
     settings = TrainConfig(
+        heads="medusa",
         num_heads=NUM_HEADS,
         medusa=MedusaConfig(lm_head=lm_head),
         batch_tokens=size.batch_tokens,

@@ -158,6 +158,7 @@ class PlainLearner(BackboneLearner):
 
 def _spec(case: Case, target: TargetSpec, tasks: Sequence[ShardTask], directory: Path) -> TrainSpec:
     settings = TrainConfig(
+        heads="medusa",
         method="medusa-2",
         num_heads=case.num_heads,
         epochs=100,

@@ -73,7 +73,7 @@ def _measured(case: Case, directory: Path) -> tuple[Claim, dict[str, Any]]:
         Worker(case.target, FeaturesConfig(tokens_per_batch=4096), gpus=0)(task)
         per_row = int((head_labels(made[0]["input_ids"], spans_of(made[0]["spans"]), 1, rows.ROLES) != IGNORED).sum())
         sizes = {"num_heads": case.num_heads, "batch_tokens": LANES * per_row}
-        settings = TrainConfig(**sizes, epochs=1, warmup_steps=0, soft_labels=0.0)
+        settings = TrainConfig(heads="medusa", **sizes, epochs=1, warmup_steps=0, soft_labels=0.0)
         spec = rows.train_spec(case.target, settings, Path(place), [task], torch.device("cpu"))
         cached, online = CachedLoop(spec, Path(place)), OnlineLoop(spec, made)
         # No warm-up: every run starts with new heads and a new optimizer.

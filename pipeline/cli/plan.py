@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="A YAML file such as configs/zephyr-7b.yaml.")],
+    config: Annotated[Path, typer.Argument(help="A YAML file such as configs/qwen2.5-7b.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, as for run.")] = None,
 ) -> None:
     """Say which stages would run and which are cached, with tokens, disk and workers.

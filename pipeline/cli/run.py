@@ -11,7 +11,7 @@ from pipeline.config.load import load_config
 
 
 def run(
-    config: Annotated[Path, typer.Argument(help="A YAML file such as configs/zephyr-7b.yaml, or a run's run.yaml.")],
+    config: Annotated[Path, typer.Argument(help="A YAML file such as configs/qwen2.5-7b.yaml, or a run's run.yaml.")],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="section.key=value; values parse as YAML, paths are relative to here.")
     ] = None,
@@ -24,7 +24,7 @@ def run(
     Running it again continues: finished stages and committed shards are kept, a changed setting reruns its stage and
     what follows.
 
-    Example: medusa-distill run configs/zephyr-7b.yaml seeds.sources=prompts.jsonl train.num_heads=4 --until train
+    Example: medusa-distill run configs/qwen2.5-7b.yaml seeds.sources=prompts.jsonl train.num_heads=4 --until train
     """
     from pipeline.flow import run_flow  # torch and transformers: --help does not wait for them
 

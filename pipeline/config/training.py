@@ -89,9 +89,9 @@ class BackboneConfig(Section):
 
 class TrainConfig(Section):
     heads: str = Field(
-        "medusa",
-        description="Kind of head; medusa: each head guesses from the target's state alone; recurrent: one cell that "
-        "also reads the tokens it has guessed, and accepts more with fewer parameters.",
+        "recurrent",
+        description="Kind of head; recurrent: one cell that also reads the tokens it has guessed, and accepts more "
+        "with fewer parameters; medusa: the paper's, each of which guesses from the target's state alone.",
     )
     method: str = Field(
         "medusa-1",

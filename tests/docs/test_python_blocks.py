@@ -25,7 +25,7 @@ def place(tmp_path, finished_run, make_settings, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "demo").symlink_to(finished_run.path)
     (tmp_path / "configs").mkdir()
-    for name in ("demo", "zephyr-7b"):
+    for name in ("demo", "qwen2.5-7b"):
         settings = make_settings(tmp_path / "runs", calibrate__nodes=4)
         (tmp_path / "configs" / f"{name}.yaml").write_text(yaml.safe_dump(settings))
     (tmp_path / "my_tree.json").write_text(json.dumps([[0], [0, 0]]))

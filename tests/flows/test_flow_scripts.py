@@ -106,7 +106,7 @@ def test_the_recipes_are_the_paper_s():
     }
     for name, (heads, recipe) in expected.items():
         train = load_config(FLOWS.parent / "configs" / f"{name}.yaml").train
-        assert (train.method, train.lr, train.warmup_steps) == ("medusa-2", *heads)
+        assert (train.heads, train.method, train.lr, train.warmup_steps) == ("medusa", "medusa-2", *heads)
         tuned = train.backbone
         assert (tuned.loss, tuned.lora_rank, tuned.lora_alpha) == ("kl", 32, 16)
         assert tuple(getattr(tuned, key) for key in keys) == recipe, name

@@ -161,7 +161,14 @@ def make_settings(tiny_target: Path, tiny_seeds: Path) -> Callable[..., dict[str
             "target": {"model": str(tiny_target)},
             "seeds": {"sources": [{"path": str(tiny_seeds)}], "rows_per_shard": ROWS_PER_SHARD},
             "generate": {"engine": "transformers", "max_new_tokens": 16, "rounds": 2},
-            "train": {"num_heads": 3, "epochs": 1, "batch_tokens": 256, "warmup_steps": 1, "lr": 1e-2},
+            "train": {
+                "heads": "medusa",
+                "num_heads": 3,
+                "epochs": 1,
+                "batch_tokens": 256,
+                "warmup_steps": 1,
+                "lr": 1e-2,
+            },
             "calibrate": {"nodes": 8},
             "check": {
                 "prompts": 8,

@@ -128,7 +128,15 @@ def make_spec(tmp_path, shards, target) -> MakeSpec:
     """A training of a few steps in a directory of its own; keywords change its settings."""
 
     def make(name: str = "train", *, shards: tuple[str, ...] = shards, **settings: Any) -> TrainSpec:
-        usual = {"num_heads": 3, "epochs": 2, "batch_tokens": 40, "warmup_steps": 2, "lr": 1e-2, "checkpoint_every": 3}
+        usual = {
+            "heads": "medusa",
+            "num_heads": 3,
+            "epochs": 2,
+            "batch_tokens": 40,
+            "warmup_steps": 2,
+            "lr": 1e-2,
+            "checkpoint_every": 3,
+        }
         usual |= {"soft_labels": 0.0}  # what most tests compare with is the paper's
         (tmp_path / name).mkdir(exist_ok=True)
         train = TrainConfig(**nested({**usual, **settings}))
