@@ -54,7 +54,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "recurrent, with the backbone": (*HARD, *RECURRENT, *BACKBONE),
 }
 BASE = (
-    f"calibrate.nodes={NODES}", "check.baselines=[]", "check.repeats=1", "check.studies=[trees]",
+    "train.heads=medusa", f"calibrate.nodes={NODES}", "check.baselines=[]", "check.repeats=1", "check.studies=[trees]",
     "check.min_acceleration_rate=0", "check.require_learning=false",
 )  # fmt: skip
 FEW = (

@@ -1,6 +1,6 @@
 """Run the benchmarks and write what they measured.
 
-    python -m benchmarks.run                 # all but two long ones, each in a process of its own: `make bench`
+    python -m benchmarks.run                 # all but four, each in a process of its own: `make bench`
     python -m benchmarks.run features train  # some
     python -m benchmarks.run --tiny          # a smoke test with tiny sizes; figures are meaningless and not kept
 
@@ -27,6 +27,7 @@ BENCHMARKS = {
     "feature_size": "bytes of features",
     "train": "training from the cache",
     "recurrent": "recurrent heads beside Medusa heads",
+    "serving": "both kinds in vLLM beside plain vLLM: `python -m benchmarks.run serving`, after both demos",
     "medusa2": "a step of heads and backbone",
     "reading": "reading the cache",
     "decoding": "what a step with a tree costs",
@@ -36,7 +37,7 @@ BENCHMARKS = {
     "recipe": "what `auto` chooses against a grid: `python -m benchmarks.run recipe`, half an hour",
     "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",
 }
-WHEN_ASKED = {"soak", "ladder", "recipe"}  # too long to run with all
+WHEN_ASKED = {"soak", "ladder", "recipe", "serving"}  # too long to run with all, or after other work
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

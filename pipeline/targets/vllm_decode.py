@@ -54,12 +54,31 @@ def vllm_decode_check(
     Raises:
         ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an engine dies.
     """
-    task: dict[str, Any] = {"spec": asdict(spec), "prompts": [list(ids) for ids in prompts]}
-    task |= {"max_new_tokens": max_new_tokens, "repeats": repeats, "gpus": gpus}
-    tasks = [{**task, "speculative_config": chosen} for chosen in (None, dict(speculative_config))]
-    processes = [[task] for task in tasks] if gpus else [tasks]
-    plain, accelerated = [result for batch in processes for result in _in_own_process(batch)]
+    sides = [None, speculative_config]
+    plain, accelerated = decode_in_vllm(spec, sides, prompts, max_new_tokens, repeats=repeats, gpus=gpus)
     return {"plain": plain, "accelerated": accelerated}
+
+
+def decode_in_vllm(
+    spec: TargetSpec,
+    speculative_configs: Sequence[Mapping[str, Any] | None],
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    repeats: int = 1,
+    gpus: int = 0,
+    at_once: int | None = None,
+) -> list[dict[str, Any]]:
+    """One side of `vllm_decode_check` for each configuration, None being plain decoding.
+
+    Args:
+        at_once: How many prompts an engine decodes at the same time; None for all.
+    """
+    task: dict[str, Any] = {"spec": asdict(spec), "prompts": [list(ids) for ids in prompts], "at_once": at_once}
+    task |= {"max_new_tokens": max_new_tokens, "repeats": repeats, "gpus": gpus}
+    tasks = [{**task, "speculative_config": chosen and dict(chosen)} for chosen in speculative_configs]
+    processes = [[task] for task in tasks] if gpus else [tasks]
+    return [result for batch in processes for result in _in_own_process(batch)]
 
 
 def _in_own_process(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -85,7 +104,8 @@ def _in_own_process(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def decode(task: Mapping[str, Any]) -> dict[str, Any]:
     """Decode the task's prompts greedily with one engine in this process: one side of `vllm_decode_check`."""
     spec = TargetSpec(**task["spec"])
-    ours = {"disable_log_stats": False, "enable_prefix_caching": False}
+    ours: dict[str, Any] = {"disable_log_stats": False, "enable_prefix_caching": False}
+    ours |= {"max_num_seqs": task["at_once"]} if task["at_once"] else {}
     speculative = {"speculative_config": task["speculative_config"]} if task["speculative_config"] else {}
     running = RunningEngine(spec, {**ours, **speculative}, task["gpus"])
     eos, context = eos_token_ids(spec), context_length(spec)

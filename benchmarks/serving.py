@@ -1,0 +1,74 @@
+"""What both kinds of heads are worth in vLLM: tokens per second beside plain vLLM, one request at a time and many.
+
+    python -m benchmarks.run serving    # after `make demo` and `make demo HEADS=recurrent`: 3 minutes
+
+The demos' own exports answer the check's prompts greedily, each engine in turn, with as many draft tokens as
+calibrate chose. On a CPU a forward of few tokens costs in proportion to them, so heads pay less here than on a GPU.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import targets
+from benchmarks.claims import Claim, Result
+from benchmarks.ladder import DEMO, FEW
+from pipeline.api.runs import Run, open_run, run_flow
+from pipeline.config.load import load_config
+from pipeline.evaluation.prompts import held_out_prompts
+from pipeline.export.layout import read_layout
+from pipeline.targets.spec import TargetSpec, context_length, resolve
+from pipeline.targets.vllm_decode import decode_in_vllm
+
+RUNS = {"Medusa": "runs/demo", "recurrent": "runs/demo-recurrent"}
+AT_ONCE, NUM_PROMPTS, NEW_TOKENS, REPEATS = (1, 32), 32, 64, 3
+
+
+def measure(*, tiny: bool = False) -> Result:
+    """The two demos of this checkout."""
+    if not tiny:
+        return served({name: open_run(targets.ROOT / path) for name, path in RUNS.items()}, AT_ONCE, REPEATS)
+    with tempfile.TemporaryDirectory() as temporary:
+        target = targets.random_demo_target(Path(temporary) / "target").model
+        places = (f"run.root={temporary}", f"run.store={temporary}/store", f"target.model={target}")
+        words = (*places, *FEW, "calibrate.nodes=3", "train.lr=1e-3")
+        kinds = {name: load_config(DEMO, [*words, f"train.heads={name.lower()}"]) for name in RUNS}
+        runs = {name: run_flow(config, until="export", executor="inline", quiet=True) for name, config in kinds.items()}
+        return served(runs, (1,), 1)
+
+
+def served(runs: Mapping[str, Run], at_once: Sequence[int], repeats: int) -> Result:
+    """What each run's export is worth, by the number of requests at once."""
+    first = next(iter(runs.values()))
+    target = resolve(first.config.target, on_gpu=False)
+    found = held_out_prompts(first.generated("check"), NUM_PROMPTS, context_length(target) - NEW_TOKENS)
+    prompts = [prompt.ids for prompt in found.kept]
+    exports = {name: run.export for name, run in runs.items()}
+    claims = [claim for number in at_once for claim in _compared(target, exports, prompts, number, repeats)]
+    return Result(claims, {"prompts": len(prompts), "new_tokens": NEW_TOKENS, "repeats": repeats})
+
+
+def _compared(
+    target: TargetSpec, exports: Mapping[str, Path], prompts: Sequence[Sequence[int]], at_once: int, repeats: int
+) -> list[Claim]:
+    """Tokens per second with each export over those of plain vLLM, and how many texts are the same."""
+    chosen: list[dict[str, Any] | None] = [None]
+    for path in exports.values():
+        layout = read_layout(path)
+        chosen.append(layout.kind.speculative_config(str(path.resolve()), layout.num_speculative_tokens))
+    plain, *others = decode_in_vllm(target, chosen, prompts, NEW_TOKENS, repeats=repeats, at_once=at_once)
+    speed = {"plain, tokens/s": plain["tokens_per_second"]}
+    claims = []
+    for name, found in zip(exports, others, strict=True):
+        same = sum(one == other for one, other in zip(found["token_ids"], plain["token_ids"], strict=True))
+        sides = speed | {
+            f"{name}, tokens/s": found["tokens_per_second"],
+            "acceleration rate": found["acceleration_rate"],
+            f"of {len(prompts)} texts the same": same,
+        }
+        what = f"vLLM with {name} heads over plain, {at_once} at once"
+        claims.append(Claim(what, found["tokens_per_second"] / plain["tokens_per_second"], sides=sides))
+    return claims
