@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from pipeline.cli.app import app, ends_well, main
-from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault
+from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
 from tests.export.hub_stand_in import TOKEN, hub_on_loopback, take_for_the_hub
 from tests.flows.tiny import stages_run
@@ -201,3 +202,32 @@ def test_a_push_that_is_killed_is_one_whole_commit_when_it_was_run_again(
     assert (receipt["commit"], receipt["unchanged"]) == (repository.sha, bool(arrived))
     asked = len(hub.requests)
     assert stages_run(run_again(make_config(tmp_path, **HUB_IDS))) == [] and len(hub.requests) == asked
+
+
+@pytest.mark.parametrize("how", ["a flipped byte", "numbers that are none", "a link", "the tree", "another file"])
+def test_only_the_files_that_were_checked_go_and_only_as_they_were_checked(copied_run, tmp_path, hub, how):
+    export = copied_run.path / "latest/export"
+    weights = export / "medusa_lm_head.safetensors"
+    if how == "a flipped byte":
+        data = bytearray(weights.read_bytes())
+        data[-5] ^= 1
+        weights.write_bytes(data)
+    elif how == "numbers that are none":
+        save_file({name: tensor * float("nan") for name, tensor in load_file(weights).items()}, weights)
+    elif how == "a link":
+        (export / "tokenizer.json").rename(tmp_path / "tokenizer.json")
+        (export / "tokenizer.json").symlink_to(tmp_path / "tokenizer.json")
+    elif how == "the tree":
+        (export / "medusa_choices.json").write_text("[[0]]\n")
+    else:
+        (export / "sub").mkdir()
+        for name in ("sub/id_rsa", "notes.txt", "tokenizer.model"):
+            (export / name).write_text("nobody's business")
+
+        push_again(copied_run)
+        assert hub.repositories["me/heads"].files.keys() == EXPORTED
+        return
+    for dry_run in (True, False):
+        with pytest.raises(DataError, match="is not what was checked"):
+            push_again(copied_run, dry_run=dry_run)
+    assert hub.requests == []

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.redact import redacted
 from pipeline.storage.shards import read_rows
 from tests.export.hub_stand_in import TOKEN, HubStandIn
@@ -250,3 +250,40 @@ def test_rays_dashboard_is_not_started(monkeypatch):
     RayExecutor()
     assert asked[0]["address"] == ("local",) and asked[0]["include_dashboard"] is False
     assert not [file for file in (ROOT / "pipeline").rglob("*.py") if "dashboard_host" in file.read_text()]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../others/backbone/x", "../../others/shards/00000.parquet", "/{}/others/mine", "."]
+)
+def test_a_name_in_a_stage_s_record_that_leaves_the_stage_is_refused_and_nothing_outside_is_deleted(
+    copied_run, make_config, tmp_path, name
+):
+    outside = [tmp_path / "others" / path for path in ("backbone/x", "shards/00000.parquet", "mine")]
+    for path in outside:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("somebody's")
+    record = latest(copied_run, "train").path / "DONE.json"
+    done = json.loads(record.read_text())
+    done["files"][name.format(tmp_path)] = {"size": 1, "mtime_ns": 1, "sha256": "0" * 64}
+    record.write_text(json.dumps(done))
+    for story in (lambda: run_again(make_config(tmp_path)), latest(copied_run, "train").verify):
+        with pytest.raises(DataError, match="names a file outside of the stage"):
+            story()
+    assert all(path.read_text() == "somebody's" for path in outside)
+
+
+@pytest.mark.parametrize(
+    "link", ["run/{stage}/shards", "run/{stage}/lock", "run/lock", "run/latest", "run/events.jsonl"]
+)
+def test_a_link_in_a_run_is_refused_and_what_it_leads_to_is_left_alone(copied_run, make_config, tmp_path, link):
+    stage, outside = latest(copied_run, "features"), tmp_path / "others"
+    place = tmp_path / link.format(stage=stage.path.name)
+    shutil.move(place, outside)
+    place.symlink_to(outside)
+    if outside.is_dir():
+        (outside / "mine.tmp").write_text("somebody's")
+    before = {path: path.read_bytes() for path in [outside, *outside.rglob("*")] if path.is_file()}
+    with pytest.raises((DataError, EnvironmentFault)) as caught:
+        run_again(make_config(tmp_path), fresh="features")
+    assert str(place) in str(caught.value)
+    assert {path: path.read_bytes() for path in [outside, *outside.rglob("*")] if path.is_file()} == before

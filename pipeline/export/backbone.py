@@ -56,11 +56,11 @@ def is_made_of(directory: Path, made_of: dict[str, Any]) -> bool:
     return bool(read_json(directory / BACKBONE_FILE) == made_of)
 
 
-def link_backbone(source: Path, directory: Path) -> list[Path]:
-    """Copy the backbone, by hard links where the file system has them; returns its files."""
+def link_backbone(source: Path, directory: Path, files: Iterable[str]) -> list[Path]:
+    """Copy these files of the backbone, by hard links where the file system has them; returns the copies."""
     shutil.rmtree(directory, ignore_errors=True)
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
-        for file in files_in(source):
+        for file in files:
             (partial / file).parent.mkdir(parents=True, exist_ok=True)
             try:
                 os.link(source / file, partial / file)

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import CommitOperationAdd
+
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.export.backbone import BACKBONE_FILE
 from pipeline.export.card import backbone_card, model_card
@@ -28,8 +30,6 @@ from pipeline.export.upload import (
     upload,
 )
 from pipeline.heads.kind import Heads
-from pipeline.storage.atomic import files_in
-from pipeline.storage.stage_directory import BOOKKEEPING
 
 
 def repositories(repo_id: str | None, kind: str, *, tuned: bool) -> tuple[str | None, str | None]:
@@ -61,11 +61,12 @@ class Push:
     dry_run: bool = False
 
 
-def push_export(directory: str | Path, push: Push) -> dict[str, Any]:
+def push_export(directory: str | Path, push: Push, checked: Mapping[str, str]) -> dict[str, Any]:
     """Push an export with a freshly rendered model card, as one commit; return the receipt.
 
     Args:
         directory: An export. It is not changed; `config.json` and the card are rewritten for the upload.
+        checked: The sha256 (hex) of each of the heads' files as it was checked, by name; no other file goes.
 
     Returns:
         {"repo", "url", "commit", "unchanged", "private", "base_model", "files": [{"path", "size", "sha256"}]};
@@ -73,7 +74,8 @@ def push_export(directory: str | Path, push: Push) -> dict[str, Any]:
 
     Raises:
         CheckFailed: The check failed or was not run.
-        DataError: The directory is not a whole export, or names the target's local path where it should not.
+        DataError: The directory is not a whole export, is not what was checked, or names the target's local path where
+            it should not.
         ConfigError: An id is invalid, or the repository's content conflicts.
         EnvironmentFault: No token, or the Hub could not be reached or rejected the request.
     """
@@ -87,17 +89,20 @@ def push_export(directory: str | Path, push: Push) -> dict[str, Any]:
     kind, tuned = exported.kind, (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file()
     card = model_card(report, kind=kind, base_model=base, repo_id=push.repo_id, recipe=push.recipe, tuned=tuned)
     config = json.dumps(with_base_model(content, base), indent=2) + "\n"
-    files: dict[str, Path | bytes] = {name: directory / name for name in _names(directory, kind)}
-    files |= {CARD_FILE: card.encode(), CONFIG_FILE: config.encode()}
+    _require_heads_alone(checked, kind, directory)
+    additions = prepare(directory, checked, {CARD_FILE: card.encode(), CONFIG_FILE: config.encode()})
     in_the_way = functools.partial(_not_heads, kind=kind)
-    return _send(replace(push, base_model=base), files, exported.base_model_name_or_path, kind.title, in_the_way)
+    return _send(replace(push, base_model=base), additions, exported.base_model_name_or_path, kind.title, in_the_way)
 
 
-def push_backbone(directory: str | Path, push: Push, *, heads_repo_id: str, kind: type[Heads]) -> dict[str, Any]:
+def push_backbone(
+    directory: str | Path, push: Push, checked: Mapping[str, str], *, heads_repo_id: str, kind: type[Heads]
+) -> dict[str, Any]:
     """Push the tuned backbone with a model card of its own, as one commit; return the receipt.
 
     Args:
         directory: A tuned backbone, as `write_backbone` writes it.
+        checked: The sha256 (hex) of each of its files as it was checked, by name; no other file goes.
         heads_repo_id, kind: Where its heads are, or will be, and what they are.
 
     The receipt and what is raised are those of `push_export`.
@@ -105,8 +110,7 @@ def push_backbone(directory: str | Path, push: Push, *, heads_repo_id: str, kind
     directory = Path(directory).resolve()
     check_repo_id(push.repo_id, "push.repo_id", with_owner=True)
     report = require_passed_check(push.report)
-    files: dict[str, Path | bytes] = {file.as_posix(): directory / file for file in files_in(directory)}
-    if gone := {CONFIG_FILE, BACKBONE_FILE} - files.keys():
+    if gone := {CONFIG_FILE, BACKBONE_FILE} - checked.keys():
         raise DataError(f"The tuned backbone lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
     card = backbone_card(
         report,
@@ -116,14 +120,14 @@ def push_backbone(directory: str | Path, push: Push, *, heads_repo_id: str, kind
         kind=kind,
         recipe=push.recipe,
     )
-    return _send(push, files | {CARD_FILE: card.encode()}, str(directory), "Backbone", _not_a_backbone)
+    additions = prepare(directory, checked, {CARD_FILE: card.encode()})
+    return _send(push, additions, str(directory), "Backbone", _not_a_backbone)
 
 
 def _send(
-    push: Push, files: Mapping[str, Path | bytes], local: str, message: str, in_the_way: InTheWay
+    push: Push, additions: list[CommitOperationAdd], local: str, message: str, in_the_way: InTheWay
 ) -> dict[str, Any]:
     """Upload the files, none of which may name the path `local`; the receipt, also of a dry run."""
-    additions = prepare(files)
     missing = []
     if push.base_model and os.path.isabs(push.base_model):
         missing.append("the Hub id of the target (push.base_model): nobody else can load a local one")
@@ -154,20 +158,13 @@ def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return report
 
 
-def _names(directory: Path, kind: type[Heads]) -> list[str]:
-    """The heads' files, without the stage's bookkeeping, a tuned backbone and hidden files."""
-    tuned = BACKBONE_DIRECTORY if (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file() else None
-    names = [
-        path.as_posix()
-        for path in files_in(directory)
-        if path.name not in BOOKKEEPING and path.parts[0] != tuned and not any(p.startswith(".") for p in path.parts)
-    ]
-    if gone := {kind.weights_file, kind.choices_file} - set(names):
+def _require_heads_alone(names: Collection[str], kind: type[Heads], directory: Path) -> None:
+    """Raise DataError where the heads are not whole, or other weights would go with them."""
+    if gone := {CONFIG_FILE, kind.weights_file, kind.choices_file} - set(names):
         raise DataError(f"The export lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
     if strangers := _other_weights(names, kind):
         fix = "Push them to a repository of their own: engines load every weights file that they find."
         raise DataError(f"Other weights lie beside the heads: {', '.join(strangers)}.", str(directory), fix)
-    return names
 
 
 def _other_weights(names: Collection[str], kind: type[Heads]) -> list[str]:

@@ -20,6 +20,7 @@ from pipeline.errors import ConfigError, DataError, EnvironmentFault, MedusaDist
 from pipeline.redact import redacted
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
+EXPORT_AGAIN = "Run the run again: it finds what has changed, makes it anew and checks it."
 CONTINUES = "Run the same command again: what has arrived is not sent twice."
 
 InTheWay = Callable[[Collection[str]], list[str]]  # of the names in a repository, those that forbid writing to it
@@ -37,9 +38,33 @@ def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None
         raise ConfigError(f'"{repo_id}" does not say whose repository it is.', where, "Write it as USER/NAME.")
 
 
-def prepare(files: Mapping[str, Path | bytes]) -> list[CommitOperationAdd]:
-    """The files as operations of one commit, sorted by name; each is read once."""
-    return [CommitOperationAdd(name, content) for name, content in sorted(files.items())]
+def prepare(directory: Path, checked: Mapping[str, str], instead: Mapping[str, bytes]) -> list[CommitOperationAdd]:
+    """The checked files of a directory as operations of one commit, sorted by name; nothing else goes.
+
+    Args:
+        checked: The sha256 (hex) of each file as it was checked. Weights are read again while they are sent, and the
+            Hub compares what arrives with this sum; of any other file the bytes that were compared are sent.
+        instead: Files that are written for the upload, in the place of the directory's or besides them.
+
+    Raises:
+        DataError: A file is missing, is a link, or is not what was checked.
+    """
+    additions = [_as_checked(directory, name, sha256) for name, sha256 in checked.items()]
+    additions = [addition for addition in additions if addition.path_in_repo not in instead]
+    additions += [CommitOperationAdd(name, content) for name, content in instead.items()]
+    return sorted(additions, key=lambda addition: addition.path_in_repo)
+
+
+def _as_checked(directory: Path, name: str, sha256: str) -> CommitOperationAdd:
+    path = directory / name
+    try:
+        linked = path.is_symlink()
+        addition = CommitOperationAdd(name, path if path.suffix in WEIGHT_SUFFIXES else path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"A file of the export cannot be read: {error}.", str(path), EXPORT_AGAIN) from error
+    if linked or addition.upload_info.sha256.hex() != sha256:
+        raise DataError("This file is not what was checked, so nothing was pushed.", str(path), EXPORT_AGAIN)
+    return addition
 
 
 def listing(additions: list[CommitOperationAdd]) -> list[dict[str, Any]]:

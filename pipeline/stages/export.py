@@ -39,7 +39,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     settings, spec = context.config.export, context.target
     train, backbone = context.upstream["train"].path, stage.path.resolve() / BACKBONE_DIRECTORY
     tunes = method_of(context.config.train).tunes_backbone
-    tuned = link_backbone(train / BACKBONE_DIRECTORY, backbone) if tunes else []
+    trained = context.upstream["train"].files_below(BACKBONE_DIRECTORY)
+    tuned = link_backbone(train / BACKBONE_DIRECTORY, backbone, trained) if tunes else []
     heads = read_trained_heads(train / HEADS_FILE)
     target = model_config(spec)
     check_vocabulary(heads.shape.vocab_size, target.get_text_config().vocab_size)
@@ -63,7 +64,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         card=model_card({}, kind=layout.kind, base_model=base, repo_id=None, recipe=recipe, tuned=tunes),
     )
     return {
-        "files": [path.name for path in files],
+        "files": [path.relative_to(stage.path).as_posix() for path in files],
         "bytes": sum(path.stat().st_size for path in files),
         "dtype": layout.dtype,
         "format": layout.format,

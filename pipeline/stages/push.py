@@ -50,10 +50,12 @@ def push(context: Context, *, dry_run: bool = False) -> dict[str, Any]:
 
     With Medusa-2 the receipt has the tuned backbone's under `backbone`.
     """
-    settings, export = context.config.push, context.upstream["export"].path
+    settings, exported = context.config.push, context.upstream["export"]
+    export, done = exported.path, exported.done
     train = context.config.train
     heads_id, backbone_id = repositories(settings.repo_id, train.heads, tuned=method_of(train).tunes_backbone)
-    assert heads_id, "there is nothing to push to"
+    assert heads_id and done, "there is nothing to push, or nowhere to push it to"
+    checked = {name: done.files[name].sha256 for name in done.summary["files"] if name in done.files}
     heads = Push(
         heads_id,
         report=read_json(context.run.path / "report.json"),
@@ -63,12 +65,14 @@ def push(context: Context, *, dry_run: bool = False) -> dict[str, Any]:
         dry_run=dry_run,
     )
     if backbone_id is None:
-        return push_export(export, heads)
+        return push_export(export, heads, checked)
     model = context.config.target.model
     original = settings.base_model or (None if is_local(model) else model)
     backbone = replace(heads, repo_id=backbone_id, base_model=original)
-    pushed = push_backbone(export / BACKBONE_DIRECTORY, backbone, heads_repo_id=heads_id, kind=head_kind(train.heads))
-    return push_export(export, heads) | {"backbone": pushed}
+    tuned = {name: facts.sha256 for name, facts in exported.files_below(BACKBONE_DIRECTORY).items()}
+    kind = head_kind(train.heads)
+    pushed = push_backbone(export / BACKBONE_DIRECTORY, backbone, tuned, heads_repo_id=heads_id, kind=kind)
+    return push_export(export, heads, checked) | {"backbone": pushed}
 
 
 def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:

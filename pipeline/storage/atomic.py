@@ -70,6 +70,12 @@ def files_in(directory: Path) -> list[Path]:
     return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
 
 
+def links_in(directory: Path) -> Iterator[Path]:
+    """Every symbolic link below `directory`; none is followed."""
+    for place, folders, files in os.walk(directory):
+        yield from (path for name in (*folders, *files) if (path := Path(place, name)).is_symlink())
+
+
 def temporary_beside(path: Path) -> Path:
     """A name in the same directory that no other writer uses."""
     return path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}.tmp")
@@ -127,8 +133,14 @@ def read_json(path: Path) -> Any | None:
     """The file's JSON, or None where it is absent or damaged."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The file's JSON object; empty where it is absent or damaged, or holds something else."""
+    found = read_json(path)
+    return found if isinstance(found, dict) else {}
 
 
 def sync(path: Path) -> None:
@@ -142,7 +154,7 @@ def sync(path: Path) -> None:
 
 def sweep_temporary(directory: Path) -> int:
     """Remove the temporary files of killed writers; returns their number."""
-    leftovers = list(directory.rglob("*.tmp"))
+    leftovers = [path for path in directory.rglob("*.tmp") if not path.is_dir()]
     for path in leftovers:
         path.unlink(missing_ok=True)
     return len(leftovers)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline.storage.atomic import read_json, write_json
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.errors import DataError
+from pipeline.storage.atomic import write_json
 from pipeline.storage.checksums import FileFacts
 from pipeline.storage.receipts import Receipt
 
@@ -27,13 +30,29 @@ class Done:
 
     @classmethod
     def read(cls, directory: Path) -> Done | None:
-        """None while the stage is unfinished, or where the file is damaged."""
+        """None while the stage is unfinished, or where the file is damaged.
+
+        Raises:
+            DataError: It names a file outside of the directory.
+        """
+        path = directory / "DONE.json"
         try:
-            found = read_json(directory / "DONE.json") or {}
-            files = {name: FileFacts(**facts) for name, facts in found["files"].items()}
-            return cls(**found | {"files": files, "shards": [Receipt.of(shard) for shard in found["shards"]]})
-        except (TypeError, KeyError, AttributeError):
+            done = DONE.validate_json(path.read_bytes(), strict=True)
+        except (OSError, ValidationError):
             return None
+        if outside := next((name for name in done.files if _leaves(name)), None):
+            fix = "Somebody has changed it. Delete it and run the same command again: what is whole is kept."
+            raise DataError(f"A stage's record names a file outside of the stage: {outside}.", str(path), fix)
+        return done
 
     def write(self, directory: Path) -> None:
         write_json(directory / "DONE.json", asdict(self))
+
+
+DONE = TypeAdapter(Done)
+
+
+def _leaves(name: str) -> bool:
+    """Whether a name leads out of the directory that it is read in."""
+    path = PurePosixPath(name)
+    return path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from pipeline.storage.atomic import read_json, write_text
+from pipeline.storage.atomic import read_object, write_text
 from pipeline.storage.checksums import sha256_of
 
 
@@ -43,7 +43,7 @@ class FileDigests:
 
     def __init__(self, cache: Path, *, read_only: bool = False):
         self.cache, self.read_only = cache, read_only
-        self.known: dict[str, str] = read_json(cache) or {}
+        self.known = {key: value for key, value in read_object(cache).items() if isinstance(value, str)}
 
     def of(self, path: Path) -> str:
         """The file's sha256 (hex); the Hub's cache names large files by it already."""

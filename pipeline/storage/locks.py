@@ -43,7 +43,8 @@ class Lock:
         self.path, self.what = path, what
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+")
+            itself = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)  # no link to another's
+            self._file = os.fdopen(itself, "a+")
         except OSError as error:
             fix = "Set run.root and run.store to places that you may write to."
             raise EnvironmentFault(

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from pydantic import TypeAdapter, ValidationError
 
-from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.atomic import write_json
 from pipeline.storage.checksums import FileFacts
 
 RECEIPT_KEY = b"medusa-distill.receipt"
@@ -33,11 +31,6 @@ class Receipt:
     stats: dict[str, float] = field(default_factory=dict)  # what the stage counts: tokens, positions
     note: Note | None = None  # None where its writer was killed before it, or the file was not written by this receipt
 
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Receipt:
-        """The receipt that `asdict` made JSON of."""
-        return cls(**{**found, "note": found["note"] and Note.of(found["note"])})
-
 
 @dataclass(frozen=True)
 class Note:
@@ -47,10 +40,8 @@ class Note:
     file: FileFacts
     busy_seconds: float
 
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Note:
-        """The note that `asdict` made JSON of."""
-        return cls(found["content_sha256"], FileFacts(**found["file"]), float(found["busy_seconds"]))
+
+RECEIPT, NOTE = TypeAdapter(Receipt), TypeAdapter(Note)
 
 
 def note_path(shard: str | Path) -> Path:
@@ -63,8 +54,8 @@ def read_receipt(path: str | Path) -> Receipt | None:
     """The receipt in a shard's footer with the note that fits it, or None where there is no whole shard."""
     try:
         metadata = pq.read_metadata(path).metadata or {}
-        receipt = Receipt(**json.loads(metadata[RECEIPT_KEY]))
-    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError):
+        receipt = RECEIPT.validate_json(metadata[RECEIPT_KEY], strict=True)
+    except (OSError, pa.ArrowException, KeyError, ValidationError):
         return None
     note = read_note(path)
     return replace(receipt, note=note) if note and note.content_sha256 == receipt.content_sha256 else receipt
@@ -72,8 +63,8 @@ def read_receipt(path: str | Path) -> Receipt | None:
 
 def read_note(shard: str | Path) -> Note | None:
     """The note beside a shard, or None where its writer was killed before it."""
-    with contextlib.suppress(TypeError, KeyError, ValueError):
-        return Note.of(read_json(note_path(shard)) or {})
+    with contextlib.suppress(OSError, ValidationError):
+        return NOTE.validate_json(note_path(shard).read_bytes(), strict=True)
     return None
 
 

@@ -10,15 +10,16 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.load import dump_config, load_config
-from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.redact import redacted, redacted_values
 from pipeline.storage.atomic import write_text
+from pipeline.storage.description import Description
 from pipeline.storage.locks import Lock
 from pipeline.storage.stage_directory import StageDirectory
 
@@ -72,8 +73,13 @@ class RunDirectory:
     def stages(self) -> dict[str, StageDirectory]:
         """The current directories of the stages that the run has reached, those first that others read."""
         found = {link.name: StageDirectory.at(link.resolve()) for link in self.links() if link.is_dir()}
-        read = {name: stage.identity.get("upstream", {}).keys() & found.keys() for name, stage in found.items()}
-        return {name: found[name] for name in TopologicalSorter(read).static_order()}
+        described = {name: Description.read(stage.path) for name, stage in found.items()}
+        read = {name: said.upstream & found.keys() if said else set() for name, said in described.items()}
+        try:
+            return {name: found[name] for name in TopologicalSorter(read).static_order()}
+        except CycleError as error:
+            fix = "Somebody has changed their stage.json. Run the same configuration again: they are written anew."
+            raise DataError("The stages of this run name each other in a circle.", str(self.path), fix) from error
 
     def links(self) -> list[Path]:
         return sorted((self.path / "latest").glob("[!.]*"))
@@ -93,7 +99,13 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run for one driver; removes temporary files of killed drivers."""
+        """Hold the run for one driver; removes temporary files of killed drivers.
+
+        Raises:
+            DataError: A link stands where the run would write through it.
+        """
+        if link := next((path for name in ("latest", "events.jsonl") if (path := self.path / name).is_symlink()), None):
+            raise DataError("A link leads out of the run directory.", str(link), "Delete it and run again.")
         with Lock(self.path / "lock", f"the run '{self.path.name}'") as lock:
             lock.own()
             links = (path for path in (self.path / "latest").glob(".*.*") if path.is_symlink())

@@ -14,8 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import DataError
-from pipeline.storage.atomic import read_json, sweep_temporary, write_json
+from pipeline.storage.atomic import links_in, read_json, sweep_temporary, write_json
 from pipeline.storage.checksums import FileFacts
+from pipeline.storage.description import Description
 from pipeline.storage.done import Done, Identity, Summary
 from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.locks import Lock
@@ -48,8 +49,8 @@ class StageDirectory(ShardFolder):
     @classmethod
     def at(cls, path: Path) -> StageDirectory:
         """The stage directory at `path`, also where it was copied."""
-        described = read_json(path / "stage.json") or {}
-        stage = cls(path.parent, described.get("stage", path.name.rpartition("-")[0]), described.get("fingerprint", ""))
+        described = Description.read(path) or Description(path.name.rpartition("-")[0], "")
+        stage = cls(path.parent, described.stage, described.fingerprint)
         stage.path = path
         return stage
 
@@ -62,8 +63,12 @@ class StageDirectory(ShardFolder):
         """Make the directory, say in stage.json what it depends on, and hold it; leftovers of killed workers go.
 
         Raises:
+            DataError: A link lies in it, and following it could change or delete what is not the stage's.
             EnvironmentFault: Another process changes it.
         """
+        if link := next(links_in(self.path), None):
+            fix = "Delete this link and run the same command again; to store a stage elsewhere, set run.store."
+            raise DataError("A link leads out of the stage's directory.", str(link), fix)
         self.create(identity)
         self.lock.share()
         for folder in SHARD_FOLDERS:
@@ -71,10 +76,7 @@ class StageDirectory(ShardFolder):
 
     def create(self, identity: Identity) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        if read_json(self.path / "stage.json") is None:
-            write_json(
-                self.path / "stage.json", {"stage": self.stage, "fingerprint": self.fingerprint, "identity": identity}
-            )
+        Description(self.stage, self.fingerprint, identity).write(self.path)
 
     def is_whole(self, upstream: dict[str, str]) -> bool:
         """Whether the stage is finished, was made from this upstream content, and no file is damaged.
@@ -100,7 +102,7 @@ class StageDirectory(ShardFolder):
         self.discard(damaged)
         sweep_temporary(self.path)
         made_from = read_json(self.path / "upstream.json")
-        if fresh or (made_from is not None and made_from != upstream):
+        if fresh or made_from != upstream:
             self._drop(keep=() if fresh else SHARD_FOLDERS)
         (self.path / "DONE.json").unlink(missing_ok=True)
         write_json(self.path / "upstream.json", upstream)
@@ -112,7 +114,7 @@ class StageDirectory(ShardFolder):
 
     @property
     def identity(self) -> Identity:
-        return (read_json(self.path / "stage.json") or {}).get("identity", {})
+        return described.identity if (described := Description.read(self.path)) else {}
 
     @property
     def done(self) -> Done | None:
@@ -123,6 +125,13 @@ class StageDirectory(ShardFolder):
     def summary(self) -> Summary:
         """What the stage says of itself; empty while it is unfinished."""
         return done.summary if (done := self.done) else {}
+
+    def files_below(self, folder: str) -> dict[str, FileFacts]:
+        """The files that count in one folder, by their path in it, as they were when the stage was finished."""
+        files = done.files if (done := self.done) else {}
+        return {
+            name.removeprefix(f"{folder}/"): facts for name, facts in files.items() if name.startswith(f"{folder}/")
+        }
 
     def finish(self, summary: Summary, upstream: dict[str, str]) -> None:
         """Write DONE.json: the summary, what it was made from, and the facts of every file that counts.
@@ -228,6 +237,8 @@ class StageDirectory(ShardFolder):
 def _problem(path: Path, written: FileFacts) -> str | None:
     if not path.is_file():
         return f"{path} is missing"
+    if path.is_symlink():
+        return f"{path} is a link"
     found = FileFacts.of(path)
     if found.sha256 == written.sha256:
         return None

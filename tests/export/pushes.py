@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -36,4 +37,16 @@ def export_to(directory: Path, base_model: str = "owner/target", tokenizer: str 
 
 def push(export: Path, hub: HubStandIn, **changes) -> dict:
     usual = {"repo_id": "me/heads", "report": PASSED, "recipe": {}}
-    return push_export(export, Push(**usual | changes))
+    return push_export(export, Push(**usual | changes), sums(export))
+
+
+def sums(directory: Path) -> dict[str, str]:
+    """The sha256 of every file that a stage's record would name: no bookkeeping, no tuned backbone, no card."""
+    tuned = (directory / "backbone" / "backbone.json").exists()
+    found = {file.relative_to(directory).as_posix(): file for file in directory.rglob("*") if file.is_file()}
+    return {
+        name: hashlib.sha256(file.read_bytes()).hexdigest()
+        for name, file in found.items()
+        if name not in ("stage.json", "DONE.json", "lock", ".hidden", "README.md")
+        and not (tuned and name.startswith("backbone/"))
+    }
