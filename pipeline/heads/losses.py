@@ -1,19 +1,20 @@
 """Each head's cross entropy, without ever holding the [K, N, V] logits.
 
 At K = 5, V = 32,000 and 16,384 rows the logits alone would be 10 GB in fp32. Here the forward pass walks chunks of
-rows that carry a label, and computes loss and gradients of a chunk while its logits exist: two buffers of one chunk
-are all that is held beside the gradients themselves (four with soft labels, whose distributions are computed once per
-chunk of the target's states and used by all heads). Backward then only scales: once per forward, no second derivative.
-Softmax and sums are in fp32 (fp64 for fp64), matrix products in the dtype of the hidden states (fp16's range is too
-small).
+rows that carry a label, and computes loss and gradients of a chunk while its logits exist: one buffer of logits is all
+that is held beside the gradients themselves (two with soft labels: the target's distributions, computed once per chunk
+of its states and used by all heads). What needs logits in fp32 is computed by slices of the chunk: so the chunk can be
+large, and the [V, D] sum of gradients is read and written seldom. Backward then only scales: once per forward, no
+second derivative. Softmax and sums are in fp32 (fp64 for fp64), matrix products in the dtype of the hidden states
+(fp16's range is too small).
 
-Letters: N rows (positions), C rows of a chunk, D hidden size, V vocabulary, K heads.
+Letters: N rows (positions), C rows of a chunk, S of a slice, D hidden size, V vocabulary, K heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +23,9 @@ from torch.nn.functional import cross_entropy
 from pipeline.conversations.spans import IGNORED
 from pipeline.heads.soft_labels import Teacher
 
-# A GPU wants few, large products; a CPU wants a chunk that stays in its cache.
-_CHUNK_BYTES = {"cuda": 2 << 30, "cpu": 32 << 20}
+# A GPU wants few, large products; a CPU wants a chunk whose fp32 slices stay in its cache.
+_CHUNK_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
+_SLICES = 16  # a chunk's bytes over those of a slice
 
 
 def chunk_bytes_on(device: torch.device) -> int:
@@ -123,84 +125,87 @@ def _walk(
     grad_hidden = torch.zeros_like(flat_hidden) if wants_hidden else None
     grad_lm_head = torch.zeros_like(lm_head) if wants_lm_head else None
 
-    # Held per logit: itself (later its gradient), its log q, and, where these differ in dtype, the logit converted;
-    # with a teacher its p, once in the teacher's order and once in the head's.
-    logit_bytes = dtype.itemsize + exact.itemsize * (1 if dtype == exact else 2)
-    logit_bytes += 2 * exact.itemsize if teacher is not None else 0
-    num_rows = chunk_bytes // (vocab_size * logit_bytes)
+    # Held per logit of a chunk: itself, later its gradient, and the target's p; of a slice log q, and p in its order.
+    held = 1 if teacher is None else 2
+    num_rows = chunk_bytes // (vocab_size * (dtype.itemsize + (held - 1) * exact.itemsize))
     num_rows = max(1, min(num_rows, flat_labels.numel()))
+    slice_rows = min(num_rows, max(1, chunk_bytes // _SLICES // (vocab_size * exact.itemsize * held)))
     logits_buffer = flat_hidden.new_empty(num_rows, vocab_size)
-    log_q_buffer = logits_buffer.new_empty(num_rows, vocab_size, dtype=exact)
-    share = 0.0 if teacher is None else teacher.share
-    for head, rows_C, p_CV in _chunks(labels_KN, teacher, logits_buffer, exact, shared=lm_head.dim() == 2):
+    scratch = logits_buffer.new_empty(held, slice_rows, vocab_size, dtype=exact)
+    for head, rows_C, soft in _chunks(labels_KN, teacher, logits_buffer, exact, shared=lm_head.dim() == 2):
         weight_VD = (lm_head if head is None else lm_head[head]).to(dtype)
         hidden_CD, labels_C1 = flat_hidden[rows_C], flat_labels[rows_C, None]
-        logits_CV, log_q_CV = logits_buffer[: len(rows_C)], log_q_buffer[: len(rows_C)]
-        torch.mm(hidden_CD, weight_VD.t(), out=logits_CV)
-        torch.log_softmax(logits_CV, 1, dtype=exact, out=log_q_CV)
-        label_log_q_C1 = log_q_CV.gather(1, labels_C1)
-        losses_C = -label_log_q_C1[:, 0]
-        if p_CV is not None:
-            soft_C = -torch.bmm(p_CV[:, None], log_q_CV[:, :, None])[:, 0, 0]
-            losses_C = torch.lerp(losses_C, soft_C, share)
-        losses.view(-1)[rows_C] = losses_C
-        if grad_hidden is None and grad_lm_head is None:
-            continue
-        if p_CV is None:
-            grad_CV = _hard_gradient(log_q_CV, label_log_q_C1, labels_C1, logits_CV)
-        else:
-            grad_CV = _soft_gradient(log_q_CV, label_log_q_C1, labels_C1, p_CV, share, logits_CV)
+        logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=logits_buffer[: len(rows_C)])
+        for start in range(0, len(rows_C), slice_rows):
+            part = slice(start, start + slice_rows)
+            losses.view(-1)[rows_C[part]] = _to_gradient(
+                logits_CV[part], labels_C1[part], scratch, soft and soft.part(part), wants_gradient=any(wants)
+            )
         if grad_hidden is not None:
-            grad_hidden[rows_C] = grad_CV @ weight_VD
+            grad_hidden[rows_C] = logits_CV @ weight_VD
         if grad_lm_head is not None and head is not None:
-            _add_product(grad_lm_head[head], grad_CV, hidden_CD)
+            _add_product(grad_lm_head[head], logits_CV, hidden_CD)
         elif grad_lm_head is not None:
             weights_C = weights_K[rows_C // labels_KN.shape[1]]
-            _add_product(grad_lm_head, grad_CV, (hidden_CD * weights_C[:, None]).to(dtype))
+            _add_product(grad_lm_head, logits_CV, (hidden_CD * weights_C[:, None]).to(dtype))
     return losses, None if grad_hidden is None else grad_hidden.view_as(hidden_KND), grad_lm_head
 
 
-def _hard_gradient(log_q_CV: Tensor, label_log_q_C1: Tensor, labels_C1: Tensor, out: Tensor) -> Tensor:
-    """d CE / d logits = q - onehot(label), into `out`.
+class _SoftLabels(NamedTuple):
+    """What rows learn besides their labels: the target's p at M of its states, and which of these is each row's."""
 
-    The label's entry from log q: bf16(q) - 1 would be 0 for every confident head.
-    """
-    torch.exp(log_q_CV, out=out)
-    return out.scatter_(1, labels_C1, torch.expm1(label_log_q_C1).to(out.dtype))
+    share: float
+    p_MV: Tensor
+    states_C: Tensor
+
+    def part(self, rows: slice) -> _SoftLabels:
+        return self._replace(states_C=self.states_C[rows])
 
 
-def _soft_gradient(
-    log_q_CV: Tensor, label_log_q_C1: Tensor, labels_C1: Tensor, p_CV: Tensor, share: float, out: Tensor
+def _to_gradient(
+    logits_SV: Tensor, labels_S1: Tensor, scratch: Tensor, soft: _SoftLabels | None, *, wants_gradient: bool
 ) -> Tensor:
-    """q - (1 - share) · onehot(label) - share · p, into `out`; overwrites `log_q_CV`. Rounded to `out`'s dtype last."""
-    label_p_C1 = p_CV.gather(1, labels_C1)
-    grad_CV = log_q_CV.exp_().sub_(p_CV, alpha=share)
-    grad_CV.scatter_(1, labels_C1, torch.expm1(label_log_q_C1) + share * (1 - label_p_C1))
-    return out.copy_(grad_CV) if out.dtype != grad_CV.dtype else grad_CV
+    """The losses [S] of these rows; turns their logits into the losses' gradient in place, rounded to their dtype last.
+
+    d CE / d logits = q - onehot(label), with soft labels q - (1 - share) · onehot(label) - share · p. The label's entry
+    comes from log q: bf16(q) - 1 would be 0 for every confident head.
+    """
+    log_q_SV = torch.log_softmax(logits_SV, 1, dtype=scratch.dtype, out=scratch[0, : len(logits_SV)])
+    label_log_q_S1 = log_q_SV.gather(1, labels_S1)
+    losses_S, of_label_S1 = -label_log_q_S1[:, 0], torch.expm1(label_log_q_S1)
+    if soft is None:
+        if wants_gradient:
+            torch.exp(log_q_SV, out=logits_SV).scatter_(1, labels_S1, of_label_S1.to(logits_SV.dtype))
+        return losses_S
+    p_SV = torch.index_select(soft.p_MV, 0, soft.states_C, out=scratch[1, : len(logits_SV)])
+    soft_S = -torch.bmm(p_SV[:, None], log_q_SV[:, :, None])[:, 0, 0]
+    if wants_gradient:
+        of_label_S1 += soft.share * (1 - p_SV.gather(1, labels_S1))
+        gradient_SV = log_q_SV.exp_().sub_(p_SV, alpha=soft.share)
+        logits_SV.copy_(gradient_SV.scatter_(1, labels_S1, of_label_S1))
+    return torch.lerp(losses_S, soft_S, soft.share)
 
 
 def _chunks(
     labels_KN: Tensor, teacher: Teacher | None, logits_buffer: Tensor, exact: torch.dtype, *, shared: bool
-) -> Iterator[tuple[int | None, Tensor, Tensor | None]]:
-    """The labelled rows of the flattened [K·N], at most a buffer's at a time: (head, rows [C], the target's p [C, V]).
+) -> Iterator[tuple[int | None, Tensor, _SoftLabels | None]]:
+    """The labelled rows of the flattened [K·N], at most a buffer's at a time: (head, rows [C], soft labels).
 
-    The head is None where one lm_head reads the rows of all heads. There is no p where the teacher has no state, which
-    come last.
+    The head is None where one lm_head reads the rows of all heads. Rows of which the teacher has no state come last.
     """
-    num_rows = len(logits_buffer)
     if teacher is not None:
         taught_KN = (labels_KN != IGNORED) & (teacher.rows_KN >= 0)
         yield from _taught_chunks(taught_KN, teacher, logits_buffer, exact, shared=shared)
         labels_KN = labels_KN.masked_fill(taught_KN, IGNORED)
     for head, rows in _rows_by_lm_head(labels_KN, shared=shared):
-        for rows_C in rows.split(num_rows):
+        for rows_C in rows.split(len(logits_buffer)):
             yield head, rows_C, None
 
 
 def _taught_chunks(
     taught_KN: Tensor, teacher: Teacher, logits_buffer: Tensor, exact: torch.dtype, *, shared: bool
-) -> Iterator[tuple[int | None, Tensor, Tensor]]:
-    """Those of `_chunks` that have a p. Each of the teacher's is computed once and used by all heads that learn it."""
+) -> Iterator[tuple[int | None, Tensor, _SoftLabels]]:
+    """Those of `_chunks` with soft labels. The target's distributions are computed once, and used by all heads."""
     num_rows, num_lm_heads = len(logits_buffer), 1 if shared else len(taught_KN)
     rows = taught_KN.flatten().nonzero()[:, 0]
     of_teacher = teacher.rows_KN.flatten()[rows]
@@ -210,16 +215,16 @@ def _taught_chunks(
     counts = groups.bincount(minlength=num_groups).tolist()
     order = groups.argsort(stable=True)
     found = zip(rows[order].split(counts), of_teacher[order].split(counts), strict=True)
-    p_MV, p_buffer = (logits_buffer.new_empty(logits_buffer.shape, dtype=exact) for _ in range(2))
+    p_buffer = logits_buffer.new_empty(logits_buffer.shape, dtype=exact)
     for group, (rows_of_group, teachers_of_group) in enumerate(found):
         start = group // num_lm_heads * num_rows
         if group % num_lm_heads == 0:
-            states_CD = teacher.states_MD[start : start + num_rows].to(logits_buffer.dtype)
-            logits_CV = teacher.head.logits(states_CD, logits_buffer[: len(states_CD)])
-            torch.softmax(logits_CV, 1, dtype=exact, out=p_MV[: len(states_CD)])
+            states_MD = teacher.states_MD[start : start + num_rows].to(logits_buffer.dtype)
+            logits_MV = teacher.head.logits(states_MD, logits_buffer[: len(states_MD)])
+            p_MV = torch.softmax(logits_MV, 1, dtype=exact, out=p_buffer[: len(states_MD)])
         for rows_C, teachers_C in zip(rows_of_group.split(num_rows), teachers_of_group.split(num_rows), strict=True):
-            p_CV = torch.index_select(p_MV, 0, teachers_C - start, out=p_buffer[: len(rows_C)])
-            yield None if shared else group % num_lm_heads, rows_C, p_CV
+            soft = _SoftLabels(teacher.share, p_MV, teachers_C - start)
+            yield None if shared else group % num_lm_heads, rows_C, soft
 
 
 def _rows_by_lm_head(labels_KN: Tensor, *, shared: bool) -> Iterator[tuple[int | None, Tensor]]:
