@@ -27,7 +27,7 @@ from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.export.layout import CARD_FILE, CONFIG_FILE, SAFETENSORS_DTYPES, ExportLayout, read_layout
 from pipeline.export.upload import WEIGHT_SUFFIXES
-from pipeline.heads.kind import Heads, TargetWeights, require_shapes
+from pipeline.heads.kind import Heads, TargetWeights, is_finite, require_shapes
 from pipeline.storage.atomic import atomic_directory, files_in
 from pipeline.targets.loading import lm_head_weight
 
@@ -118,8 +118,7 @@ def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
         key = (source.data_ptr(), source.shape, source.stride())
         if key not in converted:
             converted[key] = source.to("cpu", dtype).contiguous()
-            smallest, largest = converted[key].aminmax()  # isfinite() would hold a second lm_head
-            if not (smallest.isfinite() and largest.isfinite()):
+            if not is_finite(converted[key]):
                 raise DataError(
                     f"The tensor {name} holds numbers that are not finite in {layout.dtype}.",
                     "heads",

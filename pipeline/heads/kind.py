@@ -202,7 +202,7 @@ class Heads(nn.Module, ABC):
         """The inverse of `named_tensors`, in the tensors' own dtype.
 
         Raises:
-            DataError: A tensor is missing, unknown or of another shape, or names that share one differ.
+            DataError: A tensor is missing, unknown, of another shape or not finite, or names that share one differ.
         """
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         require_shapes(shape, cls.shapes(shape, format), found, where)
@@ -212,6 +212,9 @@ class Heads(nn.Module, ABC):
         for name, view in heads.named_tensors(format).items():
             source = written.setdefault(view.data_ptr(), tensors[name])
             if source is tensors[name]:
+                if not is_finite(source):
+                    what = f"The tensor {name} holds numbers that are not finite."
+                    raise DataError(what, where, "Export or train these heads again.")
                 view.copy_(source)
             elif not torch.equal(source, tensors[name]):
                 what = f"These heads share one tensor under several names, and {name} differs from the others."
@@ -226,6 +229,11 @@ class Heads(nn.Module, ABC):
 
     def take_from(self, target: TargetWeights) -> None:
         """Take the target's matrices where the heads borrow them: an export has none, and tuning changes them."""
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite; `isfinite` would hold a second tensor of that size."""
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())
 
 
 def require_shapes(
