@@ -50,6 +50,11 @@ class SeedsConfig(Section):
     holdout: float = Field(
         0.1, description="Fraction never trained on: half calibrates, half checks (at least 8 rows each).", gt=0, lt=1
     )
+    near_duplicates: Literal["keep", "quarantine"] = Field(
+        "keep",
+        description="What becomes of prompts that differ from an earlier one in case, punctuation and white space "
+        "alone; the same prompt a second time is always quarantined.",
+    )
     max_characters: PositiveInt = Field(200_000, description="Longer conversations are quarantined as too-long.")
 
     @field_validator("sources", mode="before")

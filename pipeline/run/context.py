@@ -99,6 +99,14 @@ class Context:
             "chat_template": spec.chat_template,
         }
 
+    def look_again(self) -> bool:
+        """Look at the target's files anew; whether they are what they were when they were first looked at.
+
+        Raises what `target_identity` raises.
+        """
+        before = self.__dict__.pop("target_identity", None)
+        return before is None or before == self.target_identity
+
     def placement(self, stage: str) -> Placement:
         """The workers of `stage`; raises `EnvironmentFault` when the cluster can never fit them."""
         return place(stage, getattr(self.config.placement, stage), self.executor.resources())

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
 from rich.console import Console
 
+from pipeline.errors import DataError
 from pipeline.flow import run_flow
 from pipeline.storage.shards import read_rows
 
@@ -67,3 +72,42 @@ def test_a_template_that_rewrites_its_history_gives_one_row_per_turn_and_every_s
     assert split and all(row["id"] == f"{row['parent_id']}#{row['id'].partition('#')[2]}" for row in split)
     assert all(len(row["spans"]) == 1 for row in rows)
     assert len({row["id"] for row in rows}) == len(rows)
+
+
+PASSTHROUGH = {"generate__mode": "passthrough", "generate__engine": "vllm", "seeds__holdout": 0.5}  # needs no engine
+
+
+def talks(path: Path, rows: list[list[str]]) -> dict:
+    path.write_text("".join(json.dumps({"data": row}) + "\n" for row in rows))
+    return {"seeds__sources": [{"path": str(path)}], **PASSTHROUGH}
+
+
+def test_after_generation_no_held_out_row_equals_a_training_row_and_those_left_out_are_counted(make_config, tmp_path):
+    """80 talks that differ in their second round, which is not generated; every other one opens as its neighbour."""
+    rows = [[f"What is {n // 2 if n < 40 else n}?", "That.", f"And {n}?", "This."] for n in range(80)]
+    config = make_config(tmp_path, **talks(tmp_path / "seeds.jsonl", rows), generate__rounds=1)
+    run = run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
+    stage, seeds = run.latest("generate"), run.latest("seeds")
+    kept = [row for path in stage.shards() for row in read_rows(path)]
+    trained = {tuple(row["input_ids"]) for row in kept if row["split"] == "train"}
+    assert not [row["id"] for row in kept if row["split"] != "train" and tuple(row["input_ids"]) in trained]
+    split = {row["id"]: row["split"] for path in seeds.shards() for row in read_rows(path)}
+    mixed = [{split[f"seeds:{n}"], split[f"seeds:{n + 1}"]} for n in range(0, 40, 2)]
+    expected = sum("train" in pair and len(pair) == 2 for pair in mixed)
+    assert 0 < expected == stage.summary["reasons"]["trained-on"] == stage.summary["quarantined"] == 80 - len(kept)
+    assert stage.summary["train_rows"] == sum(name == "train" for name in split.values()) and stage.verify() == []
+    assert stage.summary["tokens"] == sum(s["end"] - s["start"] for row in kept for s in row["spans"])
+    again = run_flow(config, until="generate", executor="inline", console=Console(quiet=True), fresh="generate")
+    assert again.latest("generate").content == stage.content
+
+
+def test_held_out_rows_that_are_all_quarantined_are_missed_right_after_generate_and_by_name(make_config, tmp_path):
+    rows = [[f"What is {n}?", "That."] for n in range(40)]
+    config = make_config(tmp_path, **talks(tmp_path / "seeds.jsonl", rows), limits__max_quarantine_fraction=0.5)
+    seeds = run_flow(config, until="seeds", executor="inline", console=Console(quiet=True)).latest("seeds")
+    check = {row["id"] for path in seeds.shards() for row in read_rows(path) if row["split"] == "check"}
+    for n in range(40):
+        rows[n] = rows[n][: 1 if f"seeds:{n}" in check else 2]  # no answer to pass through
+    talks(tmp_path / "seeds.jsonl", rows)
+    with pytest.raises(DataError, match=r"left to check: train 20, calibrate 10, check 0; .*nothing-generated 10"):
+        run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
