@@ -137,7 +137,14 @@ class TrainConfig(Section):
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="auto: bf16 on a GPU, fp32 on a CPU. Master weights stay fp32."
     )
-    checkpoint_every: PositiveInt = Field(200, description="Steps between checkpoints.")
+    checkpoint_minutes: float = Field(
+        10.0,
+        description="Minutes between checkpoints: what a kill costs at most. They are written in the background.",
+        ge=0,
+    )
+    checkpoint_every: PositiveInt | None = Field(
+        None, description="Steps between checkpoints, in place of checkpoint_minutes."
+    )
     keep_checkpoints: PositiveInt = Field(2, description="How many of the newest checkpoints stay on disk.")
     medusa: MedusaConfig = Field(default_factory=MedusaConfig, description="Read with train.heads: medusa.")
     recurrent: RecurrentConfig = Field(default_factory=RecurrentConfig, description="Read with train.heads: recurrent.")
