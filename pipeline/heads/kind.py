@@ -152,12 +152,13 @@ class Heads(nn.Module, ABC):
         hidden_BMD, tokens_BM = hidden_BD[:, None], token_B.to(hidden_BD.device)[:, None]
         proposed = []
         for depth, level in enumerate(tree.levels):  # M nodes of one depth, P of them with children
-            inner_BPD, inner_BP = hidden_BMD.index_select(1, level.inner), tokens_BM.index_select(1, level.inner)
+            inner, parent, guess = (places.to(hidden_BD.device) for places in level[:3])
+            inner_BPD, inner_BP = hidden_BMD.index_select(1, inner), tokens_BM.index_select(1, inner)
             hidden_BPD, logits_BPV = self.expand(inner_BPD, inner_BP, depth)
-            tokens_BM = logits_BPV.topk(level.top).indices.flatten(1).index_select(1, level.guess)
-            hidden_BMD = hidden_BPD.index_select(1, level.parent)
+            tokens_BM = logits_BPV.topk(level.top).indices.flatten(1).index_select(1, guess)
+            hidden_BMD = hidden_BPD.index_select(1, parent)
             proposed.append(tokens_BM)
-        return torch.cat(proposed, 1).index_select(1, tree.order).to(token_B.device)
+        return torch.cat(proposed, 1).to(token_B.device).index_select(1, tree.order)
 
     # Export: one directory that engines load; config.json, weights, tree, tokenizer and card
 
