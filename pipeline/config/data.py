@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,11 @@ class TargetConfig(Section):
     trust_remote_code: bool = Field(False, description="Run model code that comes with the weights.")
     chat_template: str | None = Field(
         None, description="Jinja chat template, as text or as a path; for targets that ship none."
+    )
+    date: datetime.date = Field(
+        datetime.date(2024, 7, 26),
+        description="What a chat template that asks for today's date (`strftime_now`, as Llama 3's) is told, so that a "
+        "run gives the same on every day.",
     )
 
 

@@ -17,7 +17,6 @@ from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Reason, RejectedRow, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
 from pipeline.conversations.requests import Sampling
-from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import DataError
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
@@ -30,7 +29,7 @@ from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from pipeline.storage.totals import StageTotals
 from pipeline.targets.dialogue_pool import DialogueGroup, DialoguePool
 from pipeline.targets.engines import GenerationEngine, make_generation_engine, semantic_arguments
-from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template
 
 NAME = "generate"
 VERSION = 2
@@ -48,7 +47,7 @@ def identity(context: Context) -> Identity:
 def run(context: Context, stage: StageDirectory) -> Summary:
     placement = context.placement(NAME)
     settings = context.config.generate
-    template = ChatTemplate(load_tokenizer(context.target), context.target.chat_template)
+    template = load_chat_template(context.target)
     require_both_sides(template, settings.mode)  # told here, before a worker starts
     arguments = {
         "target": context.target,
@@ -89,7 +88,7 @@ class Worker:
     """
 
     def __init__(self, target: TargetSpec, settings: GenerateConfig, seed: int, gpus: int):
-        self.template = ChatTemplate(load_tokenizer(target), target.chat_template)
+        self.template = load_chat_template(target)
         self.settings, self.seed = settings, seed
         self.max_tokens = context_length(target)
         self.stop_token_ids = tuple(sorted(eos_token_ids(target)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from rich.console import Console
 from pipeline.errors import DataError
 from pipeline.flow import run_flow
 from pipeline.storage.shards import read_rows
+from pipeline.targets.spec import TargetSpec, load_tokenizer
 
 
 def rows_of(config):
@@ -111,3 +113,23 @@ def test_held_out_rows_that_are_all_quarantined_are_missed_right_after_generate_
     talks(tmp_path / "seeds.jsonl", rows)
     with pytest.raises(DataError, match=r"left to check: train 20, calibrate 10, check 0; .*nothing-generated 10"):
         run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
+
+
+def test_the_date_that_a_chat_template_asks_for_is_the_configuration_s_and_part_of_the_fingerprint(
+    make_config, tmp_path, tiny_target
+):
+    dated = Path(shutil.copytree(tiny_target, tmp_path / "dated"))
+    template = (dated / "chat_template.jinja").read_text()
+    (dated / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%d') }} " + template)
+    rows = [[f"What is {n}?", "That."] for n in range(40)]
+    changes = talks(tmp_path / "seeds.jsonl", rows)
+
+    def made(model: Path, date: str) -> tuple[str, list[str]]:
+        config = make_config(tmp_path, **changes, target__model=str(model), target__date=date)
+        run = run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
+        stage, tokenizer = run.latest("generate"), load_tokenizer(TargetSpec(str(model)))
+        return stage.fingerprint, [tokenizer.decode(row["input_ids"]) for row in read_rows(stage.shard_path(0))]
+
+    (first, then), (other, later) = made(dated, "2024-02-29"), made(dated, "2026-11-22")
+    assert first != other and then[0].startswith("2024-02-29 ") and later[0].startswith("2026-11-22 ")
+    assert made(tiny_target, "2024-02-29") == made(tiny_target, "2026-11-22")
