@@ -209,6 +209,7 @@ def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: 
     assert result["plain"]["token_ids"] == result["accelerated"]["token_ids"] == expected
     assert result["plain"]["num_tokens"] == 3 * 33 + 14
     accelerated = result["accelerated"]
+    assert result["plain"]["model_runner"] == accelerated["model_runner"] == "V1", "vLLM's CPU build has no other"
     assert accelerated["num_draft_tokens"] == 3 * accelerated["num_drafts"]
     assert sum(accelerated["accepted_per_position"]) == accelerated["num_accepted_tokens"]
     assert accelerated["num_drafts"] == 2 * (3 * 8 + 4), "of two passes, without the warm-up"
