@@ -142,8 +142,8 @@ class CheckConfig(Section):
     )
     max_tie_share: float = Field(
         0.25,
-        description="The check fails where more than this share of the greedy sequences, and more than one, differ at a "
-        "tie: rounding explains a few.",
+        description="The check fails where more than this share of the greedy sequences, and more than one, differ at "
+        "ties: rounding explains a few.",
         ge=0,
         le=1,
     )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.report.facts import Table, expected_rate, identical, pick
-from pipeline.report.formatting import UNKNOWN, count, duration, percent, rate, ratio, show, times, with_error
+from pipeline.report.formatting import UNKNOWN, count, duration, pairs, percent, rate, ratio, show, times, with_error
 
 NOTE = (
     "Tokens per forward of the target and per second, time to the first token and per further one. Speedups are over "

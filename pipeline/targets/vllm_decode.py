@@ -47,9 +47,10 @@ def vllm_decode_check(
 
     Returns:
         {"plain": {"token_ids": list of ids per prompt, "num_tokens", "seconds": the median of `repeats`,
-         "tokens_per_second", "model_runner": vLLM's, V1 or V2}, "accelerated": the same and, over all repetitions, {"num_drafts", "num_draft_tokens",
-         "num_accepted_tokens", "accepted_per_position": accepted tokens per head, "acceleration_rate": 1 + accepted /
-         drafts}}. Both decode all prompts at once, with the prefix cache reset before each repetition.
+         "tokens_per_second", "model_runner": V1 or V2}, "accelerated": the same and, over all repetitions,
+         {"num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position": accepted tokens per head,
+         "acceleration_rate": 1 + accepted / drafts}}. Both decode all prompts at once, with the prefix cache reset
+         before each repetition.
 
     Raises:
         ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an engine dies.
