@@ -113,5 +113,9 @@ class GenerateConfig(Section):
 class FeaturesConfig(Section):
     engine: Literal["transformers", "vllm"] = Field("transformers", description="Which engine runs the backbone.")
     tokens_per_batch: PositiveInt = Field(16_384, description="Token budget of one forward, padding included.")
-    codec: Literal["zstd", "lz4", "none"] = Field("zstd", description="Parquet compression of the states.")
+    codec: Literal["none", "zstd", "lz4"] = Field(
+        "none",
+        description="Parquet compression. zstd: bfloat16 states to 0.78 of their size, float32 to 0.93, "
+        "and more CPU to write and read them; lz4 finds nothing in states.",
+    )
     engine_args: EngineArgs = Field(default_factory=dict, description="Passed to vLLM as they are.")
