@@ -36,7 +36,7 @@ def plan(
     Starts and writes nothing; of a target on the Hub it fetches the configuration alone.
     """
     from pipeline.flow import STAGES
-    from pipeline.run.preflight import check_config, unread_settings
+    from pipeline.run.preflight import check_config, not_served, unread_settings
     from pipeline.run.stage_status import stage_statuses  # torch and transformers: --help does not wait for them
 
     settings = load_config(config, overrides or ())
@@ -73,6 +73,9 @@ def plan(
     console.print(f"\n{work}, {need}{here}; {size(free)} are free.", highlight=False, soft_wrap=True)
     if figures.assumed:
         console.print(figures.assumed, highlight=False, markup=False, soft_wrap=True)
+    if drafted := settings.train.draft_vocab:
+        what = f"Draft vocabulary: the {drafted:,} most frequent tokens. {not_served(settings) or ''}"
+        console.print(what.rstrip(), highlight=False, soft_wrap=True)
     for recipe in figures.recipes:
         steps = f"{'about' if figures.written else 'at most'} {recipe.total_steps:,} steps"
         console.print(f"Training: {steps}: {recipe.described()}.", highlight=False, soft_wrap=True)

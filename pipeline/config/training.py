@@ -120,6 +120,11 @@ class TrainConfig(Section):
         ge=0,
         le=1,
     )
+    draft_vocab: PositiveInt | None = Field(
+        None,
+        description="Let heads propose only so many tokens, the most frequent of what the target wrote in the train "
+        "rows: lm_head has a row for each. Recurrent heads then decode natively only. Default: all tokens.",
+    )
     noise: float = Field(
         0.0,
         description="Uniform noise on the states that heads read in training, up to this share of each state's RMS; "

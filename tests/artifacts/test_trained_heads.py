@@ -33,7 +33,8 @@ def test_trained_heads_come_back_with_their_summary(tmp_path, lm_head):
         ({"num_heads": 2}, "2 heads with untied"),
         ({"num_layers": 1}, "1 block"),
         ({"hidden_size": 9}, "hidden size of 9"),
-        ({"vocab_size": 13}, "vocabulary of 13"),
+        ({"vocab_size": 13, "target_vocab_size": 13}, "vocabulary of 13"),
+        ({"vocab_size": 11}, "vocabulary of 11 of the target's 12"),
         ({"lm_head": "tied"}, "3 heads with tied"),
     ],
 )

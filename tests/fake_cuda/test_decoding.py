@@ -29,6 +29,7 @@ KINDS = {
     "shared": lambda: MedusaHeads(MedusaShape(D, V, 2, lm_head="shared")),
     "tied": lambda: MedusaHeads(MedusaShape(D, V, 2, 2, lm_head="tied")),
     "recurrent": lambda: RecurrentHeads(RecurrentShape(D, V, 2, 64)),
+    "draft vocabulary": lambda: RecurrentHeads(RecurrentShape(D, V // 2, 2, 64, target_vocab_size=V)),
 }
 TREES = {"plain": (), "static": ((0,), (1,), (0, 0), (1, 0)), "dynamic": DynamicTree(7, 2, 3)}
 PROMPTS = [[3, 1, 4, 1, 5], [7] * (CONTEXT - 3), [2]]  # the second one meets the limit, and leaves the batch

@@ -26,6 +26,7 @@ from pipeline.targets.transformers_generation import TransformersGenerationEngin
 from pipeline.targets.vllm_decode import vllm_decode_check
 from pipeline.targets.vllm_engine import VLLMGenerationEngine, engine_arguments
 from pipeline.targets.vllm_features import VLLMFeatureEngine
+from tests.heads.pruning import pruned
 from tests.targets.conftest import CONTEXT, EOS
 
 pytestmark = pytest.mark.slow
@@ -197,11 +198,15 @@ def test_vllm_serves_target_and_heads_of_the_export_alone(export: Path) -> None:
 
 
 def test_vllm_reads_one_trained_lm_head_from_the_file_and_not_the_target_s(counting_target, tmp_path: Path) -> None:
-    """All heads guess t+2, and the first is right; by the target's own lm_head they would guess t+1, and none were."""
+    """All heads guess t+2, and the first is right; by the target's own lm_head they would guess t+1, and none were.
+
+    Their draft vocabulary leaves out every third token: the guess after the one that follows it is right again.
+    """
     lm_head = lm_head_weight(load_causal_lm(counting_target))
     heads = MedusaHeads(MedusaShape(hidden_size=128, vocab_size=512, num_heads=3, lm_head="shared"))
     heads.lm_head.data = lm_head.roll(1, dims=0)
-    assert 1.8 < rate_of_the_export_alone(exported(counting_target, heads, "shared", tmp_path)) <= 2
+    heads = pruned(heads, [token for token in range(512) if token % 3])
+    assert 1.4 < rate_of_the_export_alone(exported(counting_target, heads, "shared", tmp_path)) < 1.6
 
 
 def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: TargetSpec, export: Path) -> None:
