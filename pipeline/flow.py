@@ -13,11 +13,12 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.errors import CheckFailed, ConfigError, DamagedShard, DataError, MedusaDistillError
+from pipeline.errors import CheckFailed, ConfigError, DamagedShard
 from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import print_stage
 from pipeline.report.formatting import duration
 from pipeline.run.context import Context
+from pipeline.run.fitting import check_memory
 from pipeline.run.preflight import check_config, unread_settings
 from pipeline.run.stage import Stage
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
@@ -64,11 +65,12 @@ def run_flow(
         MedusaDistillError: With the exit code that fits; what was committed is kept, and the same call continues.
     """
     console = console or Console(stderr=False)
-    wanted = _wanted(config, stages, until, fresh)
+    wanted = wanted_stages(config, stages, until, fresh)
     check_executor(executor)
     check_config(config, wanted)
     for warning in unread_settings(config):
         console.print(f"[yellow]![/] {warning}", highlight=False, soft_wrap=True)
+    check_memory(config, wanted)
     run = RunDirectory.create(config)
     with disk_errors(run.path), run.locked():
         run.write_config(config)
@@ -117,7 +119,6 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
         context.run.event("stage-started", stage=stage.name, fingerprint=directory.fingerprint)
         started = time.monotonic()
         summary = stage.run(context, directory)
-        require_same_inputs(context, stage, directory)
         seconds = round(time.monotonic() - started, 3)
         directory.finish({**summary, "seconds": seconds}, upstream)
         context.run.event("stage-finished", stage=stage.name, seconds=seconds)
@@ -128,26 +129,6 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
     context.upstream[stage.name] = directory
     stage.conclude(context, directory)
     return directory
-
-
-def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
-    """Look again at the files that a stage was made from, and drop what it made where they have changed meanwhile.
-
-    Nobody can say which rows are of the old content and which of the new.
-
-    Raises:
-        DataError: Names the files.
-    """
-    try:
-        if context.look_again() and stage.locate(context).fingerprint == directory.fingerprint:
-            return
-        changed = ", ".join(map(str, context.digests.changed()))
-        what = f"The input of {stage.name} changed while it ran: {changed or 'files came or went'}."
-    except MedusaDistillError as gone:
-        what = f"The input of {stage.name} changed while it ran: {gone.what}"
-    directory.begin(stage.contents(context), fresh=True)
-    fix = "What was made of it is dropped. Run the same command again, and leave its input alone until it is done."
-    raise DataError(what, str(directory.path), fix)
 
 
 def _tell_damage(context: Context, stage: StageDirectory, damaged: Sequence[Path]) -> None:
@@ -208,7 +189,14 @@ def push_run(
             context.close()
 
 
-def _wanted(config: Config, stages: Sequence[str], until: str | None, fresh: str | None) -> list[str]:
+def wanted_stages(
+    config: Config, stages: Sequence[str], until: str | None = None, fresh: str | None = None
+) -> list[str]:
+    """The stages that a run of this configuration brings up to date, upstream first; arguments as of `run_flow`.
+
+    Raises:
+        ConfigError: There is no such stage, or it is no part of this run.
+    """
     for name, option in ((until, "--until"), (fresh, "--fresh")):
         if name is not None and name not in stages:
             raise ConfigError(f"There is no stage '{name}'.", option, f"The stages are {', '.join(stages)}.")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator
 
 from pipeline.config.section import Section
 
@@ -31,7 +32,10 @@ class RunConfig(Section):
 
 
 class PlacementOf(Section):
-    workers: PositiveInt = Field(1, description="Worker processes.")
+    workers: PositiveInt | Literal["auto"] = Field(
+        1,
+        description="Worker processes; auto: as many as there is room for, one per GPU or, without GPUs, per node.",
+    )
     gpus_per_worker: int | None = Field(
         None, description="GPUs of each; default 1 where the cluster has GPUs, else 0.", ge=0
     )
@@ -42,6 +46,15 @@ class PlacementConfig(Section):
     generate: PlacementOf = Field(default_factory=PlacementOf, description="Workers of generate.")
     features: PlacementOf = Field(default_factory=PlacementOf, description="Workers of features.")
     train: PlacementOf = Field(default_factory=PlacementOf, description="Workers of train.")
+    gpu_memory_gb: PositiveFloat | None = Field(
+        None,
+        description="Memory of each GPU, as its name has it (80 of an H100), to plan for GPUs that this machine has "
+        "not. Default: what the GPUs here have.",
+    )
+
+    def of_stages(self) -> dict[str, PlacementOf]:
+        """The workers of each stage that has some."""
+        return {"generate": self.generate, "features": self.features, "train": self.train}
 
 
 class LimitsConfig(Section):

@@ -41,19 +41,36 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
     Raises:
         EnvironmentFault: The cluster can never schedule it; the sum is spelled out.
     """
-    gpus = wanted.gpus_per_worker if wanted.gpus_per_worker is not None else min(1, have.gpus)
-    cpus = wanted.cpus_per_worker or _share(wanted.workers, gpus, have)
+    gpus = gpus_of(wanted, have)
+    workers = max(1, most_workers(wanted, have)) if wanted.workers == "auto" else wanted.workers
+    cpus = wanted.cpus_per_worker or _share(workers, gpus, have)
     fits = _room(have, cpus, gpus)
-    if fits < wanted.workers:
-        need = f"{wanted.workers * cpus} CPU and {wanted.workers * gpus} GPU"
+    if fits < workers:
+        need = f"{workers * cpus} CPU and {workers * gpus} GPU"
         nodes = "; ".join(f"{c} CPU and {g} GPU" for c, g in have.nodes)
         raise EnvironmentFault(
-            f"The cluster cannot place {stage}: {wanted.workers} worker(s) of {cpus} CPU and {gpus} GPU need {need}, "
+            f"The cluster cannot place {stage}: {workers} worker(s) of {cpus} CPU and {gpus} GPU need {need}, "
             f"each worker on one node; the {len(have.nodes)} node(s) have {nodes}: room for {fits}.",
             f"placement.{stage}",
             "Ask for less, or start a larger cluster.",
         )
-    return Placement(wanted.workers, cpus, gpus)
+    return Placement(workers, cpus, gpus)
+
+
+def gpus_of(wanted: PlacementOf, have: Resources) -> int:
+    """The GPUs of each worker: those that are asked for, else one where there are GPUs."""
+    return min(1, have.gpus) if wanted.gpus_per_worker is None else wanted.gpus_per_worker
+
+
+def most_workers(wanted: PlacementOf, have: Resources) -> int:
+    """How many such workers have room at once; without GPUs and a number of cores, one on each node.
+
+    Two workers on the same cores and in the same memory are no faster than one.
+    """
+    gpus = gpus_of(wanted, have)
+    if not gpus and wanted.cpus_per_worker is None:
+        return sum(cpus > 0 for cpus, _ in have.nodes)
+    return _room(have, wanted.cpus_per_worker or _share(1, gpus, have), gpus)
 
 
 def _share(workers: int, gpus: int, have: Resources) -> int:

@@ -33,6 +33,18 @@ def chunk_bytes_on(device: torch.device) -> int:
     return _CHUNK_BYTES.get(device.type, 1 << 30)
 
 
+def rows_at_a_time(vocab_size: int, dtype: torch.dtype, held: int, num_rows: int, chunk_bytes: int) -> tuple[int, int]:
+    """The rows of a chunk and of a slice, of `num_rows` in all.
+
+    Held per logit of a chunk: itself, later its gradient, and where two are `held` the target's p, exact; of a slice
+    log q, and p in its order, both exact.
+    """
+    exact_bytes = 8 if dtype == torch.float64 else 4
+    chunk = chunk_bytes // (vocab_size * (dtype.itemsize + (held - 1) * exact_bytes))
+    chunk = max(1, min(chunk, num_rows))
+    return chunk, min(chunk, max(1, chunk_bytes // _SLICES // (vocab_size * exact_bytes * held)))
+
+
 def summed_cross_entropy(
     hidden_KND: Tensor,
     lm_head: Tensor,
@@ -125,11 +137,8 @@ def _walk(
     grad_hidden = torch.zeros_like(flat_hidden) if wants_hidden else None
     grad_lm_head = torch.zeros_like(lm_head) if wants_lm_head else None
 
-    # Held per logit of a chunk: itself, later its gradient, and the target's p; of a slice log q, and p in its order.
     held = 1 if teacher is None else 2
-    num_rows = chunk_bytes // (vocab_size * (dtype.itemsize + (held - 1) * exact.itemsize))
-    num_rows = max(1, min(num_rows, flat_labels.numel()))
-    slice_rows = min(num_rows, max(1, chunk_bytes // _SLICES // (vocab_size * exact.itemsize * held)))
+    num_rows, slice_rows = rows_at_a_time(vocab_size, dtype, held, flat_labels.numel(), chunk_bytes)
     logits_buffer = flat_hidden.new_empty(num_rows, vocab_size)
     scratch = logits_buffer.new_empty(held, slice_rows, vocab_size, dtype=exact)
     for head, rows_C, soft in _chunks(labels_KN, teacher, logits_buffer, exact, shared=lm_head.dim() == 2):

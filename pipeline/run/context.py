@@ -21,7 +21,7 @@ from pipeline.storage.done import Identity
 from pipeline.storage.fingerprint import FileDigests
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.spec import TargetSpec, asks_for_date, resolve, weight_files
+from pipeline.targets.spec import TargetSpec, resolve, weight_files
 from pipeline.training.methods import method_of
 
 
@@ -91,23 +91,13 @@ class Context:
             EnvironmentFault: Its weights would have to be downloaded first, and the context is read-only.
         """
         spec = self.target
-        paths = weight_files(spec, fetch=not self.read_only)
         return {
-            "files": self.digests.of_all(paths),
+            "files": self.digests.of_all(weight_files(spec, fetch=not self.read_only)),
             "dtype": spec.dtype,
             "quantization": spec.quantization,
             "max_tokens": spec.max_tokens,
             "chat_template": spec.chat_template,
-            **({"date": spec.date} if asks_for_date(spec, paths) else {}),
         }
-
-    def look_again(self) -> bool:
-        """Look at the target's files anew; whether they are what they were when they were first looked at.
-
-        Raises what `target_identity` raises.
-        """
-        before = self.__dict__.pop("target_identity", None)
-        return before is None or before == self.target_identity
 
     def placement(self, stage: str) -> Placement:
         """The workers of `stage`; raises `EnvironmentFault` when the cluster can never fit them."""
@@ -121,7 +111,7 @@ class Context:
         Raises:
             EnvironmentFault: The sum, spelled out.
         """
-        placed = [name for name in type(self.config.placement).model_fields if name in stages]
+        placed = [name for name in self.config.placement.of_stages() if name in stages]
         missing = [name for name in placed if not any(self.run.store.glob(f"{name}-*/DONE.json"))]
         if not missing:
             return

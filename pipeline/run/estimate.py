@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.readers import read_source
-from pipeline.errors import MedusaDistillError
+from pipeline.errors import EnvironmentFault
 from pipeline.heads.shape import head_kind
 from pipeline.storage.done import Summary
 from pipeline.targets.spec import context_length, model_config, resolve
@@ -26,6 +26,7 @@ class RunSize:
     bytes_per_position: int  # 0 where no state is cached
     written: bool = False  # whether the tokens are there already, and counted
     assumed: str = ""  # what was assumed, as a sentence
+    positions: int | None = None  # to train on, where the tokens are known or bounded
     recipes: tuple[Recipe, ...] = ()  # of training's phases, where the tokens are known or bounded
 
     @property
@@ -43,11 +44,13 @@ def estimate(config: Config, seeds: Summary | None, generated: Summary | None) -
 
     longest = config.generate.rounds * config.generate.max_new_tokens
     gpus, assumed = config.placement.features.gpus_per_worker, ""
+    if gpus is None and config.placement.gpu_memory_gb:
+        gpus = 1
     try:
         spec = resolve(config.target, on_gpu=None if gpus is None else gpus > 0)
         hidden_size, width = model_config(spec).get_text_config().hidden_size, getattr(torch, spec.dtype).itemsize
         longest = min(longest, context_length(spec))
-    except MedusaDistillError as error:
+    except EnvironmentFault as error:
         hidden_size, width = ASSUMED_HIDDEN_SIZE, 2
         assumed = f"{error.what} So states of {hidden_size:,} numbers in 16 bits are assumed, as 7B models have them."
     rows = int(seeds["rows"]) if seeds else _count(config)
@@ -55,8 +58,9 @@ def estimate(config: Config, seeds: Summary | None, generated: Summary | None) -
     tokens = int(generated.get("tokens", 0)) if generated else bound
     width = 0 if "features" in method_of(config.train).skipped(config.train) else width
     share = seeds["train_rows"] / seeds["rows"] if seeds and seeds["rows"] else 1 - config.seeds.holdout
-    recipes = _recipes(config, round((tokens or 0) * share), hidden_size)
-    return RunSize(rows, tokens, hidden_size * width, bool(generated), assumed, recipes)
+    positions = round((tokens or 0) * share)
+    recipes = _recipes(config, positions, hidden_size)
+    return RunSize(rows, tokens, hidden_size * width, bool(generated), assumed, positions or None, recipes)
 
 
 def _recipes(config: Config, positions: int, hidden_size: int) -> tuple[Recipe, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import os
@@ -11,25 +12,34 @@ from pathlib import Path
 
 from pipeline.artifacts.tree_file import read_paths
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
+from pipeline.conversations.readers import source_files
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.stock_trees import CHILDREN, stock_tree
 from pipeline.decoding.tree import TreePath, check_choices
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
+from pipeline.execution.device_memory import unusable_driver
 from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.export.hub import repositories
 from pipeline.export.layout import MAX_NUM_HEADS, check_num_heads
 from pipeline.export.upload import check_repo_id
 from pipeline.heads.shape import head_kind, max_depth
+from pipeline.targets.files import is_local
 from pipeline.targets.spec import TargetSpec, model_config, resolve
 from pipeline.training.methods import method_of
 
 
-def check_config(config: Config, stages: Collection[str] | None = None) -> None:
-    """Check settings that a later stage would fail on; `stages` are those to run, None for all.
+def check_config(config: Config, stages: Collection[str] | None = None, *, notes: list[str] | None = None) -> None:
+    """Check settings that a later stage would fail on.
+
+    Args:
+        stages: Those to run, None for all.
+        notes: Where it is given, what only this machine lacks (a package, a driver, the Hub) is noted there and not
+            refused: a plan may be of a run elsewhere.
 
     Raises:
         ConfigError: With the key.
-        EnvironmentFault: A package that a stage needs is not installed.
+        DataError: A source of seeds is not there.
+        EnvironmentFault: A package that a stage needs is not installed, or torch cannot use the GPU that is here.
     """
     kind, method = head_kind(config.train.heads), method_of(config.train)
     check_num_heads(config.train.num_heads)
@@ -48,12 +58,14 @@ def check_config(config: Config, stages: Collection[str] | None = None) -> None:
         raise ConfigError(f"These heads cannot draft {wanted} tokens.", "calibrate.draft_tokens", fix)
     for format in config.export.formats:
         kind.check_format(shape, format)
+    _check_sources(config)
     if set(stages or ("all",)) != {"seeds"}:  # which need no target yet
-        _check_vocabulary(config)
-        if "vllm" in config.check.engines:
-            _check_served(config)
+        with _noted(notes):
+            _check_target(config)
+            _check_driver(config)
     if stages is None or "train" in stages:
-        method.check(config)
+        with _noted(notes):
+            method.check(config)
     if config.calibrate.choices:
         read_choices(config)
     require_files(config)
@@ -65,7 +77,20 @@ def check_config(config: Config, stages: Collection[str] | None = None) -> None:
     if os.environ.get(SUBMITTED_JOB):
         _check_lasting(config)
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster the workers' packages decide
-        _check_packages(config, stages)
+        with _noted(notes):
+            _check_packages(config, stages)
+
+
+@contextlib.contextmanager
+def _noted(notes: list[str] | None) -> Iterator[None]:
+    """Note what the environment does not allow, where there are notes."""
+    try:
+        yield
+    except EnvironmentFault as error:
+        if notes is None:
+            raise
+        if str(error) not in notes:
+            notes.append(str(error))
 
 
 def unread_settings(config: Config) -> list[str]:
@@ -126,17 +151,6 @@ def most_draft_tokens(config: Config) -> int:
     return min(max_depth(config.train), MAX_NUM_HEADS)
 
 
-def not_served(config: Config) -> str | None:
-    """Why vLLM cannot serve these heads with this target; None where it can."""
-    kind = head_kind(config.train.heads)
-    if not kind.vllm_method:
-        return kind.not_served(kind.shape_of(config.train, 1, 1), {})
-    target = model_config(resolve(config.target))
-    text = target.get_text_config()
-    shape = kind.shape_of(config.train, text.hidden_size, text.vocab_size).drafting(config.train.draft_vocab)
-    return kind.not_served(shape, target.to_dict())
-
-
 def require_files(config: Config) -> None:
     """Raise ConfigError where `check.prompts` or `calibrate.data` names a file that does not exist."""
     for key, path, fix in (
@@ -155,24 +169,35 @@ def resolve_assistant(model: str) -> TargetSpec:
         raise ConfigError(error.what, "check.assistant_model", error.fix) from None
 
 
-def _check_served(config: Config) -> None:
-    """Raise ConfigError where vLLM cannot serve these heads with this target."""
-    if reason := not_served(config):
-        raise ConfigError(reason, "check.engines", "Set check.engines to [native].")
+def _check_sources(config: Config) -> None:
+    """Raise ConfigError or DataError where a file of seeds is not there."""
+    for source in config.seeds.sources:
+        if source.path is not None:
+            source_files(source.path)
 
 
-def _check_vocabulary(config: Config) -> None:
-    """Raise ConfigError for a draft vocabulary above the target's, or for more guesses than heads can make."""
-    drafted, top = config.train.draft_vocab, config.calibrate.top
-    if not drafted and config.calibrate.tree != "dynamic":  # a static tree makes as many guesses as there are
+def _check_driver(config: Config) -> None:
+    """Raise EnvironmentFault where a GPU is here that torch cannot use, unless every stage is to do without."""
+    without = all(wanted.gpus_per_worker == 0 for wanted in config.placement.of_stages().values())
+    if not without and (reason := unusable_driver()):
+        fix = (
+            "Update the driver or install torch for an older CUDA; to compute on the CPU all the same, set "
+            "placement.generate.gpus_per_worker, placement.features.gpus_per_worker and "
+            "placement.train.gpus_per_worker to 0."
+        )
+        raise EnvironmentFault(f"{reason}.", "nvidia driver", fix)
+
+
+def _check_target(config: Config) -> None:
+    """Raise ConfigError for a local target that is not there, and where vLLM cannot serve these heads with it."""
+    if is_local(config.target.model):
+        resolve(config.target)
+    if "vllm" not in config.check.engines:
         return
-    target_size = model_config(resolve(config.target)).get_text_config().vocab_size
-    if drafted and drafted > target_size:
-        what = f"A draft vocabulary of {drafted} tokens is asked for, and the target's has {target_size}."
-        raise ConfigError(what, "train.draft_vocab", f"Lower it, such as to {target_size // 4}, or leave it unset.")
-    if top > (most := drafted or target_size):
-        what = f"{top} guesses of each head are asked for, and it can propose only {most} tokens."
-        raise ConfigError(what, "calibrate.top", f"Lower it to at most {most}.")
+    kind = head_kind(config.train.heads)
+    target = model_config(resolve(config.target)).to_dict() if kind.vllm_method else {}
+    if reason := kind.not_served(target):
+        raise ConfigError(reason, "check.engines", "Set check.engines to [native].")
 
 
 def _check_rule(check: CheckConfig) -> None:

@@ -41,7 +41,6 @@ SUMMARY_KEYS = (
     "warnings",
     "drift",
     "quantization",
-    "draft_coverage",
 )
 
 

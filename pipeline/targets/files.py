@@ -29,7 +29,6 @@ DESCRIBING_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
@@ -54,6 +53,12 @@ def local_directory(model: str) -> Path:
         fix = "Give a directory that `save_pretrained` has written."
         raise ConfigError(f"The target directory {model} holds {found}.", WHERE, fix)
     return directory
+
+
+def has_weights(model: str) -> bool:
+    """Whether a local target's directory holds weights, whole or not; ConfigError where there is no such target."""
+    directory = local_directory(model)
+    return any((directory / name).is_file() for name in (*SINGLE_WEIGHTS, *WEIGHT_INDEXES))
 
 
 def find_file(model: str, revision: str | None, name: str) -> Path | None:

@@ -23,6 +23,8 @@ from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 
 # B batch, T cached positions, V vocabulary
 
+MAX_BATCH_TOKENS = 65_536
+
 
 @dataclass
 class _Row:
@@ -46,7 +48,7 @@ class TransformersGenerationEngine:
         ConfigError, EnvironmentFault: As `load_causal_lm` does.
     """
 
-    def __init__(self, spec: TargetSpec, *, max_batch_tokens: int = 65_536, gpus: int = 0):
+    def __init__(self, spec: TargetSpec, *, max_batch_tokens: int = MAX_BATCH_TOKENS, gpus: int = 0):
         self.model = load_causal_lm(spec, "cuda" if gpus else "cpu", max(gpus, 1))
         self.max_batch_tokens = max_batch_tokens
         self._context = context_length(spec)

@@ -24,8 +24,8 @@ from pipeline.conversations.requests import Completion, Request
 from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.targets import files
 from pipeline.targets.engines import check_request
-from pipeline.targets.lm_head import require_lm_head
 from pipeline.targets.loading import require_gpus
+from pipeline.targets.sizes import cached_numbers
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, model_config
 
 if TYPE_CHECKING:
@@ -120,7 +120,6 @@ class RunningEngine:
         import torch
 
         require_gpus(gpus)
-        require_lm_head(spec)
         arguments = engine_arguments(spec, engine_args, gpus)
         self._environment = {name: os.environ.get(name) for name in LEFT_IN_ENVIRONMENT}
         self._set_num_threads = torch.set_num_threads
@@ -225,8 +224,4 @@ def _one_line(error: Exception) -> str:
 
 
 def _kv_bytes_per_token(spec: TargetSpec) -> int:
-    text = model_config(spec).get_text_config()
-    num_heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    return 2 * text.num_hidden_layers * num_kv_heads * head_dim * (4 if spec.dtype == "float32" else 2)
+    return cached_numbers(model_config(spec)) * (4 if spec.dtype == "float32" else 2)

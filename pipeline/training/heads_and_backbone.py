@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pipeline.config import TrainConfig
 from pipeline.errors import DataError
+from pipeline.execution.device_memory import Memory
 from pipeline.heads.soft_labels import TargetHead, Teacher
 from pipeline.training.adapted_backbone import Backbone, write_adapter
 from pipeline.training.backbone_losses import summed_divergence
@@ -27,10 +28,11 @@ from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, evaluate_tuned
 from pipeline.training.heads_only import head_weights, initial_heads
 from pipeline.training.input_noise import noisy
 from pipeline.training.learner import Learner
+from pipeline.training.memory import StepSizes, tuned_step
 from pipeline.training.optimizers import heads_weight
 from pipeline.training.recipe import Recipe, backbone_recipe
 from pipeline.training.task import TrainSpec, Workers, product_dtype
-from pipeline.training.text_batches import Text, TextBatch, TextPlan, assemble_texts, pack, read_texts
+from pipeline.training.text_batches import Text, TextBatch, TextPlan, assemble_texts, count_labels, pack, read_texts
 
 
 class MicroBatch(NamedTuple):
@@ -77,6 +79,10 @@ class BackboneLearner(Learner):
         sequences = -(-positions // settings.backbone.sequence_length)
         return backbone_recipe(settings, sequences, positions, hidden_size, lr_scale)
 
+    @classmethod
+    def memory(cls, step: StepSizes) -> Memory:
+        return tuned_step(step)
+
     def steps(self, first: int) -> Iterator[Sequence[MicroBatch]]:
         for step in range(first, self.total_steps):
             yield list(self.batches(step))
@@ -94,9 +100,7 @@ class BackboneLearner(Learner):
             yield MicroBatch(assemble_texts(sequences, self.spec.settings.num_heads), int(seed))
 
     def label_counts(self, batches: Sequence[MicroBatch]) -> Tensor:
-        labels_KN = torch.cat([batch.texts.labels_KN for batch in batches], 1).to(self.device)
-        next_tokens = torch.tensor([labels_KN.shape[1]], device=self.device)
-        return torch.cat([next_tokens, self.heads.vocabulary.num_learned(labels_KN)])
+        return count_labels([batch.texts for batch in batches], self.spec.settings.num_heads).to(self.device)
 
     def loss_weights(self, step: int) -> Tensor:
         weights_K = self._heads_weight(step) * head_weights(self.spec, self.device)
@@ -144,7 +148,7 @@ class BackboneLearner(Learner):
         """The adapter, as peft reads it. Heads that borrow the target's matrices get the tuned ones, as engines do."""
         write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
         with torch.no_grad():
-            self.heads.take_from(self.backbone.matrices().drafting(self.heads.vocabulary.token_map))
+            self.heads.take_from(self.backbone.matrices())
 
     def _heads_weight(self, step: int) -> float:
         return heads_weight(step, self.total_steps, self.settings.lambda_0, self.settings.schedule)

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
+from pipeline.execution.device_memory import Memory
 from pipeline.heads.kind import Heads
+from pipeline.training.memory import StepSizes
 from pipeline.training.optimizers import cosine_with_warmup
 from pipeline.training.recipe import Recipe
 from pipeline.training.task import TrainSpec, Workers, product_dtype
@@ -52,6 +54,11 @@ class Learner(ABC):
     @abstractmethod
     def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float) -> Recipe:
         """The recipe for so many target-written positions, before they are there; arguments as of `heads_recipe`."""
+
+    @classmethod
+    @abstractmethod
+    def memory(cls, step: StepSizes) -> Memory:
+        """What a worker's step holds of its device's memory at the peak."""
 
     @property
     def total_steps(self) -> int:

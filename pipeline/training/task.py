@@ -61,8 +61,7 @@ class TrainSpec:
     @property
     def heads_shape(self) -> HeadsShape:
         """The shape of the heads that are asked for."""
-        shape = self.kind.shape_of(self.settings, self.hidden_size, self.vocab_size)
-        return shape.drafting(self.settings.draft_vocab)
+        return self.kind.shape_of(self.settings, self.hidden_size, self.vocab_size)
 
 
 @dataclass(frozen=True)

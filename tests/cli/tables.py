@@ -6,9 +6,12 @@ STAGES = ["seeds", "generate", "features", "train", "calibrate", "export", "chec
 
 
 def states(out: str) -> dict[str, str]:
-    """The second column of a table by the first."""
-    lines = (line.split() for line in out.splitlines())
-    return {words[0]: words[1] for words in lines if len(words) > 1 and words[0] in [*STAGES, "push"]}
+    """The second column of the first table by the first."""
+    found: dict[str, str] = {}
+    for words in map(str.split, out.splitlines()):
+        if len(words) > 1 and words[0] in [*STAGES, "push"]:
+            found.setdefault(words[0], words[1])
+    return found
 
 
 def line_of(stage: str, out: str) -> str:

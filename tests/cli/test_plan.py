@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ import torch
 
 from pipeline.storage.shards import read_rows
 from tests.cli.hub_to_read import REPOSITORY, HubToRead, serve
-from tests.cli.tables import STAGES, line_of, states
+from tests.cli.tables import STAGES, line_of, one_paragraph, states
 
 
 @pytest.fixture(autouse=True)
@@ -69,20 +70,37 @@ def test_plan_of_a_hub_data_set_without_a_limit_claims_no_number(command, config
     assert f"100 conversations, at most {100 * 32:,} tokens" in out
 
 
-def test_plan_names_a_target_that_is_not_there_and_what_it_assumes_of_it(command, config_file, tmp_path):
+def test_plan_names_a_target_that_cannot_be_fetched_now_and_what_it_assumes_of_it(command, config_file):
     """4,096 states of 2 bytes each."""
-    ended = command("plan", config_file, f"target.model={tmp_path / 'absent'}")
+    ended = command("plan", config_file, "target.model=owner/absent")
     assert ended.code == 0 and states(ended.out)["generate"] == "run"
-    assert "absent" in ended.out and "4,096 numbers in 16 bits are assumed" in ended.out
+    assert "owner/absent" in ended.out and "4,096 numbers in 16 bits are assumed" in ended.out
     assert "of 8,192 bytes each" in ended.out
 
 
-def test_plan_says_that_what_is_kept_is_taken_for_granted_where_the_target_is_not_there(
-    command, config_file, copied_run, tmp_path
+def test_plan_says_that_what_is_kept_is_taken_for_granted_where_the_target_cannot_be_fetched(
+    command, config_file, copied_run
 ):
-    out = command("plan", config_file, f"target.model={tmp_path / 'absent'}").out
+    out = command("plan", config_file, "target.model=owner/absent").out
     assert states(out)["generate"] == "kept" and "taken to be unchanged" in line_of("generate", out)
     assert "taken to be unchanged" not in command("plan", config_file).out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code", "key"),
+    [
+        ("seeds.sources=/absent.jsonl", 2, "seeds.sources"),
+        ("target.model=/absent", 2, "target.model"),
+        ("push.repo_id=heads", 2, "push.repo_id"),
+        ("calibrate.depth=9", 2, "calibrate.depth"),
+        ("check.prompts=/absent.jsonl", 2, "check.prompts"),
+    ],
+)
+def test_plan_refuses_what_run_refuses_also_where_all_is_finished(command, config_file, copied_run, wrong, code, key):
+    """Exit 0 and "kept" until now; `run` refuses each before it writes anything."""
+    planned, ran = (command(name, config_file, wrong) for name in ("plan", "run"))
+    assert (planned.code, planned.err) == (code, ran.err) and ran.code == code
+    assert key in one_paragraph(planned.err)
 
 
 @pytest.mark.parametrize(("gpus", "width"), [(0, 4), (1, 2)])
@@ -117,6 +135,55 @@ def test_plan_leaves_a_cluster_s_numbers_to_the_cluster(command, config_file, mo
     monkeypatch.setenv("RAY_ADDRESS", "ray.example:6379")
     out = command("plan", config_file, "placement.generate.gpus_per_worker=4").out
     assert "generate: 1 worker(s), GPU each: 4, CPU each: as the cluster has" in out
+
+
+def test_plan_of_a_target_without_weights_says_gib_and_refuses_what_cannot_fit(command, config_file, tmp_path):
+    """A Llama of 70B as a config.json alone. 80 columns, and plain where nobody looks."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
+    sizes |= {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+    large = tmp_path / "large"
+    large.mkdir()
+    kind = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}
+    (large / "config.json").write_text(json.dumps(kind | sizes))
+    spread = [f"placement.{stage}.gpus_per_worker=4" for stage in ("generate", "features")]
+    words = (f"target.model={large}", "placement.gpu_memory_gb=80", "train.heads=medusa", "train.num_heads=5", *spread)
+    ended = command("plan", config_file, *words)
+    refused = one_paragraph(ended.err)
+    assert ended.code == 4 and "train takes" in refused and "generate takes" not in refused
+    assert "train.optimizer=adamw-8bit" in refused and "holds no weights" in ended.out
+    assert states(ended.out)["generate"] == "run" and f"{40 * 32:,} tokens" in ended.out and "16,384 bytes" in ended.out
+    table = ended.out.partition("GiB  ")[2].splitlines()
+    assert [line.split()[0] for line in table[1:5]] == ["generate", "features", "train", "check"]
+    assert max(map(len, table)) <= 80 and "\x1b" not in ended.out
+    assert command("plan", config_file, *words, "train.optimizer=adamw-8bit").code == 0
+
+
+def test_plan_knows_hours_from_an_earlier_run_here_or_measures_and_leaves_nothing(
+    command, config_file, copied_run, tmp_path, monkeypatch
+):
+    """Hours are tokens over tokens per second; of no other hardware, and of no other method's training."""
+    before = sorted(path.name for path in tmp_path.iterdir())
+    report = json.loads((copied_run.path / "report.json").read_text())
+    report["generate"]["tokens_per_second"] = 40 * 32 / 7200  # at most so many tokens, in two hours
+    (copied_run.path / "report.json").write_text(json.dumps(report))
+    planned = ("plan", config_file, "run.name=next")
+    out = command(*planned).out
+    assert "generate: at most 2.0 hours, by the 0.18 tokens/s of run run." in out and "not known" not in out
+    assert "How long train will take is not known" in command(*planned, "train.method=medusa-2").out
+    report["hardware"]["cores"] += 1
+    (copied_run.path / "report.json").write_text(json.dumps(report))
+    assert "How long generate, features and train will take is not known" in command(*planned).out
+
+    ended = command(*planned, "--measure")
+    assert ended.code == 0 and ended.out.count("tokens/s measured here with 40 conversations") == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ended = command(*planned, "generate.engine=vllm", "--measure")
+    assert ended.code == 4 and "vLLM is not installed here" in one_paragraph(ended.err)
+    ended = command(*planned, "generate.engine=vllm")
+    assert ended.code == 0 and "! vLLM is not installed here" in ended.out
 
 
 @pytest.fixture

@@ -57,6 +57,10 @@ def test_a_placement_is_given_if_and_only_if_every_worker_fits_on_some_node(node
         (((64, 8),), {"workers": 8}, (8, 8, 1)),
         (((64, 8),), {"workers": 2, "gpus_per_worker": 4}, (2, 32, 4)),
         (((2, 0), (64, 8)), {"workers": 8}, (8, 8, 1)),  # a head node without GPUs
+        (((64, 8), (64, 8)), {"workers": "auto"}, (16, 8, 1)),  # one per GPU
+        (((64, 8), (32, 4)), {"workers": "auto", "gpus_per_worker": 4}, (3, 32, 4)),
+        (((64, 0), (64, 0)), {"workers": "auto"}, (2, 64, 0)),  # without GPUs, one per node
+        (((64, 0),), {"workers": "auto", "cpus_per_worker": 6}, (10, 6, 0)),
         (((16, 1),), {"gpus_per_worker": 0}, (1, 16, 0)),
         (((8, 0), (8, 0)), {}, (1, 8, 0)),  # a worker lies on one node
         (((8, 0), (2, 0)), {"workers": 3}, (3, 2, 0)),

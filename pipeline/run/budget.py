@@ -1,0 +1,191 @@
+"""What each stage's worker takes of its device's memory, and what there is: said by `plan`, and checked before a run.
+
+By arithmetic, from the target's config.json, the settings and the card. Limits: what happens inside vLLM is its own
+affair (a share of the card, of which keys and values get what weights and states leave); prompts of the check are taken
+to be at most `TYPICAL_TOKENS` long, since only generating tells.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.execution.device_memory import GIB, Device, Memory, gpu_memory, machine_memory
+from pipeline.heads.shape import head_kind
+from pipeline.targets.sizes import TargetSizes, forward_bytes, target_sizes
+from pipeline.targets.spec import resolve
+from pipeline.targets.transformers_generation import MAX_BATCH_TOKENS
+from pipeline.targets.vllm_engine import CPU_KV_CACHE_BYTES
+from pipeline.training.memory import HeadsSizes, StepSizes
+from pipeline.training.methods import method_of
+
+PLACED = {"generate", "features", "train", "check"}
+VLLM_SHARE = 0.92  # of a GPU: vLLM's own default of gpu_memory_utilization
+VLLM_BATCH_TOKENS = 8192  # of a forward, its own default for most cards
+TYPICAL_TOKENS = 4096
+MANY_POSITIONS = 10**8  # where their number is not known: batches are then the largest that the rule makes
+
+
+@dataclass(frozen=True)
+class StageBudget:
+    """One stage's worker on one of its devices.
+
+    `least` is what it can do with: engines halve their batches where memory runs out, training does not.
+    """
+
+    stage: str
+    memory: Memory
+    least: Memory
+    device: Device
+    on_device: int  # workers that share it: without GPUs, all of the machine's
+
+    @property
+    def placed(self) -> str:
+        """The stage of the flow that does this."""
+        return self.stage if self.stage in PLACED else "train"
+
+    @property
+    def fits(self) -> bool:
+        return self.device.room is None or self.least.total * self.on_device <= self.device.room
+
+    @property
+    def fits_at_once(self) -> bool:
+        """Whether it fits without smaller batches."""
+        return self.device.room is None or self.memory.total * self.on_device <= self.device.room
+
+
+def sizes_of(config: Config) -> TargetSizes | None:
+    """The target's sizes, in the dtype that its workers would load; None where its weights alone would tell.
+
+    Raises:
+        ConfigError, EnvironmentFault: Its configuration cannot be read.
+    """
+    return target_sizes(resolve(config.target, on_gpu=_Machine(config).on_gpu("features")))
+
+
+def budgets(config: Config, sizes: TargetSizes, positions: int | None = None) -> list[StageBudget]:
+    """Every stage that memory decides on, in order.
+
+    Args:
+        sizes: Of the configured target.
+        positions: To train on, where their number is known.
+    """
+    return list(_Stages(config, _Machine(config), sizes).all(positions))
+
+
+class _Machine:
+    """Where stages run, as far as can be known from here."""
+
+    def __init__(self, config: Config):
+        self.placement, self.gpu = config.placement, gpu_memory()
+        self.elsewhere = bool(os.environ.get("RAY_ADDRESS"))
+        if config.placement.gpu_memory_gb:
+            self.gpu = config.placement.gpu_memory_gb * GIB
+
+    def gpus(self, stage: str) -> int:
+        """The GPUs of each of a stage's workers."""
+        wanted = self.placement.of_stages()[stage].gpus_per_worker
+        return int(self.gpu is not None) if wanted is None else wanted
+
+    def on_gpu(self, stage: str) -> bool | None:
+        return True if self.gpus(stage) else None if self.elsewhere else False
+
+    def device(self, stage: str) -> Device:
+        if self.gpus(stage):
+            return Device("its GPU", self.gpu, on_gpu=True)
+        return Device("this machine", None if self.elsewhere else machine_memory(), on_gpu=False)
+
+    def workers(self, stage: str) -> int:
+        """As many as are asked for; `auto` is one where it matters for memory."""
+        wanted = self.placement.of_stages()[stage].workers
+        return 1 if wanted == "auto" else wanted
+
+
+class _Stages:
+    """The budgets of one configuration's stages."""
+
+    def __init__(self, config: Config, machine: _Machine, sizes: TargetSizes):
+        self.config, self.machine, self.sizes = config, machine, sizes
+        self.context = sizes.context
+        self.kind, self.method = head_kind(config.train.heads), method_of(config.train)
+        shape = self.kind.shape_of(config.train, sizes.hidden_size, sizes.vocab_size)
+        self.heads = HeadsSizes.of(self.kind, shape)
+
+    def all(self, positions: int | None) -> Iterator[StageBudget]:
+        config = self.config
+        if config.generate.mode != "passthrough":
+            yield self.generate()
+        if "features" not in self.method.skipped(config.train) or self.method.tunes_backbone:
+            yield self.features()
+        yield from self.train(positions or MANY_POSITIONS)
+        if "native" in config.check.engines:
+            yield self.check()
+
+    def generate(self) -> StageBudget:
+        settings = self.config.generate
+        if settings.engine == "vllm":
+            return self._served("generate", settings.engine_args)
+        tokens = int(settings.engine_args.get("max_batch_tokens", MAX_BATCH_TOKENS))
+        one = min(self.context, TYPICAL_TOKENS)
+        return self._budget("generate", *(self._decoding("generate", each) for each in (max(tokens, one), one)))
+
+    def features(self) -> StageBudget:
+        settings, one = self.config.features, min(self.context, TYPICAL_TOKENS)
+        if settings.engine == "vllm":
+            return self._served("features", settings.engine_args)
+        weights = self._weights("features")
+        batches = (max(settings.tokens_per_batch, one), one)
+        return self._budget(
+            "features", *(Memory(weights, activations=forward_bytes(self.sizes, each)) for each in batches)
+        )
+
+    def train(self, positions: int) -> Iterator[StageBudget]:
+        train, workers = self.config.train, self.machine.workers("train")
+        device = self.machine.device("train")
+        for name, learner in self.method.phases(train):
+            recipe = learner.expected_recipe(train, positions, self.sizes.hidden_size, self.kind.lr_scale)
+            step = StepSizes(
+                train, self.heads, self.sizes, recipe, workers, device.on_gpu, self.config.target.quantization
+            )
+            memory = learner.memory(step)
+            yield StageBudget(name or "train", memory, memory, device, 1 if device.on_gpu else workers)
+
+    def check(self) -> StageBudget:
+        """The target and its heads, a cache for each side, and one prompt at a time."""
+        tokens = min(self.context, TYPICAL_TOKENS) + self.config.check.max_new_tokens
+        both = Memory(
+            weights=self._weights("features"),
+            heads=self.heads.weights * self.sizes.itemsize,
+            activations=forward_bytes(self.sizes, tokens),
+            cache=2 * tokens * self.sizes.cached_bytes / max(1, self.machine.gpus("features")),
+        )
+        return StageBudget("check", both, both, self.machine.device("features"), 1)
+
+    def _decoding(self, stage: str, tokens: int) -> Memory:
+        cache = tokens * self.sizes.cached_bytes / max(1, self.machine.gpus(stage))
+        activations = forward_bytes(self.sizes, min(tokens, TYPICAL_TOKENS))
+        return Memory(self._weights(stage), activations=activations, cache=cache)
+
+    def _served(self, stage: str, engine_args: dict[str, Any]) -> StageBudget:
+        """vLLM: of its share of the card, keys and values get what is left, and need at least one conversation."""
+        device, gpus = self.machine.device(stage), max(1, self.machine.gpus(stage))
+        tokens = int(engine_args.get("max_num_batched_tokens") or VLLM_BATCH_TOKENS)
+        activations = forward_bytes(self.sizes, min(tokens, self.context)) / gpus
+        one = int(engine_args.get("max_model_len") or self.context) * self.sizes.cached_bytes / gpus
+        least = Memory(self._weights(stage), activations=activations, cache=one)
+        if not device.on_gpu:
+            least = least.plus(cache=max(CPU_KV_CACHE_BYTES, 2 * one) - one)
+            return self._budget(stage, least, least)
+        share = float(engine_args.get("gpu_memory_utilization", VLLM_SHARE))
+        left = 0.0 if device.memory is None else device.memory * share - least.total
+        return self._budget(stage, least.plus(cache=max(0.0, left)), least)
+
+    def _weights(self, stage: str) -> float:
+        return self.sizes.weight_bytes(self.config.target.quantization) / max(1, self.machine.gpus(stage))
+
+    def _budget(self, stage: str, memory: Memory, least: Memory) -> StageBudget:
+        device = self.machine.device(stage)
+        return StageBudget(stage, memory, least, device, 1 if device.on_gpu else self.machine.workers(stage))

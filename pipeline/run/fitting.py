@@ -1,0 +1,116 @@
+"""Refuses what cannot fit into a device's memory, with its sum, and finds the settings with which it would."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from itertools import combinations, islice
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.config.load import validate
+from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.execution.device_memory import GIB
+from pipeline.heads.shape import KINDS, head_kind
+from pipeline.run.budget import PLACED, StageBudget, budgets, sizes_of
+from pipeline.targets.sizes import TargetSizes
+from pipeline.training.methods import method_of
+
+Changes = dict[str, Any]  # settings by key
+Group = Sequence[Changes]
+
+
+def check_memory(config: Config, stages: Collection[str]) -> None:
+    """Refuse a run of which a stage cannot fit into memory, as far as that is known here.
+
+    A stage with a finished result in the store is not checked, since it may be kept.
+
+    Raises:
+        EnvironmentFault: See `require_fit`.
+    """
+    store = config.run.store or config.run.directory
+    open_stages = {name for name in stages if not any(store.glob(f"{name}-*/DONE.json"))}
+    if open_stages & PLACED and (sizes := sizes_of(config)):
+        require_fit(config, sizes, [budget for budget in budgets(config, sizes) if budget.placed in open_stages])
+
+
+def require_fit(config: Config, sizes: TargetSizes, found: Collection[StageBudget]) -> None:
+    """Raise EnvironmentFault where a stage cannot fit, with the sums of all that do not and what would fit of each."""
+    misfits = [budget for budget in found if not budget.fits]
+    if not misfits:
+        return
+    device = misfits[0].device
+    assert device.memory is not None and device.room is not None
+    has = f"{device.name} has {device.memory / GIB:.1f} GiB"
+    has += f", {device.room / GIB:.1f} of them for torch" if device.on_gpu else ""
+    advice = [f"{each.stage}: {fits}" for each in misfits if (fits := what_fits(config, sizes, each))]
+    fix = f"What would fit: {'; '.join(advice)}." if advice else "Take more memory, or a smaller target."
+    if not device.on_gpu:
+        fix += " To plan for GPUs that are elsewhere, give placement.gpu_memory_gb."
+    sums = "; ".join(map(_sum, misfits))
+    raise EnvironmentFault(f"This does not fit into memory: {sums}; {has}.", "placement", fix)
+
+
+def what_fits(config: Config, sizes: TargetSizes, budget: StageBudget, most: int = 4) -> str:
+    """Up to `most` changes of settings with which the stage fits, each with its GiB: `train.heads=… (54.2 GiB)`.
+
+    Of each group the first that does, else of each two groups; empty where neither helps.
+    """
+    stage = budget.stage
+    groups = list(_smaller(config, stage, on_gpu=budget.device.on_gpu))
+    pairs = ([one | other for one in first for other in second] for first, second in combinations(groups, 2))
+    for tried in (groups, pairs):
+        firsts = (next(_fitting(config, sizes, stage, group), None) for group in tried)
+        if found := list(islice(filter(None, firsts), most)):
+            return " or ".join(found)
+    return ""
+
+
+def _fitting(config: Config, sizes: TargetSizes, stage: str, group: Group) -> Iterator[str]:
+    for change in group:
+        try:
+            changed = _with(config, change)
+            budget = next((each for each in budgets(changed, sizes) if each.stage == stage), None)
+        except ConfigError:
+            continue
+        if budget and budget.fits:
+            words = " ".join(f"{key}={_word(value)}" for key, value in change.items())
+            yield f"{words} ({budget.least.total / GIB:.1f} GiB)"
+
+
+def _smaller(config: Config, stage: str, *, on_gpu: bool) -> Iterator[Group]:
+    """Groups of settings that make a stage smaller; within a group those first that cost least."""
+    placed = {"check": "features"}.get(stage, stage)
+    if placed in ("generate", "features"):
+        if on_gpu:
+            yield [{f"placement.{placed}.gpus_per_worker": number} for number in (2, 4, 8)]
+        engine = {f"{stage}.engine": "transformers"} if stage == placed else {}
+        yield [{"target.quantization": bits, **engine} for bits in ("8bit", "4bit")]
+        return
+    kind, method = head_kind(config.train.heads), method_of(config.train)
+    yield [{"train.optimizer": "adamw-8bit"}]
+    yield from ([change] for change in kind.smaller)
+    yield from ([{"train.heads": name}] for name in KINDS if name != config.train.heads)
+    yield from method.smaller
+    yield [{"train.batch_tokens": size} for size in (8192, 4096, 2048)]
+
+
+def _with(config: Config, changes: Changes) -> Config:
+    settings = config.model_dump(mode="json")
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        place = settings
+        for section in sections:
+            place = place[section]
+        place[name] = value
+    return validate(settings, "plan")
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _sum(budget: StageBudget) -> str:
+    """`train takes 93.1 GiB (heads 20.8, …)`."""
+    parts = [f"{name} {size / GIB:.1f}" for name, size in budget.least.parts().items() if size > 0.05 * GIB]
+    times = f" in each of {budget.on_device} workers" if budget.on_device > 1 else ""
+    return f"{budget.stage} takes {budget.least.total / GIB:.1f} GiB{times} ({', '.join(parts)})"

@@ -1,0 +1,70 @@
+"""How fast this machine was: each stage's tokens per second in earlier runs on the same hardware, and hours from them.
+
+A rate is of one worker, without loading the model. That of training is of the learned positions, by all its workers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.config import Config
+from pipeline.execution.hardware import hardware
+from pipeline.run.estimate import RunSize
+
+TIMED = ("generate", "features", "train")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Tokens per second that are written, cached or learned from, and how they are known."""
+
+    tokens_per_second: float
+    source: str
+
+
+Rates = Mapping[str, Rate]
+
+
+def rates_of_runs(config: Config) -> dict[str, Rate]:
+    """Rates of runs in `run.root` of the same target and method on hardware as here, the newest of each stage."""
+    here, found = hardware(), {}
+    for path in sorted(config.run.root.glob("*/report.json"), key=lambda path: path.stat().st_mtime):
+        report = _read(path)
+        same = report.get("target") == config.target.model and report.get("hardware") == here
+        for stage, rate in rates_in(report, f"of run {path.parent.name}") if same else ():
+            if stage != "train" or report.get("method") == config.train.method:
+                found[stage] = rate
+    return found
+
+
+def rates_in(summaries: Mapping[str, Any], source: str) -> Iterator[tuple[str, Rate]]:
+    """The rates in stages' summaries, or in a report; features' is of positions, not of all that is read."""
+    for stage in TIMED:
+        summary = summaries.get(stage)
+        speed = summary.get("tokens_per_second") if isinstance(summary, dict) else None
+        if isinstance(summary, dict) and isinstance(speed, int | float) and speed > 0:
+            positions, tokens = summary.get("positions"), summary.get("tokens")
+            share = positions / tokens if stage == "features" and positions and tokens else 1.0
+            yield stage, Rate(speed * share, source)
+
+
+def hours(stage: str, rate: Rate, figures: RunSize, workers: int) -> float | None:
+    """How long a stage takes at this rate; None while the number of tokens is unknown."""
+    if figures.tokens is None:
+        return None
+    if stage == "train":
+        tokens = sum(recipe.epochs * recipe.steps_per_epoch * recipe.batch_tokens for recipe in figures.recipes)
+        return tokens / rate.tokens_per_second / 3600
+    return figures.tokens / (rate.tokens_per_second * workers) / 3600
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

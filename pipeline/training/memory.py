@@ -1,0 +1,163 @@
+"""What a training step holds of a device's memory at its peak, by arithmetic, before anything is loaded.
+
+The peak is either in the loss, when states, logits and the lm_heads' new gradients are held, or at the optimizer's
+step, when every gradient is. Weights, gradients and moments are fp32 and do not depend on the batch; states do. A test
+runs the same steps on tensors without storage and compares what they hold.
+
+Letters as in the trainer: N positions of a micro-batch on one worker, K heads, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.config import TrainConfig
+from pipeline.config.training import Bits
+from pipeline.execution.device_memory import Memory
+from pipeline.heads.losses import chunk_bytes_on, rows_at_a_time
+from pipeline.targets.sizes import TargetSizes
+from pipeline.training.feature_batches import BATCHES_AHEAD
+from pipeline.training.recipe import Recipe
+
+if TYPE_CHECKING:
+    from pipeline.heads.kind import Heads
+    from pipeline.heads.shape import HeadsShape
+
+FP32, INT64 = 4, 8
+MOMENTS = {"adamw": 2 * FP32, "adamw-8bit": 2 * (1 + FP32 / 256)}  # bytes a parameter; a scale for each 256 of 8 bit
+
+
+@dataclass(frozen=True)
+class HeadsSizes:
+    """A set of heads in numbers (not bytes)."""
+
+    num_heads: int
+    hidden_size: int
+    vocab_size: int  # the rows of an lm_head
+    weights: int
+    trained: int
+    trained_lm_head: int  # of them
+    kept_per_position: int  # see `Heads.kept_per_position`
+
+    @classmethod
+    def of(cls, kind: type[Heads], shape: HeadsShape) -> HeadsSizes:
+        heads = kind(shape, device=torch.device("meta"))
+        return cls(
+            shape.num_heads,
+            shape.hidden_size,
+            heads.lm_head.shape[-2],
+            sum(weight.numel() for weight in heads.parameters()),
+            sum(weight.numel() for weight in heads.parameters() if weight.requires_grad),
+            heads.lm_head.numel() if heads.lm_head.requires_grad else 0,
+            kind.kept_per_position(shape),
+        )
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """What a worker's step is made of."""
+
+    settings: TrainConfig
+    heads: HeadsSizes
+    target: TargetSizes
+    recipe: Recipe
+    workers: int
+    on_gpu: bool
+    quantization: Bits | None = None  # of the target
+
+    @property
+    def product_bytes(self) -> int:
+        """Of a number in matrix products."""
+        precision = self.settings.precision
+        return 2 if precision == "bf16" or (precision == "auto" and self.on_gpu) else FP32
+
+    @property
+    def chunk_bytes(self) -> int:
+        return chunk_bytes_on(torch.device("cuda" if self.on_gpu else "cpu"))
+
+
+def cached_step(step: StepSizes) -> Memory:
+    """A step of heads alone, which reads the cache: one micro-batch, the worker's share of `batch_tokens`."""
+    heads, num_positions = step.heads, -(-step.recipe.batch_tokens // step.workers)
+    teacher = step.settings.soft_labels > 0
+    state_bytes = heads.hidden_size * step.target.itemsize * (2 if teacher else 1)
+    label_bytes = INT64 * (1 + heads.num_heads * (2 if teacher else 1))
+    batches = (BATCHES_AHEAD + 1) * num_positions * (state_bytes + label_bytes)
+    matrix = step.target.vocab_size * heads.hidden_size * step.product_bytes if teacher else 0
+    resident = Memory(
+        heads=FP32 * heads.weights,
+        optimizer=MOMENTS[step.settings.optimizer] * heads.trained,
+        activations=batches + matrix,
+    )
+    in_loss = resident.plus(
+        gradients=FP32 * heads.trained_lm_head,
+        activations=heads_states(step, num_positions) + heads_logits(step, num_positions, teacher=teacher),
+    )
+    at_the_end = resident.plus(gradients=FP32 * heads.trained)
+    return max(in_loss, at_the_end, key=lambda memory: memory.total)
+
+
+def heads_states(step: StepSizes, num_positions: int) -> float:
+    """What a loss of the heads keeps for backward: states, their gradients, the weights in the products' dtype."""
+    heads, width = step.heads, step.product_bytes
+    cast = heads.trained - heads.trained_lm_head if width < FP32 else 0
+    gradient = heads.num_heads * heads.hidden_size * num_positions
+    return width * (heads.kept_per_position * num_positions + gradient + cast)
+
+
+def heads_logits(step: StepSizes, num_positions: int, *, teacher: bool) -> float:
+    """A chunk's logits and states, and the copies of an lm_head that products read and make (see heads/losses.py)."""
+    heads, width = step.heads, step.product_bytes
+    dtype, held = torch.bfloat16 if width < FP32 else torch.float32, 2 if teacher else 1
+    rows, slice_rows = rows_at_a_time(heads.vocab_size, dtype, held, heads.num_heads * num_positions, step.chunk_bytes)
+    logits = heads.vocab_size * (rows * (width + (held - 1) * FP32) + slice_rows * held * FP32)
+    states = 2 * rows * heads.hidden_size * width
+    matrices = 2 * heads.vocab_size * heads.hidden_size * width if width < FP32 else 0
+    return logits + states + matrices
+
+
+def tuned_step(step: StepSizes) -> Memory:
+    """A step of heads and backbone: micro-batches of packed sequences, which accumulate."""
+    settings, heads, target, width = step.settings.backbone, step.heads, step.target, step.product_bytes
+    num_positions = settings.micro_batch * settings.sequence_length  # all of them learned, at most
+    lora = settings.lora_rank * target.adapted
+    weights, trained = target.weight_bytes(settings.quantization_beside(step.quantization)), heads.trained + lora
+    if settings.shard and step.workers > 1:  # each holds its part, and two layers whole
+        in_layers = target.in_layers * target.itemsize
+        weights += in_layers / step.workers - in_layers + 2 * in_layers / target.num_layers
+    resident = Memory(
+        weights=weights,
+        heads=FP32 * (heads.weights + lora),
+        optimizer=MOMENTS[step.settings.optimizer] * trained,
+    )
+    sequences = step.recipe.batch_sequences or 1
+    accumulated = FP32 * trained if -(-sequences // step.workers) > settings.micro_batch else 0
+    kept, one_layer = _backbone_states(step, num_positions, lora)
+    logits = heads_logits(step, num_positions, teacher=step.settings.soft_labels > 0)
+    divergence = step.chunk_bytes + width * num_positions * heads.hidden_size
+    in_loss = resident.plus(
+        gradients=FP32 * (heads.trained_lm_head + settings.lora_rank * target.vocab_size) + accumulated,
+        activations=kept + heads_states(step, num_positions) + max(logits, divergence),
+    )
+    in_backward = resident.plus(gradients=FP32 * trained, activations=kept + one_layer)
+    return max(in_loss, in_backward, key=lambda memory: memory.total)
+
+
+def _backbone_states(step: StepSizes, num_positions: int, lora: int) -> tuple[float, float]:
+    """What the backbone keeps for backward, with its last states, tuned and original; and what one layer adds to it.
+
+    With checkpointing that is the layer which is computed again.
+    """
+    settings, target, width = step.settings.backbone, step.target, step.product_bytes
+    dropped = width + 1 if settings.lora_dropout else width  # each linear layer's own input after dropout, and a mask
+    low = width * settings.lora_rank * target.adapted_in_layer
+    norms = 2 * target.hidden_size * (FP32 + 2 * width)
+    outputs = width * (target.linear_outputs + target.width)
+    one_layer = num_positions * (dropped * target.linear_inputs + outputs + norms + low)
+    last = num_positions * target.hidden_size * (3 * width + 2 * FP32) + (width * lora if width < FP32 else 0)
+    if settings.gradient_checkpointing:
+        return last + num_positions * target.num_layers * width * target.hidden_size, one_layer
+    return last + target.num_layers * one_layer, 0

@@ -1,0 +1,161 @@
+"""What stages take of memory is said, and what cannot fit is refused with what would; sizes are config.json's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from pipeline.config import Config
+from pipeline.errors import EnvironmentFault
+from pipeline.execution import device_memory
+from pipeline.execution.device_memory import GIB, machine_memory, unusable_driver
+from pipeline.run.budget import StageBudget, budgets, sizes_of
+from pipeline.run.fitting import check_memory, require_fit
+from pipeline.targets.sizes import forward_bytes
+from tests.training.live_storage import LiveStorage
+
+# Mistral-7B, Llama-3-8B and Llama-3-70B: billions of parameters; hidden, inner, layers, heads, KV heads, vocabulary.
+SHAPES = {
+    "7B": (7.24, 4096, 14336, 32, 32, 8, 32000),
+    "8B": (8.03, 4096, 14336, 32, 32, 8, 128256),
+    "70B": (70.55, 8192, 28672, 80, 64, 8, 128256),
+}
+MEDUSA = {"train__heads": "medusa", "train__num_heads": 5, "train__batch_tokens": "auto", "train__precision": "auto"}
+
+
+@pytest.fixture
+def planned(make_config, tmp_path):
+    """`planned("70B", **settings)`: a configuration for GPUs of 80 GB, of a target that is a config.json alone."""
+
+    def make(shape: str, **changes) -> Config:
+        _, hidden, inner, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+        directory = tmp_path / shape
+        directory.mkdir(exist_ok=True)
+        content = LlamaConfig(
+            hidden_size=hidden,
+            intermediate_size=inner,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            vocab_size=vocabulary,
+            max_position_embeddings=8192,
+            architectures=["LlamaForCausalLM"],
+            dtype="bfloat16",
+        )
+        (directory / "config.json").write_text(json.dumps(content.to_dict()))
+        usual = {"target__model": str(directory), "placement__gpu_memory_gb": 80, **MEDUSA}
+        return make_config(tmp_path, **usual | changes)
+
+    return make
+
+
+def budget_of(config: Config, stage: str) -> StageBudget:
+    sizes = sizes_of(config)
+    assert sizes is not None
+    return next(each for each in budgets(config, sizes) if each.stage == stage)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_target_s_weights_are_counted_from_its_configuration(planned, shape):
+    """Billions of parameters as their authors state them, two bytes each; a quarter of that in 4 bit, and scales."""
+    expected = SHAPES[shape][0] * 1e9 * 2
+    assert budget_of(planned(shape), "features").memory.weights == pytest.approx(expected, rel=0.002)
+    halves = budget_of(planned(shape, placement__features={"gpus_per_worker": 2}), "features").memory
+    assert halves.weights == pytest.approx(expected / 2, rel=0.002)
+    small = budget_of(planned(shape, target__quantization="4bit"), "features").memory.weights
+    assert 0.25 * expected < small < 0.4 * expected, "lm_head and embedding are not quantized"
+
+
+@pytest.mark.parametrize(("shape", "gib"), [("7B", 18), ("8B", 47), ("70B", 95)])
+def test_untied_heads_take_what_a_ledger_of_their_step_counted(planned, shape, gib):
+    """Five untied heads on one GPU in bf16, AdamW in 32 bit, 16,384 positions, soft labels."""
+    memory = budget_of(planned(shape), "train").memory
+    assert memory.total / GIB == pytest.approx(gib, rel=0.1)
+    parameters = 5 * SHAPES[shape][1] * (SHAPES[shape][1] + 1 + SHAPES[shape][6])
+    assert memory.heads == 4 * parameters and memory.optimizer == 8 * parameters
+
+
+def test_what_cannot_fit_is_refused_before_a_run_with_its_sum_and_what_would_fit(planned):
+    config = planned("70B")
+    with pytest.raises(EnvironmentFault) as refused:
+        check_memory(config, ["seeds", "generate", "features", "train", "calibrate", "export", "check"])
+    said = str(refused.value)
+    assert refused.value.exit_code == 4 and "\n" not in said and not Path(config.run.directory).exists()
+    assert "train takes 9" in said and "optimizer 41.6" in said and "80.0 GiB" in said
+    for fitting in ("train.optimizer=adamw-8bit", "train.medusa.lm_head=tied", "train.heads=recurrent"):
+        assert fitting in said
+    assert "placement.features.gpus_per_worker=2" in said
+
+
+def test_each_thing_that_would_fit_does(planned):
+    """Also of Medusa-2, where no single setting helps."""
+    joint = {"train__method": "medusa-2", "placement__features": {"gpus_per_worker": 8}}
+    config = planned("70B", **joint)
+    assert not budget_of(config, "train").fits
+    with pytest.raises(EnvironmentFault) as refused:
+        require_fit(config, sizes_of(config), [budget_of(config, "train")])
+    offered = str(refused.value).partition("What would fit: train: ")[2].split(" or ")
+    assert len(offered) >= 2
+    for offer in offered:
+        words = [word.split("=") for word in offer.partition(" (")[0].split()]
+        changes = {key.replace(".", "__"): {"true": True}.get(value, value) for key, value in words}
+        workers = {key: int(value) for key, value in changes.items() if key.endswith("workers")}
+        assert budget_of(planned("70B", **joint, **changes | workers), "train").fits, offer
+
+
+def test_a_finished_stage_is_not_refused_and_a_machine_s_memory_is_shared_by_its_workers(
+    planned, tmp_path, monkeypatch
+):
+    config = planned("7B", placement__gpu_memory_gb=None, placement__train={"workers": 3})
+    monkeypatch.setattr("pipeline.run.budget.gpu_memory", lambda: None)
+    monkeypatch.setattr("pipeline.run.budget.machine_memory", lambda: 30.0 * GIB)
+    train = budget_of(config, "train")
+    assert not train.device.on_gpu and train.memory.total < 30 * GIB < 3 * train.memory.total and not train.fits
+    with pytest.raises(EnvironmentFault, match=r"in each of 3 workers.*this machine has 30\.0 GiB"):
+        check_memory(config, ["train"])
+    finished = tmp_path / "run" / "train-0123"
+    finished.mkdir(parents=True)
+    (finished / "DONE.json").touch()
+    check_memory(config, ["train"])
+
+
+def test_a_forward_takes_what_is_planned_for_it(planned):
+    """Counted while a model of two layers of a tenth of the size runs, all of whose operations are real."""
+    shape = {"hidden_size": 256, "intermediate_size": 896, "num_attention_heads": 4, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=64)).to(torch.bfloat16)
+    sizes = sizes_of(planned("7B"))
+    assert sizes is not None
+    with torch.inference_mode(), LiveStorage() as live:
+        model.base_model(input_ids=torch.zeros(1, 4096, dtype=torch.long), use_cache=False)
+    assert forward_bytes(sizes, 4096) / 16 == pytest.approx(live.peak, rel=0.25)
+
+
+def test_a_container_s_limit_is_the_machine_s_memory(tmp_path):
+    limit, none = tmp_path / "memory.max", tmp_path / "unlimited"
+    limit.write_text("1073741824\n")
+    none.write_text("max\n")
+    assert machine_memory((str(limit), str(none), str(tmp_path / "absent"))) == GIB
+    assert machine_memory((str(none),)) > GIB
+
+
+def test_a_driver_that_torch_cannot_use_is_named_and_one_that_is_hidden_is_not(tmp_path, monkeypatch):
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13\nGCC version: 9\n")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = unusable_driver({}, driver)
+    assert said and "470.57.02" in said and "13.0" in said and "\n" not in said
+    assert unusable_driver({"CUDA_VISIBLE_DEVICES": ""}, driver) is None
+    assert unusable_driver({}, tmp_path / "absent") is None
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert unusable_driver({}, driver) is None
+
+
+def test_a_gpu_keeps_some_memory_from_torch():
+    gpu = device_memory.Device("its GPU", 80 * GIB, on_gpu=True)
+    assert 75 * GIB < gpu.room < 79 * GIB
+    assert device_memory.Device("this machine", 80 * GIB, on_gpu=False).room == 80 * GIB
