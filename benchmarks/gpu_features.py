@@ -18,7 +18,7 @@ from benchmarks.arithmetic import Peak, backbone_flops, peak_memory_gb, reset_pe
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from benchmarks.features import AIM as AIM_OVER_FORWARD
 from benchmarks.features import forward_seconds, record_batches, stage_seconds
-from pipeline.artifacts.feature_rows import footer_of, row_groups
+from pipeline.artifacts.feature_writer import num_positions
 from pipeline.artifacts.generated_rows import TokenRow, spans_of
 from pipeline.config import FeaturesConfig
 from pipeline.stages.features import Worker
@@ -77,17 +77,19 @@ def _writing_claim(writing: WritingAlone, seconds: dict[str, list[float]], kept_
 
 
 class WritingAlone:
-    """The work of the stage's background thread, on states computed before."""
+    """What the stage does behind the forwards, on states computed before."""
 
     def __init__(self, worker: Worker, made: Sequence[rows.Row], path: Path):
         totals = accumulate(len(row["input_ids"]) for row in made)
         number = next((n for n, total in enumerate(totals, 1) if total >= SAMPLE_TOKENS), len(made))
-        states = worker.engine.stream(row["input_ids"] for row in made[:number])
-        self._groups = list(row_groups(zip(map(TokenRow.of, made[:number]), states, strict=True)))
-        self._path, self._footer = path, footer_of(worker.engine.dtype, worker.engine.hidden_size)
-        self.num_bytes = sum(hidden_ND.nbytes for group in self._groups for _, hidden_ND in group)
+        self._rows = [TokenRow.of(row) for row in made[:number]]
+        computed = worker.engine.stream(row.input_ids.tolist() for row in self._rows)
+        found = {index: hidden_TD.clone() for index, hidden_TD in computed}
+        self._hidden = [found[index] for index in range(number)]
+        self._path, self._states = path, worker.states
+        self.num_bytes = sum(map(num_positions, self._rows)) * self._states.computed_bytes
 
     def run(self) -> float:
         started = perf_counter()
-        rows.write_features(self._path, self._groups, self._footer)
+        rows.write_features(self._path, self._rows, self._hidden, self._states)
         return perf_counter() - started

@@ -45,6 +45,7 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "Medusa, noise": (*HARD, "noise=0.2"),
     "Medusa, tied": (*HARD, "medusa.lm_head=tied"),
     "Medusa, one shared lm_head": (*HARD, "medusa.lm_head=shared"),
+    "Medusa, a draft vocabulary of a quarter": (*HARD, "draft_vocab={quarter}"),
     "recurrent": (*HARD, *RECURRENT),
     "recurrent, soft labels": (*SOFT, *RECURRENT),
     "recurrent, half as wide, soft labels": (*SOFT, *RECURRENT, "recurrent.intermediate_size={narrow}"),
@@ -92,10 +93,11 @@ def figures(config: Path, overrides: Sequence[str], name: str) -> dict[str, Any]
     """One recipe's row; partial where its run has no check."""
     number = list(RECIPES).index(name)
     base = load_config(config, overrides)
-    hidden_size = model_config(resolve(base.target)).get_text_config().hidden_size
+    sizes = model_config(resolve(base.target)).get_text_config()
     values = {
         "recurrent_lr": base.train.lr if base.train.lr == "auto" else base.train.lr / 4,
-        "narrow": 2 * hidden_size,
+        "narrow": 2 * sizes.hidden_size,
+        "quarter": sizes.vocab_size // 4,
     }
     recipe = [setting.format(**values) for setting in RECIPES[name]]
     recipe = [setting if setting.startswith("generate.") else f"train.{setting}" for setting in recipe]

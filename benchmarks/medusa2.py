@@ -25,12 +25,12 @@ from benchmarks import rows, targets
 from benchmarks.arithmetic import Peak, backbone_flops, peak_memory_gb, reset_peak_memory, synchronize, training_flops
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
 from pipeline.config import BackboneConfig, TrainConfig
+from pipeline.conversations.spans import IGNORED
 from pipeline.heads.losses import plain_summed_cross_entropy
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.heads_and_backbone import BackboneLearner, MicroBatch
 from pipeline.training.task import TrainSpec, Workers
-from pipeline.training.text_batches import count_labels
 from pipeline.training.trainer import Trainer
 
 SPEED_AIM, MEMORY_AIM, PEAK_AIM = 0.95, 0.5, 40.0
@@ -128,7 +128,7 @@ class Steps:
         """What a step needs: the frozen backbone twice forward and once back, lm_head likewise, and the heads."""
         backbone: Any = self.learner.backbone.tuned
         config = self.learner.heads.shape
-        labels = int(count_labels(self._batches, config.num_heads)[1:].sum())
+        labels = sum(int((batch.labels_KN != IGNORED).sum()) for batch in self._batches)
         lengths = [batch.ids_BT.shape[1] for batch in self._batches]
         layers = 3 * backbone_flops(backbone.get_base_model(), lengths)
         lm_head = 6 * config.vocab_size * config.hidden_size * self.num_positions

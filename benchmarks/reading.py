@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import rows
 from benchmarks.claims import Claim, Result, in_turns
-from pipeline.artifacts.feature_rows import FeatureRows, footer_of, row_groups
+from pipeline.artifacts.feature_rows import FeatureRows, StateFormat
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.training.feature_batches import EpochPlan, load_batches
 
@@ -36,16 +36,16 @@ def measure(*, tiny: bool = False) -> Result:
             num_rows = 8 if tiny else (512 << 20) // (hidden_size * dtype.itemsize * 384)
             path = Path(temporary) / "00000.parquet"
             made = rows.equal_rows(num_rows, num_turns=2, per_turn=256, vocab_size=VOCAB_SIZE)
-            groups = row_groups(_with_states(made, hidden_size, dtype))
-            positions = rows.write_features(path, groups, footer_of(dtype, hidden_size))
+            hidden, states = _hidden(made, hidden_size, dtype), StateFormat(dtype, hidden_size)
+            positions = rows.write_features(path, [TokenRow.of(row) for row in made], hidden, states)
             claims.append(_claim(path, positions, hidden_size, dtype))
     return Result(claims, {"heads": NUM_HEADS, "batch_tokens": BATCH_TOKENS})
 
 
-def _with_states(made: list[rows.Row], hidden_size: int, dtype: torch.dtype) -> Iterator[tuple[TokenRow, torch.Tensor]]:
+def _hidden(made: list[rows.Row], hidden_size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     for row in made:
-        yield TokenRow.of(row), torch.randn(len(row["input_ids"]), hidden_size, generator=generator).to(dtype)
+        yield torch.randn(len(row["input_ids"]), hidden_size, generator=generator).to(dtype)
 
 
 def _claim(path: Path, positions: int, hidden_size: int, dtype: torch.dtype) -> Claim:

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.feature_rows import FEATURES, write_group
+from pipeline.artifacts.feature_rows import FEATURES, StateFormat
+from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
 from pipeline.artifacts.generated_rows import GENERATED, TokenRow
-from pipeline.config import TrainConfig
+from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import Span
 from pipeline.heads.medusa import MedusaHeads
-from pipeline.storage.shards import ShardWriter
+from pipeline.storage.shards import Codec, ShardWriter
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec, model_config
 from pipeline.training.methods import METHODS
@@ -27,6 +28,7 @@ from pipeline.training.task import TrainSpec
 
 FINGERPRINT = "benchmark"
 ROLES: tuple[Role, ...] = ("assistant",)  # heads learn from these
+DEFAULT_CODEC: Codec = FeaturesConfig().codec
 WRITTEN_SHARE = 0.75  # of a row's tokens are the target's, as in replayed chat seeds
 
 Row = dict[str, Any]
@@ -69,13 +71,23 @@ def equal_rows(num_rows: int, num_turns: int, per_turn: int, vocab_size: int, se
     return [generated_row(f"r:{index}", turns, vocab_size, rng) for index in range(num_rows)]
 
 
-def write_features(path: Path, groups: Iterable[list[tuple[TokenRow, Tensor]]], footer: dict[str, str]) -> int:
-    """Write one shard as the features stage does; returns its number of positions."""
-    quarantine = path.with_suffix(".jsonl")
-    with ShardWriter(path, quarantine, FEATURES, index=0, fingerprint=FINGERPRINT, footer=footer) as writer:
-        positions = sum(write_group(writer, group) for group in groups)
-        writer.commit("features", None)
-    return positions
+def write_features(
+    path: Path,
+    rows: Sequence[TokenRow],
+    hidden: Iterable[Tensor],
+    states: StateFormat,
+    codec: Codec = DEFAULT_CODEC,
+    backlog: Backlog | None = None,
+) -> int:
+    """Write one shard of rows and their states TD as the features stage does; returns its number of positions."""
+    quarantine, footer = path.with_suffix(".jsonl"), states.footer
+    with (
+        ShardWriter(path, quarantine, FEATURES, index=0, fingerprint=FINGERPRINT, footer=footer, codec=codec) as writer,
+        FeatureWriter(writer, rows, states, backlog or Backlog()) as features,
+    ):
+        for index, hidden_TD in enumerate(hidden):
+            features.put(index, hidden_TD)
+        return int(features.commit("features", None).result().stats["positions"])
 
 
 def features_tasks(directory: Path, shards: Iterable[Sequence[Row]]) -> list[ShardTask]:

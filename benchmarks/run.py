@@ -25,6 +25,7 @@ BENCHMARKS = {
     "generate": "conversation-wise generation",
     "features": "the features stage",
     "feature_size": "bytes of features",
+    "writing": "writing the cache",
     "train": "training from the cache",
     "recurrent": "recurrent heads beside Medusa heads",
     "serving": "both kinds in vLLM beside plain vLLM: `python -m benchmarks.run serving`, after both demos",

@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.errors import CheckFailed, ConfigError, DamagedShard
+from pipeline.errors import CheckFailed, ConfigError, DamagedShard, DataError, MedusaDistillError
 from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import print_stage
 from pipeline.report.formatting import duration
@@ -119,6 +119,7 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
         context.run.event("stage-started", stage=stage.name, fingerprint=directory.fingerprint)
         started = time.monotonic()
         summary = stage.run(context, directory)
+        require_same_inputs(context, stage, directory)
         seconds = round(time.monotonic() - started, 3)
         directory.finish({**summary, "seconds": seconds}, upstream)
         context.run.event("stage-finished", stage=stage.name, seconds=seconds)
@@ -129,6 +130,26 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
     context.upstream[stage.name] = directory
     stage.conclude(context, directory)
     return directory
+
+
+def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
+    """Look again at the files that a stage was made from, and drop what it made where they have changed meanwhile.
+
+    Nobody can say which rows are of the old content and which of the new.
+
+    Raises:
+        DataError: Names the files.
+    """
+    try:
+        if context.look_again() and stage.locate(context).fingerprint == directory.fingerprint:
+            return
+        changed = ", ".join(map(str, context.digests.changed()))
+        what = f"The input of {stage.name} changed while it ran: {changed or 'files came or went'}."
+    except MedusaDistillError as gone:
+        what = f"The input of {stage.name} changed while it ran: {gone.what}"
+    directory.begin(stage.contents(context), fresh=True)
+    fix = "What was made of it is dropped. Run the same command again, and leave its input alone until it is done."
+    raise DataError(what, str(directory.path), fix)
 
 
 def _tell_damage(context: Context, stage: StageDirectory, damaged: Sequence[Path]) -> None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from pipeline.config.load import load_config
 from pipeline.conversations.conversation import Reason
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.flow import run_flow
@@ -102,9 +103,28 @@ def test_the_same_command_again_keeps_everything_and_computes_nothing(copied_run
     assert {p: p.stat().st_mtime_ns for p in run.path.rglob("*.parquet")} == before
 
 
+def test_a_copied_run_s_own_run_yaml_means_the_copy_and_leaves_the_original_alone(
+    copied_run, finished_run, make_config, tmp_path
+):
+    def state(path: Path) -> dict[Path, int]:
+        return {file: file.lstat().st_mtime_ns for file in path.rglob("*")}
+
+    before = state(finished_run.path)
+    assert str(finished_run.path.parent) in (copied_run.path / "run.yaml").read_text()
+    run = run_again(load_config(copied_run.path / "run.yaml", ["calibrate.nodes=7"]))
+    assert run.path == copied_run.path and stages_run(run) == ["calibrate", "export", "check"]
+    assert state(finished_run.path) == before
+    here = load_config(copied_run.path / "run.yaml", [f"run.root={tmp_path}", "run.name=other"])
+    assert here.run.directory == tmp_path / "other", "what the command line says is meant"
+    beside = run_again(make_config(tmp_path, run__name="beside", run__store=str(copied_run.path)))
+    shutil.copytree(tmp_path, tmp_path.with_name("moved"), symlinks=True)
+    moved = load_config(tmp_path.with_name("moved") / "beside" / "run.yaml")
+    assert stages_run(beside) == [] and moved.run.store == tmp_path.with_name("moved") / "run"
+    shutil.rmtree(tmp_path.with_name("moved"))
+
+
 def test_run_yaml_gives_the_same_run_again(copied_run):
     _, config = RunDirectory.open(copied_run.path)
-    config = config.model_copy(update={"run": config.run.model_copy(update={"root": copied_run.path.parent})})
     assert stages_run(run_again(config)) == []
 
 

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pipeline.errors import DataError
+from pipeline.run.context import Context
+from pipeline.stages import features, seeds
 from pipeline.storage import checksums as file_facts
 from pipeline.storage.checksums import sha256_of
-from pipeline.storage.receipts import read_receipt
-from tests.flows.tiny import SHARDED, STAGES, contents, last_events, latest, run_again, shards_made, stages_run
+from pipeline.storage.receipts import Receipt, read_receipt
+from pipeline.storage.tasks import ShardTask
+from tests.flows.tiny import (
+    SHARDED,
+    STAGES,
+    contents,
+    last_events,
+    latest,
+    run_again,
+    save_seeds,
+    shards_made,
+    stages_run,
+)
 
 
 @pytest.mark.parametrize("damage", ["delete", "truncate", "lose its quarantine file"])
@@ -183,3 +199,41 @@ def test_what_comes_out_differently_is_followed_by_exactly_what_depends_on_it(
         ("generate", 2),
         ("features", 2),
     }
+
+
+def test_seeds_that_change_while_they_are_read_are_not_stored_as_what_they_were(make_config, tmp_path, monkeypatch):
+    path = save_seeds(tmp_path / "seeds.jsonl")
+    config, whole = make_config(tmp_path, seeds__sources=[{"path": str(path)}]), path.read_text()
+
+    def append(context: Context) -> Iterator[object]:
+        path.write_text(whole + json.dumps({"prompt": "one more"}) + "\n")
+        return read(context)
+
+    read = seeds._read
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=f"seeds changed while it ran: {path}"):
+        patch.setattr(seeds, "_read", append)
+        run_again(config, until="seeds")
+    path.write_text(whole)
+    run = run_again(config, until="seeds")
+    assert stages_run(run) == ["seeds"] and latest(run, "seeds").summary["rows"] == 40
+
+
+def test_weights_that_are_swapped_during_a_run_leave_nothing_behind_when_they_are_swapped_back(
+    make_config, tiny_target, tmp_path, monkeypatch
+):
+    target = Path(shutil.copytree(tiny_target, tmp_path / "target"))
+    weights, work = target / "model.safetensors", features.Worker.__call__
+    own, other = weights.read_bytes(), load_file(weights)
+    other["model.norm.weight"] *= 2
+
+    def swap_first(self: features.Worker, task: ShardTask) -> Receipt:
+        save_file(other, weights, {"format": "pt"})
+        return work(self, task)
+
+    config = make_config(tmp_path, target__model=str(target))
+    with monkeypatch.context() as patch, pytest.raises(DataError, match=f"features changed while it ran: {weights}"):
+        patch.setattr(features.Worker, "__call__", swap_first)
+        run_again(config, until="features")
+    weights.write_bytes(own)
+    run = run_again(config, until="features")
+    assert shards_made(run) == [("features", index) for index in range(4)] and stages_run(run) == ["features"]

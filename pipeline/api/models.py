@@ -25,7 +25,7 @@ from pipeline.decoding.tree import TreePath
 from pipeline.export.directory import read_heads, read_tree
 from pipeline.export.layout import target_of
 from pipeline.targets.loading import input_device, load_causal_lm
-from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer, resolve
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template, load_tokenizer, resolve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ def load_target(
     wanted = TargetConfig(model=str(model), chat_template=chat_template, **settings)
     spec = resolve(wanted, on_gpu=gpus > 0)
     tokenizer = load_tokenizer(spec)
-    template = ChatTemplate(tokenizer, spec.chat_template)
+    template = load_chat_template(spec, tokenizer)
     return Target(spec, load_causal_lm(spec, "cuda" if gpus else "cpu", max(1, gpus)), tokenizer, template)
 
 

@@ -1,8 +1,8 @@
 """Rows of features: a conversation's tokens and the target's hidden state at each of its target-written ones.
 
-Written in row groups of about 64 MB (`row_groups`, `write_group`), and read as torch tensors straight out of the
-Parquet pages (`FeatureRows`): states keep their stored dtype and are not copied. A row's *learnable* positions are
-those at which head 0 has a label (the others have none for any head); lengths, plans and batches count these alone.
+Read as torch tensors straight out of the Parquet pages (`FeatureRows`): states keep their stored dtype and are not
+copied. A row's *learnable* positions are those at which head 0 has a label (the others have none for any head);
+lengths, plans and batches count these alone. `feature_writer` writes them.
 
 Letters: N positions, D hidden size, V vocabulary, K heads.
 """
@@ -10,8 +10,7 @@ Letters: N positions, D hidden size, V vocabulary, K heads.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +21,11 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.generated_rows import REDO, SPANS, TokenRow, open_rows, require_vocabulary, spans_of
+from pipeline.artifacts.generated_rows import REDO, SPANS, open_rows, require_vocabulary, spans_of
 from pipeline.config import DTYPES
-from pipeline.conversations.conversation import Reason, RejectedRow, Role
+from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
 from pipeline.errors import DataError
-from pipeline.storage.shards import ShardWriter
 
 FEATURES = pa.schema(
     [
@@ -41,53 +39,24 @@ FEATURES = pa.schema(
     ]
 )
 TAP = "last hidden state after the final norm"
-ROW_GROUP_BYTES = 64 * 1024**2  # what a reader holds at once
 
 
-def footer_of(dtype: torch.dtype, hidden_size: int) -> dict[str, str]:
-    """What a shard's footer says of its states."""
-    return {"dtype": str(dtype).removeprefix("torch."), "hidden_size": str(hidden_size), "tap": TAP}
+@dataclass(frozen=True)
+class StateFormat:
+    """How a shard's states are stored."""
 
+    dtype: torch.dtype
+    hidden_size: int
 
-def row_groups(rows: Iterable[tuple[TokenRow, Tensor]]) -> Iterator[list[tuple[TokenRow, Tensor]]]:
-    """Rows [with states TD] as groups [with states ND, at the kept positions] of one split and about `ROW_GROUP_BYTES`.
+    @property
+    def footer(self) -> dict[str, str]:
+        """What a shard's footer says of its states."""
+        return {"dtype": str(self.dtype).removeprefix("torch."), "hidden_size": str(self.hidden_size), "tap": TAP}
 
-    A reader of the few held-out rows reads their groups alone, and not the hundred times larger rest with them.
-    """
-    group: list[tuple[TokenRow, Tensor]] = []
-    size = 0
-    for row, hidden_TD in rows:
-        if group and group[-1][0].split != row.split:
-            yield group
-            group, size = [], 0
-        kept_ND = hidden_TD[torch.from_numpy(feature_positions(row.spans)).long()]
-        group.append((row, kept_ND))
-        size += kept_ND.nbytes
-        if size >= ROW_GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
-def write_group(writer: ShardWriter, group: Sequence[tuple[TokenRow, Tensor]]) -> int:
-    """Write rows as one row group, quarantine those with a state that is not finite; how many positions were kept."""
-    finite = []
-    num_positions = 0
-    for row, hidden_ND in group:
-        # The sum is finite if all are, and ten times as fast to take; overflowing, it only costs the exact look.
-        finite_sum = math.isfinite(float(hidden_ND.sum(dtype=torch.float32)))
-        stored = row.stored()
-        if num_bad := 0 if finite_sum else int((~torch.isfinite(hidden_ND).all(dim=1)).sum()):
-            detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
-            what = {"input_ids": stored["input_ids"], "spans": stored["spans"]}
-            writer.reject(RejectedRow(row.id, Reason.NON_FINITE, detail, what))
-            continue
-        hidden = hidden_ND.view(torch.uint8).numpy().tobytes()
-        finite.append({**stored, "positions": feature_positions(row.spans), "hidden": hidden})
-        num_positions += len(hidden_ND)
-    writer.write(finite)
-    return num_positions
+    @property
+    def computed_bytes(self) -> int:
+        """Bytes of a state as the target computes it."""
+        return self.hidden_size * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.artifacts.seed_rows import MESSAGES
+from pipeline.artifacts.seed_rows import MESSAGES, SPLITS
 from pipeline.conversations.row_builder import GeneratedRow
 from pipeline.conversations.spans import Span
 from pipeline.errors import DataError
@@ -80,6 +80,16 @@ def stored_row(row: GeneratedRow, split: str) -> Row:
         "finish": row.finish,
         "messages": [asdict(message) for message in row.messages],
     }
+
+
+def counts_of(rows: Iterable[Row]) -> dict[str, float]:
+    """What of stored rows a receipt counts: tokens and turns that the target wrote, and the rows of each split."""
+    counts = dict.fromkeys(("tokens", "turns", *(f"{split}_rows" for split in SPLITS)), 0.0)
+    for row in rows:
+        counts["tokens"] += sum(span["end"] - span["start"] for span in row["spans"])
+        counts["turns"] += len(row["spans"])
+        counts[f"{row['split']}_rows"] += 1
+    return counts
 
 
 def read_token_rows(

@@ -27,7 +27,7 @@ def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
     """Write trained heads, after their summary."""
     write_text(path.with_name(SUMMARY_FILE), json.dumps(summary) + "\n")
     with atomic_path(path) as temporary:
-        tensors = {name: view.cpu().contiguous() for name, view in heads.named_tensors().items()}
+        tensors = {name: view.cpu().contiguous() for name, view in heads.stored_tensors().items()}
         save_file(tensors, temporary, {"heads": json.dumps(heads.shape.to_json())})
 
 

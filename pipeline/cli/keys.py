@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -58,7 +59,7 @@ def _values(annotation: Any) -> str:
         return f"list of {_values(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "mapping"
-    words = {str: "text", int: "integer", float: "number", bool: "true, false", Path: "path"}
+    words = {str: "text", int: "integer", float: "number", bool: "true, false", Path: "path", date: "date"}
     return words.get(annotation, "mapping")
 
 
@@ -66,4 +67,4 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "needed"
     value = field.get_default(call_default_factory=True, validated_data={})
-    return "–" if value is None else f"`{value if isinstance(value, str | Path) else json.dumps(value)}`"
+    return "–" if value is None else f"`{value if isinstance(value, str | Path | date) else json.dumps(value)}`"

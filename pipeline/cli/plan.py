@@ -27,7 +27,7 @@ Statuses = dict[str, "StageStatus"]
 
 
 def plan(
-    config: Annotated[Path, typer.Argument(help="A YAML file such as configs/zephyr-7b.yaml.")],
+    config: Annotated[Path, typer.Argument(help="A YAML file such as configs/qwen2.5-7b.yaml.")],
     overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, as for run.")] = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Put a few rows through generate, features and train here, for the hours.")
@@ -39,7 +39,7 @@ def plan(
     configuration alone.
     """
     from pipeline.flow import STAGES, wanted_stages
-    from pipeline.run.preflight import check_config, unread_settings
+    from pipeline.run.preflight import check_config, not_served, unread_settings
     from pipeline.run.stage_status import stage_statuses  # torch and transformers: --help does not wait for them
 
     settings = load_config(config, overrides or ())
@@ -56,6 +56,9 @@ def plan(
     figures = estimate(settings, _summary(statuses["seeds"]), _summary(statuses["generate"]))
     cached = _cached_bytes(statuses)
     plan_tables.print_size(console, settings, figures, cached, _free_disk(run))
+    if drafted := settings.train.draft_vocab:
+        served = not_served(settings) or ""
+        plan_tables.say(console, f"Draft vocabulary: the {drafted:,} most frequent tokens. {served}".rstrip())
     plan_tables.print_training(console, figures)
     rates = _rates(settings, console) if measure else None
     plan_tables.print_workers(console, settings)

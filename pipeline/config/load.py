@@ -1,6 +1,7 @@
 """From a YAML file and `section.key=value` words to a `Config`.
 
-In the file, paths are relative to the file; in an override, to the working directory. Override values parse as YAML.
+In the file, paths are relative to the file; in an override, to the working directory. A run directory's own run.yaml
+means that directory, wherever it lies now. Override values parse as YAML.
 Every mistake is a `ConfigError` that names the key and, for an unknown one, the nearest that exists.
 """
 
@@ -19,6 +20,9 @@ from pipeline.config import Config
 from pipeline.config.outcome import StockTree
 from pipeline.errors import ConfigError
 from pipeline.redact import redacted
+
+RUN_FILE = "run.yaml"  # a run directory's own configuration
+LOCK_FILE = "lock"  # beside it, once somebody has run it
 
 PATH_KEYS = {("run", "root"), ("run", "store"), ("calibrate", "choices"), ("calibrate", "data"), ("check", "prompts")}
 PATH_OR_NAME_KEYS = {("target", "model"), ("target", "chat_template"), ("check", "assistant_model")}
@@ -46,9 +50,22 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
             "The configuration is not a mapping of sections.", str(file), "See configs/demo.yaml for one."
         )
     settings = _resolve(settings, path.resolve().parent)
+    if path.name == RUN_FILE and (path.resolve().parent / LOCK_FILE).is_file():
+        _place_in(settings, path.resolve().parent)
     for word in overrides:
         _override(settings, word, Path.cwd())
     return validate(settings, str(file))
+
+
+def _place_in(settings: dict[str, Any], run: Path) -> None:
+    """Make a run directory's own file mean that directory, also one that was copied, and the store that it links to."""
+    place = settings.setdefault("run", {})
+    if isinstance(place, dict):
+        stages = (link.resolve() for link in sorted((run / "latest").glob("[!.]*")) if link.is_dir())
+        store = next((stage.parent for stage in stages), None)
+        place |= {"root": str(run.parent), "name": run.name}
+        if store is not None:
+            place["store"] = str(store) if store != run else None
 
 
 def validate(settings: dict[str, Any], where: str) -> Config:

@@ -140,6 +140,13 @@ class CheckConfig(Section):
         "0.0625 in float16 and 0.5 in bfloat16 by default.",
         ge=0,
     )
+    max_tie_share: float = Field(
+        0.25,
+        description="The check fails where more than this share of the greedy sequences, and more than one, differ at "
+        "ties: rounding explains a few.",
+        ge=0,
+        le=1,
+    )
 
     @field_validator("prompts", mode="before")
     @classmethod

@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
+import unicodedata
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant"]
+Mode = Literal["replay", "self-talk", "passthrough"]  # how a conversation is generated, see dialogue.py
 
 UNDECODABLE_MARK = "\ufdd0"  # replaces bytes that are not UTF-8; a code point reserved for internal use
 
@@ -43,11 +46,15 @@ class Conversation:
         """The system message as a tuple, which may be empty."""
         return tuple(message for message in self.messages[:1] if message.role == "system")
 
-    @property
-    def content_hash(self) -> str:
-        """sha256 of roles and texts, independent of ids."""
-        texts = [(message.role, message.content) for message in self.messages]
-        return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
+    def read_by(self, mode: Mode, rounds: int | None = None) -> tuple[Message, ...]:
+        """The messages that generation reads of it: two conversations that agree in them are the same to it.
+
+        Replay reads the first `rounds` questions, self-talk the first one, and passthrough the answers as well.
+        """
+        if mode == "passthrough":
+            return self.messages
+        questions = [message for message in self.messages if message.role == "user"]
+        return (*self.system, *questions[: 1 if mode == "self-talk" else rounds])
 
 
 class Reason(StrEnum):
@@ -69,6 +76,7 @@ class Reason(StrEnum):
     CONTEXT_FULL = "context-full"
     DEGENERATE_LOOP = "degenerate-loop"
     NOTHING_GENERATED = "nothing-generated"
+    TRAINED_ON = "trained-on"  # a held-out row that equals a training row, token by token
     NON_FINITE = "non-finite"  # its hidden states
     KILLED_WORKER = "killed-worker"  # its worker process ended at each attempt, and on no other row
 
@@ -100,17 +108,31 @@ class RejectedRow:
 
 
 class Deduplicator:
-    """Rejects conversations that were seen before, across sources."""
+    """Rejects conversations of which the generation reads what it has read before, across sources.
 
-    def __init__(self) -> None:
-        self._first_seen: dict[str, str] = {}
+    Args:
+        mode, rounds: What is read, see `Conversation.read_by`.
+        near: Whether texts that differ in case, punctuation and white space alone count as the same.
+    """
+
+    def __init__(self, mode: Mode, rounds: int | None = None, *, near: bool = False) -> None:
+        self._mode, self._rounds, self._near = mode, rounds, near
+        self._first_seen: dict[bytes, str] = {}
 
     def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """The conversation itself where its content is new, otherwise a `RejectedRow` that names the first."""
-        first = self._first_seen.setdefault(conversation.content_hash, conversation.id)
+        """The conversation itself where what is read of it is new, otherwise a `RejectedRow` that names the first."""
+        read = conversation.read_by(self._mode, self._rounds)
+        texts = [(message.role, words_of(message.content) if self._near else message.content) for message in read]
+        digest = hashlib.sha256(json.dumps(texts).encode()).digest()
+        first = self._first_seen.setdefault(digest, conversation.id)
         if first == conversation.id:
             return conversation
         return RejectedRow(conversation.id, Reason.DUPLICATE, f"The same as {first}.", asdict(conversation))
+
+
+def words_of(text: str) -> str:
+    """The text's letters and digits in lower case, with one space for all that is between them; else the text."""
+    return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).casefold()).strip() or text
 
 
 def encodable(text: str) -> str:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.conversations.conversation import Conversation, Message, Reason, RowRejected
+from pipeline.conversations.conversation import Conversation, Message, Mode, Reason, RowRejected
 from pipeline.conversations.repetition import degenerate_loop
 from pipeline.conversations.requests import Completion, Finish, Request, Sampling, sample_seed
 from pipeline.conversations.row_builder import GeneratedRow, RowBuilder
@@ -39,7 +39,7 @@ class DialogueSettings:
             benchmark continues.
     """
 
-    mode: Literal["replay", "self-talk", "passthrough"]
+    mode: Mode
     sampling: Sampling
     max_tokens: int
     rounds: int | None = None

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import date
 from typing import TYPE_CHECKING
 
 import jinja2
@@ -33,6 +34,7 @@ class ChatTemplate:
     Args:
         tokenizer: The target's tokenizer.
         chat_template: Jinja text that replaces the tokenizer's own template.
+        today: What a template that asks for the date (`strftime_now`) is told; by default the day of the call.
 
     Attributes:
         end_of_turn_ids: The token that ends an answer in this template; empty if there is none.
@@ -42,12 +44,13 @@ class ChatTemplate:
         ConfigError: Neither the tokenizer nor the argument has a template, or it cannot render a conversation.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None, today: date | None = None):
         fix = "Give one in target.chat_template."
         if chat_template is None and not getattr(tokenizer, "chat_template", None):
             raise ConfigError("The target's tokenizer has no chat template.", str(tokenizer.name_or_path), fix)
         self._tokenizer = tokenizer
         self._template = chat_template
+        self._given = {"strftime_now": today.strftime} if today else {}
         self._marks = {id for id, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         self._marks |= set(tokenizer.all_special_ids)
         try:
@@ -70,6 +73,7 @@ class ChatTemplate:
                 chat_template=self._template,
                 add_generation_prompt=asks,
                 tokenize=False,
+                **self._given,
             )
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise RowRejected(Reason.TEMPLATE_REFUSED, f"{error}") from error

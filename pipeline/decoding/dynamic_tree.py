@@ -98,7 +98,8 @@ class DynamicTree:
         num_proposed = 0
         for depth in range(self.max_depth):
             hidden_BPD, logits_BPV = heads.expand(hidden_BPD, tokens_BP, depth)
-            guesses_BPR, log_p_BPR = _best(logits_BPV, self.top)
+            rows_BPR, log_p_BPR = _best(logits_BPV, self.top)
+            guesses_BPR = heads.vocabulary.tokens(rows_BPR)
             scores_BPR = scores_BP[..., None] + log_p_BPR.clamp(min=LEAST) - PREFER_PARENT
             parents_BPR = places_BP[..., None].expand_as(scores_BPR)
             tokens_BM, scores_BM = guesses_BPR.flatten(1), scores_BPR.flatten(1)
@@ -147,7 +148,7 @@ def check_tree(tree: Choices | DynamicTree, max_depth: int, top: int) -> tuple[T
 
 
 def _best(logits_BPV: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """The `top` best guesses [B, P, R] and their log probabilities."""
+    """The rows [B, P, R] of the `top` largest logits, and their log probabilities."""
     num_nodes = logits_BPV.shape[1]
     if logits_BPV.stride(1) == 0:  # the guesses of such heads are the same below every node: they are looked at once
         logits_BPV = logits_BPV[:, :1]

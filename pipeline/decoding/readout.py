@@ -75,7 +75,7 @@ def _can_select_logits(model: PreTrainedModel) -> bool:
 def check_pair(model: PreTrainedModel, heads: Heads) -> None:
     """ConfigError unless the heads have the target's sizes and its attention takes a custom mask."""
     config = model.config.get_text_config(decoder=True)
-    for name, of_heads in (("hidden_size", heads.shape.hidden_size), ("vocab_size", heads.shape.vocab_size)):
+    for name, of_heads in (("hidden_size", heads.shape.hidden_size), ("vocab_size", heads.shape.target_vocab_size)):
         of_target = getattr(config, name)
         if of_target != of_heads:
             fix = "Use the heads with the target that they were trained for."

@@ -30,6 +30,11 @@ def failures(result: CheckResult, config: Config) -> list[str]:
             found.append(
                 f"{name}: {engine.differing} of {engine.sequences} greedy sequences differ from plain decoding"
             )
+        if engine.ties > max(1, config.check.max_tie_share * engine.sequences):
+            found.append(
+                f"{name}: {engine.ties} of {engine.sequences} greedy sequences differ at ties, more than "
+                f"check.max_tie_share = {config.check.max_tie_share:g} of them"
+            )
         if not engine.acceleration_rate >= least:
             rate = f"acceleration rate {engine.acceleration_rate:.2f}"
             found.append(f"{name}: {rate} is below check.min_acceleration_rate = {least:.2f}")

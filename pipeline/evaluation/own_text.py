@@ -15,7 +15,6 @@ from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
 from pipeline.conversations.requests import Sampling
-from pipeline.conversations.template import ChatTemplate
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.errors import DataError
@@ -24,7 +23,7 @@ from pipeline.evaluation.prompts import Prompt
 from pipeline.targets.dialogue_pool import converse
 from pipeline.targets.engines import make_generation_engine
 from pipeline.targets.loading import input_device, load_causal_lm
-from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template
 
 Answers = list[tuple[Prompt, list[int]]]  # up to where each answer begins, and the answer
 
@@ -37,7 +36,7 @@ def written_answers(
     Raises:
         DataError: There is none of at least two tokens.
     """
-    template = ChatTemplate(load_tokenizer(target), target.chat_template)
+    template = load_chat_template(target)
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
     replay = DialogueSettings("replay", sampling, context_length(target), settings.rounds, settings.on_truncated)
     dialogues = [Dialogue(conversation, template, replay) for conversation in conversations]

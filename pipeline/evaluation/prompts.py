@@ -29,7 +29,7 @@ from pipeline.errors import ConfigError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.dialogue_pool import converse
 from pipeline.targets.engines import EngineName, GenerationEngine, make_generation_engine
-from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template, load_tokenizer
 
 MORE_PER_TURN = 16  # an upper bound on the tokens that a template adds between an answer and the next question
 
@@ -142,7 +142,7 @@ def question_prompts(
     """
     tokenizer, rule = load_tokenizer(target), rule_of(settings)
     num_turns = sum(message.role == "user" for question in questions for message in question.messages)
-    template = ChatTemplate(tokenizer, target.chat_template)
+    template = load_chat_template(target, tokenizer)
     sampling = Sampling(
         temperature=settings.temperature if rule.samples else 0.0,
         top_p=settings.top_p if rule.samples else 1.0,

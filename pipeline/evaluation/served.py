@@ -59,6 +59,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
             "speedup": round(accelerated["tokens_per_second"] / plain["tokens_per_second"], 4),
             "tokens_per_second": round(accelerated["tokens_per_second"], 2),
             "baseline_tokens_per_second": round(plain["tokens_per_second"], 2),
+            "model_runners": {"plain": plain["model_runner"], "with heads": accelerated["model_runner"]},
             "greedy_match": match.as_dict(),
         },
         "differing": match.differing,

@@ -27,7 +27,7 @@ MEASURES = (
     ("tokens/s without heads", "baseline_tokens_per_second", ",.0f"),
 )
 TRAIN_SETTINGS = (
-    "heads", "method", "num_heads", "decay", "roles", "lr", "epochs", "batch_tokens", "warmup_steps",
+    "heads", "method", "num_heads", "draft_vocab", "decay", "roles", "lr", "epochs", "batch_tokens", "warmup_steps",
     "optimizer", "weight_decay", "max_grad_norm", "precision",
 )  # fmt: skip
 BACKBONE_SETTINGS = (

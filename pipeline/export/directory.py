@@ -27,7 +27,9 @@ from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.export.layout import CARD_FILE, CONFIG_FILE, SAFETENSORS_DTYPES, ExportLayout, read_layout
 from pipeline.export.upload import WEIGHT_SUFFIXES
-from pipeline.heads.kind import Heads, TargetWeights, require_shapes
+from pipeline.heads.draft_vocabulary import TOKEN_MAP
+from pipeline.heads.kind import Heads, TargetWeights, is_finite
+from pipeline.heads.shape import require_shapes
 from pipeline.storage.atomic import atomic_directory, files_in
 from pipeline.targets.loading import lm_head_weight
 
@@ -89,7 +91,7 @@ def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Hea
     with _open_weights(path, layout) as file:
         tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
     heads = layout.kind.from_named_tensors(layout.shape, tensors, layout.format, where=str(path))
-    heads.take_from(target)
+    heads.take_from(target.drafting(heads.vocabulary.token_map))
     return heads
 
 
@@ -114,12 +116,11 @@ def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
     dtype = getattr(torch, layout.dtype)
     converted: dict[tuple[Any, ...], Tensor] = {}
     saved: dict[str, Tensor] = {}
-    for name, source in heads.named_tensors(layout.format).items():
+    for name, source in heads.stored_tensors(layout.format).items():
         key = (source.data_ptr(), source.shape, source.stride())
         if key not in converted:
-            converted[key] = source.to("cpu", dtype).contiguous()
-            smallest, largest = converted[key].aminmax()  # isfinite() would hold a second lm_head
-            if not (smallest.isfinite() and largest.isfinite()):
+            converted[key] = source.to("cpu", dtype if source.is_floating_point() else source.dtype).contiguous()
+            if not is_finite(converted[key]):
                 raise DataError(
                     f"The tensor {name} holds numbers that are not finite in {layout.dtype}.",
                     "heads",
@@ -157,8 +158,10 @@ def _open_weights(directory: Path, layout: ExportLayout) -> Any:
     expected = layout.kind.shapes(layout.shape, layout.format)
     found = {name: tuple(part.get_shape()) for name, part in slices.items()}
     require_shapes(layout.shape, expected, found, str(path))
-    if wrong := [name for name, part in slices.items() if part.get_dtype() != SAFETENSORS_DTYPES[layout.dtype]]:
-        raise DataError(f"The tensor {wrong[0]} is not {layout.dtype}.", str(path), "Export again.")
+    for name, part in slices.items():
+        dtype = "int64" if name == TOKEN_MAP else layout.dtype
+        if part.get_dtype() != {"int64": "I64", **SAFETENSORS_DTYPES}[dtype]:
+            raise DataError(f"The tensor {name} is not {dtype}.", str(path), "Export again.")
     return file
 
 

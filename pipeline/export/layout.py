@@ -65,7 +65,7 @@ class ExportLayout:
         content = {
             **self.kind.engine_config(self.shape, self.format, target),
             "hidden_size": self.shape.hidden_size,
-            "vocab_size": self.shape.vocab_size,
+            "vocab_size": self.shape.target_vocab_size,
             "dtype": self.dtype,
             "heads": {  # what `read_layout` reads
                 "format": self.format,
@@ -74,7 +74,7 @@ class ExportLayout:
                 **self.shape.to_json(),
             },
         }
-        if method and not self.kind.not_served(target):
+        if method and not self.kind.not_served(self.shape, target):
             content |= {
                 "speculators_model_type": method,
                 "transformer_layer_config": {},
@@ -151,12 +151,12 @@ def check_num_heads(num_heads: int) -> None:
         )
 
 
-def check_vocabulary(heads_vocab_size: int, target_vocab_size: int) -> None:
-    """Raise DataError for heads with another vocabulary than the target's."""
-    if heads_vocab_size != target_vocab_size:
+def check_vocabulary(shape: HeadsShape, target_vocab_size: int) -> None:
+    """Raise DataError for heads of a target with another vocabulary."""
+    if shape.target_vocab_size != target_vocab_size:
         raise DataError(
-            f"The heads predict a vocabulary of {heads_vocab_size} tokens, and the target's lm_head has "
+            f"The heads are of a vocabulary of {shape.target_vocab_size} tokens, and the target's lm_head has "
             f"{target_vocab_size}.",
             "vocab_size",
-            "Train the heads on this very target: a padded, resized or pruned vocabulary does not load in vLLM.",
+            "Train the heads on this very target: a padded or resized vocabulary does not load in vLLM.",
         )

@@ -1,9 +1,9 @@
 """How good the heads' guesses are: what the report shows and the tree search reads (paper 2.3.3).
 
 Sums are over labelled positions only and add up over batches and workers. Guesses are ranked by the very `topk` that
-decoding uses; a head that reads tokens is given the true ones.
+decoding uses; a head that reads tokens is given the true ones. A token outside the draft vocabulary is a miss.
 
-Letters: N rows, C rows of a chunk, D hidden size, V vocabulary, K heads, R ranks (guesses per head).
+Letters: N rows, C rows of a chunk, D hidden size, V vocabulary of the heads, K heads, R ranks (guesses per head).
 """
 
 from __future__ import annotations
@@ -26,13 +26,15 @@ NO_LABEL = 254  # the span ends before it
 class Score(NamedTuple):
     """Per head: the labels' summed cross entropy [K], cumulative hits of its guesses [K, R], number of labels [K].
 
-    `tokens_V` [V]: how often each token is a label of head 0.
+    `tokens_V` [V]: how often each token that can be proposed is a label of head 0. `drafted_K` [K]: how many labels
+    can be proposed, those that the cross entropy is summed over.
     """
 
     losses_K: Tensor
     hits_KR: Tensor
     counts_K: Tensor
     tokens_V: Tensor
+    drafted_K: Tensor
 
     @classmethod
     def zero(cls, shape: HeadsShape, top: int, device: torch.device) -> Score:
@@ -40,7 +42,7 @@ class Score(NamedTuple):
         num_heads = shape.num_heads
         hits_KR = torch.zeros(num_heads, top, dtype=torch.int64, device=device)
         losses_K, counts_K = hits_KR.new_zeros(num_heads, dtype=torch.float64), hits_KR.new_zeros(num_heads)
-        return cls(losses_K, hits_KR, counts_K, hits_KR.new_zeros(shape.vocab_size))
+        return cls(losses_K, hits_KR, counts_K, hits_KR.new_zeros(shape.vocab_size), torch.zeros_like(counts_K))
 
 
 @torch.no_grad()
@@ -52,10 +54,13 @@ def score(
     Losses are in fp32, their sums in fp64.
     """
     total = Score.zero(heads.shape, top, hidden_ND.device)
-    labels_N = labels_KN[0][labels_KN[0] != IGNORED]
-    total.tokens_V.index_add_(0, labels_N, torch.ones_like(labels_N))
+    drafted_KN = heads.vocabulary.rows(labels_KN)
+    drafted_N = drafted_KN[0][drafted_KN[0] != IGNORED]
+    total.tokens_V.index_add_(0, drafted_N, torch.ones_like(drafted_N))
+    total.drafted_K.add_(heads.vocabulary.num_learned(labels_KN))
     for head, rows_C, logits_CV, hits_CR in _guesses(heads, hidden_ND, next_N, labels_KN, top, chunk_bytes):
-        total.losses_K[head] += cross_entropy(logits_CV.float(), labels_KN[head, rows_C], reduction="sum")
+        summed = cross_entropy(logits_CV.float(), drafted_KN[head, rows_C], ignore_index=IGNORED, reduction="sum")
+        total.losses_K[head] += summed
         total.hits_KR[head, : hits_CR.shape[1]] += hits_CR.sum(0)
         total.counts_K[head] += len(rows_C)
     return total._replace(hits_KR=total.hits_KR.cumsum(1))
@@ -80,11 +85,11 @@ def _guesses(
 
     Products run in autocast's dtype where it is on.
     """
-    states_KND = heads.states(hidden_ND, next_N, labels_KN)
+    states_KND, drafted_KN = heads.states(hidden_ND, next_N, labels_KN), heads.vocabulary.rows(labels_KN)
     num_rows = max(1, chunk_bytes // (heads.shape.vocab_size * states_KND.element_size()))
     for head, (states_ND, labels_N) in enumerate(zip(states_KND, labels_KN, strict=True)):
         weight_VD = heads.lm_head_of(head).to(states_ND.dtype)
         for rows_C in (labels_N != IGNORED).nonzero()[:, 0].split(num_rows):
             logits_CV = states_ND[rows_C] @ weight_VD.t()
             guesses_CR = logits_CV.topk(min(top, logits_CV.shape[1])).indices
-            yield head, rows_C, logits_CV, guesses_CR == labels_N[rows_C, None]
+            yield head, rows_C, logits_CV, guesses_CR == drafted_KN[head, rows_C, None]

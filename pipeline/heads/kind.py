@@ -7,6 +7,9 @@ All kinds predict alike: head k (0-based) at position t predicts the token at t+
 after the target's final norm. A kind may also read the tokens t+1 … t+1+k between, in training the true ones (teacher
 forcing) and in decoding those that it has proposed.
 
+Of a pruned vocabulary (see `draft_vocabulary`) a kind knows nothing: `vocab_size` counts the rows of its `lm_head`, and
+it is given those rows of the target's. Tokens that it reads are the target's all the same.
+
 Letters: B texts, N rows (positions) or nodes of a tree, M nodes of one depth, P of them with children, D hidden size,
 V vocabulary, K heads.
 """
@@ -15,15 +18,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, DataError
+from pipeline.heads.draft_vocabulary import TOKEN_MAP, DraftVocabulary
 from pipeline.heads.losses import summed_cross_entropy
-from pipeline.heads.shape import HeadsShape
+from pipeline.heads.shape import HeadsShape, require_shapes
 from pipeline.heads.soft_labels import Teacher
 
 if TYPE_CHECKING:
@@ -36,6 +40,10 @@ class TargetWeights:
 
     lm_head: Callable[[], Tensor]
     embedding: Callable[[], Tensor]
+
+    def drafting(self, tokens: Tensor | None) -> TargetWeights:
+        """The same with the `lm_head`'s rows of these tokens; None leaves all."""
+        return self if tokens is None else replace(self, lm_head=lambda: self.lm_head()[tokens])
 
 
 class Level(NamedTuple):
@@ -82,6 +90,7 @@ class Heads(nn.Module, ABC):
     def __init__(self, shape: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None):
         super().__init__()
         self.shape = shape
+        self.vocabulary = DraftVocabulary(shape)
 
     # Configuration and start
 
@@ -117,6 +126,7 @@ class Heads(nn.Module, ABC):
             hidden_ND: The target's states at positions t, in any float dtype.
             next_N: The tokens at t+1, int64.
             labels_KN: The tokens at t+2+k, int64; -100 where the span has ended, and from there on for every later k.
+                Any of the target's, whether a head can propose it or not.
         """
 
     def summed_losses(
@@ -129,14 +139,15 @@ class Heads(nn.Module, ABC):
     ) -> Tensor:
         """Each head's cross entropy summed over its labels, [K], never holding all logits; arguments as of `states`.
 
-        With a teacher part of it is that with the target's own distributions. `weights_K` is what the caller weighs the
-        sums by; heads that train one lm_head for all need to know. See `summed_cross_entropy`. Products run in
-        autocast's dtype where it is on.
+        Labels outside the draft vocabulary add nothing. With a teacher part of it is that with the target's own
+        distributions. `weights_K` is what the caller weighs the sums by; heads that train one lm_head for all need to
+        know. See `summed_cross_entropy`. Products run in autocast's dtype where it is on.
         """
         states_KND, device = self.states(hidden_ND, next_N, labels_KN), hidden_ND.device.type
         if torch.is_autocast_enabled(device):
             states_KND = states_KND.to(torch.get_autocast_dtype(device))
-        return summed_cross_entropy(states_KND, self.lm_head, labels_KN, teacher, weights_K)
+        teacher = self.vocabulary.teacher(teacher) if teacher else None
+        return summed_cross_entropy(states_KND, self.lm_head, self.vocabulary.rows(labels_KN), teacher, weights_K)
 
     def lm_head_of(self, head: int) -> Tensor:
         """The [V, D] matrix that turns this head's states into logits."""
@@ -146,7 +157,7 @@ class Heads(nn.Module, ABC):
 
     @abstractmethod
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """The children of P nodes at `depth`: the states [B, P, D] to go on from, and the logits [B, P, V] of tokens.
+        """The children of P nodes at `depth`: the states [B, P, D] to go on from, and the logits [B, P, V].
 
         At depth 0 stands the root: the token that the target chose, and the state that it chose it from. Below, each
         node comes with its parent's state, as returned for it. Fixed shapes and no transfer to the host, so that a
@@ -161,12 +172,14 @@ class Heads(nn.Module, ABC):
         hidden_BMD, tokens_BM = hidden_BD[:, None], token_B.to(hidden_BD.device)[:, None]
         proposed = []
         for depth, level in enumerate(tree.levels):  # M nodes of one depth, P of them with children
-            inner_BPD, inner_BP = hidden_BMD.index_select(1, level.inner), tokens_BM.index_select(1, level.inner)
+            inner, parent, guess = (places.to(hidden_BD.device) for places in level[:3])
+            inner_BPD, inner_BP = hidden_BMD.index_select(1, inner), tokens_BM.index_select(1, inner)
             hidden_BPD, logits_BPV = self.expand(inner_BPD, inner_BP, depth)
-            tokens_BM = logits_BPV.topk(level.top).indices.flatten(1).index_select(1, level.guess)
-            hidden_BMD = hidden_BPD.index_select(1, level.parent)
+            rows_BM = logits_BPV.topk(level.top).indices.flatten(1).index_select(1, guess)
+            tokens_BM = self.vocabulary.tokens(rows_BM)
+            hidden_BMD = hidden_BPD.index_select(1, parent)
             proposed.append(tokens_BM)
-        return torch.cat(proposed, 1).index_select(1, tree.order).to(token_B.device)
+        return torch.cat(proposed, 1).to(token_B.device).index_select(1, tree.order)
 
     # Export: one directory that engines load; config.json, weights, tree, tokenizer and card
 
@@ -186,7 +199,7 @@ class Heads(nn.Module, ABC):
         """
 
     @classmethod
-    def not_served(cls, target: Mapping[str, Any]) -> str | None:
+    def not_served(cls, shape: Any, target: Mapping[str, Any]) -> str | None:
         """Why vLLM cannot serve such heads with a target of this config.json; None where it can."""
         return None if cls.vllm_method else f"vLLM does not serve {cls.Shape.kind} heads."
 
@@ -204,54 +217,49 @@ class Heads(nn.Module, ABC):
         """
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
+    def stored_tensors(self, format: str | None = None) -> dict[str, Tensor]:
+        """All that a file holds: `named_tensors` and, where the vocabulary is pruned, its `token_map`, int64 [V]."""
+        token_map = self.vocabulary.token_map
+        return self.named_tensors(format) | ({} if token_map is None else {TOKEN_MAP: token_map})
+
     @classmethod
     def from_named_tensors(
         cls, shape: Any, tensors: Mapping[str, Tensor], format: str | None = None, *, where: str | None = None
     ) -> Self:
-        """The inverse of `named_tensors`, in the tensors' own dtype.
+        """The inverse of `stored_tensors`, in the tensors' own dtype.
 
         Raises:
-            DataError: A tensor is missing, unknown or of another shape, or names that share one differ.
+            DataError: A tensor is missing, unknown, of another shape or not finite, or names that share one differ.
         """
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         require_shapes(shape, cls.shapes(shape, format), found, where)
-        first = next(iter(tensors.values()))
+        first = next(tensor for tensor in tensors.values() if tensor.is_floating_point())
         heads = cls(shape, dtype=first.dtype, device=first.device)
         written: dict[int, Tensor] = {}
         for name, view in heads.named_tensors(format).items():
             source = written.setdefault(view.data_ptr(), tensors[name])
             if source is tensors[name]:
+                if not is_finite(source):
+                    what = f"The tensor {name} holds numbers that are not finite."
+                    raise DataError(what, where, "Export or train these heads again.")
                 view.copy_(source)
             elif not torch.equal(source, tensors[name]):
                 what = f"These heads share one tensor under several names, and {name} differs from the others."
                 raise DataError(what, where, "Export or train them again.")
+        if shape.is_pruned:
+            heads.vocabulary.fill(tensors[TOKEN_MAP], where)
         return heads
 
     @classmethod
     def shapes(cls, shape: Any, format: str | None = None) -> dict[str, tuple[int, ...]]:
-        """The shapes of `named_tensors`: a file holds exactly these."""
-        views = cls(shape, device=torch.device("meta")).named_tensors(format)
+        """The shapes of `stored_tensors`: a file holds exactly these."""
+        views = cls(shape, device=torch.device("meta")).stored_tensors(format)
         return {name: tuple(view.shape) for name, view in views.items()}
 
     def take_from(self, target: TargetWeights) -> None:
         """Take the target's matrices where the heads borrow them: an export has none, and tuning changes them."""
 
 
-def require_shapes(
-    shape: HeadsShape,
-    expected: Mapping[str, tuple[int, ...]],
-    found: Mapping[str, tuple[int, ...]],
-    where: str | None,
-) -> None:
-    """Raise DataError, naming the first few, where names or shapes of tensors are not those of these heads."""
-    problems = [f"{name} is missing" for name in expected if name not in found]
-    problems += [f"{name} is unknown" for name in found if name not in expected]
-    problems += [
-        f"{name} has shape {list(found[name])} instead of {list(sizes)}"
-        for name, sizes in expected.items()
-        if name in found and found[name] != sizes
-    ]
-    if problems:
-        more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
-        what = f"These are not {shape.described()}: {', '.join(problems[:3])}{more}."
-        raise DataError(what, where, "Use the heads and the target that belong together, or export again.")
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite; `isfinite` would hold a second tensor of that size."""
+    return bool(torch.stack(tensor.aminmax()).isfinite().all())

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Self, get_args
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,9 @@ from torch.nn.functional import linear, silu
 
 from pipeline.config.training import LmHead
 from pipeline.errors import ConfigError
+from pipeline.heads.draft_vocabulary import TOKEN_MAP
 from pipeline.heads.kind import Heads, ProposalTree, TargetWeights
-from pipeline.heads.shape import HeadsShape
+from pipeline.heads.shape import HeadsShape, require_shapes
 
 if TYPE_CHECKING:
     from pipeline.config import TrainConfig
@@ -81,12 +82,17 @@ an lm_head,
 {% endif %}
 as in [Medusa](https://arxiv.org/abs/2401.10774): head k (from 0) reads the target's last hidden state at position t
 and guesses the token at t+2+k.
+{%- if train.draft_vocab %}
+ In this file the rows of all other tokens are the mean of theirs, which is never the largest logit: engines draft the
+same tokens as medusa-distill, and compute all rows.
+{%- endif %}
+
 """
     card_engines = """\
 {% if shared and train.medusa.num_layers != 1 %}
 TGI cannot load these heads: it shares one lm_head among heads of one block only.
-{% elif shared and train.medusa.lm_head == "shared" %}
-Not for TGI: it would read the target's own lm_head instead of the trained one in this file. `expanded` heads are.
+{% elif shared and (train.medusa.lm_head == "shared" or train.draft_vocab) %}
+Not for TGI: it would read the target's own lm_head instead of the one in this file. `expanded` heads are.
 {% else %}
 With TGI, which finds the base model in `config.json`:
 
@@ -182,7 +188,8 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
 
     def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
         """All heads in one product, as `expand` would one by one."""
-        guesses_KBR = self(hidden_BD, tree.max_depth).topk(tree.top).indices.to(token_B.device)
+        rows_KBR = self(hidden_BD, tree.max_depth).topk(tree.top).indices
+        guesses_KBR = self.vocabulary.tokens(rows_KBR).to(token_B.device)
         return guesses_KBR.transpose(0, 1).flatten(1).index_select(1, tree.guess)
 
     @classmethod
@@ -207,7 +214,10 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
         }
 
     def named_tensors(self, format: str | None = None) -> dict[str, Tensor]:
-        """`{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`; of a shared lm_head only `0.{L}.weight`."""
+        """`{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`; of a shared lm_head only `0.{L}.weight`.
+
+        An export's lm_heads have a row for each of the target's tokens.
+        """
         shape = self.shape
         blocks = [
             (f"{k}.{block}.linear", block, k) for k in range(shape.num_heads) for block in range(shape.num_layers)
@@ -216,5 +226,22 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
         views |= {f"{name}.bias": self.block_bias[block, k] for name, block, k in blocks}
         one_lm_head = shape.lm_head != "untied" and format in (None, "shared")
         lm_heads = range(1 if one_lm_head else shape.num_heads)
-        views |= {f"{k}.{shape.num_layers}.weight": self.lm_head_of(k) for k in lm_heads}
+        weights = self.lm_head if format is None else self.vocabulary.over_all_tokens(self.lm_head)
+        views |= {f"{k}.{shape.num_layers}.weight": weights if weights.dim() == 2 else weights[k] for k in lm_heads}
         return {name: view.detach() for name, view in views.items()}
+
+    @classmethod
+    def from_named_tensors(
+        cls, shape: Any, tensors: Mapping[str, Tensor], format: str | None = None, *, where: str | None = None
+    ) -> Self:
+        if format is None or not shape.is_pruned:
+            return super().from_named_tensors(shape, tensors, format, where=where)
+        require_shapes(shape, cls.shapes(shape, format), {name: tuple(t.shape) for name, t in tensors.items()}, where)
+        given = dict(tensors)
+        token_map = given.pop(TOKEN_MAP)
+        whole = super().from_named_tensors(shape.drafting(shape.target_vocab_size), given, format, where=where)
+        heads = cls(shape, dtype=whole.lm_head.dtype, device=whole.lm_head.device)
+        heads.vocabulary.fill(token_map, where)
+        heads.block_weight, heads.block_bias = whole.block_weight, whole.block_bias
+        heads.lm_head.data.copy_(whole.lm_head.index_select(-2, token_map))
+        return heads

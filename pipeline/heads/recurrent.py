@@ -68,7 +68,7 @@ class RecurrentHeads(Heads):
     """One cell for all steps.
 
     Parameters: `fc` [D, 2D], which reads the embedding first; `gate`, `up` [I, D] and `down` [D, I]; `norm` [D];
-    `embedding` and `lm_head` [V, D], frozen.
+    `embedding` and `lm_head` [V, D], frozen; the embedding is of all the target's tokens.
     """
 
     Shape = RecurrentShape
@@ -93,7 +93,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
         self.fc, self.norm = zeros(size, 2 * size), zeros(size)
         self.gate, self.up, self.down = zeros(inner, size), zeros(inner, size), zeros(size, inner)
-        self.embedding = zeros(shape.vocab_size, size, trains=False)
+        self.embedding = zeros(shape.target_vocab_size, size, trains=False)
         self.lm_head: nn.Parameter = zeros(shape.vocab_size, size, trains=False)
 
     @classmethod
@@ -151,7 +151,12 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     # Export: vLLM's EAGLE-1 container
 
     @classmethod
-    def not_served(cls, target: Mapping[str, Any]) -> str | None:
+    def not_served(cls, shape: RecurrentShape, target: Mapping[str, Any]) -> str | None:
+        if shape.is_pruned:
+            return (
+                "vLLM's EAGLE-1 model drafts with its target's whole lm_head: recurrent heads with a draft vocabulary "
+                "(train.draft_vocab) decode natively only. It serves them without one, and Medusa heads with one."
+            )
         architectures = target.get("architectures") or ["a target without architecture"]
         if set(SERVED).isdisjoint(architectures):
             return f"vLLM's EAGLE-1 model borrows its target's embedding and lm_head; not from {architectures[0]}."

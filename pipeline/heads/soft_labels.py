@@ -26,6 +26,11 @@ class TargetHead(NamedTuple):
         bias_V = None if self.bias_V is None else self.bias_V.to(device, dtype)
         return self._replace(weight_VD=self.weight_VD.to(device, dtype), bias_V=bias_V)
 
+    def of_tokens(self, tokens: Tensor) -> TargetHead:
+        """The logits of these tokens alone, whose softmax is the target's distribution over them, summing to one."""
+        bias = None if self.bias_V is None else self.bias_V[tokens]
+        return self._replace(weight_VD=self.weight_VD[tokens], bias_V=bias)
+
     def logits(self, states_CD: Tensor, out: Tensor | None = None) -> Tensor:
         """Logits [C, V], in the states' dtype; into `out` where it is given."""
         logits_CV = torch.mm(states_CD, self.weight_VD.to(states_CD.dtype).t(), out=out)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.report.facts import Table, expected_rate, identical, pick
-from pipeline.report.formatting import UNKNOWN, count, duration, percent, rate, ratio, show, times, with_error
+from pipeline.report.formatting import UNKNOWN, count, duration, pairs, percent, rate, ratio, show, times, with_error
 
 NOTE = (
     "Tokens per forward of the target and per second, time to the first token and per further one. Speedups are over "
@@ -104,6 +104,7 @@ def check_table(report: dict) -> Table:
         ("time to first token", "time_to_first_token", duration),
         ("accepted per position", "accepted_per_position", _per_position),
         ("log-likelihood, nats per token", "log_likelihood", _by_name),
+        ("vLLM's model runner", "model_runners", _runners),
         ("prompts", "prompts", count),
         ("prompts skipped", "skipped_prompts", count),
     )
@@ -115,6 +116,12 @@ def check_table(report: dict) -> Table:
     known = tuple(row for row in rows if any(cell != UNKNOWN for cell in row[1:]))
     labels = {"native": "native", "vllm": "vLLM"}
     return Table("Check", ("", *(labels.get(name, name) for name in engines)), known)
+
+
+def _runners(by_side: Any) -> str:
+    """Both sides' where they differ: then a part of a difference in speed, or in rounding, is the runners'."""
+    runners = set((by_side or {}).values())
+    return runners.pop() if len(runners) == 1 else pairs(by_side) or UNKNOWN
 
 
 def _ties(engine: dict) -> str:

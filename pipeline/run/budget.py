@@ -111,7 +111,7 @@ class _Stages:
         self.config, self.machine, self.sizes = config, machine, sizes
         self.context = sizes.context
         self.kind, self.method = head_kind(config.train.heads), method_of(config.train)
-        shape = self.kind.shape_of(config.train, sizes.hidden_size, sizes.vocab_size)
+        shape = self.kind.shape_of(config.train, sizes.hidden_size, sizes.vocab_size).drafting(config.train.draft_vocab)
         self.heads = HeadsSizes.of(self.kind, shape)
 
     def all(self, positions: int | None) -> Iterator[StageBudget]:

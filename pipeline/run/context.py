@@ -21,7 +21,7 @@ from pipeline.storage.done import Identity
 from pipeline.storage.fingerprint import FileDigests
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.spec import TargetSpec, resolve, weight_files
+from pipeline.targets.spec import TargetSpec, asks_for_date, resolve, weight_files
 from pipeline.training.methods import method_of
 
 
@@ -91,13 +91,23 @@ class Context:
             EnvironmentFault: Its weights would have to be downloaded first, and the context is read-only.
         """
         spec = self.target
+        paths = weight_files(spec, fetch=not self.read_only)
         return {
-            "files": self.digests.of_all(weight_files(spec, fetch=not self.read_only)),
+            "files": self.digests.of_all(paths),
             "dtype": spec.dtype,
             "quantization": spec.quantization,
             "max_tokens": spec.max_tokens,
             "chat_template": spec.chat_template,
+            **({"date": spec.date} if asks_for_date(spec, paths) else {}),
         }
+
+    def look_again(self) -> bool:
+        """Look at the target's files anew; whether they are what they were when they were first looked at.
+
+        Raises what `target_identity` raises.
+        """
+        before = self.__dict__.pop("target_identity", None)
+        return before is None or before == self.target_identity
 
     def placement(self, stage: str) -> Placement:
         """The workers of `stage`; raises `EnvironmentFault` when the cluster can never fit them."""

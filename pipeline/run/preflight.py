@@ -151,6 +151,17 @@ def most_draft_tokens(config: Config) -> int:
     return min(max_depth(config.train), MAX_NUM_HEADS)
 
 
+def not_served(config: Config) -> str | None:
+    """Why vLLM cannot serve these heads with this target; None where it can."""
+    kind = head_kind(config.train.heads)
+    if not kind.vllm_method:
+        return kind.not_served(kind.shape_of(config.train, 1, 1), {})
+    target = model_config(resolve(config.target))
+    text = target.get_text_config()
+    shape = kind.shape_of(config.train, text.hidden_size, text.vocab_size).drafting(config.train.draft_vocab)
+    return kind.not_served(shape, target.to_dict())
+
+
 def require_files(config: Config) -> None:
     """Raise ConfigError where `check.prompts` or `calibrate.data` names a file that does not exist."""
     for key, path, fix in (
@@ -192,12 +203,23 @@ def _check_target(config: Config) -> None:
     """Raise ConfigError for a local target that is not there, and where vLLM cannot serve these heads with it."""
     if is_local(config.target.model):
         resolve(config.target)
-    if "vllm" not in config.check.engines:
-        return
-    kind = head_kind(config.train.heads)
-    target = model_config(resolve(config.target)).to_dict() if kind.vllm_method else {}
-    if reason := kind.not_served(target):
+    _check_vocabulary(config)
+    if "vllm" in config.check.engines and (reason := not_served(config)):
         raise ConfigError(reason, "check.engines", "Set check.engines to [native].")
+
+
+def _check_vocabulary(config: Config) -> None:
+    """Raise ConfigError for a draft vocabulary above the target's, or for more guesses than heads can make."""
+    drafted, top = config.train.draft_vocab, config.calibrate.top
+    if not drafted and config.calibrate.tree != "dynamic":  # a static tree makes as many guesses as there are
+        return
+    target_size = model_config(resolve(config.target)).get_text_config().vocab_size
+    if drafted and drafted > target_size:
+        what = f"A draft vocabulary of {drafted} tokens is asked for, and the target's has {target_size}."
+        raise ConfigError(what, "train.draft_vocab", f"Lower it, such as to {target_size // 4}, or leave it unset.")
+    if top > (most := drafted or target_size):
+        what = f"{top} guesses of each head are asked for, and it can propose only {most} tokens."
+        raise ConfigError(what, "calibrate.top", f"Lower it to at most {most}.")
 
 
 def _check_rule(check: CheckConfig) -> None:

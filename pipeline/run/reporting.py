@@ -41,6 +41,7 @@ SUMMARY_KEYS = (
     "warnings",
     "drift",
     "quantization",
+    "draft_coverage",
 )
 
 

@@ -25,7 +25,7 @@ from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import Config
-from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
+from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.decoding.stock_trees import STOCK_NODES
 from pipeline.decoding.tree import Choices
@@ -44,7 +44,7 @@ from pipeline.evaluation.choosing import (
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, overhead_curve
 from pipeline.evaluation.own_text import measured_on_answers, written_answers
 from pipeline.evaluation.prompts import held_out_prompts, read_questions
-from pipeline.heads.shape import head_kind, max_depth
+from pipeline.heads.shape import head_kind
 from pipeline.report.formatting import with_error
 from pipeline.run.context import Context
 from pipeline.run.preflight import dynamic_tree, most_draft_tokens, read_choices, require_files
@@ -52,7 +52,7 @@ from pipeline.run.stage import Stage
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.loading import input_device, load_causal_lm
-from pipeline.targets.spec import TargetSpec, context_length, model_config
+from pipeline.targets.spec import TargetSpec, context_length
 from pipeline.training.evaluation import SPLIT, held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
 
@@ -91,9 +91,8 @@ def identity(context: Context) -> Identity:
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Measure the heads, search the tree, choose its size and the chain's."""
     settings, features = context.config.calibrate, context.upstream[upstream(context.config)[0]]
-    if dynamic := dynamic_tree(context.config):
-        check_tree(dynamic, max_depth(context.config.train), model_config(context.target).get_text_config().vocab_size)
-    ranks, places = (_on_answers if settings.data else _on_held_out_rows)(context, dynamic)
+    measured = _on_answers if settings.data else _on_held_out_rows
+    ranks, places = measured(context, dynamic_tree(context.config))
     hits_KR, counts_K = ranks.hits(settings.top)
     trained_K = counts_K[: context.config.train.num_heads]  # a kind may propose deeper
     num_conversations = len(np.unique(ranks.conversations))

@@ -46,7 +46,7 @@ from pipeline.training.methods import method_of
 NAME = "check"
 VERSION = 7
 
-LIMITS = {"min_acceleration_rate", "require_learning"}
+LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}
 NATIVE_FILE = "native.json"  # until vLLM has come to its end as well
 
 

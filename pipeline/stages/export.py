@@ -22,7 +22,7 @@ from pipeline.targets.spec import load_tokenizer, model_config
 from pipeline.training.methods import method_of
 
 NAME = "export"
-VERSION = 3
+VERSION = 4
 
 
 def identity(context: Context) -> Identity:
@@ -43,7 +43,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     tuned = link_backbone(train / BACKBONE_DIRECTORY, backbone, trained) if tunes else []
     heads = read_trained_heads(train / HEADS_FILE)
     target = model_config(spec)
-    check_vocabulary(heads.shape.vocab_size, target.get_text_config().vocab_size)
+    check_vocabulary(heads.shape, target.get_text_config().vocab_size)
     calibration = read_calibration(context.upstream["calibrate"].path)
     layout = ExportLayout(
         base_model_name_or_path=str(backbone) if tuned else spec.model,
@@ -68,7 +68,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         "bytes": sum(path.stat().st_size for path in files),
         "dtype": layout.dtype,
         "format": layout.format,
-        "vllm": layout.kind.not_served(target.to_dict()) is None,
+        "vllm": layout.kind.not_served(layout.shape, target.to_dict()) is None,
         **({"backbone_bytes": sum(path.stat().st_size for path in tuned)} if tuned else {}),
     }
 

@@ -10,12 +10,13 @@ runs of one store that have the same tuned backbone share it, whatever tree they
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from pipeline.artifacts.feature_rows import FEATURES, footer_of, row_groups, write_group
+from pipeline.artifacts.feature_rows import FEATURES, StateFormat
+from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
 from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
 from pipeline.config import FeaturesConfig
 from pipeline.run.context import Context
@@ -23,22 +24,24 @@ from pipeline.run.sharded import run_sharded
 from pipeline.run.stage import Stage, reads
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.receipts import Receipt
+from pipeline.storage.shards import Codec
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
-from pipeline.targets.engines import make_feature_engine, semantic_arguments
+from pipeline.targets.engines import FeatureEngine, make_feature_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.evaluation import SPLIT
 from pipeline.training.methods import method_of
 
 NAME = "features"
-VERSION = 1
+VERSION = 2
 TUNED_NAME = "tuned-features"
 
 
 class Worker:
     """Holds a backbone; turns one shard of generated rows into one shard of features, of all its rows or of one split.
 
-    Writing overlaps the next forward.
+    Rows are written behind the forwards. The next shard's rows are read meanwhile, and its states are computed while
+    the last rows of this one are written and committed.
     """
 
     def __init__(self, target: TargetSpec, settings: FeaturesConfig, gpus: int, split: str | None = None):
@@ -46,30 +49,97 @@ class Worker:
         self.engine = make_feature_engine(
             settings.engine, target, settings.tokens_per_batch, settings.engine_args, gpus
         )
-        self.footer = footer_of(self.engine.dtype, self.engine.hidden_size)
+        self.states = StateFormat(self.engine.dtype, self.engine.hidden_size)
+        self.backlog = Backlog()
+        self._reader = ThreadPoolExecutor(1)
+        self._upcoming: ShardTask | None = None
+        self._ahead: ShardUnderWay | None = None
+
+    def expect(self, upcoming: ShardTask | None) -> None:
+        """Told before a shard: which one comes after it."""
+        self._upcoming = upcoming
 
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.monotonic()
-        found = map(TokenRow.of, task_rows(task, TOKEN_COLUMNS))
-        rows = [row for row in found if self.split in (None, row.split)]
-        positions = 0
-        with (
-            shard_writer(task, FEATURES, footer=self.footer, codec=self.settings.codec) as writer,
-            ThreadPoolExecutor(1) as background,
-        ):
-            written: deque[Future[int]] = deque()
-            states = self.engine.stream(row.input_ids.tolist() for row in rows)
-            for group in row_groups(zip(rows, states, strict=True)):
-                written.append(background.submit(write_group, writer, group))
-                if len(written) > 1:  # one group is written while the next is computed, no more are held
-                    positions += written.popleft().result()
-            positions += sum(writing.result() for writing in written)
-            stats = {"positions": float(positions), "tokens": float(sum(len(row.input_ids) for row in rows))}
-            ids_in = [*task.poison, *(row.id for row in rows)]
-            return writer.commit(NAME, ids_in, stats, time.monotonic() - started)
+        with self._begun(task) or self._begin(task, self._rows(task)) as shard:
+            following = self._upcoming
+            rows = self._reader.submit(self._rows, following) if following else None
+            while shard.advance():
+                pass
+            committed = shard.commit(started)
+            if following and rows:
+                self._work_ahead(following, rows, committed)
+            return committed.result()
 
     def close(self) -> None:
+        if self._ahead:
+            self._ahead.close()
+        self._reader.shutdown()
         self.engine.close()
+
+    def _work_ahead(self, task: ShardTask, rows: Future[list[TokenRow]], committed: Future[Receipt]) -> None:
+        """Compute the next shard's states until this one is committed. What fails here is begun again in its turn."""
+        with contextlib.suppress(Exception), contextlib.ExitStack() as undo:
+            ahead = undo.enter_context(self._begin(task, rows.result()))
+            while not committed.done() and ahead.advance():
+                pass
+            undo.pop_all()
+            self._ahead = ahead
+
+    def _begun(self, task: ShardTask) -> ShardUnderWay | None:
+        """The shard, if it was begun while the last one was committed."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or ahead.task == task:
+            return ahead
+        ahead.close()
+        return None
+
+    def _begin(self, task: ShardTask, rows: list[TokenRow]) -> ShardUnderWay:
+        return ShardUnderWay(task, rows, self.engine, self.states, self.settings.codec, self.backlog)
+
+    def _rows(self, task: ShardTask) -> list[TokenRow]:
+        rows = map(TokenRow.of, task_rows(task, TOKEN_COLUMNS))
+        return [row for row in rows if self.split in (None, row.split)]
+
+
+class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
+    """A shard whose states are computed row by row, and written behind that."""
+
+    def __init__(
+        self,
+        task: ShardTask,
+        rows: list[TokenRow],
+        engine: FeatureEngine,
+        states: StateFormat,
+        codec: Codec,
+        backlog: Backlog,
+    ):
+        self.task, self._rows = task, rows
+        self._computed = engine.stream(row.input_ids.tolist() for row in rows)
+        with contextlib.ExitStack() as opened:
+            writer = opened.enter_context(shard_writer(task, FEATURES, footer=states.footer, codec=codec))
+            self._writer = opened.enter_context(FeatureWriter(writer, rows, states, backlog))
+            self._opened = opened.pop_all()
+
+    def advance(self) -> bool:
+        """Compute one more row, or wait until earlier ones are written; False after the last."""
+        for index, hidden_TD in self._computed:
+            self._writer.put(index, hidden_TD)
+            return True
+        return False
+
+    def commit(self, started: float) -> Future[Receipt]:
+        """Commit it once all is written. A worker has been busy with it since `started`."""
+        tokens = sum(len(row.input_ids) for row in self._rows)
+        ids_in = [*self.task.poison, *(row.id for row in self._rows)]
+        return self._writer.commit(NAME, ids_in, {"tokens": float(tokens)}, started)
+
+    def close(self) -> None:
+        """Without a commit before it, leave nothing behind."""
+        self._opened.close()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def engine_identity(settings: FeaturesConfig) -> Identity:

@@ -1,23 +1,23 @@
 """generate: the target writes the conversations that its heads will learn from (self-distillation, paper 2.3.2).
 
-Promises: every seed becomes a row or is quarantined; answers are the very token ids that were sampled; a
-conversation's next turn is submitted the moment its last one ended, so no turn waits for a slower neighbour. A row's
-samples depend on the run's seed and the row's id alone, not on its shard, its batch or the number of workers (exactly
-on a CPU in fp32; on a GPU with `generate.batch_invariant`).
+Promises: every seed becomes a row or is quarantined; no held-out row equals a training row; answers are the very token
+ids that were sampled; a conversation's next turn is submitted the moment its last one ended, so no turn waits for a
+slower neighbour. A row's samples depend on the run's seed and the row's id alone, not on its shard, its batch or the
+number of workers (exactly on a CPU in fp32; on a GPU with `generate.batch_invariant`).
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 
-from pipeline.artifacts.generated_rows import GENERATED, stored_row
-from pipeline.artifacts.seed_rows import SeedRow
+from pipeline.artifacts.generated_rows import GENERATED, counts_of, stored_row
+from pipeline.artifacts.seed_rows import SPLITS, SeedRow
+from pipeline.artifacts.trained_on import quarantine_trained_on
 from pipeline.config import GenerateConfig
-from pipeline.conversations.conversation import RejectedRow, RowRejected
+from pipeline.conversations.conversation import Reason, RejectedRow, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
 from pipeline.conversations.requests import Sampling
-from pipeline.conversations.template import ChatTemplate
+from pipeline.errors import DataError
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
 from pipeline.run.stage import Stage, reads
@@ -26,12 +26,15 @@ from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import Row
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
+from pipeline.storage.totals import StageTotals
 from pipeline.targets.dialogue_pool import DialogueGroup, DialoguePool
 from pipeline.targets.engines import GenerationEngine, make_generation_engine, semantic_arguments
-from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_tokenizer
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template
 
 NAME = "generate"
-VERSION = 1
+VERSION = 2
+
+MIN_ROWS = 2  # of a split; a standard error takes two
 
 
 def identity(context: Context) -> Identity:
@@ -44,7 +47,7 @@ def identity(context: Context) -> Identity:
 def run(context: Context, stage: StageDirectory) -> Summary:
     placement = context.placement(NAME)
     settings = context.config.generate
-    template = ChatTemplate(load_tokenizer(context.target), context.target.chat_template)
+    template = load_chat_template(context.target)
     require_both_sides(template, settings.mode)  # told here, before a worker starts
     arguments = {
         "target": context.target,
@@ -52,13 +55,30 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         "seed": context.config.run.seed,
         "gpus": placement.gpus,
     }
-    return run_sharded(context, stage, context.upstream["seeds"], Worker, arguments, placement, unit="tokens")
+    summary = run_sharded(context, stage, context.upstream["seeds"], Worker, arguments, placement, unit="tokens")
+    if quarantine_trained_on(stage):
+        summary = StageTotals(stage.receipts().values()).summary()
+    require_enough(summary, stage)
+    return summary
+
+
+def require_enough(summary: Summary, stage: StageDirectory) -> None:
+    """Raise DataError where a split has lost its rows: the stages that read it would fail, and only after training."""
+    fewest = min(SPLITS, key=lambda split: summary[f"{split}_rows"])
+    if summary[f"{fewest}_rows"] < MIN_ROWS:
+        counts = ", ".join(f"{split} {summary[f'{split}_rows']:.0f}" for split in SPLITS)
+        reasons = ", ".join(f"{reason} {count}" for reason, count in summary["reasons"].items()) or "none"
+        what = f"Too few rows are left to {fewest}: {counts}; quarantined: {reasons}."
+        fix = "Read the quarantine files there: correct the seeds, name more of them, or raise seeds.holdout."
+        raise DataError(what, str(stage.path), fix)
 
 
 def one_line(summary: Summary) -> str:
     speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
     written = f"{summary['rows']:,} rows, {summary.get('tokens', 0):,.0f} tokens written"
-    return f"{written}{speed}, {summary['quarantined']} quarantined"
+    leaked = summary["reasons"].get(Reason.TRAINED_ON, 0)
+    held_out = f", {leaked} held-out rows left out that equal training rows" if leaked else ""
+    return f"{written}{speed}, {summary['quarantined']} quarantined{held_out}"
 
 
 class Worker:
@@ -68,7 +88,7 @@ class Worker:
     """
 
     def __init__(self, target: TargetSpec, settings: GenerateConfig, seed: int, gpus: int):
-        self.template = ChatTemplate(load_tokenizer(target), target.chat_template)
+        self.template = load_chat_template(target)
         self.settings, self.seed = settings, seed
         self.max_tokens = context_length(target)
         self.stop_token_ids = tuple(sorted(eos_token_ids(target)))
@@ -89,7 +109,6 @@ class Worker:
         seeds, group = self._begin(task)
         self.pool.finish(group, self._begin_upcoming)
         del self._begun[task.shard]
-        counts: Counter[str] = Counter(tokens=0, turns=0)
         with shard_writer(task, GENERATED) as writer:
             rows: list[Row] = []
             for seed, dialogue in zip(seeds, group.dialogues, strict=True):
@@ -99,12 +118,9 @@ class Worker:
                     writer.reject(RejectedRow(seed.id, rejected.reason, rejected.detail, seed.stored()))
                     continue
                 rows += [stored_row(row, seed.split) for row in generated]
-                counts.update(
-                    tokens=sum(row.num_generated for row in generated), turns=sum(len(row.spans) for row in generated)
-                )
             writer.write(rows)
             ids_in = [*task.poison, *(seed.id for seed in seeds)]
-            return writer.commit(NAME, ids_in, dict(counts), time.monotonic() - started)
+            return writer.commit(NAME, ids_in, counts_of(rows), time.monotonic() - started)
 
     def _begin(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:
         """The shard's seeds and their conversations, which wait for their turn unless they have begun already."""

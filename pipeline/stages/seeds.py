@@ -1,8 +1,9 @@
 """seeds: conversations from files and the Hub, each row kept once or quarantined with its reason, and split for good.
 
-Promises: every row of every source is accounted for; ids are `source:row`; `split` (train | calibrate | check) comes
-from the id's hash, so that a row's split does not depend on its neighbours beyond the guarantee of 8 held-out rows
-each. Reads and writes on the driver: this is text, minutes at most.
+Promises: every row of every source is accounted for; ids are `source:row`; of rows of which generation reads the same
+(the answers do not count where the target writes its own) only the first is kept; `split` (train | calibrate | check)
+comes from the id's hash, so that a row's split does not depend on its neighbours beyond the guarantee of 8 held-out
+rows each. Reads and writes on the driver: this is text, minutes at most.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 
 from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
-from pipeline.config import SeedSource
+from pipeline.config import GenerateConfig, SeedSource
 from pipeline.conversations.conversation import Conversation, Deduplicator, RejectedRow
 from pipeline.conversations.readers import name_sources, read_source, source_files
 from pipeline.errors import DataError
@@ -25,7 +26,7 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.totals import StageTotals
 
 NAME = "seeds"
-VERSION = 1
+VERSION = 2
 
 MIN_HELD_OUT = 8
 SMALL_SET = 4096  # up to here the held-out rows are counted out exactly, so that small sets have enough of them
@@ -40,7 +41,14 @@ def identity(context: Context) -> Identity:
         "rows_per_shard": settings.rows_per_shard,
         "holdout": settings.holdout,
         "max_characters": settings.max_characters,
+        "near_duplicates": settings.near_duplicates,
+        "read_by": _what_is_read(context.config.generate),
     }
+
+
+def _what_is_read(generate: GenerateConfig) -> Identity:
+    """What of a conversation generation reads, and so what makes two of them the same."""
+    return {"mode": generate.mode, **({"rounds": generate.rounds} if generate.mode == "replay" else {})}
 
 
 def _source_identity(context: Context, source: SeedSource) -> Identity:
@@ -77,7 +85,8 @@ def one_line(summary: Summary) -> str:
 
 def _read(context: Context) -> Iterator[Conversation | RejectedRow]:
     settings = context.config.seeds
-    deduplicator = Deduplicator()
+    near = settings.near_duplicates == "quarantine"
+    deduplicator = Deduplicator(**_what_is_read(context.config.generate), near=near)
     for source, name in zip(settings.sources, name_sources(settings.sources), strict=True):
         for row in read_source(source, name, max_characters=settings.max_characters):
             yield deduplicator.check(row) if isinstance(row, Conversation) else row

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 WORTH_A_THREAD = 64 * 1024  # bytes; below, handing them over takes longer than hashing
+FLUSH_BYTES = 128 * 1024**2  # a disk that first sees a shard when it is committed has idled until then
 
 
 @dataclass(frozen=True)
@@ -51,12 +52,14 @@ def sha256_of(path: Path) -> str:
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that hashes what is written to it in a thread, while the caller compresses the next block."""
+    """A new file that is hashed and brought to the disk by two threads, while the caller makes the next block."""
 
     def __init__(self, path: Path, threads: Executor):
         self._file, self._threads = path.open("wb", buffering=0), threads
         self._digest = hashlib.sha256()
         self._hashing: Future[None] | None = None
+        self._flushing: Future[None] | None = None
+        self._unflushed = 0
 
     def writable(self) -> bool:
         return True
@@ -67,7 +70,7 @@ class HashedFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Write and hash all of `data`; at most one block waits to be hashed."""
         block = bytes(data)
-        self._wait()
+        _wait(self._hashing)
         if len(block) < WORTH_A_THREAD:
             self._digest.update(block)
         else:
@@ -75,18 +78,28 @@ class HashedFile(io.RawIOBase):
         unwritten = memoryview(block)
         while unwritten:
             unwritten = unwritten[self._file.write(unwritten) :]
+        self._unflushed += len(block)
+        if self._unflushed >= FLUSH_BYTES and (self._flushing is None or self._flushing.done()):
+            _wait(self._flushing)  # an error of the disk is told once
+            self._flushing, self._unflushed = self._threads.submit(os.fdatasync, self._file.fileno()), 0
         return len(block)
 
     def close(self) -> None:
         self._file.close()
         super().close()
 
-    def sync(self) -> str:
-        """Bring everything to the disk and return the sha256 (hex) of all that was written."""
-        os.fsync(self._file.fileno())
-        self._wait()
+    def sha256(self) -> str:
+        """The sha256 (hex) of all that has been written so far."""
+        _wait(self._hashing)
         return self._digest.hexdigest()
 
-    def _wait(self) -> None:
-        if self._hashing is not None:
-            self._hashing.result()
+    def sync(self) -> str:
+        """Bring everything to the disk and return the sha256 (hex) of all that was written."""
+        _wait(self._flushing)
+        os.fsync(self._file.fileno())
+        return self.sha256()
+
+
+def _wait(work: Future[None] | None) -> None:
+    if work is not None:
+        work.result()

@@ -43,10 +43,20 @@ class FileDigests:
 
     def __init__(self, cache: Path, *, read_only: bool = False):
         self.cache, self.read_only = cache, read_only
+        self.seen: dict[Path, str] = {}  # as each file was when it was first asked for
         self.known = {key: value for key, value in read_object(cache).items() if isinstance(value, str)}
 
     def of(self, path: Path) -> str:
         """The file's sha256 (hex); the Hub's cache names large files by it already."""
+        digest = self._digest(path)
+        self.seen.setdefault(path, digest)
+        return digest
+
+    def changed(self) -> list[Path]:
+        """The files that are no longer what they were when they were first asked for."""
+        return [path for path, digest in self.seen.items() if not path.is_file() or self._digest(path) != digest]
+
+    def _digest(self, path: Path) -> str:
         blob = path.resolve()
         if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name):
             return blob.name

@@ -52,7 +52,8 @@ class StageTotals:
         Raises:
             DataError: Names the fraction and the top reasons.
         """
-        reasons = Counter({reason: n for reason, n in self.reasons.items() if reason != Reason.DUPLICATE})
+        repeated = (Reason.DUPLICATE, Reason.TRAINED_ON)
+        reasons = Counter({reason: n for reason, n in self.reasons.items() if reason not in repeated})
         refused = reasons.total()
         seen = self.rows + refused
         if seen and refused / seen > max_fraction and (final or seen >= ENOUGH_TO_JUDGE):

@@ -65,10 +65,10 @@ class FeatureEngine(Protocol):
     hidden_size: int
     dtype: torch.dtype
 
-    def stream(self, rows: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
-        """The states [T_i, D] of each row on the host, in order, while later rows are computed.
+    def stream(self, rows: Iterable[Sequence[int]]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each row's index and its states [T_i, D] on the host, as soon as they are there, in any order.
 
-        A tensor may be a view of a shared buffer: copy what is to be kept.
+        Later rows are computed meanwhile. A tensor may be a view of a shared buffer: copy what is to be kept.
         """
 
     def close(self) -> None:

@@ -29,6 +29,7 @@ DESCRIBING_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 

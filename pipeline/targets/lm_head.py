@@ -48,6 +48,16 @@ def read_embedding(spec: TargetSpec) -> Tensor:
     return _matrix(spec, INPUT_EMBEDDINGS, lambda model: model.get_input_embeddings().weight.detach())
 
 
+def require_lm_head(spec: TargetSpec) -> None:
+    """Raise ConfigError where the target's files lack its lm_head.
+
+    vLLM leaves such a one as memory happens to be, and says nothing; any other tensor it misses by itself.
+    """
+    names = _weight_map(spec)
+    if names and not model_config(spec).get_text_config().tie_word_embeddings and not _named(names, OUTPUT_EMBEDDINGS):
+        load_causal_lm(spec)  # which refuses it, unless this family has another name for it
+
+
 class LogitChanges(NamedTuple):
     """What a target adds to its lm_head's product: `softcap · tanh(scale · (W x + bias_V) / softcap)`."""
 

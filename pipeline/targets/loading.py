@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -43,7 +43,7 @@ def load_causal_lm(
     `too_large` is the advice in the error where it does not fit.
 
     Raises:
-        ConfigError: transformers cannot load it.
+        ConfigError: transformers cannot load it, or its files lack tensors, or hold others than the model has.
         EnvironmentFault: The GPU is missing or too small, or the weights cannot be read.
     """
     from transformers import AutoModelForCausalLM
@@ -61,8 +61,9 @@ def load_causal_lm(
     does_not_fit = EnvironmentFault(f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", too_large)
     with files.hub_errors(spec.model, spec.revision):
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model, report = AutoModelForCausalLM.from_pretrained(
                 spec.model,
+                output_loading_info=True,
                 revision=spec.revision,
                 trust_remote_code=spec.trust_remote_code,
                 dtype=getattr(torch, spec.dtype),
@@ -81,7 +82,28 @@ def load_causal_lm(
             raise ConfigError(f"transformers cannot load {spec.model}: {reason}.", files.WHERE, fix) from error
     if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) and on_gpu:
         raise does_not_fit  # offloaded to the CPU it would run a hundred times slower
+    _require_whole(spec, report)
     return model.eval().requires_grad_(False)
+
+
+def _require_whole(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> None:
+    """Raise ConfigError where files and model do not fit: transformers fills what is missing with random numbers.
+
+    `report` is transformers' own of the loading. It leaves out what a family may lack: tied matrices, buffers.
+    """
+    names = {
+        "its files lack": sorted(report["missing_keys"]),
+        "its files hold, and the model has no place for,": sorted(report["unexpected_keys"]),
+        "of another shape than the model's:": sorted(str(key[0]) for key in report["mismatched_keys"]),
+    }
+    found = [
+        f"{what} {', '.join(keys[:3])}" + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+        for what, keys in names.items()
+        if keys
+    ]
+    if found:
+        fix = "Its config.json and its weights must be of one model: fetch the target's files again."
+        raise ConfigError(f"The target's files are not this model: {'; '.join(found)}.", spec.model, fix)
 
 
 def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:

@@ -6,11 +6,14 @@ What must be equal in every engine is decided here: `resolve` pins a Hub target 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pipeline.config import DTYPES
+from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import ConfigError
 from pipeline.targets import files
 
@@ -38,6 +41,7 @@ class TargetSpec:
     max_tokens: int | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
+    date: str = "2024-07-26"  # what the chat template is told, where it asks: YYYY-MM-DD
 
 
 def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
@@ -65,6 +69,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
         max_tokens=target.max_tokens,
         trust_remote_code=target.trust_remote_code,
         chat_template=_template_text(target.chat_template),
+        date=target.date.isoformat(),
     )
     config = model_config(spec)
     require_verifiable(config)
@@ -112,6 +117,22 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
         except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
             fix = "Put the tokenizer's files beside the weights (`tokenizer.save_pretrained`)."
             raise ConfigError(f"The target {spec.model} has no tokenizer that loads.", files.WHERE, fix) from error
+
+
+def load_chat_template(spec: TargetSpec, tokenizer: PreTrainedTokenizerBase | None = None) -> ChatTemplate:
+    """The target's chat template, with its tokenizer where that is loaded already.
+
+    Raises:
+        ConfigError: It has no tokenizer that loads, or no template that renders a conversation.
+    """
+    return ChatTemplate(tokenizer or load_tokenizer(spec), spec.chat_template, date.fromisoformat(spec.date))
+
+
+def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:
+    """Whether the chat template, in `spec` or among the target's files, writes the date of the day into its prompts."""
+    stored = (path for path in paths if path.name in files.TEMPLATE_FILES)
+    texts = [spec.chat_template] if spec.chat_template else (path.read_text("utf-8", "replace") for path in stored)
+    return any("strftime_now" in text for text in texts)
 
 
 def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> int:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WINDOW_BATCHES = 16
+WINDOW_BYTES = 2 * 1024**3  # of states; a window's first row may be computed last
 
 
 class TransformersFeatureEngine:
@@ -47,29 +48,22 @@ class TransformersFeatureEngine:
         self.dtype: torch.dtype = target.dtype
         self._device = input_device(target)
 
-    def stream(self, rows: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
-        """The states [T_i, D] of each row on the host, in order; the next batch runs while the caller works.
+    def stream(self, rows: Iterable[Sequence[int]]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each row's index and its states [T_i, D] on the host; the next batch runs while the caller works.
 
-        Rows are taken in windows of sixteen batches' tokens, each sorted by length, so that at most one window of
-        states and the next batch are in memory. A tensor is a view into its batch's buffer.
+        Rows are taken in windows of sixteen batches' tokens, or `WINDOW_BYTES` of states where these are less, each
+        sorted by length. A tensor is a view into its batch's buffer.
 
         Raises:
             EnvironmentFault: A single row does not fit into the GPU's memory.
         """
         pending: deque[_Batch] = deque()
-        done: dict[int, torch.Tensor] = {}
-        next_row = 0
         for indices, batch in self._batches(rows):
             pending.extend(self._launch(indices, batch))
             while len(pending) > 1:
-                done.update(pending.popleft().collect())
-            while next_row in done:
-                yield done.pop(next_row)
-                next_row += 1
-        for batch_ in pending:
-            done.update(batch_.collect())
-        for index in sorted(done):
-            yield done.pop(index)
+                yield from pending.popleft().collect()
+        for last in pending:
+            yield from last.collect()
 
     def close(self) -> None:
         del self.model
@@ -77,7 +71,8 @@ class TransformersFeatureEngine:
             torch.cuda.empty_cache()
 
     def _batches(self, rows: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], list[Sequence[int]]]]:
-        for window in _windows(rows, WINDOW_BATCHES * self.tokens_per_batch):
+        most = WINDOW_BYTES // (self.hidden_size * self.dtype.itemsize)
+        for window in _windows(rows, max(self.tokens_per_batch, min(WINDOW_BATCHES * self.tokens_per_batch, most))):
             by_length = sorted(window, key=lambda item: -len(item[1]))  # longest first: fails early if at all
             while by_length:
                 num_rows = max(1, self.tokens_per_batch // len(by_length[0][1]))
@@ -124,11 +119,11 @@ class _Batch:
     hidden_BTD: torch.Tensor
     copied: torch.cuda.Event | None
 
-    def collect(self) -> dict[int, torch.Tensor]:
+    def collect(self) -> Iterator[tuple[int, torch.Tensor]]:
         if self.copied is not None:
             self.copied.synchronize()
-        rows = zip(self.indices, self.lengths, self.hidden_BTD, strict=True)
-        return {index: hidden_TD[:length] for index, length, hidden_TD in rows}
+        for index, length, hidden_TD in zip(self.indices, self.lengths, self.hidden_BTD, strict=True):
+            yield index, hidden_TD[:length]
 
 
 def _windows(rows: Iterable[Sequence[int]], num_tokens: int) -> Iterator[list[tuple[int, Sequence[int]]]]:

@@ -47,9 +47,10 @@ def vllm_decode_check(
 
     Returns:
         {"plain": {"token_ids": list of ids per prompt, "num_tokens", "seconds": the median of `repeats`,
-         "tokens_per_second"}, "accelerated": the same and, over all repetitions, {"num_drafts", "num_draft_tokens",
-         "num_accepted_tokens", "accepted_per_position": accepted tokens per head, "acceleration_rate": 1 + accepted /
-         drafts}}. Both decode all prompts at once, with the prefix cache reset before each repetition.
+         "tokens_per_second", "model_runner": V1 or V2}, "accelerated": the same and, over all repetitions,
+         {"num_drafts", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position": accepted tokens per head,
+         "acceleration_rate": 1 + accepted / drafts}}. Both decode all prompts at once, with the prefix cache reset
+         before each repetition.
 
     Raises:
         ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an engine dies.
@@ -121,6 +122,7 @@ def decode(task: Mapping[str, Any]) -> dict[str, Any]:
     num_tokens = sum(map(len, token_ids))
     result = {"token_ids": token_ids, "num_tokens": num_tokens, "seconds": seconds}
     result["tokens_per_second"] = num_tokens / seconds
+    result["model_runner"] = "V2" if running.llm.llm_engine.vllm_config.use_v2_model_runner else "V1"
     if speculative:
         result |= _acceptance(_counters(running), before)
     running.close()

@@ -24,6 +24,7 @@ from pipeline.conversations.requests import Completion, Request
 from pipeline.errors import ConfigError, EnvironmentFault, MedusaDistillError
 from pipeline.targets import files
 from pipeline.targets.engines import check_request
+from pipeline.targets.lm_head import require_lm_head
 from pipeline.targets.loading import require_gpus
 from pipeline.targets.sizes import cached_numbers
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, model_config
@@ -120,6 +121,7 @@ class RunningEngine:
         import torch
 
         require_gpus(gpus)
+        require_lm_head(spec)
         arguments = engine_arguments(spec, engine_args, gpus)
         self._environment = {name: os.environ.get(name) for name in LEFT_IN_ENVIRONMENT}
         self._set_num_threads = torch.set_num_threads

@@ -15,7 +15,7 @@ import torch
 from pipeline.targets.spec import TargetSpec, context_length
 from pipeline.targets.vllm_engine import RunningEngine, import_vllm
 
-ROWS_PER_CALL = 64
+ROWS_WAITING = 64  # in the engine: what it batches next, whatever the caller does meanwhile
 
 
 class VLLMFeatureEngine:
@@ -34,6 +34,7 @@ class VLLMFeatureEngine:
         tokens_per_batch: int = 16_384,
     ):
         import_vllm()
+        from vllm import PoolingParams
         from vllm.config import PoolerConfig
 
         ours = {
@@ -49,14 +50,28 @@ class VLLMFeatureEngine:
         self._running = RunningEngine(spec, {**ours, **(engine_args or {})}, gpus)
         self.hidden_size: int = self._running.llm.model_config.get_hidden_size()
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._pooling = PoolingParams(task="token_embed")
+        self._streams = 0
 
-    def stream(self, rows: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
-        """The states [T_i, D] of each row on the host, in order, 64 rows at a time."""
-        remaining = iter(rows)
-        while taken := list(islice(remaining, ROWS_PER_CALL)):
-            prompts = [{"prompt_token_ids": list(ids)} for ids in taken]
-            outputs = self._running.llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
-            yield from (output.outputs.data.to("cpu", self.dtype) for output in outputs)
+    def stream(self, rows: Iterable[Sequence[int]]) -> Iterator[tuple[int, torch.Tensor]]:
+        """Each row's index and its states [T_i, D] on the host; the engine always has rows to go on with."""
+        engine = self._running.llm.llm_engine
+        self._streams += 1
+        remaining, waiting = enumerate(rows), dict[str, int]()
+        try:
+            while True:
+                for index, ids in islice(remaining, ROWS_WAITING - len(waiting)):
+                    name = f"{self._streams}:{index}"
+                    prompt = {"type": "token", "prompt_token_ids": list(ids)}
+                    engine.add_request(name, prompt, self._pooling.clone())
+                    waiting[name] = index
+                if not waiting:
+                    return
+                for output in engine.step():
+                    if output.finished:
+                        yield waiting.pop(output.request_id), output.outputs.data.to("cpu", self.dtype)
+        finally:
+            engine.abort_request(list(waiting))
 
     def close(self) -> None:
         self._running.close()

@@ -1,8 +1,9 @@
 """Checkpoints: one safetensors file each, whole or absent; nothing is ever unpickled.
 
 A checkpoint holds all that a resume needs to end with the same weights: named tensors (heads, optimizer) and, in its
-header, a JSON state (step, running sums) and a digest. It is written in the background from a copy, since 8 GB of
-state take seconds; a damaged one (its digest disagrees) falls back to the one before.
+header, a JSON state (step, running sums) and a digest. Training waits for a copy alone, of a GPU's into pinned memory
+that all copies share; hashing and writing, for which 30 GB of state take a minute, go on in the background. A damaged
+one (its digest disagrees) falls back to the one before.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline.config import TrainConfig
 from pipeline.storage.atomic import atomic_path
 
 State = dict[str, Any]
@@ -28,12 +31,19 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one training directory; a context, so that leaving it awaits the last write."""
+    """The checkpoints of one training directory; a context, so that leaving it awaits the last write.
 
-    def __init__(self, directory: Path, keep: int):
-        self.directory, self.keep = directory, keep
+    Args:
+        settings: How often they are due, and how many stay.
+    """
+
+    def __init__(self, directory: Path, settings: TrainConfig):
+        self.directory, self.settings = directory, settings
         self._background = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
+        self._saved = time.monotonic()
+        self._room: dict[str, Tensor] = {}  # for copies, by name
+        self._verified: tuple[int, tuple[dict[str, Tensor], State]] | None = None
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -51,6 +61,12 @@ class Checkpoints:
         paths = self.directory.glob("step-*.safetensors")
         return sorted((int(path.stem.removeprefix("step-")) for path in paths), reverse=True)
 
+    def due(self, step: int) -> bool:
+        """Whether one is to be saved after this step: after so many steps, or after so long."""
+        if self.settings.checkpoint_every:
+            return step % self.settings.checkpoint_every == 0
+        return time.monotonic() - self._saved >= 60 * self.settings.checkpoint_minutes
+
     def save(self, step: int, tensors: Mapping[str, Tensor], state: State) -> None:
         """Copy everything now and write it in the background; awaits (and reports) the write before it.
 
@@ -58,7 +74,10 @@ class Checkpoints:
             EnvironmentFault: The disk was full at the write before.
         """
         self.wait()
-        copies = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        self._saved, self._verified = time.monotonic(), None
+        copies = {name: self._copy(name, tensor.detach()) for name, tensor in tensors.items()}
+        if any(tensor.is_cuda for tensor in tensors.values()):
+            torch.cuda.synchronize()
         self._writing = self._background.submit(self._write, step, copies, json.dumps(state))
 
     def wait(self) -> None:
@@ -69,29 +88,42 @@ class Checkpoints:
 
     def newest(self) -> int:
         """The newest step whose checkpoint is whole, 0 without one."""
-        return next((step for step in self.steps() if read_checkpoint(self.path(step))), 0)
+        for step in self.steps():
+            if found := read_checkpoint(self.path(step)):
+                self._verified = step, found
+                return step
+        return 0
 
     def load(self, step: int) -> tuple[dict[str, Tensor], State]:
-        """The tensors, on the CPU, and the state of one step's checkpoint, as `newest` found it."""
-        found = read_checkpoint(self.path(step))
+        """The tensors, on the CPU, and the state of one step's checkpoint; `newest`, here or elsewhere, verified it."""
+        verified, self._verified = self._verified, None
+        found = verified[1] if verified and verified[0] == step else read_checkpoint(self.path(step), verify=False)
         assert found is not None, f"the checkpoint of step {step} was whole a moment ago"
         return found
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """A copy on the CPU, where the last one of this name was; a GPU's has begun."""
+        room = self._room.get(name)
+        if room is None or (room.shape, room.dtype) != (tensor.shape, tensor.dtype):
+            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._room[name] = room
+        return room.copy_(tensor, non_blocking=True)
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.path(step)) as temporary:
             save_file(tensors, temporary, {"state": state, "sha256": digest(tensors, state)})
         whole = [other for other in self.steps() if other <= step]  # later ones were damaged, or are another history's
-        for other in set(self.steps()) - set(whole[: self.keep]):
+        for other in set(self.steps()) - set(whole[: self.settings.keep_checkpoints]):
             self.path(other).unlink(missing_ok=True)
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], State] | None:
+def read_checkpoint(path: Path, *, verify: bool = True) -> tuple[dict[str, Tensor], State] | None:
     """A checkpoint's tensors and state; None, with a warning, where it is damaged."""
     with contextlib.suppress(OSError, SafetensorError, KeyError, ValueError), safe_open(path, "pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
-        if digest(tensors, metadata["state"]) == metadata["sha256"]:
+        if not verify or digest(tensors, metadata["state"]) == metadata["sha256"]:
             return tensors, json.loads(metadata["state"])
     log.warning("The checkpoint %s is damaged: the one before it is used.", path)
     return None

@@ -61,20 +61,23 @@ def figures_of(found: Score) -> dict[str, Any]:
     """`held_out`: per head {loss, top1, …, top5}; `frequency`: head 0's {top1, …, top5}, had it guessed by frequency.
 
     That is the share of the most frequent of its own labels, of the two most frequent, …: the most that guesses can
-    reach that read nothing. Both are empty of no labels.
+    reach that read nothing. Both are empty of no labels. Where some labels are outside the draft vocabulary,
+    `draft_coverage` is the share of head 0's that are not.
     """
-    num_ranks, num_labels = found.hits_KR.shape[1], int(found.tokens_V.sum())
+    num_ranks, num_labels, num_drafted = found.hits_KR.shape[1], int(found.counts_K[0]), int(found.drafted_K[0])
     hits_R = found.tokens_V.topk(min(num_ranks, len(found.tokens_V))).values.cumsum(0).tolist() if num_labels else []
     frequency = {f"top{rank + 1}": hits / num_labels for rank, hits in enumerate(hits_R)}
-    return {"held_out": per_head(found), "frequency": frequency}
+    coverage = {"draft_coverage": num_drafted / num_labels} if num_drafted < num_labels else {}
+    return {"held_out": per_head(found), "frequency": frequency, **coverage}
 
 
 def per_head(found: Score) -> list[dict[str, float]]:
-    """A score as {loss, top1, …} per head; empty of no labels."""
-    losses_K, hits_KR, counts_K, _ = found
-    if not counts_K.any():
+    """A score as {loss, top1, …} per head; empty of no labels. Losses are means over labels that can be proposed."""
+    if not found.counts_K.any():
         return []
-    means_KR = torch.cat([losses_K[:, None], hits_KR], 1) / counts_K.clamp(min=1)[:, None]
+    hits_KR = found.hits_KR
+    losses_K, shares_KR = found.losses_K / found.drafted_K.clamp(min=1), hits_KR / found.counts_K.clamp(min=1)[:, None]
+    means_KR = torch.cat([losses_K[:, None], shares_KR], 1)
     names = ["loss", *(f"top{rank + 1}" for rank in range(hits_KR.shape[1]))]
     return [dict(zip(names, row, strict=True)) for row in means_KR.tolist()]
 
@@ -126,7 +129,7 @@ def _held_out(
         shards,
         fingerprint=fingerprint,
         hidden_size=shape.hidden_size,
-        vocab_size=shape.vocab_size,
+        vocab_size=shape.target_vocab_size,
         num_heads=shape.max_depth,
         roles=roles,
     )

@@ -32,7 +32,7 @@ from pipeline.training.memory import StepSizes, tuned_step
 from pipeline.training.optimizers import heads_weight
 from pipeline.training.recipe import Recipe, backbone_recipe
 from pipeline.training.task import TrainSpec, Workers, product_dtype
-from pipeline.training.text_batches import Text, TextBatch, TextPlan, assemble_texts, count_labels, pack, read_texts
+from pipeline.training.text_batches import Text, TextBatch, TextPlan, assemble_texts, pack, read_texts
 
 
 class MicroBatch(NamedTuple):
@@ -100,7 +100,9 @@ class BackboneLearner(Learner):
             yield MicroBatch(assemble_texts(sequences, self.spec.settings.num_heads), int(seed))
 
     def label_counts(self, batches: Sequence[MicroBatch]) -> Tensor:
-        return count_labels([batch.texts for batch in batches], self.spec.settings.num_heads).to(self.device)
+        labels_KN = torch.cat([batch.texts.labels_KN for batch in batches], 1).to(self.device)
+        next_tokens = torch.tensor([labels_KN.shape[1]], device=self.device)
+        return torch.cat([next_tokens, self.heads.vocabulary.num_learned(labels_KN)])
 
     def loss_weights(self, step: int) -> Tensor:
         weights_K = self._heads_weight(step) * head_weights(self.spec, self.device)
@@ -148,7 +150,7 @@ class BackboneLearner(Learner):
         """The adapter, as peft reads it. Heads that borrow the target's matrices get the tuned ones, as engines do."""
         write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
         with torch.no_grad():
-            self.heads.take_from(self.backbone.matrices())
+            self.heads.take_from(self.backbone.matrices().drafting(self.heads.vocabulary.token_map))
 
     def _heads_weight(self, step: int) -> float:
         return heads_weight(step, self.total_steps, self.settings.lambda_0, self.settings.schedule)

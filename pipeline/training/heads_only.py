@@ -13,15 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pipeline.artifacts.feature_rows import FeatureRows
+from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.config import TrainConfig
-from pipeline.conversations.spans import IGNORED
 from pipeline.errors import ConfigError, DataError
 from pipeline.execution.device_memory import Memory
+from pipeline.heads.draft_vocabulary import most_frequent
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.soft_labels import TargetHead, Teacher
 from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes
@@ -85,7 +88,7 @@ class HeadsLearner(Learner):
 
     def label_counts(self, batches: Sequence[Batch]) -> Tensor:
         (batch,) = batches
-        return (batch.labels_KN != IGNORED).sum(1)  # head 0 has a label at every position
+        return self.heads.vocabulary.num_learned(batch.labels_KN)
 
     def loss_weights(self, step: int) -> Tensor:
         return head_weights(self.spec, self.device)
@@ -139,7 +142,25 @@ def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
         lambda: _of_the_right_size("lm_head", read_lm_head(spec.target), spec).float(),
         lambda: _of_the_right_size("embedding", read_embedding(spec.target), spec).float(),
     )
-    return spec.kind.initial(spec.heads_shape, target)
+    shape = spec.heads_shape
+    if not shape.is_pruned:
+        return spec.kind.initial(shape, target)
+    tokens_V = most_frequent(_count_written_tokens(spec), shape.vocab_size)
+    heads = spec.kind.initial(shape, target.drafting(tokens_V))
+    heads.vocabulary.fill(tokens_V)
+    return heads
+
+
+def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
+    """How often the target wrote each token in the train rows' learned roles, whatever the shards' order; [V]."""
+    cached = spec.shards, spec.fingerprint
+    shards, fingerprint = cached if spec.shards else (spec.texts, spec.texts_fingerprint)
+    counts_V = np.zeros(spec.vocab_size, np.int64)
+    for row in read_token_rows(shards, fingerprint, spec.vocab_size):
+        for span in row.spans if row.split == "train" else ():
+            if span.role in spec.settings.roles:
+                np.add.at(counts_V, row.input_ids[span.start : span.end], 1)
+    return counts_V
 
 
 def read_target_head(spec: TrainSpec, device: torch.device) -> TargetHead:

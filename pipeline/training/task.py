@@ -61,7 +61,8 @@ class TrainSpec:
     @property
     def heads_shape(self) -> HeadsShape:
         """The shape of the heads that are asked for."""
-        return self.kind.shape_of(self.settings, self.hidden_size, self.vocab_size)
+        shape = self.kind.shape_of(self.settings, self.hidden_size, self.vocab_size)
+        return shape.drafting(self.settings.draft_vocab)
 
 
 @dataclass(frozen=True)

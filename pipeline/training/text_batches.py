@@ -161,11 +161,3 @@ def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextB
             start, num_before = stop, num_before + len(number_N)
     flat = (np.concatenate(learned), np.concatenate(following), np.concatenate(labels, 1), np.concatenate(teachers, 1))
     return TextBatch(*(torch.from_numpy(array.astype(np.int64)) for array in (ids_BT, positions_BT, *flat)))
-
-
-def count_labels(batches: Sequence[TextBatch], num_heads: int) -> Tensor:
-    """How many labels these batches have: the next tokens', then each head's; int64 [1 + K]."""
-    counts = torch.zeros(1 + num_heads, dtype=torch.int64)
-    for batch in batches:
-        counts += torch.cat([torch.tensor([len(batch.next_N)]), (batch.labels_KN != IGNORED).sum(1)])
-    return counts

@@ -134,7 +134,7 @@ class Trainer:
         learner, spec, total = self.learner, self.learner.spec, self.learner.total_steps
         is_first = learner.workers.is_first
         with ExitStack() as stack:
-            checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", self.settings.keep_checkpoints))
+            checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", self.settings))
             state = self.resume(checkpoints)
             log = stack.enter_context(MetricsLog(spec.path, state.step)) if is_first else None
             progress.begin("", steps_before + total + steps_after, done=steps_before + state.step, unit="steps")
@@ -153,7 +153,7 @@ class Trainer:
                     figures |= self.evaluate(state)
                 if log:
                     log.write(state.step, {"epoch": state.step / learner.steps_per_epoch, **figures})
-                if is_first and state.step % self.settings.checkpoint_every == 0:
+                if is_first and checkpoints.due(state.step):
                     self.save(checkpoints, state)
                 said = f"loss {figures['loss']:.3f}, {state.tokens_per_second:,.0f} positions/s"
                 progress.update(steps_before + state.step, said)

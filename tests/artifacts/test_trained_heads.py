@@ -4,11 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from pipeline.artifacts.trained_heads import read_summary, read_trained_heads, write_heads
 from pipeline.errors import DataError
+from pipeline.export.directory import read_heads, write_export
+from pipeline.export.layout import ExportLayout
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from tests.export.exports import TokenizerStub
 
 
 @pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
@@ -30,7 +33,8 @@ def test_trained_heads_come_back_with_their_summary(tmp_path, lm_head):
         ({"num_heads": 2}, "2 heads with untied"),
         ({"num_layers": 1}, "1 block"),
         ({"hidden_size": 9}, "hidden size of 9"),
-        ({"vocab_size": 13}, "vocabulary of 13"),
+        ({"vocab_size": 13, "target_vocab_size": 13}, "vocabulary of 13"),
+        ({"vocab_size": 11}, "vocabulary of 11 of the target's 12"),
         ({"lm_head": "tied"}, "3 heads with tied"),
     ],
 )
@@ -47,6 +51,24 @@ def test_a_file_of_another_writer_is_not_taken_for_trained_heads(tmp_path):
     assert read_summary(path, MedusaShape(8, 12, 3)) is None
     with pytest.raises(DataError, match="no trained heads"):
         read_trained_heads(path)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+def test_heads_with_a_number_that_is_not_finite_are_refused_wherever_heads_are_read(tmp_path, number):
+    """Trained ones, and an export's: `chat` decoded with them, one token per step, and said nothing."""
+    heads = MedusaHeads.from_lm_head(MedusaShape(8, 12, 3), torch.randn(12, 8))
+    layout = ExportLayout("owner/target", heads.shape)
+    write_export(tmp_path / "export", heads, layout, target={}, tokenizer=TokenizerStub(), choices=[[0]], card="")
+    exported = tmp_path / "export" / "medusa_lm_head.safetensors"
+    tensors = load_file(exported)
+    tensors["1.0.linear.bias"][3] = number
+    save_file(tensors, exported)
+    heads.lm_head.data[2, 5, 1] = number
+    write_heads(tmp_path / "heads.safetensors", heads, {})
+    with pytest.raises(DataError, match="not finite"):
+        read_trained_heads(tmp_path / "heads.safetensors")
+    with pytest.raises(DataError, match=r"1\.0\.linear\.bias holds numbers that are not finite"):
+        read_heads(tmp_path / "export", None)
 
 
 def test_damaged_heads_are_named(tmp_path):

@@ -199,7 +199,7 @@ def test_a_refused_row_is_storable_whatever_a_data_set_holds():
 
 
 def test_a_conversation_is_refused_the_second_time_across_sources_and_the_first_is_named():
-    deduplicator = Deduplicator()
+    deduplicator = Deduplicator("passthrough")
     first, other = Conversation("a:0", DIALOGUE, "x"), Conversation("a:1", QUESTIONS)
     again = Conversation("b:0", DIALOGUE, "y", "writing")
     assert [deduplicator.check(first), deduplicator.check(other)] == [first, other]
@@ -208,7 +208,7 @@ def test_a_conversation_is_refused_the_second_time_across_sources_and_the_first_
 
 
 def test_the_same_texts_in_other_roles_are_no_duplicate():
-    deduplicator = Deduplicator()
+    deduplicator = Deduplicator("passthrough")
     one = Conversation("a:0", (Message("user", "A"), Message("assistant", "B")))
     two = Conversation("a:1", (Message("user", "A"), Message("user", "B")))
     assert deduplicator.check(one) is one

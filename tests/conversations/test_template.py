@@ -7,6 +7,7 @@ the answers before they are "sampled" out of that reference.
 from __future__ import annotations
 
 import copy
+import datetime
 import itertools
 
 import pytest
@@ -217,3 +218,12 @@ def test_the_tokenizers_own_template_serves_and_the_argument_goes_before_it(toke
     assert tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).end_of_turn_ids) == ["</s>"]
     own = ChatTemplate(tokenizer, templates["chatml"])
     assert tokenizer.convert_ids_to_tokens(own.end_of_turn_ids) == ["<|im_end|>"]
+
+
+def test_a_template_that_asks_for_the_date_is_told_the_one_that_it_is_given(tokenizer, templates):
+    """As Llama 3's: `strftime_now` is transformers' own function of today."""
+    dated = "{{ strftime_now('%d %b %Y') if strftime_now is defined else 'undated' }} " + templates["chatml"]
+    text = ChatTemplate(tokenizer, dated, datetime.date(2024, 2, 29)).render(CHAT[:2], asks=True)
+    assert text.startswith("29 Feb 2024 ")
+    today = ChatTemplate(tokenizer, dated).render(CHAT[:2], asks=True)
+    assert today.startswith(datetime.date.today().strftime("%d %b %Y"))

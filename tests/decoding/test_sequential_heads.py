@@ -1,6 +1,8 @@
-"""Decoding with a recurrent cell, whose proposals depend on one another: exact like any other."""
+"""Decoding with a recurrent cell, whose guesses depend on one another, or a draft vocabulary: exact like any other."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from pipeline.heads.kind import TargetWeights
 from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
 from tests.decoding.conftest import PROMPT, SIZE, VOCAB
 from tests.decoding.test_cuda_graphs import Tape
+from tests.heads.pruning import pruned
 
 TREES = [cartesian_tree((3, 2, 1)), ((0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)), DynamicTree(12, 4, 3)]
 IDS = ["cartesian", "chain beyond training", "dynamic"]
@@ -91,3 +94,24 @@ def test_a_captured_step_writes_the_same(tree, cell_pair, monkeypatch):
         found = decoder.generate_batch([PROMPT, PROMPT[:3]], 30)
         assert [(one.token_ids, one.accepted) for one in found] == [(one.token_ids, one.accepted) for one in expected]
     assert tape.replayed > 5
+
+
+@pytest.mark.parametrize("kind", ["medusa", "recurrent"])
+def test_with_a_draft_vocabulary_the_text_stays_the_same_also_captured(
+    kind, pair, cell_pair, continuation, monkeypatch
+):
+    """Also captured. Two tokens of the text are never proposed."""
+    monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 16)
+    model, heads = {"medusa": pair, "recurrent": cell_pair}[kind]("llama")
+    expected = continuation(model, PROMPT, 40)
+    outside = {token for token, _ in Counter(expected).most_common()[-2:]}
+    drafting = pruned(heads, set(range(VOCAB)) - outside)
+    for tree in (cartesian_tree((3, 2, 1)), DynamicTree(12, 3, 3)):
+        decoded = Decoder(model, drafting, tree, eos_token_ids=()).generate(PROMPT, 40)
+        assert decoded.token_ids == expected and max(decoded.accepted) >= 3
+        tape = Tape()
+        captured = Decoder(model, drafting, tree, eos_token_ids=(), graph_capture=tape)
+        for _ in range(2):
+            found = captured.generate(PROMPT, 40)
+            assert (found.token_ids, found.accepted) == (expected, decoded.accepted)
+        assert tape.replayed > 5

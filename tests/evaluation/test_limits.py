@@ -28,6 +28,8 @@ def config(least: float = 1.0, **train):
         ({"native": engine(1.0)}, 1.0, []),
         ({"native": engine(1.9)}, 2.0, ["native: acceleration rate 1.90 is below check.min_acceleration_rate = 2.00"]),
         ({"native": engine(2.0, identical=6, ties=2)}, 1.0, []),
+        ({"native": engine(2.0, identical=5, ties=3)}, 1.0, ["native: 3 of 8 greedy sequences differ at ties"]),
+        ({"native": engine(2.0, sequences=2, identical=1, ties=1)}, 1.0, []),
         ({"native": engine(2.0, identical=5, ties=2)}, 1.0, ["native: 1 of 8 greedy sequences differ"]),
         ({"vllm": engine(1.5, accepted_per_position=[0.4, 0.1])}, 1.0, []),
         ({"vllm": engine(1.0, accepted_per_position=[0.0, 0.0])}, 1.0, ["vllm: no draft token was accepted"]),

@@ -24,9 +24,10 @@ def check(monkeypatch, tiny_target):
             "accepted_per_position": [4, 2, 0],
             "acceleration_rate": 1.75,
             "tokens_per_second": 30.0,
+            "model_runner": "V1",
         }
         decoded = {
-            "plain": {"token_ids": plain, "tokens_per_second": 20.0},
+            "plain": {"token_ids": plain, "tokens_per_second": 20.0, "model_runner": "V2"},
             "accelerated": {"token_ids": accelerated, **asked, **figures},
         }
         monkeypatch.setattr(served, "vllm_decode_check", lambda *arguments, **more: decoded)
@@ -48,6 +49,7 @@ def test_figures_are_per_draft_and_equal_sequences_load_no_target(check, monkeyp
             "speedup": 1.5,
             "tokens_per_second": 30.0,
             "baseline_tokens_per_second": 20.0,
+            "model_runners": {"plain": "V2", "with heads": "V1"},
             "greedy_match": {"sequences": 2, "identical": 2, "ties": 0},
         },
         "differing": [],

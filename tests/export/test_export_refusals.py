@@ -20,7 +20,7 @@ from tests.export.exports import config_of, heads_of, holds, read, write
 
 def test_a_vocabulary_mismatch_names_both_numbers():
     with pytest.raises(DataError, match=r"6 tokens.*lm_head has 8") as caught:
-        check_vocabulary(6, 8)
+        check_vocabulary(config_of().shape, 8)
     assert caught.value.exit_code == 3
 
 

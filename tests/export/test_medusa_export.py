@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError, DataError
@@ -26,6 +27,7 @@ from tests.export.exports import (
     weights_of,
     write,
 )
+from tests.heads.pruning import pruned
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
@@ -37,6 +39,24 @@ def test_the_file_holds_exactly_the_tensors_that_engines_look_for(tmp_path, lm_h
     expected |= {f"{k}.{i}.linear.bias": [4] for k in range(3) for i in range(num_layers)}
     expected |= {f"{k}.{num_layers}.weight": [6, 4] for k in ([0] if format == "shared" else range(3))}
     assert found == expected
+
+
+@pytest.mark.parametrize(("lm_head", "format"), LM_HEAD_AND_FORMAT)
+def test_engines_without_a_draft_vocabulary_guess_the_same_first(tmp_path, lm_head, format):
+    config, tokens = config_of(lm_head=lm_head, format=format, vocab_size=9), [1, 2, 5, 7]
+    heads = pruned(heads_of(config), tokens)
+    layout = replace(config, shape=heads.shape)
+    directory = write(tmp_path / "export", layout, heads)
+    assert holds(directory, layout, heads) and read(directory).vocabulary.token_map.tolist() == tokens
+    assert json.loads((directory / "config.json").read_text())["vocab_size"] == 9
+    found, states = weights_of(directory), torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    for k in [0] if format == "shared" else range(3):
+        logits = states @ found[f"{k}.1.weight"].T
+        assert torch.equal(logits.argmax(1), torch.tensor(tokens)[(states @ heads.lm_head_of(k).T).argmax(1)])
+    other = load_file(directory / "medusa_lm_head.safetensors") | {"token_map": torch.tensor([1, 2, 5, 9])}
+    save_file(other, directory / "medusa_lm_head.safetensors")
+    with pytest.raises(DataError, match="draft vocabulary is not 4 of the target's 9"):
+        read(directory)
 
 
 @pytest.mark.parametrize(("lm_head", "format"), LM_HEAD_AND_FORMAT)

@@ -29,7 +29,9 @@ def at(moment: str, pattern: str, act: Callable[[], object]) -> None:
     """
     from pipeline.storage.shards import ShardWriter
 
-    owner, name = {"open": (ShardWriter, "__enter__"), "write": (ShardWriter, "write")}.get(moment, (os, "replace"))
+    owner, name = {"open": (ShardWriter, "__enter__"), "write": (ShardWriter, "write_batch")}.get(
+        moment, (os, "replace")
+    )
     real, waiting = getattr(owner, name), [act]
 
     def patched(first: Any, *rest: Any, **options: Any) -> Any:

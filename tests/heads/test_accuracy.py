@@ -30,7 +30,7 @@ def case(lm_head: str) -> tuple[MedusaHeads, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * VOCAB * 4, 1 << 20])
 def test_hits_count_labels_above_which_fewer_than_r_tokens_stand(lm_head: str, chunk_bytes: int):
     heads, hidden, labels = case(lm_head)
-    _, hits, counts, _ = score(heads, hidden, NEXT, labels, 5, chunk_bytes=chunk_bytes)
+    _, hits, counts, *_ = score(heads, hidden, NEXT, labels, 5, chunk_bytes=chunk_bytes)
     logits = heads(hidden)
     for k in range(NUM_HEADS):
         rows = [n for n in range(NUM_ROWS) if labels[k, n] != IGNORED]
@@ -74,7 +74,7 @@ def test_ranks_say_of_every_label_where_it_stands_and_give_the_hits_that_the_sco
 
 def test_every_label_is_hit_when_all_tokens_are_guessed():
     heads, hidden, labels = case("untied")
-    _, hits, counts, _ = score(heads, hidden, NEXT, labels, VOCAB + 2)
+    _, hits, counts, *_ = score(heads, hidden, NEXT, labels, VOCAB + 2)
     assert hits[:, VOCAB - 1].tolist() == counts.tolist() == hits[:, -1].tolist()
 
 

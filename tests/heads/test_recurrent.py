@@ -151,5 +151,5 @@ def test_exported_attention_adds_nothing_and_is_small():
 
 @pytest.mark.parametrize(("architecture", "served"), [("LlamaForCausalLM", True), ("GPT2LMHeadModel", False)])
 def test_which_targets_vllm_serves_such_heads_with(architecture: str, served: bool):
-    reason = RecurrentHeads.not_served({"architectures": [architecture]})
+    reason = RecurrentHeads.not_served(SHAPE, {"architectures": [architecture]})
     assert (reason is None) == served and (served or architecture in str(reason))

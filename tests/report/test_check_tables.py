@@ -76,6 +76,13 @@ def test_a_sampled_rule_shows_how_likely_the_target_finds_its_text(report):
     assert rows["log-likelihood, nats per token"] == ("greedy -0.41, sampling -1.03, typical -0.50", "-")
 
 
+@pytest.mark.parametrize(("with_heads", "said"), [("V2", "V2"), ("V1", "plain V2, with heads V1")])
+def test_vllm_s_model_runners_are_named_and_both_where_they_differ(report, with_heads, said):
+    report["check"]["vllm"]["model_runners"] = {"plain": "V2", "with heads": with_heads}
+    rows = {row[0]: row[1:] for row in check_table(report).rows}
+    assert rows["vLLM's model runner"] == ("-", said)
+
+
 def test_in_a_terminal_of_80_columns_every_method_stays_on_its_line(measured):
     measured["check"]["native"]["baselines"][0]["name"] = "prompt-lookup"
     buffer = io.StringIO()

@@ -25,6 +25,13 @@ MEDUSA_2 = {"train__method": "medusa-2"}
         ({"calibrate__depth": 4}, "calibrate.depth"),
         ({"export__formats": ["shared"]}, "export.formats"),
         ({"calibrate__choices": "/absent.json"}, "calibrate.choices"),
+        ({"train__draft_vocab": 301}, r"301 .* has 300 \(train\.draft_vocab\)"),
+        ({"train__draft_vocab": 9}, r"only 9 tokens \(calibrate\.top\).*at most 9"),
+        ({"calibrate__tree": "dynamic", "calibrate__top": 301}, r"only 300 tokens \(calibrate\.top\)"),
+        (
+            {"train__draft_vocab": 40, "train__heads": "recurrent", "check__engines": ["native", "vllm"]},
+            r"train\.draft_vocab.*natively only.*check\.engines.*\[native\]",
+        ),
         ({"check__prompts": "/absent.jsonl"}, "check.prompts"),
         ({"push__repo_id": "me/heads"}, "push.base_model"),
         ({"push__repo_id": "heads", **HUB}, "push.repo_id"),

@@ -24,9 +24,9 @@ from pipeline.targets.spec import TargetSpec
 from tests.flows.tiny import SPECIAL, TEMPLATE, WORDS
 
 GOLDEN = {
-    "seeds": (1, "785eb7a6bc9b3519"),
-    "generate": (1, "2dc0ecd70232d03e"),
-    "features": (1, "394633c587b0567d"),
+    "seeds": (2, "785eb7a6bc9b3519"),
+    "generate": (2, "2dc0ecd70232d03e"),
+    "features": (2, "394633c587b0567d"),
 }
 
 
@@ -36,8 +36,8 @@ class Echo:
     dtype, hidden_size = torch.float32, 2
 
     def stream(self, rows):
-        for ids in rows:
-            yield torch.stack([torch.tensor(ids), torch.arange(len(ids))], 1).float()
+        for index, ids in enumerate(rows):
+            yield index, torch.stack([torch.tensor(ids), torch.arange(len(ids))], 1).float()
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from pipeline.artifacts import feature_rows
-from pipeline.conversations.spans import Span, feature_positions
+from pipeline.artifacts import feature_writer
 from pipeline.flow import run_flow
 from pipeline.stages import features as features_stage
 from pipeline.storage.shards import read_footer, read_rows
@@ -89,11 +85,11 @@ def test_a_row_whose_states_are_not_finite_is_quarantined_and_its_neighbours_are
 
         def stream(self, rows):
             rows = list(rows)
-            for ids, hidden_TD in zip(rows, self.engine.stream(rows), strict=True):
-                if ids in poisoned:
+            for index, hidden_TD in self.engine.stream(rows):
+                if rows[index] in poisoned:
                     hidden_TD = hidden_TD.clone()
-                    hidden_TD[-3] = torch.nan if ids == poisoned[0] else torch.inf
-                yield hidden_TD
+                    hidden_TD[-3] = torch.nan if rows[index] == poisoned[0] else torch.inf
+                yield index, hidden_TD
 
         def close(self):
             self.engine.close()
@@ -113,43 +109,11 @@ def test_a_row_whose_states_are_not_finite_is_quarantined_and_its_neighbours_are
 
 
 def test_small_row_groups_hold_the_same_rows(copied_run, make_config, tmp_path, monkeypatch, cached):
-    monkeypatch.setattr(feature_rows, "ROW_GROUP_BYTES", 20_000)
-    config = make_config(tmp_path, features__codec="none")
+    monkeypatch.setattr(feature_writer, "ROW_GROUP_BYTES", 20_000)
+    config = make_config(tmp_path, features__codec="zstd")
     stage = run_flow(config, until="features", executor="inline", console=Console(quiet=True)).latest("features")
     from pipeline.storage.shards import open_shard
 
     with open_shard(stage.shards()[0]) as shard:
         assert shard.num_row_groups > 1
     assert [row for path in stage.shards() for row in read_rows(path)] == cached
-
-
-@settings(max_examples=40)
-@given(
-    lengths=st.lists(st.integers(2, 30), max_size=20),
-    limit=st.integers(1, 4000),
-    starts=st.integers(1, 5),
-    held_out=st.sets(st.integers(0, 19)),
-)
-def test_grouping_keeps_every_row_once_in_order_and_closes_a_group_when_it_is_large_or_of_another_split(
-    lengths, limit, starts, held_out
-):
-    rows = []
-    for number, length in enumerate(lengths):
-        start = min(starts, length - 1)
-        spans = [Span(start, length, "assistant")]
-        hidden_TD = torch.full((length, 4), float(number)) + torch.arange(length)[:, None] / 100
-        split = "check" if number in held_out else "train"
-        ids = np.zeros(length, np.int32)
-        rows.append((feature_rows.TokenRow(str(number), str(number), split, ids, spans), hidden_TD))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(feature_rows, "ROW_GROUP_BYTES", limit)
-        groups = list(feature_rows.row_groups(rows))
-    flat = [pair for group in groups for pair in group]
-    assert [row.id for row, _ in flat] == [str(number) for number in range(len(lengths))]
-    for (row, kept_ND), (_, hidden_TD) in zip(flat, rows, strict=True):
-        assert torch.equal(kept_ND, hidden_TD[feature_positions(row.spans)])
-    for group, following in itertools.zip_longest(groups, groups[1:]):
-        sizes = [kept_ND.nbytes for _, kept_ND in group]
-        assert limit > sum(sizes[:-1])
-        (split,) = {row.split for row, _ in group}
-        assert following is None or sum(sizes) >= limit or following[0][0].split != split

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
+import pytest
 from rich.console import Console
 
+from pipeline.errors import DataError
 from pipeline.flow import run_flow
 from pipeline.storage.shards import read_rows
+from pipeline.targets.spec import TargetSpec, load_tokenizer
 
 
 def rows_of(config):
@@ -67,3 +74,62 @@ def test_a_template_that_rewrites_its_history_gives_one_row_per_turn_and_every_s
     assert split and all(row["id"] == f"{row['parent_id']}#{row['id'].partition('#')[2]}" for row in split)
     assert all(len(row["spans"]) == 1 for row in rows)
     assert len({row["id"] for row in rows}) == len(rows)
+
+
+PASSTHROUGH = {"generate__mode": "passthrough", "generate__engine": "vllm", "seeds__holdout": 0.5}  # needs no engine
+
+
+def talks(path: Path, rows: list[list[str]]) -> dict:
+    path.write_text("".join(json.dumps({"data": row}) + "\n" for row in rows))
+    return {"seeds__sources": [{"path": str(path)}], **PASSTHROUGH}
+
+
+def test_after_generation_no_held_out_row_equals_a_training_row_and_those_left_out_are_counted(make_config, tmp_path):
+    """80 talks that differ in their second round, which is not generated; every other one opens as its neighbour."""
+    rows = [[f"What is {n // 2 if n < 40 else n}?", "That.", f"And {n}?", "This."] for n in range(80)]
+    config = make_config(tmp_path, **talks(tmp_path / "seeds.jsonl", rows), generate__rounds=1)
+    run = run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
+    stage, seeds = run.latest("generate"), run.latest("seeds")
+    kept = [row for path in stage.shards() for row in read_rows(path)]
+    trained = {tuple(row["input_ids"]) for row in kept if row["split"] == "train"}
+    assert not [row["id"] for row in kept if row["split"] != "train" and tuple(row["input_ids"]) in trained]
+    split = {row["id"]: row["split"] for path in seeds.shards() for row in read_rows(path)}
+    mixed = [{split[f"seeds:{n}"], split[f"seeds:{n + 1}"]} for n in range(0, 40, 2)]
+    expected = sum("train" in pair and len(pair) == 2 for pair in mixed)
+    assert 0 < expected == stage.summary["reasons"]["trained-on"] == stage.summary["quarantined"] == 80 - len(kept)
+    assert stage.summary["train_rows"] == sum(name == "train" for name in split.values()) and stage.verify() == []
+    assert stage.summary["tokens"] == sum(s["end"] - s["start"] for row in kept for s in row["spans"])
+    again = run_flow(config, until="generate", executor="inline", console=Console(quiet=True), fresh="generate")
+    assert again.latest("generate").content == stage.content
+
+
+def test_held_out_rows_that_are_all_quarantined_are_missed_right_after_generate_and_by_name(make_config, tmp_path):
+    rows = [[f"What is {n}?", "That."] for n in range(40)]
+    config = make_config(tmp_path, **talks(tmp_path / "seeds.jsonl", rows), limits__max_quarantine_fraction=0.5)
+    seeds = run_flow(config, until="seeds", executor="inline", console=Console(quiet=True)).latest("seeds")
+    check = {row["id"] for path in seeds.shards() for row in read_rows(path) if row["split"] == "check"}
+    for n in range(40):
+        rows[n] = rows[n][: 1 if f"seeds:{n}" in check else 2]  # no answer to pass through
+    talks(tmp_path / "seeds.jsonl", rows)
+    with pytest.raises(DataError, match=r"left to check: train 20, calibrate 10, check 0; .*nothing-generated 10"):
+        run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
+
+
+def test_the_date_that_a_chat_template_asks_for_is_the_configuration_s_and_part_of_the_fingerprint(
+    make_config, tmp_path, tiny_target
+):
+    dated = Path(shutil.copytree(tiny_target, tmp_path / "dated"))
+    template = (dated / "chat_template.jinja").read_text()
+    (dated / "chat_template.jinja").write_text("{{ strftime_now('%Y-%m-%d') }} " + template)
+    rows = [[f"What is {n}?", "That."] for n in range(40)]
+    changes = talks(tmp_path / "seeds.jsonl", rows)
+
+    def made(model: Path, date: str) -> tuple[str, list[str]]:
+        config = make_config(tmp_path, **changes, target__model=str(model), target__date=date)
+        run = run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
+        stage, tokenizer = run.latest("generate"), load_tokenizer(TargetSpec(str(model)))
+        return stage.fingerprint, [tokenizer.decode(row["input_ids"]) for row in read_rows(stage.shard_path(0))]
+
+    (first, then), (other, later) = made(dated, "2024-02-29"), made(dated, "2026-11-22")
+    assert first != other and then[0].startswith("2024-02-29 ") and later[0].startswith("2026-11-22 ")
+    assert made(tiny_target, "2024-02-29") == made(tiny_target, "2026-11-22")

@@ -130,3 +130,52 @@ def test_fewer_seeds_than_before_leave_no_stray_shard(make_config, tmp_path):
     stray.write_bytes(stage.shard_path(3).read_bytes())
     (stage.path / "DONE.json").unlink()
     assert run_seeds(config)[1] == kept and not stray.exists()
+
+
+@pytest.mark.parametrize(
+    ("generate", "kept_of_each"),
+    [
+        ({"mode": "replay"}, 2),  # two second questions
+        ({"mode": "replay", "rounds": 1}, 1),
+        ({"mode": "self-talk"}, 1),
+        ({"mode": "passthrough"}, 6),
+    ],
+)
+def test_rows_of_which_generation_reads_the_same_are_one_and_so_none_is_in_two_splits(
+    make_config, tmp_path, generate, kept_of_each
+):
+    """40 first questions, each with three answers before each of two second questions."""
+    path = tmp_path / "seeds.jsonl"
+    rows = [[f"Question {q}?", f"Answer {a}.", f"And then {n}?"] for q in range(40) for n in "ab" for a in range(3)]
+    path.write_text("".join(json.dumps({"data": row}) + "\n" for row in rows))
+    changes = {f"generate__{key}": value for key, value in generate.items()}
+    stage, kept, _ = run_seeds(make_config(tmp_path, seeds__sources=[{"path": str(path)}], **changes))
+    assert len(kept) == 40 * kept_of_each and stage.summary["quarantined"] == 240 - len(kept)
+    assert set(stage.summary["reasons"]) <= {"duplicate"}
+
+    def read(row: dict) -> tuple[str, ...]:
+        texts = [message["content"] for message in row["messages"]]
+        return tuple({"replay": texts[::2], "self-talk": texts[:1], "passthrough": texts}[generate["mode"]])
+
+    trained = {read(row) for row in kept if row["split"] == "train"}
+    assert not [row["id"] for row in kept if row["split"] != "train" and read(row) in trained]
+
+
+def test_prompts_that_are_nearly_the_same_are_kept_unless_that_is_not_wanted(make_config, tmp_path):
+    path = save_seeds(tmp_path / "seeds.jsonl")
+    near = [
+        "What is C, and  why?",
+        "what is C and why",
+        "WHAT IS C — AND WHY?!",
+        "what is B and why",
+        "怎么样？",
+        "怎么样",
+        "?",
+        "!",
+    ]
+    with path.open("a") as file:
+        file.write("".join(json.dumps({"prompt": text}) + "\n" for text in near))
+    sources = {"seeds__sources": [{"path": str(path)}]}
+    assert len(run_seeds(make_config(tmp_path, **sources))[1]) == 48
+    kept = run_seeds(make_config(tmp_path, **sources, seeds__near_duplicates="quarantine"))[1]
+    assert [row["messages"][0]["content"] for row in kept[40:]] == [near[i] for i in (0, 3, 4, 6, 7)]

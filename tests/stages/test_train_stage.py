@@ -42,6 +42,7 @@ def test_heads_alone_are_named_by_the_common_keys_and_their_kind_s_own(make_conf
         "precision",
         "patience",
         "soft_labels",
+        "draft_vocab",
         "noise",
     }
     assert set(settings["medusa"]) == {"num_layers", "lm_head"}

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
@@ -17,9 +22,10 @@ from transformers import (
     PhiConfig,
 )
 
+from pipeline.errors import ConfigError
 from pipeline.heads.soft_labels import TargetHead
 from pipeline.targets import lm_head
-from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes
+from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes, require_lm_head
 from pipeline.targets.spec import TargetSpec
 
 V, D = 40, 32
@@ -121,3 +127,16 @@ def test_a_bias_is_read_from_the_loaded_model_where_the_files_do_not_name_their_
     model.save_pretrained(tmp_path)
     monkeypatch.setattr(lm_head, "_weight_map", lambda _: {})
     assert torch.equal(read_logit_changes(TargetSpec(str(tmp_path))).bias_V, model.lm_head.bias)
+
+
+def test_a_target_without_the_lm_head_that_vllm_would_not_miss_is_refused(random_target, tmp_path):
+    directory = Path(shutil.copytree(random_target.model, tmp_path / "headless"))
+    require_lm_head(TargetSpec(str(directory)))
+    tensors = load_file(directory / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"files lack lm_head\.weight"):
+        require_lm_head(TargetSpec(str(directory)))
+    config = json.loads((directory / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (directory / "config.json").write_text(json.dumps(config))
+    require_lm_head(TargetSpec(str(directory)))

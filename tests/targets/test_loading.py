@@ -1,20 +1,25 @@
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_gpus, verify_tap
 from pipeline.targets.spec import TargetSpec, weight_files
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that must be missing")
+
+
+WHOLE = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}  # transformers' report
 
 
 @pytest.fixture
@@ -117,7 +122,7 @@ def test_a_target_is_spread_over_the_first_gpus_and_no_other(
     """accelerate places on the devices of `max_memory` alone, and takes every visible one where it is given none."""
     model, asked = load_causal_lm(random_target), {}
     monkeypatch.setattr(
-        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **said: asked.update(said) or model
+        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **said: asked.update(said) or (model, WHOLE)
     )
     load_causal_lm(random_target, "cuda", num_gpus)
     assert asked["device_map"] == "auto"
@@ -134,7 +139,7 @@ def test_a_target_that_overflows_its_gpus_is_refused(
 ) -> None:
     model = load_causal_lm(random_target)
     model.hf_device_map = {"model.embed_tokens": 0, "model.layers": elsewhere}
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: model)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: (model, WHOLE))
     with pytest.raises(EnvironmentFault, match=r"does not fit.*2 GPU.*Raise gpus_per_worker"):
         load_causal_lm(random_target, "cuda", num_gpus=2)
 
@@ -144,3 +149,45 @@ def test_a_missing_gpu_is_an_environment_fault(random_target: TargetSpec) -> Non
     require_gpus(0)
     with pytest.raises(EnvironmentFault, match="2 GPUs are asked for and 0 are visible"):
         load_causal_lm(random_target, "cuda", num_gpus=2)
+
+
+def without(directory: Path, name: str) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def resized(directory: Path, **sizes: int) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | sizes))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda directory: without(directory, "lm_head.weight"), "files lack lm_head.weight"),
+        (lambda directory: without(directory, "model.norm.weight"), "files lack model.norm.weight"),
+        (lambda directory: resized(directory, num_hidden_layers=9), "files lack model.layers.*and .* more"),
+        (lambda directory: resized(directory, num_hidden_layers=1), "no place for, model.layers.1"),
+    ],
+)
+def test_a_target_whose_files_are_not_the_model_is_refused_and_never_filled_with_random_numbers(
+    random_target: TargetSpec, tmp_path: Path, damage: Callable[[Path], None], said: str
+) -> None:
+    directory = Path(shutil.copytree(random_target.model, tmp_path / "damaged"))
+    damage(directory)
+    with pytest.raises(ConfigError, match=said):
+        load_causal_lm(TargetSpec(str(directory)))
+
+
+def test_a_matrix_that_is_tied_and_a_buffer_that_older_files_hold_are_no_damage(
+    random_target: TargetSpec, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(random_target.model, tmp_path / "older"))
+    resized(directory, tie_word_embeddings=True)
+    without(directory, "lm_head.weight")
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    model = load_causal_lm(TargetSpec(str(directory)))
+    assert torch.equal(lm_head_weight(model), tensors["model.embed_tokens.weight"])

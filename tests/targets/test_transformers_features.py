@@ -21,8 +21,15 @@ def engine(random_target: TargetSpec) -> TransformersFeatureEngine:
     return TransformersFeatureEngine(random_target, tokens_per_batch=200)
 
 
+def states_of(engine: TransformersFeatureEngine, rows: list[list[int]]) -> list[torch.Tensor]:
+    """Each row's states, in the rows' order."""
+    found = {index: states_TD.clone() for index, states_TD in engine.stream(rows)}
+    assert sorted(found) == list(range(len(rows)))
+    return [found[index] for index in range(len(rows))]
+
+
 def test_batched_states_equal_unbatched_ones(engine: TransformersFeatureEngine, prompts: list[list[int]]) -> None:
-    for ids, states_TD in zip(prompts, engine.stream(prompts), strict=True):
+    for ids, states_TD in zip(prompts, states_of(engine, prompts), strict=True):
         alone_TD = engine.model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
         assert states_TD.shape == (len(ids), engine.hidden_size) and states_TD.dtype == engine.dtype
         torch.testing.assert_close(states_TD, alone_TD, rtol=1e-4, atol=1e-5)
@@ -31,7 +38,7 @@ def test_batched_states_equal_unbatched_ones(engine: TransformersFeatureEngine, 
 def test_lm_head_of_the_states_is_the_targets_logits(
     engine: TransformersFeatureEngine, prompts: list[list[int]]
 ) -> None:
-    for ids, states_TD in zip(prompts, engine.stream(prompts), strict=True):
+    for ids, states_TD in zip(prompts, states_of(engine, prompts), strict=True):
         logits_TV = engine.model(input_ids=torch.tensor([ids])).logits[0]
         torch.testing.assert_close(states_TD @ lm_head_weight(engine.model).T, logits_TV, rtol=1e-4, atol=1e-4)
 
@@ -51,6 +58,15 @@ def test_a_stream_reads_no_further_ahead_than_a_window(engine: TransformersFeatu
     stream = engine.stream(read.append(row) or [row] * 50 for row in range(200))
     next(stream)
     assert len(read) <= 2 * 8 * 200 // 50 + 2  # the window that is out and the one under way
+
+
+def test_a_window_holds_no_more_bytes_of_states_than_it_may(
+    engine: TransformersFeatureEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_features, "WINDOW_BYTES", 400 * engine.hidden_size * engine.dtype.itemsize)
+    read = []
+    next(engine.stream(read.append(row) or [row] * 50 for row in range(200)))
+    assert len(read) <= 400 // 50 + 1
 
 
 def test_an_empty_row_is_a_programmers_error(engine: TransformersFeatureEngine) -> None:
@@ -84,7 +100,7 @@ def test_a_batch_that_exceeds_the_gpu_is_halved(
 
     monkeypatch.setattr(TransformersFeatureEngine, "_forward", small_gpu)
     small = TransformersFeatureEngine(engine.model, tokens_per_batch=10_000)
-    for actual, expected in zip(small.stream(prompts), engine.stream(prompts), strict=True):
+    for actual, expected in zip(states_of(small, prompts), states_of(engine, prompts), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     assert small.tokens_per_batch < 10_000
     with pytest.raises(EnvironmentFault, match="A row of 101 tokens"):
@@ -96,9 +112,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_an_8_bit_target_gives_states_near_the_full_ones(random_target: TargetSpec, prompts: list[list[int]]) -> None:
-    full = TransformersFeatureEngine(random_target).stream(prompts)
+    full = states_of(TransformersFeatureEngine(random_target), prompts)
     quantized = TransformersFeatureEngine(dataclasses.replace(random_target, quantization="8bit"))
-    for actual_TD, expected_TD in zip(quantized.stream(prompts), full, strict=True):
+    for actual_TD, expected_TD in zip(states_of(quantized, prompts), full, strict=True):
         assert actual_TD.dtype == quantized.dtype
         assert 0 < relative_error(actual_TD, expected_TD) < 0.1  # twice two layers of activations rounded to 1/127
 
@@ -117,7 +133,7 @@ def test_a_4_bit_target_gives_the_states_of_its_dequantized_weights(
             num_replaced += 1
     assert num_replaced == 2 * 7
     verify_tap(quantized.model)
-    for actual_TD, expected_TD in zip(quantized.stream(prompts), full.stream(prompts), strict=True):
+    for actual_TD, expected_TD in zip(states_of(quantized, prompts), states_of(full, prompts), strict=True):
         assert actual_TD.dtype == quantized.dtype == torch.float32
         # bitsandbytes' CPU kernel multiplies in bfloat16 (3e-3 a product); the full weights' states are 0.6 away
         assert relative_error(actual_TD, expected_TD) < 0.1

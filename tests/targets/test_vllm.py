@@ -26,6 +26,7 @@ from pipeline.targets.transformers_generation import TransformersGenerationEngin
 from pipeline.targets.vllm_decode import vllm_decode_check
 from pipeline.targets.vllm_engine import VLLMGenerationEngine, engine_arguments
 from pipeline.targets.vllm_features import VLLMFeatureEngine
+from tests.heads.pruning import pruned
 from tests.targets.conftest import CONTEXT, EOS
 
 pytestmark = pytest.mark.slow
@@ -126,12 +127,15 @@ def test_a_prompt_that_leaves_no_room_is_refused(written: Written) -> None:
 
 def test_states_equal_those_of_transformers(random_target: TargetSpec, prompts: list[list[int]]) -> None:
     engine = VLLMFeatureEngine(random_target)
-    states = list(engine.stream([*prompts, prompts[2]]))  # a prefix cache would leave out the repeated row
+    rows = [*prompts, prompts[2]]  # a prefix cache would leave out the repeated row
+    next(engine.stream(rows))  # a stream that is given up leaves nothing to the next one
+    states = dict(engine.stream(rows * 9))  # more rows than the engine is given at once
     engine.close()
-    expected = TransformersFeatureEngine(random_target).stream([*prompts, prompts[2]])
+    expected = dict(TransformersFeatureEngine(random_target).stream(rows))
     assert (engine.hidden_size, engine.dtype) == (128, torch.float32)
-    for actual_TD, expected_TD in zip(states, expected, strict=True):
-        torch.testing.assert_close(actual_TD, expected_TD, rtol=1e-3, atol=1e-4)
+    assert sorted(states) == list(range(9 * len(rows)))
+    for index, actual_TD in states.items():
+        torch.testing.assert_close(actual_TD, expected[index % len(rows)], rtol=1e-3, atol=1e-4)
 
 
 def test_a_closed_engine_leaves_the_process_as_it_was(written: Written) -> None:
@@ -194,11 +198,15 @@ def test_vllm_serves_target_and_heads_of_the_export_alone(export: Path) -> None:
 
 
 def test_vllm_reads_one_trained_lm_head_from_the_file_and_not_the_target_s(counting_target, tmp_path: Path) -> None:
-    """All heads guess t+2, and the first is right; by the target's own lm_head they would guess t+1, and none were."""
+    """All heads guess t+2, and the first is right; by the target's own lm_head they would guess t+1, and none were.
+
+    Their draft vocabulary leaves out every third token: the guess after the one that follows it is right again.
+    """
     lm_head = lm_head_weight(load_causal_lm(counting_target))
     heads = MedusaHeads(MedusaShape(hidden_size=128, vocab_size=512, num_heads=3, lm_head="shared"))
     heads.lm_head.data = lm_head.roll(1, dims=0)
-    assert 1.8 < rate_of_the_export_alone(exported(counting_target, heads, "shared", tmp_path)) <= 2
+    heads = pruned(heads, [token for token in range(512) if token % 3])
+    assert 1.4 < rate_of_the_export_alone(exported(counting_target, heads, "shared", tmp_path)) < 1.6
 
 
 def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: TargetSpec, export: Path) -> None:
@@ -209,6 +217,7 @@ def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: 
     assert result["plain"]["token_ids"] == result["accelerated"]["token_ids"] == expected
     assert result["plain"]["num_tokens"] == 3 * 33 + 14
     accelerated = result["accelerated"]
+    assert result["plain"]["model_runner"] == accelerated["model_runner"] == "V1", "vLLM's CPU build has no other"
     assert accelerated["num_draft_tokens"] == 3 * accelerated["num_drafts"]
     assert sum(accelerated["accepted_per_position"]) == accelerated["num_accepted_tokens"]
     assert accelerated["num_drafts"] == 2 * (3 * 8 + 4), "of two passes, without the warm-up"

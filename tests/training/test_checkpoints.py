@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
 from pipeline.training import checkpoints as room
 from pipeline.training.checkpoints import Checkpoints, read_checkpoint
@@ -16,7 +17,7 @@ def tensors(value: float) -> dict[str, torch.Tensor]:
 
 
 def saved(directory: Path, *steps: int, keep: int = 2) -> Checkpoints:
-    with Checkpoints(directory, keep) as checkpoints:
+    with Checkpoints(directory, TrainConfig(keep_checkpoints=keep)) as checkpoints:
         for step in steps:
             checkpoints.save(step, tensors(step), {"step": step})
     return checkpoints
@@ -32,10 +33,39 @@ def test_tensors_and_state_come_back_as_they_were(tmp_path):
 
 def test_a_checkpoint_is_a_copy_that_later_steps_do_not_touch(tmp_path):
     live = tensors(1)
-    with Checkpoints(tmp_path, 2) as checkpoints:
+    with Checkpoints(tmp_path, TrainConfig()) as checkpoints:
         checkpoints.save(1, live, {})
         live["a"].zero_()
     assert torch.equal(checkpoints.load(1)[0]["a"], tensors(1)["a"])
+
+
+def test_a_copy_takes_the_room_of_the_one_before_once_that_is_on_disk(tmp_path):
+    checkpoints = saved(tmp_path, 1, 2, 3, keep=3)
+    for step in (1, 2, 3):
+        assert torch.equal(checkpoints.load(step)[0]["a"], tensors(step)["a"])
+
+
+def test_one_is_due_after_so_many_minutes_or_so_many_steps(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(room.time, "monotonic", lambda: now[0])
+    with Checkpoints(tmp_path, TrainConfig(checkpoint_minutes=2)) as checkpoints:
+        for seconds, due in ((119, False), (120, True), (239, False), (240, True)):
+            now[0] = seconds
+            assert checkpoints.due(seconds) == due
+            if due:
+                checkpoints.save(seconds, tensors(1), {})
+        now[0] = 1e9
+        by_steps = Checkpoints(tmp_path, TrainConfig(checkpoint_every=3))
+        assert [step for step in range(1, 10) if by_steps.due(step)] == [3, 6, 9]
+
+
+def test_a_resume_verifies_a_checkpoint_once(tmp_path, monkeypatch):
+    saved(tmp_path, 1)
+    digests = []
+    monkeypatch.setattr(room, "digest", lambda *of, digest=room.digest: digests.append(of) or digest(*of))
+    first, other = (Checkpoints(tmp_path, TrainConfig()) for _ in range(2))
+    loaded = [worker.load(1) for worker in (first, other) if worker is other or first.newest()]
+    assert len(digests) == 1 and torch.equal(loaded[0][0]["a"], loaded[1][0]["a"])
 
 
 def test_only_the_newest_are_kept(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline.conversations.spans import IGNORED, Span
 from pipeline.errors import DataError
 from pipeline.storage.shards import read_rows
-from pipeline.training.text_batches import Text, TextPlan, assemble_texts, count_labels, pack, read_texts
+from pipeline.training.text_batches import Text, TextPlan, assemble_texts, pack, read_texts
 
 K = 3
 lengths_of_texts = st.lists(st.integers(0, 40), max_size=60)
@@ -85,7 +85,6 @@ def test_labels_are_the_tokens_that_follow_within_the_span():
         [none, none, 8, none, none, 25, none, none, 13, 14, 15, 16],
         [none] * 8 + [14, 15, 16, 17],
     ]
-    assert count_labels([batch, batch], K).tolist() == [24, 18, 12, 8]
     no = -1  # no label, or one that is predicted beyond what is read
     assert batch.teacher_KN.tolist() == [
         [1, no, 3, 4, no, 6, 7, no, 9, 10, 11, no],

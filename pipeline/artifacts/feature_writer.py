@@ -1,0 +1,228 @@
+"""Feature shards as they are written: states arrive in any order, row groups leave in order, behind the computation.
+
+A row's states are copied into the memory of its row group as they arrive. A complete group is checked, encoded,
+checksummed and written by a thread, straight from that memory. `Backlog` bounds the bytes that wait for it, and so how
+far computing runs ahead of the disk.
+
+Letters: T tokens of a row, N positions of a group, D hidden size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from threading import Condition
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+from torch import Tensor
+
+from pipeline.artifacts.feature_rows import FEATURES, StateFormat
+from pipeline.artifacts.generated_rows import SPANS, TokenRow
+from pipeline.conversations.conversation import Reason, RejectedRow
+from pipeline.conversations.spans import feature_positions
+from pipeline.storage.receipts import Receipt
+from pipeline.storage.shards import ShardWriter
+
+ROW_GROUP_BYTES = 64 * 1024**2  # of states; what a reader holds at once
+BACKLOG_BYTES = 2 * 1024**3  # a window of an engine, so that the next one is computed while one is written
+
+
+class Backlog:
+    """The bytes of states that wait to be written, at most `limit`, and memory to put more in."""
+
+    def __init__(self, limit: int = BACKLOG_BYTES):
+        self._limit, self._waiting = limit, 0
+        self._free: list[Tensor] = []
+        self._changed = Condition()
+
+    def memory(self, num_bytes: int) -> Tensor:
+        """At least so many bytes: where there are, those of a group that has been written.
+
+        The pages of fresh memory take five times as long to fill.
+        """
+        with self._changed:
+            large_enough = (place for place, memory in enumerate(self._free) if len(memory) >= num_bytes)
+            if self._free:
+                memory = self._free.pop(next(large_enough, 0))
+                if len(memory) >= num_bytes:
+                    return memory
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that wait from now on; waits itself until there is room for them."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._waiting or self._waiting + num_bytes <= self._limit)
+            self._waiting += num_bytes
+
+    def remove(self, num_bytes: int, memory: Tensor) -> None:
+        """Bytes no longer wait, and their memory may be used again."""
+        with self._changed:
+            self._waiting -= num_bytes
+            self._free.append(memory)
+            self._changed.notify_all()
+
+
+class RowGroup:
+    """Rows that are written together, of one split, and the memory that their states are collected in."""
+
+    def __init__(self, rows: Sequence[TokenRow], states: StateFormat, memory: Tensor):
+        self.rows, self.states, self.memory = rows, states, memory
+        self.edges = [0, *itertools.accumulate(map(num_positions, rows))]  # row i's states are [edges[i], edges[i+1])
+        self.num_bytes = self.edges[-1] * states.computed_bytes
+        self.hidden_ND = memory[: self.num_bytes].view(states.dtype).view(-1, states.hidden_size)
+        self.missing = len(rows)
+
+    def put(self, index: int, hidden_TD: Tensor) -> None:
+        """Copy the states at the kept positions of a row."""
+        start = self.edges[index]
+        for span in self.rows[index].spans:
+            stop = start + len(span)
+            self.hidden_ND[start:stop] = hidden_TD[span.start - 1 : span.end - 1]
+            start = stop
+        self.missing -= 1
+
+    def write(self, writer: ShardWriter) -> int:
+        """Write the rows, quarantine those with a state that is not finite; how many positions were kept."""
+        kept = [index for index in range(len(self.rows)) if not self._refused(index, writer)]
+        rows, hidden_ND, edges = self.rows, self.hidden_ND, self.edges
+        if len(kept) < len(rows):
+            rows = [rows[index] for index in kept]
+            hidden_ND = torch.cat([hidden_ND[:0], *(hidden_ND[edges[i] : edges[i + 1]] for i in kept)])
+            edges = [0, *itertools.accumulate(map(num_positions, rows))]
+        if rows:
+            writer.write_batch(feature_batch(rows, hidden_ND, edges))
+        return len(hidden_ND)
+
+    def _refused(self, index: int, writer: ShardWriter) -> bool:
+        """Whether a row has a state that is not finite; then it is quarantined."""
+        hidden_ND, row = self.hidden_ND[self.edges[index] : self.edges[index + 1]], self.rows[index]
+        # Least and most are finite if all are, and forty times as fast to find.
+        if not len(hidden_ND) or torch.isfinite(torch.stack(hidden_ND.aminmax())).all():
+            return False
+        num_bad = int((~torch.isfinite(hidden_ND).all(dim=1)).sum())
+        detail = f"{num_bad} of {len(hidden_ND)} states are NaN or infinite"
+        stored = row.stored()
+        what = {"input_ids": stored["input_ids"], "spans": stored["spans"]}
+        writer.reject(RejectedRow(row.id, Reason.NON_FINITE, detail, what))
+        return True
+
+
+def num_positions(row: TokenRow) -> int:
+    return sum(map(len, row.spans))
+
+
+def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[TokenRow]]:
+    """Rows, in order, as groups of one split and of about `ROW_GROUP_BYTES` of states.
+
+    A reader of the few held-out rows reads their groups alone, and not the hundred times larger rest with them.
+    """
+    groups: list[list[TokenRow]] = []
+    size = ROW_GROUP_BYTES
+    for row in rows:
+        if size >= ROW_GROUP_BYTES or groups[-1][-1].split != row.split:
+            groups.append([])
+            size = 0
+        groups[-1].append(row)
+        size += num_positions(row) * states.computed_bytes
+    return groups
+
+
+def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor, edges: Sequence[int]) -> pa.RecordBatch:
+    """Rows as a batch of `FEATURES`, whose states are not copied: row i's are `hidden_ND[edges[i]:edges[i+1]]`."""
+    ends = np.asarray(edges, np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
+    data = pa.py_buffer(hidden_ND.view(torch.uint8).numpy())
+    columns: dict[str, Any] = {
+        "id": [row.id for row in rows],
+        "parent_id": [row.parent_id for row in rows],
+        "split": [row.split for row in rows],
+        "input_ids": _lists([row.input_ids for row in rows]),
+        "spans": pa.array([[asdict(span) for span in row.spans] for row in rows], SPANS),
+        "positions": _lists([feature_positions(row.spans) for row in rows]),
+        "hidden": pa.Array.from_buffers(pa.large_binary(), len(rows), [None, pa.py_buffer(ends), data]),
+    }
+    return pa.RecordBatch.from_pydict(columns, schema=FEATURES)
+
+
+def _lists(values: Sequence[npt.NDArray[np.int32]]) -> pa.ListArray:
+    ends = np.cumsum([0, *map(len, values)], dtype=np.int32)
+    return pa.ListArray.from_arrays(pa.array(ends), pa.array(np.concatenate(values)))
+
+
+class FeatureWriter:
+    """Writes one shard of features behind its computation. Leave it before the shard's writer.
+
+    Args:
+        writer: The shard's, open. It is this object's until `commit` is done.
+        rows: The shard's rows, in order.
+        backlog: Shared with the shards before and after.
+    """
+
+    def __init__(self, writer: ShardWriter, rows: Sequence[TokenRow], states: StateFormat, backlog: Backlog):
+        self._writer, self._states, self._backlog = writer, states, backlog
+        self._rows = row_groups(rows, states)
+        self._places = [(group, index) for group, of in enumerate(self._rows) for index in range(len(of))]
+        self._groups: dict[int, RowGroup] = {}
+        self._writing: list[Future[int]] = []
+        self._thread = ThreadPoolExecutor(1)
+        self._failed: BaseException | None = None
+
+    def __enter__(self) -> FeatureWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """What still waits is not written."""
+        self._failed = self._failed or InterruptedError()
+        self._thread.shutdown()
+
+    def put(self, index: int, hidden_TD: Tensor) -> None:
+        """Take the states of one row, in any order; they are copied. Waits where too many wait to be written.
+
+        Raises:
+            EnvironmentFault: Writing has failed: the disk is full.
+        """
+        number, place = self._places[index]
+        if number not in self._groups:
+            rows = self._rows[number]
+            num_bytes = sum(map(num_positions, rows)) * self._states.computed_bytes
+            self._groups[number] = RowGroup(rows, self._states, self._backlog.memory(num_bytes))
+        self._groups[number].put(place, hidden_TD)
+        while (group := self._groups.get(len(self._writing))) and not group.missing:
+            self._backlog.add(group.num_bytes)
+            self._writing.append(self._thread.submit(self._write, self._groups.pop(len(self._writing))))
+        if self._failed:
+            raise self._failed
+
+    def commit(
+        self, stage: str, ids_in: Iterable[str] | None, stats: dict[str, float] | None = None, started: float = 0.0
+    ) -> Future[Receipt]:
+        """Commit the shard once all is written, see `ShardWriter.commit`.
+
+        Args:
+            stats: More to count than positions.
+            started: When a worker began to be busy with it, by the monotonic clock.
+        """
+        assert len(self._writing) == len(self._rows), f"{len(self._groups)} row groups of {stage} lack states"
+        ids_in = None if ids_in is None else list(ids_in)
+        return self._thread.submit(self._commit, stage, ids_in, stats or {}, started)
+
+    def _write(self, group: RowGroup) -> int:
+        """Write a group, unless writing has failed before."""
+        try:
+            return 0 if self._failed else group.write(self._writer)
+        except BaseException as error:
+            self._failed = error
+            raise
+        finally:
+            self._backlog.remove(group.num_bytes, group.memory)
+
+    def _commit(self, stage: str, ids_in: Sequence[str] | None, stats: dict[str, float], started: float) -> Receipt:
+        positions = sum(writing.result() for writing in self._writing)
+        stats = {"positions": float(positions), **stats}
+        return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)

@@ -1,0 +1,141 @@
+"""States that arrive in any order become the same shard, and no more of them wait than may."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.artifacts import feature_writer
+from pipeline.artifacts.feature_rows import FEATURES, StateFormat
+from pipeline.artifacts.feature_writer import Backlog, FeatureWriter, row_groups
+from pipeline.artifacts.generated_rows import TokenRow
+from pipeline.conversations.spans import Span, feature_positions
+from pipeline.errors import EnvironmentFault
+from pipeline.storage.shards import ShardWriter, read_rows
+
+D = 4
+STATES = StateFormat(torch.bfloat16, D)
+
+
+def conversations(lengths, held_out=()) -> list[TokenRow]:
+    rows = []
+    for number, length in enumerate(lengths):
+        middle = max(1, length // 2)
+        spans = [Span(1, middle, "user")] if middle > 1 else []
+        spans.append(Span(middle, length, "assistant"))
+        split = "check" if number in held_out else "train"
+        rows.append(TokenRow(str(number), str(number), split, np.arange(length, dtype=np.int32), spans))
+    return rows
+
+
+def states_of(number: int, row: TokenRow) -> torch.Tensor:
+    return (
+        torch.full((len(row.input_ids), D), float(number)) + torch.arange(len(row.input_ids))[:, None] / 8
+    ).bfloat16()
+
+
+def shard(path, rows, order, backlog=None):
+    """Write rows, whose states arrive in `order`."""
+    with (
+        ShardWriter(path, path.with_suffix(".q"), FEATURES, index=0, fingerprint="f", codec="none") as writer,
+        FeatureWriter(writer, rows, STATES, backlog or Backlog()) as features,
+    ):
+        for number in order:
+            features.put(number, states_of(number, rows[number]))
+        return features.commit("features", [row.id for row in rows]).result()
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), lengths=st.lists(st.integers(2, 30), max_size=12), limit=st.integers(1, 600))
+def test_states_in_any_order_make_the_same_shard_of_the_same_rows(tmp_path_factory, data, lengths, limit):
+    folder, rows = tmp_path_factory.mktemp("shard"), conversations(lengths)
+    order = data.draw(st.permutations(range(len(rows))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feature_writer, "ROW_GROUP_BYTES", limit)
+        receipt = shard(folder / "a.parquet", rows, order, Backlog(limit))
+        assert shard(folder / "b.parquet", rows, range(len(rows))).content_sha256 == receipt.content_sha256
+    assert (folder / "a.parquet").read_bytes() == (folder / "b.parquet").read_bytes()
+    written = list(read_rows(folder / "a.parquet"))
+    assert [found["id"] for found in written] == [row.id for row in rows]
+    for number, (row, found) in enumerate(zip(rows, written, strict=True)):
+        positions = feature_positions(row.spans)
+        kept = states_of(number, row)[torch.from_numpy(positions).long()]
+        assert found["positions"] == positions.tolist() and found["input_ids"] == row.input_ids.tolist()
+        assert found["spans"] == [vars(span) for span in row.spans]
+        assert found["hidden"] == kept.view(torch.uint8).numpy().tobytes()
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.integers(2, 30), max_size=20), limit=st.integers(1, 400), held_out=st.sets(st.integers(0, 19))
+)
+def test_groups_hold_every_row_once_in_order_and_end_when_they_are_large_or_at_another_split(lengths, limit, held_out):
+    rows = conversations(lengths, held_out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feature_writer, "ROW_GROUP_BYTES", limit)
+        groups = row_groups(rows, STATES)
+    assert [row.id for group in groups for row in group] == [row.id for row in rows]
+    for group, following in itertools.zip_longest(groups, groups[1:]):
+        sizes = [len(feature_positions(row.spans)) * D * 2 for row in group]
+        assert limit > sum(sizes[:-1])
+        (split,) = {row.split for row in group}
+        assert following is None or sum(sizes) >= limit or following[0].split != split
+
+
+@pytest.fixture
+def small_groups(monkeypatch):
+    """One row of 9 states, 72 bytes, in each group."""
+    monkeypatch.setattr(feature_writer, "ROW_GROUP_BYTES", 1)
+    return conversations([10] * 6)
+
+
+def test_computing_waits_when_as_many_bytes_wait_to_be_written_as_may(small_groups, tmp_path, monkeypatch):
+    may_write, real = threading.Event(), ShardWriter.write_batch
+
+    def slow(self, batch):
+        may_write.wait(10)
+        real(self, batch)
+
+    monkeypatch.setattr(ShardWriter, "write_batch", slow)
+    put = []
+
+    def order():
+        for number in range(6):
+            yield number
+            put.append(number)
+
+    thread = threading.Thread(target=shard, args=(tmp_path / "a", small_groups, order(), Backlog(3 * 72)))
+    thread.start()
+    thread.join(0.2)
+    assert put == [0, 1, 2]  # the fourth waits for room
+    may_write.set()
+    thread.join(10)
+    assert put == [0, 1, 2, 3, 4, 5] and len(list(read_rows(tmp_path / "a"))) == 6
+
+
+def test_a_disk_that_is_full_behind_the_computation_ends_the_shard_and_leaves_the_backlog_empty(
+    small_groups, tmp_path, monkeypatch
+):
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("pipeline.storage.checksums.HashedFile.write", full)
+    backlog = Backlog(72)
+    with pytest.raises(EnvironmentFault, match="The disk is full"):
+        shard(tmp_path / "a" / "0.parquet", small_groups, range(6), backlog)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    monkeypatch.undo()
+    backlog.add(72)  # would wait forever if a byte still counted
+
+
+def test_a_row_without_states_is_a_defect_and_not_a_shard(small_groups, tmp_path):
+    with pytest.raises(AssertionError, match="lack states"):
+        shard(tmp_path / "0.parquet", small_groups, range(5))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,150 @@
+"""Fake CUDA devices in the CPU build of torch: tensors with a device, a shape and a dtype, and without numbers.
+
+Within `fake_cuda()` tensors on "cuda:0" to "cuda:7" are those of torch's FakeTensorMode, so a model of any size costs
+nothing. Operators on tensors of two devices raise; what the host waits for, and what is copied between devices, is
+recorded (observer.py). Backward runs (backward.py); peak memory is in ledger.py.
+
+There are no kernels, graphs, streams or generators. `torch.cuda.is_available()` stays False.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from tests.fake_cuda.backward import saved_tensors_freed, walk_backward
+from tests.fake_cuda.observer import Observer
+
+
+@cache
+def load_guard() -> None:
+    """Give this process fake CUDA devices, for good; only fake tensors notice.
+
+    Skips the test where there is no C++ compiler, and in a CUDA build of torch, which has a guard of its own.
+    """
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if torch.version.cuda or compiler is None:
+        pytest.skip("fake CUDA needs a CPU build of torch and a C++ compiler (g++)")
+    # Autograd starts threads for the devices that it finds at its first backward, and then refuses to run after a fork.
+    torch.ones(1, requires_grad=True).sum().backward()
+    root = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as directory:
+        made, source = f"{directory}/guard.so", str(Path(__file__).with_name("guard.cpp"))
+        paths = (f"-I{root}/include", f"-L{root}/lib", "-lc10")
+        subprocess.run([compiler, "-shared", "-fPIC", "-std=c++20", source, "-o", made, *paths], check=True)
+        torch.ops.load_library(made)
+
+
+@contextmanager
+def fake_cuda() -> Iterator[Observer]:
+    """Within it every new tensor is fake, on the CPU too, and tensors on CUDA devices can be made.
+
+    Yields what notes the program's syncs and transfers.
+    """
+    load_guard()
+    observer = Observer()
+    with ExitStack() as stack:
+        patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
+        patch(FakeTensor, "tolist", lambda tensor: observer.fetched(tensor))
+        patch(Tensor, "backward", walk_backward)
+        patch(nn.Module, "_apply", _apply)
+        # Else transformers believes that it is traced: it would pass a full mask, and expand keys and values.
+        stack.enter_context(mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False))
+        patch(torch, "Generator", FakeGenerator)
+        stack.enter_context(mock.patch("pipeline.decoding.decoder.graph_capture_for", lambda model: None))
+        for name, stub in _stubs(observer).items():
+            patch(torch.cuda, name, stub)
+        stack.enter_context(saved_tensors_freed())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(observer)
+        yield observer
+
+
+class FakeGenerator(torch.Generator):
+    """A generator of any device; random numbers on a fake device are not drawn."""
+
+    def __new__(cls, device: Any = "cpu") -> FakeGenerator:
+        made = super().__new__(cls)
+        made.its_device = torch.device(device)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        return self.its_device
+
+
+class FakeGraphs:
+    """In the place of `CudaGraphs`: a step is captured by running it, and a replay, which runs no Python, does nothing.
+
+    Raises RuntimeError where a CUDA graph could not hold the step: it waits, copies, or reads tensors of the host.
+    """
+
+    def __init__(self, observer: Observer):
+        self._observer = observer
+        self.num_captured = self.num_replayed = 0
+
+    def run(self, function: Callable[[], None]) -> None:
+        function()
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        with self._observer.recording():
+            function()
+        self.num_captured += 1
+        return self._replay
+
+    def _replay(self) -> None:
+        self.num_replayed += 1
+
+
+def _stubs(observer: Observer) -> dict[str, Any]:
+    """What the program calls of `torch.cuda`."""
+
+    class Event:
+        def __init__(self, *args: Any, **kwargs: Any):
+            pass
+
+        def record(self, stream: Any = None) -> None:
+            pass
+
+        def wait(self, stream: Any = None) -> None:
+            pass
+
+        def query(self) -> bool:
+            return True
+
+        def synchronize(self) -> None:
+            observer.wait("event")
+
+    stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: observer.wait("stream"))
+    return {
+        "Event": Event,
+        "current_stream": lambda device=None: stream,
+        "synchronize": lambda device=None: observer.wait("synchronize"),
+    }
+
+
+def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """`Module._apply`, which swaps parameters in place and cannot where somebody holds a weak reference to them."""
+    for child in module.children() if recurse else ():
+        child._apply(function)
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            with torch.no_grad():
+                module._parameters[name] = nn.Parameter(function(parameter), parameter.requires_grad)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = function(buffer)
+    return module

@@ -1,0 +1,62 @@
+"""How much memory a program needs on each device, at any size, without allocating it.
+
+    with fake_cuda():
+        peak = peak_bytes(lambda: training_step())["cuda:0"] / 2**30
+
+counts the storages that are alive at the worst moment, to the byte. A real allocator adds what it rounds up and what
+lies idle in its pools (some percent), CUDA its context (about half a GiB) and libraries their workspaces.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Ledger(TorchDispatchMode):
+    """Storages alive by device, in bytes: `live` now, `peak` at most; those of `held` tensors from the start."""
+
+    def __init__(self, held: Iterable[Tensor] = ()):
+        super().__init__()
+        self.live: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._storages: dict[int, Any] = {}
+        for tensor in held:
+            self._enter(tensor)
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = operator(*args, **(kwargs or {}))
+        for leaf in tree_leaves(made):
+            if isinstance(leaf, Tensor):
+                self._enter(leaf)
+        return made
+
+    def _enter(self, tensor: Tensor) -> None:
+        storage, device = tensor.untyped_storage(), str(tensor.device)
+        if (key := storage._cdata) in self._storages:
+            return
+        num_bytes = storage.nbytes()
+
+        def leave(_: Any) -> None:
+            del self._storages[key]
+            self.live[device] -= num_bytes
+
+        self._storages[key] = weakref.ref(storage, leave)
+        self.live[device] += num_bytes
+        self.peak[device] = max(self.peak[device], self.live[device])
+
+
+def peak_bytes(program: Callable[[], object], held: Iterable[Tensor] = ()) -> dict[str, int]:
+    """The most bytes on each device while `program` runs, which is called within `fake_cuda()`.
+
+    `held` are tensors that are there before, such as a model's weights.
+    """
+    with Ledger(held) as ledger:
+        program()
+    return dict(ledger.peak)
