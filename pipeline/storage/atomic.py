@@ -20,6 +20,7 @@ from pipeline.errors import EnvironmentFault, MedusaDistillError
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 ACCESS_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS}
+NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
 
 @contextlib.contextmanager
@@ -144,10 +145,16 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """Make a file's content, or the renames in a directory, survive a power cut."""
+    """Make a file's content, or the renames in a directory, survive a power cut.
+
+    Some network file systems have no fsync of a directory; there the renames are as durable as the server makes them.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in NO_FSYNC or not path.is_dir():
+            raise
     finally:
         os.close(handle)
 

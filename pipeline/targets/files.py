@@ -85,12 +85,34 @@ def find_file(model: str, revision: str | None, name: str) -> Path | None:
 def read_json(model: str, revision: str | None, name: str) -> dict[str, Any]:
     """One of the target's JSON files as a dictionary; empty where the target has no such file."""
     path = find_file(model, revision, name)
-    if path is None:
-        return {}
+    return {} if path is None else parse(path)
+
+
+def parse(path: Path) -> dict[str, Any]:
+    """A file's JSON object; ConfigError where it holds anything else."""
+    fix = "Download or save the target again."
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not JSON: {error}.", WHERE, "Download or save the target again.") from error
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}.", WHERE, fix) from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no JSON object.", WHERE, fix)
+    return found
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, by name, of a checkpoint in several files.
+
+    Raises:
+        ConfigError: It is no such index, or names files outside of the target.
+    """
+    found = parse(path).get("weight_map")
+    index = found if isinstance(found, dict) else {}
+    inside = (isinstance(name, str) and ".." not in name and not name.startswith("/") for name in index.values())
+    if not index or not all(inside):
+        fix = "Download or save the target again."
+        raise ConfigError(f"{path} does not say which file of the target holds which tensor.", WHERE, fix)
+    return index
 
 
 def identifying_files(model: str, revision: str | None, *, with_code: bool, fetch: bool = True) -> list[Path]:
@@ -112,7 +134,7 @@ def _weight_names(directory: Path, model: str) -> list[str]:
         if (directory / single).is_file():
             return [single]
         if (directory / index).is_file():
-            shards = sorted(set(json.loads((directory / index).read_text(encoding="utf-8"))["weight_map"].values()))
+            shards = sorted(set(read_index(directory / index).values()))
             missing = [shard for shard in shards if not (directory / shard).is_file()]
             if missing:
                 what = f"The target {model} lacks {len(missing)} of {len(shards)} weight files, {missing[0]} first."

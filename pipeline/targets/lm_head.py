@@ -8,7 +8,6 @@ Letters: D hidden size, V vocabulary.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -103,7 +102,7 @@ def _weight_map(spec: TargetSpec) -> dict[str, str]:
         if (path := files.find_file(spec.model, spec.revision, single)) is not None:
             return dict.fromkeys(_names(path), single)
         if (path := files.find_file(spec.model, spec.revision, index)) is not None:
-            return json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+            return files.read_index(path)
     return {}
 
 

@@ -14,11 +14,10 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets import files
-from pipeline.targets.spec import TargetSpec
+from pipeline.targets.spec import TargetSpec, first_lines
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -76,10 +75,13 @@ def load_causal_lm(
             what = f"{spec.model}: pickled weights that hold more than tensors."
             fix = "Load it where you trust it, and `save_pretrained` it to a directory."
             raise ConfigError(what, files.WHERE, fix) from error
-        except (ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # whatever a family's code raises on weights that it does not expect
             fix = "Upgrade transformers, or fetch the target's files again."
-            reason = str(error).strip().split("\n")[0].rstrip(".")
-            raise ConfigError(f"transformers cannot load {spec.model}: {reason}.", files.WHERE, fix) from error
+            raise ConfigError(
+                f"transformers cannot load {spec.model}: {first_lines(error)}.", files.WHERE, fix
+            ) from error
     if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) and on_gpu:
         raise does_not_fit  # offloaded to the CPU it would run a hundred times slower
     _require_whole(spec, report)

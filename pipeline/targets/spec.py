@@ -58,6 +58,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
     config_file = files.find_file(model, revision, "config.json")
     if config_file is None:
         raise ConfigError(f"The target {model} has no config.json.", files.WHERE, "Name a transformers model.")
+    files.parse(config_file)
     if files.is_local(model):
         model = str(files.local_directory(model))
     elif config_file.parent.parent.name == "snapshots":
@@ -94,11 +95,20 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
             return AutoConfig.from_pretrained(
                 spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
-        except (ValueError, KeyError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # whatever a family's configuration raises on values that it does not expect
             fix = (
-                "Upgrade transformers, or set target.trust_remote_code: true if you trust the code beside the weights."
+                "Repair its config.json, upgrade transformers, or set target.trust_remote_code: true if you trust the "
+                "code beside the weights."
             )
-            raise ConfigError(f"transformers cannot read the target {spec.model}.", files.WHERE, fix) from error
+            what = f"transformers cannot read the target {spec.model}: {first_lines(error)}."
+            raise ConfigError(what, files.WHERE, fix) from error
+
+
+def first_lines(error: Exception) -> str:
+    """The first two lines of an error's message, as one."""
+    return " ".join(" ".join(str(error).strip().split("\n")[:2]).split()).rstrip(".") or type(error).__name__
 
 
 def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
@@ -114,7 +124,7 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(
                 spec.model, revision=spec.revision, trust_remote_code=spec.trust_remote_code
             )
-        except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
+        except Exception as error:  # the tokenizers library raises no narrower one
             fix = "Put the tokenizer's files beside the weights (`tokenizer.save_pretrained`)."
             raise ConfigError(f"The target {spec.model} has no tokenizer that loads.", files.WHERE, fix) from error
 
@@ -154,7 +164,11 @@ def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         value = files.read_json(spec.model, spec.revision, name).get("eos_token_id")
         if value is not None:
-            return tuple(sorted({value} if isinstance(value, int) else set(value)))
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(id, int) for id in ids):
+                what = f"The target's eos_token_id is {str(value)[:40]}, neither a token id nor a list of them."
+                raise ConfigError(what, f"{spec.model}, {name}", "Correct it there.")
+            return tuple(sorted(set(ids)))
     value = load_tokenizer(spec).eos_token_id
     return () if value is None else (value,)
 
@@ -192,7 +206,8 @@ def require_verifiable(config: PretrainedConfig) -> None:
 def _why_not_verifiable(config: PretrainedConfig) -> str | None:
     text = config.get_text_config()
     types = {config.model_type, text.model_type}
-    architectures = getattr(config, "architectures", None) or []
+    named = getattr(config, "architectures", None) or []
+    architectures = list(map(str, named if isinstance(named, list) else [named]))
     causal = any("CausalLM" in name or "LMHeadModel" in name for name in architectures)
     if config.is_encoder_decoder:
         return "it is an encoder-decoder"

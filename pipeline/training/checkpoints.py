@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,8 +59,8 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, newest first."""
-        paths = self.directory.glob("step-*.safetensors")
-        return sorted((int(path.stem.removeprefix("step-")) for path in paths), reverse=True)
+        found = (re.fullmatch(r"step-([0-9]{8,})\.safetensors", path.name) for path in self.directory.glob("step-*"))
+        return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def due(self, step: int) -> bool:
         """Whether one is to be saved after this step: after so many steps, or after so long."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,14 +46,13 @@ class MetricsLog:
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl; a last line that a kill cut short is left out."""
+    """The lines of metrics.jsonl; those that a kill cut short, or that are damaged, are left out."""
     path = directory / FILE
-    if path.is_file():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                return
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        with contextlib.suppress(ValueError, RecursionError):
+            figures = json.loads(line)
+            if isinstance(figures, dict) and isinstance(figures.get("step"), int):
+                yield figures
 
 
 def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

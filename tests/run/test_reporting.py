@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -19,10 +20,9 @@ NODE = {"cpu": "another", "cores": 96, "memory_gb": 900, "gpus": ["NVIDIA H200"]
 
 
 def edit_summary(run, stage: str, **changes: object) -> None:
-    path = run.latest(stage).path / "DONE.json"
-    done = json.loads(path.read_text())
-    kept = {key: value for key, value in (done["summary"] | changes).items() if value is not None}
-    path.write_text(json.dumps(done | {"summary": kept}))
+    made = run.latest(stage)
+    kept = {key: value for key, value in (made.summary | changes).items() if value is not None}
+    replace(made.done, summary=kept).write(made.path)
 
 
 def test_the_check_keeps_what_it_ran_on(finished_run):
