@@ -26,6 +26,7 @@ BENCHMARKS = {
     "features": "the features stage",
     "feature_size": "bytes of features",
     "writing": "writing the cache",
+    "overlap": "the features stage between a card and a disk",
     "train": "training from the cache",
     "recurrent": "recurrent heads beside Medusa heads",
     "serving": "both kinds in vLLM beside plain vLLM: `python -m benchmarks.run serving`, after both demos",

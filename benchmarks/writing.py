@@ -100,7 +100,7 @@ class _Side:
 def write_as_before(path: Path, made: Sequence[TokenRow], hidden: Sequence[Tensor], states: StateFormat) -> None:
     """The path through Python lists: rows of bytes, a batch from them, the batch serialized once more for its hash."""
     content, remaining = hashlib.sha256(), iter(hidden)
-    with ThreadPoolExecutor(3) as threads:
+    with ThreadPoolExecutor(4) as threads:
         file = HashedFile(path, threads)
         writer = pq.ParquetWriter(
             pa.PythonFile(file, mode="w"),

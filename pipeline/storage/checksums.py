@@ -52,36 +52,34 @@ def sha256_of(path: Path) -> str:
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that is hashed and brought to the disk by two threads, while the caller makes the next block."""
+    """A new file that is written, hashed and flushed by three threads, while the caller makes the next block."""
 
     def __init__(self, path: Path, threads: Executor):
         self._file, self._threads = path.open("wb", buffering=0), threads
         self._digest = hashlib.sha256()
-        self._hashing: Future[None] | None = None
+        self._size = self._unflushed = 0
+        self._under_way: list[Future[None]] = []  # of the last block: its writing and its hashing
         self._flushing: Future[None] | None = None
-        self._unflushed = 0
 
     def writable(self) -> bool:
         return True
 
     def tell(self) -> int:
-        return self._file.tell()
+        return self._size
 
     def write(self, data: Any) -> int:
-        """Write and hash all of `data`; at most one block waits to be hashed."""
+        """Write and hash all of `data`; at most one block waits for that. An error of the last one is raised here."""
         block = bytes(data)
-        _wait(self._hashing)
+        self._settle()
         if len(block) < WORTH_A_THREAD:
             self._digest.update(block)
+            self._write(block)
         else:
-            self._hashing = self._threads.submit(self._digest.update, block)
-        unwritten = memoryview(block)
-        while unwritten:
-            unwritten = unwritten[self._file.write(unwritten) :]
-        self._unflushed += len(block)
-        if self._unflushed >= FLUSH_BYTES and (self._flushing is None or self._flushing.done()):
-            _wait(self._flushing)  # an error of the disk is told once
-            self._flushing, self._unflushed = self._threads.submit(os.fdatasync, self._file.fileno()), 0
+            self._under_way = [
+                self._threads.submit(self._digest.update, block),
+                self._threads.submit(self._write, block),
+            ]
+        self._size += len(block)
         return len(block)
 
     def close(self) -> None:
@@ -90,16 +88,29 @@ class HashedFile(io.RawIOBase):
 
     def sha256(self) -> str:
         """The sha256 (hex) of all that has been written so far."""
-        _wait(self._hashing)
+        self._settle()
         return self._digest.hexdigest()
 
     def sync(self) -> str:
         """Bring everything to the disk and return the sha256 (hex) of all that was written."""
-        _wait(self._flushing)
+        sha256 = self.sha256()
+        if self._flushing:
+            self._flushing.result()
         os.fsync(self._file.fileno())
-        return self.sha256()
+        return sha256
 
+    def _settle(self) -> None:
+        """Wait for the last block."""
+        under_way, self._under_way = self._under_way, []
+        for work in under_way:
+            work.result()
 
-def _wait(work: Future[None] | None) -> None:
-    if work is not None:
-        work.result()
+    def _write(self, block: bytes) -> None:
+        unwritten = memoryview(block)
+        while unwritten:
+            unwritten = unwritten[self._file.write(unwritten) :]
+        self._unflushed += len(block)
+        if self._unflushed >= FLUSH_BYTES and (self._flushing is None or self._flushing.done()):
+            if self._flushing:
+                self._flushing.result()  # the disk tells an error once
+            self._flushing, self._unflushed = self._threads.submit(os.fdatasync, self._file.fileno()), 0

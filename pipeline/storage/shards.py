@@ -61,7 +61,7 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         self._temporary = temporary_beside(self.path)
-        self._threads = ThreadPoolExecutor(2)  # one hashes the file, one brings it to the disk
+        self._threads = ThreadPoolExecutor(3)  # the file's: one writes, one hashes, one flushes
         with contextlib.ExitStack() as undo, disk_errors(self.path):
             undo.callback(self._temporary.unlink, missing_ok=True)
             self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,9 +29,8 @@ def at(moment: str, pattern: str, act: Callable[[], object]) -> None:
     """
     from pipeline.storage.shards import ShardWriter
 
-    owner, name = {"open": (ShardWriter, "__enter__"), "write": (ShardWriter, "write_batch")}.get(
-        moment, (os, "replace")
-    )
+    of_a_shard = {"open": "__enter__", "write": "write_batch"}
+    owner, name = (ShardWriter, of_a_shard[moment]) if moment in of_a_shard else (os, "replace")
     real, waiting = getattr(owner, name), [act]
 
     def patched(first: Any, *rest: Any, **options: Any) -> Any:

@@ -1,0 +1,133 @@
+"""Claim: the features stage keeps the slower of a card and a disk at work: at least 0.92 of its speed, over several
+shards.
+
+Measured: the stage's worker, told before each shard which one follows, as the executors do; tokens per second from
+reading the first shard's rows to the last commit. The card is simulated: it computes 36,000 tokens a second by the
+clock, batch after batch, whatever the host does, as an H100 does a 7B model, and returns bfloat16 states of that
+model's size. So is the disk: it takes so many MB a second, from all shards that are being written. Against: what the
+card computes, or the disk takes, by arithmetic. Batches are 16 times smaller than the default, and so are windows and
+shards, so that a run has as many windows as a longer one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks import rows
+from benchmarks.claims import Claim, Result
+from pipeline.artifacts.feature_writer import num_positions
+from pipeline.artifacts.generated_rows import TokenRow
+from pipeline.config import FeaturesConfig
+from pipeline.stages.features import Worker
+from pipeline.storage.checksums import HashedFile
+from pipeline.storage.tasks import ShardTask
+
+AIM = 0.92
+CARD_TOKENS, DISK_MEGABYTES = 36_000, (200, 330, 600)  # per second
+HIDDEN_SIZE, TOKENS_PER_BATCH, VOCAB_SIZE = 4096, 1024, 32_000
+PAGE_CACHE_BYTES = 32e6
+NUM_SHARDS, ROWS_PER_SHARD, ROW_TOKENS, ROUNDS = 10, 192, (64, 512), 3
+
+
+def measure(*, tiny: bool = False) -> Result:
+    """Three disks, from slower than the card to much faster; the median of three runs with each."""
+    num_shards, num_rows = (2, 4) if tiny else (NUM_SHARDS, ROWS_PER_SHARD)
+    made = rows.ragged_rows(num_shards * num_rows, *ROW_TOKENS, VOCAB_SIZE)
+    shards = [made[first : first + num_rows] for first in range(0, len(made), num_rows)]
+    claims = [_claim(shards, megabytes, 1 if tiny else ROUNDS) for megabytes in DISK_MEGABYTES]
+    facts = {"shards": num_shards, "rows_per_shard": num_rows, "tokens_per_batch": TOKENS_PER_BATCH}
+    return Result(claims, facts | {"card_tokens": CARD_TOKENS, "written_share": rows.WRITTEN_SHARE})
+
+
+def _claim(shards: Sequence[Sequence[rows.Row]], megabytes: int, rounds: int) -> Claim:
+    found = [TokenRow.of(row) for shard in shards for row in shard]
+    tokens, positions = sum(len(row.input_ids) for row in found), sum(map(num_positions, found))
+    card: Any = SimulatedCard()
+    rates = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as place, simulated_disk(megabytes * 1e6):
+            worker = Worker(card, FeaturesConfig(tokens_per_batch=TOKENS_PER_BATCH), gpus=0)
+            rates.append(tokens / _seconds(worker, rows.features_tasks(Path(place), shards)))
+    disk_tokens = megabytes * 1e6 * tokens / (positions * HIDDEN_SIZE * 2)
+    slower = min(CARD_TOKENS, disk_tokens)
+    sides = {"stage, tokens/s": median(rates), "card, tokens/s": float(CARD_TOKENS), "disk, tokens/s": disk_tokens}
+    return Claim(
+        f"the features stage over the slower of a card of {CARD_TOKENS:,} tokens/s and a disk of {megabytes} MB/s",
+        median(rates) / slower,
+        aim=AIM,
+        spread=(min(rates) / slower, max(rates) / slower),
+        sides=sides,
+    )
+
+
+def _seconds(worker: Worker, tasks: Sequence[ShardTask]) -> float:
+    """All shards in order, each deleted when it is there."""
+    with ThreadPoolExecutor(1) as deleting:
+        started = perf_counter()
+        for task, upcoming in zip(tasks, [*tasks[1:], None], strict=True):
+            worker.expect(upcoming)
+            worker(task)
+            deleting.submit(Path(task.shard).unlink)
+        seconds = perf_counter() - started
+    worker.close()
+    return seconds
+
+
+class SimulatedCard:
+    """Takes the place of a loaded model: its states are random numbers, and are there when a card would have them.
+
+    A batch begins when the one before it has ended, or later. As from a card, it can be begun before that.
+    """
+
+    dtype = torch.bfloat16
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=HIDDEN_SIZE))
+
+    def __init__(self) -> None:
+        self._states_TD = torch.randn(4 * TOKENS_PER_BATCH, HIDDEN_SIZE).to(self.dtype)
+        self._ends = 0.0
+
+    def get_input_embeddings(self) -> Any:
+        return SimpleNamespace(weight=self._states_TD)
+
+    def base_model(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        """The batch begins; returns when the one before it has ended. Padding takes no time."""
+        previous, tokens = self._ends, int(input_ids.count_nonzero())
+        self._ends = max(perf_counter(), previous) + tokens / CARD_TOKENS
+        sleep(max(0.0, previous - perf_counter()))
+        num_rows, longest = input_ids.shape
+        states_BTD = self._states_TD[: num_rows * longest].view(num_rows, longest, HIDDEN_SIZE)
+        return SimpleNamespace(last_hidden_state=states_BTD)
+
+
+@contextmanager
+def simulated_disk(bytes_per_second: float) -> Iterator[None]:
+    """Files are written at this speed, all of them together, behind a small page cache; a sync waits for all."""
+    write, sync, turn = HashedFile._write, HashedFile.sync, threading.Lock()
+    idle_from = perf_counter()
+
+    def cached(file: HashedFile, block: bytes) -> None:
+        nonlocal idle_from
+        write(file, block)
+        with turn:
+            idle_from = max(perf_counter(), idle_from) + len(block) / bytes_per_second
+        sleep(max(0.0, idle_from - PAGE_CACHE_BYTES / bytes_per_second - perf_counter()))
+
+    def synced(file: HashedFile) -> str:
+        sha256 = sync(file)
+        sleep(max(0.0, idle_from - perf_counter()))
+        return sha256
+
+    with mock.patch.object(HashedFile, "_write", cached), mock.patch.object(HashedFile, "sync", synced):
+        yield
