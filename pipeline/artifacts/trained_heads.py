@@ -12,6 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from pipeline.errors import DataError
 from pipeline.heads.kind import Heads
@@ -27,7 +28,10 @@ def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
     """Write trained heads, after their summary."""
     write_text(path.with_name(SUMMARY_FILE), json.dumps(summary) + "\n")
     with atomic_path(path) as temporary:
-        tensors = {name: view.cpu().contiguous() for name, view in heads.stored_tensors().items()}
+        tensors: dict[str, Tensor] = {}
+        for name, view in heads.stored_tensors().items():
+            held = {tensor.data_ptr() for tensor in tensors.values()}  # safetensors refuses one tensor by two names
+            tensors[name] = view.cpu().contiguous().clone() if view.data_ptr() in held else view.cpu().contiguous()
         save_file(tensors, temporary, {"heads": json.dumps(heads.shape.to_json())})
 
 

@@ -75,6 +75,7 @@ class Heads(nn.Module, ABC):
     Shape: ClassVar[type[HeadsShape]]
     version: ClassVar[int] = 1  # of the code; raised by whoever changes what it learns, proposes or exports
     title: ClassVar[str]  # in the model card: "Medusa heads"
+    units: ClassVar[str] = "heads"  # what `num_heads` counts, in the report and the model card
     vllm_method: ClassVar[str | None] = None  # in vLLM's speculative configuration; None where it cannot serve them
     weights_file: ClassVar[str] = "model.safetensors"  # of the export
     choices_file: ClassVar[str] = "tree_choices.json"  # of the export: the tree's paths

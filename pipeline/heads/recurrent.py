@@ -72,7 +72,9 @@ class RecurrentHeads(Heads):
     """
 
     Shape = RecurrentShape
+    version = 2
     title = "Recurrent heads"
+    units = "draft steps"
     lr_scale = 2.5  # measured: `python -m benchmarks.run recipe`
     vllm_method = "eagle"
     memory_fix = "A smaller train.recurrent.intermediate_size takes less."
@@ -124,6 +126,12 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         dtype = self.fc.dtype
         self.embedding = nn.Parameter(target.embedding().detach().to(dtype), requires_grad=False)
         self.lm_head = nn.Parameter(target.lm_head().detach().to(dtype), requires_grad=False)
+        self._share()
+
+    def _share(self) -> None:
+        """Hold one matrix where the two are equal: those of a target with tied embeddings."""
+        if self.embedding.shape == self.lm_head.shape and torch.equal(self.embedding, self.lm_head):
+            self.lm_head = self.embedding
 
     def step(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """The states [..., D] after one more token [...] each."""
@@ -203,4 +211,6 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         if output is not None and output.any():
             what = "The attention of this cell is not zero, so vLLM would draft something else than native decoding."
             raise DataError(what, where, "Export again; EAGLE-1 models of other trainers are no recurrent heads.")
-        return super().from_named_tensors(shape, tensors, format, where=where)
+        heads = super().from_named_tensors(shape, tensors, format, where=where)
+        heads._share()
+        return heads

@@ -23,7 +23,7 @@ SAME_TEXT_GAP = 0.1  # of the gain over plain decoding
 NOTABLE_GAP = 3  # standard errors between the expected acceleration rate and the measured one
 
 _ORDER = (
-    "run", "target", "method", "num_heads", *STAGES[:4], "heads", "tree", "check",
+    "run", "target", "method", "num_heads", "drafter", *STAGES[:4], "heads", "tree", "check",
     "target_text", "quarantine", "hardware", "versions", "seconds_by_stage",
 )  # fmt: skip
 
@@ -103,10 +103,9 @@ def title(report: dict) -> str:
 
 def subtitle(report: dict) -> str:
     """Method, heads, run and date, as far as known."""
-    heads = pick(report, "num_heads")
     name, date = pick(report, "run", "name"), pick(report, "run", "date")
     method = ", ".join(filter(None, (pick(report, "method"), pick(report, "train", "recipe"))))
-    parts = [method, heads and f"{heads} heads", name and f"run {name}", date]
+    parts = [method, pick(report, "drafter"), name and f"run {name}", date]
     return ", ".join(str(part) for part in parts if part)
 
 

@@ -209,7 +209,7 @@ def provenance_table(report: dict) -> Table:
     places = {
         "target": ("target",),
         "method": ("method",),
-        "heads": ("num_heads",),
+        "heads": ("drafter",),
         "run": ("run", "name"),
         "date": ("run", "date"),
         "hardware": ("hardware",),

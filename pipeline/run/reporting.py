@@ -73,6 +73,7 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
         "target": config.target.model,
         "method": config.train.method,
         "num_heads": config.train.num_heads,
+        "drafter": f"{config.train.num_heads} {head_kind(config.train.heads).units}",
         **{name: _selected(summaries[name]) for name in REPORTED_STAGES if name in summaries},
         **({"skipped": skipped} if (skipped := method_of(config.train).skipped(config.train)) else {}),
         "heads": summaries.get("calibrate", {}).get("heads", []),

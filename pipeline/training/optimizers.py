@@ -24,7 +24,7 @@ def trained(module: nn.Module) -> dict[str, nn.Parameter]:
 def make_optimizer(
     modules: Mapping[str, nn.Module], peak_lrs: Mapping[str, float], settings: TrainConfig
 ) -> torch.optim.Optimizer:
-    """AdamW over the parameters that train, with 32-bit or 8-bit moments; biases do not decay.
+    """AdamW over the parameters that train, with 32-bit or 8-bit moments; biases and norms do not decay.
 
     Each group's `peak_lr` is the learning rate at its highest, that of its module.
 
@@ -51,9 +51,12 @@ def set_lr(optimizer: torch.optim.Optimizer, share: float) -> None:
 
 
 def _groups(module: nn.Module, lr: float, weight_decay: float) -> list[dict[str, Any]]:
-    weights = [parameter for name, parameter in trained(module).items() if not name.endswith("bias")]
-    biases = [parameter for name, parameter in trained(module).items() if name.endswith("bias")]
-    decays = [(weights, weight_decay), (biases, 0.0)]
+    weights: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in trained(module).items():
+        is_weight = parameter.dim() > 1 and not name.endswith("bias")  # a norm's has one dimension; biases are stacked
+        (weights if is_weight else others).append(parameter)
+    decays = [(weights, weight_decay), (others, 0.0)]
     return [{"params": each, "weight_decay": decay, "lr": lr, "peak_lr": lr} for each, decay in decays if each]
 
 

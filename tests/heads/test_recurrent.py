@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from pipeline.artifacts.trained_heads import read_trained_heads, write_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.tree import Tree
 from pipeline.errors import DataError
@@ -64,6 +65,18 @@ def test_target_matrices_are_shared_and_frozen():
     assert heads.lm_head.data_ptr() == lm_head.data_ptr() and heads.embedding.data_ptr() == embedding.data_ptr()
     trained = {name for name, parameter in heads.named_parameters() if parameter.requires_grad}
     assert trained == {"fc", "norm", "gate", "up", "down"}
+
+
+def test_the_one_matrix_of_a_target_with_tied_embeddings_is_held_once_also_in_what_is_read(tmp_path):
+    """Although it is read twice, as training does; but for a draft vocabulary, which has other rows."""
+    matrix, path = torch.randn(VOCAB, SIZE), tmp_path / "heads.safetensors"
+    target = TargetWeights(matrix.clone, matrix.clone)
+    heads = RecurrentHeads.initial(SHAPE, target)
+    write_heads(path, heads, {})
+    for each in (heads.to(torch.bfloat16), read_trained_heads(path)):
+        assert each.lm_head.data_ptr() == each.embedding.data_ptr() and not each.lm_head.requires_grad
+    drafting = RecurrentHeads.initial(SHAPE.drafting(3), target.drafting(torch.tensor([1, 4, 9])))
+    assert torch.equal(drafting.lm_head, matrix[[1, 4, 9]]) and torch.equal(drafting.embedding, matrix)
 
 
 def test_states_follow_the_true_tokens_and_read_nothing_past_a_span():

@@ -24,6 +24,7 @@ class Stacks(nn.Module):
         random = torch.Generator().manual_seed(0)
         self.block_weight = nn.Parameter(torch.randn(2, 3, 80, 80, generator=random))
         self.block_bias = nn.Parameter(torch.randn(2, 3, 80, generator=random))
+        self.norm = nn.Parameter(torch.randn(80, generator=random))
         self.lm_head = nn.Parameter(torch.randn(3, 90, 80, generator=random))
         self.frozen = nn.Parameter(torch.randn(3, 3, 3, generator=random), requires_grad=False)
 
@@ -76,7 +77,7 @@ def test_eight_bit_moments_follow_adamw_closely_in_a_quarter_of_the_memory():
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw-8bit"])
-def test_weights_decay_and_biases_and_frozen_parameters_do_not(name):
+def test_weights_decay_and_biases_norms_and_frozen_parameters_do_not(name):
     module = Stacks()
     before = {key: value.detach().clone() for key, value in module.named_parameters()}
     optimizer = optimizer_of(module, settings(name, weight_decay=0.5))
@@ -85,7 +86,7 @@ def test_weights_decay_and_biases_and_frozen_parameters_do_not(name):
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     torch.testing.assert_close(module.block_weight, before["block_weight"] * (1 - 1e-2 * 0.5))
-    assert torch.equal(module.block_bias, before["block_bias"]) and torch.equal(module.frozen, before["frozen"])
+    assert all(torch.equal(getattr(module, name), before[name]) for name in ("block_bias", "norm", "frozen"))
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw-8bit"])
