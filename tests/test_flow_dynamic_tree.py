@@ -79,7 +79,7 @@ def test_the_size_is_chosen_by_what_dynamic_trees_cost(copied_run, make_config, 
     [
         ({"calibrate__nodes": 211}, r"only 210 are proposed.*calibrate\.nodes.*at most 210"),
         ({"calibrate__depth": 4}, r"propose at most 3 tokens.*calibrate\.depth"),
-        ({"calibrate__top": 301}, r"301 guesses per node"),
+        ({"calibrate__top": 301}, r"301 guesses of each head.*only 300 tokens \(calibrate\.top\)"),
     ],
 )
 def test_a_tree_that_cannot_grow_is_refused(copied_run, make_config, tmp_path, changes, says):
