@@ -47,8 +47,6 @@ def write_backbone(
         for file in as_they_are:
             shutil.copyfile(file, partial / file.name)
         (partial / BACKBONE_FILE).write_text(json.dumps(made_of, indent=2) + "\n", encoding="utf-8")
-        for file in partial.glob("*.safetensors"):  # created readable by their owner only
-            shutil.copymode(partial / CONFIG_FILE, file)
 
 
 def is_made_of(directory: Path, made_of: dict[str, Any]) -> bool:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,8 +69,6 @@ def write_export(
             _write_json(partial / kind.choices_file, [list(path) for path in choices])
             (partial / CARD_FILE).write_text(card, encoding="utf-8")
             _write_json(partial / CONFIG_FILE, layout.to_json(target))
-            # safetensors makes its file readable to its owner alone; a server often runs as somebody else
-            shutil.copymode(partial / CONFIG_FILE, partial / kind.weights_file)
             _compare(partial, saved, layout)
             files = files_in(partial)
     except (OSError, SafetensorError) as error:

@@ -20,6 +20,8 @@ from pipeline.errors import EnvironmentFault, MedusaDistillError
 
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT}
 ACCESS_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS}
+UMASK = os.umask(0)  # which can only be read by setting it
+os.umask(UMASK)
 NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
 
@@ -53,6 +55,7 @@ def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
         yield partial
         files = files_in(partial)
         for file in files:
+            _make_readable(partial / file)
             sync(partial / file)
         if not directory.exists():
             os.replace(partial, directory)
@@ -84,14 +87,21 @@ def temporary_beside(path: Path) -> Path:
 
 def publish(temporary: Path, path: Path) -> None:
     """Rename a finished temporary file to its name, durably."""
+    _make_readable(temporary)
     sync(temporary)
     os.replace(temporary, path)
     sync(path.parent)
 
 
+def _make_readable(path: Path) -> None:
+    """Give a new file the access that the umask allows: safetensors makes its files their owner's alone."""
+    with contextlib.suppress(OSError):  # of a file system without modes
+        path.chmod(0o666 & ~UMASK)
+
+
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn "no space left" and "no access" of any library into an EnvironmentFault.
+    """Turn "no space left", "no access" and "is a directory" of any library into an EnvironmentFault.
 
     Some libraries report a full disk by exceptions other than OSError.
     """
@@ -112,6 +122,9 @@ def disk_errors(path: Path) -> Iterator[None]:
                 str(path),
                 "Give this user access to it, or set run.root to a place of its own; the same command then continues.",
             ) from error
+        if isinstance(error, IsADirectoryError | NotADirectoryError):
+            what = f"A directory stands where a file belongs, or the other way round: {error}."
+            raise EnvironmentFault(what, str(path), "Remove it, then run the same command again.") from error
         raise
 
 

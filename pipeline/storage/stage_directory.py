@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import DataError
-from pipeline.storage.atomic import links_in, read_json, sweep_temporary, write_json
+from pipeline.storage.atomic import disk_errors, links_in, read_json, sweep_temporary, write_json
 from pipeline.storage.checksums import FileFacts
 from pipeline.storage.description import Description
 from pipeline.storage.done import Done, Identity, Summary
@@ -209,10 +209,15 @@ class StageDirectory(ShardFolder):
                 self._drop(keep=SHARD_FOLDERS)
 
     def verify(self) -> list[str]:
-        """Read every file again and say what is missing, damaged or foreign, one line each."""
+        """Read every file again and say what is missing, damaged or foreign, one line each.
+
+        Raises:
+            EnvironmentFault: This user may not read them.
+        """
         written = dict(self._facts())
-        problems = {path: _problem(path, facts) for path, facts in written.items()}
-        others = self.foreign_or_unreadable(written, finished=self.done is not None)
+        with disk_errors(self.path):
+            problems = {path: _problem(path, facts) for path, facts in written.items()}
+            others = self.foreign_or_unreadable(written, finished=self.done is not None)
         problems |= {path: problems.get(path) or problem for path, problem in others.items()}
         return [problem for problem in problems.values() if problem]
 

@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pipeline.errors import DataError, EnvironmentFault
-from pipeline.storage.atomic import atomic_directory, disk_errors
+from pipeline.storage.atomic import atomic_directory, atomic_path, disk_errors
 
 
 @pytest.mark.parametrize(
@@ -18,6 +20,7 @@ from pipeline.storage.atomic import atomic_directory, disk_errors
         (errno.ENOSPC, "disk is full"),
         (errno.EDQUOT, "disk is full"),
         (errno.EACCES, "cannot be opened or written"),
+        (errno.EISDIR, "stands where a file belongs"),
         (errno.EROFS, "cannot be opened or written"),
     ],
 )
@@ -56,3 +59,14 @@ def test_files_of_a_directory_that_exists_are_replaced_the_last_one_at_the_end(t
         "weights": "new",
         "kept": "kept",
     }
+
+
+def test_weights_are_as_readable_as_the_umask_allows_and_not_their_owner_s_alone(tmp_path):
+    """safetensors makes its files 0600; a server often runs as somebody else."""
+    (tmp_path / "plain").touch()
+    with atomic_path(tmp_path / "heads.safetensors") as temporary:
+        save_file({"a": torch.zeros(1)}, temporary)
+    with atomic_directory(tmp_path / "export") as partial:
+        save_file({"a": torch.zeros(1)}, partial / "model.safetensors")
+    files = [tmp_path / name for name in ("plain", "heads.safetensors", "export/model.safetensors")]
+    assert len({path.stat().st_mode for path in files}) == 1

@@ -156,3 +156,12 @@ def test_a_digest_notices_a_file_that_changed_behind_its_path(tmp_path):
     assert FileDigests(cache).of(file) == before
     file.write_bytes(b"two")
     assert FileDigests(cache).of(file) != before
+
+
+def test_verify_of_files_that_another_user_keeps_is_an_environment_fault(pair, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr("pipeline.storage.checksums.sha256_of", refuse)
+    with pytest.raises(EnvironmentFault, match=r"Permission denied.*00000"):
+        pair[0].verify()
