@@ -10,12 +10,18 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
-from pipeline.errors import ConfigError, DataError, EnvironmentFault
+from pipeline.cli.inspect import inspect
+from pipeline.cli.status import status
+from pipeline.cli.verify import verify
+from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
+from pipeline.flow import run_flow
 from pipeline.redact import redacted
 from pipeline.storage.shards import read_rows
 from tests.export.hub_stand_in import TOKEN, HubStandIn
@@ -287,3 +293,21 @@ def test_a_link_in_a_run_is_refused_and_what_it_leads_to_is_left_alone(copied_ru
         run_again(make_config(tmp_path), fresh="features")
     assert str(place) in str(caught.value)
     assert {path: path.read_bytes() for path in [outside, *outside.rglob("*")] if path.is_file()} == before
+
+
+def test_a_file_name_has_no_effect_on_the_terminal_that_shows_it(copied_run, make_config, tmp_path, capsys):
+    """Escape sequences and rich's markup, in a record and in the name of a directory."""
+    evil = "\x1b[2J\x1b]0;owned\x07[/x][red]"
+    stage = latest(copied_run, "calibrate")
+    replace(stage.done, files=stage.done.files | {evil: stage.done.files["tree.json"]}).write(stage.path)
+    odd = copied_run.path / f"seeds-{evil.replace('/', '')}"
+    shutil.copytree(latest(copied_run, "seeds").path, odd)
+    (copied_run.path / "latest" / "seeds").unlink()
+    (copied_run.path / "latest" / "seeds").symlink_to(odd)
+    with pytest.raises(CheckFailed):
+        verify(copied_run.path)
+    status(copied_run.path)
+    inspect(copied_run.path, "seeds", None)
+    run_flow(make_config(tmp_path), executor="inline", console=Console(), until="calibrate")
+    said = capsys.readouterr().out
+    assert "\u241b" in said and "[/x]" in said and not {"\x1b", "\x07"} & set(said)

@@ -17,9 +17,9 @@ import typer
 from rich.console import Console
 
 from pipeline.cli import chat, inspect, keys, plan, push, run, status, verify
-from pipeline.cli.terminal_text import visible
 from pipeline.errors import Interrupted, MedusaDistillError
 from pipeline.redact import keep_out_of_logs, redacted
+from pipeline.report.formatting import visible
 
 app = typer.Typer(
     name="medusa-distill",

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from pipeline.cli.terminal_text import visible
 from pipeline.conversations.conversation import RowRejected
-from pipeline.report.formatting import duration, rate, ratio
+from pipeline.report.formatting import duration, rate, ratio, visible
 
 if TYPE_CHECKING:
     from pipeline.cli.chat_model import ChatModel

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.seed_rows import SeedRow
-from pipeline.cli.terminal_text import visible
 from pipeline.config import Config
 from pipeline.errors import ConfigError, MedusaDistillError
+from pipeline.report.formatting import visible
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import Row, read_footer, read_rows
 from pipeline.storage.stage_directory import StageDirectory
@@ -42,7 +42,8 @@ def inspect(
         console.print_json(data=directory.summary)
         return
     found = _find(directory, row)
-    console.print(f"[bold]{found['id']}[/]  split {found.get('split')}  {directory.path.name}")
+    where = visible(f"  split {found.get('split')}  {directory.path.name}")
+    console.print(Text.assemble((visible(found["id"]), "bold"), where))
     if "input_ids" not in found:
         for message in SeedRow.of(found).conversation.messages:
             console.print(Text.assemble((f"{message.role}:", "bold"), " ", visible(message.content)))

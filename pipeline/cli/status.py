@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pipeline.report.formatting import visible
 from pipeline.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def status(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such
             state.status,
             shards_in_words(state),
             *("" if cell is None else f"{cell:,.0f}" if isinstance(cell, int) else f"{cell:,.1f}" for cell in cells),
-            state.directory.path.name if state.directory else "",
-            Text("" if state.status == "not run" else state.why),
+            Text(visible(state.directory.path.name) if state.directory else ""),
+            Text("" if state.status == "not run" else visible(state.why)),
         )
     Console(width=None if Console().is_terminal else 160).print(table)
 

@@ -20,7 +20,7 @@ from rich import progress as bars
 from rich.console import Console
 from rich.markup import escape
 
-from pipeline.report.formatting import duration
+from pipeline.report.formatting import duration, visible
 
 STAGE_WIDTH = len("tuned-features")  # of the column with the stages' names
 SECONDS_BETWEEN_LINES = 15.0
@@ -159,4 +159,5 @@ class Meter:
 
 def print_stage(console: Console, mark: str, stage: str, text: str) -> None:
     """Print a line about a stage: a mark, in rich's markup, its name, and a text as it is."""
-    console.print(f"{mark} {stage:<{STAGE_WIDTH}} {escape(text)}", highlight=False, soft_wrap=True)
+    told = escape(visible(f"{stage:<{STAGE_WIDTH}} {text}"))
+    console.print(f"{mark} {told}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Number formats of reports, the same in every form; `-` for an unknown number."""
+"""Number formats of reports, the same in every form (`-` for an unknown number), and texts that a terminal may show."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 
 NOT_RUN = "not run"
 UNKNOWN = "-"
+
+CONTROLS = (
+    {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
+    | {0x7F: 0x2421}
+    | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+)
 
 
 def show(value: Any, spec: str, suffix: str = "") -> str:
@@ -51,3 +57,8 @@ def pairs(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {item}" for key, item in value.items() if item is not None)
     return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+
+
+def visible(text: str) -> str:
+    """The text with each control character replaced by its symbol, so that escape sequences have no effect."""
+    return text.translate(CONTROLS)

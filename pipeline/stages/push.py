@@ -13,6 +13,7 @@ from rich.console import Console
 from pipeline.export.hub import Push, push_backbone, push_export, repositories
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.shape import head_kind
+from pipeline.report.formatting import visible
 from pipeline.run.context import Context
 from pipeline.run.stage import Stage, reads
 from pipeline.storage.atomic import read_json, write_json
@@ -83,7 +84,7 @@ def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
         highlight=False,
     )
     for file in receipt["files"]:
-        console.print(f"  {file['size']:>14,} bytes  {file['path']}", highlight=False)
+        console.print(f"  {file['size']:>14,} bytes  {visible(file['path'])}", highlight=False, markup=False)
     for missing in receipt["missing"]:
         console.print(f"[yellow]Still missing:[/] {missing}", highlight=False, soft_wrap=True)
 

@@ -9,8 +9,8 @@ from rich.console import Console
 
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.cli.inspect import COLOURS, coloured
-from pipeline.cli.terminal_text import visible
 from pipeline.flow import run_flow
+from pipeline.report.formatting import visible
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer
 from tests.cli.tables import one_paragraph
