@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report.formatting import NOT_RUN, UNKNOWN, count, rate, ratio, signed_percent, times, with_error
+from pipeline.report.formatting import NOT_RUN, UNKNOWN, count, percent, rate, ratio, signed_percent, times, with_error
 
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
@@ -21,6 +21,7 @@ DYNAMIC_TREE, STATIC_TREE = "dynamic, the export's size", "searched, the export'
 USED_DYNAMIC_TREE = "the export's, dynamic"
 SAME_TEXT_GAP = 0.1  # of the gain over plain decoding
 NOTABLE_GAP = 3  # standard errors between the expected acceleration rate and the measured one
+ENOUGH_COVERAGE = 0.9  # of held-out text by the draft vocabulary
 
 _ORDER = (
     "run", "target", "method", "num_heads", "drafter", *STAGES[:4], "heads", "tree", "check",
@@ -123,6 +124,11 @@ def check_outcome(report: dict) -> CheckOutcome:
 def warnings(report: dict) -> tuple[str, ...]:
     """What a reader should notice although the check passed."""
     found = list(pick(report, "train", "warnings") or [])
+    if (coverage := pick(report, "train", "draft_coverage") or 1) < ENOUGH_COVERAGE:
+        found.append(
+            f"Only {percent(coverage)} of held-out text is in the draft vocabulary, and every other token ends what can "
+            "be accepted: raise train.draft_vocab."
+        )
     promises = [speedup for size in pick(report, "tree", "sizes") or [] if (speedup := size.get("expected_speedup"))]
     speedup = pick(report, "check", "native", "speedup")
     if promises and max(promises) < 1:

@@ -57,6 +57,13 @@ def test_a_tree_that_does_not_pay_is_warned_of(report, promised, measured, says)
     assert not found if says is None else says in found[0]
 
 
+def test_a_draft_vocabulary_that_much_text_is_outside_of_is_warned_of(report):
+    report["train"]["draft_coverage"] = 0.95
+    assert not warnings(report)
+    report["train"]["draft_coverage"] = 0.85
+    assert warnings(report)[0].startswith("Only 85.0% of held-out text is in the draft vocabulary")
+
+
 def test_a_chain_that_vllm_accepts_less_of_than_native_decoding_on_the_same_text_is_flagged(report):
     report["check"]["vllm"] |= {"acceleration_rate": 1.9, "same_text_acceleration_rate": 1.95}
     assert not warnings(report)
