@@ -44,7 +44,7 @@ class Lock:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             itself = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)  # no link to another's
-            self._file = os.fdopen(itself, "a+")
+            self._file = os.fdopen(itself, "a+", errors="replace")
         except OSError as error:
             fix = "Set run.root and run.store to places that you may write to."
             raise EnvironmentFault(
