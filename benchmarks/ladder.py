@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks import targets
 from benchmarks.claims import Claim, Result
 from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
-from pipeline.cli.app import ends_well
+from pipeline.cli.ending import ends_well
 from pipeline.config.load import load_config
 from pipeline.errors import CheckFailed, ConfigError
 from pipeline.flow import run_flow

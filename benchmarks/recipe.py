@@ -28,7 +28,7 @@ from benchmarks.claims import Claim, Result
 from benchmarks.results import one_line
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.artifacts.trained_heads import HEADS_FILE
-from pipeline.cli.app import ends_well
+from pipeline.cli.ending import ends_well
 from pipeline.config import Config, TrainConfig
 from pipeline.config.load import load_config
 from pipeline.decoding.held_out import HeldOutRanks, simulated_acceleration_rate

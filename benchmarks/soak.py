@@ -36,7 +36,7 @@ import yaml
 from benchmarks import targets
 from benchmarks.claims import Claim, Result
 from benchmarks.run import keep
-from pipeline.cli.app import ends_well
+from pipeline.cli.ending import ends_well
 from pipeline.config.load import load_config
 from pipeline.demo.target import train_tokenizer
 from pipeline.flow import run_flow

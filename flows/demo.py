@@ -12,7 +12,7 @@ from the cached states, or with Medusa-2 from the text, together with the backbo
 import sys
 from pathlib import Path
 
-from pipeline.cli.app import ends_well
+from pipeline.cli.ending import ends_well
 from pipeline.config.load import load_config
 from pipeline.demo.target import ensure_demo_target
 from pipeline.errors import ConfigError

@@ -9,7 +9,7 @@ The first word names the configuration. Run it again to continue.
 import sys
 from pathlib import Path
 
-from pipeline.cli.app import ends_well
+from pipeline.cli.ending import ends_well
 from pipeline.config.load import load_config
 from pipeline.errors import ConfigError
 from pipeline.flow import run_flow

@@ -9,7 +9,7 @@ Any key of configs/zephyr-7b.yaml can be overridden, the target and the seeds am
 import sys
 from pathlib import Path
 
-from pipeline.cli.app import ends_well
+from pipeline.cli.ending import ends_well
 from pipeline.config.load import load_config
 from pipeline.flow import run_flow
 

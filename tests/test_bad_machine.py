@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.cli.app import app, ends_well
+from pipeline.cli.app import app
+from pipeline.cli.ending import ends_well
 from pipeline.flow import STAGES
 from pipeline.storage.run_directory import RunDirectory
 from tests.flows.failing import committed

@@ -13,7 +13,8 @@ import yaml
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from pipeline.cli.app import app, ends_well, main
+from pipeline.cli.app import app, main
+from pipeline.cli.ending import ends_well
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
 from tests.export.hub_stand_in import TOKEN, hub_on_loopback, take_for_the_hub

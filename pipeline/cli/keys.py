@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError
 
 def keys(section: Annotated[str | None, typer.Argument(help="Only this section, such as train.")] = None) -> None:
     """Print every configuration key as a Markdown table: its values, its default, what it means."""
-    typer.echo(reference(section))
+    print(reference(section))
 
 
 def reference(section: str | None = None) -> str:

@@ -7,17 +7,16 @@ Every mistake is a `ConfigError` that names the key and, for an unknown one, the
 
 from __future__ import annotations
 
-import difflib
-import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from pipeline.config import Config
 from pipeline.config.outcome import StockTree
+from pipeline.config.problems import problems
 from pipeline.errors import ConfigError
 from pipeline.redact import redacted
 
@@ -73,9 +72,8 @@ def validate(settings: dict[str, Any], where: str) -> Config:
     try:
         config = Config.model_validate(settings)
     except ValidationError as error:
-        problems = "; ".join(dict.fromkeys(_problem(e) for e in error.errors()))
         fix = "docs/configuration.md lists every key."
-        raise ConfigError(f"The configuration is wrong: {problems}.", where, fix) from None
+        raise ConfigError(f"The configuration is wrong: {'; '.join(problems(error.errors()))}.", where, fix) from None
     if key := _secret(config.model_dump(mode="json")):
         what = f"{key} holds a token or a password, and every setting is written to run.yaml."
         raise ConfigError(what, where, "Keep it in the environment, as HF_TOKEN, or in what `hf auth login` stores.")
@@ -169,60 +167,3 @@ def _is_path(value: str, base: Path) -> bool:
     if value.startswith((".", "/", "~")):
         return True
     return len(value) < 4096 and "\n" not in value and (base / value).exists()
-
-
-def _problem(error: Any) -> str:
-    # Behind a key that may be a number or a word pydantic names the alternative, such as `constrained-int`.
-    location = ".".join(part for part in map(str, error["loc"]) if not part.startswith(("constrained-", "literal[")))
-    if error["type"] == "extra_forbidden":
-        near = nearest_key(error["loc"])
-        return f"there is no key '{location}'" + (f"; did you mean '{near}'?" if near else "")
-    if error["type"] == "missing":
-        return f"'{location}' is needed"
-    given = f", not {error['input']!r}" if not isinstance(error["input"], dict | list) else ""
-    message = error["msg"].removeprefix("Value error, ")
-    return f"'{location}': {message[0].lower()}{message[1:]}{given}"
-
-
-def nearest_key(location: tuple[str | int, ...]) -> str | None:
-    """The key that was most likely meant by one that does not exist, such as ('train', 'lora_rank').
-
-    First one beside it that is nearly the same; then a key that has moved: with the same last name, or with all the
-    words of the wrong one. Last one whose name is similar, beside it or elsewhere in its section.
-    """
-    parts = [part for part in location if isinstance(part, str)]
-    section, name, wrong = parts[0], parts[-1], ".".join(parts)
-    if len(parts) == 1:
-        return next(iter(difflib.get_close_matches(name, Config.model_fields, n=1)), None)
-    leaves = list(_leaves(Config))
-    beside = {key[-1]: ".".join(map(str, (*location[:-1], key[-1]))) for key in leaves if list(key[:-1]) == parts[:-1]}
-    within = {key[-1]: ".".join(key) for key in leaves if key[0] == section}
-    if near := difflib.get_close_matches(name, beside, n=1, cutoff=0.85):
-        return beside[near[0]]
-    if moved := [key for key in leaves if key[-1] == name or _words(parts) <= _words(key)]:
-        moved = [key for key in moved if key[0] == section] or moved
-        return ".".join(max(moved, key=lambda key: difflib.SequenceMatcher(None, wrong, ".".join(key)).ratio()))
-    for keys in (beside, within):
-        if near := difflib.get_close_matches(name, keys, n=1):
-            return keys[near[0]]
-    return None
-
-
-def _words(key: Iterable[str]) -> set[str]:
-    return {word for part in key for word in part.split("_")}
-
-
-def _leaves(model: type[BaseModel], parents: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every key as the names that lead to it."""
-    for name, field in model.model_fields.items():
-        inner = _model_in(field.annotation)
-        yield from _leaves(inner, (*parents, name)) if inner else iter([(*parents, name)])
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """The settings class inside an annotation such as `tuple[SeedSource, ...]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (tuple, list, Union, types.UnionType):
-        return next((found for found in map(_model_in, get_args(annotation)) if found), None)
-    return None

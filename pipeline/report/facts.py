@@ -126,7 +126,7 @@ def warnings(report: dict) -> tuple[str, ...]:
     found = list(pick(report, "train", "warnings") or [])
     if (coverage := pick(report, "train", "draft_coverage") or 1) < ENOUGH_COVERAGE:
         found.append(
-            f"Only {percent(coverage)} of held-out text is in the draft vocabulary, and every other token ends what can "
+            f"Only {percent(coverage)} of held-out text is in the draft vocabulary, and any other token ends what can "
             "be accepted: raise train.draft_vocab."
         )
     promises = [speedup for size in pick(report, "tree", "sizes") or [] if (speedup := size.get("expected_speedup"))]

@@ -190,7 +190,7 @@ def hub_errors(model: str, revision: str | None) -> Iterator[None]:
         fix = "Check the spelling; a private one needs `hf auth login`; a directory is written with ./ or /."
         what = f"There is no target {model}{at}, neither as a directory nor on the Hub."
         raise ConfigError(what, WHERE, fix) from error
-    except OSError as error:  # offline, unreachable, a full disk: the client's other errors are all of this kind
+    except (OSError, hub.HTTPError) as error:  # offline, unreachable, a full disk, an endpoint that is no URL
         fix = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk, or give a local directory."
         what = f"The target {model}{at} can be neither read nor fetched now ({type(error).__name__})."
         raise EnvironmentFault(what, WHERE, fix) from error

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.cli.app import app, ends_well
+from pipeline.cli.app import app
+from pipeline.cli.ending import ends_well
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
 
 import pytest
 
-from pipeline.cli.app import ends_well
+from pipeline.cli.ending import STOPS, ends_well
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 
 
 @pytest.fixture(autouse=True)
 def signals_as_they_were():
-    handlers = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {name: signal.getsignal(name) for name in STOPS}
     yield
     for name, handler in handlers.items():
         signal.signal(name, handler)
@@ -52,12 +55,48 @@ def test_a_traceback_is_there_for_who_asks(capsys, monkeypatch):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_defect_is_not_dressed_up(capsys):
-    with pytest.raises(ZeroDivisionError):
-        ends_well(raising(ZeroDivisionError()))
+def test_a_defect_is_one_paragraph_with_a_code_of_its_own_and_its_traceback_is_kept_without_secrets(
+    capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("SOME_TOKEN", "s3cr3t-s3cr3t")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert ends_well(raising(ZeroDivisionError("by s3cr3t-s3cr3t\nand more"))) == 70
+    out, said = capsys.readouterr()
+    (kept,) = tmp_path.iterdir()
+    assert (
+        out == ""
+        and said.count("\n") == 1
+        and said.startswith("error: ZeroDivisionError: by *** at test_ends_well.py:")
+    )
+    assert str(kept) in said and "Traceback" not in said
+    assert "Traceback" in kept.read_text() and "s3cr3t" not in kept.read_text() + said
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+SAYS_A_MARK = (
+    "import sys; from pipeline.cli.ending import STOPS, ends_well; sys.exit(ends_well(lambda: print('\u2713 done')))"
+)
+
+
+@pytest.mark.parametrize(("encoding", "mark"), [("utf-8", "\u2713"), ("latin-1", "?"), ("ascii", "?")])
+def test_a_mark_that_the_terminal_lacks_ends_nothing(encoding, mark):
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    ended = subprocess.run([sys.executable, "-c", SAYS_A_MARK], env=environment, capture_output=True)
+    assert (ended.returncode, ended.stdout.decode(), ended.stderr) == (0, f"{mark} done\n", b"")
+
+
+def test_output_that_cannot_be_written_is_said_so_and_a_reader_who_has_gone_is_no_error():
+    command = [sys.executable, "-c", SAYS_A_MARK]
+    with open("/dev/full", "wb") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert ended.returncode == 4 and ended.stderr.startswith("error: Standard output cannot be written: No space left")
+    reader, writer = os.pipe()
+    os.close(reader)
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 @pytest.mark.parametrize("taken_for", ["what it is", "an error for the user", "a defect", "nothing"])
 def test_a_signal_is_a_stop_whatever_a_library_takes_it_for(sent, code, taken_for, capsys):
     def story() -> None:

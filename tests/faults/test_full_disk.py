@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.app import app, ends_well
+from pipeline.cli.app import app
+from pipeline.cli.ending import ends_well
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from tests.faults.small_disk import fill_up, make_room, runs_in_a_namespace

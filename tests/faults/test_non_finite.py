@@ -8,7 +8,8 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pipeline.cli.app import app, ends_well
+from pipeline.cli.app import app
+from pipeline.cli.ending import ends_well
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
 from tests.flows.tiny import latest, shards_made

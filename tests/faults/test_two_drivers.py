@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.cli.app import app, ends_well
+from pipeline.cli.app import app
+from pipeline.cli.ending import ends_well
 from pipeline.storage.run_directory import RunDirectory
 from tests.faults.processes import Waiting
 from tests.flows.failing import one_paragraph

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import yaml
 
-from pipeline.cli.app import app, ends_well
+from pipeline.cli.app import app
+from pipeline.cli.ending import ends_well
 from pipeline.storage.run_directory import RunDirectory
 
 Run = Callable[..., str]
