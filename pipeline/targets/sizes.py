@@ -27,7 +27,7 @@ class TargetSizes:
     parameters: int  # tied ones once
     linear: int  # of the linear layers but lm_head: what quantization makes smaller
     in_layers: int  # of all decoder layers: what several workers can split
-    num_layers: int
+    num_hidden_layers: int
     hidden_size: int
     vocab_size: int
     width: int  # of a token's widest state within a layer
@@ -83,7 +83,7 @@ def target_sizes(spec: TargetSpec) -> TargetSizes | None:
         parameters=sum(weight.numel() for weight in model.parameters()),
         linear=sum(each.weight.numel() for each in linear if each is not head),
         in_layers=sum(weight.numel() for layer in layers for weight in layer.parameters()),
-        num_layers=len(layers) or text.num_hidden_layers,
+        num_hidden_layers=len(layers) or text.num_hidden_layers,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         width=max([experts, *(size for each in in_layer for size in each.weight.shape)], default=4 * text.hidden_size),

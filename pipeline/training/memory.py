@@ -127,7 +127,7 @@ def tuned_step(step: StepSizes) -> Memory:
     weights, trained = target.weight_bytes(settings.quantization_beside(step.quantization)), heads.trained + lora
     if settings.shard and step.workers > 1:  # each holds its part, and two layers whole
         in_layers = target.in_layers * target.itemsize
-        weights += in_layers / step.workers - in_layers + 2 * in_layers / target.num_layers
+        weights += in_layers / step.workers - in_layers + 2 * in_layers / target.num_hidden_layers
     resident = Memory(
         weights=weights,
         heads=FP32 * (heads.weights + lora),
@@ -159,5 +159,5 @@ def _backbone_states(step: StepSizes, num_positions: int, lora: int) -> tuple[fl
     one_layer = num_positions * (dropped * target.linear_inputs + outputs + norms + low)
     last = num_positions * target.hidden_size * (3 * width + 2 * FP32) + (width * lora if width < FP32 else 0)
     if settings.gradient_checkpointing:
-        return last + num_positions * target.num_layers * width * target.hidden_size, one_layer
-    return last + target.num_layers * one_layer, 0
+        return last + num_positions * target.num_hidden_layers * width * target.hidden_size, one_layer
+    return last + target.num_hidden_layers * one_layer, 0
