@@ -24,7 +24,8 @@ from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.readout import Forward
 from pipeline.decoding.steps import BatchState, TreeSteps
 
-# Uncaptured steps of each kind: the first one selects kernels, and a rare kind is not worth a capture.
+# Uncaptured steps of each kind: the first one selects kernels, the last one is the rehearsal, and a rare kind is not
+# worth a capture.
 WARM_UP_STEPS = 2
 CAPTURED_LENGTH = 4096  # tokens of cache allocated per text from the start: reallocation invalidates captures
 
@@ -44,9 +45,24 @@ class CudaGraphs:
         """Call the function as it will be called during capture."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            function()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                function()
+        finally:
+            current.wait_stream(self._stream)
+
+    def rehearse(self, function: Callable[[], None]) -> None:
+        """`run`, and raise RuntimeError, before it has had an effect, where the host waits for the GPU.
+
+        A capture that fails half-way may leave the allocator's memory pool unusable (torch 2.13: pull request 190308),
+        so it is not begun.
+        """
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self.run(function)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """Call the function and return its replay.
@@ -106,6 +122,7 @@ class CapturedSteps:
         if self._allocation != self._cache.allocation:  # the cache was reallocated
             self._allocation = self._cache.allocation
             self._captured.clear()
+            self._taken.clear()
         size = len(state.token_B)
         if size not in self._buffers:
             num_found = 2 * self._steps.tree.max_depth + 4
@@ -135,17 +152,20 @@ class CapturedSteps:
         self._taken[kind] += 1
         if kind in self._captured:
             self._captured[kind]()
-        elif self._can_capture and self._taken[kind] > WARM_UP_STEPS:
+        elif not self._can_capture or self._taken[kind] < WARM_UP_STEPS:
+            self._graph_capture.run(step)
+        else:
             try:
-                self._captured[kind] = self._graph_capture.capture(step)
+                if self._taken[kind] == WARM_UP_STEPS:
+                    self._graph_capture.rehearse(step)
+                else:
+                    self._captured[kind] = self._graph_capture.capture(step)
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
                 log.warning("The target's steps cannot be captured and run one by one: %s", _cause(error))
                 self._can_capture = False
                 step()
-        else:
-            self._graph_capture.run(step)
 
     def _step(self, buffers: _Buffers, width: int, forward: Forward, rule: AcceptanceRule) -> None:
         """The device's part of a step."""

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from pipeline.decoding.grouped_attention import GroupedRows
 from pipeline.decoding.masks import Masks
 from pipeline.errors import ConfigError
 from pipeline.heads.kind import Heads
@@ -36,19 +37,20 @@ class Forward(Protocol):
 @contextmanager
 def reading(model: PreTrainedModel) -> Iterator[Forward]:
     """The model's forward with its hidden states; the hook is removed when the context ends."""
-    can_select = _can_select_logits(model)
+    can_select, attention = _can_select_logits(model), GroupedRows(model)
     with lm_head_inputs(model) as seen:
 
         def forward(ids_BT: Tensor, positions_BT: Tensor, mask: Masks, cache: Cache, *, last_only: bool = False):
             selection: dict[str, Any] = {"logits_to_keep": 1} if last_only and can_select else {}
-            logits_BTV = model(
-                input_ids=ids_BT,
-                position_ids=positions_BT,
-                attention_mask=mask,
-                past_key_values=cache,
-                use_cache=True,
-                **selection,
-            ).logits
+            with attention.grouped():
+                logits_BTV = model(
+                    input_ids=ids_BT,
+                    position_ids=positions_BT,
+                    attention_mask=mask,
+                    past_key_values=cache,
+                    use_cache=True,
+                    **selection,
+                ).logits
             hidden_BTD = seen.pop()
             return (hidden_BTD[:, -1:], logits_BTV[:, -1:]) if last_only else (hidden_BTD, logits_BTV)
 

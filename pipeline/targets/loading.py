@@ -54,6 +54,9 @@ def load_causal_lm(
     placement: dict[str, Any] = {"device_map": {"": device}}
     if on_gpu:
         require_gpus(num_gpus)
+        # torch's first choice on Hopper and Blackwell builds a plan for every new shape, in up to half a second, and
+        # the shapes of batches and of texts that grow are always new. vLLM has it off as well.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         if num_gpus > 1:
             room = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}
             placement = {"device_map": "auto", "max_memory": room}

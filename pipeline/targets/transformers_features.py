@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 WINDOW_BATCHES = 16
 WINDOW_BYTES = 2 * 1024**3  # of states; a window's first row may be computed last
+GPU_MULTIPLE = 8  # a GPU's batches are this much longer at most: fewer shapes, and rows that start aligned
 
 
 class TransformersFeatureEngine:
@@ -75,7 +76,7 @@ class TransformersFeatureEngine:
         for window in _windows(rows, max(self.tokens_per_batch, min(WINDOW_BATCHES * self.tokens_per_batch, most))):
             by_length = sorted(window, key=lambda item: -len(item[1]))  # longest first: fails early if at all
             while by_length:
-                num_rows = max(1, self.tokens_per_batch // len(by_length[0][1]))
+                num_rows = max(1, self.tokens_per_batch // self._padded(len(by_length[0][1])))
                 taken, by_length = by_length[:num_rows], by_length[num_rows:]
                 yield [index for index, _ in taken], [ids for _, ids in taken]
 
@@ -93,13 +94,23 @@ class TransformersFeatureEngine:
         half = (len(rows) + 1) // 2
         return self._launch(indices[:half], rows[:half]) + self._launch(indices[half:], rows[half:])
 
+    def _padded(self, length: int) -> int:
+        """The length of a batch whose longest row is this long."""
+        if self._device.type == "cpu":
+            return length
+        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or length
+        return max(length, min(-(-length // GPU_MULTIPLE) * GPU_MULTIPLE, context))
+
     @torch.inference_mode()
     def _forward(self, indices: list[int], rows: list[Sequence[int]]) -> _Batch:
         lengths = [len(ids) for ids in rows]
-        ids_BT = torch.zeros(len(rows), max(lengths), dtype=torch.long)
+        on_gpu = self._device.type == "cuda"
+        # From pinned memory, as the host would else wait for the batch before to upload this one.
+        ids_BT = torch.zeros(len(rows), self._padded(max(lengths)), dtype=torch.long, pin_memory=on_gpu)
         for row, ids in zip(ids_BT, rows, strict=True):
             row[: len(ids)] = torch.as_tensor(ids)
-        hidden_BTD = self.model.base_model(input_ids=ids_BT.to(self._device), use_cache=False).last_hidden_state
+        ids_BT = ids_BT.to(self._device, non_blocking=True)
+        hidden_BTD = self.model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
         hidden_BTD = hidden_BTD.to(self.dtype)  # the dtype in the shard's footer
         if hidden_BTD.device.type != "cuda":
             return _Batch(indices, lengths, hidden_BTD, None)

@@ -29,10 +29,14 @@ class Tape(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.operators: list[tuple] = []
-        self.replayed = 0
+        self.replayed = self.rehearsed = 0
 
     def run(self, function: Callable[[], None]) -> None:
         function()
+
+    def rehearse(self, function: Callable[[], None]) -> None:
+        self.rehearsed += 1
+        self.capture(function)
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         self.operators = operators = []
@@ -101,9 +105,10 @@ def test_a_cache_that_moves_makes_captures_void(pair, continuation):
     tape = Tape()
     decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), graph_capture=tape)
     for number in (1, 1, 3, 1):
+        tape.rehearsed = 0
         found = decoder.generate_batch(PROMPTS[:number], 12)
         assert [one.token_ids for one in found] == [continuation(model, prompt, 12) for prompt in PROMPTS[:number]]
-    assert tape.replayed
+    assert tape.replayed and tape.rehearsed, "steps on a new cache are warmed up anew"
 
 
 def test_after_one_pass_nothing_is_captured_any_more(pair, monkeypatch):
@@ -129,10 +134,12 @@ def test_a_decoder_that_is_done_with_gives_its_memory_back_at_once(pair):
         gc.enable()
 
 
-def test_a_target_that_reads_its_numbers_back_is_decoded_step_by_step(pair, continuation, caplog):
+def test_a_target_that_reads_its_numbers_back_is_decoded_step_by_step(pair, continuation, caplog, monkeypatch):
     model, heads = pair("llama")
     tape = Tape()
     decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), graph_capture=tape)
+    monkeypatch.setattr(tape, "capture", lambda step: pytest.fail("a capture that fails breaks the allocator"))
+    monkeypatch.setattr(tape, "rehearse", lambda step: Tape.capture(tape, step))
     hook = model.model.layers[1].register_forward_pre_hook(lambda _, inputs: inputs[0].sum().item() and None)
     with caplog.at_level(logging.WARNING, cuda_graphs.__name__):
         for _ in range(2):

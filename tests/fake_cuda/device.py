@@ -65,6 +65,7 @@ def fake_cuda() -> Iterator[Observer]:
         stack.enter_context(mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False))
         patch(torch, "Generator", FakeGenerator)
         stack.enter_context(mock.patch("pipeline.decoding.decoder.graph_capture_for", lambda model: None))
+        stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
         for name, stub in _stubs(observer).items():
             patch(torch.cuda, name, stub)
         stack.enter_context(saved_tensors_freed())
@@ -99,6 +100,10 @@ class FakeGraphs:
     def run(self, function: Callable[[], None]) -> None:
         function()
 
+    def rehearse(self, function: Callable[[], None]) -> None:
+        with self._observer.recording():
+            function()
+
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         with self._observer.recording():
             function()
@@ -132,6 +137,7 @@ def _stubs(observer: Observer) -> dict[str, Any]:
     return {
         "Event": Event,
         "current_stream": lambda device=None: stream,
+        "is_bf16_supported": lambda including_emulation=True: True,
         "synchronize": lambda device=None: observer.wait("synchronize"),
     }
 

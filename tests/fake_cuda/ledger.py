@@ -31,17 +31,20 @@ class Ledger(TorchDispatchMode):
             self._enter(tensor)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._enter(leaf, counts=False)  # it was there before, and is not held
         made = operator(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor):
                 self._enter(leaf)
         return made
 
-    def _enter(self, tensor: Tensor) -> None:
+    def _enter(self, tensor: Tensor, counts: bool = True) -> None:
         storage, device = tensor.untyped_storage(), str(tensor.device)
         if (key := storage._cdata) in self._storages:
             return
-        num_bytes = storage.nbytes()
+        num_bytes = storage.nbytes() if counts else 0
 
         def leave(_: Any) -> None:
             del self._storages[key]
@@ -55,7 +58,7 @@ class Ledger(TorchDispatchMode):
 def peak_bytes(program: Callable[[], object], held: Iterable[Tensor] = ()) -> dict[str, int]:
     """The most bytes on each device while `program` runs, which is called within `fake_cuda()`.
 
-    `held` are tensors that are there before, such as a model's weights.
+    `held` are tensors that are there before and count, such as a model's weights.
     """
     with Ledger(held) as ledger:
         program()

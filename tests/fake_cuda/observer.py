@@ -2,7 +2,7 @@
 
 Integers and booleans that no floating-point number decides (labels, positions, counts) are known: they are computed
 beside, on the CPU, so that code whose shapes depend on them runs. Of anything else the host reads zeros, or what
-`Observer.answer` makes up, and a shape that depends on it raises torch's DataDependentOutputException.
+`Observer.answer` makes up, tensors are equal, and a shape that depends on it raises DataDependentOutputException.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 aten = torch.ops.aten
 # The host waits for these operators' results, or for the shapes of them.
 WAITS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten.bincount, aten._unique2}
-COMPOSITE = {aten.to, aten.item, aten.type_as}  # in inference mode they are called under these names
+COMPOSITE = {aten.to, aten.item, aten.is_nonzero, aten.type_as}  # in inference mode they are called under these names
 COPIES = {aten._to_copy, aten.copy_}
 MOST_KNOWN = 1 << 22  # elements of a tensor whose integers are computed
 
@@ -90,6 +90,8 @@ class Observer(TorchDispatchMode):
         if waits and decides:
             known = self._compute(operator, args, kwargs)
             made = tree_map_only(Tensor, lambda one: torch.empty_like(one, device=inputs[0].device), known)
+        elif packet is aten.equal:
+            known = made = True
         else:
             made = operator(*args, **kwargs)
             outputs = _tensors(made)

@@ -20,6 +20,7 @@ from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
 from tests.decoding.test_acceptance import RULES
 from tests.fake_cuda.device import FakeGraphs
+from tests.fake_cuda.ledger import Ledger
 from tests.fake_cuda.observer import Observer
 
 D, V, CONTEXT = 32, 40, 64
@@ -110,3 +111,21 @@ def test_every_kind_of_head_and_a_target_over_two_cards(kind, on_fake_cuda):
         decoder = Decoder(two_cards, heads_on(f"cuda:{card}", kind), tree, eos_token_ids=())
         check_decoding(on_fake_cuda, decoder, RULES[0], batch)
         assert "cuda:0 -> cuda:1" in on_fake_cuda.transfers
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_recorded_step_copies_no_key_of_the_cache(tree, on_fake_cuda):
+    """Of grouped queries, with and without a tree: 4,096 slots that a step would otherwise expand twofold."""
+    sizes = SIZES | {"num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 256}
+    config = LlamaConfig(**sizes, max_position_embeddings=4096)
+    with torch.device("cuda"):
+        target = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    graphs = FakeGraphs(on_fake_cuda)
+    decoder = Decoder(target, heads_on("cuda", "untied"), TREES[tree], eos_token_ids=(), graph_capture=graphs)
+    on_fake_cuda.answer = accepts_two
+    steps = decoder.stream([3] * 4000, 12)
+    next(steps), next(steps)
+    with Ledger() as ledger:
+        next(steps)
+    keys = 2 * 4096 * 256 * 2  # bytes of a layer's
+    assert ledger.peak["cuda:0"] < keys

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.targets import loading
 from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_gpus, verify_tap
 from pipeline.targets.spec import TargetSpec, weight_files
 
@@ -35,6 +37,16 @@ def test_a_target_is_loaded_frozen_in_its_dtype(random_target: TargetSpec) -> No
     model = load_causal_lm(TargetSpec(random_target.model, dtype="bfloat16"))
     assert not model.training
     assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(False, torch.bfloat16)}
+
+
+def test_on_a_gpu_attention_builds_no_plan_for_every_new_shape(random_target: TargetSpec, monkeypatch) -> None:
+    monkeypatch.setattr(loading, "require_gpus", lambda number: torch.backends.cuda.enable_cudnn_sdp(True))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: (torch.nn.Module(), WHOLE))
+    try:
+        load_causal_lm(random_target, "cuda")
+        assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux says what a process has mapped")

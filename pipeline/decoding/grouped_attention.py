@@ -1,0 +1,75 @@
+"""Attention of grouped queries under a mask, without expanding keys and values.
+
+With a mask transformers repeats every key and value for each query head that reads it: torch's flash kernel takes no
+mask, its memory-efficient one no grouped queries, and together they fall back to plain math. A step under a mask would
+copy the whole cache, several times its size. Here the queries of a group are rows of one head instead: exactly the same
+products, and any kernel that takes a mask can run them.
+
+Letters: B sequences, H key-value heads, G query heads of each, N rows, S slots, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+NAME = "sdpa_grouped_rows"
+
+
+def grouped_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """transformers' sdpa attention of queries [B, H·G, N, D] and keys and values [B, H, S, D]: [B, N, H·G, D].
+
+    Masks [B, 1, N, S] are additive. Whatever is not a group under such a mask is left to transformers.
+    """
+    num_groups = query.shape[1] // key.shape[1]
+    is_biased = settings.get("position_bias") is not None
+    if num_groups == 1 or attention_mask is None or attention_mask.shape[1] != 1 or is_biased:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **settings
+        )
+    rows_BHND = query.unflatten(1, (-1, num_groups)).flatten(2, 3)
+    if (num_rows := query.shape[2]) > 1:  # a single row's mask is broadcast
+        attention_mask = attention_mask[:, :, None].expand(-1, -1, num_groups, -1, -1).flatten(2, 3)
+    read_BHND = scaled_dot_product_attention(
+        rows_BHND, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling
+    )
+    read_BHND = read_BHND.unflatten(2, (num_groups, num_rows)).flatten(1, 2)
+    return read_BHND.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, grouped_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+class GroupedRows:
+    """Has a model whose attention is sdpa run `grouped_attention`, for the time of a forward."""
+
+    def __init__(self, model: PreTrainedModel):
+        configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+        self._configs = [config for config in configs.values() if config._attn_implementation == "sdpa"]
+
+    @contextmanager
+    def grouped(self) -> Iterator[None]:
+        for config in self._configs:
+            config._attn_implementation_internal = NAME
+        try:
+            yield
+        finally:
+            for config in self._configs:
+                config._attn_implementation_internal = "sdpa"
