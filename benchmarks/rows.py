@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.feature_rows import FEATURES, StateFormat
+from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
 from pipeline.artifacts.generated_rows import GENERATED, TokenRow
 from pipeline.config import FeaturesConfig, TrainConfig
@@ -82,7 +82,9 @@ def write_features(
     """Write one shard of rows and their states TD as the features stage does; returns its number of positions."""
     quarantine, footer = path.with_suffix(".jsonl"), states.footer
     with (
-        ShardWriter(path, quarantine, FEATURES, index=0, fingerprint=FINGERPRINT, footer=footer, codec=codec) as writer,
+        ShardWriter(
+            path, quarantine, states.schema, index=0, fingerprint=FINGERPRINT, footer=footer, codec=codec
+        ) as writer,
         FeatureWriter(writer, rows, states, backlog or Backlog()) as features,
     ):
         for index, hidden_TD in enumerate(hidden):

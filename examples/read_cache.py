@@ -3,7 +3,8 @@
     python examples/read_cache.py runs/demo
 
 Prints, for each shard, its rows and the states of its first row. bfloat16, which numpy does not have, is widened to
-float32: its bits are the upper half of a float32's.
+float32: its bits are the upper half of a float32's. With `features.precision` fp8 or int8, numbers take 8 bits and each
+state has a scale.
 """
 
 import sys
@@ -13,13 +14,24 @@ import numpy as np
 import pyarrow.parquet as pq
 
 
-def states(hidden: bytes, dtype: str, hidden_size: int) -> np.ndarray:
+def states(row: dict, facts: dict[str, str]) -> np.ndarray:
     """The stored bytes as float32 [positions, hidden_size]."""
+    if facts["precision"] == "native":
+        return numbers(row["hidden"], facts["dtype"]).reshape(-1, int(facts["hidden_size"]))
+    stored = numbers(row["hidden"], facts["precision"]).reshape(-1, int(facts["hidden_size"]))
+    return stored * np.array(row["scales"], np.float32)[:, None]
+
+
+def numbers(stored: bytes, dtype: str) -> np.ndarray:
+    """Stored numbers as float32."""
     if dtype == "bfloat16":
-        values = (np.frombuffer(hidden, np.uint16).astype(np.uint32) << 16).view(np.float32)
-    else:
-        values = np.frombuffer(hidden, dtype).astype(np.float32)
-    return values.reshape(-1, hidden_size)
+        return (np.frombuffer(stored, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    if dtype == "fp8":  # e4m3: a sign, four bits of exponent, three of mantissa
+        bits = np.frombuffer(stored, np.uint8)
+        exponent, mantissa = (bits >> 3 & 15).astype(np.int32), (bits & 7) / 8
+        size = np.where(exponent, np.ldexp(1 + mantissa, exponent - 7), np.ldexp(mantissa, -6))
+        return np.where(bits & 128, -size, size).astype(np.float32)
+    return np.frombuffer(stored, dtype).astype(np.float32)
 
 
 def main(run: str) -> None:
@@ -27,7 +39,7 @@ def main(run: str) -> None:
         shard = pq.ParquetFile(path, page_checksum_verification=True)
         facts = {key.decode(): value.decode() for key, value in shard.schema_arrow.metadata.items()}
         row = shard.read_row_group(0).slice(0, 1).to_pylist()[0]
-        found = states(row["hidden"], facts["dtype"], int(facts["hidden_size"]))
+        found = states(row, facts)
         written = sum(span["end"] - span["start"] for span in row["spans"])
         print(f"{path.name}: {shard.metadata.num_rows} rows, states in {facts['dtype']}")
         print(f"  {row['id']} ({row['split']}): {len(row['input_ids'])} tokens, {written} written by the target")

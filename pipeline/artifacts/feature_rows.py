@@ -1,8 +1,9 @@
 """Rows of features: a conversation's tokens and the target's hidden state at each of its target-written ones.
 
 Read as torch tensors straight out of the Parquet pages (`FeatureRows`): states keep their stored dtype and are not
-copied. A row's *learnable* positions are those at which head 0 has a label (the others have none for any head);
-lengths, plans and batches count these alone. `feature_writer` writes them.
+copied; those of 8 bits (`quantized_states`) become the target's dtype again. A row's *learnable* positions are those at
+which head 0 has a label (the others have none for any head); lengths, plans and batches count these alone.
+`feature_writer` writes them.
 
 Letters: N positions, D hidden size, V vocabulary, K heads.
 """
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.generated_rows import REDO, SPANS, open_rows, require_vocabulary, spans_of
-from pipeline.config import DTYPES
+from pipeline.artifacts.quantized_states import SCALE_BYTES, dequantize, stored_dtype
+from pipeline.config import DTYPES, PRECISIONS, Precision
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
 from pipeline.errors import DataError
@@ -38,25 +40,46 @@ FEATURES = pa.schema(
         ("hidden", pa.large_binary()),  # [len(positions), D], row-major, dtype and D in the footer
     ]
 )
+SCALES = pa.field("scales", pa.list_(pa.float32()))  # of states of 8 bits: one per position
 TAP = "last hidden state after the final norm"
 
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How a shard's states are stored."""
+    """How a shard's states are stored.
 
-    dtype: torch.dtype
+    Raises:
+        EnvironmentFault: This torch has no such numbers.
+    """
+
+    dtype: torch.dtype  # the target's, which readers get
     hidden_size: int
+    precision: Precision = "native"
+
+    @property
+    def stored(self) -> torch.dtype:
+        """The dtype of the stored numbers."""
+        return self.dtype if self.precision == "native" else stored_dtype(self.precision)
+
+    @property
+    def schema(self) -> pa.Schema:
+        return FEATURES if self.precision == "native" else FEATURES.append(SCALES)
 
     @property
     def footer(self) -> dict[str, str]:
         """What a shard's footer says of its states."""
-        return {"dtype": str(self.dtype).removeprefix("torch."), "hidden_size": str(self.hidden_size), "tap": TAP}
+        dtype, size = str(self.dtype).removeprefix("torch."), str(self.hidden_size)
+        return {"dtype": dtype, "hidden_size": size, "precision": self.precision, "tap": TAP}
 
     @property
     def computed_bytes(self) -> int:
         """Bytes of a state as the target computes it."""
         return self.hidden_size * self.dtype.itemsize
+
+
+def state_bytes(hidden_size: int, dtype: torch.dtype, precision: Precision) -> int:
+    """Bytes of one stored state, its scale included; less where a codec finds something."""
+    return hidden_size * dtype.itemsize if precision == "native" else hidden_size + SCALE_BYTES
 
 
 @dataclass(frozen=True)
@@ -111,21 +134,23 @@ class FeatureRows:
         self._groups: list[tuple[str, int]] = []
         self._lengths: list[npt.NDArray[np.int64]] = []
         self._splits: list[npt.NDArray[np.object_]] = []
-        dtypes: dict[torch.dtype, str] = {}
+        formats: dict[StateFormat, str] = {}
         for path in shards:
             with open_rows(path, fingerprint) as shard:
-                dtypes.setdefault(self._dtype_of(path, shard), path)
+                formats.setdefault(self._format_of(path, shard), path)
                 for group in range(shard.num_row_groups):
                     self._groups.append((path, group))
                     table = shard.read_row_group(group, columns=["split", "spans"], use_threads=False)
                     self._lengths.append(_num_learnable(table["spans"], self.roles))
                     self._splits.append(table["split"].to_numpy())
-        if len(dtypes) > 1:
-            raise DataError(f"The shards hold states of different dtypes: {dtypes}.", None, REDO)
-        self.dtype = next(iter(dtypes), torch.float32)
+        if len(formats) > 1:
+            found = {path: states.footer for states, path in formats.items()}
+            raise DataError(f"The shards hold states of different dtypes: {found}.", None, REDO)
+        self.states = next(iter(formats), StateFormat(torch.float32, hidden_size))
+        self.dtype = self.states.dtype
 
-    def _dtype_of(self, path: str, shard: pq.ParquetFile) -> torch.dtype:
-        """The dtype that a shard's footer gives, after it has proved that the states are the target's."""
+    def _format_of(self, path: str, shard: pq.ParquetFile) -> StateFormat:
+        """The format that a shard's footer gives, after it has proved that the states are the target's."""
         footer = {key.decode(): value.decode() for key, value in (shard.schema_arrow.metadata or {}).items()}
         size, dtype = footer.get("hidden_size", "unknown"), footer.get("dtype", "unknown")
         if size != str(self.hidden_size):
@@ -133,8 +158,11 @@ class FeatureRows:
             raise DataError(f"{what}: these features are of another target.", path, REDO)
         if dtype not in DTYPES:
             raise DataError(f"This shard's states are {dtype}, which is none of {', '.join(DTYPES)}.", path, REDO)
-        found: torch.dtype = getattr(torch, dtype)
-        return found
+        precision = footer.get("precision", "native")
+        if precision not in PRECISIONS:
+            what = f"This shard's states are stored in {precision}, which is none of {', '.join(PRECISIONS)}."
+            raise DataError(what, path, REDO)
+        return StateFormat(getattr(torch, dtype), self.hidden_size, precision)
 
     def lengths(self, split: str) -> list[npt.NDArray[np.int64]]:
         """Per row group, each row's number of learnable positions; 0 where it is of another split."""
@@ -148,8 +176,12 @@ class FeatureRows:
         """
         path, group = self._groups[index]
         with open_rows(path, self.fingerprint) as shard:
-            table = shard.read_row_group(group, columns=["id", "input_ids", "spans", "hidden"], use_threads=False)
+            columns = [name for name in self.states.schema.names if name in READ]
+            table = shard.read_row_group(group, columns=columns, use_threads=False)
         return RowGroup(self, path, table)
+
+
+READ = {"id", "input_ids", "spans", "hidden", "scales"}
 
 
 class RowGroup:
@@ -172,12 +204,26 @@ class RowGroup:
         labels_KN = head_labels(ids, spans, rows.num_heads, rows.roles)
         learnable = np.flatnonzero(labels_KN[0] != IGNORED)
         require_vocabulary(labels_KN, rows.vocab_size, self._where(index))
-        num_bytes, found = num_positions * rows.hidden_size * rows.dtype.itemsize, len(self._states[index])
-        if found != num_bytes:
-            raise DataError(f"A row has {found} bytes of states instead of {num_bytes}.", self._where(index), REDO)
-        hidden_ND = self._states[index].view(rows.dtype).view(num_positions, rows.hidden_size)
+        hidden_ND = self._hidden(index, num_positions)
         next_N = ids[feature_positions(spans)[learnable] + 1]
         return FeatureRow(hidden_ND, torch.from_numpy(learnable), next_N, labels_KN[:, learnable])
+
+    def _hidden(self, index: int, num_positions: int) -> Tensor:
+        """A row's states in the target's dtype."""
+        states, stored = self._rows.states, self._states[index]
+        num_bytes = num_positions * states.hidden_size * states.stored.itemsize
+        if len(stored) != num_bytes:
+            raise DataError(
+                f"A row has {len(stored)} bytes of states instead of {num_bytes}.", self._where(index), REDO
+            )
+        if states.precision == "native":
+            return stored.view(states.dtype).view(num_positions, states.hidden_size)
+        scales_N = self._table["scales"][index].values.to_numpy()
+        if len(scales_N) != num_positions:
+            what = f"A row has {len(scales_N)} scales instead of {num_positions}."
+            raise DataError(what, self._where(index), REDO)
+        stored_ND = stored.view(num_positions, states.hidden_size).numpy()
+        return dequantize(stored_ND, scales_N, states.precision, states.dtype)
 
     def _where(self, index: int) -> str:
         return f"{self._path}, row {self._table['id'][index]}"

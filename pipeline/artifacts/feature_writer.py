@@ -1,8 +1,8 @@
 """Feature shards as they are written: states arrive in any order, row groups leave in order, behind the computation.
 
-A row's states are copied into the memory of its row group as they arrive. A complete group is checked, encoded,
-checksummed and written by a thread, straight from that memory. `Backlog` bounds the bytes that wait for it, and so how
-far computing runs ahead of the disk.
+A row's states are copied into the memory of its row group as they arrive. A complete group is checked, made 8 bits wide
+where that is asked for, encoded, checksummed and written by a thread, straight from that memory. `Backlog` bounds the
+bytes that wait for it, and so how far computing runs ahead of the disk.
 
 Letters: T tokens of a row, N positions of a group, D hidden size.
 """
@@ -23,8 +23,9 @@ import pyarrow as pa
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.feature_rows import FEATURES, StateFormat
+from pipeline.artifacts.feature_rows import FEATURES, SCALES, StateFormat
 from pipeline.artifacts.generated_rows import SPANS, TokenRow
+from pipeline.artifacts.quantized_states import quantize
 from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.conversations.spans import feature_positions
 from pipeline.storage.receipts import Receipt
@@ -97,8 +98,17 @@ class RowGroup:
             hidden_ND = torch.cat([hidden_ND[:0], *(hidden_ND[edges[i] : edges[i + 1]] for i in kept)])
             edges = [0, *itertools.accumulate(map(num_positions, rows))]
         if rows:
-            writer.write_batch(feature_batch(rows, hidden_ND, edges))
+            writer.write_batch(self._batch(rows, hidden_ND, edges))
         return len(hidden_ND)
+
+    def _batch(self, rows: Sequence[TokenRow], hidden_ND: Tensor, edges: Sequence[int]) -> pa.RecordBatch:
+        """The batch of rows whose states are `hidden_ND[edges[i]:edges[i+1]]`."""
+        if self.states.precision == "native":
+            return feature_batch(rows, hidden_ND, edges)
+        stored_ND = self.memory[: hidden_ND.numel()].view(self.states.stored).view(hidden_ND.shape)
+        scales_N = quantize(hidden_ND, self.states.precision, stored_ND)
+        scales = pa.ListArray.from_arrays(pa.array(edges, pa.int32()), pa.array(scales_N.numpy()))
+        return feature_batch(rows, stored_ND, edges).append_column(SCALES, scales)
 
     def _refused(self, index: int, writer: ShardWriter) -> bool:
         """Whether a row has a state that is not finite; then it is quarantined."""

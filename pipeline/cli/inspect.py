@@ -51,10 +51,9 @@ def inspect(
     console.print(coloured(TokenRow.of(found), _tokenizer(run, config)))
     if "positions" in found:
         footer = read_footer(directory.shards()[0])
-        console.print(
-            f"{len(found['positions'])} positions of {footer['hidden_size']} × {footer['dtype']}, {footer['tap']}",
-            style="dim",
-        )
+        stored = "" if footer["precision"] == "native" else f" in {footer['precision']}"
+        size = f"{footer['hidden_size']} × {footer['dtype']}{stored}"
+        console.print(f"{len(found['positions'])} positions of {size}, {footer['tap']}", style="dim")
 
 
 def coloured(row: TokenRow, tokenizer: Any) -> Text:

@@ -11,11 +11,12 @@ from pydantic import Field
 from pipeline.config.data import FeaturesConfig, GenerateConfig, SeedsConfig, SeedSource, TargetConfig
 from pipeline.config.outcome import BaselineName, CalibrateConfig, CheckConfig, ExportConfig, PushConfig, StudyName
 from pipeline.config.running import LimitsConfig, PlacementConfig, PlacementOf, RunConfig
-from pipeline.config.section import DTYPES, Dtype, Section
+from pipeline.config.section import DTYPES, PRECISIONS, Dtype, Precision, Section
 from pipeline.config.training import BackboneConfig, MedusaConfig, TrainConfig
 
 __all__ = [
     "DTYPES",
+    "PRECISIONS",
     "BackboneConfig",
     "BaselineName",
     "CalibrateConfig",
@@ -29,6 +30,7 @@ __all__ = [
     "MedusaConfig",
     "PlacementConfig",
     "PlacementOf",
+    "Precision",
     "PushConfig",
     "RunConfig",
     "Section",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_validator
 
-from pipeline.config.section import Dtype, Section
+from pipeline.config.section import Dtype, Precision, Section
 
 
 class TargetConfig(Section):
@@ -113,6 +113,11 @@ class GenerateConfig(Section):
 class FeaturesConfig(Section):
     engine: Literal["transformers", "vllm"] = Field("transformers", description="Which engine runs the backbone.")
     tokens_per_batch: PositiveInt = Field(16_384, description="Token budget of one forward, padding included.")
+    precision: Precision = Field(
+        "native",
+        description="Stored numbers: native is the target's dtype; fp8 (e4m3) and int8, with one scale per state, take "
+        "half of bfloat16's bytes.",
+    )
     codec: Literal["none", "zstd", "lz4"] = Field(
         "none",
         description="Parquet compression. zstd: bfloat16 states to 0.78 of their size, float32 to 0.93, "

@@ -42,25 +42,28 @@ def estimate(config: Config, seeds: Summary | None, generated: Summary | None) -
     """
     import torch  # --help does not wait for it
 
+    from pipeline.artifacts.feature_rows import state_bytes
+
     longest = config.generate.rounds * config.generate.max_new_tokens
     gpus, assumed = config.placement.features.gpus_per_worker, ""
     if gpus is None and config.placement.gpu_memory_gb:
         gpus = 1
     try:
         spec = resolve(config.target, on_gpu=None if gpus is None else gpus > 0)
-        hidden_size, width = model_config(spec).get_text_config().hidden_size, getattr(torch, spec.dtype).itemsize
+        hidden_size, dtype = model_config(spec).get_text_config().hidden_size, getattr(torch, spec.dtype)
         longest = min(longest, context_length(spec))
     except EnvironmentFault as error:
-        hidden_size, width = ASSUMED_HIDDEN_SIZE, 2
+        hidden_size, dtype = ASSUMED_HIDDEN_SIZE, torch.bfloat16
         assumed = f"{error.what} So states of {hidden_size:,} numbers in 16 bits are assumed, as 7B models have them."
     rows = int(seeds["rows"]) if seeds else _count(config)
     bound = None if rows is None else rows * longest
     tokens = int(generated.get("tokens", 0)) if generated else bound
-    width = 0 if "features" in method_of(config.train).skipped(config.train) else width
+    skipped = "features" in method_of(config.train).skipped(config.train)
+    stored = 0 if skipped else state_bytes(hidden_size, dtype, config.features.precision)
     share = seeds["train_rows"] / seeds["rows"] if seeds and seeds["rows"] else 1 - config.seeds.holdout
     positions = round((tokens or 0) * share)
     recipes = _recipes(config, positions, hidden_size)
-    return RunSize(rows, tokens, hidden_size * width, bool(generated), assumed, positions or None, recipes)
+    return RunSize(rows, tokens, stored, bool(generated), assumed, positions or None, recipes)
 
 
 def _recipes(config: Config, positions: int, hidden_size: int) -> tuple[Recipe, ...]:

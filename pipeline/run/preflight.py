@@ -10,6 +10,7 @@ import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from pipeline.artifacts.quantized_states import stored_dtype
 from pipeline.artifacts.tree_file import read_paths
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
 from pipeline.conversations.readers import source_files
@@ -66,6 +67,8 @@ def check_config(config: Config, stages: Collection[str] | None = None, *, notes
     if stages is None or "train" in stages:
         with _noted(notes):
             method.check(config)
+    if config.features.precision != "native":
+        stored_dtype(config.features.precision)
     if config.calibrate.choices:
         read_choices(config)
     require_files(config)

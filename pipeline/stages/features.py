@@ -1,7 +1,8 @@
 """features: one forward of the backbone over every generated row, its last hidden states cached in Parquet.
 
 Promises: for a span [s, e) the states at positions s-1 … e-2, after the final norm, in the target's own dtype: one per
-target-written token, exactly what its lm_head read when it predicted that token. Rows keep their order and ids; a row
+target-written token, exactly what its lm_head read when it predicted that token, or with `features.precision` that in 8
+bits. Rows keep their order and ids; a row
 with a state that is not finite is quarantined.
 
 `tuned-features` does the same for the held-out rows that calibrate looks at, with the backbone that training tuned. All
@@ -15,7 +16,7 @@ import functools
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from pipeline.artifacts.feature_rows import FEATURES, StateFormat
+from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
 from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
 from pipeline.config import FeaturesConfig
@@ -49,7 +50,7 @@ class Worker:
         self.engine = make_feature_engine(
             settings.engine, target, settings.tokens_per_batch, settings.engine_args, gpus
         )
-        self.states = StateFormat(self.engine.dtype, self.engine.hidden_size)
+        self.states = StateFormat(self.engine.dtype, self.engine.hidden_size, settings.precision)
         self.backlog = Backlog()
         self._reader = ThreadPoolExecutor(1)
         self._upcoming: ShardTask | None = None
@@ -117,7 +118,7 @@ class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
         self.task, self._rows = task, rows
         self._computed = engine.stream(row.input_ids.tolist() for row in rows)
         with contextlib.ExitStack() as opened:
-            writer = opened.enter_context(shard_writer(task, FEATURES, footer=states.footer, codec=codec))
+            writer = opened.enter_context(shard_writer(task, states.schema, footer=states.footer, codec=codec))
             self._writer = opened.enter_context(FeatureWriter(writer, rows, states, backlog))
             self._opened = opened.pop_all()
 
@@ -144,16 +145,17 @@ class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
 
 def engine_identity(settings: FeaturesConfig) -> Identity:
     """What of the settings the states depend on; the batch size only moves rounding noise."""
-    return {"engine": settings.engine, "codec": settings.codec, "engine_args": semantic_arguments(settings.engine_args)}
+    stored = {"codec": settings.codec, "precision": settings.precision}
+    return {"engine": settings.engine, **stored, "engine_args": semantic_arguments(settings.engine_args)}
 
 
 def identity(context: Context) -> Identity:
-    """The engine, the codec and the target."""
+    """The engine, how states are stored, and the target."""
     return {**engine_identity(context.config.features), "target": context.target_identity}
 
 
 def tuned_identity(context: Context) -> Identity:
-    """The engine, the codec and the content of the backbone, which no shard names."""
+    """The engine, how states are stored, and the content of the backbone, which no shard names."""
     return {**engine_identity(context.config.features), "backbone": context.upstream["train"].content}
 
 

@@ -1,0 +1,67 @@
+"""States in 8 bits: numbers of 8 bits and one float32 scale per state, half the bytes of a bfloat16 state.
+
+A state is divided by a scale of its own, so that its largest number becomes the largest that the format has. `int8`
+rounds each number to a multiple of the scale: the error is at most 1/254 of the state's largest number. `fp8` (e4m3:
+four bits of exponent, three of mantissa) rounds each number to one part in 16, and those below 2⁻⁶ of the scale to a
+multiple of 2⁻⁹ of it. Reading rounds once more, to the target's dtype.
+
+Letters: N states, D hidden size.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pipeline.config import Precision
+from pipeline.errors import EnvironmentFault
+
+SCALE_BYTES = 4
+LARGEST = {"fp8": 448.0, "int8": 127.0}
+TORCH_NAMES = {"fp8": "float8_e4m3fn", "int8": "int8"}
+SMALLEST_STATE = 1e-30  # of a state's largest number, so that dividing by it overflows no float32
+PIECE = 1 << 18  # numbers that are converted at once: they stay in a core's cache
+
+
+def stored_dtype(precision: Precision) -> torch.dtype:
+    """The dtype of numbers in 8 bits.
+
+    Raises:
+        EnvironmentFault: This torch does not have it.
+    """
+    dtype: torch.dtype | None = getattr(torch, TORCH_NAMES[precision], None)
+    if dtype is None:
+        fix = "Install the torch of the lock file, or set features.precision to int8 or native."
+        raise EnvironmentFault(f"This torch has no dtype for states in {precision}.", "features.precision", fix)
+    return dtype
+
+
+def quantize(hidden_ND: Tensor, precision: Precision, stored_ND: Tensor) -> Tensor:
+    """Finite states into `stored_ND`, which may begin where they do; returns their scales [N], float32."""
+    scales_N = torch.empty(len(hidden_ND))
+    rows = max(1, PIECE // hidden_ND.shape[1])
+    for start in range(0, len(hidden_ND), rows):
+        piece_ND = hidden_ND[start : start + rows].to(torch.float32, copy=True)
+        largest_N = piece_ND.abs().amax(dim=1).clamp_min(SMALLEST_STATE)
+        scales_N[start : start + rows] = largest_N / LARGEST[precision]
+        piece_ND.mul_((LARGEST[precision] / largest_N)[:, None])
+        if precision == "int8":
+            piece_ND.round_()
+        stored_ND[start : start + rows] = piece_ND.to(stored_ND.dtype)
+    return scales_N
+
+
+def dequantize(
+    stored_ND: npt.NDArray[np.uint8], scales_N: npt.NDArray[np.float32], precision: Precision, dtype: torch.dtype
+) -> Tensor:
+    """The states in the target's dtype, from their numbers' bytes and their scales."""
+    # A table, since torch converts float8 a number at a time.
+    numbers = torch.arange(256, dtype=torch.uint8).view(stored_dtype(precision)).float().numpy()
+    hidden_ND = torch.empty(stored_ND.shape, dtype=dtype)
+    rows = max(1, PIECE // stored_ND.shape[1])
+    for start in range(0, len(stored_ND), rows):
+        piece_ND = torch.from_numpy(numbers.take(stored_ND[start : start + rows]))
+        hidden_ND[start : start + rows] = piece_ND.mul_(torch.tensor(scales_N[start : start + rows, None]))
+    return hidden_ND

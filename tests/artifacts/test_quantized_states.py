@@ -1,0 +1,90 @@
+"""States in 8 bits come back within what the formats' definitions allow, and their cache is half as large."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.artifacts import quantized_states
+from pipeline.artifacts.feature_rows import FeatureRows, StateFormat, state_bytes
+from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
+from pipeline.artifacts.generated_rows import TokenRow
+from pipeline.artifacts.quantized_states import dequantize, quantize, stored_dtype
+from pipeline.conversations.spans import Span
+from pipeline.errors import DataError, EnvironmentFault
+from pipeline.storage.shards import ShardWriter, read_footer, read_rows
+
+DTYPES = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}  # and half their last place
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    values=st.lists(st.lists(st.floats(-6e4, 6e4, width=16), min_size=8, max_size=8), min_size=1, max_size=6),
+    dtype=st.sampled_from(list(DTYPES)),
+    precision=st.sampled_from(["fp8", "int8"]),
+    exponent=st.integers(-30, 0),
+)
+def test_a_state_comes_back_within_half_a_step_of_its_format(values, dtype, precision, exponent):
+    hidden_ND = (torch.tensor(values) * 2.0**exponent).to(dtype)
+    memory = hidden_ND.flatten().view(torch.uint8).clone()  # the writer quantizes in place
+    stored_ND = memory[: hidden_ND.numel()].view(stored_dtype(precision)).view(hidden_ND.shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quantized_states, "PIECE", 16)  # two rows at a time
+        scales_N = quantize(memory.view(dtype).view(hidden_ND.shape), precision, stored_ND)
+    found_ND = dequantize(stored_ND.view(torch.uint8).numpy(), scales_N.numpy(), precision, dtype)
+    assert found_ND.dtype == dtype
+    true_ND, error_ND = hidden_ND.double(), (found_ND.double() - hidden_ND.double()).abs()
+    largest_N1 = true_ND.abs().amax(1, keepdim=True).clamp_min(1e-30)
+    if precision == "int8":
+        allowed_ND = (largest_N1 / 254).expand_as(error_ND)
+    else:  # four bits with the leading one; below 2^-6 of the scale, multiples of 2^-9 of it
+        allowed_ND = torch.maximum(true_ND.abs() / 16, largest_N1 / 448 * 2.0**-10)
+    smallest = 2.0**-24 if dtype == torch.float16 else 0.0  # float16's own last place near zero
+    assert (error_ND <= allowed_ND * (1 + 1e-5) + (true_ND.abs() + allowed_ND) * DTYPES[dtype] + smallest).all()
+
+
+@pytest.mark.parametrize("precision", ["native", "fp8", "int8"])
+def test_a_shard_of_8_bits_is_read_as_the_target_s_dtype_and_says_what_it_is(tmp_path, precision):
+    states = StateFormat(torch.bfloat16, 64, precision)
+    rows = [TokenRow(n, n, "train", np.arange(40, dtype=np.int32), [Span(1, 40, "assistant")]) for n in "abc"]
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(3, 40, 64, generator=random).bfloat16()
+    hidden[1, 5, 7] = torch.nan
+    path = tmp_path / "0.parquet"
+    with (
+        ShardWriter(
+            path, path.with_suffix(".q"), states.schema, index=0, fingerprint="f", footer=states.footer, codec="none"
+        ) as writer,
+        FeatureWriter(writer, rows, states, Backlog()) as features,
+    ):
+        for index in (2, 0, 1):
+            features.put(index, hidden[index])
+        receipt = features.commit("features", "abc").result()
+    assert (receipt.num_rows, receipt.num_quarantined, read_footer(path)["precision"]) == (2, 1, precision)
+    stored = next(read_rows(path))
+    scales = 4 * len(stored.get("scales", ()))
+    assert len(stored["hidden"]) + scales == 39 * state_bytes(64, torch.bfloat16, precision)
+    opened = FeatureRows([str(path)], fingerprint="f", hidden_size=64, vocab_size=40, num_heads=2, roles=["assistant"])
+    group = opened.read_group(0)
+    for index, true_TD in enumerate((hidden[0], hidden[2])):
+        found_ND = group[index].hidden_ND
+        assert found_ND.dtype == torch.bfloat16
+        worst = {"native": 0.0, "fp8": 1 / 16, "int8": 1 / 254}[precision] * 1.1
+        assert (found_ND - true_TD[:39]).abs().max() <= worst * true_TD.abs().max()
+
+
+def test_an_unknown_precision_and_a_torch_without_float8_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "0.parquet"
+    footer = StateFormat(torch.bfloat16, 64).footer | {"precision": "fp4"}
+    schema = StateFormat(torch.bfloat16, 64).schema
+    with ShardWriter(path, path.with_suffix(".q"), schema, index=0, fingerprint="f", footer=footer) as writer:
+        writer.commit("features", None)
+    with pytest.raises(DataError, match=r"stored in fp4, which is none of native, fp8, int8"):
+        FeatureRows([str(path)], fingerprint="f", hidden_size=64, vocab_size=9, num_heads=2, roles=["assistant"])
+    monkeypatch.delattr(torch, "float8_e4m3fn")
+    with pytest.raises(EnvironmentFault, match="no dtype for states in fp8") as refused:
+        stored_dtype("fp8")
+    assert refused.value.where == "features.precision"
