@@ -80,6 +80,7 @@ def _print_memory(console: Console, settings: Config, figures: RunSize, unfinish
     if sizes is not None:
         found = budgets(settings, sizes, figures.positions)
         plan_tables.print_memory(console, found)
+        plan_tables.print_disk(console, settings, sizes, found)
         require_fit(settings, sizes, [budget for budget in found if budget.placed in unfinished])
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pipeline.run.estimate import RunSize
     from pipeline.run.rates import Rates
     from pipeline.run.stage_status import StageStatus
+    from pipeline.targets.sizes import TargetSizes
 
 MEMORY_COLUMNS = {
     "weights": "weights",
@@ -154,6 +155,16 @@ def print_memory(console: Console, budgets: Collection[StageBudget]) -> None:
             say(console, f"{budget.stage} makes its batches smaller until they fit.")
     if any(budget.device.memory is None for budget in budgets):
         say(console, "What the cluster's devices have is not known from here: give placement.gpu_memory_gb.")
+
+
+def print_disk(console: Console, config: Config, sizes: TargetSizes, budgets: Collection[StageBudget]) -> None:
+    """GB of what training leaves besides the states; a checkpoint has the optimizer's state too."""
+    heads = max((budget.memory.heads for budget in budgets if budget.placed == "train"), default=0)
+    moments = max((budget.memory.optimizer for budget in budgets if budget.placed == "train"), default=0)
+    kept = config.train.keep_checkpoints
+    tuned = f", a tuned backbone of {size(sizes.weight_bytes())}" if method_of(config.train).tunes_backbone else ""
+    checkpoints = f"{kept} checkpoint{'s' if kept > 1 else ''} of up to {size(heads + moments)} each"
+    say(console, f"On the disk, besides: {checkpoints}, heads of up to {size(heads)}{tuned}.")
 
 
 def print_hours(console: Console, stages: Collection[str], rates: Rates, needed: Mapping[str, float | None]) -> None:

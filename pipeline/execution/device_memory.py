@@ -41,16 +41,17 @@ class Memory:
 class Device:
     """What a worker computes on. `memory` is in bytes, None where it is not known from here."""
 
-    name: str  # "GPU", "this machine"
+    name: str  # "its GPU", "this machine"
     memory: float | None
     on_gpu: bool
+    share: float = 1 - FRAGMENTED  # of a GPU: what may be used
 
     @property
     def room(self) -> float | None:
         """What torch can use of it."""
         if self.memory is None or not self.on_gpu:
             return self.memory
-        return self.memory * (1 - FRAGMENTED) - UNSEEN
+        return self.memory * self.share - UNSEEN
 
 
 def gpu_memory() -> float | None:

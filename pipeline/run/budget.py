@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config import Config
@@ -179,9 +179,9 @@ class _Stages:
         if not device.on_gpu:
             least = least.plus(cache=max(CPU_KV_CACHE_BYTES, 2 * one) - one)
             return self._budget(stage, least, least)
-        share = float(engine_args.get("gpu_memory_utilization", VLLM_SHARE))
-        left = 0.0 if device.memory is None else device.memory * share - least.total
-        return self._budget(stage, least.plus(cache=max(0.0, left)), least)
+        device = replace(device, share=float(engine_args.get("gpu_memory_utilization", VLLM_SHARE)))
+        left = 0.0 if device.room is None else device.room - least.total
+        return StageBudget(stage, least.plus(cache=max(0.0, left)), least, device, on_device=1)
 
     def _weights(self, stage: str) -> float:
         return self.sizes.weight_bytes(self.config.target.quantization) / max(1, self.machine.gpus(stage))

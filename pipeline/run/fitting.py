@@ -12,6 +12,7 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.device_memory import GIB
 from pipeline.heads.shape import KINDS, head_kind
 from pipeline.run.budget import PLACED, StageBudget, budgets, sizes_of
+from pipeline.run.preflight import not_served
 from pipeline.targets.sizes import TargetSizes
 from pipeline.training.methods import method_of
 
@@ -39,9 +40,8 @@ def require_fit(config: Config, sizes: TargetSizes, found: Collection[StageBudge
     if not misfits:
         return
     device = misfits[0].device
-    assert device.memory is not None and device.room is not None
+    assert device.memory is not None
     has = f"{device.name} has {device.memory / GIB:.1f} GiB"
-    has += f", {device.room / GIB:.1f} of them for torch" if device.on_gpu else ""
     advice = [f"{each.stage}: {fits}" for each in misfits if (fits := what_fits(config, sizes, each))]
     fix = f"What would fit: {'; '.join(advice)}." if advice else "Take more memory, or a smaller target."
     if not device.on_gpu:
@@ -50,7 +50,7 @@ def require_fit(config: Config, sizes: TargetSizes, found: Collection[StageBudge
     raise EnvironmentFault(f"This does not fit into memory: {sums}; {has}.", "placement", fix)
 
 
-def what_fits(config: Config, sizes: TargetSizes, budget: StageBudget, most: int = 4) -> str:
+def what_fits(config: Config, sizes: TargetSizes, budget: StageBudget, most: int = 5) -> str:
     """Up to `most` changes of settings with which the stage fits, each with its GiB: `train.heads=… (54.2 GiB)`.
 
     Of each group the first that does, else of each two groups; empty where neither helps.
@@ -70,9 +70,10 @@ def _fitting(config: Config, sizes: TargetSizes, stage: str, group: Group) -> It
         try:
             changed = _with(config, change)
             budget = next((each for each in budgets(changed, sizes) if each.stage == stage), None)
+            refused = "vllm" in changed.check.engines and not_served(changed)
         except ConfigError:
             continue
-        if budget and budget.fits:
+        if budget and budget.fits and not refused:
             words = " ".join(f"{key}={_word(value)}" for key, value in change.items())
             yield f"{words} ({budget.least.total / GIB:.1f} GiB)"
 
@@ -91,6 +92,8 @@ def _smaller(config: Config, stage: str, *, on_gpu: bool) -> Iterator[Group]:
     yield from ([change] for change in kind.smaller)
     yield from ([{"train.heads": name}] for name in KINDS if name != config.train.heads)
     yield from method.smaller
+    drafted = [{"train.draft_vocab": size} for size in (65536, 32768, 16384)]
+    yield [*drafted, *({**change, "check.engines": ["native"]} for change in drafted)]  # vLLM serves not every kind's
     yield [{"train.batch_tokens": size} for size in (8192, 4096, 2048)]
 
 
@@ -106,11 +109,15 @@ def _with(config: Config, changes: Changes) -> Config:
 
 
 def _word(value: Any) -> str:
+    """As the command line takes it."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_word, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _sum(budget: StageBudget) -> str:
-    """`train takes 93.1 GiB (heads 20.8, …)`."""
+    """`train takes 93.1 of 76.6 GiB (heads 20.8, …)`, which are those that it may use of a GPU."""
     parts = [f"{name} {size / GIB:.1f}" for name, size in budget.least.parts().items() if size > 0.05 * GIB]
     times = f" in each of {budget.on_device} workers" if budget.on_device > 1 else ""
-    return f"{budget.stage} takes {budget.least.total / GIB:.1f} GiB{times} ({', '.join(parts)})"
+    room = f" of {budget.device.room / GIB:.1f}" if budget.device.on_gpu and budget.device.room else ""
+    return f"{budget.stage} takes {budget.least.total / GIB:.1f}{room} GiB{times} ({', '.join(parts)})"

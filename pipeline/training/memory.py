@@ -112,11 +112,12 @@ def heads_logits(step: StepSizes, num_positions: int, *, teacher: bool) -> float
     """A chunk's logits and states, and the copies of an lm_head that products read and make (see heads/losses.py)."""
     heads, width = step.heads, step.product_bytes
     dtype, held = torch.bfloat16 if width < FP32 else torch.float32, 2 if teacher else 1
-    rows, slice_rows = rows_at_a_time(heads.vocab_size, dtype, held, heads.num_heads * num_positions, step.chunk_bytes)
+    of_all = heads.num_heads * num_positions
+    rows, slice_rows = rows_at_a_time(heads.vocab_size, dtype, held, of_all, step.chunk_bytes)
     logits = heads.vocab_size * (rows * (width + (held - 1) * FP32) + slice_rows * held * FP32)
     states = 2 * rows * heads.hidden_size * width
-    matrices = 2 * heads.vocab_size * heads.hidden_size * width if width < FP32 else 0
-    return logits + states + matrices
+    copies = (2 if heads.trained_lm_head or rows < of_all else 1) if width < FP32 else 0
+    return logits + states + copies * heads.vocab_size * heads.hidden_size * width
 
 
 def tuned_step(step: StepSizes) -> Memory:

@@ -110,12 +110,12 @@ def test_each_thing_that_would_fit_does(planned):
 def test_a_finished_stage_is_not_refused_and_a_machine_s_memory_is_shared_by_its_workers(
     planned, tmp_path, monkeypatch
 ):
-    config = planned("7B", placement__gpu_memory_gb=None, placement__train={"workers": 3})
+    config = planned("7B", placement__gpu_memory_gb=None, placement__train={"workers": 4})
     monkeypatch.setattr("pipeline.run.budget.gpu_memory", lambda: None)
     monkeypatch.setattr("pipeline.run.budget.machine_memory", lambda: 30.0 * GIB)
     train = budget_of(config, "train")
-    assert not train.device.on_gpu and train.memory.total < 30 * GIB < 3 * train.memory.total and not train.fits
-    with pytest.raises(EnvironmentFault, match=r"in each of 3 workers.*this machine has 30\.0 GiB"):
+    assert not train.device.on_gpu and train.memory.total < 30 * GIB < 4 * train.memory.total and not train.fits
+    with pytest.raises(EnvironmentFault, match=r"in each of 4 workers.*this machine has 30\.0 GiB"):
         check_memory(config, ["train"])
     finished = tmp_path / "run" / "train-0123"
     finished.mkdir(parents=True)
