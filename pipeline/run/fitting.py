@@ -56,7 +56,7 @@ def what_fits(config: Config, sizes: TargetSizes, budget: StageBudget, most: int
     Of each group the first that does, else of each two groups; empty where neither helps.
     """
     stage = budget.stage
-    groups = list(_smaller(config, stage, on_gpu=budget.device.on_gpu))
+    groups = list(_smaller(config, stage, sizes.vocab_size, on_gpu=budget.device.on_gpu))
     pairs = ([one | other for one in first for other in second] for first, second in combinations(groups, 2))
     for tried in (groups, pairs):
         firsts = (next(_fitting(config, sizes, stage, group), None) for group in tried)
@@ -78,7 +78,7 @@ def _fitting(config: Config, sizes: TargetSizes, stage: str, group: Group) -> It
             yield f"{words} ({budget.least.total / GIB:.1f} GiB)"
 
 
-def _smaller(config: Config, stage: str, *, on_gpu: bool) -> Iterator[Group]:
+def _smaller(config: Config, stage: str, vocab_size: int, *, on_gpu: bool) -> Iterator[Group]:
     """Groups of settings that make a stage smaller; within a group those first that cost least."""
     placed = {"check": "features"}.get(stage, stage)
     if placed in ("generate", "features"):
@@ -92,7 +92,7 @@ def _smaller(config: Config, stage: str, *, on_gpu: bool) -> Iterator[Group]:
     yield from ([change] for change in kind.smaller)
     yield from ([{"train.heads": name}] for name in KINDS if name != config.train.heads)
     yield from method.smaller
-    drafted = [{"train.draft_vocab": size} for size in (65536, 32768, 16384)]
+    drafted = [{"train.draft_vocab": size} for size in (65536, 32768, 16384) if size < vocab_size]
     yield [*drafted, *({**change, "check.engines": ["native"]} for change in drafted)]  # vLLM serves not every kind's
     yield [{"train.batch_tokens": size} for size in (8192, 4096, 2048)]
 
