@@ -36,7 +36,9 @@ class Tape(TorchDispatchMode):
 
     def rehearse(self, function: Callable[[], None]) -> None:
         self.rehearsed += 1
-        self.capture(function)
+        self.operators = []
+        with self:
+            function()
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         self.operators = operators = []
