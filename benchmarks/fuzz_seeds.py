@@ -165,7 +165,7 @@ def prove(name: str, data: bytes, directory: Path) -> Counter[str]:
     said = str(refusal or "")
     if refusal and "no conversation data" not in said:
         assert wanted.breaks_off and str(path) in said, f"refused without need: {said}"
-    else:
+    elif wanted.rows or not wanted.breaks_off:  # a malformed array may still be read, row by row
         assert len(rows) == wanted.rows, f"{len(rows)} rows came out of {wanted.rows}"
     said.encode()
     kept = [row for row in rows if isinstance(row, Conversation)]

@@ -1,9 +1,10 @@
 """Read seed conversations: files, directories, .gz, and data sets on the Hub.
 
 Promises: every row is returned exactly once, as a conversation or as a rejected row with its reason, with the id
-`source:row`; files are streamed. A file without any conversation is one error that says what was found.
+`source:row`; files are streamed, in time linear in their size; a row of more than `MAX_ROW_BYTES` is refused unread. A
+row that is no JSON costs itself alone. A file without any conversation is one error that says what was found.
 
-Limit: nothing after a syntax error in a JSON array can be read, so it ends the run; in JSONL it costs one row.
+Limit: nothing after a bracket that is missing in a JSON array, or one too many, can be read, so that ends the run.
 """
 
 from __future__ import annotations
@@ -15,25 +16,22 @@ import itertools
 import json
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import ijson
-from ijson.common import ObjectBuilder
-
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import UNDECODABLE_MARK, Conversation, Reason, RejectedRow, RowRejected
 from pipeline.conversations.formats import EXPECTED, read_row
+from pipeline.conversations.json_array import BrokenOff, array_items
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 SUFFIXES = (".json", ".jsonl", ".txt")
 CHUNK_BYTES = 1 << 16
-MAX_NESTING = 500  # levels; json.loads fails at about 1,000
+MAX_ROW_BYTES = 1 << 26  # of a row as it is stored; a packed file of 2 MB can hold a line of 2 GB
 GZIP_MAGIC = b"\x1f\x8b"
 NOT_CONVERSATIONS = {Reason.UNKNOWN_FORMAT, Reason.NOT_TEXT, Reason.BROKEN_JSON, Reason.UNDECODABLE}
 
@@ -121,6 +119,10 @@ class _Unreadable:
     text: str
 
 
+Readable = io.BufferedReader | gzip.GzipFile
+TOO_LONG = _Unreadable(RowRejected(Reason.TOO_LONG, f"More than {MAX_ROW_BYTES:,} bytes."), "")
+
+
 def _file_rows(path: Path) -> Iterator[Any]:
     """A file's rows: the lines of a text file, the items of a JSON array or the lines of JSONL, by content."""
     with _readable(path) as file:
@@ -133,7 +135,7 @@ def _file_rows(path: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def _readable(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
+def _readable(path: Path) -> Iterator[Readable]:
     """The file's bytes, unpacked."""
     try:
         with path.open("rb") as file:
@@ -149,27 +151,41 @@ def _readable(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
         raise EnvironmentFault(what, str(path), "Make it readable, then run the same command again.") from error
 
 
-def _lines(file: Iterable[bytes]) -> Iterator[str]:
+def _lines(file: Readable) -> Iterator[str | _Unreadable]:
     """The non-blank lines. A NUL counts as undecodable: it comes from UTF-16 or binary data."""
-    for line in file:
-        if text := line.decode("utf-8", "mark").replace("\0", UNDECODABLE_MARK).strip("\ufeff \t\r\n"):
+    while line := file.readline(MAX_ROW_BYTES + 1):
+        if len(line) > MAX_ROW_BYTES:
+            while line and not line.endswith(b"\n"):
+                line = file.readline(CHUNK_BYTES)
+            yield TOO_LONG
+        elif text := _text(line):
             yield text
 
 
-def _json_lines(file: Iterable[bytes]) -> Iterator[Any]:
+def _text(row: bytes) -> str:
+    return row.decode("utf-8", "mark").replace("\0", UNDECODABLE_MARK).strip("\ufeff \t\r\n")
+
+
+def _json_lines(file: Readable) -> Iterator[Any]:
     """The value of each line; a file whose first line is a single brace may be one object over many lines."""
-    lines: Iterable[str] = _lines(file)
+    lines = _lines(file)
     first = list(itertools.islice(lines, 1))
-    lines = itertools.chain(first, lines)
     if first == ["{"]:
-        lines = list(lines)
-        if not isinstance(whole := _json_value("\n".join(lines)), _Unreadable):
-            yield whole
-            return
-    yield from map(_json_value, lines)
+        first, size = ["{"], 0
+        for line in lines:
+            first.append(line)
+            if isinstance(line, _Unreadable) or (size := size + len(line)) > MAX_ROW_BYTES:
+                break
+        else:
+            if not isinstance(whole := _json_value("\n".join(map(str, first))), _Unreadable):
+                yield whole
+                return
+    yield from map(_json_value, itertools.chain(first, lines))
 
 
-def _json_value(text: str) -> Any:
+def _json_value(text: str | _Unreadable) -> Any:
+    if isinstance(text, _Unreadable):
+        return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -177,38 +193,17 @@ def _json_value(text: str) -> Any:
         return _Unreadable(RowRejected(reason, f"It is not valid JSON: {error}."), text)
 
 
-def _array(file: io.BufferedReader | gzip.GzipFile, path: Path) -> Iterator[Any]:
+def _array(file: Readable, path: Path) -> Iterator[Any]:
     """The items of a JSON array, one at a time."""
-    text = codecs.iterdecode(iter(partial(file.read, CHUNK_BYTES), b""), "utf-8-sig", "mark")
     number = 0
     try:
-        for item in _items(ijson.basic_parse(ijson.from_iter(chunk.encode() for chunk in text))):
-            yield item
+        for item in array_items(iter(partial(file.read, CHUNK_BYTES), b""), MAX_ROW_BYTES):
+            yield TOO_LONG if item is None else _json_value(_text(item))
             number += 1
-    except (ijson.JSONError, ValueError, ArithmeticError) as error:  # the last: an exponent beyond Decimal
-        what = f"The JSON array breaks off or is malformed after {number} rows: {' '.join(str(error).split())}."
+    except BrokenOff as error:
+        what = f"The JSON array breaks off or is malformed after {number} rows: {error}."
         fix = "Repair or download it again; as JSONL, a damaged line costs only itself."
         raise DataError(what, str(path), fix) from error
-
-
-def _items(events: Iterable[tuple[str, Any]]) -> Iterator[Any]:
-    """The array's items from parser events; an item that is nested too deeply is not built.
-
-    ijson's own `items` keeps the path to every level as text: for a row of 60,000 brackets it took 9 GB.
-    """
-    depth, deepest, builder = 0, 0, ObjectBuilder()  # depth: containers around a value
-    for event, value in events:
-        starts, ends = event.startswith("start_"), event.startswith("end_")
-        depth -= ends
-        if depth == 1 and not ends:
-            deepest, builder = 0, ObjectBuilder()
-        if depth and deepest < MAX_NESTING:
-            builder.event(event, float(value) if isinstance(value, Decimal) else value)
-        depth += starts
-        deepest = max(deepest, depth)
-        if depth == 1 and not starts:
-            too_deep = RowRejected(Reason.BROKEN_JSON, f"It is nested more than {MAX_NESTING} levels deep.")
-            yield builder.value if deepest < MAX_NESTING else _Unreadable(too_deep, "")
 
 
 def _hub_rows(hub: str, split: str) -> Iterator[Any]:

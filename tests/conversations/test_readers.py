@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import time
+import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pipeline.conversations import readers
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
 from pipeline.conversations.readers import name_sources, read_source, source_files
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
@@ -281,3 +284,40 @@ def test_a_mangled_array_is_read_or_refused_in_one_sentence(tmp_path, edits):
     except DataError:
         return
     assert [outcome.id for outcome in outcomes] == [f"s:{n}" for n in range(len(outcomes))]
+
+
+def test_an_array_reads_ids_of_any_size_and_a_row_that_is_no_json_costs_itself_alone(tmp_path):
+    number = "123456789012345678901234567890"
+    rows = [f'{{"id": {number}, "prompt": "why?"}}', '{"prompt": }', '{"prompt": "a, [b] \\"{c"}', ""]
+    path = tmp_path / "rows.json"
+    path.write_text("[" + ",\n ".join([*rows, '{"prompt": "and?"}']) + "]\n")
+    found = list(read_source(Source(path), "s", max_characters=1000))
+    assert [type(row) for row in found] == [Conversation, RejectedRow, Conversation, RejectedRow, Conversation]
+    assert found[0].source_id == number and found[2].messages[0].content == 'a, [b] "{c'
+    assert {row.reason for row in found if isinstance(row, RejectedRow)} == {Reason.BROKEN_JSON}
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64])
+def test_an_array_is_the_same_in_chunks_of_any_size(tmp_path, monkeypatch, chunk):
+    rows = [{"prompt": text} for text in ("why?", 'a "quoted, [one]', "back\\slash\\", "怎么样 \\u00e4", "{")]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    whole = list(read_source(Source(tmp_path / "rows.json"), "s", max_characters=1000))
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
+    with (tmp_path / "rows.json").open("rb") as file:
+        assert list(readers._array(file, tmp_path)) == rows and [row.messages[0].content for row in whole]
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.txt", "rows.json.gz", "rows.jsonl.gz"])
+def test_a_row_of_more_bytes_than_the_limit_is_refused_alone_and_never_held_in_memory(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 1000)
+    rows = ['"why?"', f'"{"x" * 30_000_000}"', '"and?"']
+    data = (f"[{','.join(rows)}]" if ".json" in name and "jsonl" not in name else "\n".join(rows)).encode()
+    (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith("gz") else data)
+    del data, rows
+    tracemalloc.start()
+    started = time.monotonic()
+    found = list(read_source(Source(tmp_path / name), "s", max_characters=1000))
+    seconds, peak = time.monotonic() - started, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [type(row) for row in found] == [Conversation, RejectedRow, Conversation]
+    assert found[1].reason == Reason.TOO_LONG and peak < 3e6 and seconds < 3
