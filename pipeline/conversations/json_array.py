@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 MARKS = re.compile(rb'[\[\]{},"]')  # what shapes an array, outside of a string
-MARKS_IN_STRING = re.compile(rb'["\\]')
+IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)  # up to its end, the chunk's, or a last backslash
 
 
 class BrokenOff(Exception):
@@ -16,8 +16,8 @@ class BrokenOff(Exception):
 def array_items(chunks: Iterator[bytes], most_bytes: int) -> Iterator[bytes | None]:
     """The text of each item of a JSON array, None for one of more than `most_bytes`.
 
-    Only brackets, commas and the ends of strings are read. A parser that reads values as well takes quadratic time for a
-    string over many chunks, and no id above 64 bits.
+    Only brackets, commas and the ends of strings are read. A parser that reads values as well takes quadratic time for
+    a string over many chunks, and no id above 64 bits.
 
     Raises:
         BrokenOff: A bracket is missing, or there is one too many.
@@ -26,13 +26,17 @@ def array_items(chunks: Iterator[bytes], most_bytes: int) -> Iterator[bytes | No
     item = _Item(most_bytes)
     for chunk in chunks:
         begin = 0  # where the part of the chunk begins that belongs to the item
-        while mark := (MARKS_IN_STRING if in_string else MARKS).search(chunk, at):
+        while at < len(chunk):
+            if in_string:
+                at = _end(chunk, at)
+                in_string = at >= len(chunk)
+                at += not in_string
+                continue
+            if (mark := MARKS.search(chunk, at)) is None:
+                break
             at, found = mark.end(), mark[0]
-            if found == b'"':
-                in_string = not in_string
-            elif found == b"\\":
-                at += 1  # what it escapes, perhaps in the next chunk
-            elif found in (b"[", b"{"):
+            in_string = found == b'"'
+            if found in (b"[", b"{"):
                 depth += 1
                 begin = at if depth == 1 else begin
             elif found in (b"]", b"}"):
@@ -49,6 +53,12 @@ def array_items(chunks: Iterator[bytes], most_bytes: int) -> Iterator[bytes | No
         item.add(chunk[begin:])
         at = max(0, at - len(chunk)) if in_string else 0
     raise BrokenOff("its last bracket is missing")
+
+
+def _end(chunk: bytes, at: int) -> int:
+    """Where the string ends that goes on at `at`; beyond the chunk where its last backslash escapes what follows."""
+    end = at + len(rest[0]) if (rest := IN_STRING.match(chunk, at)) else at
+    return end + 2 if chunk[end : end + 1] == b"\\" else end
 
 
 class _Item:
