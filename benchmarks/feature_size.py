@@ -2,8 +2,8 @@
 
 Measured: the size of a shard of the features stage (ids, spans, positions, checksums and receipt included) per
 position, against the raw size of a state. A random backbone's states are representative: mantissas are random and only
-exponents compress. Without a codec, the default, nothing is compressed, which is the upper bound for any target; zstd is
-reported without an aim.
+exponents compress. Without a codec, the default, states are not compressed, which is the upper bound for any target;
+zstd is reported without an aim.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class FeaturesConfig(Section):
     )
     codec: Literal["none", "zstd", "lz4"] = Field(
         "none",
-        description="Parquet compression. zstd: bfloat16 states to 0.78 of their size, float32 to 0.93, "
+        description="Parquet compression of states. zstd: bfloat16 states to 0.78 of their size, float32 to 0.93, "
         "and more CPU to write and read them; lz4 finds nothing in states.",
     )
     engine_args: EngineArgs = Field(default_factory=dict, description="Passed to vLLM as they are.")

@@ -39,6 +39,7 @@ class ShardWriter:
     Args:
         quarantine: Where the rejected rows will be.
         footer: More schema metadata (dtype, hidden size, tap point).
+        codec: The compression of binary columns, which hold states; the others' is zstd.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class ShardWriter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.quarantine_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = HashedFile(self._temporary, self._threads)
+            codecs = {leaf: self._codec_of(field) for field in self.schema for leaf in _leaves(field.name, field.type)}
             self._writer = pq.ParquetWriter(
                 pa.PythonFile(self._file, mode="w"),
                 self.schema.with_metadata({**self.footer, "fingerprint": self.fingerprint}),
-                compression=self.codec,
-                compression_level=1 if self.codec == "zstd" else None,
+                compression=codecs,
+                compression_level={leaf: 1 for leaf, codec in codecs.items() if codec == "zstd"},
                 use_dictionary=False,
                 write_statistics=False,
                 write_page_checksum=True,
@@ -98,6 +100,10 @@ class ShardWriter:
         self.ids += batch.column("id").to_pylist()
         with disk_errors(self.path):  # a table's pages are written at once, a batch's when the next one comes
             self._writer.write_table(pa.Table.from_batches([batch]), row_group_size=max(1, len(batch)))
+
+    def _codec_of(self, field: pa.Field) -> Codec:
+        """The codec is that of tensors; text and ids always compress."""
+        return self.codec if pa.types.is_large_binary(field.type) else "zstd"
 
     def reject(self, rejected: RejectedRow) -> None:
         self.rejected.append(rejected)
@@ -152,6 +158,15 @@ class ShardWriter:
         kept = owners(self.ids)
         assert kept | owners(rejected) == ids_in, f"shard {self.index} of {stage} lost a row or made one up"
         assert not kept & set(rejected), f"shard {self.index} of {stage} kept and rejected the same row"
+
+
+def _leaves(name: str, of: pa.DataType) -> list[str]:
+    """The columns that Parquet makes of one."""
+    if pa.types.is_list(of):
+        return _leaves(f"{name}.list.element", of.value_type)
+    if pa.types.is_struct(of):
+        return [leaf for field in of for leaf in _leaves(f"{name}.{field.name}", field.type)]
+    return [name]
 
 
 def quarantine_line(rejected: RejectedRow, stage: str) -> str:
