@@ -85,7 +85,11 @@ def compare(
     for config in configs:
         run = cached(config, executor)
         for kind, amount in itertools.product(KINDS, amounts):
-            found = {name: learned(run, config, kind, amount, recipe) for name, recipe in recipes.items()}
+            found = {}
+            for name, recipe in recipes.items():
+                found[name] = learned(run, config, kind, amount, recipe)
+                rates = f"tree {found[name]['tree']:.3f}, chain {found[name]['chain']:.3f}"
+                print(f"{kind}, {amount:,} positions, {name}: {rates}", flush=True)
             where = f"{Path(config.target.model).name}, {kind}, {found['auto']['positions']:,} positions"
             facts.append({"where": where, "recipes": found})
             claims += [_claim(figure, where, found) for figure in ("tree", "chain")]

@@ -65,6 +65,7 @@ class MedusaHeads(Heads):
 
     Shape = MedusaShape
     title = "Medusa heads"
+    lr_scale = 1.75  # measured: `python -m benchmarks.run recipe`
     vllm_method = "medusa"
     weights_file = "medusa_lm_head.safetensors"
     choices_file = "medusa_choices.json"

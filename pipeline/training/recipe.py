@@ -26,7 +26,7 @@ from typing import Any
 
 from pipeline.config import TrainConfig
 
-VERSION = 1
+VERSION = 2
 
 PAPER_BATCH, PAPER_SEQUENCES, PAPER_EPOCHS, PAPER_LR, PAPER_WARMUP, PAPER_WIDTH = 16_384, 128, 2, 1e-3, 40, 4096
 MIN_BATCH = 128
