@@ -18,9 +18,11 @@ from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import print_stage
 from pipeline.report.formatting import duration
 from pipeline.run.context import Context
+from pipeline.run.estimate import estimate
 from pipeline.run.fitting import check_memory
 from pipeline.run.preflight import check_config, unread_settings
 from pipeline.run.stage import Stage
+from pipeline.run.stage_status import stage_statuses
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.done import Summary
@@ -70,7 +72,7 @@ def run_flow(
     check_config(config, wanted)
     for warning in unread_settings(config):
         console.print(f"[yellow]![/] {warning}", highlight=False, soft_wrap=True)
-    check_memory(config, wanted)
+    check_memory(config, wanted, lambda: _positions(config))
     run = RunDirectory.create(config)
     with disk_errors(run.path), run.locked():
         run.write_config(config)
@@ -208,6 +210,12 @@ def push_run(
             return advance(context, push.STAGE).summary
         finally:
             context.close()
+
+
+def _positions(config: Config) -> int | None:
+    """How many positions there will be to train on, as `plan` counts them."""
+    statuses = stage_statuses(RunDirectory(config.run.directory, config.run.store), config, STAGES)
+    return estimate(config, statuses["seeds"].finished, statuses["generate"].finished).positions
 
 
 def wanted_stages(

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pipeline.run.estimate import RunSize
     from pipeline.run.rates import Rates
     from pipeline.run.stage_status import StageStatus
-    from pipeline.storage.done import Summary
 
 Statuses = dict[str, "StageStatus"]
 
@@ -53,7 +52,7 @@ def plan(
     statuses = stage_statuses(run, settings, STAGES)
     plan_tables.print_stages(console, {name: statuses[name] for name in statuses if STAGES[name].asked_for(settings)})
     plan_tables.warn(console, [*unread_settings(settings), *notes])
-    figures = estimate(settings, _summary(statuses["seeds"]), _summary(statuses["generate"]))
+    figures = estimate(settings, statuses["seeds"].finished, statuses["generate"].finished)
     cached = _cached_bytes(statuses)
     plan_tables.print_size(console, settings, figures, cached, _free_disk(run))
     if drafted := settings.train.draft_vocab:
@@ -81,7 +80,7 @@ def _print_memory(console: Console, settings: Config, figures: RunSize, unfinish
         found = budgets(settings, sizes, figures.positions)
         plan_tables.print_memory(console, found)
         plan_tables.print_disk(console, settings, sizes, found)
-        require_fit(settings, sizes, [budget for budget in found if budget.placed in unfinished])
+        require_fit(settings, sizes, [budget for budget in found if budget.placed in unfinished], figures.positions)
 
 
 def _print_hours(
@@ -100,10 +99,6 @@ def _rates(settings: Config, console: Console) -> Rates:
     from pipeline.cli.measure import measured_rates
 
     return measured_rates(settings, console)
-
-
-def _summary(state: StageStatus) -> Summary | None:
-    return state.directory.summary if state.status == "done" and state.directory else None
 
 
 def _cached_bytes(statuses: Statuses) -> int:

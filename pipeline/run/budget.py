@@ -109,7 +109,7 @@ class _Stages:
 
     def __init__(self, config: Config, machine: _Machine, sizes: TargetSizes):
         self.config, self.machine, self.sizes = config, machine, sizes
-        self.context = sizes.context
+        self.context = min(sizes.context, config.target.max_tokens or sizes.context)
         self.kind, self.method = head_kind(config.train.heads), method_of(config.train)
         shape = self.kind.shape_of(config.train, sizes.hidden_size, sizes.vocab_size).drafting(config.train.draft_vocab)
         self.heads = HeadsSizes.of(self.kind, shape)
@@ -174,10 +174,11 @@ class _Stages:
         device, gpus = self.machine.device(stage), max(1, self.machine.gpus(stage))
         tokens = int(engine_args.get("max_num_batched_tokens") or VLLM_BATCH_TOKENS)
         activations = forward_bytes(self.sizes, min(tokens, self.context)) / gpus
-        one = int(engine_args.get("max_model_len") or self.context) * self.sizes.cached_bytes / gpus
+        longest = int(engine_args.get("max_model_len") or self.context)
+        one = self.sizes.conversation_bytes(longest, tokens) / gpus
         least = Memory(self._weights(stage), activations=activations, cache=one)
         if not device.on_gpu:
-            least = least.plus(cache=max(CPU_KV_CACHE_BYTES, 2 * one) - one)
+            least = replace(least, cache=max(CPU_KV_CACHE_BYTES, 2 * longest * self.sizes.cached_bytes))
             return self._budget(stage, least, least)
         device = replace(device, share=float(engine_args.get("gpu_memory_utilization", VLLM_SHARE)))
         left = 0.0 if device.room is None else device.room - least.total

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import combinations, islice
 from typing import Any
 
@@ -20,29 +20,43 @@ Changes = dict[str, Any]  # settings by key
 Group = Sequence[Changes]
 
 
-def check_memory(config: Config, stages: Collection[str]) -> None:
+def check_memory(config: Config, stages: Collection[str], positions: Callable[[], int | None] = lambda: None) -> None:
     """Refuse a run of which a stage cannot fit into memory, as far as that is known here.
 
     A stage with a finished result in the store is not checked, since it may be kept.
+
+    Args:
+        positions: Counts those to train on, None where nobody knows; called only where the largest batches, which few
+            positions do not make, would not fit.
 
     Raises:
         EnvironmentFault: See `require_fit`.
     """
     store = config.run.store or config.run.directory
     open_stages = {name for name in stages if not any(store.glob(f"{name}-*/DONE.json"))}
-    if open_stages & PLACED and (sizes := sizes_of(config)):
-        require_fit(config, sizes, [budget for budget in budgets(config, sizes) if budget.placed in open_stages])
+    if not open_stages & PLACED or (sizes := sizes_of(config)) is None:
+        return
+    if all(budget.fits for budget in budgets(config, sizes) if budget.placed in open_stages):
+        return
+    number = positions()
+    found = [budget for budget in budgets(config, sizes, number) if budget.placed in open_stages]
+    require_fit(config, sizes, found, number)
 
 
-def require_fit(config: Config, sizes: TargetSizes, found: Collection[StageBudget]) -> None:
-    """Raise EnvironmentFault where a stage cannot fit, with the sums of all that do not and what would fit of each."""
+def require_fit(
+    config: Config, sizes: TargetSizes, found: Collection[StageBudget], positions: int | None = None
+) -> None:
+    """Raise EnvironmentFault where a stage cannot fit, with the sums of all that do not and what would fit of each.
+
+    `positions` are those that `found` was made for, see `budgets`.
+    """
     misfits = [budget for budget in found if not budget.fits]
     if not misfits:
         return
     device = misfits[0].device
     assert device.memory is not None
     has = f"{device.name} has {device.memory / GIB:.1f} GiB"
-    advice = [f"{each.stage}: {fits}" for each in misfits if (fits := what_fits(config, sizes, each))]
+    advice = [f"{each.stage}: {fits}" for each in misfits if (fits := what_fits(config, sizes, each, positions))]
     fix = f"What would fit: {'; '.join(advice)}." if advice else "Take more memory, or a smaller target."
     if not device.on_gpu:
         fix += " To plan for GPUs that are elsewhere, give placement.gpu_memory_gb."
@@ -50,26 +64,28 @@ def require_fit(config: Config, sizes: TargetSizes, found: Collection[StageBudge
     raise EnvironmentFault(f"This does not fit into memory: {sums}; {has}.", "placement", fix)
 
 
-def what_fits(config: Config, sizes: TargetSizes, budget: StageBudget, most: int = 5) -> str:
+def what_fits(
+    config: Config, sizes: TargetSizes, budget: StageBudget, positions: int | None = None, most: int = 5
+) -> str:
     """Up to `most` changes of settings with which the stage fits, each with its GiB: `train.heads=… (54.2 GiB)`.
 
     Of each group the first that does, else of each two groups; empty where neither helps.
     """
     stage = budget.stage
-    groups = list(_smaller(config, stage, sizes.vocab_size, on_gpu=budget.device.on_gpu))
+    groups = list(_smaller(config, stage, sizes, on_gpu=budget.device.on_gpu))
     pairs = ([one | other for one in first for other in second] for first, second in combinations(groups, 2))
     for tried in (groups, pairs):
-        firsts = (next(_fitting(config, sizes, stage, group), None) for group in tried)
+        firsts = (next(_fitting(config, sizes, stage, group, positions), None) for group in tried)
         if found := list(islice(filter(None, firsts), most)):
             return " or ".join(found)
     return ""
 
 
-def _fitting(config: Config, sizes: TargetSizes, stage: str, group: Group) -> Iterator[str]:
+def _fitting(config: Config, sizes: TargetSizes, stage: str, group: Group, positions: int | None) -> Iterator[str]:
     for change in group:
         try:
             changed = _with(config, change)
-            budget = next((each for each in budgets(changed, sizes) if each.stage == stage), None)
+            budget = next((each for each in budgets(changed, sizes, positions) if each.stage == stage), None)
             refused = "vllm" in changed.check.engines and not_served(changed)
         except ConfigError:
             continue
@@ -78,7 +94,7 @@ def _fitting(config: Config, sizes: TargetSizes, stage: str, group: Group) -> It
             yield f"{words} ({budget.least.total / GIB:.1f} GiB)"
 
 
-def _smaller(config: Config, stage: str, vocab_size: int, *, on_gpu: bool) -> Iterator[Group]:
+def _smaller(config: Config, stage: str, sizes: TargetSizes, *, on_gpu: bool) -> Iterator[Group]:
     """Groups of settings that make a stage smaller; within a group those first that cost least."""
     placed = {"check": "features"}.get(stage, stage)
     if placed in ("generate", "features"):
@@ -86,13 +102,14 @@ def _smaller(config: Config, stage: str, vocab_size: int, *, on_gpu: bool) -> It
             yield [{f"placement.{placed}.gpus_per_worker": number} for number in (2, 4, 8)]
         engine = {f"{stage}.engine": "transformers"} if stage == placed else {}
         yield [{"target.quantization": bits, **engine} for bits in ("8bit", "4bit")]
+        yield [{"target.max_tokens": number} for number in (32768, 8192, 4096) if number < sizes.context]
         return
     kind, method = head_kind(config.train.heads), method_of(config.train)
     yield [{"train.optimizer": "adamw-8bit"}]
     yield from ([change] for change in kind.smaller)
     yield from ([{"train.heads": name}] for name in KINDS if name != config.train.heads)
     yield from method.smaller
-    drafted = [{"train.draft_vocab": size} for size in (65536, 32768, 16384) if size < vocab_size]
+    drafted = [{"train.draft_vocab": size} for size in (65536, 32768, 16384) if size < sizes.vocab_size]
     yield [*drafted, *({**change, "check.engines": ["native"]} for change in drafted)]  # vLLM serves not every kind's
     yield [{"train.batch_tokens": size} for size in (8192, 4096, 2048)]
 

@@ -35,6 +35,11 @@ class StageStatus:
     expected: int | None = 0
 
     @property
+    def finished(self) -> Summary | None:
+        """What it says of itself where it is done."""
+        return self.directory.summary if self.status == "done" and self.directory else None
+
+    @property
     def summary(self) -> Summary:
         """What a finished stage says of itself, and of an unfinished one the sums over its shards."""
         if self.directory is None:

@@ -38,6 +38,8 @@ class TargetSizes:
     context: int  # tokens, `target.max_tokens` included
     cached: int  # keys and values of one token
     itemsize: int  # bytes of a number in the target's dtype
+    window: int = 0  # tokens that a layer with a sliding window keeps
+    cached_in_windows: int = 0  # of `cached`, those of such layers
     stored_bits: int | None = None  # of a linear layer's number, in a checkpoint that is quantized already
 
     def weight_bytes(self, quantization: Bits | None = None) -> float:
@@ -53,6 +55,11 @@ class TargetSizes:
     def cached_bytes(self) -> int:
         """Keys and values of one token."""
         return self.cached * self.itemsize
+
+    def conversation_bytes(self, num_tokens: int, in_flight: int) -> int:
+        """Keys and values of a conversation in vLLM; layers with a sliding window keep that and a forward's tokens."""
+        outside = max(0, num_tokens - self.window - in_flight)
+        return self.itemsize * (self.cached * num_tokens - self.cached_in_windows * outside)
 
 
 def target_sizes(spec: TargetSpec) -> TargetSizes | None:
@@ -72,7 +79,7 @@ def target_sizes(spec: TargetSpec) -> TargetSizes | None:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
-    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, ImportError):
+    except Exception:  # whatever a family's code raises where there are no numbers
         return None
     text, head = config.get_text_config(), model.get_output_embeddings()
     layers = _layers(model)
@@ -94,6 +101,8 @@ def target_sizes(spec: TargetSpec) -> TargetSizes | None:
         context=context_length(spec, config),
         cached=cached_numbers(config),
         itemsize=getattr(torch, spec.dtype).itemsize,
+        window=getattr(text, "sliding_window", None) or 0,
+        cached_in_windows=round(cached_numbers(config) * _share_of_windows(text)),
         stored_bits=stored_bits,
     )
 
@@ -111,6 +120,14 @@ def cached_numbers(config: PretrainedConfig) -> int:
     num_heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     return 2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or num_heads) * head_dim
+
+
+def _share_of_windows(text: PretrainedConfig) -> float:
+    """Which share of the layers attends to a sliding window alone; all of a family that does not tell them apart."""
+    if not getattr(text, "sliding_window", None):
+        return 0.0
+    types = getattr(text, "layer_types", None) or ["sliding_attention"]
+    return float(types.count("sliding_attention") / len(types))
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import Config
 from pipeline.errors import EnvironmentFault
 from pipeline.execution import device_memory
 from pipeline.execution.device_memory import GIB, machine_memory, unusable_driver
 from pipeline.run.budget import StageBudget, budgets, sizes_of
-from pipeline.run.fitting import check_memory, require_fit
+from pipeline.run.fitting import check_memory, require_fit, what_fits
 from pipeline.targets.sizes import forward_bytes
 from tests.training.live_storage import LiveStorage
 
@@ -121,6 +121,52 @@ def test_a_finished_stage_is_not_refused_and_a_machine_s_memory_is_shared_by_its
     finished.mkdir(parents=True)
     (finished / "DONE.json").touch()
     check_memory(config, ["train"])
+
+
+def test_run_refuses_no_batches_that_so_few_positions_do_not_make(planned):
+    """They are counted only where the largest batches do not fit."""
+    counted = []
+    many, few = 10**8, 40_000
+
+    def count(number: int):
+        return lambda: counted.append(number) or number
+
+    roomy, tight = (planned("7B", placement__gpu_memory_gb=size) for size in (80, 18))
+    check_memory(roomy, ["train"], count(many))
+    assert not counted
+    check_memory(tight, ["train"], count(few))
+    with pytest.raises(EnvironmentFault, match="train takes"):
+        check_memory(tight, ["train"], count(many))
+    assert counted == [few, many]
+
+
+def test_a_conversation_in_sliding_windows_takes_what_vllm_keeps_of_it(make_config, tmp_path):
+    """Gemma 3's layers, of which every sixth sees all: 131,072 tokens there, the window and a forward elsewhere."""
+    layers = ["full_attention" if layer % 6 == 5 else "sliding_attention" for layer in range(62)]
+    content = Gemma3TextConfig(
+        hidden_size=5376,
+        intermediate_size=21504,
+        num_hidden_layers=62,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=128,
+        vocab_size=262208,
+        sliding_window=1024,
+        layer_types=layers,
+        max_position_embeddings=131072,
+        architectures=["Gemma3ForCausalLM"],
+        dtype="bfloat16",
+    )
+    (tmp_path / "config.json").write_text(json.dumps(content.to_dict()))
+    config = make_config(
+        tmp_path, **MEDUSA, target__model=str(tmp_path), placement__gpu_memory_gb=80, generate__engine="vllm"
+    )
+    generate = budget_of(config, "generate")
+    in_a_layer = 2 * 16 * 128 * 2
+    assert generate.least.cache == in_a_layer * (10 * 131072 + 52 * (1024 + 8192)) and generate.fits
+    small = config.model_copy(update={"placement": config.placement.model_copy(update={"gpu_memory_gb": 70})})
+    offered = what_fits(small, sizes_of(small), budget_of(small, "generate"))
+    assert "target.max_tokens=" in offered, "the shorter a conversation may be, the less has to fit"
 
 
 def test_a_forward_takes_what_is_planned_for_it(planned):
