@@ -120,6 +120,7 @@ class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
         with contextlib.ExitStack() as opened:
             writer = opened.enter_context(shard_writer(task, states.schema, footer=states.footer, codec=codec))
             self._writer = opened.enter_context(FeatureWriter(writer, rows, states, backlog))
+            opened.callback(self._computed.close)  # an engine would go on with rows that nobody takes
             self._opened = opened.pop_all()
 
     def advance(self) -> bool:

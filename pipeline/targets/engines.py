@@ -6,7 +6,7 @@ separate because they are loaded at different times and use memory differently. 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from pipeline.errors import ConfigError
@@ -65,10 +65,11 @@ class FeatureEngine(Protocol):
     hidden_size: int
     dtype: torch.dtype
 
-    def stream(self, rows: Iterable[Sequence[int]]) -> Iterator[tuple[int, torch.Tensor]]:
+    def stream(self, rows: Iterable[Sequence[int]]) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Each row's index and its states [T_i, D] on the host, as soon as they are there, in any order.
 
-        Later rows are computed meanwhile. A tensor may be a view of a shared buffer: copy what is to be kept.
+        Later rows are computed meanwhile. A tensor may be a view of a shared buffer: copy what is to be kept. Close it
+        before the next one is begun, as an engine goes on with what it was given.
         """
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ states do not depend on its batch and the fast causal kernel is used. The lm_hea
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ class TransformersFeatureEngine:
         self.dtype: torch.dtype = target.dtype
         self._device = input_device(target)
 
-    def stream(self, rows: Iterable[Sequence[int]]) -> Iterator[tuple[int, torch.Tensor]]:
+    def stream(self, rows: Iterable[Sequence[int]]) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Each row's index and its states [T_i, D] on the host; the next batch runs while the caller works.
 
         Rows are taken in windows of sixteen batches' tokens, or `WINDOW_BYTES` of states where these are less, each

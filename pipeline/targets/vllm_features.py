@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -53,7 +53,7 @@ class VLLMFeatureEngine:
         self._pooling = PoolingParams(task="token_embed")
         self._streams = 0
 
-    def stream(self, rows: Iterable[Sequence[int]]) -> Iterator[tuple[int, torch.Tensor]]:
+    def stream(self, rows: Iterable[Sequence[int]]) -> Generator[tuple[int, torch.Tensor], None, None]:
         """Each row's index and its states [T_i, D] on the host; the engine always has rows to go on with."""
         engine = self._running.llm.llm_engine
         self._streams += 1

@@ -23,8 +23,17 @@ class Card:
 
     def __init__(self):
         self.computed, self.too_long, self.all_of_two = [], None, threading.Event()
+        self.under_way = 0
 
     def stream(self, rows):
+        assert not self.under_way, "an engine that goes on with the rows of a stream before mixes them up"
+        self.under_way += 1
+        try:
+            yield from self._states(rows)
+        finally:
+            self.under_way -= 1
+
+    def _states(self, rows):
         for index, ids in reversed(list(enumerate(rows))):
             if ids[0] == self.too_long:
                 raise EnvironmentFault("A row exceeds the GPU.")
@@ -124,3 +133,13 @@ def test_a_shard_that_was_begun_and_is_not_asked_for_leaves_nothing(card, tasks,
     assert len(list(tmp_path.rglob("*.tmp"))) == 1
     work.close()
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+def test_a_shard_that_is_given_up_ends_its_stream_at_once(card, tasks):
+    """An engine would go on with its rows among those of the next stream."""
+    work = worker()
+    shard = work._begin(tasks[0], work._rows(tasks[0]))
+    assert shard.advance() and card.under_way == 1
+    shard.close()
+    assert not card.under_way, "whoever holds the shard still, such as an error's traceback"
+    work.close()
