@@ -51,16 +51,13 @@ def load_causal_lm(
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     on_gpu = torch.device(device).type == "cuda"
-    placement: dict[str, Any] = {"device_map": {"": device}}
     if on_gpu:
         require_gpus(num_gpus)
         # torch's first choice on Hopper and Blackwell builds a plan for every new shape, in up to half a second, and
         # the shapes of batches and of texts that grow are always new. vLLM has it off as well.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        if num_gpus > 1:
-            room = {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}
-            placement = {"device_map": "auto", "max_memory": room}
     does_not_fit = EnvironmentFault(f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", too_large)
+    settings = {"quantization_config": _quantization(spec), **_device_map(device, num_gpus if on_gpu else 1)}
     with files.hub_errors(spec.model, spec.revision):
         try:
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -69,8 +66,7 @@ def load_causal_lm(
                 revision=spec.revision,
                 trust_remote_code=spec.trust_remote_code,
                 dtype=getattr(torch, spec.dtype),
-                quantization_config=_quantization(spec),
-                **placement,
+                **settings,
             )
         except torch.cuda.OutOfMemoryError as error:
             raise does_not_fit from error
@@ -87,8 +83,18 @@ def load_causal_lm(
             ) from error
     if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) and on_gpu:
         raise does_not_fit  # offloaded to the CPU it would run a hundred times slower
+    if spec.quantization is None and getattr(model, "hf_quantizer", None):
+        # What a quantizer leaves in its files and transformers has no place for: biases of zeros, a cache's scales.
+        report["unexpected_keys"] = ()
     _require_whole(spec, report)
     return model.eval().requires_grad_(False)
+
+
+def _device_map(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
+    """Where `from_pretrained` is to put the weights."""
+    if num_gpus == 1:
+        return {"device_map": {"": device}}
+    return {"device_map": "auto", "max_memory": {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}}
 
 
 def _require_whole(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> None:

@@ -116,6 +116,23 @@ def test_states_that_overflow_are_refused(random_target: TargetSpec) -> None:
         verify_tap(model)
 
 
+def test_a_missing_bitsandbytes_is_an_environment_fault(random_target, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(EnvironmentFault, match="not importable"):
+        load_causal_lm(TargetSpec(random_target.model, quantization="4bit"))
+
+
+def test_what_a_quantizer_left_in_the_files_is_no_other_model(random_target, monkeypatch) -> None:
+    """AutoGPTQ writes a bias of zeros for every layer, and transformers has no place for it."""
+    model, left = load_causal_lm(random_target), {"model.layers.0.mlp.up_proj.bias"}
+    loaded = lambda *_, **__: (model, {**WHOLE, "unexpected_keys": left})  # noqa: E731
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", loaded)
+    with pytest.raises(ConfigError, match="no place for"):
+        load_causal_lm(random_target)
+    model.hf_quantizer = object()
+    assert load_causal_lm(random_target) is model
+
+
 FREE = {0: 900_000, 1: 800_000, 2: 700_000, 3: 600_000}  # bytes
 
 
