@@ -19,7 +19,7 @@ from pipeline.execution.progress import Meter, ProgressReporter
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.storage.done import Identity
 from pipeline.storage.fingerprint import FileDigests
-from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.run_directory import RunDirectory, finished_before
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, asks_for_date, resolve, weight_files
 from pipeline.training.methods import method_of
@@ -122,7 +122,7 @@ class Context:
             EnvironmentFault: The sum, spelled out.
         """
         placed = [name for name in self.config.placement.of_stages() if name in stages]
-        missing = [name for name in placed if not any(self.run.store.glob(f"{name}-*/DONE.json"))]
+        missing = [name for name in placed if not finished_before(self.run.store, name)]
         if not missing:
             return
         ray = sys.modules.get("ray")

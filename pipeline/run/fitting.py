@@ -13,6 +13,7 @@ from pipeline.execution.device_memory import GIB
 from pipeline.heads.shape import KINDS, head_kind
 from pipeline.run.budget import PLACED, StageBudget, budgets, sizes_of
 from pipeline.run.preflight import not_served
+from pipeline.storage.run_directory import finished_before
 from pipeline.targets.sizes import TargetSizes
 from pipeline.training.methods import method_of
 
@@ -33,7 +34,7 @@ def check_memory(config: Config, stages: Collection[str], positions: Callable[[]
         EnvironmentFault: See `require_fit`.
     """
     store = config.run.store or config.run.directory
-    open_stages = {name for name in stages if not any(store.glob(f"{name}-*/DONE.json"))}
+    open_stages = {name for name in stages if not finished_before(store, name)}
     if not open_stages & PLACED or (sizes := sizes_of(config)) is None:
         return
     if all(budget.fits for budget in budgets(config, sizes) if budget.placed in open_stages):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib.util
 import os
 import sys
@@ -11,19 +10,17 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from pipeline.artifacts.quantized_states import stored_dtype
-from pipeline.artifacts.tree_file import read_paths
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
 from pipeline.conversations.readers import source_files
-from pipeline.decoding.dynamic_tree import DynamicTree
-from pipeline.decoding.stock_trees import CHILDREN, stock_tree
-from pipeline.decoding.tree import TreePath, check_choices
-from pipeline.errors import ConfigError, DataError, EnvironmentFault
+from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.device_memory import unusable_driver
 from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.export.hub import repositories
-from pipeline.export.layout import MAX_NUM_HEADS, check_num_heads
+from pipeline.export.layout import check_num_heads
 from pipeline.export.upload import check_repo_id
-from pipeline.heads.shape import head_kind, max_depth
+from pipeline.heads.shape import head_kind
+from pipeline.run.tree_settings import check_tree
+from pipeline.storage.run_directory import finished_before
 from pipeline.targets.files import is_local
 from pipeline.targets.spec import TargetSpec, model_config, resolve
 from pipeline.training.methods import method_of
@@ -45,36 +42,25 @@ def check_config(config: Config, stages: Collection[str] | None = None, *, notes
     kind, method = head_kind(config.train.heads), method_of(config.train)
     check_num_heads(config.train.num_heads)
     shape = kind.shape_of(config.train, 1, 1)  # whatever the target's sizes
-    if (config.calibrate.depth or 1) > shape.max_depth:
-        raise ConfigError(
-            f"{config.train.num_heads} {config.train.heads} heads propose at most {shape.max_depth} tokens ahead, and "
-            f"a tree of depth {config.calibrate.depth} is asked for.",
-            "calibrate.depth",
-            "Lower it or raise train.num_heads.",
-        )
-    dynamic_tree(config)
-    most, wanted = most_draft_tokens(config), config.calibrate.draft_tokens
-    if wanted != "auto" and wanted > most:
-        fix = f"Lower it to at most {most}, or raise train.num_heads."
-        raise ConfigError(f"These heads cannot draft {wanted} tokens.", "calibrate.draft_tokens", fix)
+    check_tree(config)
     for format in config.export.formats:
         kind.check_format(shape, format)
     _check_sources(config)
     if set(stages or ("all",)) != {"seeds"}:  # which need no target yet
         with _noted(notes):
             _check_target(config)
+        with _noted(notes):
             _check_driver(config)
     if stages is None or "train" in stages:
         with _noted(notes):
             method.check(config)
     if config.features.precision != "native":
         stored_dtype(config.features.precision)
-    if config.calibrate.choices:
-        read_choices(config)
     require_files(config)
     _check_rule(config.check)
     if config.check.assistant_model:
-        resolve_assistant(config.check.assistant_model)
+        with _noted(notes):
+            resolve_assistant(config.check.assistant_model)
     if config.push.repo_id:
         _check_push(config.push, config.target.model, config.train.heads, tuned=method.tunes_backbone)
     if os.environ.get(SUBMITTED_JOB):
@@ -101,57 +87,6 @@ def unread_settings(config: Config) -> list[str]:
     unread = method_of(config.train).unread(config.train)
     chosen = f"train.heads: {config.train.heads} and train.method: {config.train.method}"
     return [f"Not read with {chosen}: {', '.join(unread)}."] if unread else []
-
-
-def read_choices(config: Config) -> tuple[TreePath, ...]:
-    """The tree of `calibrate.choices`, given directly, by name or as a file, validated for these heads.
-
-    A named tree that is deeper than they can propose is cut.
-
-    Raises:
-        ConfigError: It cannot be read, or is not a tree.
-    """
-    given = config.calibrate.choices
-    assert given is not None, "a tree is to be searched"
-    if isinstance(given, str):
-        choices = stock_tree(max_depth(config.train), given)
-    elif isinstance(given, Path):
-        try:
-            choices = read_paths(given)
-        except DataError as error:
-            near = difflib.get_close_matches(given.name, CHILDREN, n=1)
-            fix = f"Did you mean the tree {near[0]}?" if near else error.fix
-            raise ConfigError(error.what, f"calibrate.choices = {given}", fix) from None
-    else:
-        choices = given
-    return check_choices(choices, max_depth(config.train), config.calibrate.top)
-
-
-def dynamic_tree(config: Config) -> DynamicTree | None:
-    """How the dynamic tree of these settings grows, to a single node where the number is to be found; None of a static
-    one.
-
-    Raises ConfigError where more nodes are asked for than are proposed.
-    """
-    settings = config.calibrate
-    if settings.tree != "dynamic":
-        return None
-    smallest = DynamicTree(1, settings.depth or config.train.num_heads, settings.top)
-    if settings.nodes == "auto":
-        return smallest
-    if settings.nodes > (most := smallest.num_proposed):
-        raise ConfigError(
-            f"A dynamic tree of {settings.nodes} nodes is asked for, and of {settings.top} guesses per node up to a "
-            f"depth of {smallest.max_depth} only {most} are proposed.",
-            "calibrate.nodes",
-            f"Lower it to at most {most}, or raise calibrate.top or calibrate.depth.",
-        )
-    return smallest.resized(settings.nodes)
-
-
-def most_draft_tokens(config: Config) -> int:
-    """How many tokens the heads can draft in a row, and an engine can be told to."""
-    return min(max_depth(config.train), MAX_NUM_HEADS)
 
 
 def not_served(config: Config) -> str | None:
@@ -258,11 +193,10 @@ def _check_packages(config: Config, stages: Collection[str] | None) -> None:
 
     Stages with a finished result in the store are not checked, since they may have run on another machine.
     """
-    store = (config.run.store or config.run.directory).expanduser()
+    store = config.run.store or config.run.directory
     for stage, package, key, fix in _needed_packages(config):
-        made_before = any(store.glob(f"{stage}-*/DONE.json"))
         installed = sys.modules.get(package) or importlib.util.find_spec(package)
-        if (stages is None or stage in stages) and not made_before and not installed:
+        if (stages is None or stage in stages) and not installed and not finished_before(store, stage):
             name = {"vllm": "vLLM"}.get(package, package)
             raise EnvironmentFault(f"{name} is not installed here, and {stage} needs it.", key, fix)
 

@@ -47,8 +47,9 @@ from pipeline.evaluation.prompts import held_out_prompts, read_questions
 from pipeline.heads.shape import head_kind
 from pipeline.report.formatting import with_error
 from pipeline.run.context import Context
-from pipeline.run.preflight import dynamic_tree, most_draft_tokens, read_choices, require_files
+from pipeline.run.preflight import require_files
 from pipeline.run.stage import Stage
+from pipeline.run.tree_settings import dynamic_tree, most_draft_tokens, read_choices
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.loading import input_device, load_causal_lm

@@ -121,3 +121,8 @@ class RunDirectory:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             before = "" if file.read(1) in (b"", b"\n") else "\n"
             file.write(f"{before}{line}\n".encode(errors="replace"))
+
+
+def finished_before(store: Path, stage: str) -> bool:
+    """Whether a finished result of a stage lies in a store, which a run may keep; perhaps another machine made it."""
+    return any(store.glob(f"{stage}-*/DONE.json"))

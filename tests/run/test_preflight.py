@@ -190,3 +190,11 @@ def test_medusa_2_takes_no_second_gpu_for_a_worker_that_would_not_use_it(make_co
     with pytest.raises(ConfigError, match=r"one GPU per worker.*train\.backbone\.shard"):
         check_config(config, ["train"])
     check_config(make_config(tmp_path, placement__train={"gpus_per_worker": 2}), ["train"])
+
+
+def test_a_plan_notes_an_assistant_that_only_this_machine_cannot_reach(make_config, tmp_path):
+    config, notes = make_config(tmp_path, check__assistant_model="owner/model"), []
+    with pytest.raises(EnvironmentFault, match="owner/model"):
+        check_config(config)
+    check_config(config, notes=notes)
+    assert "owner/model" in " ".join(notes)
