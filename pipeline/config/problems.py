@@ -53,6 +53,8 @@ def _problem(location: str, errors: list[Any]) -> str:
         return f"'{location}' is needed"
     said, *others = dict.fromkeys(map(_wanted, errors))
     said = " or ".join([said, *(other.removeprefix("it must be ") for other in others)])
+    if first["type"] == "value_error" and isinstance(first["input"], dict):  # of keys that do not go together
+        return f"'{location}': {said}"
     return f"'{location}': {said}, not {_shown(first['input'])}"
 
 

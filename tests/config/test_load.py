@@ -204,3 +204,16 @@ def test_every_key_is_read_somewhere():
     for cls in classes:
         for key in cls.model_fields:
             assert key in attributes | placed_by_stage_name, f"{cls.__name__}.{key} is never read"
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("generate.engine_args={hf_token: not-to-be-shown}", "environment (HF_TOKEN) instead"),
+        ("check.assistant_model=not-to-be-shown", "'check': the baseline 'assistant' and check.assistant_model"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_told_without_their_section_s_content(file, word, says):
+    with pytest.raises(ConfigError) as refused:
+        load_config(file, [word])
+    assert says in str(refused.value) and "not-to-be-shown" not in str(refused.value)

@@ -193,7 +193,8 @@ def test_medusa_2_takes_no_second_gpu_for_a_worker_that_would_not_use_it(make_co
 
 
 def test_a_plan_notes_an_assistant_that_only_this_machine_cannot_reach(make_config, tmp_path):
-    config, notes = make_config(tmp_path, check__assistant_model="owner/model"), []
+    config = make_config(tmp_path, check__assistant_model="owner/model", check__baselines=["assistant"])
+    notes: list[str] = []
     with pytest.raises(EnvironmentFault, match="owner/model"):
         check_config(config)
     check_config(config, notes=notes)
