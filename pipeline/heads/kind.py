@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from pipeline.errors import ConfigError, DataError
 from pipeline.heads.draft_vocabulary import TOKEN_MAP, DraftVocabulary
 from pipeline.heads.losses import summed_cross_entropy
+from pipeline.heads.proposal_tree import ProposalTree
 from pipeline.heads.shape import HeadsShape, require_shapes
 from pipeline.heads.soft_labels import Teacher
 
@@ -44,25 +45,6 @@ class TargetWeights:
     def drafting(self, tokens: Tensor | None) -> TargetWeights:
         """The same with the `lm_head`'s rows of these tokens; None leaves all."""
         return self if tokens is None else replace(self, lm_head=lambda: self.lm_head()[tokens])
-
-
-class Level(NamedTuple):
-    """One depth of a tree: which nodes of the depth above have children, P of them, and the M children."""
-
-    inner: Tensor  # [P]: places among the nodes of the depth above
-    parent: Tensor  # [M]: each child's parent, as a place in `inner`
-    guess: Tensor  # [M]: each child's place in the parents' flattened [P, top] guesses
-    top: int
-
-
-class ProposalTree(Protocol):
-    """What a proposal needs to know of a tree: as a whole, and depth by depth from the root's children on."""
-
-    max_depth: int
-    top: int  # guesses per head
-    guess: Tensor  # [N]: each node's place in the flattened [max_depth, top] guesses
-    levels: tuple[Level, ...]
-    order: Tensor  # [N]: each node's place among the levels' nodes, end to end
 
 
 class Heads(nn.Module, ABC):

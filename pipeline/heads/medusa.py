@@ -28,7 +28,8 @@ from torch.nn.functional import linear, silu
 from pipeline.config.training import LmHead
 from pipeline.errors import ConfigError
 from pipeline.heads.draft_vocabulary import TOKEN_MAP
-from pipeline.heads.kind import Heads, ProposalTree, TargetWeights
+from pipeline.heads.kind import Heads, TargetWeights
+from pipeline.heads.proposal_tree import ProposalTree
 from pipeline.heads.shape import HeadsShape, require_shapes
 
 if TYPE_CHECKING:

@@ -58,29 +58,15 @@ def load_causal_lm(
         torch.backends.cuda.enable_cudnn_sdp(False)
     does_not_fit = EnvironmentFault(f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", too_large)
     settings = {"quantization_config": _quantization(spec), **_device_map(device, num_gpus if on_gpu else 1)}
-    with files.hub_errors(spec.model, spec.revision):
-        try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                spec.model,
-                output_loading_info=True,
-                revision=spec.revision,
-                trust_remote_code=spec.trust_remote_code,
-                dtype=getattr(torch, spec.dtype),
-                **settings,
-            )
-        except torch.cuda.OutOfMemoryError as error:
-            raise does_not_fit from error
-        except UnpicklingError as error:
-            what = f"{spec.model}: pickled weights that hold more than tensors."
-            fix = "Load it where you trust it, and `save_pretrained` it to a directory."
-            raise ConfigError(what, files.WHERE, fix) from error
-        except OSError:
-            raise
-        except Exception as error:  # whatever a family's code raises on weights that it does not expect
-            fix = "Upgrade transformers, or fetch the target's files again."
-            raise ConfigError(
-                f"transformers cannot load {spec.model}: {first_lines(error)}.", files.WHERE, fix
-            ) from error
+    with files.hub_errors(spec.model, spec.revision), _readable_errors(spec, does_not_fit):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            spec.model,
+            output_loading_info=True,
+            revision=spec.revision,
+            trust_remote_code=spec.trust_remote_code,
+            dtype=getattr(torch, spec.dtype),
+            **settings,
+        )
     if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) and on_gpu:
         raise does_not_fit  # offloaded to the CPU it would run a hundred times slower
     if spec.quantization is None and getattr(model, "hf_quantizer", None):
@@ -88,6 +74,24 @@ def load_causal_lm(
         report["unexpected_keys"] = ()
     _require_whole(spec, report)
     return model.eval().requires_grad_(False)
+
+
+@contextmanager
+def _readable_errors(spec: TargetSpec, does_not_fit: EnvironmentFault) -> Iterator[None]:
+    """Turn what loading raises into errors for a person; those of files are left to `files.hub_errors`."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        raise does_not_fit from error
+    except UnpicklingError as error:
+        what = f"{spec.model}: pickled weights that hold more than tensors."
+        fix = "Load it where you trust it, and `save_pretrained` it to a directory."
+        raise ConfigError(what, files.WHERE, fix) from error
+    except OSError:
+        raise
+    except Exception as error:  # whatever a family's code raises on weights that it does not expect
+        what = f"transformers cannot load {spec.model}: {first_lines(error)}."
+        raise ConfigError(what, files.WHERE, "Upgrade transformers, or fetch the target's files again.") from error
 
 
 def _device_map(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
