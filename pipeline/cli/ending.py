@@ -38,7 +38,7 @@ def ends_well(story: Callable[[], Any]) -> int:
         raise KeyboardInterrupt  # while Ray waits it lets no other exception through
 
     for signum in STOPS:
-        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup's wish
+        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # which is nohup's wish
             signal.signal(signum, stop)
     try:
         with _output():

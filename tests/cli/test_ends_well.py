@@ -18,10 +18,15 @@ from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFaul
 
 @pytest.fixture(autouse=True)
 def signals_as_they_were():
-    handlers = {name: signal.getsignal(name) for name in STOPS}
+    handlers = {name: signal.signal(name, signal.SIG_DFL) for name in STOPS}  # also where nohup had one ignored
     yield
     for name, handler in handlers.items():
         signal.signal(name, handler)
+
+
+def test_a_run_that_is_to_outlive_its_terminal_does(capsys):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert ends_well(lambda: os.kill(os.getpid(), signal.SIGHUP)) == 0
 
 
 def raising(error: Exception):

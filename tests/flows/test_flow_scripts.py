@@ -146,7 +146,7 @@ def test_the_demos_are_alike_but_for_their_training(name: str):
     for section in type(one).model_fields:
         if section not in ("run", "train", "check"):
             assert getattr(one, section) == getattr(two, section), section
-    assert one.check == two.check.model_copy(update={"studies": one.check.studies})
+    assert one.check == two.check.model_copy(update={"studies": one.check.studies, "baselines": one.check.baselines})
     assert two.run.store == one.run.directory and two.run.directory.name == name
 
 
