@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.errors import CheckFailed, ConfigError, DamagedShard, DataError, MedusaDistillError
+from pipeline.errors import CheckFailed, ConfigError, DamagedShard, DataError, EnvironmentFault, MedusaDistillError
 from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import print_stage
 from pipeline.report.formatting import duration
@@ -141,12 +141,15 @@ def require_same_inputs(context: Context, stage: Stage, directory: StageDirector
 
     Raises:
         DataError: Names the files.
+        EnvironmentFault: They cannot be looked at now; what was made is kept.
     """
     try:
         if context.look_again() and stage.locate(context).fingerprint == directory.fingerprint:
             return
         changed = ", ".join(map(str, context.digests.changed()))
         what = f"The input of {stage.name} changed while it ran: {changed or 'files came or went'}."
+    except EnvironmentFault:
+        raise
     except MedusaDistillError as gone:
         what = f"The input of {stage.name} changed while it ran: {gone.what}"
     directory.begin(stage.contents(context), fresh=True)

@@ -12,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file, save_file
 
-from pipeline.errors import DataError
+from pipeline.errors import DataError, EnvironmentFault
+from pipeline.run import context as run_context
 from pipeline.run.context import Context
 from pipeline.stages import features, seeds
 from pipeline.storage import checksums as file_facts
@@ -237,3 +238,29 @@ def test_weights_that_are_swapped_during_a_run_leave_nothing_behind_when_they_ar
     weights.write_bytes(own)
     run = run_again(config, until="features")
     assert shards_made(run) == [("features", index) for index in range(4)] and stages_run(run) == ["features"]
+
+
+@pytest.mark.parametrize("silent", ["the Hub", "the disk"])
+def test_a_stage_is_not_dropped_because_its_input_cannot_be_looked_at_again(
+    copied_run, make_config, tmp_path, monkeypatch, silent
+):
+    """A Hub that does not answer at the end of a night is not asked; a disk that does not is no change either."""
+    found, looks = run_context.weight_files, []
+
+    def answering_once(spec, *, fetch=True):
+        looks.append(fetch)
+        if len(looks) > 1 and (fetch or silent == "the disk"):
+            raise EnvironmentFault("It does not answer.")
+        return found(spec, fetch=fetch)
+
+    latest(copied_run, "features").shard_path(2).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(run_context, "weight_files", answering_once)
+        if silent == "the disk":
+            with pytest.raises(EnvironmentFault, match="does not answer"):
+                run_again(make_config(tmp_path))
+        else:
+            run_again(make_config(tmp_path))
+    assert len(looks) > 1 and shards_made(copied_run)[-1:] == [("features", 2)]
+    run = run_again(make_config(tmp_path))
+    assert shards_made(run) == [], "what was made is kept"

@@ -90,8 +90,11 @@ class Context:
         Raises:
             EnvironmentFault: Its weights would have to be downloaded first, and the context is read-only.
         """
+        return self._identify_target(fetch=not self.read_only)
+
+    def _identify_target(self, *, fetch: bool) -> Identity:
         spec = self.target
-        paths = weight_files(spec, fetch=not self.read_only)
+        paths = weight_files(spec, fetch=fetch)
         return {
             "files": self.digests.of_all(paths),
             "dtype": spec.dtype,
@@ -104,10 +107,10 @@ class Context:
     def look_again(self) -> bool:
         """Look at the target's files anew; whether they are what they were when they were first looked at.
 
-        Raises what `target_identity` raises.
+        The Hub is not asked: what was downloaded is of one commit. Raises what `target_identity` raises.
         """
-        before = self.__dict__.pop("target_identity", None)
-        return before is None or before == self.target_identity
+        before = self.__dict__.get("target_identity")
+        return bool(before is None or before == self._identify_target(fetch=False))
 
     def placement(self, stage: str) -> Placement:
         """The workers of `stage`; raises `EnvironmentFault` when the cluster can never fit them."""
