@@ -102,6 +102,11 @@ def max_depth(settings: TrainConfig) -> int:
     return head_kind(settings.heads).shape_of(settings, 1, 1).max_depth  # whatever the target's sizes
 
 
+def drafter(settings: TrainConfig) -> str:
+    """What drafts, in words: `5 heads`, `7 draft steps`; raises ConfigError for an unknown kind."""
+    return f"{settings.num_heads} {head_kind(settings.heads).units}"
+
+
 def require_shapes(
     shape: HeadsShape,
     expected: Mapping[str, tuple[int, ...]],

@@ -13,6 +13,7 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.execution.hardware import hardware
+from pipeline.heads.shape import drafter
 from pipeline.run.estimate import RunSize
 
 TIMED = ("generate", "features", "train")
@@ -30,13 +31,17 @@ Rates = Mapping[str, Rate]
 
 
 def rates_of_runs(config: Config) -> dict[str, Rate]:
-    """Rates of runs in `run.root` of the same target and method on hardware as here, the newest of each stage."""
+    """Rates of runs in `run.root` of the same target on hardware as here, the newest of each stage.
+
+    That of training is of the same method, and of as many heads of the kind.
+    """
     here, found = hardware(), {}
+    trained = (config.train.method, drafter(config.train))
     for path in sorted(config.run.root.glob("*/report.json"), key=lambda path: path.stat().st_mtime):
         report = _read(path)
         same = report.get("target") == config.target.model and report.get("hardware") == here
         for stage, rate in rates_in(report, f"of run {path.parent.name}") if same else ():
-            if stage != "train" or report.get("method") == config.train.method:
+            if stage != "train" or (report.get("method"), report.get("drafter")) == trained:
                 found[stage] = rate
     return found
 

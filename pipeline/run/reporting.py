@@ -15,7 +15,7 @@ from pipeline.evaluation.limits import failures
 from pipeline.execution.hardware import hardware
 from pipeline.export.card import model_card
 from pipeline.export.hub import repositories
-from pipeline.heads.shape import head_kind
+from pipeline.heads.shape import drafter, head_kind
 from pipeline.report.documents import report_texts
 from pipeline.report.terminal import print_report
 from pipeline.run.context import Context
@@ -73,7 +73,7 @@ def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[st
         "target": config.target.model,
         "method": config.train.method,
         "num_heads": config.train.num_heads,
-        "drafter": f"{config.train.num_heads} {head_kind(config.train.heads).units}",
+        "drafter": drafter(config.train),
         **{name: _selected(summaries[name]) for name in REPORTED_STAGES if name in summaries},
         **({"skipped": skipped} if (skipped := method_of(config.train).skipped(config.train)) else {}),
         "heads": summaries.get("calibrate", {}).get("heads", []),
