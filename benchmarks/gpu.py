@@ -5,7 +5,9 @@
 
 A target of Mistral-7B's shape with random bf16 weights, made on the card. Measured, in turns with the peak (products of
 large random matrices, in the same dtype): the features stage's whole worker; `train` from the shards that it
-wrote; and writing and reading those shards alone. Then native decoding, plain and with trees of several sizes.
+wrote; and writing and reading those shards alone. Native decoding, plain and with trees of several sizes. Then a step
+of every kind of head with vocabularies of 32,000 and 128,256 tokens, its memory beside what `plan` says, and a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class Size:
     num_prompts: int = 6
     prompt_tokens: int = 512
     new_tokens: int = 48
+    vocabularies: tuple[int, ...] = (32_000, 128_256)
 
 
 FULL = Size(torch.device("cuda"), MISTRAL_7B)
@@ -72,6 +75,7 @@ TINY = Size(
     num_prompts=2,
     prompt_tokens=12,
     new_tokens=8,
+    vocabularies=(256, 300),
 )
 
 
@@ -79,6 +83,7 @@ def measure(*, tiny: bool = False) -> Result:
     """Features, decoding, then training, for which the backbone is freed."""
     from benchmarks.gpu_decoding import measure_decoding
     from benchmarks.gpu_features import measure_features
+    from benchmarks.gpu_heads import measure_heads
     from benchmarks.gpu_training import measure_training
 
     size = TINY if tiny else FULL
@@ -90,8 +95,8 @@ def measure(*, tiny: bool = False) -> Result:
         target = lm_head_alone(model, directory / "target")
         parts = [measure_features(model, tasks, made, size), measure_decoding(model, size)]
         del model
-        parts.append(measure_training(target, tasks, made, directory, size))
-    facts = {name: part.facts for name, part in zip(("features", "decoding", "training"), parts, strict=True)}
+        parts += [measure_training(target, tasks, made, directory, size), measure_heads(tasks, directory, size)]
+    facts = {name: part.facts for name, part in zip(("features", "decoding", "training", "heads"), parts, strict=True)}
     return Result([claim for part in parts for claim in part.claims], facts)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import multiprocessing
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 
@@ -63,8 +62,7 @@ def _specs(target: TargetSpec, directory: Path, num_rows: int) -> dict[str, Trai
     specs = {}
     for name in NAMES:
         settings = TrainConfig(heads=name, num_heads=NUM_HEADS, batch_tokens=1 << 20, epochs=1, lr=1e-3, warmup_steps=0)
-        spec = rows.train_spec(target, settings, directory, [task], torch.device("cpu"))
-        specs[name] = replace(spec, kind=head_kind(name))
+        specs[name] = rows.train_spec(target, settings, directory, [task], torch.device("cpu"))
     return specs
 
 

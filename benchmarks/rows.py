@@ -19,7 +19,7 @@ from pipeline.artifacts.generated_rows import GENERATED, TokenRow
 from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import Span
-from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shape import head_kind
 from pipeline.storage.shards import Codec, ShardWriter
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec, model_config
@@ -108,13 +108,13 @@ def features_tasks(directory: Path, shards: Iterable[Sequence[Row]]) -> list[Sha
 def train_spec(
     target: TargetSpec, settings: TrainConfig, directory: Path, tasks: Sequence[ShardTask], device: torch.device
 ) -> TrainSpec:
-    """A training of Medusa heads, from the shards and the text of `features_tasks`."""
+    """A training of the heads that the settings name, from the shards and the text of `features_tasks`."""
     text = model_config(target).get_text_config()
     return TrainSpec(
         shards=tuple(task.shard for task in tasks),
         fingerprint=FINGERPRINT,
         settings=settings,
-        kind=MedusaHeads,
+        kind=head_kind(settings.heads),
         method=METHODS[settings.method],
         target=target,
         hidden_size=text.hidden_size,

@@ -1,0 +1,106 @@
+"""A training step of every kind of head with two sizes of vocabulary: its speed, its memory beside what `plan` says.
+
+And what each kind's checkpoint takes: how long training waits for the copy, and until it is on the disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import MistralConfig
+
+from benchmarks import rows
+from benchmarks.arithmetic import peak_memory_gb, reset_peak_memory, synchronize
+from benchmarks.claims import Claim, Result
+from pipeline.config import MedusaConfig, TrainConfig
+from pipeline.storage.tasks import ShardTask
+from pipeline.targets.sizes import target_sizes
+from pipeline.targets.spec import TargetSpec
+from pipeline.training.checkpoints import Checkpoints
+from pipeline.training.heads_only import HeadsLearner
+from pipeline.training.memory import HeadsSizes, StepSizes
+from pipeline.training.task import TrainSpec, Workers
+from pipeline.training.trainer import Trainer, TrainState
+
+if TYPE_CHECKING:
+    from benchmarks.gpu import Size
+
+NUM_HEADS, WARM_STEPS, STEPS = 5, 2, 5
+KINDS: dict[str, dict[str, Any]] = {
+    "recurrent": {"heads": "recurrent"},
+    "tied": {"heads": "medusa", "medusa": MedusaConfig(lm_head="tied")},
+    "shared": {"heads": "medusa", "medusa": MedusaConfig(lm_head="shared")},
+    "untied": {"heads": "medusa", "medusa": MedusaConfig(lm_head="untied")},
+}
+PLANNED_WITHIN = 1.1  # of the bytes that a step takes
+
+
+def measure_heads(tasks: Sequence[ShardTask], directory: Path, size: Size) -> Result:
+    """Each kind at each size of vocabulary, one after another."""
+    claims: list[Claim] = []
+    for vocabulary in size.vocabularies:
+        target = _matrices_alone(size, vocabulary, directory / f"target-{vocabulary}")
+        for name, heads in KINDS.items():
+            settings = TrainConfig(**heads, num_heads=NUM_HEADS, batch_tokens=size.batch_tokens, epochs=100, lr=1e-3)
+            spec = rows.train_spec(target, settings, directory / f"{name}-{vocabulary}", tasks, size.device)
+            claims += _measured(spec, f"{NUM_HEADS} {name} heads, V = {vocabulary:,}", size)
+            shutil.rmtree(spec.path)
+    return Result(claims, {"batch_tokens": size.batch_tokens, "steps": STEPS})
+
+
+def _measured(spec: TrainSpec, what: str, size: Size) -> list[Claim]:
+    spec.path.mkdir()
+    reset_peak_memory(size.device)
+    trainer = Trainer(HeadsLearner(spec, Workers(), size.device))
+    return [_speed(trainer, what, size), _memory(trainer, what, size), _checkpoint(trainer, what, size)]
+
+
+def _speed(trainer: Trainer, what: str, size: Size) -> Claim:
+    seconds, positions = [], 0
+    for step, batches in zip(range(WARM_STEPS + STEPS), trainer.learner.steps(0), strict=False):
+        synchronize(size.device)
+        started = perf_counter()
+        positions = trainer.step(step, batches)["positions"]
+        seconds.append(perf_counter() - started)
+    return Claim(f"training {what}", positions / median(seconds[WARM_STEPS:]), unit="positions/s")
+
+
+def _memory(trainer: Trainer, what: str, size: Size) -> Claim:
+    learner, used, on_gpu = trainer.learner, peak_memory_gb(size.device), size.device.type == "cuda"
+    spec, sizes = learner.spec, target_sizes(learner.spec.target)
+    assert sizes is not None, "its configuration is there"
+    heads = HeadsSizes.of(spec.kind, spec.heads_shape)
+    planned = learner.memory(StepSizes(spec.settings, heads, sizes, learner.recipe, 1, on_gpu)).total / 1e9
+    sides, aim = {"step, GB": used, "plan, GB": planned}, PLANNED_WITHIN if on_gpu else None  # a CPU's holds much else
+    return Claim(f"memory of a step over plan's, {what}", used / planned, aim=aim, at_most=True, sides=sides)
+
+
+def _checkpoint(trainer: Trainer, what: str, size: Size) -> Claim:
+    with Checkpoints(trainer.learner.spec.path / "checkpoints", trainer.settings) as checkpoints:
+        synchronize(size.device)
+        started = perf_counter()
+        trainer.save(checkpoints, TrainState(step=1))
+        waited = perf_counter() - started
+        checkpoints.wait()
+        written = perf_counter() - started
+        stored = checkpoints.path(1).stat().st_size / 1e9
+    sides = {"until on disk, s": written, "size, GB": stored}
+    return Claim(f"a checkpoint of {what}: training waits", waited, unit="s", sides=sides)
+
+
+def _matrices_alone(size: Size, vocabulary: int, directory: Path) -> TargetSpec:
+    """A target's directory with its configuration and the two matrices that training reads, random ones."""
+    MistralConfig(**{**size.shape, "vocab_size": vocabulary}, tie_word_embeddings=False).save_pretrained(directory)
+    generator = torch.Generator().manual_seed(0)
+    shape = (vocabulary, size.shape["hidden_size"])
+    names = ("lm_head.weight", "model.embed_tokens.weight")
+    matrices = {name: torch.randn(shape, generator=generator, dtype=torch.bfloat16) for name in names}
+    save_file(matrices, directory / "model.safetensors", {"format": "pt"})
+    return TargetSpec(str(directory), dtype="bfloat16")
