@@ -35,31 +35,35 @@ def measure(*, tiny: bool = False) -> Result:
         target = targets.random_demo_target(Path(temporary) / "target").model
         places = (f"run.root={temporary}", f"run.store={temporary}/store", f"target.model={target}")
         words = (*places, *FEW, "calibrate.nodes=3", "train.lr=1e-3")
-        kinds = {name: load_config(DEMO, [*words, f"train.heads={name.lower()}"]) for name in RUNS}
-        runs = {name: run_flow(config, until="export", executor="inline", quiet=True) for name, config in kinds.items()}
-        return served(runs, (1,), 1)
+        config = load_config(DEMO, [*words, "train.heads=recurrent"])
+        return served({"recurrent": run_flow(config, until="export", executor="inline", quiet=True)}, (1,), 1, 8)
 
 
-def served(runs: Mapping[str, Run], at_once: Sequence[int], repeats: int) -> Result:
+def served(runs: Mapping[str, Run], at_once: Sequence[int], repeats: int, new_tokens: int = NEW_TOKENS) -> Result:
     """What each run's export is worth, by the number of requests at once."""
     first = next(iter(runs.values()))
     target = resolve(first.config.target, on_gpu=False)
-    found = held_out_prompts(first.generated("check"), NUM_PROMPTS, context_length(target) - NEW_TOKENS)
+    found = held_out_prompts(first.generated("check"), NUM_PROMPTS, context_length(target) - new_tokens)
     prompts = [prompt.ids for prompt in found.kept]
     exports = {name: run.export for name, run in runs.items()}
-    claims = [claim for number in at_once for claim in _compared(target, exports, prompts, number, repeats)]
-    return Result(claims, {"prompts": len(prompts), "new_tokens": NEW_TOKENS, "repeats": repeats})
+    claims = [claim for number in at_once for claim in _compared(target, exports, prompts, number, repeats, new_tokens)]
+    return Result(claims, {"prompts": len(prompts), "new_tokens": new_tokens, "repeats": repeats})
 
 
 def _compared(
-    target: TargetSpec, exports: Mapping[str, Path], prompts: Sequence[Sequence[int]], at_once: int, repeats: int
+    target: TargetSpec,
+    exports: Mapping[str, Path],
+    prompts: Sequence[Sequence[int]],
+    at_once: int,
+    repeats: int,
+    new_tokens: int,
 ) -> list[Claim]:
     """Tokens per second with each export over those of plain vLLM, and how many texts are the same."""
     chosen: list[dict[str, Any] | None] = [None]
     for path in exports.values():
         layout = read_layout(path)
         chosen.append(layout.kind.speculative_config(str(path.resolve()), layout.num_speculative_tokens))
-    plain, *others = decode_in_vllm(target, chosen, prompts, NEW_TOKENS, repeats=repeats, at_once=at_once)
+    plain, *others = decode_in_vllm(target, chosen, prompts, new_tokens, repeats=repeats, at_once=at_once)
     speed = {"plain, tokens/s": plain["tokens_per_second"]}
     claims = []
     for name, found in zip(exports, others, strict=True):

@@ -124,7 +124,7 @@ def check_outcome(report: dict) -> CheckOutcome:
 def warnings(report: dict) -> tuple[str, ...]:
     """What a reader should notice although the check passed."""
     found = list(pick(report, "train", "warnings") or [])
-    if (coverage := pick(report, "train", "draft_coverage") or 1) < ENOUGH_COVERAGE:
+    if (coverage := pick(report, "train", "draft_coverage")) is not None and coverage < ENOUGH_COVERAGE:
         found.append(
             f"Only {percent(coverage)} of held-out text is in the draft vocabulary, and any other token ends what can "
             "be accepted: raise train.draft_vocab."
