@@ -16,7 +16,7 @@ from pipeline.execution.device_memory import GIB, machine_memory, unusable_drive
 from pipeline.run.budget import StageBudget, budgets, sizes_of
 from pipeline.run.fitting import check_memory, require_fit, what_fits
 from pipeline.targets.sizes import forward_bytes
-from tests.training.live_storage import LiveStorage
+from tests.fake_cuda.ledger import Ledger
 
 # Mistral-7B, Llama-3-8B and Llama-3-70B: billions of parameters; hidden, inner, layers, heads, KV heads, vocabulary.
 SHAPES = {
@@ -175,9 +175,9 @@ def test_a_forward_takes_what_is_planned_for_it(planned):
     model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=64)).to(torch.bfloat16)
     sizes = sizes_of(planned("7B"))
     assert sizes is not None
-    with torch.inference_mode(), LiveStorage() as live:
+    with torch.inference_mode(), Ledger() as ledger:
         model.base_model(input_ids=torch.zeros(1, 4096, dtype=torch.long), use_cache=False)
-    assert forward_bytes(sizes, 4096) / 16 == pytest.approx(live.peak, rel=0.25)
+    assert forward_bytes(sizes, 4096) / 16 == pytest.approx(ledger.peak["cpu"], rel=0.25)
 
 
 def test_a_container_s_limit_is_the_machine_s_memory(tmp_path):

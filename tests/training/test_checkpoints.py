@@ -39,7 +39,7 @@ def test_a_checkpoint_is_a_copy_that_later_steps_do_not_touch(tmp_path):
     assert torch.equal(checkpoints.load(1)[0]["a"], tensors(1)["a"])
 
 
-def test_a_copy_takes_the_room_of_the_one_before_once_that_is_on_disk(tmp_path):
+def test_checkpoints_that_follow_at_once_are_each_as_they_were(tmp_path):
     checkpoints = saved(tmp_path, 1, 2, 3, keep=3)
     for step in (1, 2, 3):
         assert torch.equal(checkpoints.load(step)[0]["a"], tensors(step)["a"])

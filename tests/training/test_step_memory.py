@@ -25,7 +25,7 @@ from pipeline.training.recipe import Recipe
 from pipeline.training.task import Workers
 from pipeline.training.text_batches import Text, assemble_texts
 from pipeline.training.trainer import Trainer
-from tests.training.live_storage import LiveStorage
+from tests.fake_cuda.ledger import Ledger
 
 V, D, K, N = 2048, 128, 3, 384
 CPU = torch.device("cpu")
@@ -62,15 +62,16 @@ def peak_of(learner, batches) -> float:
     trainer = Trainer(learner)
     trainer.step(1, batches)
     moments = [leaf for state in trainer.optimizer.state.values() for leaf in state.values() if leaf.numel() > 1]
-    live = LiveStorage([*trainer.modules.parameters(), *moments, *(weight.grad for weight in trainer.parameters)])
-    del moments
+    held = [*trainer.modules.parameters(), *moments, *(weight.grad for weight in trainer.parameters)]
     if teacher := getattr(learner, "target_head", None):
-        live.hold([teacher.weight_VD])
+        held.append(teacher.weight_VD)
     if isinstance(batches[0], Batch):
-        live.hold(batches[0].tensors().values())
-    with live:
+        held += batches[0].tensors().values()
+    ledger = Ledger(held)
+    del held, moments
+    with ledger:
         trainer.step(2, batches)
-    return live.peak
+    return ledger.peak["cpu"]
 
 
 def expected(learner, target: TargetSpec) -> float:
