@@ -2,8 +2,7 @@
 
 Promises: for a span [s, e) the states at positions s-1 … e-2, after the final norm, in the target's own dtype: one per
 target-written token, exactly what its lm_head read when it predicted that token, or with `features.precision` that in 8
-bits. Rows keep their order and ids; a row
-with a state that is not finite is quarantined.
+bits. Rows keep their order and ids; a row with a state that is not finite is quarantined.
 
 `tuned-features` does the same for the held-out rows that calibrate looks at, with the backbone that training tuned. All
 runs of one store that have the same tuned backbone share it, whatever tree they search.
