@@ -11,7 +11,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import targets
 from benchmarks.claims import Claim, Result
@@ -59,11 +58,8 @@ def _compared(
     new_tokens: int,
 ) -> list[Claim]:
     """Tokens per second with each export over those of plain vLLM, and how many texts are the same."""
-    chosen: list[dict[str, Any] | None] = [None]
-    for path in exports.values():
-        layout = read_layout(path)
-        chosen.append(layout.kind.speculative_config(str(path.resolve()), layout.num_speculative_tokens))
-    plain, *others = decode_in_vllm(target, chosen, prompts, new_tokens, repeats=repeats, at_once=at_once)
+    chosen = [read_layout(path).engine_args(path, target.model) for path in exports.values()]
+    plain, *others = decode_in_vllm(target, [{}, *chosen], prompts, new_tokens, repeats=repeats, at_once=at_once)
     speed = {"plain, tokens/s": plain["tokens_per_second"]}
     claims = []
     for name, found in zip(exports, others, strict=True):

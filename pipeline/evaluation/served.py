@@ -1,5 +1,8 @@
 """The served check: the export decoded by vLLM, against vLLM without it.
 
+vLLM is started as `vllm serve EXPORT` starts it, with the export as its only model, wherever that names the target that
+is checked; else with the two named apart.
+
 vLLM proposes the chain of the heads' top-1 guesses, never a tree, so its acceleration rate is lower than the native
 one.
 """
@@ -9,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -32,11 +34,12 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     """
     layout = read_layout(request.export)
     target, settings, prompts, gpus = request.target, request.settings, request.prompts, request.gpus
+    with_heads = layout.engine_args(request.export, target.model)
     if progress:
         progress.begin("vLLM", 0, done=len(prompts), unit="prompts at once")
     decoded = vllm_decode_check(
         target,
-        layout.kind.speculative_config(str(Path(request.export).resolve()), layout.num_speculative_tokens),
+        with_heads,
         [prompt.ids for prompt in prompts],
         settings.max_new_tokens,
         repeats=settings.repeats,
@@ -54,6 +57,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     return {
         "vllm": {
             "num_speculative_tokens": layout.num_speculative_tokens,
+            "export_alone": "model" in with_heads,
             "acceleration_rate": round(accelerated["acceleration_rate"], 4),
             "accepted_per_position": [round(count / drafts, 4) for count in accelerated["accepted_per_position"]],
             "speedup": round(accelerated["tokens_per_second"] / plain["tokens_per_second"], 4),

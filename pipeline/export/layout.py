@@ -87,6 +87,17 @@ class ExportLayout:
             }
         return with_base_model(content, self.base_model_name_or_path)
 
+    def engine_args(self, directory: str | os.PathLike[str], target: str) -> dict[str, Any]:
+        """The arguments that start vLLM with this target and the heads of `directory`.
+
+        The export alone where it names the target, as `vllm serve DIRECTORY` has it; else the two apart: of an export
+        or a target that was moved, and where the heads are served with another model than their own.
+        """
+        export, named = str(Path(directory).resolve()), self.base_model_name_or_path
+        if named == target or (os.path.isabs(named) and Path(named).resolve() == Path(target).resolve()):
+            return {"model": export}
+        return {"speculative_config": self.kind.speculative_config(export, self.num_speculative_tokens)}
+
 
 def with_base_model(content: Mapping[str, Any], base_model: str) -> dict[str, Any]:
     """The content of a `config.json`, with the target replaced."""

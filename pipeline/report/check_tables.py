@@ -105,6 +105,7 @@ def check_table(report: dict) -> Table:
         ("accepted per position", "accepted_per_position", _per_position),
         ("log-likelihood, nats per token", "log_likelihood", _by_name),
         ("vLLM's model runner", "model_runners", _runners),
+        ("vLLM is started with", "export_alone", _started),
         ("prompts", "prompts", count),
         ("prompts skipped", "skipped_prompts", count),
     )
@@ -122,6 +123,10 @@ def _runners(by_side: Any) -> str:
     """Both sides' where they differ: then a part of a difference in speed, or in rounding, is the runners'."""
     runners = set((by_side or {}).values())
     return runners.pop() if len(runners) == 1 else pairs(by_side) or UNKNOWN
+
+
+def _started(export_alone: bool | None) -> str:
+    return {True: "the export alone", False: "target and export"}.get(export_alone, UNKNOWN)  # type: ignore[arg-type]
 
 
 def _ties(engine: dict) -> str:

@@ -36,7 +36,7 @@ NUM_WARM_UPS = 2  # prompts, not counted
 
 def vllm_decode_check(
     spec: TargetSpec,
-    speculative_config: Mapping[str, Any],
+    with_heads: Mapping[str, Any],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
@@ -44,6 +44,10 @@ def vllm_decode_check(
     gpus: int = 0,
 ) -> dict[str, Any]:
     """What vLLM decodes greedily from `prompts`, without the heads and with them, after a warm-up.
+
+    Args:
+        with_heads: The arguments that start vLLM with the heads: a `speculative_config`, or `model`, an export that
+            names this target itself.
 
     Returns:
         {"plain": {"token_ids": list of ids per prompt, "num_tokens", "seconds": the median of `repeats`,
@@ -55,14 +59,14 @@ def vllm_decode_check(
     Raises:
         ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an engine dies.
     """
-    sides = [None, speculative_config]
+    sides = [{}, with_heads]
     plain, accelerated = decode_in_vllm(spec, sides, prompts, max_new_tokens, repeats=repeats, gpus=gpus)
     return {"plain": plain, "accelerated": accelerated}
 
 
 def decode_in_vllm(
     spec: TargetSpec,
-    speculative_configs: Sequence[Mapping[str, Any] | None],
+    engine_args: Sequence[Mapping[str, Any]],
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     *,
@@ -70,14 +74,14 @@ def decode_in_vllm(
     gpus: int = 0,
     at_once: int | None = None,
 ) -> list[dict[str, Any]]:
-    """One side of `vllm_decode_check` for each configuration, None being plain decoding.
+    """One side of `vllm_decode_check` for each set of arguments; an empty one is plain decoding.
 
     Args:
         at_once: How many prompts an engine decodes at the same time; None for all.
     """
     task: dict[str, Any] = {"spec": asdict(spec), "prompts": [list(ids) for ids in prompts], "at_once": at_once}
     task |= {"max_new_tokens": max_new_tokens, "repeats": repeats, "gpus": gpus}
-    tasks = [{**task, "speculative_config": chosen and dict(chosen)} for chosen in speculative_configs]
+    tasks = [{**task, "engine_args": dict(chosen)} for chosen in engine_args]
     processes = [[task] for task in tasks] if gpus else [tasks]
     return [result for batch in processes for result in _in_own_process(batch)]
 
@@ -107,8 +111,7 @@ def decode(task: Mapping[str, Any]) -> dict[str, Any]:
     spec = TargetSpec(**task["spec"])
     ours: dict[str, Any] = {"disable_log_stats": False, "enable_prefix_caching": False}
     ours |= {"max_num_seqs": task["at_once"]} if task["at_once"] else {}
-    speculative = {"speculative_config": task["speculative_config"]} if task["speculative_config"] else {}
-    running = RunningEngine(spec, {**ours, **speculative}, task["gpus"])
+    running = RunningEngine(spec, {**ours, **task["engine_args"]}, task["gpus"])
     eos, context = eos_token_ids(spec), context_length(spec)
     requests = [
         Request(str(row), ids, min(task["max_new_tokens"], context - len(ids)))
@@ -123,7 +126,7 @@ def decode(task: Mapping[str, Any]) -> dict[str, Any]:
     result = {"token_ids": token_ids, "num_tokens": num_tokens, "seconds": seconds}
     result["tokens_per_second"] = num_tokens / seconds
     result["model_runner"] = "V2" if running.llm.llm_engine.vllm_config.use_v2_model_runner else "V1"
-    if speculative:
+    if running.llm.llm_engine.vllm_config.speculative_config:
         result |= _acceptance(_counters(running), before)
     running.close()
     return result

@@ -44,6 +44,7 @@ def test_figures_are_per_draft_and_equal_sequences_load_no_target(check, monkeyp
     assert found == {
         "vllm": {
             "num_speculative_tokens": 3,
+            "export_alone": False,
             "acceleration_rate": 1.75,
             "accepted_per_position": [0.5, 0.25, 0.0],
             "speedup": 1.5,

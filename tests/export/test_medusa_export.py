@@ -85,6 +85,20 @@ def test_config_json_alone_tells_vllm_which_target_to_serve_and_how(tmp_path):
     }
 
 
+def test_the_export_alone_starts_vllm_where_it_names_the_target_that_is_there(tmp_path):
+    def started_with(named: str, target: str) -> dict:
+        return config_of(named).engine_args(tmp_path / "export", target)
+
+    alone = {"model": str(tmp_path / "export")}
+    apart = {"method": "medusa", "model": str(tmp_path / "export"), "num_speculative_tokens": 3}
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    assert started_with("owner/target", "owner/target") == alone
+    assert started_with(str(tmp_path / "target"), str(tmp_path / "link")) == alone
+    assert started_with(str(tmp_path / "gone"), str(tmp_path / "target")) == {"speculative_config": apart}
+    assert started_with("owner/target", str(tmp_path / "target")) == {"speculative_config": apart}
+
+
 def test_the_directory_has_tokenizer_tree_and_card(tmp_path):
     directory = write(tmp_path / "export", config_of(), card="# A card")
     names = {"config.json", "medusa_lm_head.safetensors", "medusa_choices.json", "tokenizer.json", "README.md"}

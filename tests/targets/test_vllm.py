@@ -15,7 +15,7 @@ import torch
 from pipeline.conversations.requests import Completion, Request
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.export.directory import write_export
-from pipeline.export.layout import ExportLayout
+from pipeline.export.layout import ExportLayout, read_layout
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
@@ -211,8 +211,9 @@ def test_vllm_reads_one_trained_lm_head_from_the_file_and_not_the_target_s(count
 
 def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: TargetSpec, export: Path) -> None:
     prompts = [[100], [7, 7, 250], [300, 2, 17], [500]]
-    drafting = MedusaHeads.speculative_config(str(export), 3)
-    result = vllm_decode_check(counting_target, drafting, prompts, 33, repeats=2)
+    alone = read_layout(export).engine_args(export, counting_target.model)
+    assert alone == {"model": str(export)}, "the engine reads from the export which target and how many tokens"
+    result = vllm_decode_check(counting_target, alone, prompts, 33, repeats=2)
     expected = [[(ids[-1] + 1 + step) for step in range(33)] for ids in prompts[:3]] + [[*range(501, 512), 0, 1, 2]]
     assert result["plain"]["token_ids"] == result["accelerated"]["token_ids"] == expected
     assert result["plain"]["num_tokens"] == 3 * 33 + 14
@@ -234,7 +235,8 @@ def test_a_cell_that_is_always_right_accepts_more_than_it_was_trained_for(counti
     export = exported(counting_target, heads, "expanded", tmp_path)
     assert 3.5 < rate_of_the_export_alone(export) <= 4
 
-    result = vllm_decode_check(counting_target, RecurrentHeads.speculative_config(str(export), 5), PROMPTS, 33)
+    apart = {"speculative_config": RecurrentHeads.speculative_config(str(export), 5)}
+    result = vllm_decode_check(counting_target, apart, PROMPTS, 33)
     expected = [[ids[-1] + 1 + step for step in range(33)] for ids in PROMPTS]
     assert result["plain"]["token_ids"] == result["accelerated"]["token_ids"] == expected
     assert 5 < result["accelerated"]["acceleration_rate"] <= 6
