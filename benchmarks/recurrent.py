@@ -88,7 +88,9 @@ def _speed(specs: dict[str, TrainSpec], what: str, rounds: int) -> Claim:
 
 
 def _memory(specs: dict[str, TrainSpec], what: str) -> Claim:
-    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
+    processes = multiprocessing.get_context("forkserver")  # each begins with the imports, and with nothing of ours
+    processes.set_forkserver_preload([__name__])
+    with processes.Pool(1, maxtasksperchild=1) as pool:
         used = {name: pool.apply(_step_memory, (spec,)) for name, spec in specs.items()}
     sides = {f"{name}, GB": gigabytes for name, gigabytes in used.items()}
     share = used["recurrent"] / used["medusa"]

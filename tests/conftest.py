@@ -20,5 +20,6 @@ pytest_plugins = ["tests.flows.tiny", "tests.cluster"]
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker per core that this process may use; each takes one to two GB of memory."""
-    return min(len(os.sched_getaffinity(0)), 8)
+    """One worker more than cores that this process may use, since engines and clusters are waited for; each takes one
+    to two GB of memory."""
+    return min(len(os.sched_getaffinity(0)) + 1, 8)
