@@ -30,7 +30,7 @@ import pyarrow as pa
 from pipeline.artifacts.seed_rows import SEEDS, SeedRow
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation, RejectedRow
-from pipeline.conversations.readers import read_source
+from pipeline.conversations.readers import SourceReader
 from pipeline.errors import DataError
 from pipeline.storage.shards import quarantine_line
 
@@ -146,7 +146,7 @@ def read_all(path: Path) -> tuple[list[Conversation | RejectedRow], DataError | 
     """A file's rows, and the error that reading it ended with, if any."""
     rows: list[Conversation | RejectedRow] = []
     try:
-        rows.extend(read_source(SeedSource(path=path), "s", max_characters=100_000))
+        rows.extend(SourceReader(SeedSource(path=path), "s", max_characters=100_000))
     except DataError as error:
         return rows, error
     return rows, None

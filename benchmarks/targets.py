@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from pipeline.config import SeedSource
 from pipeline.conversations.conversation import Conversation
-from pipeline.conversations.readers import read_source
+from pipeline.conversations.readers import SourceReader
 from pipeline.demo.target import new_model, train_tokenizer
 from pipeline.targets.spec import TargetSpec
 
@@ -54,7 +54,7 @@ def demo_target(directory: Path) -> TargetSpec:
 
 def bundled_conversations() -> list[Conversation]:
     """The seeds that come with the project."""
-    rows = read_source(SeedSource(path=SEEDS), SEEDS.stem, max_characters=10**6)
+    rows = SourceReader(SeedSource(path=SEEDS), SEEDS.stem, max_characters=10**6)
     return [row for row in rows if isinstance(row, Conversation)]
 
 

@@ -33,7 +33,10 @@ class TargetConfig(Section):
 
 
 class SeedSource(Section):
-    path: Path | None = Field(None, description="A file (JSON, JSONL, text, also .gz) or a directory of them.")
+    path: Path | None = Field(
+        None,
+        description="A file (JSON, JSONL, text, CSV or TSV, also .gz; Parquet, Arrow) or a directory of them.",
+    )
     hub: str | None = Field(None, description="A data set on the Hub, streamed.")
     split: str = Field("train", description="The Hub data set's split.")
     format: Literal["auto", "sharegpt", "ultrachat", "messages", "turns", "prompts"] = Field(
@@ -62,6 +65,7 @@ class SeedsConfig(Section):
         "alone; the same prompt a second time is always quarantined.",
     )
     max_characters: PositiveInt = Field(200_000, description="Longer conversations are quarantined as too-long.")
+    max_file_gb: float = Field(64, description="A file that holds more, unpacked, is refused.", gt=0)
 
     @field_validator("sources", mode="before")
     @classmethod

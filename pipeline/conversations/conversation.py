@@ -63,6 +63,7 @@ class Reason(StrEnum):
     # In the seeds.
     UNDECODABLE = "undecodable"  # bytes that are not UTF-8
     BROKEN_JSON = "broken-json"
+    BROKEN_ROW = "broken-row"  # of a CSV: not as many fields as its header names
     UNKNOWN_FORMAT = "unknown-format"
     NOT_TEXT = "not-text"  # a turn whose text is no string, for example an image
     WRONG_ORDER = "wrong-order"

@@ -16,6 +16,7 @@ row is rejected.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,7 @@ FORM_OF_KEY = {
 }
 
 ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
+KNOWN_KEYS = (*FORM_OF_KEY, *ID_KEYS, "system", "system_prompt", "category")
 
 
 def read_row(row: Any, id: str, form: str, max_characters: int) -> Conversation | RejectedRow:
@@ -124,10 +126,19 @@ _TURNS: dict[str, Callable[[Any], Turns]] = {
 
 
 def _list(row: Any, key: str) -> list[Any]:
-    if not isinstance(row, dict) or not isinstance(row.get(key), list):
-        found = describe(row.get(key)) if isinstance(row, dict) and key in row else describe(row)
+    """The list under a key; in a table's cell it may be JSON, or one list for each key of its items."""
+    value = row.get(key) if isinstance(row, dict) else None
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RowRejected(Reason.BROKEN_JSON, f"The text under `{key}` is not valid JSON: {error}.") from None
+    if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
+        value = [dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)]
+    if not isinstance(value, list):
+        found = describe(value) if isinstance(row, dict) and key in row else describe(row)
         raise RowRejected(Reason.UNKNOWN_FORMAT, f"Expected a list under `{key}`, found {found}.")
-    return row[key]
+    return value
 
 
 def _turn(turn: Any) -> tuple[Role, str]:

@@ -19,7 +19,7 @@ from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig, SeedSource
 from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
-from pipeline.conversations.readers import read_source
+from pipeline.conversations.readers import SourceReader
 from pipeline.conversations.requests import Completion, Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
@@ -120,7 +120,7 @@ def held_out_prompts(rows: Iterable[TokenRow], number: int, room: int, split: st
 
 def read_questions(path: Path) -> list[Conversation]:
     """The questions of a file (MT-Bench, Spec-Bench, any format of seeds); rejected rows are left out."""
-    rows = read_source(SeedSource(path=path), path.stem, max_characters=10**9)
+    rows = SourceReader(SeedSource(path=path), path.stem, max_characters=10**9)
     return [row for row in rows if isinstance(row, Conversation)]
 
 

@@ -32,7 +32,11 @@ _PROMISED: tuple[Column, ...] = (
 
 def tables(report: dict, extras: dict) -> dict[str, Table]:
     """All tables by name, in reading order: results first, then how they were made."""
-    optional = {"categories": categories_table(report), "drift": drift_table(report)}
+    optional = {
+        "categories": categories_table(report),
+        "drift": drift_table(report),
+        "skipped": skipped_files_table(report),
+    }
     return {
         "check": check_table(report),
         "methods": methods_table(report),
@@ -202,6 +206,14 @@ def quarantine_table(report: dict) -> Table:
     return Table(
         "Quarantine", ("stage", "reason", "rows"), rows, "", empty, (0, 1), _shares([num for _, _, num in entries])
     )
+
+
+def skipped_files_table(report: dict) -> Table:
+    """The files of the seeds' directories that were not read, and why."""
+    sources = pick(report, "seeds", "sources") or []
+    rows = tuple((file["name"], file["why"]) for source in sources for file in source["skipped"])
+    read = sum(len(source["read"]) for source in sources)
+    return Table("Skipped files", ("file", "why"), rows, f"{count(read)} files of seeds were read.", words=(0, 1))
 
 
 def provenance_table(report: dict) -> Table:

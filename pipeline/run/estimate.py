@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
-from pipeline.conversations.readers import read_source
+from pipeline.conversations.readers import source_readers
 from pipeline.errors import EnvironmentFault
 from pipeline.heads.shape import head_kind
 from pipeline.storage.done import Summary
@@ -76,12 +76,11 @@ def _recipes(config: Config, positions: int, hidden_size: int) -> tuple[Recipe, 
 def _count(config: Config) -> int | None:
     """The conversations in local files, and those that limits allow of the Hub's."""
     total = 0
-    for source in config.seeds.sources:
-        if source.path is not None:
-            rows = read_source(source, "seeds", max_characters=config.seeds.max_characters)
-            total += sum(isinstance(row, Conversation) for row in rows)
-        elif source.limit is None:
+    for reader in source_readers(config.seeds):
+        if reader.source.path is not None:
+            total += sum(isinstance(row, Conversation) for row in reader)
+        elif reader.source.limit is None:
             return None
         else:
-            total += source.limit
+            total += reader.source.limit
     return total

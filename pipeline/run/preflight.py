@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeline.artifacts.quantized_states import stored_dtype
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
-from pipeline.conversations.readers import source_files
+from pipeline.conversations.readers import source_readers
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.device_memory import unusable_driver
 from pipeline.execution.ray_executor import SUBMITTED_JOB
@@ -120,9 +120,8 @@ def resolve_assistant(model: str) -> TargetSpec:
 
 def _check_sources(config: Config) -> None:
     """Raise ConfigError or DataError where a file of seeds is not there."""
-    for source in config.seeds.sources:
-        if source.path is not None:
-            source_files(source.path)
+    for reader in source_readers(config.seeds):
+        reader.survey()
 
 
 def _check_driver(config: Config) -> None:

@@ -42,6 +42,7 @@ SUMMARY_KEYS = (
     "drift",
     "quantization",
     "draft_coverage",
+    "sources",
 )
 
 

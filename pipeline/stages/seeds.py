@@ -11,12 +11,15 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
 
 from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
-from pipeline.config import GenerateConfig, SeedSource
-from pipeline.conversations.conversation import Conversation, Deduplicator, RejectedRow
-from pipeline.conversations.readers import name_sources, read_source, source_files
+from pipeline.config import GenerateConfig
+from pipeline.conversations.conversation import Conversation, Deduplicator, RejectedRow, encodable
+from pipeline.conversations.readers import SourceReader, source_readers
 from pipeline.errors import DataError
+from pipeline.report.formatting import visible
 from pipeline.run.context import Context
 from pipeline.run.stage import Stage, reads
 from pipeline.storage.done import Identity, Summary
@@ -28,6 +31,7 @@ from pipeline.storage.totals import StageTotals
 NAME = "seeds"
 VERSION = 2
 
+MOST_LINES = 8  # of files that are named in the terminal
 MIN_HELD_OUT = 8
 SMALL_SET = 4096  # up to here the held-out rows are counted out exactly, so that small sets have enough of them
 
@@ -36,8 +40,8 @@ def identity(context: Context) -> Identity:
     """The sources' content and the settings that shape rows."""
     settings = context.config.seeds
     return {
-        "sources": [_source_identity(context, source) for source in settings.sources],
-        "names": name_sources(settings.sources),
+        "sources": [_source_identity(context, reader) for reader in source_readers(settings)],
+        "names": [reader.name for reader in source_readers(settings)],
         "rows_per_shard": settings.rows_per_shard,
         "holdout": settings.holdout,
         "max_characters": settings.max_characters,
@@ -51,19 +55,20 @@ def _what_is_read(generate: GenerateConfig) -> Identity:
     return {"mode": generate.mode, **({"rounds": generate.rounds} if generate.mode == "replay" else {})}
 
 
-def _source_identity(context: Context, source: SeedSource) -> Identity:
+def _source_identity(context: Context, reader: SourceReader) -> Identity:
+    source = reader.source
     described: Identity = {"format": source.format, "limit": source.limit}
     if source.hub:
         return described | {"hub": source.hub, "split": source.split}
-    assert source.path is not None
-    return described | {"files": [[file.name, context.digests.of(file)] for file in source_files(source.path)]}
+    return described | {"files": [[file.name, context.digests.of(file)] for file in reader.survey().files]}
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     settings = context.config.seeds
     receipts: dict[int, Receipt] = {}
+    readers = source_readers(settings)
     with context.meter(NAME, 0, unit="rows") as meter:
-        rows = split_rows(_read(context), settings.holdout)
+        rows = split_rows(_read(context, readers), settings.holdout)
         chunks = iter(lambda: list(itertools.islice(rows, settings.rows_per_shard)), [])
         for index, chunk in enumerate(chunks):
             made = receipts[index] = _write_shard(stage, index, chunk)
@@ -73,9 +78,37 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     stage.drop_shards_but(receipts)
     totals = StageTotals(receipts.values())
     totals.check_quarantine(NAME, str(stage.path), context.config.limits.max_quarantine_fraction, final=True)
-    summary = totals.summary()
+    summary = totals.summary() | {"sources": _sources(readers)}
+    _say(context, summary)
     _require_enough(summary, stage)
     return summary
+
+
+def _sources(readers: Iterable[SourceReader]) -> list[dict[str, Any]]:
+    """What was read of each source and what was not, file by file."""
+    return [
+        {
+            "source": reader.name,
+            "read": [asdict(count) | {"name": encodable(count.name)} for count in reader.read],
+            "skipped": [{"name": encodable(file.name), "why": encodable(file.why)} for file in reader.skipped],
+        }
+        for reader in readers
+    ]
+
+
+def _say(context: Context, summary: Summary) -> None:
+    """Name the skipped files, and the files of directories."""
+    for source in summary["sources"]:
+        told = [f"read {file['name']}: {file['rows']:,} rows" for file in source["read"]]
+        told = told if len(told) > 1 or source["skipped"] else []
+        told = [*_first(told), *_first([f"skipped {file['name']}: {file['why']}" for file in source["skipped"]])]
+        for line in told:
+            context.console.print(visible(f"{NAME}: {line}"), markup=False, highlight=False, soft_wrap=True)
+
+
+def _first(lines: list[str]) -> list[str]:
+    more = len(lines) - MOST_LINES
+    return lines if more <= 0 else [*lines[:MOST_LINES], f"and {more} more, which the report names"]
 
 
 def one_line(summary: Summary) -> str:
@@ -83,13 +116,11 @@ def one_line(summary: Summary) -> str:
     return f"{summary['rows']:,} conversations ({held_out}), {summary['quarantined']} quarantined"
 
 
-def _read(context: Context) -> Iterator[Conversation | RejectedRow]:
-    settings = context.config.seeds
-    near = settings.near_duplicates == "quarantine"
+def _read(context: Context, readers: Iterable[SourceReader]) -> Iterator[Conversation | RejectedRow]:
+    near = context.config.seeds.near_duplicates == "quarantine"
     deduplicator = Deduplicator(**_what_is_read(context.config.generate), near=near)
-    for source, name in zip(settings.sources, name_sources(settings.sources), strict=True):
-        for row in read_source(source, name, max_characters=settings.max_characters):
-            yield deduplicator.check(row) if isinstance(row, Conversation) else row
+    for row in itertools.chain.from_iterable(readers):
+        yield deduplicator.check(row) if isinstance(row, Conversation) else row
 
 
 def split_rows(

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import fuzz_seeds
-from pipeline.conversations import readers
+from pipeline.conversations import byte_rows, readers
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
-from pipeline.conversations.readers import read_source
+from pipeline.conversations.readers import SourceReader
 from pipeline.errors import DataError
 
 MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -43,7 +43,7 @@ def read(path: Path, form: str = "auto") -> tuple[list[Conversation | RejectedRo
     """The rows, and why the file was refused in the end, if it was."""
     rows: list[Conversation | RejectedRow] = []
     try:
-        rows.extend(read_source(Source(path, format=form), "s", max_characters=1000))
+        rows.extend(SourceReader(Source(path, format=form), "s", max_characters=1000))
     except DataError as error:
         return rows, str(error)
     return rows, ""
@@ -134,7 +134,8 @@ def test_the_fuzzer_finds_a_reader_that_loses_repeats_or_crashes(monkeypatch, ca
         lines = list(lines_of(file))
         yield from lines[:-1] if defect == "loses" else [*lines, *lines[-1:]]
 
-    lines_of = readers._lines
-    monkeypatch.setattr(readers, *(("read_row", crashing) if defect == "crashes" else ("_lines", losing)))
+    lines_of = byte_rows.lines
+    place = (readers, "read_row", crashing) if defect == "crashes" else (byte_rows, "lines", losing)
+    monkeypatch.setattr(*place)
     assert fuzz_seeds.main(["--rows", "2000"]) == 1
     assert "kept as" in capsys.readouterr().out

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-import time
 import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipeline.conversations import readers
+from pipeline.conversations import byte_rows, json_array
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
-from pipeline.conversations.readers import name_sources, read_source, source_files
+from pipeline.conversations.readers import SourceReader
+from pipeline.conversations.seed_files import name_sources
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 
@@ -33,7 +33,7 @@ ROWS = [{"id": f"dump-{n}", "conversations": [{"from": "human", "value": f"问�
 
 
 def read(path, **settings):
-    return list(read_source(Source(path=path, **settings), "s", max_characters=1000))
+    return list(SourceReader(Source(path=path, **settings), "s", max_characters=1000))
 
 
 def first_texts(outcomes):
@@ -80,7 +80,7 @@ def test_one_object_printed_over_many_lines_is_one_row(tmp_path):
 def test_an_array_larger_than_a_chunk_is_read_whole(tmp_path):
     rows = [{"prompt": f"{n} " + "月" * 40_000} for n in range(8)]
     path = written(tmp_path / "a.json", json.dumps(rows, ensure_ascii=False))
-    outcomes = list(read_source(Source(path), "s", max_characters=10**6))
+    outcomes = list(SourceReader(Source(path), "s", max_characters=10**6))
     assert first_texts(outcomes) == [row["prompt"] for row in rows]
 
 
@@ -96,12 +96,9 @@ def test_a_directory_is_its_files_in_order_with_rows_counted_through(tmp_path):
     written(tmp_path / "later" / "c.txt", "third")
     written(tmp_path / "b.jsonl", '"second"')
     written(tmp_path / "a.json.gz", gzip.compress(b'["first", ""]'))
-    for ignored in ("notes.md", ".hidden.jsonl"):
-        written(tmp_path / ignored, "not read")
     outcomes = read(tmp_path)
     assert [outcome.id for outcome in outcomes] == ["s:0", "s:1", "s:2", "s:3"]
     assert [getattr(outcome, "reason", None) for outcome in outcomes] == [None, Reason.EMPTY, None, None]
-    assert [path.name for path in source_files(tmp_path)] == ["a.json.gz", "b.jsonl", "c.txt"]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 9])
@@ -193,11 +190,58 @@ def test_a_directory_without_seed_files_is_an_error(tmp_path):
         read(tmp_path)
 
 
-def test_one_file_without_conversations_among_others_is_named(tmp_path):
-    written(tmp_path / "a.jsonl", '"fine"')
+def test_what_a_directory_holds_is_read_or_skipped_by_name_with_the_reason(tmp_path):
+    """An upper-case suffix and a linked folder are read; what a suffix alone would make prompts of is not."""
+    seeds, elsewhere = tmp_path / "seeds", tmp_path / "elsewhere"
+    for folder in (seeds / "part", elsewhere):
+        folder.mkdir(parents=True)
+    for name in ("a.ndjson", "B.JSONL", "part/c.Jsonl.GZ", "d.txt"):
+        written(seeds / name, gzip.compress(b'"hello?"') if name.endswith("GZ") else '"hello?"')
+    written(seeds / "e.csv", "id,prompt\n7,hello?\n")
+    written(elsewhere / "f.jsonl", '"hello?"')
+    (seeds / "linked").symlink_to(elsewhere)
+    (elsewhere / "round").symlink_to(seeds)
+    (seeds / "gone.jsonl").symlink_to(tmp_path / "nowhere")
+    left_out = {
+        "README.txt": "Call me Ishmael.",
+        "LICENSE.txt": "MIT",
+        "notes.md": "hello",
+        "empty.jsonl": "",
+        "blank.csv": "\n",
+        "dataset_info.json": json.dumps({"features": {"text": "string"}, "splits": {}}),
+        "numbers.json": "[1, 2]",
+        ".cache.jsonl": '"hello?"',
+    }
+    for name, text in left_out.items():
+        written(seeds / name, text)
+    reader = SourceReader(Source(path=seeds), "s", max_characters=1000)
+    assert [type(row) for row in reader] == [Conversation] * 6
+    counts = {count.name: (count.rows, count.conversations) for count in reader.read}
+    assert counts == dict.fromkeys(
+        ["B.JSONL", "a.ndjson", "d.txt", "e.csv", "linked/f.jsonl", "part/c.Jsonl.GZ"], (1, 1)
+    )
+    skipped = {file.name: file.why for file in reader.skipped}
+    assert skipped.keys() == {*left_out, "gone.jsonl", "linked/round"}
+    assert "describes the folder" in skipped["README.txt"] and "suffix" in skipped["notes.md"]
+    assert skipped["empty.jsonl"] == skipped["blank.csv"] == "it is empty" and "hidden" in skipped[".cache.jsonl"]
+    assert "`features`, `splits`" in skipped["dataset_info.json"] and "a number" in skipped["numbers.json"]
+    assert "links to nothing" in skipped["gone.jsonl"] and "read already" in skipped["linked/round"]
+
+
+def test_a_directory_of_nothing_but_skipped_files_says_each_reason(tmp_path):
+    written(tmp_path / "README.txt", "Call me Ishmael.")
     written(tmp_path / "b.json", '{"name": "x"}')
-    with pytest.raises(DataError, match=r"b\.json"):
+    with pytest.raises(DataError, match=r"README\.txt \(by its name.*b\.json \(it holds no conversation.*`name`"):
         read(tmp_path)
+
+
+def test_a_path_that_looks_like_a_data_set_of_the_hub_is_told_how_to_name_one(tmp_path):
+    with pytest.raises(ConfigError, match=r'"seeds.sources=\[\{hub: HuggingFaceH4/ultrachat_200k\}\]"'):
+        read(tmp_path / "HuggingFaceH4" / "ultrachat_200k")
+    for no_id in ("nowhere.jsonl", "a b/c", "seeds"):
+        with pytest.raises(ConfigError) as caught:
+            read(tmp_path / no_id)
+        assert "hub" not in str(caught.value)
 
 
 # Names.
@@ -225,10 +269,10 @@ def test_a_hub_data_set_is_streamed(tmp_path):
     pytest.importorskip("datasets")
     written(tmp_path / "train.jsonl", JSONL)
     source = Source(hub=str(tmp_path), limit=3)
-    outcomes = list(read_source(source, "s", max_characters=1000))
+    outcomes = list(SourceReader(source, "s", max_characters=1000))
     assert first_texts(outcomes) == ["问题 0?", "问题 1?", "问题 2?"]
     with pytest.raises(ConfigError, match="split validation"):
-        list(read_source(Source(hub=str(tmp_path), split="validation"), "s", max_characters=1000))
+        list(SourceReader(Source(hub=str(tmp_path), split="validation"), "s", max_characters=1000))
 
 
 def test_a_hub_out_of_reach_is_a_fault_of_the_environment(monkeypatch):
@@ -239,7 +283,7 @@ def test_a_hub_out_of_reach_is_a_fault_of_the_environment(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(EnvironmentFault, match="Couldn't reach the Hub") as caught:
-        list(read_source(Source(hub="user/name"), "s", max_characters=1000))
+        list(SourceReader(Source(hub="user/name"), "s", max_characters=1000))
     assert "long trace" not in str(caught.value)
 
 
@@ -247,7 +291,7 @@ def test_without_the_datasets_package_files_still_read_and_the_hub_says_what_is_
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert len(read(written(tmp_path / "a.jsonl", JSONL))) == 5
     with pytest.raises(EnvironmentFault, match="datasets"):
-        list(read_source(Source(hub="user/name"), "s", max_characters=1000))
+        list(SourceReader(Source(hub="user/name"), "s", max_characters=1000))
 
 
 # Anything at all.
@@ -291,7 +335,7 @@ def test_an_array_reads_ids_of_any_size_and_a_row_that_is_no_json_costs_itself_a
     rows = [f'{{"id": {number}, "prompt": "why?"}}', '{"prompt": }', '{"prompt": "a, [b] \\"{c"}', ""]
     path = tmp_path / "rows.json"
     path.write_text("[" + ",\n ".join([*rows, '{"prompt": "and?"}']) + "]\n")
-    found = list(read_source(Source(path), "s", max_characters=1000))
+    found = list(SourceReader(Source(path), "s", max_characters=1000))
     assert [type(row) for row in found] == [Conversation, RejectedRow, Conversation, RejectedRow, Conversation]
     assert found[0].source_id == number and found[2].messages[0].content == 'a, [b] "{c'
     assert {row.reason for row in found if isinstance(row, RejectedRow)} == {Reason.BROKEN_JSON}
@@ -301,23 +345,62 @@ def test_an_array_reads_ids_of_any_size_and_a_row_that_is_no_json_costs_itself_a
 def test_an_array_is_the_same_in_chunks_of_any_size(tmp_path, monkeypatch, chunk):
     rows = [{"prompt": text} for text in ("why?", 'a "quoted, [one]', "back\\slash\\", "怎么样 \\u00e4", "{")]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    whole = list(read_source(Source(tmp_path / "rows.json"), "s", max_characters=1000))
-    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
+    whole = list(SourceReader(Source(tmp_path / "rows.json"), "s", max_characters=1000))
+    monkeypatch.setattr(byte_rows, "CHUNK_BYTES", chunk)
     with (tmp_path / "rows.json").open("rb") as file:
-        assert list(readers._array(file, tmp_path)) == rows and [row.messages[0].content for row in whole]
+        assert list(byte_rows.array(file, tmp_path)) == rows and [row.messages[0].content for row in whole]
 
 
 @pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.txt", "rows.json.gz", "rows.jsonl.gz"])
 def test_a_row_of_more_bytes_than_the_limit_is_refused_alone_and_never_held_in_memory(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(readers, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(byte_rows, "MAX_ROW_BYTES", 1000)
     rows = ['"why?"', f'"{"x" * 30_000_000}"', '"and?"']
     data = (f"[{','.join(rows)}]" if ".json" in name and "jsonl" not in name else "\n".join(rows)).encode()
     (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith("gz") else data)
     del data, rows
     tracemalloc.start()
-    started = time.monotonic()
-    found = list(read_source(Source(tmp_path / name), "s", max_characters=1000))
-    seconds, peak = time.monotonic() - started, tracemalloc.get_traced_memory()[1]
+    found = list(SourceReader(Source(tmp_path / name), "s", max_characters=1000))
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [type(row) for row in found] == [Conversation, RejectedRow, Conversation]
-    assert found[1].reason == Reason.TOO_LONG and peak < 3e6 and seconds < 3
+    assert found[1].reason == Reason.TOO_LONG and peak < 3e6
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz", "rows.txt", "rows.csv.gz"])
+def test_a_file_that_unpacks_to_more_than_the_limit_is_refused_and_names_the_key(tmp_path, name):
+    data = b"prompt\n" + b"hello there?\n" * 20_000
+    data = b"[" + b'"hello there?",' * 20_000 if ".json." in name else data
+    data = gzip.compress(data) if name.endswith("gz") else data
+    rows, reader = [], SourceReader(Source(written(tmp_path / name, data)), "s", 1000, max_file_bytes=200_000)
+    with pytest.raises(DataError, match=r"more than 0.0002 GB, unpacked.*seeds\.max_file_gb"):
+        rows.extend(reader)
+    assert 10_000 < len(rows) < 16_000
+
+
+def test_one_long_string_of_an_array_takes_time_linear_in_its_length(tmp_path, monkeypatch):
+    """Counted in bytes that are searched for a mark or a string's end, as no test here depends on the clock."""
+    looked_at = 0
+
+    class Counting:
+        def __init__(self, pattern):
+            self.pattern = pattern
+
+        def _found(self, found, start):
+            nonlocal looked_at
+            looked_at += (found.end() if found else start) - start
+            return found
+
+        def search(self, text, start):
+            return self._found(self.pattern.search(text, start), start)
+
+        def match(self, text, start):
+            return self._found(self.pattern.match(text, start), start)
+
+    for name in ("MARKS", "IN_STRING"):
+        monkeypatch.setattr(json_array, name, Counting(getattr(json_array, name)))
+    for megabytes in (1, 4):
+        looked_at = 0
+        text = '\\"' + "x, [" * (megabytes * 250_000)
+        rows = read(written(tmp_path / "a.json", f'["{text}", "why?"]'))
+        assert [row.reason for row in rows[:1]] == [Reason.TOO_LONG] and isinstance(rows[1], Conversation)
+        assert looked_at < 1.1 * len(text)

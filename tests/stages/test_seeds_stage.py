@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from io import StringIO
 
 import pytest
 from hypothesis import given
@@ -14,6 +15,8 @@ from rich.console import Console
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
 from pipeline.errors import DataError
 from pipeline.flow import run_flow
+from pipeline.report.tables import tables
+from pipeline.run.reporting import assemble
 from pipeline.stages import seeds
 from pipeline.storage.shards import read_rows
 from tests.flows.tiny import save_seeds
@@ -179,3 +182,24 @@ def test_prompts_that_are_nearly_the_same_are_kept_unless_that_is_not_wanted(mak
     assert len(run_seeds(make_config(tmp_path, **sources))[1]) == 48
     kept = run_seeds(make_config(tmp_path, **sources, seeds__near_duplicates="quarantine"))[1]
     assert [row["messages"][0]["content"] for row in kept[40:]] == [near[i] for i in (0, 3, 4, 6, 7)]
+
+
+def test_what_a_directory_holds_is_said_by_name_in_the_terminal_the_record_and_the_report(make_config, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    save_seeds(folder / "a.jsonl", 30)
+    save_seeds(folder / "b.NDJSON", 35)
+    (folder / "README.txt").write_text("Call me Ishmael.")
+    (folder / "[red]x\x1b[2J.csv").write_text("name\nleft-pad\n")
+    said = StringIO()
+    config = make_config(tmp_path, seeds__sources=[{"path": str(folder)}])
+    run = run_flow(config, until="seeds", executor="inline", console=Console(file=said, width=400))
+    (source,) = run.latest("seeds").summary["sources"]
+    assert source["source"] == "mine"
+    assert [(file["name"], file["rows"]) for file in source["read"]] == [("a.jsonl", 30), ("b.NDJSON", 35)]
+    assert [file["name"] for file in source["skipped"]] == ["README.txt", "[red]x\x1b[2J.csv"]
+    assert "seeds: read b.NDJSON: 35 rows" in said.getvalue() and "seeds: skipped README.txt: " in said.getvalue()
+    assert "skipped [red]x" in said.getvalue() and "\x1b" not in said.getvalue()
+    report, _ = assemble(run, config)
+    table = tables(report, {})["skipped"]
+    assert [row[0] for row in table.rows] == ["README.txt", "[red]x\x1b[2J.csv"] and "2 files" in table.note
