@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -29,6 +29,7 @@ from pipeline.artifacts.trained_heads import read_summary, write_heads
 from pipeline.errors import CheckFailed
 from pipeline.execution.progress import ProgressReporter
 from pipeline.training.checkpoints import Checkpoints
+from pipeline.training.gradients import GradientSum, clip_gradients
 from pipeline.training.learner import Learner
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.optimizers import (
@@ -95,6 +96,7 @@ class Trainer:
         self.optimizer = make_optimizer(learner.modules, learner.peak_lrs, self.settings)
         self.modules = nn.ModuleDict(learner.modules)
         self.parameters = list(trained(self.modules).values())
+        self.gradients = GradientSum(_as_finished(learner.modules), learner.workers)
         self.best: dict[str, Tensor] = {}  # the best state on held-out text, on the CPU; the first worker's alone
 
     def step(self, step: int, batches: Sequence[Any]) -> dict[str, Any]:
@@ -106,16 +108,18 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.modules.train()
         sums_C = torch.zeros(len(counts_C), device=learner.device)
-        for batch in batches:
+        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
             losses_C = learner.summed_losses(batch, weights_C)
+            if not left:
+                self.gradients.begin()
             (weights_C * losses_C).sum().backward()
             sums_C += losses_C.detach()
         self.modules.eval()
 
-        for weight in self.parameters:  # what no forward runs adds nothing to the sum
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        workers.sum_all([sums_C, *(weight.grad for weight in self.parameters if weight.grad is not None)])
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
+        self.gradients.finish()
+        workers.sum(sums_C)
+        clip = clip_gradients if workers.world_size > 1 else torch.nn.utils.clip_grad_norm_
+        norm = clip(self.parameters, self.settings.max_grad_norm)
         scalars = torch.stack([(weights_C * sums_C).sum(), norm, counts_C[0]])
         loss, grad_norm, positions, *means = torch.cat([scalars, sums_C / counts_C]).tolist()
         share = learner.lr_share(step)
@@ -206,6 +210,11 @@ class Trainer:
             what = f"Training diverged: at a learning rate of {lr:.2g} the loss is {loss}, its gradient's norm "
             fix = "Lower train.lr, raise train.warmup_steps or set train.precision: fp32."
             raise CheckFailed(f"{what}{grad_norm}.", self.learner.spec.directory, fix)
+
+
+def _as_finished(modules: Mapping[str, nn.Module]) -> list[nn.Parameter]:
+    """What trains, in about the order in which backward finishes it: heads before what they read."""
+    return [weight for module in modules.values() for weight in reversed(trained(module).values())]
 
 
 def train(spec: TrainSpec, workers: Workers | None = None, progress: ProgressReporter | None = None) -> dict[str, Any]:
