@@ -26,6 +26,7 @@ from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.config.load import validate
 from pipeline.execution.executor import Executor, Outcome, make_executor
 from pipeline.execution.placement import Placement
+from pipeline.execution.shard_progress import ShardProgress
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.receipts import Receipt
@@ -81,12 +82,17 @@ class Sleeper:
 class Copier:
     """Sleeps as long and commits a copy of the shard; its receipt counts all of that as work."""
 
+    def __init__(self, progress: ShardProgress):
+        self.progress = progress
+
     def __call__(self, task: ShardTask) -> Receipt:
         started = time.perf_counter()
         time.sleep(SLEEP_SECONDS)
         rows = task_rows(task)
+        self.progress.begin(task)
         with shard_writer(task, SEEDS) as writer:
             writer.write(rows)
+            self.progress.add(task, len(rows), 0)
             receipt = writer.commit("copy", [row["id"] for row in rows])
         return replace(receipt, stats={"busy": time.perf_counter() - started})
 

@@ -56,7 +56,7 @@ def test_the_expected_rate_is_decoding_s_own_and_the_export_says_how_the_tree_gr
 
 
 def test_the_size_is_chosen_by_what_dynamic_trees_cost(copied_run, make_config, tmp_path, monkeypatch):
-    def costly(model, heads, trees, prompts, context):
+    def costly(model, heads, trees, prompts, context, progress):
         asked.append(trees)
         return {size: 1.0 + 100 * (size > 3) for size in trees}
 

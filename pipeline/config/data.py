@@ -55,7 +55,12 @@ class SeedsConfig(Section):
     sources: tuple[SeedSource, ...] = Field(
         description="Where the prompts come from; `seeds.sources=PATH` is shorthand for one."
     )
-    rows_per_shard: PositiveInt = Field(512, description="Conversations per shard, the unit of work and of resume.")
+    rows_per_shard: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="Conversations per shard, the unit of work and of resume; an interruption costs at most those that "
+        "are under way. auto: an eighth of the rows, but 16 to 512, and 512 above 4,096 rows. The number of workers "
+        "does not count, so that a run goes on with more of them.",
+    )
     holdout: float = Field(
         0.1, description="Fraction never trained on: half calibrates, half checks (at least 8 rows each).", gt=0, lt=1
     )

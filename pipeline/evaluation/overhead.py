@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices
+from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.kind import Heads
 
 Name = TypeVar("Name", bound=Hashable)
@@ -36,6 +37,7 @@ def overhead_curve(
     trees: Mapping[int, Choices | DynamicTree],
     prompts: Sequence[Sequence[int]],
     max_length: int,
+    progress: ProgressReporter | None = None,
 ) -> dict[int, float]:
     """The overhead of each tree, by its number of nodes, on prompts such as the check's.
 
@@ -45,7 +47,9 @@ def overhead_curve(
     # No more room than the steps need: every decoder allocates a cache.
     room = min(max_length, max(map(len, prompts)) + 1 + NUM_STEPS * (deepest + 1))
     plain = plain_decoder(model, eos_token_ids=(), max_length=room)
+    progress = progress or ProgressReporter()
     with fastest_threads(plain, prompts[0]):
+        progress.begin("a first look at each size", len(trees), unit="sizes")
         decoders: dict[int, Decoder] = {}
         for size, choices in sorted(trees.items()):
             decoder = Decoder(model, heads, choices, eos_token_ids=(), max_length=room)
@@ -54,10 +58,17 @@ def overhead_curve(
             if decoders and all(overhead > deepest + 1 for overhead in trials):
                 break
             decoders[size] = decoder
-        return overheads(plain, decoders, prompts)
+            progress.advance()
+        progress.begin(f"overheads of {len(decoders)} sizes", len(prompts))
+        return overheads(plain, decoders, prompts, progress)
 
 
-def overheads(plain: Decoder, others: Mapping[Name, Decoder], prompts: Sequence[Sequence[int]]) -> dict[Name, float]:
+def overheads(
+    plain: Decoder,
+    others: Mapping[Name, Decoder],
+    prompts: Sequence[Sequence[int]],
+    progress: ProgressReporter | None = None,
+) -> dict[Name, float]:
     """Seconds of each decoder's step over those of a plain one, on the same prompts, without warm-up.
 
     The decoders must have no end tokens, since a text could end before its first step.
@@ -68,6 +79,8 @@ def overheads(plain: Decoder, others: Mapping[Name, Decoder], prompts: Sequence[
         plainly += step_seconds(plain, prompt_ids)
         for name, decoder in others.items():
             seconds[name] += step_seconds(decoder, prompt_ids)
+        if progress:
+            progress.advance()
     return {name: undisturbed(taken) / undisturbed(plainly) for name, taken in seconds.items()}
 
 

@@ -7,7 +7,7 @@ nor anything of the run's rows are used.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.artifacts.trained_heads import read_trained_heads
@@ -18,8 +18,9 @@ from pipeline.conversations.requests import Sampling
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.errors import DataError
-from pipeline.evaluation.answer_states import answer_states, guess_places, guess_ranks
-from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.answer_states import AnswerStates, answer_states, guess_places, guess_ranks
+from pipeline.evaluation.prompts import Counted, Prompt
+from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.dialogue_pool import converse
 from pipeline.targets.engines import make_generation_engine
 from pipeline.targets.loading import input_device, load_causal_lm
@@ -29,7 +30,12 @@ Answers = list[tuple[Prompt, list[int]]]  # up to where each answer begins, and 
 
 
 def written_answers(
-    target: TargetSpec, conversations: Sequence[Conversation], settings: GenerateConfig, gpus: int, where: str
+    target: TargetSpec,
+    conversations: Sequence[Conversation],
+    settings: GenerateConfig,
+    gpus: int,
+    where: str,
+    progress: ProgressReporter | None = None,
 ) -> Answers:
     """The target's greedy answers to the conversations' questions, asked one after another.
 
@@ -40,10 +46,13 @@ def written_answers(
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
     replay = DialogueSettings("replay", sampling, context_length(target), settings.rounds, settings.on_truncated)
     dialogues = [Dialogue(conversation, template, replay) for conversation in conversations]
+    progress = progress or ProgressReporter()
+    asked = (sum(message.role == "user" for message in conversation.messages) for conversation in conversations)
+    progress.begin("answers to calibrate.data", sum(min(turns, settings.rounds) for turns in asked), unit="answers")
     if dialogues:
         engine = make_generation_engine(settings.engine, target, settings.engine_args, gpus, settings.batch_invariant)
         try:
-            converse(dialogues, engine)
+            converse(dialogues, Counted(engine, progress))
         finally:
             engine.close()
     answers: Answers = []
@@ -63,7 +72,13 @@ def written_answers(
 
 
 def measured_on_answers(
-    target: TargetSpec, heads: str, answers: Answers, top: int, tree: DynamicTree | None, gpus: int
+    target: TargetSpec,
+    heads: str,
+    answers: Answers,
+    top: int,
+    tree: DynamicTree | None,
+    gpus: int,
+    progress: ProgressReporter | None = None,
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
     """The ranks of the answers' tokens among the heads' guesses, and their places in a dynamic tree.
 
@@ -72,5 +87,13 @@ def measured_on_answers(
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
     prompts, texts = zip(*answers, strict=True)
-    ranks = guess_ranks(module, answer_states(model, module, prompts, texts), top)
-    return ranks, guess_places(module, answer_states(model, module, prompts, texts), tree) if tree else None
+    progress = progress or ProgressReporter()
+
+    def states(part: str) -> Iterator[AnswerStates]:
+        progress.begin(part, len(texts), unit="answers")
+        for text, found in zip(texts, answer_states(model, module, prompts, texts), strict=True):
+            yield found
+            progress.advance(tokens=len(text))
+
+    ranks = guess_ranks(module, states("the heads' accuracies"), top)
+    return ranks, guess_places(module, states("a dynamic tree's places"), tree) if tree else None

@@ -175,7 +175,7 @@ def question_prompts(
 
 
 class Counted:
-    """A generation engine that reports each finished answer as progress."""
+    """A generation engine that reports each finished answer and its tokens as progress."""
 
     def __init__(self, engine: GenerationEngine, progress: ProgressReporter):
         self._engine, self._progress = engine, progress
@@ -184,7 +184,8 @@ class Counted:
 
     def step(self) -> list[Completion]:
         completions = self._engine.step()
-        self._progress.advance(len(completions))
+        if completions:
+            self._progress.advance(len(completions), sum(len(completion.token_ids) for completion in completions))
         return completions
 
 

@@ -60,15 +60,17 @@ def take_turns(
     failed = {} if failed is None else failed
     written: dict[str, list[Decoded]] = {name: [] for name in methods}
     for seed, prompt in enumerate(prompts):
+        num_tokens = 0
         for name, decode in methods.items():
             if name in failed:
                 continue
             try:
-                written[name].append(decode(prompt.ids, seed))
+                written[name].append(answer := decode(prompt.ids, seed))
+                num_tokens += len(answer.token_ids)
             except CannotDecode as reason:
                 failed[name] = str(reason)
         if progress:
-            progress.advance()
+            progress.advance(tokens=num_tokens)
     return {name: answers for name, answers in written.items() if name not in failed}
 
 

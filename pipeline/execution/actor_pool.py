@@ -12,7 +12,7 @@ import faulthandler
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import ray
 from ray.exceptions import RayError
@@ -20,7 +20,9 @@ from ray.exceptions import RayError
 from pipeline.errors import MedusaDistillError
 from pipeline.execution.executor import LazyWorker, Outcome, ShardWorker
 from pipeline.execution.placement import Placement
+from pipeline.execution.progress import SECONDS_BETWEEN_REPORTS
 from pipeline.execution.ray_executor import last_line, worker_died
+from pipeline.execution.shard_progress import ShardProgress
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.tasks import ShardTask
 
@@ -29,10 +31,13 @@ SECONDS_TO_CLOSE = 30.0
 LEAST_SECONDS = 900.0  # for a few rows of a shard, including loading the model
 
 
+Work: TypeAlias = "tuple[Callable[..., ShardWorker], dict[str, Any]]"  # a worker's class and its arguments
+
+
 class ShardActor:
     """A worker in its own process."""
 
-    def __init__(self, work: tuple[Callable[..., ShardWorker], dict[str, Any]], seconds_per_task: float):
+    def __init__(self, work: Work, seconds_per_task: float):
         self._lazy = LazyWorker(*work)
         self._seconds_per_task = seconds_per_task
 
@@ -81,15 +86,15 @@ class ActorPool:
 
     def __init__(
         self,
-        worker: Callable[..., ShardWorker],
-        arguments: dict[str, Any],
+        work: Work,
         tasks: deque[ShardTask],
         placement: Placement,
         seconds_per_task: float,
+        progress: ShardProgress | None,
     ):
         self._tasks, self._placement, self._seconds_per_task = tasks, placement, seconds_per_task
         self._actor_class = ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus)(ShardActor)
-        self._work = ray.put((worker, arguments))
+        self._work, self._progress = ray.put(work), progress
         self._running: dict[Any, tuple[Slot, ShardTask | None]] = {}  # by object reference; without a task: starting
         self._idle: list[Slot] = []
         self._failed_starts = 0
@@ -99,7 +104,7 @@ class ActorPool:
         try:
             self._assign()
             while self._running:
-                (answer, *_), _ = ray.wait(list(self._running))
+                answer = self._next_answer()
                 outcome = self._outcome(answer, *self._running.pop(answer))
                 self._assign()  # before the caller handles the outcome: no worker waits for that
                 if outcome:
@@ -107,6 +112,15 @@ class ActorPool:
                     self._assign()
         finally:
             self._close()
+
+    def _next_answer(self) -> Any:
+        """Wait until one of the workers is done with what it was given; show their progress meanwhile."""
+        while True:
+            answers, _ = ray.wait(list(self._running), timeout=SECONDS_BETWEEN_REPORTS)
+            if self._progress:
+                self._progress.poll()
+            if answers:
+                return answers[0]
 
     def _assign(self) -> None:
         """Give tasks to idle workers; start as many more as there are tasks for."""

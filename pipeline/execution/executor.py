@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from pipeline.errors import ConfigError, MedusaDistillError
 from pipeline.execution.placement import Placement, Resources
 from pipeline.execution.progress import ProgressReporter
+from pipeline.execution.shard_progress import ShardProgress
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.receipts import Receipt
 from pipeline.storage.tasks import ShardTask
@@ -59,7 +60,10 @@ class LazyWorker:
             if expect := getattr(self._worker, "expect", None):
                 expect(upcoming if task.rows is None else None)  # a trial of single rows runs alone
             with disk_errors(Path(task.shard)):
-                return Outcome(task, receipt=self._worker(task))
+                receipt = self._worker(task)
+            if progress := self._arguments.get("progress"):
+                progress.end(task)
+            return Outcome(task, receipt=receipt)
         except MedusaDistillError as error:
             return Outcome(task, error=error)
         except Exception:
@@ -95,14 +99,16 @@ class InlineExecutor:
         tasks: deque[ShardTask],
         placement: Placement,
         seconds_per_task: float,
+        progress: ShardProgress | None = None,
     ) -> Iterator[Outcome]:
         """Run `worker(**arguments)` over tasks; outcomes come as they finish, in any order.
 
         Args:
             tasks: Consumed. The caller may append more while it iterates, such as one that failed.
             seconds_per_task: A worker that takes longer is ended and counts as dead (inline: no limit).
+            progress: Passed to the worker under that name, and shown while it works.
         """
-        lazy = LazyWorker(worker, arguments)
+        lazy = LazyWorker(worker, with_progress(arguments, progress))
         try:
             while tasks:
                 task = tasks.popleft()
@@ -123,12 +129,17 @@ class InlineExecutor:
         A `progress` is passed to the function under that name, and shown while it runs.
         """
         try:
-            return function(**arguments, **({"progress": progress} if progress else {}))
+            return function(**with_progress(arguments, progress))
         finally:
             free_gpu_memory()
 
     def close(self) -> None:
         """Stop what the executor started."""
+
+
+def with_progress(arguments: dict[str, Any], progress: ProgressReporter | ShardProgress | None) -> dict[str, Any]:
+    """The arguments of a function that may report its progress."""
+    return arguments | {"progress": progress} if progress else arguments
 
 
 Executor: TypeAlias = "InlineExecutor | RayExecutor"

@@ -49,7 +49,8 @@ class ProgressReporter:
     def __init__(self, path: Path | None = None, show: Callable[[Progress], None] | None = None):
         self.path, self._show = path, show
         self._now = self._shown = Progress()
-        self._written = 0.0
+        self._written = self._began = 0.0
+        self._tokens = 0  # of this part
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ProgressReporter, (self.path,)
@@ -57,11 +58,15 @@ class ProgressReporter:
     def begin(self, part: str, total: int, *, done: int = 0, unit: str = "prompts") -> None:
         """Start the next part."""
         self._now = Progress(part, done, total, unit)
+        self._began, self._tokens = time.monotonic(), 0
         self._report(at_once=True)
 
-    def advance(self, number: int = 1) -> None:
-        """Count further finished units of this part."""
-        self.update(self._now.done + number)
+    def advance(self, number: int = 1, tokens: int = 0) -> None:
+        """Count further finished units of this part, and the tokens that they were made of."""
+        self._tokens += tokens
+        rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
+        note = f"{self._tokens:,} tokens, {rate:,.0f} tokens/s" if self._tokens else ""
+        self.update(self._now.done + number, note)
 
     def update(self, done: int, note: str = "") -> None:
         """Set the finished units of this part."""

@@ -17,9 +17,10 @@ from typing import Any
 
 from pipeline import OPENMP
 from pipeline.errors import EnvironmentFault, MedusaDistillError
-from pipeline.execution.executor import Outcome, ShardWorker
+from pipeline.execution.executor import Outcome, ShardWorker, with_progress
 from pipeline.execution.placement import Placement, Resources
 from pipeline.execution.progress import SECONDS_BETWEEN_REPORTS, ProgressReporter
+from pipeline.execution.shard_progress import ShardProgress
 from pipeline.storage.tasks import ShardTask
 
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in a submitted job's entry point
@@ -82,10 +83,12 @@ class RayExecutor:
         tasks: deque[ShardTask],
         placement: Placement,
         seconds_per_task: float,
+        progress: ShardProgress | None = None,
     ) -> Iterator[Outcome]:
         from pipeline.execution.actor_pool import ActorPool  # imports ray
 
-        return ActorPool(worker, arguments, tasks, placement, seconds_per_task).outcomes()
+        work = worker, with_progress(arguments, progress)
+        return ActorPool(work, tasks, placement, seconds_per_task, progress).outcomes()
 
     def call(
         self,
@@ -98,7 +101,7 @@ class RayExecutor:
         remote = self._ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus, max_calls=1, max_retries=1)(
             run_and_carry_errors
         )
-        answer = remote.remote(function, arguments | ({"progress": progress} if progress else {}))
+        answer = remote.remote(function, with_progress(arguments, progress))
         try:
             over = progress is None
             while progress and not over:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -16,7 +15,9 @@ from pipeline.execution.executor import Outcome, ShardWorker
 from pipeline.execution.isolation import find_poison
 from pipeline.execution.placement import Placement
 from pipeline.run.context import Context
+from pipeline.run.under_way import under_way
 from pipeline.storage.done import Summary
+from pipeline.storage.receipts import Receipt
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask
 from pipeline.storage.totals import StageTotals
@@ -30,13 +31,16 @@ def run_sharded(
     arguments: dict[str, Any],
     placement: Placement,
     unit: str,
+    split: str | None = None,
 ) -> Summary:
     """Make every shard of `stage` exist.
 
     Args:
         worker: A class whose instances take a `ShardTask` and return its `Receipt`.
-        arguments: What the class is constructed with, in the worker's own process.
-        unit: The receipt's statistic that the rate is shown in: `tokens` or `positions`.
+        arguments: What the class is constructed with, in the worker's own process; `progress` is added, which it
+            counts its work into.
+        unit: The receipt's statistic that the rate is shown in.
+        split: The only rows of `upstream` that the worker reads; None for all.
 
     Returns:
         Totals over all shards, see `StageTotals.summary`.
@@ -45,26 +49,30 @@ def run_sharded(
         MedusaDistillError: A worker says so; too much was quarantined; the disk is nearly full.
     """
     limits = context.config.limits
-    tasks = stage.tasks(upstream)
+    sources = upstream.receipts()
+    tasks = stage.tasks(upstream, sources)
     stage.drop_shards_but({task.index for task in tasks})
-    seconds = limits.max_hours_per_shard * 3600
-    map_tasks = functools.partial(
-        context.executor.map, worker, arguments, placement=placement, seconds_per_task=seconds
-    )
     have = stage.receipts()
     pending = deque(stage.pending(tasks, have))
     unfinished = {task.index for task in pending}
     totals = StageTotals(receipt for index, receipt in have.items() if index not in unfinished)
-    rate = Rate(totals, unit)
     failures = Failures(stage, limits.max_consecutive_failures)
-    with context.meter(stage.stage, len(tasks), done=totals.shards) as meter:
+    sizes = {index: _size(receipt, split) for index, receipt in sources.items()}
+    with under_way(context, stage, sizes, unfinished, totals, unit) as shown:
+        map_tasks = functools.partial(
+            context.executor.map,
+            worker,
+            arguments,
+            placement=placement,
+            seconds_per_task=limits.max_hours_per_shard * 3600,
+            progress=shown.progress,
+        )
         while pending:
             killers: list[Outcome] = []
             for outcome in map_tasks(pending):
                 _record(context, stage, outcome)
+                shown.outcome(outcome)
                 if outcome.receipt:
-                    totals.add(outcome.receipt)
-                    meter.advance(str(rate))
                     _check_disk(limits, stage)
                     totals.check_quarantine(stage.stage, str(stage.path), limits.max_quarantine_fraction, final=False)
                 elif failures.may_retry(outcome):
@@ -81,17 +89,9 @@ def run_sharded(
     return totals.summary()
 
 
-class Rate:
-    """How fast the totals grow from here on, in units of one of their statistics."""
-
-    def __init__(self, totals: StageTotals, unit: str):
-        self._totals, self._unit = totals, unit
-        self._started, self._before = time.monotonic(), totals.stats[unit]
-
-    def __str__(self) -> str:
-        made, seconds = self._totals.stats[self._unit] - self._before, time.monotonic() - self._started
-        quarantined = f", {self._totals.quarantined} quarantined" if self._totals.quarantined else ""
-        return f"{made / max(seconds, 1e-9):,.0f} {self._unit}/s{quarantined}"
+def _size(receipt: Receipt, split: str | None) -> int:
+    """How many conversations a worker reads of a shard."""
+    return receipt.num_rows if split is None else int(receipt.stats[f"{split}_rows"])
 
 
 class Failures:

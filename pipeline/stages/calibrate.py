@@ -44,6 +44,7 @@ from pipeline.evaluation.choosing import (
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, overhead_curve
 from pipeline.evaluation.own_text import measured_on_answers, written_answers
 from pipeline.evaluation.prompts import held_out_prompts, read_questions
+from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.shape import head_kind
 from pipeline.report.formatting import with_error
 from pipeline.run.context import Context
@@ -91,9 +92,14 @@ def identity(context: Context) -> Identity:
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Measure the heads, search the tree, choose its size and the chain's."""
+    with context.progress(stage, "conversations") as progress:
+        return _measure_and_choose(context, stage, progress)
+
+
+def _measure_and_choose(context: Context, stage: StageDirectory, progress: ProgressReporter) -> Summary:
     settings, features = context.config.calibrate, context.upstream[upstream(context.config)[0]]
     measured = _on_answers if settings.data else _on_held_out_rows
-    ranks, places = measured(context, dynamic_tree(context.config))
+    ranks, places = measured(context, dynamic_tree(context.config), progress)
     hits_KR, counts_K = ranks.hits(settings.top)
     trained_K = counts_K[: context.config.train.num_heads]  # a kind may propose deeper
     num_conversations = len(np.unique(ranks.conversations))
@@ -104,7 +110,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers be longer.",
         )
     fits = _cross_fit(context, ranks)
-    tree_overheads, chain_overheads = _measured(context, features, fits)
+    tree_overheads, chain_overheads = _measured(context, features, fits, progress)
     tree = _chosen(context.config, ranks, places, fits, tree_overheads)
     fixed = context.config.train.num_heads if settings.draft_tokens == "auto" else settings.draft_tokens
     num_tokens, chain = chosen_chain(ranks, most_draft_tokens(context.config), fixed, chain_overheads)
@@ -169,7 +175,9 @@ def _times_chain(config: Config) -> bool:
     return bool(settings.nodes == "auto" and settings.draft_tokens == "auto" and served)
 
 
-def _on_held_out_rows(context: Context, tree: DynamicTree | None) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
+def _on_held_out_rows(
+    context: Context, tree: DynamicTree | None, progress: ProgressReporter
+) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
     """The ranks of held-out tokens among the heads' guesses, and their places in a dynamic tree."""
     features, placement = context.upstream[upstream(context.config)[0]], context.placement("train")
     where = {
@@ -179,11 +187,13 @@ def _on_held_out_rows(context: Context, tree: DynamicTree | None) -> tuple[HeldO
         "roles": context.config.train.roles,
         "device": "cuda" if placement.gpus else "cpu",
     }
-    ranks = context.executor.call(held_out_ranks, where | {"top": context.config.calibrate.top}, placement)
-    return ranks, context.executor.call(held_out_places, where | {"tree": tree}, placement) if tree else None
+    ranks = context.executor.call(held_out_ranks, where | {"top": context.config.calibrate.top}, placement, progress)
+    return ranks, context.executor.call(held_out_places, where | {"tree": tree}, placement, progress) if tree else None
 
 
-def _on_answers(context: Context, tree: DynamicTree | None) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
+def _on_answers(
+    context: Context, tree: DynamicTree | None, progress: ProgressReporter
+) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
     """The same of the target's answers to the questions of `calibrate.data`."""
     settings, target = context.config.calibrate, context.backbone("train")
     writes, reads = context.placement("generate"), context.placement("features")
@@ -195,7 +205,7 @@ def _on_answers(context: Context, tree: DynamicTree | None) -> tuple[HeldOutRank
         "gpus": writes.gpus,
         "where": f"calibrate.data = {settings.data}",
     }
-    answers = context.executor.call(written_answers, arguments, writes)
+    answers = context.executor.call(written_answers, arguments, writes, progress)
     arguments = {
         "target": target,
         "heads": str(context.upstream["train"].path / HEADS_FILE),
@@ -204,10 +214,12 @@ def _on_answers(context: Context, tree: DynamicTree | None) -> tuple[HeldOutRank
         "tree": tree,
         "gpus": reads.gpus,
     }
-    return context.executor.call(measured_on_answers, arguments, reads)
+    return context.executor.call(measured_on_answers, arguments, reads, progress)
 
 
-def _measured(context: Context, features: StageDirectory, fits: CrossFit | None) -> tuple[Overheads, Overheads]:
+def _measured(
+    context: Context, features: StageDirectory, fits: CrossFit | None, progress: ProgressReporter
+) -> tuple[Overheads, Overheads]:
     """The overheads of trees of several sizes and of chains where the target decodes; empty where none is asked for."""
     if fits is None or context.config.calibrate.nodes != "auto":
         return {}, {}
@@ -222,7 +234,7 @@ def _measured(context: Context, features: StageDirectory, fits: CrossFit | None)
         "prompts": [prompt.ids[-max(1, room - 1 - NUM_STEPS) :] for prompt in prompts],  # cut at the beginning
         "gpus": placement.gpus,
     }
-    return context.executor.call(measure_overheads, arguments, placement)
+    return context.executor.call(measure_overheads, arguments, placement, progress)
 
 
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
@@ -241,13 +253,14 @@ def measure_overheads(
     chains: Mapping[int, Choices | DynamicTree],
     prompts: list[list[int]],
     gpus: int,
+    progress: ProgressReporter | None = None,
 ) -> tuple[Overheads, Overheads]:
     """`overhead_curve` of trained heads on the target, loaded here, with trees and with chains."""
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
 
     def curve(timed: Mapping[int, Choices | DynamicTree]) -> Overheads:
-        return overhead_curve(model, module, timed, prompts, context_length(target)) if timed else {}
+        return overhead_curve(model, module, timed, prompts, context_length(target), progress) if timed else {}
 
     return curve(trees), curve(chains)
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
 from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
 from pipeline.config import FeaturesConfig
+from pipeline.execution.shard_progress import ShardProgress
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
 from pipeline.run.stage import Stage, reads
@@ -44,8 +46,15 @@ class Worker:
     the last rows of this one are written and committed.
     """
 
-    def __init__(self, target: TargetSpec, settings: FeaturesConfig, gpus: int, split: str | None = None):
-        self.settings, self.split = settings, split
+    def __init__(
+        self,
+        target: TargetSpec,
+        settings: FeaturesConfig,
+        gpus: int,
+        split: str | None = None,
+        progress: ShardProgress | None = None,
+    ):
+        self.settings, self.split, self.progress = settings, split, progress or ShardProgress()
         self.engine = make_feature_engine(
             settings.engine, target, settings.tokens_per_batch, settings.engine_args, gpus
         )
@@ -95,7 +104,9 @@ class Worker:
         return None
 
     def _begin(self, task: ShardTask, rows: list[TokenRow]) -> ShardUnderWay:
-        return ShardUnderWay(task, rows, self.engine, self.states, self.settings.codec, self.backlog)
+        self.progress.begin(task)
+        report = functools.partial(self.progress.add, task)
+        return ShardUnderWay(task, rows, self.engine, self.states, self.settings.codec, self.backlog, report)
 
     def _rows(self, task: ShardTask) -> list[TokenRow]:
         rows = map(TokenRow.of, task_rows(task, TOKEN_COLUMNS))
@@ -113,8 +124,9 @@ class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
         states: StateFormat,
         codec: Codec,
         backlog: Backlog,
+        report: Callable[[int, int], None],
     ):
-        self.task, self._rows = task, rows
+        self.task, self._rows, self._report = task, rows, report
         self._computed = engine.stream(row.input_ids.tolist() for row in rows)
         with contextlib.ExitStack() as opened:
             writer = opened.enter_context(shard_writer(task, states.schema, footer=states.footer, codec=codec))
@@ -126,6 +138,7 @@ class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
         """Compute one more row, or wait until earlier ones are written; False after the last."""
         for index, hidden_TD in self._computed:
             self._writer.put(index, hidden_TD)
+            self._report(1, len(self._rows[index].input_ids))
             return True
         return False
 
@@ -164,7 +177,7 @@ def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summ
     target, split = (context.backbone("train"), SPLIT) if tuned else (context.target, None)
     placement = context.placement(NAME)
     arguments = {"target": target, "settings": context.config.features, "gpus": placement.gpus, "split": split}
-    summary = run_sharded(context, stage, context.upstream["generate"], Worker, arguments, placement, unit="positions")
+    summary = run_sharded(context, stage, context.upstream["generate"], Worker, arguments, placement, "tokens", split)
     size = sum(path.stat().st_size for path in stage.shards())
     return summary | {"bytes": size, "bytes_per_position": round(size / max(1, summary.get("positions", 0)), 2)}
 

@@ -8,6 +8,7 @@ number of workers (exactly on a CPU in fp32; on a GPU with `generate.batch_invar
 
 from __future__ import annotations
 
+import functools
 import time
 
 from pipeline.artifacts.generated_rows import GENERATED, counts_of, stored_row
@@ -18,6 +19,7 @@ from pipeline.conversations.conversation import Reason, RejectedRow, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
 from pipeline.conversations.requests import Sampling
 from pipeline.errors import DataError
+from pipeline.execution.shard_progress import ShardProgress
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
 from pipeline.run.stage import Stage, reads
@@ -87,9 +89,16 @@ class Worker:
     When the last conversations of a shard leave the engine half empty, those of the next one begin.
     """
 
-    def __init__(self, target: TargetSpec, settings: GenerateConfig, seed: int, gpus: int):
+    def __init__(
+        self,
+        target: TargetSpec,
+        settings: GenerateConfig,
+        seed: int,
+        gpus: int,
+        progress: ShardProgress | None = None,
+    ):
         self.template = load_chat_template(target)
-        self.settings, self.seed = settings, seed
+        self.settings, self.seed, self.progress = settings, seed, progress or ShardProgress()
         self.max_tokens = context_length(target)
         self.stop_token_ids = tuple(sorted(eos_token_ids(target)))
         self.engine: GenerationEngine | None = None  # passthrough asks for nothing
@@ -126,9 +135,11 @@ class Worker:
         """The shard's seeds and their conversations, which wait for their turn unless they have begun already."""
         if task.shard not in self._begun:
             seeds = [SeedRow.of(row) for row in task_rows(task)]
-            group = self.pool.add(
+            dialogues = (
                 Dialogue(seed.conversation, self.template, self._dialogue_settings(seed.split)) for seed in seeds
             )
+            self.progress.begin(task)
+            group = self.pool.add(dialogues, functools.partial(self.progress.add, task))
             self._begun[task.shard] = seeds, group
         return self._begun[task.shard]
 

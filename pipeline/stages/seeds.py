@@ -3,7 +3,8 @@
 Promises: every row of every source is accounted for; ids are `source:row`; of rows of which generation reads the same
 (the answers do not count where the target writes its own) only the first is kept; `split` (train | calibrate | check)
 comes from the id's hash, so that a row's split does not depend on its neighbours beyond the guarantee of 8 held-out
-rows each. Reads and writes on the driver: this is text, minutes at most.
+rows each. Shards are as large as `seeds.rows_per_shard` says, by default by the number of rows alone. Reads and writes
+on the driver: this is text, minutes at most.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ import hashlib
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
 from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Conversation, Deduplicator, RejectedRow, encodable
 from pipeline.conversations.readers import SourceReader, source_readers
 from pipeline.errors import DataError
+from pipeline.execution.progress import Meter
 from pipeline.report.formatting import visible
 from pipeline.run.context import Context
 from pipeline.run.stage import Stage, reads
@@ -31,9 +33,15 @@ from pipeline.storage.totals import StageTotals
 NAME = "seeds"
 VERSION = 2
 
+Row: TypeAlias = Conversation | RejectedRow
+Split: TypeAlias = tuple[Row, str]
+
 MOST_LINES = 8  # of files that are named in the terminal
+ROWS_BETWEEN_REPORTS = 100
 MIN_HELD_OUT = 8
 SMALL_SET = 4096  # up to here the held-out rows are counted out exactly, so that small sets have enough of them
+NUM_SHARDS = 8  # of a small set: an interruption costs a part of the work, and eight workers have one each
+FEWEST_IN_SHARD, MOST_IN_SHARD = 16, SMALL_SET // NUM_SHARDS
 
 
 def identity(context: Context) -> Identity:
@@ -67,14 +75,12 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     settings = context.config.seeds
     receipts: dict[int, Receipt] = {}
     readers = source_readers(settings)
-    with context.meter(NAME, 0, unit="rows") as meter:
-        rows = split_rows(_read(context, readers), settings.holdout)
-        chunks = iter(lambda: list(itertools.islice(rows, settings.rows_per_shard)), [])
-        for index, chunk in enumerate(chunks):
+    with context.meter(NAME, 0, unit="conversations") as meter:
+        rows = split_rows(_counted(_read(context, readers), meter), settings.holdout)
+        for index, chunk in enumerate(in_shards(rows, settings.rows_per_shard)):
             made = receipts[index] = _write_shard(stage, index, chunk)
             counts = {"rows": made.num_rows, "quarantined": made.num_quarantined}
             context.run.event("shard", stage=NAME, shard=index, **counts)
-            meter.update(meter.done + len(chunk))
     stage.drop_shards_but(receipts)
     totals = StageTotals(receipts.values())
     totals.check_quarantine(NAME, str(stage.path), context.config.limits.max_quarantine_fraction, final=True)
@@ -116,16 +122,38 @@ def one_line(summary: Summary) -> str:
     return f"{summary['rows']:,} conversations ({held_out}), {summary['quarantined']} quarantined"
 
 
-def _read(context: Context, readers: Iterable[SourceReader]) -> Iterator[Conversation | RejectedRow]:
+def _read(context: Context, readers: Iterable[SourceReader]) -> Iterator[Row]:
     near = context.config.seeds.near_duplicates == "quarantine"
     deduplicator = Deduplicator(**_what_is_read(context.config.generate), near=near)
     for row in itertools.chain.from_iterable(readers):
         yield deduplicator.check(row) if isinstance(row, Conversation) else row
 
 
-def split_rows(
-    rows: Iterable[Conversation | RejectedRow], holdout: float
-) -> Iterator[tuple[Conversation | RejectedRow, str]]:
+def _counted(rows: Iterable[Row], meter: Meter) -> Iterator[Row]:
+    """The rows, shown as they are read."""
+    for number, row in enumerate(rows, 1):
+        if number % ROWS_BETWEEN_REPORTS == 0:
+            meter.update(number)
+        yield row
+
+
+def in_shards(rows: Iterable[Split], rows_per_shard: int | Literal["auto"]) -> Iterator[list[Split]]:
+    """The rows of one shard after another, in order.
+
+    `auto` makes `NUM_SHARDS` of a small set, of `FEWEST_IN_SHARD` rows or more, so that each holds enough work to fill
+    an engine's batch, and shards of `MOST_IN_SHARD` of a larger one. It depends on nothing but the number of rows.
+    """
+    stream = iter(rows)
+    if rows_per_shard == "auto":
+        head = list(itertools.islice(stream, SMALL_SET))  # `split_rows` holds as many
+        size = min(MOST_IN_SHARD, max(FEWEST_IN_SHARD, -(-len(head) // NUM_SHARDS)))
+        stream = itertools.chain(head, stream)
+    else:
+        size = rows_per_shard
+    yield from iter(lambda: list(itertools.islice(stream, size)), [])
+
+
+def split_rows(rows: Iterable[Row], holdout: float) -> Iterator[Split]:
     """Give every conversation its split: half of `holdout` calibrates, half checks, by the hash of the id.
 
     A set of up to `SMALL_SET` rows holds out exactly the smallest hashes, at least 8 for each; in a larger one a
@@ -149,7 +177,7 @@ def _unit_hash(row_id: str) -> float:
     return int.from_bytes(hashlib.sha256(b"split:" + row_id.encode()).digest()[:8], "big") / 2**64
 
 
-def _write_shard(stage: StageDirectory, index: int, chunk: list[tuple[Conversation | RejectedRow, str]]) -> Receipt:
+def _write_shard(stage: StageDirectory, index: int, chunk: list[Split]) -> Receipt:
     with ShardWriter(
         stage.shard_path(index), stage.quarantine_path(index), SEEDS, index=index, fingerprint=stage.fingerprint
     ) as writer:

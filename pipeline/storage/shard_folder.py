@@ -39,8 +39,8 @@ class ShardFolder:
             and self.quarantine_path(receipt.index).exists()
         }
 
-    def tasks(self, upstream: ShardFolder) -> list[ShardTask]:
-        """One task per upstream shard."""
+    def tasks(self, upstream: ShardFolder, receipts: dict[int, Receipt] | None = None) -> list[ShardTask]:
+        """One task per upstream shard; `receipts` is what `upstream.receipts` has just said."""
         return [
             ShardTask(
                 index=index,
@@ -50,7 +50,7 @@ class ShardFolder:
                 quarantine=str(self.quarantine_path(index)),
                 fingerprint=self.fingerprint,
             )
-            for index, receipt in sorted(upstream.receipts().items())
+            for index, receipt in sorted((upstream.receipts() if receipts is None else receipts).items())
         ]
 
     def pending(self, tasks: Sequence[ShardTask], have: dict[int, Receipt] | None = None) -> list[ShardTask]:

@@ -14,6 +14,12 @@ from dataclasses import dataclass
 from pipeline.conversations.dialogue import Dialogue
 from pipeline.targets.engines import GenerationEngine
 
+Report = Callable[[int, int], None]  # given finished conversations and written tokens, each as they come
+
+
+def silent(conversations: int, tokens: int) -> None:
+    """Reports nothing."""
+
 
 @dataclass
 class DialogueGroup:
@@ -21,6 +27,7 @@ class DialogueGroup:
 
     dialogues: list[Dialogue]
     num_left: int
+    report: Report
 
 
 class DialoguePool:
@@ -32,9 +39,9 @@ class DialoguePool:
         self._queued: deque[tuple[Dialogue, DialogueGroup]] = deque()
         self._waiting: dict[str, tuple[Dialogue, DialogueGroup]] = {}  # open conversations, by request id
 
-    def add(self, dialogues: Iterable[Dialogue]) -> DialogueGroup:
+    def add(self, dialogues: Iterable[Dialogue], report: Report = silent) -> DialogueGroup:
         listed = list(dialogues)
-        group = DialogueGroup(listed, len(listed))
+        group = DialogueGroup(listed, len(listed), report)
         self._queued.extend((dialogue, group) for dialogue in listed)
         return group
 
@@ -46,6 +53,7 @@ class DialoguePool:
             for completion in self._engine.step():
                 dialogue, owner = self._waiting.pop(completion.id)
                 dialogue.receive(completion)
+                owner.report(0, len(completion.token_ids))
                 self._advance(dialogue, owner)
             self._open(add_more)
 
@@ -63,6 +71,7 @@ class DialoguePool:
         request = dialogue.next_request()
         if request is None:
             group.num_left -= 1
+            group.report(1, 0)
             return
         assert self._engine is not None, "a request needs an engine"
         self._waiting[request.id] = dialogue, group

@@ -23,6 +23,7 @@ from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.conversation import Role
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
+from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.accuracy import Score, label_ranks, score
 from pipeline.heads.kind import Heads
 from pipeline.training.adapted_backbone import Backbone
@@ -83,7 +84,13 @@ def per_head(found: Score) -> list[dict[str, float]]:
 
 
 def held_out_ranks(
-    shards: Sequence[str], fingerprint: str, heads: str, roles: Collection[Role], top: int, device: str
+    shards: Sequence[str],
+    fingerprint: str,
+    heads: str,
+    roles: Collection[Role],
+    top: int,
+    device: str,
+    progress: ProgressReporter | None = None,
 ) -> HeldOutRanks:
     """Where the tokens of held-out rows stand among trained heads' first `top` guesses.
 
@@ -97,17 +104,24 @@ def held_out_ranks(
     def ranks(module: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
         return label_ranks(module, hidden_ND, next_N, labels_KN, top)
 
-    return HeldOutRanks(*_held_out(shards, fingerprint, heads, roles, device, MAX_POSITIONS, ranks))
+    return HeldOutRanks(*_held_out(shards, fingerprint, heads, roles, device, MAX_POSITIONS, ranks, progress))
 
 
 def held_out_places(
-    shards: Sequence[str], fingerprint: str, heads: str, roles: Collection[Role], tree: DynamicTree, device: str
+    shards: Sequence[str],
+    fingerprint: str,
+    heads: str,
+    roles: Collection[Role],
+    tree: DynamicTree,
+    device: str,
+    progress: ProgressReporter | None = None,
 ) -> HeldOutPlaces:
     """Where the tokens of held-out rows stand among the nodes that a dynamic tree proposes, whatever its size.
 
     As `held_out_ranks`, of at most about `GROWN_POSITIONS` positions.
     """
-    return HeldOutPlaces(*_held_out(shards, fingerprint, heads, roles, device, GROWN_POSITIONS, tree.places))
+    found = _held_out(shards, fingerprint, heads, roles, device, GROWN_POSITIONS, tree.places, progress)
+    return HeldOutPlaces(*found)
 
 
 def _held_out(
@@ -118,6 +132,7 @@ def _held_out(
     device: str,
     limit: int,
     measure: Callable[[Heads, Tensor, Tensor, Tensor], Tensor],
+    progress: ProgressReporter | None,
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """What is measured [K, N] of the heads at held-out positions, each span's first one, and its conversation.
 
@@ -139,6 +154,8 @@ def _held_out(
     lengths = rows.lengths(SPLIT)
     places = [(group, int(row)) for group, found in enumerate(lengths) for row in np.flatnonzero(found)]
     chosen = sorted(places[index] for index in _sample([int(lengths[group][row]) for group, row in places], limit))
+    progress = progress or ProgressReporter()
+    progress.begin("held-out rows", len(chosen), unit="conversations")
     for group, in_group in groupby(chosen, key=itemgetter(0)):
         opened = rows.read_group(group)
         for _, number in in_group:
@@ -151,6 +168,7 @@ def _held_out(
             starts.append(num_positions + np.flatnonzero(np.diff(row.learnable.numpy(), prepend=-2) != 1))
             conversations.append(np.full(len(starts[-1]), len(conversations)))
             num_positions += len(row.learnable)
+            progress.advance(tokens=len(row.learnable))
     found_KN = np.concatenate(parts_KN or [np.empty((shape.max_depth, 0), np.uint8)], axis=1)
     return found_KN, np.concatenate(starts), np.concatenate(conversations)
 

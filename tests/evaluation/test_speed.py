@@ -109,6 +109,9 @@ def test_every_prompt_is_counted_once_whatever_the_number_of_methods():
 
     def decode(ids, seed):
         seen.append(reports[-1].done)
+        return decoded([1, 2], 0.1)
 
     take_turns({"plain": decode, "accelerated": decode}, [Prompt(str(n), [n]) for n in range(3)], progress=progress)
     assert seen == [0, 0, 1, 1, 2, 2] and reports[-1].done == 3
+    tokens = 3 * 2 * len(decoded([1, 2], 0.1).token_ids)
+    assert reports[-1].note.startswith(f"{tokens} tokens, ")

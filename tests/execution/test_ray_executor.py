@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.executor import InlineExecutor, make_executor
 from pipeline.execution.placement import Placement
 from pipeline.execution.ray_executor import SUBMITTED_JOB, WORKER_ENVIRONMENT, own_signals, worker_environment
+from pipeline.execution.shard_progress import Done, ShardProgress
 from pipeline.storage.receipts import Receipt
 from pipeline.storage.tasks import ShardTask
 
@@ -26,11 +28,15 @@ ONE = Placement(1, 1, 0)
 class Counting:
     """A worker that says how often it was called; it fails on some shards."""
 
-    def __init__(self, start: int):
-        self.calls = start
+    def __init__(self, start: int, progress: ShardProgress | None = None, seen: str = ""):
+        self.calls, self.progress, self.seen = start, progress, Path(seen)
 
     def __call__(self, task: ShardTask) -> Receipt:
         self.calls += 1
+        if self.progress:
+            self.progress.begin(task)
+            self.progress.add(task, 2, 30)
+            wait_until(self.seen.exists)
         if task.index == 3:
             raise ConfigError("Three.", "here", "Take four.")
         if task.index == 5:
@@ -102,11 +108,35 @@ def outcomes_are_as_promised(executor, root) -> None:
     assert [receipt.index for receipt in receipts] == [0, 1, 2, 4, 6]
     assert {receipt.stats["tokens"] for receipt in receipts} == {1.5}
     assert sorted(receipt.num_rows for receipt in receipts)[-1] > 14, "one worker does them all"
+    assert progress_is_shown(executor, root)
     (failed,) = executor.map(NotToBeMade, {}, tasks(1, root), ONE, 60)
     assert isinstance(failed.error, EnvironmentFault) and failed.error.what == "No engine."
     assert executor.call(add, {"one": 1, "other": 2}, ONE) == 3
     with pytest.raises(ConfigError, match="Say yes"):
         executor.call(refuse, {}, ONE)
+
+
+def progress_is_shown(executor, root) -> bool:
+    """The worker goes on only when what it counted has been shown here."""
+    shown, seen = [], root / f"{executor.name}-seen"
+
+    def show() -> None:
+        shown.append(progress.total())
+        if shown[-1].amount == 30:
+            seen.touch()
+
+    progress = ShardProgress(root / "attempts", show)
+    (outcome,) = executor.map(Counting, {"start": 0, "seen": str(seen)}, tasks(1, root), ONE, 60, progress)
+    progress.drop(outcome.task)
+    progress.close()
+    return outcome.receipt is not None and seen.exists() and progress.total() == Done(0, 0)
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    patience = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < patience
+        time.sleep(0.05)
 
 
 def test_inline_gives_every_outcome_and_raises_the_user_s_errors(tmp_path):

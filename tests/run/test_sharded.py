@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 
@@ -11,7 +12,9 @@ from rich.console import Console
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.errors import DataError, EnvironmentFault, MedusaDistillError
+from pipeline.execution import progress
 from pipeline.execution.placement import Placement
+from pipeline.execution.shard_progress import ShardProgress
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.run_directory import RunDirectory
@@ -26,12 +29,25 @@ CALLS: Counter[int] = Counter()
 class Copier:
     """Copies a shard, refuses some of its rows, and fails as often as it is told to."""
 
-    def __init__(self, refuse=0, reason=Reason.EMPTY, failures: dict[int, int] | None = None, error=None):
+    def __init__(
+        self,
+        progress: ShardProgress,
+        refuse=0,
+        reason=Reason.EMPTY,
+        failures: dict[int, int] | None = None,
+        error=None,
+        watch=lambda: None,
+    ):
         self.refuse, self.reason, self.failures = refuse, reason, failures or {}
+        self.progress, self.watch = progress, watch
         self.error = error or ZeroDivisionError("by\nzero")
 
     def __call__(self, task: ShardTask):
         CALLS[task.index] += 1
+        self.progress.begin(task)
+        for _ in range(ROWS):
+            self.progress.add(task, 1, 2)
+            self.watch()
         if CALLS[task.index] <= self.failures.get(task.index, 0):
             raise self.error
         rows = list(read_rows(task.source))
@@ -52,7 +68,7 @@ def upstream(tmp_path) -> StageDirectory:
             names = [f"s:{index * ROWS + number}" for number in range(ROWS)]
             empty = {"source_id": None, "category": None, "split": "train", "messages": []}
             writer.write([{"id": name, **empty} for name in names])
-            writer.commit("seeds", names)
+            writer.commit("seeds", names, {"calibrate_rows": 4.0})
     return stage
 
 
@@ -64,10 +80,10 @@ def go(tmp_path, upstream, make_config):
 
     def run(limits: dict | None = None, **arguments):
         config = make_config(tmp_path, **{f"limits__{key}": value for key, value in (limits or {}).items()})
-        context = Context(config, RunDirectory(tmp_path / "run"), Console(quiet=True), "inline")
+        context = Context(config, RunDirectory(tmp_path / "run"), Console(file=run.said, width=200), "inline")
         return run_sharded(context, stage, upstream, Copier, arguments, Placement(1, 1, 0), unit="tokens")
 
-    run.stage = stage
+    run.stage, run.said = stage, io.StringIO()
     return run
 
 
@@ -80,6 +96,52 @@ def test_totals_add_up_over_shards_and_rates_are_per_busy_second(go):
         "tokens": 21.0,
         "tokens_per_second": 14.0,
     }
+
+
+def test_conversations_and_tokens_are_shown_while_a_shard_is_made_and_a_failed_attempt_is_taken_back(go, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr("pipeline.run.under_way.time", clock := Clock())
+    go(failures={1: 1}, watch=clock.tick)
+    said = [line.partition(", ")[0::2] for line in go.said.getvalue().splitlines()]
+    done = [int(far.removeprefix("copy: ").split()[0]) for far, _ in said]
+    up, down = done[: done.index(20) + 1], done[done.index(20) + 1 :]
+    assert up == sorted(up) and set(range(21)) <= set(up), "every conversation of shards 0 and 1 as it is done"
+    assert down[0] == 10 and max(down) == 30 and down[-1] == 30, "shard 1 failed: its conversations are to do again"
+    assert all(far.endswith(" of 30 conversations") for far, _ in said)
+    notes = {far.split()[1]: note for far, note in said}
+    assert notes["25"].endswith("24 tokens, 1 tokens/s, 2 of 3 shards"), "two of 7 tokens, and 5 times 2 under way"
+    assert notes["30"].endswith("21 tokens, 1 tokens/s, 3 of 3 shards"), "what the receipts say"
+    assert not list(go.stage.path.rglob("*.tmp"))
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def tick(self) -> None:
+        self.now += 1
+
+
+def test_what_an_earlier_run_has_done_counts_and_its_tokens_are_not_in_the_rate(go, monkeypatch):
+    with pytest.raises(EnvironmentFault):
+        go(failures={2: 99})
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    CALLS.clear()
+    go.said.truncate(0)
+    go()
+    first, *_, last = go.said.getvalue().strip("\0").splitlines()
+    assert first.startswith("copy: 20 of 30 conversations, ") and first.endswith("14 tokens, 2 of 3 shards")
+    assert last.startswith("copy: 30 of 30 conversations, ") and ", 21 tokens, " in last
+
+
+def test_of_a_split_only_its_conversations_count(go, upstream, tmp_path, make_config, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    said = io.StringIO()
+    context = Context(make_config(tmp_path), RunDirectory(tmp_path / "run"), Console(file=said, width=200), "inline")
+    run_sharded(context, go.stage, upstream, Copier, {}, Placement(1, 1, 0), "tokens", split="calibrate")
+    assert " of 12 conversations, " in said.getvalue().splitlines()[0], "three shards of four such rows"
 
 
 def test_a_second_call_does_nothing_and_reports_the_same(go):

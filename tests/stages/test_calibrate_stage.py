@@ -134,7 +134,7 @@ def test_the_chain_of_every_length_is_foretold_from_all_held_out_text(finished_r
 def test_the_number_of_draft_tokens_is_the_fastest_where_vllm_serves_and_the_given_one_otherwise(
     copied_run, make_config, tmp_path, monkeypatch
 ):
-    def costly(model, heads, trees, prompts, context):
+    def costly(model, heads, trees, prompts, context, progress):
         asked.append(list(trees.values()))
         return {size: 1.0 + 100 * (size > 2) for size in trees}
 
@@ -184,7 +184,7 @@ def test_auto_measures_what_trees_cost_here_and_takes_the_size_that_promises_the
         ratio = size["expected_acceleration_rate"] / size["overhead"]
         assert size["expected_speedup"] == pytest.approx(ratio, rel=1e-3)
 
-    def costly(model, heads, trees, prompts, context):
+    def costly(model, heads, trees, prompts, context, progress):
         asked.extend(prompts)
         return {size: 1.0 + 100 * (size > 3) for size in trees}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from io import StringIO
 
@@ -64,6 +65,19 @@ def test_in_a_large_set_each_row_s_own_hash_decides(number, holdout):
     for name, split in found.items():
         expected = "calibrate" if place(name) <= holdout / 2 else "check" if place(name) <= holdout else "train"
         assert split == expected
+
+
+@given(number=st.integers(0, 6000))
+def test_shards_are_sized_by_what_is_there(number):
+    """An eighth of the rows, 16 at least and 512 at most; the last shard is what is left."""
+    found = list(seeds.in_shards(iter(range(number)), "auto"))
+    assert [row for shard in found for row in shard] == list(range(number)), "all rows, in order"
+    wanted = 512 if number > 4096 else max(16, math.ceil(number / 8))
+    assert {len(shard) for shard in found[:-1]} <= {wanted} and all(0 < len(shard) <= wanted for shard in found)
+    assert len(found) <= 8 or number > 4096
+    assert [len(shard) for shard in seeds.in_shards(range(number), 100)] == [
+        min(100, number - first) for first in range(0, number, 100)
+    ]
 
 
 def test_a_large_set_is_streamed(monkeypatch):

@@ -120,7 +120,8 @@ def _alone(template: ChatTemplate, turns: list[int]) -> list[Dialogue]:
 def test_the_next_shard_takes_the_seats_that_the_last_ones_of_this_one_leave_free(template, one, other, capacity):
     engine = ClockworkEngine("a", capacity)
     pool, later = DialoguePool(engine), []
-    first = pool.add(dialogues(template, one))
+    reports: list[tuple[int, int]] = []
+    first = pool.add(dialogues(template, one), lambda *report: reports.append(report))
 
     def begin_next() -> None:
         if not later:
@@ -130,6 +131,8 @@ def test_the_next_shard_takes_the_seats_that_the_last_ones_of_this_one_leave_fre
     ends = sorted(engine.answered_at[f"s:{number}/{length - 1}"] for number, length in enumerate(one))
     first_free_seat = 0 if len(one) < capacity else ends[len(one) - capacity]
     assert engine.asked_at["t:0/0"] == first_free_seat
+    written = sum(len(span) for dialogue in first.dialogues for row in dialogue.rows() for span in row.spans)
+    assert (sum(done for done, _ in reports), sum(tokens for _, tokens in reports)) == (len(one), written)
     begin_next()
     pool.finish(later[0])
     assert [d.rows() for d in first.dialogues] == [d.rows() for d in _alone(template, one)]
