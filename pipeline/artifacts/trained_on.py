@@ -62,4 +62,6 @@ def _quarantine(path: Path, ids: set[str]) -> None:
                 detail = "Its tokens are those of a row of the split `train`."
                 writer.reject(RejectedRow(row["id"], Reason.TRAINED_ON, detail, dict(row)))
         ids_in = {row["id"] for row in before} | {row["parent_id"] for row in rows}
-        writer.commit("generate", ids_in, counts_of(kept), receipt.note.busy_seconds if receipt.note else 0.0)
+        writer.commit(
+            "generate", ids_in, receipt.stats | counts_of(kept), receipt.note.busy_seconds if receipt.note else 0.0
+        )

@@ -69,6 +69,11 @@ class SeedsConfig(Section):
         description="What becomes of prompts that differ from an earlier one in case, punctuation and white space "
         "alone; the same prompt a second time is always quarantined.",
     )
+    special_tokens: Literal["escape", "keep", "quarantine"] = Field(
+        "escape",
+        description="Special tokens of the target in a seed's text, such as `</s>`. escape: the target reads them as "
+        "text; keep: as control tokens, as servers do; quarantine: such rows are left out.",
+    )
     max_characters: PositiveInt = Field(200_000, description="Longer conversations are quarantined as too-long.")
     max_file_gb: float = Field(64, description="A file that holds more, unpacked, is refused.", gt=0)
 

@@ -18,6 +18,8 @@ from typing import Any, Literal
 Role = Literal["system", "user", "assistant"]
 Mode = Literal["replay", "self-talk", "passthrough"]  # how a conversation is generated, see dialogue.py
 
+SpecialTokens = Literal["escape", "keep", "quarantine"]  # what becomes of special tokens in a seed's text
+
 UNDECODABLE_MARK = "\ufdd0"  # replaces bytes that are not UTF-8; a code point reserved for internal use
 
 
@@ -73,6 +75,7 @@ class Reason(StrEnum):
     DUPLICATE = "duplicate"
     # In the target.
     TEMPLATE_REFUSED = "template-refused"  # the chat template raised, for example on a system prompt
+    SPECIAL_TOKENS = "special-tokens"  # in its text, where `seeds.special_tokens` does not want them
     TRUNCATED = "truncated"
     CONTEXT_FULL = "context-full"
     DEGENERATE_LOOP = "degenerate-loop"

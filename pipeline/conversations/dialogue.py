@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline.conversations.conversation import Conversation, Message, Mode, Reason, RowRejected
+from pipeline.conversations.conversation import Conversation, Message, Mode, Reason, RowRejected, SpecialTokens
 from pipeline.conversations.repetition import degenerate_loop
 from pipeline.conversations.requests import Completion, Finish, Request, Sampling, sample_seed
 from pipeline.conversations.row_builder import GeneratedRow, RowBuilder
@@ -37,6 +37,8 @@ class DialogueSettings:
         seed: The run's seed.
         ends_at_flaws: Whether a degenerate loop or an empty answer ends the conversation, as training data needs; a
             benchmark continues.
+        special_tokens: Special tokens in the text of the seed: written as text, kept as control tokens, or the
+            conversation rejected.
     """
 
     mode: Mode
@@ -46,6 +48,7 @@ class DialogueSettings:
     on_truncated: Literal["keep", "drop-turn", "quarantine"] = "keep"
     seed: int = 0
     ends_at_flaws: bool = True
+    special_tokens: SpecialTokens = "escape"
 
 
 def require_both_sides(template: ChatTemplate, mode: str) -> None:
@@ -68,7 +71,8 @@ class Dialogue:
 
     def __init__(self, conversation: Conversation, template: ChatTemplate, settings: DialogueSettings):
         require_both_sides(template, settings.mode)
-        self._conversation, self._template, self._settings = conversation, template, settings
+        self._conversation, self._settings = conversation, settings
+        self._template = template.keeping_special_tokens() if settings.special_tokens == "keep" else template
         following = (*conversation.messages[1:], None)
         turns = [
             (message, after.content if after and after.role == "assistant" else None)
@@ -82,7 +86,7 @@ class Dialogue:
         self._pending: RowBuilder | None = None  # the conversation up to the requested text
         self._rows: dict[int, RowBuilder] = {}  # finished parts, by the turn that a row begins with
         self._num_requests = self._num_answers = 0
-        self._ending: RowRejected | None = None
+        self._ending: RowRejected | None = self._refusal()
 
     def next_request(self) -> Request | None:
         """What the target is to write next, or None when the conversation is over."""
@@ -121,6 +125,17 @@ class Dialogue:
             raise self._ending
         parent, split = self._conversation.id, len(self._rows) > 1
         return [builder.row(f"{parent}#{turn}" if split else parent, parent) for turn, builder in self._rows.items()]
+
+    def special_tokens(self) -> list[str]:
+        """The special tokens in the text of the seed that is read of it."""
+        read = self._conversation.read_by(self._settings.mode, self._settings.rounds)
+        return self._template.special_tokens_in(read)
+
+    def _refusal(self) -> RowRejected | None:
+        if self._settings.special_tokens == "quarantine" and (found := self.special_tokens()):
+            detail = f"Its text holds {', '.join(found[:5])}; seeds.special_tokens is quarantine."
+            return RowRejected(Reason.SPECIAL_TOKENS, detail)
+        return None
 
     @property
     def _stop_token_ids(self) -> tuple[int, ...]:

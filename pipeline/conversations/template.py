@@ -4,20 +4,24 @@ They are found by rendering the template and comparing texts; sampled ids are ne
 history does not extend the rendering of a shorter one (a template that drops earlier thoughts, for example),
 `rewrites_history` is true and the conversation continues in a new row.
 
+Special tokens in the text of messages are tokenized as text, see `special_text`.
+
 Limit: a turn ends with one token of the vocabulary, as in every template that an engine can stop on without searching
 text.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from typing import TYPE_CHECKING
 
 import jinja2
 
 from pipeline.conversations.conversation import Message, Reason, RowRejected
+from pipeline.conversations.special_text import SpecialText, texts_of
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,9 +54,13 @@ class ChatTemplate:
             raise ConfigError("The target's tokenizer has no chat template.", str(tokenizer.name_or_path), fix)
         self._tokenizer = tokenizer
         self._template = chat_template
+        self._special = SpecialText(tokenizer)
+        self._escapes = True
         self._given = {"strftime_now": today.strftime} if today else {}
         self._marks = {id for id, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         self._marks |= set(tokenizer.all_special_ids)
+        special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._special_ids = (special | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
         try:
             hello = [Message("user", "Hello")]
             self.end_of_turn_ids = self._first_mark(self._after_answer(hello, "Hello"))
@@ -61,15 +69,30 @@ class ChatTemplate:
             what = f"The chat template cannot render a conversation of two questions: {rejected.detail}"
             raise ConfigError(what, str(tokenizer.name_or_path), fix) from rejected
 
+    def keeping_special_tokens(self) -> ChatTemplate:
+        """The same template, for which special tokens in the text of messages are control tokens."""
+        other = copy.copy(self)
+        other._escapes = False
+        return other
+
+    def special_tokens_in(self, messages: Sequence[Message]) -> list[str]:
+        """The special tokens that stand in the messages' text, each once."""
+        return self._special.found(texts_of(messages))
+
     def render(self, messages: Sequence[Message], *, asks: bool) -> str:
         """The messages as text; with `asks`, up to where the next answer begins.
 
         Raises:
             RowRejected: The template raised, for example because it takes no system prompt.
         """
+        return self._special.restored(self._rendered(messages, asks=asks))
+
+    def _rendered(self, messages: Sequence[Message], *, asks: bool) -> str:
+        """`render`, with marks for special tokens in the text of messages."""
+        marked = [replace(message, content=self._marked(message.content)) for message in messages]
         try:
             return self._tokenizer.apply_chat_template(
-                [asdict(message) for message in messages],
+                [asdict(message) for message in marked],
                 chat_template=self._template,
                 add_generation_prompt=asks,
                 tokenize=False,
@@ -78,6 +101,9 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
             raise RowRejected(Reason.TEMPLATE_REFUSED, f"{error}") from error
 
+    def _marked(self, text: str) -> str:
+        return self._special.marked(text) if self._escapes else text
+
     def decode(self, ids: Sequence[int]) -> str:
         """The ids as the text of a message: no special tokens, no space around it."""
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -85,7 +111,7 @@ class ChatTemplate:
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a history that ends with a question, up to where its answer begins; the template sets BOS."""
-        return self._tokenize(self.render(messages, asks=True))
+        return self._tokenize(self._rendered(messages, asks=True))
 
     def separator(self, messages: Sequence[Message], answer_ended: bool, next_user: str) -> list[int]:
         """Ids between a sampled answer and the next one.
@@ -113,12 +139,16 @@ class ChatTemplate:
 
     def recite(self, messages: Sequence[Message], answer: str) -> list[int]:
         """Ids of a given answer to `messages`, its end of turn included, as if the target had sampled them."""
-        before = self.render(messages, asks=True)
-        whole = self.render([*messages, Message("assistant", answer)], asks=False)
+        before = self._rendered(messages, asks=True)
+        whole = self._rendered([*messages, Message("assistant", answer)], asks=False)
         word = _unused_word(messages)
-        tail = self._after(word, self.render([*messages, Message("assistant", word)], asks=False))
-        text = whole.removeprefix(before) if whole.startswith(before) and whole.endswith(tail) else answer + tail
-        context = before[-CONTEXT_CHARACTERS:]
+        tail = self._after(word, self._rendered([*messages, Message("assistant", word)], asks=False))
+        text = (
+            whole.removeprefix(before)
+            if whole.startswith(before) and whole.endswith(tail)
+            else self._marked(answer) + tail
+        )
+        context = self._special.restored(before)[-CONTEXT_CHARACTERS:]
         end = self._first_mark(tail)
         if not end:  # this template ends a turn only when another one follows
             return self._tokenize_after(text.removesuffix(tail), context) + list(self.end_of_turn_ids)
@@ -130,20 +160,22 @@ class ChatTemplate:
     def rewrites_history(self, messages: Sequence[Message]) -> bool:
         """Whether the prompt for `messages`, which end with an answer and a question, does not extend the last one."""
         *asked, answer, _ = messages
-        before = self.render(asked, asks=True)
-        after = self.render(messages, asks=True)
-        return not (after.startswith(before) and after[len(before) :].lstrip().startswith(answer.content.strip()))
+        before = self._rendered(asked, asks=True)
+        after = self._rendered(messages, asks=True)
+        return not (
+            after.startswith(before) and after[len(before) :].lstrip().startswith(self._marked(answer.content.strip()))
+        )
 
     def _after_answer(self, messages: Sequence[Message], next_user: str) -> str:
         """The template's text from the end of an answer to `messages` to the beginning of the next answer."""
         user = Message("user", next_user)
         word = _unused_word([*messages, user])
-        return self._after(word, self.render([*messages, Message("assistant", word), user], asks=True))
+        return self._after(word, self._rendered([*messages, Message("assistant", word), user], asks=True))
 
     def _after_user(self, messages: Sequence[Message]) -> str:
         """The template's text from the end of a user's message to the beginning of its answer."""
         word = _unused_word(messages)
-        return self._after(word, self.render([*messages, Message("user", word)], asks=True))
+        return self._after(word, self._rendered([*messages, Message("user", word)], asks=True))
 
     @staticmethod
     def _after(word: str, rendered: str) -> str:
@@ -161,8 +193,22 @@ class ChatTemplate:
         return ()
 
     def _tokenize(self, text: str) -> list[int]:
+        """Ids of a rendered text: what is marked in it as text, all else as the tokenizer does."""
+        first, marked = self._special.parts(text)
         # verbose=False: a text longer than the context is rejected later, with a reason
-        return self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = list(self._tokenizer(first, add_special_tokens=False, verbose=False)["input_ids"])
+        for special, after in marked:
+            ids += self._as_text(special)
+            ids += self._tokenize_after(after) if after else []
+        return ids
+
+    def _as_text(self, special: str) -> list[int]:
+        """Ids that read as a special token and are none."""
+        for parts in self._special.cuts(special):
+            ids = [id for part in parts for id in self._tokenize_after(part)]
+            if not self._special_ids.intersection(ids):
+                return ids
+        raise RowRejected(Reason.SPECIAL_TOKENS, f"The special token {special!r} cannot be written as text.")
 
     def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
         """Ids of a text that continues another one, without the space that some tokenizers add at the start."""

@@ -176,7 +176,11 @@ def _made(report: dict, stage: str) -> str:
         return "" if value is None else phrase.format(word(value))
 
     facts = {
-        "generate": (("tokens", count, "{} tokens"), ("tokens_per_second", rate, "{} tokens/s per busy worker")),
+        "generate": (
+            ("tokens", count, "{} tokens"),
+            ("tokens_per_second", rate, "{} tokens/s per busy worker"),
+            ("special_token_rows", count, "{} rows with special tokens in the seed's text"),
+        ),
         "features": (
             ("positions", count, "{} positions"),
             ("bytes_per_position", rate, "{} bytes each"),

@@ -43,6 +43,7 @@ SUMMARY_KEYS = (
     "quantization",
     "draft_coverage",
     "sources",
+    "special_token_rows",
 )
 
 

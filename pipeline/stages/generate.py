@@ -15,7 +15,7 @@ from pipeline.artifacts.generated_rows import GENERATED, counts_of, stored_row
 from pipeline.artifacts.seed_rows import SPLITS, SeedRow
 from pipeline.artifacts.trained_on import quarantine_trained_on
 from pipeline.config import GenerateConfig
-from pipeline.conversations.conversation import Reason, RejectedRow, RowRejected
+from pipeline.conversations.conversation import Reason, RejectedRow, RowRejected, SpecialTokens
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
 from pipeline.conversations.requests import Sampling
 from pipeline.errors import DataError
@@ -43,7 +43,9 @@ def identity(context: Context) -> Identity:
     """Every setting shapes the text, and so do the target and the run's seed."""
     settings = context.config.generate.model_dump(mode="json")
     settings["engine_args"] = semantic_arguments(settings["engine_args"])
-    return {"settings": settings, "seed": context.config.run.seed, "target": context.target_identity}
+    special = context.config.seeds.special_tokens
+    seed = context.config.run.seed
+    return {"settings": settings, "special_tokens": special, "seed": seed, "target": context.target_identity}
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
@@ -56,6 +58,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         "settings": settings,
         "seed": context.config.run.seed,
         "gpus": placement.gpus,
+        "special_tokens": context.config.seeds.special_tokens,
     }
     summary = run_sharded(context, stage, context.upstream["seeds"], Worker, arguments, placement, unit="tokens")
     if quarantine_trained_on(stage):
@@ -80,7 +83,9 @@ def one_line(summary: Summary) -> str:
     written = f"{summary['rows']:,} rows, {summary.get('tokens', 0):,.0f} tokens written"
     leaked = summary["reasons"].get(Reason.TRAINED_ON, 0)
     held_out = f", {leaked} held-out rows left out that equal training rows" if leaked else ""
-    return f"{written}{speed}, {summary['quarantined']} quarantined{held_out}"
+    special = summary.get("special_token_rows")
+    noted = f", {special:,.0f} with special tokens in the seed's text" if special else ""
+    return f"{written}{speed}, {summary['quarantined']} quarantined{held_out}{noted}"
 
 
 class Worker:
@@ -96,9 +101,11 @@ class Worker:
         seed: int,
         gpus: int,
         progress: ShardProgress | None = None,
+        special_tokens: SpecialTokens = "escape",
     ):
         self.template = load_chat_template(target)
         self.settings, self.seed, self.progress = settings, seed, progress or ShardProgress()
+        self.special_tokens = special_tokens
         self.max_tokens = context_length(target)
         self.stop_token_ids = tuple(sorted(eos_token_ids(target)))
         self.engine: GenerationEngine | None = None  # passthrough asks for nothing
@@ -129,7 +136,9 @@ class Worker:
                 rows += [stored_row(row, seed.split) for row in generated]
             writer.write(rows)
             ids_in = [*task.poison, *(seed.id for seed in seeds)]
-            return writer.commit(NAME, ids_in, counts_of(rows), time.monotonic() - started)
+            special = sum(bool(dialogue.special_tokens()) for dialogue in group.dialogues)
+            counts = counts_of(rows) | ({"special_token_rows": float(special)} if special else {})
+            return writer.commit(NAME, ids_in, counts, time.monotonic() - started)
 
     def _begin(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:
         """The shard's seeds and their conversations, which wait for their turn unless they have begun already."""
@@ -167,6 +176,7 @@ class Worker:
             rounds=settings.rounds,
             on_truncated=settings.on_truncated,
             seed=self.seed,
+            special_tokens=self.special_tokens,
         )
 
 

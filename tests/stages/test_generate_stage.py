@@ -133,3 +133,19 @@ def test_the_date_that_a_chat_template_asks_for_is_the_configuration_s_and_part_
     (first, then), (other, later) = made(dated, "2024-02-29"), made(dated, "2026-11-22")
     assert first != other and then[0].startswith("2024-02-29 ") and later[0].startswith("2026-11-22 ")
     assert made(tiny_target, "2024-02-29") == made(tiny_target, "2026-11-22")
+
+
+@pytest.mark.parametrize(("policy", "counted", "ends"), [("escape", 8, 2), ("keep", 8, 3), ("quarantine", 8, 2)])
+def test_special_tokens_in_seeds_are_escaped_kept_or_quarantined_and_counted(
+    make_config, tmp_path, policy, counted, ends
+):
+    """8 of 80 questions hold the token that ends every turn, whose id is 1."""
+    rows = [[f"What is {n}{'</s>' * (n % 10 == 0)}?", "That."] for n in range(80)]
+    settings = talks(tmp_path / "seeds.jsonl", rows) | {"seeds__special_tokens": policy}
+    run = run_flow(make_config(tmp_path, **settings), until="generate", executor="inline", console=Console(quiet=True))
+    stage = run.latest("generate")
+    kept = [row for path in stage.shards() for row in read_rows(path)]
+    assert stage.summary.get("special_token_rows", 0) == counted
+    assert stage.summary["reasons"] == ({"special-tokens": 8} if policy == "quarantine" else {})
+    assert max(row["input_ids"].count(1) for row in kept) == ends
+    assert len(kept) == 80 - stage.summary["quarantined"]
