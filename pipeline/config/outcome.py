@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from pipeline.config.section import Dtype, Section
 
+FormatName = Literal["expanded", "shared", "reference", "sglang"]
 BaselineName = Literal["generate", "prompt-lookup", "assistant"]
 StudyName = Literal["trees", "typical", "heads", "batch"]
 
@@ -79,13 +80,21 @@ class CalibrateConfig(Section):
 
 class ExportConfig(Section):
     dtype: Dtype = Field("auto", description="Dtype of the exported heads; auto: the target's.")
-    formats: tuple[Literal["expanded", "shared"], ...] = Field(
+    formats: tuple[FormatName, ...] = Field(
         ("expanded",),
-        description="expanded: K lm_heads, every engine loads it; shared: one for all, smaller, where "
-        "train.medusa.lm_head is tied (vLLM, TGI) or shared (vLLM).",
+        description="The first lies at the export's root and is checked: expanded: K lm_heads, every engine loads it; "
+        "shared: one for all, smaller, where train.medusa.lm_head is tied (vLLM, TGI) or shared (vLLM). Others lie "
+        "beside it in directories of their names: also reference (Medusa heads: the authors' medusa_lm_head.pt) and "
+        "sglang (recurrent heads).",
         min_length=1,
-        max_length=1,
     )
+
+    @field_validator("formats")
+    @classmethod
+    def names_each_once(cls, value: tuple[FormatName, ...]) -> tuple[FormatName, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("name each format once")
+        return value
 
 
 class CheckConfig(Section):

@@ -2,7 +2,8 @@
 
 It promises that the weights file holds exactly the tensors that the kind of heads names, finite and bit for bit as they
 were trained (engines drop unknown tensors silently and run on garbage where one is missing), and that no other weights
-lie beside it. Safetensors only, in one file: 70B Medusa heads with a vocabulary of 128k are about 12 GB in bfloat16.
+lie beside it. One file of them: 70B Medusa heads with a vocabulary of 128k are about 12 GB in bfloat16. Further formats
+are whole directories in this one, named like the format (`export_format.py`).
 
 Heads that share one tensor under several names expand on disk and not in memory: the file is serialized from pointers.
 Converting to another dtype holds the converted heads beside the original ones.
@@ -13,19 +14,21 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+from safetensors import SafetensorError
 from torch import Tensor
 
 from pipeline.artifacts.tree_file import read_paths
 from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError, EnvironmentFault
-from pipeline.export.layout import CARD_FILE, CONFIG_FILE, SAFETENSORS_DTYPES, ExportLayout, read_layout
+from pipeline.export.layout import CARD_FILE, CONFIG_FILE, ExportLayout, read_layout
 from pipeline.export.upload import WEIGHT_SUFFIXES
+from pipeline.export.weights import WeightsFile, write_weights
 from pipeline.heads.draft_vocabulary import TOKEN_MAP
 from pipeline.heads.kind import Heads, TargetWeights, is_finite
 from pipeline.heads.shape import require_shapes
@@ -45,6 +48,7 @@ def write_export(
     tokenizer: Any,
     choices: Sequence[Sequence[int]],
     card: str,
+    further: Sequence[str] = (),
 ) -> list[Path]:
     """Write heads, configuration, tokenizer, tree and model card, read them back, and only then put them in place.
 
@@ -56,25 +60,34 @@ def write_export(
         tokenizer: Anything with `save_pretrained(directory)`.
         choices: The tree's paths, checked already.
         card: The text of `README.md`.
+        further: Other formats of the same heads, each as a whole directory of its name, but for the card.
 
     Returns the files. Raises DataError for numbers that are not finite, EnvironmentFault for a full disk; whatever is
     raised, nothing is left behind.
     """
-    directory, kind = Path(directory), layout.kind
-    saved = tensors_as_saved(heads, layout)
+    directory, num_bytes = Path(directory), 0
     try:
         with atomic_directory(directory, last=CONFIG_FILE) as partial:
-            tokenizer.save_pretrained(str(partial))
-            _serialize(saved, partial / kind.weights_file)
-            _write_json(partial / kind.choices_file, [list(path) for path in choices])
+            for place, one in places(partial, layout, further).items():
+                place.mkdir(exist_ok=True)
+                saved = tensors_as_saved(heads, one)
+                num_bytes += sum(tensor.nbytes for tensor in saved.values())
+                tokenizer.save_pretrained(str(place))
+                write_weights(saved, place / one.weights_file)
+                _write_json(place / one.kind.choices_file, [list(path) for path in choices])
+                _write_json(place / CONFIG_FILE, one.to_json(target))
+                _compare(place, saved, one)
             (partial / CARD_FILE).write_text(card, encoding="utf-8")
-            _write_json(partial / CONFIG_FILE, layout.to_json(target))
-            _compare(partial, saved, layout)
             files = files_in(partial)
     except (OSError, SafetensorError) as error:
-        fix = f"It takes {sum(tensor.nbytes for tensor in saved.values()) / 1e9:.1f} GB; see to the disk and run again."
+        fix = f"It takes {num_bytes / 1e9:.1f} GB and more; see to the disk and run again."
         raise EnvironmentFault(f"The export cannot be written: {error}.", str(directory), fix) from error
     return [directory / file for file in files]
+
+
+def places(root: Path, layout: ExportLayout, further: Sequence[str]) -> dict[Path, ExportLayout]:
+    """Where each format lies: the first at the root, every other one in a directory of its name."""
+    return {root: layout} | {root / name: replace(layout, format=name) for name in further}
 
 
 def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Heads:
@@ -85,9 +98,8 @@ def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Hea
     """
     layout, path = read_layout(directory), Path(directory)
     target = TargetWeights(lambda: lm_head_weight(model), lambda: model.get_input_embeddings().weight.detach())
-    with _open_weights(path, layout) as file:
-        tensors = {name: file.get_tensor(name) for name in file.offset_keys()}
-    heads = layout.kind.from_named_tensors(layout.shape, tensors, layout.format, where=str(path))
+    tensors = _open_weights(path, layout).tensors()
+    heads = layout.kind.from_named_tensors(layout.shape, tensors, layout.stored, where=str(path))
     heads.take_from(target.drafting(heads.vocabulary.token_map))
     return heads
 
@@ -113,7 +125,7 @@ def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
     dtype = getattr(torch, layout.dtype)
     converted: dict[tuple[Any, ...], Tensor] = {}
     saved: dict[str, Tensor] = {}
-    for name, source in heads.stored_tensors(layout.format).items():
+    for name, source in heads.stored_tensors(layout.stored).items():
         key = (source.data_ptr(), source.shape, source.stride())
         if key not in converted:
             converted[key] = source.to("cpu", dtype if source.is_floating_point() else source.dtype).contiguous()
@@ -130,16 +142,16 @@ def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
 def _compare(directory: Path, saved: Mapping[str, Tensor], layout: ExportLayout) -> None:
     if read_layout(directory) != layout:
         raise DataError("The configuration is another one.", str(directory / CONFIG_FILE), "Export again.")
-    with _open_weights(directory, layout) as file:
-        for name, tensor in saved.items():
-            if not torch.equal(file.get_tensor(name).view(torch.uint8), tensor.view(torch.uint8)):
-                where = str(directory / layout.kind.weights_file)
-                raise DataError(f"The tensor {name} is not the one that was trained.", where, "Export again.")
+    file = _open_weights(directory, layout)
+    for name, tensor in saved.items():
+        if not torch.equal(file.tensor(name).view(torch.uint8), tensor.view(torch.uint8)):
+            where = str(directory / layout.weights_file)
+            raise DataError(f"The tensor {name} is not the one that was trained.", where, "Export again.")
 
 
-def _open_weights(directory: Path, layout: ExportLayout) -> Any:
+def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:
     """The weights file, opened lazily, once its names, shapes and dtypes are known to be right."""
-    path = directory / layout.kind.weights_file
+    path = directory / layout.weights_file
     strangers = [p.name for p in sorted(directory.iterdir()) if p.suffix in WEIGHT_SUFFIXES and p.name != path.name]
     if strangers:
         raise DataError(
@@ -147,36 +159,12 @@ def _open_weights(directory: Path, layout: ExportLayout) -> Any:
             str(directory),
             "Move them elsewhere.",
         )
-    try:
-        file = safe_open(path, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"The weights cannot be read: {error}.", str(path), "Export again.") from error
-    slices = {name: file.get_slice(name) for name in file.offset_keys()}
-    expected = layout.kind.shapes(layout.shape, layout.format)
-    found = {name: tuple(part.get_shape()) for name, part in slices.items()}
-    require_shapes(layout.shape, expected, found, str(path))
-    for name, part in slices.items():
-        dtype = "int64" if name == TOKEN_MAP else layout.dtype
-        if part.get_dtype() != {"int64": "I64", **SAFETENSORS_DTYPES}[dtype]:
-            raise DataError(f"The tensor {name} is not {dtype}.", str(path), "Export again.")
+    file = WeightsFile(path)
+    require_shapes(layout.shape, layout.kind.shapes(layout.shape, layout.stored), file.shapes, str(path))
+    for name, dtype in file.dtypes.items():
+        if dtype != ("int64" if name == TOKEN_MAP else layout.dtype):
+            raise DataError(f"The tensor {name} is not {layout.dtype}.", str(path), "Export again.")
     return file
-
-
-def _serialize(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file in which several names may have one tensor's bytes.
-
-    `safetensors.torch.save_file` refuses shared memory, so the copies would have to exist in memory first.
-    """
-    specs = {
-        name: TensorSpec(
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            shape=list(tensor.shape),
-            data_ptr=tensor.data_ptr(),
-            data_len=tensor.nbytes,
-        )
-        for name, tensor in tensors.items()
-    }
-    serialize_file(specs, path, metadata={"format": "pt"})
 
 
 def _write_json(path: Path, content: object) -> None:

@@ -19,7 +19,14 @@ from huggingface_hub import CommitOperationAdd
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.export.backbone import BACKBONE_FILE
 from pipeline.export.card import backbone_card, model_card
-from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, CONFIG_FILE, read_json_config, with_base_model
+from pipeline.export.layout import (
+    BACKBONE_DIRECTORY,
+    CARD_FILE,
+    CONFIG_FILE,
+    read_json_config,
+    read_layout,
+    with_base_model,
+)
 from pipeline.export.upload import (
     WEIGHT_SUFFIXES,
     InTheWay,
@@ -29,6 +36,7 @@ from pipeline.export.upload import (
     refuse_local_paths,
     upload,
 )
+from pipeline.heads.export_format import FORMATS
 from pipeline.heads.kind import Heads
 
 
@@ -82,15 +90,15 @@ def push_export(directory: str | Path, push: Push, checked: Mapping[str, str]) -
     directory = Path(directory)
     check_repo_id(push.repo_id, "push.repo_id", with_owner=True)
     report = require_passed_check(push.report)
-    content, exported = read_json_config(directory)
+    exported = read_layout(directory)
     base = push.base_model or exported.base_model_name_or_path
     if not os.path.isabs(base):
         check_repo_id(base, "push.base_model")
     kind, tuned = exported.kind, (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file()
     card = model_card(report, kind=kind, base_model=base, repo_id=push.repo_id, recipe=push.recipe, tuned=tuned)
-    config = json.dumps(with_base_model(content, base), indent=2) + "\n"
+    configs = _configs(directory, checked, base)
     _require_heads_alone(checked, kind, directory)
-    additions = prepare(directory, checked, {CARD_FILE: card.encode(), CONFIG_FILE: config.encode()})
+    additions = prepare(directory, checked, {CARD_FILE: card.encode(), **configs})
     in_the_way = functools.partial(_not_heads, kind=kind)
     return _send(replace(push, base_model=base), additions, exported.base_model_name_or_path, kind.title, in_the_way)
 
@@ -158,6 +166,15 @@ def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return report
 
 
+def _configs(directory: Path, names: Collection[str], base: str) -> dict[str, bytes]:
+    """The `config.json` of each format, with the target's Hub id."""
+    configs = {}
+    for name in (name for name in names if Path(name).name == CONFIG_FILE):
+        content, _ = read_json_config((directory / name).parent)
+        configs[name] = (json.dumps(with_base_model(content, base), indent=2) + "\n").encode()
+    return configs
+
+
 def _require_heads_alone(names: Collection[str], kind: type[Heads], directory: Path) -> None:
     """Raise DataError where the heads are not whole, or other weights would go with them."""
     if gone := {CONFIG_FILE, kind.weights_file, kind.choices_file} - set(names):
@@ -168,7 +185,9 @@ def _require_heads_alone(names: Collection[str], kind: type[Heads], directory: P
 
 
 def _other_weights(names: Collection[str], kind: type[Heads]) -> list[str]:
-    return sorted(name for name in names if Path(name).suffix in WEIGHT_SUFFIXES and name != kind.weights_file)
+    """Weights that engines would load with the heads: those of another format are in a directory of its name."""
+    weights = (name for name in names if Path(name).suffix in WEIGHT_SUFFIXES and name != kind.weights_file)
+    return sorted(name for name in weights if str(Path(name).parent) not in FORMATS)
 
 
 def _not_heads(names: Collection[str], kind: type[Heads]) -> list[str]:

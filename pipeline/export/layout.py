@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.config import DTYPES
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError, DataError
 from pipeline.export.upload import check_repo_id
+from pipeline.heads.export_format import ExportFormat, export_format
 from pipeline.heads.kind import Heads
 from pipeline.heads.shape import HeadsShape, head_kind
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
 BACKBONE_DIRECTORY = "backbone"  # the tuned backbone, beside its heads
-
-SAFETENSORS_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # its names of them
 
 # vLLM's rejection sampler asserts at most 128 draft tokens (MAX_SPEC_LEN), one per head.
 MAX_NUM_HEADS = 128
@@ -33,7 +33,7 @@ MAX_NUM_HEADS = 128
 class ExportLayout:
     """The heads' kind and shape, their target, and their layout on disk.
 
-    `format` "expanded" is loaded by every engine, "shared" is a compact form of some kinds. `num_speculative_tokens` is
+    `format` is the name of one of `FORMATS`. `num_speculative_tokens` is
     what an engine drafts per step; 0 stands for all the heads. With a `dynamic_tree` native decoding does not use the
     static one of the choices file. Raises ConfigError for settings that no engine or file supports.
     """
@@ -48,12 +48,20 @@ class ExportLayout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_speculative_tokens", self.num_speculative_tokens or self.shape.num_heads)
         check_num_heads(self.shape.num_heads)
-        if self.dtype not in SAFETENSORS_DTYPES:
-            fix = f"Use one of {', '.join(SAFETENSORS_DTYPES)}."
+        if self.dtype not in DTYPES:
+            fix = f"Use one of {', '.join(DTYPES)}."
             raise ConfigError(f'Unknown dtype "{self.dtype}".', "export.dtype", fix)
-        self.kind.check_format(self.shape, self.format)
+        self.kind.check_format(self.shape, self.stored)
         if not os.path.isabs(self.base_model_name_or_path):
             check_repo_id(self.base_model_name_or_path, "target.model")
+
+    @property
+    def stored(self) -> ExportFormat:
+        return export_format(self.format)
+
+    @property
+    def weights_file(self) -> str:
+        return self.stored.weights_file or self.kind.weights_file
 
     @property
     def kind(self) -> type[Heads]:
@@ -63,7 +71,7 @@ class ExportLayout:
         """The content of `config.json`, for a target with this config.json."""
         method, num_tokens = self.kind.vllm_method, self.num_speculative_tokens
         content = {
-            **self.kind.engine_config(self.shape, self.format, target),
+            **self.kind.engine_config(self.shape, self.stored, target),
             "hidden_size": self.shape.hidden_size,
             "vocab_size": self.shape.target_vocab_size,
             "dtype": self.dtype,
@@ -74,7 +82,7 @@ class ExportLayout:
                 **self.shape.to_json(),
             },
         }
-        if method and not self.kind.not_served(self.shape, target):
+        if method and self.stored.at_root and not self.kind.not_served(self.shape, target):
             content |= {
                 "speculators_model_type": method,
                 "transformer_layer_config": {},
@@ -160,6 +168,15 @@ def check_num_heads(num_heads: int) -> None:
             "train.num_heads",
             "The paper trains 5, and finds 3 or 4 enough.",
         )
+
+
+def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:
+    """ConfigError unless such heads can be exported in these formats, of which the first is what the check decodes."""
+    for name in names:
+        kind.check_format(shape, export_format(name))
+    if not export_format(names[0]).at_root:
+        what = f"The {names[0]} format is read by one engine alone, and the check decodes another."
+        raise ConfigError(what, "export.formats", f"Begin with another: [expanded, {', '.join(names)}].")
 
 
 def check_vocabulary(shape: HeadsShape, target_vocab_size: int) -> None:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import ConfigError, DataError
 from pipeline.heads.draft_vocabulary import TOKEN_MAP, DraftVocabulary
+from pipeline.heads.export_format import EXPANDED, ExportFormat
 from pipeline.heads.losses import summed_cross_entropy
 from pipeline.heads.proposal_tree import ProposalTree
 from pipeline.heads.shape import HeadsShape, require_shapes
@@ -59,6 +60,7 @@ class Heads(nn.Module, ABC):
     title: ClassVar[str]  # in the model card: "Medusa heads"
     units: ClassVar[str] = "heads"  # what `num_heads` counts, in the report and the model card
     vllm_method: ClassVar[str | None] = None  # in vLLM's speculative configuration; None where it cannot serve them
+    formats: ClassVar[tuple[ExportFormat, ...]] = (EXPANDED,)  # in which they can be exported
     weights_file: ClassVar[str] = "model.safetensors"  # of the export
     choices_file: ClassVar[str] = "tree_choices.json"  # of the export: the tree's paths
     card_about: ClassVar[str]  # Jinja of the model card: what these heads are, in a sentence or two
@@ -167,15 +169,16 @@ class Heads(nn.Module, ABC):
     # Export: one directory that engines load; config.json, weights, tree, tokenizer and card
 
     @classmethod
-    def check_format(cls, shape: Any, format: str) -> None:
+    def check_format(cls, shape: Any, format: ExportFormat) -> None:
         """ConfigError unless such heads can be stored in this one of `export.formats`."""
-        if format != "expanded":
-            what = f"The {format} format does not apply to {shape.kind} heads."
-            raise ConfigError(what, "export.formats", "Export with `formats: [expanded]`.")
+        if format not in cls.formats:
+            known = ", ".join(each.name for each in cls.formats)
+            what = f"The {format.name} format does not apply to {shape.kind} heads."
+            raise ConfigError(what, "export.formats", f"Export with `formats: [expanded]`; such heads have {known}.")
 
     @classmethod
     @abstractmethod
-    def engine_config(cls, shape: Any, format: str, target: Mapping[str, Any]) -> dict[str, Any]:
+    def engine_config(cls, shape: Any, format: ExportFormat, target: Mapping[str, Any]) -> dict[str, Any]:
         """The keys of the export's config.json that are this kind's own; `target` is its target's config.json.
 
         The exporter adds sizes, dtype, `base_model_name_or_path` and what vLLM's speculators format asks for.
@@ -193,21 +196,21 @@ class Heads(nn.Module, ABC):
 
     # Files
 
-    def named_tensors(self, format: str | None = None) -> dict[str, Tensor]:
+    def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
         """Detached views by the names that files give them: all parameters, for `heads.safetensors`, or an export's.
 
         An export leaves out what engines take from the target.
         """
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
-    def stored_tensors(self, format: str | None = None) -> dict[str, Tensor]:
+    def stored_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
         """All that a file holds: `named_tensors` and, where the vocabulary is pruned, its `token_map`, int64 [V]."""
         token_map = self.vocabulary.token_map
         return self.named_tensors(format) | ({} if token_map is None else {TOKEN_MAP: token_map})
 
     @classmethod
     def from_named_tensors(
-        cls, shape: Any, tensors: Mapping[str, Tensor], format: str | None = None, *, where: str | None = None
+        cls, shape: Any, tensors: Mapping[str, Tensor], format: ExportFormat | None = None, *, where: str | None = None
     ) -> Self:
         """The inverse of `stored_tensors`, in the tensors' own dtype.
 
@@ -234,7 +237,7 @@ class Heads(nn.Module, ABC):
         return heads
 
     @classmethod
-    def shapes(cls, shape: Any, format: str | None = None) -> dict[str, tuple[int, ...]]:
+    def shapes(cls, shape: Any, format: ExportFormat | None = None) -> dict[str, tuple[int, ...]]:
         """The shapes of `stored_tensors`: a file holds exactly these."""
         views = cls(shape, device=torch.device("meta")).stored_tensors(format)
         return {name: tuple(view.shape) for name, view in views.items()}

@@ -28,6 +28,7 @@ from torch.nn.functional import linear, silu
 from pipeline.config.training import LmHead
 from pipeline.errors import ConfigError
 from pipeline.heads.draft_vocabulary import TOKEN_MAP
+from pipeline.heads.export_format import EXPANDED, REFERENCE, SHARED, ExportFormat
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.proposal_tree import ProposalTree
 from pipeline.heads.shape import HeadsShape, require_shapes
@@ -68,6 +69,7 @@ class MedusaHeads(Heads):
     title = "Medusa heads"
     lr_scale = 1.75  # measured: `python -m benchmarks.run recipe`
     vllm_method = "medusa"
+    formats = (EXPANDED, SHARED, REFERENCE)
     weights_file = "medusa_lm_head.safetensors"
     choices_file = "medusa_choices.json"
     smaller = ({"train.medusa.lm_head": "shared"}, {"train.medusa.lm_head": "tied"})
@@ -106,9 +108,9 @@ text-generation-launcher --model-id {{ here }}
 {% if shared %}
 TensorRT-LLM cannot load these heads: they store one lm_head for all, and it wants one each.
 {% else %}
-With TensorRT-LLM (Llama- and Qwen-shaped targets): `convert_checkpoint.py` of its Medusa example takes this directory
-as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a `--max_draft_len` of at least
-{{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{ kind.choices_file }}` goes to
+With TensorRT-LLM up to 1.3.0rc20 (Llama- and Qwen-shaped targets): its Medusa example's `convert_checkpoint.py` takes
+this directory as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a `--max_draft_len` of at
+least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{ kind.choices_file }}` goes to
 `--medusa_choices`.
 {% endif %}
 """
@@ -195,8 +197,15 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
         return guesses_KBR.transpose(0, 1).flatten(1).index_select(1, tree.guess)
 
     @classmethod
-    def check_format(cls, shape: MedusaShape, format: str) -> None:
-        if format == "shared" and shape.lm_head == "untied":
+    def check_format(cls, shape: MedusaShape, format: ExportFormat) -> None:
+        super().check_format(shape, format)
+        if format is REFERENCE and shape.num_layers > 1:
+            raise ConfigError(
+                "The reference implementation has one block for all layers of a head.",
+                "export.formats",
+                "Train with train.medusa.num_layers: 1, or leave reference out.",
+            )
+        if format.one_lm_head and shape.lm_head == "untied":
             raise ConfigError(
                 "The shared format stores one lm_head, and untied heads have one each.",
                 "export.formats",
@@ -204,7 +213,7 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
             )
 
     @classmethod
-    def engine_config(cls, shape: MedusaShape, format: str, target: Mapping[str, Any]) -> dict[str, Any]:
+    def engine_config(cls, shape: MedusaShape, format: ExportFormat, target: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "model_type": "medusa",
             "medusa_num_heads": shape.num_heads,
@@ -212,10 +221,10 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
             "num_medusa_heads": shape.num_heads,
             "num_medusa_layers": shape.num_layers,
             "medusa_fc_bias": True,
-            **({"original_lm_head": True} if format == "shared" else {}),
+            **({"original_lm_head": True} if format.one_lm_head else {}),
         }
 
-    def named_tensors(self, format: str | None = None) -> dict[str, Tensor]:
+    def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
         """`{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`; of a shared lm_head only `0.{L}.weight`.
 
         An export's lm_heads have a row for each of the target's tokens.
@@ -226,7 +235,7 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
         ]
         views = {f"{name}.weight": self.block_weight[block, k] for name, block, k in blocks}
         views |= {f"{name}.bias": self.block_bias[block, k] for name, block, k in blocks}
-        one_lm_head = shape.lm_head != "untied" and format in (None, "shared")
+        one_lm_head = shape.lm_head != "untied" and (format is None or format.one_lm_head)
         lm_heads = range(1 if one_lm_head else shape.num_heads)
         weights = self.lm_head if format is None else self.vocabulary.over_all_tokens(self.lm_head)
         views |= {f"{k}.{shape.num_layers}.weight": weights if weights.dim() == 2 else weights[k] for k in lm_heads}
@@ -234,7 +243,7 @@ as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or "K" }}` and a 
 
     @classmethod
     def from_named_tensors(
-        cls, shape: Any, tensors: Mapping[str, Tensor], format: str | None = None, *, where: str | None = None
+        cls, shape: Any, tensors: Mapping[str, Tensor], format: ExportFormat | None = None, *, where: str | None = None
     ) -> Self:
         if format is None or not shape.is_pruned:
             return super().from_named_tensors(shape, tensors, format, where=where)

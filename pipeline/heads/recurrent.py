@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
+from pipeline.heads.export_format import EXPANDED, SGLANG, ExportFormat
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.shape import HeadsShape
 
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 EPSILON = 1e-6  # of the RMSNorm
 QUERY_HEADS, HEAD_SIZE = 8, 64  # of the attention that computes nothing; it has one key and value head
 MLP, ATTENTION, NORM = "layers.0.mlp", "layers.0.self_attn", "layers.0.post_attention_layernorm.weight"
+OUTPUT, FC_BIAS = f"{ATTENTION}.o_proj.weight", "fc.bias"  # both zero
 
 # Targets whose vLLM class has the `model.embed_tokens` and the `lm_head` that the draft model borrows.
 SERVED = (
@@ -77,6 +79,7 @@ class RecurrentHeads(Heads):
     units = "draft steps"
     lr_scale = 1.5  # measured: `python -m benchmarks.run recipe`
     vllm_method = "eagle"
+    formats = (EXPANDED, SGLANG)
     memory_fix = "A smaller train.recurrent.intermediate_size takes less."
     card_about = """\
 One recurrent cell drafts all tokens: it reads the target's last hidden state and the token that follows, guesses the
@@ -171,10 +174,17 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         return None
 
     @classmethod
-    def engine_config(cls, shape: RecurrentShape, format: str, target: Mapping[str, Any]) -> dict[str, Any]:
+    def check_format(cls, shape: RecurrentShape, format: ExportFormat) -> None:
+        super().check_format(shape, format)
+        if format is SGLANG and shape.is_pruned:
+            what = "SGLang drafts with its target's whole lm_head, and these heads have a draft vocabulary."
+            raise ConfigError(what, "export.formats", "Leave sglang out, or train without train.draft_vocab.")
+
+    @classmethod
+    def engine_config(cls, shape: RecurrentShape, format: ExportFormat, target: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "model_type": "llama",
-            "architectures": ["LlamaForCausalLM"],
+            "architectures": [format.architecture or "LlamaForCausalLM"],
             "num_hidden_layers": 1,
             "intermediate_size": shape.intermediate_size,
             "num_attention_heads": QUERY_HEADS,
@@ -186,7 +196,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
             "tie_word_embeddings": False,
         }
 
-    def named_tensors(self, format: str | None = None) -> dict[str, Tensor]:
+    def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
         """Those that train under vLLM's names; in `heads.safetensors` also the target's two, in an export attention."""
         named: dict[str, Tensor] = {
             "fc.weight": self.fc,
@@ -201,16 +211,17 @@ model, with an attention that adds nothing; embedding and lm_head are the target
             size, queries = self.shape.hidden_size, QUERY_HEADS * HEAD_SIZE
             sizes = {"q": (queries, size), "k": (HEAD_SIZE, size), "v": (HEAD_SIZE, size), "o": (size, queries)}
             named |= {f"{ATTENTION}.{name}_proj.weight": self.fc.new_zeros(of) for name, of in sizes.items()}
+            named |= {FC_BIAS: self.fc.new_zeros(size)} if format.fc_bias else {}
         return {name: parameter.detach() for name, parameter in named.items()}
 
     @classmethod
     def from_named_tensors(
-        cls, shape: Any, tensors: Mapping[str, Tensor], format: str | None = None, *, where: str | None = None
+        cls, shape: Any, tensors: Mapping[str, Tensor], format: ExportFormat | None = None, *, where: str | None = None
     ) -> Self:
-        output = tensors.get(f"{ATTENTION}.o_proj.weight")
-        if output is not None and output.any():
-            what = "The attention of this cell is not zero, so vLLM would draft something else than native decoding."
-            raise DataError(what, where, "Export again; EAGLE-1 models of other trainers are no recurrent heads.")
+        for name, part in ((OUTPUT, "attention"), (FC_BIAS, "bias")):
+            if name in tensors and tensors[name].any():
+                what = f"The {part} of this cell is not zero, so vLLM would draft something else than native decoding."
+                raise DataError(what, where, "Export again; EAGLE-1 models of other trainers are no recurrent heads.")
         heads = super().from_named_tensors(shape, tensors, format, where=where)
         heads._share()
         return heads

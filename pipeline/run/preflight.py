@@ -16,7 +16,7 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.device_memory import unusable_driver
 from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.export.hub import repositories
-from pipeline.export.layout import check_num_heads
+from pipeline.export.layout import check_formats, check_num_heads
 from pipeline.export.upload import check_repo_id
 from pipeline.heads.shape import head_kind
 from pipeline.run.tree_settings import check_tree
@@ -43,8 +43,7 @@ def check_config(config: Config, stages: Collection[str] | None = None, *, notes
     check_num_heads(config.train.num_heads)
     shape = kind.shape_of(config.train, 1, 1)  # whatever the target's sizes
     check_tree(config)
-    for format in config.export.formats:
-        kind.check_format(shape, format)
+    check_formats(kind, shape, config.export.formats)
     _check_sources(config)
     if set(stages or ("all",)) != {"seeds"}:  # which need no target yet
         with _noted(notes):

@@ -1,7 +1,8 @@
 """export: one directory that engines load unmodified.
 
 Promises: exactly the expected tensors and shapes, read back and compared bit for bit; heads, tokenizer, configuration,
-tree and model card together. With Medusa-2 the tuned backbone lies in `backbone/`, and the configuration names it by
+tree and model card together; further formats
+in directories of their names. With Medusa-2 the tuned backbone lies in `backbone/`, and the configuration names it by
 its absolute path, where it was made: of an export that was moved since, that directory is meant all the same.
 """
 
@@ -61,13 +62,14 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         target=target.to_dict(),
         tokenizer=load_tokenizer(spec),
         choices=check_choices(calibration.choices, heads.shape.max_depth, heads.shape.vocab_size),
+        further=settings.formats[1:],
         card=model_card({}, kind=layout.kind, base_model=base, repo_id=None, recipe=recipe, tuned=tunes),
     )
     return {
         "files": [path.relative_to(stage.path).as_posix() for path in files],
         "bytes": sum(path.stat().st_size for path in files),
         "dtype": layout.dtype,
-        "format": layout.format,
+        "formats": list(settings.formats),
         "vllm": layout.kind.not_served(layout.shape, target.to_dict()) is None,
         **({"backbone_bytes": sum(path.stat().st_size for path in tuned)} if tuned else {}),
     }

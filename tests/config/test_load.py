@@ -75,7 +75,7 @@ def test_a_hub_id_stays_a_hub_id(file):
         ("train.roles=5", "'train.roles': it must be a list, not 5"),
         ("train.medusa=5", "'train.medusa': it must be a section with keys, not 5"),
         ("train.recurrent.intermediate_size=1.5", "'train.recurrent.intermediate_size': it must be a whole number"),
-        ("export.formats=[expanded, shared]", "'export.formats': it must be a list of at most 1"),
+        ("export.formats=[expanded, expanded]", "'export.formats': name each format once"),
         ("run.name.x=1", "reaches into a value"),
         ("generate.mode=reply", "'generate.mode'"),
         ("seeds.sources=[]", "at least one source"),

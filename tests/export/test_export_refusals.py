@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import resource
 import signal
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
-from pipeline.export import directory as room
+from pipeline.export import weights
 from pipeline.export.layout import check_num_heads, check_vocabulary
 from pipeline.heads.medusa import MedusaHeads
 from tests.export.exports import config_of, heads_of, holds, read, write
@@ -62,7 +63,7 @@ def test_settings_that_no_engine_can_read_are_configuration_errors(changes, said
 def test_a_tensor_that_reaches_the_disk_otherwise_than_it_was_trained_is_named_and_nothing_is_left(
     tmp_path, monkeypatch, bit
 ):
-    serialise = room.serialize_file
+    serialise = weights.serialize_file
 
     def damaging(specs, path, metadata):
         serialise(specs, path, metadata)
@@ -70,7 +71,7 @@ def test_a_tensor_that_reaches_the_disk_otherwise_than_it_was_trained_is_named_a
         data[-1] ^= bit
         path.write_bytes(data)
 
-    monkeypatch.setattr(room, "serialize_file", damaging)
+    monkeypatch.setattr(weights, "serialize_file", damaging)
     with pytest.raises(DataError, match=r"tensor \d\.\d\..* is not the one that was trained"):
         write(tmp_path / "export", config_of(), MedusaHeads(config_of().shape))
     assert list(tmp_path.iterdir()) == []
@@ -135,15 +136,25 @@ def test_a_full_disk_is_an_environment_fault_and_leaves_the_old_export_whole(tmp
     assert holds(directory, config_of(), heads_of(config_of()))
 
 
-def test_weights_that_cannot_be_written_are_an_environment_fault(tmp_path):
-    heads = heads_of(config_of())
+@contextlib.contextmanager
+def small_files():
+    """No file of this process may grow beyond 200 bytes: smaller than the weights, larger than the tokenizer."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))  # smaller than the weights, larger than the rest
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))
     try:
-        with pytest.raises(EnvironmentFault, match="cannot be written"):
-            write(tmp_path / "export", config_of(), heads)
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+
+
+def test_weights_that_cannot_be_written_are_an_environment_fault(tmp_path):
+    with small_files(), pytest.raises(EnvironmentFault, match="cannot be written"):
+        write(tmp_path / "export", config_of(), heads_of(config_of()))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_the_same_error_for_a_pickle(tmp_path):
+    with small_files(), pytest.raises(OSError, match=r"weights\.pt"):
+        weights.write_weights({"a": torch.ones(1000)}, tmp_path / "weights.pt")

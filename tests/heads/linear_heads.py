@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
+from pipeline.heads.export_format import ExportFormat
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.shape import HeadsShape
 
@@ -52,8 +53,8 @@ class LinearHeads(Heads):
         return hidden_BPD, hidden_BPD.to(self.lm_head.dtype) @ self.lm_head[depth].mT
 
     @classmethod
-    def engine_config(cls, shape: LinearShape, format: str, target: Mapping[str, Any]) -> dict[str, Any]:
+    def engine_config(cls, shape: LinearShape, format: ExportFormat, target: Mapping[str, Any]) -> dict[str, Any]:
         return {"model_type": "linear-heads"}
 
-    def named_tensors(self, format: str | None = None) -> dict[str, Tensor]:
+    def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
         return {f"heads.{k}.weight": weight_VD.detach() for k, weight_VD in enumerate(self.lm_head)}

@@ -8,6 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
 from pipeline.errors import DataError
+from pipeline.heads.export_format import EXPANDED, SHARED, ExportFormat
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
 SIZE, VOCAB = 6, 11
@@ -34,7 +35,7 @@ def test_first_prediction_of_every_head_is_the_targets(kind: str):
 @pytest.mark.parametrize("kind", LM_HEADS)
 def test_exported_tensors_applied_one_head_at_a_time_give_the_same_logits(num_layers: int, kind: str):
     heads, hidden = random_heads(3, num_layers, kind), torch.randn(4, SIZE, dtype=torch.float64)
-    tensors = heads.named_tensors("expanded")
+    tensors = heads.named_tensors(EXPANDED)
     for k, logits in enumerate(heads(hidden)):
         x = hidden
         for block in range(num_layers):
@@ -71,8 +72,8 @@ def test_an_lm_head_by_another_name_is_refused():
         MedusaShape(SIZE, VOCAB, 3, lm_head="twisted")
 
 
-@pytest.mark.parametrize(("kind", "format"), [*product(LM_HEADS, (None, "expanded")), *product(COMPACT, ("shared",))])
-def test_heads_survive_a_safetensors_file(tmp_path, kind: str, format: str | None):
+@pytest.mark.parametrize(("kind", "format"), [*product(LM_HEADS, (None, EXPANDED)), *product(COMPACT, (SHARED,))])
+def test_heads_survive_a_safetensors_file(tmp_path, kind: str, format: ExportFormat | None):
     heads = random_heads(3, 2, kind)
     tensors = heads.named_tensors(format)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "heads.safetensors")
@@ -88,7 +89,7 @@ def test_heads_survive_a_safetensors_file(tmp_path, kind: str, format: str | Non
 )
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_names_and_shapes_are_those_that_the_engines_read(kind: str, expand: bool, num_stored: int, num_layers: int):
-    tensors = random_heads(3, num_layers, kind).named_tensors("expanded" if expand else "shared")
+    tensors = random_heads(3, num_layers, kind).named_tensors(EXPANDED if expand else SHARED)
     expected = {f"{k}.{i}.linear.weight": (SIZE, SIZE) for k in range(3) for i in range(num_layers)}
     expected |= {f"{k}.{i}.linear.bias": (SIZE,) for k in range(3) for i in range(num_layers)}
     expected |= {f"{k}.{num_layers}.weight": (VOCAB, SIZE) for k in range(num_stored)}
@@ -99,7 +100,7 @@ def test_names_and_shapes_are_those_that_the_engines_read(kind: str, expand: boo
 def test_naming_the_tensors_copies_none_of_them(kind: str):
     heads = random_heads(3, 2, kind)
     stores = {parameter.untyped_storage().data_ptr() for parameter in heads.parameters()}
-    assert {tensor.untyped_storage().data_ptr() for tensor in heads.named_tensors("expanded").values()} == stores
+    assert {tensor.untyped_storage().data_ptr() for tensor in heads.named_tensors(EXPANDED).values()} == stores
 
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])
@@ -118,10 +119,10 @@ def test_tensors_of_other_heads_are_refused_by_name(damage: str):
 
 @pytest.mark.parametrize("kind", COMPACT)
 def test_heads_that_differ_are_not_read_as_one(kind: str):
-    tensors = random_heads(lm_head=kind).named_tensors("expanded")
+    tensors = random_heads(lm_head=kind).named_tensors(EXPANDED)
     tensors["2.2.weight"] = tensors["2.2.weight"] + 1
     with pytest.raises(DataError, match="differ"):
-        MedusaHeads.from_named_tensors(MedusaShape(SIZE, VOCAB, 3, 2, kind), tensors, "expanded")
+        MedusaHeads.from_named_tensors(MedusaShape(SIZE, VOCAB, 3, 2, kind), tensors, EXPANDED)
 
 
 def test_lm_head_of_another_vocabulary_is_refused():

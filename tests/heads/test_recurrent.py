@@ -16,6 +16,7 @@ from pipeline.artifacts.trained_heads import read_trained_heads, write_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.tree import Tree
 from pipeline.errors import DataError
+from pipeline.heads.export_format import EXPANDED, ExportFormat
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.heads.recurrent import ATTENTION, RecurrentHeads, RecurrentShape
@@ -34,7 +35,7 @@ def random_cell(seed: int = 0) -> RecurrentHeads:
 
 def test_a_step_is_the_layer_that_vllm_runs():
     """An EAGLE-1 layer: no input norm, attention whose output projection is zero, then norm, MLP and residual."""
-    heads, tensors = random_cell(), random_cell().named_tensors("expanded")
+    heads, tensors = random_cell(), random_cell().named_tensors(EXPANDED)
     sizes = {"hidden_size": SIZE, "intermediate_size": INNER, "num_attention_heads": 8, "num_key_value_heads": 1}
     config = LlamaConfig(**sizes, head_dim=64, rms_norm_eps=1e-6, attn_implementation="eager")
     layer = LlamaDecoderLayer(config, 0).double()
@@ -132,8 +133,8 @@ def test_medusa_heads_propose_at_once_what_they_expand_one_by_one(choices: list[
     assert proposed[0].tolist() == [walked(heads, hidden[0], 3, path) for path in tree.choices]
 
 
-@pytest.mark.parametrize("format", [None, "expanded"])
-def test_the_cell_survives_a_safetensors_file(tmp_path, format: str | None):
+@pytest.mark.parametrize("format", [None, EXPANDED])
+def test_the_cell_survives_a_safetensors_file(tmp_path, format: ExportFormat | None):
     heads = random_cell()
     save_file(heads.named_tensors(format), tmp_path / "heads.safetensors")
     read = RecurrentHeads.from_named_tensors(SHAPE, load_file(tmp_path / "heads.safetensors"), format)
@@ -146,17 +147,17 @@ def test_the_cell_survives_a_safetensors_file(tmp_path, format: str | None):
 
 
 def test_a_cell_with_attention_is_refused():
-    tensors = random_cell().named_tensors("expanded")
+    tensors = random_cell().named_tensors(EXPANDED)
     tensors[f"{ATTENTION}.o_proj.weight"][0, 0] = 1
     with pytest.raises(DataError, match="attention of this cell is not zero"):
-        RecurrentHeads.from_named_tensors(SHAPE, tensors, "expanded", where="export")
+        RecurrentHeads.from_named_tensors(SHAPE, tensors, EXPANDED, where="export")
 
 
 def test_exported_attention_adds_nothing_and_is_small():
-    tensors = random_cell().named_tensors("expanded")
+    tensors = random_cell().named_tensors(EXPANDED)
     attention = {name: tensor for name, tensor in tensors.items() if name.startswith(ATTENTION)}
     assert len(attention) == 4 and not any(tensor.any() for tensor in attention.values())
-    config = RecurrentHeads.engine_config(SHAPE, "expanded", {})
+    config = RecurrentHeads.engine_config(SHAPE, EXPANDED, {})
     queries, keys = (config[key] * config["head_dim"] for key in ("num_attention_heads", "num_key_value_heads"))
     assert tensors[f"{ATTENTION}.q_proj.weight"].shape == (queries, SIZE)
     assert tensors[f"{ATTENTION}.v_proj.weight"].shape == (keys, SIZE)

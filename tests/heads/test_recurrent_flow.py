@@ -39,7 +39,8 @@ def test_a_draft_vocabulary_through_the_whole_flow(make_config, tmp_path):
 
 
 def test_the_whole_flow_changes_no_token(make_config, tmp_path):
-    run = run_again(make_config(tmp_path, train__heads="recurrent", train__recurrent={"intermediate_size": 32}))
+    settings = {"train__recurrent": {"intermediate_size": 32}, "export__formats": ["expanded", "sglang"]}
+    run = run_again(make_config(tmp_path, train__heads="recurrent", **settings))
     assert all(latest(run, name).done for name in STAGES)
     trained = load_file(latest(run, "train").path / "heads.safetensors")
 
@@ -50,6 +51,7 @@ def test_the_whole_flow_changes_no_token(make_config, tmp_path):
     assert not [name for name in exported if "embed" in name or "lm_head" in name], "they are the target's"
     config = json.loads((export / "config.json").read_text())
     assert config["speculators_config"]["algorithm"] == "eagle" and config["intermediate_size"] == 32
+    assert not load_file(export / "sglang/model.safetensors")["fc.bias"].any()
 
     native = json.loads((run.path / "report.json").read_text())["check"]["native"]
     assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}

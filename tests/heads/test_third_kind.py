@@ -15,6 +15,7 @@ import pipeline
 from pipeline.errors import ConfigError
 from pipeline.export.directory import read_heads, write_export
 from pipeline.export.layout import ExportLayout, read_layout
+from pipeline.heads.export_format import ExportFormat
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.shape import KINDS, head_kind
 from tests.export.exports import TokenizerStub
@@ -65,7 +66,7 @@ def test_another_kind_learns_with_its_backbone_too(make_config, tmp_path, monkey
 class SharingHeads(LinearHeads):
     """Linear heads whose export leaves out all but the first, since the others are the target's own matrices."""
 
-    def named_tensors(self, format: str | None = None) -> dict[str, torch.Tensor]:
+    def named_tensors(self, format: ExportFormat | None = None) -> dict[str, torch.Tensor]:
         tensors = super().named_tensors()
         return {name: tensors[name] for name in (["heads.0.weight"] if format else tensors)}
 

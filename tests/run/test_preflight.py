@@ -24,6 +24,7 @@ MEDUSA_2 = {"train__method": "medusa-2"}
         ({"train__method": "medusa1"}, r"train\.method.*Did you mean 'medusa-1'"),
         ({"calibrate__depth": 4}, "calibrate.depth"),
         ({"export__formats": ["shared"]}, "export.formats"),
+        ({"export__formats": ["reference"]}, r"\[expanded, reference\]"),
         ({"calibrate__choices": "/absent.json"}, "calibrate.choices"),
         ({"train__draft_vocab": 301}, r"301 .* has 300 \(train\.draft_vocab\)"),
         ({"train__draft_vocab": 9}, r"only 9 tokens \(calibrate\.top\).*at most 9"),

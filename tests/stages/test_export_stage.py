@@ -10,6 +10,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from pipeline.export.directory import read_heads
 from pipeline.export.layout import read_layout
 from pipeline.flow import run_flow
 from pipeline.heads.medusa import MedusaShape
@@ -48,15 +49,19 @@ def test_the_model_card_is_renewed_with_the_checked_figures_and_nothing_else_cha
     assert export.verify() == []
 
 
-@pytest.mark.parametrize("form", ["expanded", "shared"])
-def test_tied_heads_carry_the_target_s_own_lm_head(copied_run, make_config, tmp_path, tiny_target, form):
-    run = run_again(make_config(tmp_path, train__medusa__lm_head="tied", export__formats=[form]))
+@pytest.mark.parametrize(("form", "further"), [("expanded", ["reference", "shared"]), ("shared", [])])
+def test_tied_heads_carry_the_target_s_own_lm_head(copied_run, make_config, tmp_path, tiny_target, form, further):
+    run = run_again(make_config(tmp_path, train__medusa__lm_head="tied", export__formats=[form, *further]))
     assert stages_run(run) == ["train", "calibrate", "export", "check"]
     stored = load_file(run.path / "latest/export/medusa_lm_head.safetensors")
     lm_heads = [name for name in stored if name.endswith(".1.weight")]
     assert len(lm_heads) == (3 if form == "expanded" else 1)
     lm_head_VD = AutoModelForCausalLM.from_pretrained(tiny_target).lm_head.weight
     assert all(torch.equal(stored[name], lm_head_VD) for name in lm_heads)
+    listed = set(run.latest("export").done.files)
+    assert {f"{name}/config.json" for name in further} <= listed, "verified and pushed with the rest"
+    for name in further:
+        assert torch.equal(read_heads(run.path / "latest/export" / name, None).lm_head, lm_head_VD)
 
 
 def test_another_dtype_is_exported_from_the_same_heads(copied_run, make_config, tmp_path):

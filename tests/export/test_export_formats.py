@@ -1,0 +1,177 @@
+"""Several formats in one export: each is a whole directory of its own, in the form that its engine reads."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from pipeline.config.outcome import FormatName
+from pipeline.errors import ConfigError, DataError
+from pipeline.export.directory import read_heads, write_export
+from pipeline.export.layout import ExportLayout, check_formats, read_layout
+from pipeline.heads.export_format import FORMATS
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
+from tests.export.exports import TARGET, TREE, TokenizerStub, config_of, heads_of, holds, read
+from tests.export.pushes import EXPORTED, export_to, push
+
+
+def write(directory: Path, layout: ExportLayout, heads, *further: str) -> Path:
+    rest = {"target": TARGET, "tokenizer": TokenizerStub(), "choices": TREE, "card": "card"}
+    write_export(directory, heads, layout, **rest, further=further)
+    return directory
+
+
+def test_the_configuration_names_every_format():
+    assert set(get_args(FormatName)) == set(FORMATS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("root", ["expanded", "shared"])
+def test_each_format_is_a_whole_directory_with_the_same_heads(tmp_path, root, dtype):
+    layout = config_of(lm_head="shared", format=root, dtype=dtype)
+    others = [name for name in ("expanded", "shared", "reference") if name != root]
+    heads = heads_of(layout).to(getattr(torch, dtype))
+    export = write(tmp_path / "export", layout, heads, *others)
+    assert holds(export, layout, heads)
+    assert {path.name for path in export.iterdir() if path.is_dir()} == set(others)
+    for name in others:
+        assert holds(export / name, replace(layout, format=name), heads)
+        kept = {path.name for path in (export / name).iterdir()}
+        weights = "medusa_lm_head.pt" if name == "reference" else "medusa_lm_head.safetensors"
+        assert kept == {"config.json", "medusa_choices.json", "tokenizer.json", weights}
+
+
+def test_the_reference_implementation_loads_its_file_without_running_code(tmp_path):
+    """Its heads, written out here: a block and an lm_head each; `from_pretrained` reads the same names."""
+    layout = config_of(lm_head="untied")
+    heads = heads_of(layout)
+    directory = write(tmp_path / "export", layout, heads, "reference") / "reference"
+
+    class ResBlock(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return x + nn.functional.silu(self.linear(x))
+
+    theirs = nn.ModuleList([nn.Sequential(ResBlock(), nn.Linear(4, 6, bias=False)) for _ in range(3)])
+    theirs.load_state_dict(torch.load(directory / "medusa_lm_head.pt", weights_only=True), strict=True)
+    hidden_ND = torch.randn(5, 4)
+    torch.testing.assert_close(torch.stack([head(hidden_ND) for head in theirs]), heads(hidden_ND))
+    config = json.loads((directory / "config.json").read_text())
+    wanted = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "owner/target"}
+    assert config.items() >= wanted.items() and "speculators_config" not in config
+
+
+def test_sglang_s_model_computes_what_the_cell_does_and_lacks_no_tensor(tmp_path):
+    """SGLang's llama_eagle.py, of transformers' parts: fc with a bias, one Llama layer without its first norm."""
+    shape = RecurrentShape(16, 9, num_heads=3, intermediate_size=24)
+    heads = RecurrentHeads(shape)
+    for parameter in heads.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    layout = ExportLayout("owner/target", shape)
+    directory = write(tmp_path / "export", layout, heads, "sglang") / "sglang"
+    content = json.loads((directory / "config.json").read_text())
+    assert content["architectures"] == ["LlamaForCausalLMEagle"] and "speculators_config" not in content
+    config = LlamaConfig(**{key: value for key, value in content.items() if key not in ("architectures", "heads")})
+    config._attn_implementation = "eager"
+
+    fc, layer = nn.Linear(32, 16), LlamaDecoderLayer(config, 0)
+    layer.input_layernorm = nn.Identity()
+    model = nn.ModuleDict({"fc": fc, "layers": nn.ModuleList([layer])})
+    model.load_state_dict(load_file(directory / "model.safetensors"), strict=True)
+    tokens_BT, hidden_BTD = torch.tensor([[3, 8, 1, 0, 5]]), torch.randn(1, 5, 16)
+    z_BTD = fc(torch.cat([heads.embedding[tokens_BT], hidden_BTD], -1))
+    rotary = LlamaRotaryEmbedding(config)(z_BTD, torch.arange(5)[None])
+    output = layer(z_BTD, position_embeddings=rotary)
+    output_BTD = output[0] if isinstance(output, tuple) else output
+    torch.testing.assert_close(output_BTD, heads.step(hidden_BTD, tokens_BT))
+
+
+def test_a_bias_that_native_decoding_would_not_add_is_refused(tmp_path):
+    shape = RecurrentShape(16, 9, num_heads=3, intermediate_size=24)
+    tensors = dict(RecurrentHeads(shape).named_tensors(FORMATS["sglang"]))
+    tensors["fc.bias"] = torch.ones(16)
+    with pytest.raises(DataError, match="bias of this cell is not zero"):
+        RecurrentHeads.from_named_tensors(shape, tensors, FORMATS["sglang"], where="x")
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "says"),
+    [
+        (MedusaShape(4, 6, 3), ["reference"], r"Begin with another: \[expanded, reference\]"),
+        (MedusaShape(4, 6, 3), ["expanded", "sglang"], "sglang format does not apply to medusa"),
+        (MedusaShape(4, 6, 3, num_layers=2), ["expanded", "reference"], "one block for all layers"),
+        (RecurrentShape(4, 6, 3), ["expanded", "reference"], "reference format does not apply to recurrent"),
+        (RecurrentShape(4, 6, 3, target_vocab_size=9), ["expanded", "sglang"], "whole lm_head"),
+    ],
+)
+def test_a_format_that_its_engine_would_not_load_is_refused(shape, names, says):
+    kind = MedusaHeads if isinstance(shape, MedusaShape) else RecurrentHeads
+    with pytest.raises(ConfigError, match=says) as caught:
+        check_formats(kind, shape, names)
+    assert caught.value.where == "export.formats"
+
+
+class Harmful:
+    """A pickle of this creates a file when it is loaded."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("how", ["torch", "pickle"])
+def test_a_pickle_of_anything_else_is_refused_and_none_of_its_code_runs(tmp_path, how):
+    directory = write(tmp_path / "export", config_of(), heads_of(config_of()), "reference") / "reference"
+    weights, harm = directory / "medusa_lm_head.pt", Harmful(str(tmp_path / "harm"))
+    if how == "torch":
+        torch.save({"0.0.linear.weight": harm}, weights)
+    else:
+        weights.write_bytes(pickle.dumps(harm))
+    with pytest.raises(DataError, match="no file of tensors"):
+        read(directory)
+    assert not (tmp_path / "harm").exists()
+
+
+@pytest.mark.parametrize("content", [[torch.ones(1)], {"a": 1}, {1: torch.ones(1)}, torch.ones(2)])
+def test_a_pickle_of_other_plain_data_is_no_file_of_named_tensors(tmp_path, content):
+    directory = write(tmp_path / "export", config_of(), heads_of(config_of()), "reference") / "reference"
+    torch.save(content, directory / "medusa_lm_head.pt")
+    with pytest.raises(DataError, match="no file of named tensors"):
+        read(directory)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a pickle at all"])
+def test_a_damaged_pickle_is_one_paragraph(tmp_path, content):
+    directory = write(tmp_path / "export", config_of(), heads_of(config_of()), "reference") / "reference"
+    (directory / "medusa_lm_head.pt").write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_heads(directory, None)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_push_sends_every_format_with_the_hub_s_name_of_the_target(tmp_path, hub):
+    local = str(tmp_path / "my-model")
+    export = export_to(tmp_path / "export", local)
+    write(export, read_layout(export), MedusaHeads(read_layout(export).shape), "reference")
+    push(export, hub, base_model="owner/published")
+    files = hub.repositories["me/heads"].files
+    of_reference = {"config.json", "medusa_choices.json", "medusa_lm_head.pt", "tokenizer.json"}
+    assert files.keys() == EXPORTED | {f"reference/{name}" for name in of_reference}
+    for name in ("config.json", "reference/config.json"):
+        assert json.loads(files[name])["base_model_name_or_path"] == "owner/published"
