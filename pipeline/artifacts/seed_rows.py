@@ -12,7 +12,7 @@ from pipeline.conversations.conversation import Conversation, Message
 from pipeline.storage.shards import Row, read_rows
 
 SPLITS = ("train", "calibrate", "check")
-MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.string())]))
 SEEDS = pa.schema(
     [
         ("id", pa.string()),
@@ -20,6 +20,7 @@ SEEDS = pa.schema(
         ("category", pa.string()),
         ("split", pa.string()),  # one of SPLITS
         ("messages", MESSAGES),
+        ("tools", pa.string()),  # the functions that the assistant may call, as chat templates take them; JSON
     ]
 )
 
@@ -36,8 +37,8 @@ class SeedRow:
     @classmethod
     def of(cls, row: Row) -> SeedRow:
         """The row as `read_rows` gives it."""
-        messages = tuple(Message(message["role"], message["content"]) for message in row["messages"])
-        return cls(Conversation(row["id"], messages, row["source_id"], row["category"]), row["split"])
+        messages = tuple(Message(**message) for message in row["messages"])
+        return cls(Conversation(row["id"], messages, row["source_id"], row["category"], row["tools"]), row["split"])
 
     def stored(self) -> Row:
         """The row as a `ShardWriter` of `SEEDS` takes it."""
@@ -48,6 +49,7 @@ class SeedRow:
             "category": conversation.category,
             "split": self.split,
             "messages": [asdict(message) for message in conversation.messages],
+            "tools": conversation.tools,
         }
 
 

@@ -32,6 +32,24 @@ class TargetConfig(Section):
     )
 
 
+Column = Literal[
+    "conversations",
+    "messages",
+    "data",
+    "turns",
+    "prompt",
+    "response",
+    "instruction",
+    "input",
+    "output",
+    "history",
+    "system",
+    "tools",
+    "id",
+    "category",
+]  # what a column of a source may be
+
+
 class SeedSource(Section):
     path: Path | None = Field(
         None,
@@ -39,8 +57,13 @@ class SeedSource(Section):
     )
     hub: str | None = Field(None, description="A data set on the Hub, streamed.")
     split: str = Field("train", description="The Hub data set's split.")
-    format: Literal["auto", "sharegpt", "ultrachat", "messages", "turns", "prompts"] = Field(
+    format: Literal["auto", "sharegpt", "messages", "ultrachat", "turns", "alpaca", "prompts"] = Field(
         "auto", description="Form of the rows; auto tells each row by its keys."
+    )
+    columns: dict[Column, str] | None = Field(
+        None,
+        description="Columns of other names than the forms have, such as `{prompt: question, response: answer}`; no "
+        "others are read.",
     )
     limit: PositiveInt | None = Field(None, description="Read at most this many rows.")
 
@@ -68,6 +91,12 @@ class SeedsConfig(Section):
         "keep",
         description="What becomes of prompts that differ from an earlier one in case, punctuation and white space "
         "alone; the same prompt a second time is always quarantined.",
+    )
+    tools: Literal["context", "cut", "quarantine"] = Field(
+        "context",
+        description="Turns that call functions, and their results. context: the target reads them and no head learns "
+        "from them, where its chat template can render them; cut: the conversation ends before them; quarantine: it is "
+        "left out.",
     )
     special_tokens: Literal["escape", "keep", "quarantine"] = Field(
         "escape",

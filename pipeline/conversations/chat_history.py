@@ -30,7 +30,7 @@ class Chat:
             RowRejected: The question alone is too long, or the template rejects it; the history is unchanged.
         """
         message, builder = Message("user", encodable(question)), self._builder
-        asked = builder.asked(self._template, message) if builder else None
+        asked = builder.asked(self._template, [message]) if builder else None
         forgets = asked is not None and len(asked.ids) > self._room
         if asked is None or forgets:
             asked = RowBuilder.opening(self._template, (*self._system, message))

@@ -11,11 +11,11 @@ import json
 import math
 import re
 import unicodedata
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
 Mode = Literal["replay", "self-talk", "passthrough"]  # how a conversation is generated, see dialogue.py
 
 SpecialTokens = Literal["escape", "keep", "quarantine"]  # what becomes of special tokens in a seed's text
@@ -25,23 +25,50 @@ UNDECODABLE_MARK = "\ufdd0"  # replaces bytes that are not UTF-8; a code point r
 
 @dataclass(frozen=True)
 class Message:
-    """One turn's text."""
+    """One turn's text; `tool_calls` are the functions that it calls, as JSON (see `tool_turns`)."""
 
     role: Role
     content: str
+    tool_calls: str | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is asked and, where the seed has one, its answer.
+
+    `asked` is the user's message, and after it the functions that the seed's assistant called with their results.
+    """
+
+    asked: tuple[Message, ...]
+    answer: str | None
 
 
 @dataclass(frozen=True)
 class Conversation:
     """At most one system message, then turns: a user's message and, where the seed has one, its answer.
 
-    `id` is ours and unique (`source:row`); `source_id` is the dump's own and may repeat.
+    `id` is ours and unique (`source:row`); `source_id` is the dump's own and may repeat. `tools` are the functions that
+    the assistant may call, as the JSON list that chat templates take.
     """
 
     id: str
     messages: tuple[Message, ...]
     source_id: str | None = None
     category: str | None = None
+    tools: str | None = None
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The conversation after its system message; a call without a result is no answer."""
+        turns: list[Turn] = []
+        for message, after in zip(self.messages, (*self.messages[1:], None), strict=True):
+            if message.role == "user":
+                turns.append(Turn((message,), None))
+            elif message.role == "tool" or (message.tool_calls is not None and after and after.role == "tool"):
+                turns[-1] = replace(turns[-1], asked=(*turns[-1].asked, message))
+            elif message.role == "assistant" and message.tool_calls is None:
+                turns[-1] = replace(turns[-1], answer=message.content)
+        return turns
 
     @property
     def system(self) -> tuple[Message, ...]:
@@ -55,8 +82,9 @@ class Conversation:
         """
         if mode == "passthrough":
             return self.messages
-        questions = [message for message in self.messages if message.role == "user"]
-        return (*self.system, *questions[: 1 if mode == "self-talk" else rounds])
+        if mode == "self-talk":
+            return (*self.system, *self.turns[0].asked[:1])
+        return (*self.system, *(message for turn in self.turns[:rounds] for message in turn.asked))
 
 
 class Reason(StrEnum):
@@ -70,6 +98,7 @@ class Reason(StrEnum):
     NOT_TEXT = "not-text"  # a turn whose text is no string, for example an image
     WRONG_ORDER = "wrong-order"
     EMPTY = "empty"
+    TOOLS = "tools"  # it calls functions, where `seeds.tools` does not want them
     NO_USER_TURN = "no-user-turn"
     TOO_LONG = "too-long"  # in characters when read, in tokens against the target's context
     DUPLICATE = "duplicate"
@@ -127,7 +156,8 @@ class Deduplicator:
         """The conversation itself where what is read of it is new, otherwise a `RejectedRow` that names the first."""
         read = conversation.read_by(self._mode, self._rounds)
         texts = [(message.role, words_of(message.content) if self._near else message.content) for message in read]
-        digest = hashlib.sha256(json.dumps(texts).encode()).digest()
+        called = [message.tool_calls for message in read if message.tool_calls]
+        digest = hashlib.sha256(json.dumps([texts, called, conversation.tools]).encode()).digest()
         first = self._first_seen.setdefault(digest, conversation.id)
         if first == conversation.id:
             return conversation

@@ -3,7 +3,8 @@
 Call `next_request` and `receive` in turn until there is no request, then `rows`. A turn is a user's message and its
 answer; a row is one growing list of token ids that holds every answer exactly as it was sampled. Three modes:
 
-    replay       the seed's user messages one after another, the target's own answers in between
+    replay       the seed's user messages one after another, the target's own answers in between; the functions that
+                 the seed's assistant called, and their results, are context that nothing is learned from
     self-talk    the seed's first message; then the target writes both roles, each under its role's header
     passthrough  the seed's own answers, rendered as if the target had sampled them; makes no requests
 
@@ -14,10 +15,10 @@ user message that is empty or has no answer is dropped.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeline.conversations.conversation import Conversation, Message, Mode, Reason, RowRejected, SpecialTokens
+from pipeline.conversations.conversation import Conversation, Message, Mode, Reason, RowRejected, SpecialTokens, Turn
 from pipeline.conversations.repetition import degenerate_loop
 from pipeline.conversations.requests import Completion, Finish, Request, Sampling, sample_seed
 from pipeline.conversations.row_builder import GeneratedRow, RowBuilder
@@ -63,7 +64,7 @@ def require_both_sides(template: ChatTemplate, mode: str) -> None:
 
 
 class Dialogue:
-    """One conversation's state.
+    """One conversation's state; `cut_at_tools` says that the template cannot render the functions that it calls.
 
     Raises:
         ConfigError: Self-talk with a template in which no token ends a user's text.
@@ -73,13 +74,9 @@ class Dialogue:
         require_both_sides(template, settings.mode)
         self._conversation, self._settings = conversation, settings
         self._template = template.keeping_special_tokens() if settings.special_tokens == "keep" else template
-        following = (*conversation.messages[1:], None)
-        turns = [
-            (message, after.content if after and after.role == "assistant" else None)
-            for message, after in zip(conversation.messages, following, strict=False)
-            if message.role == "user"
-        ]  # the seed's questions, each with its answer where it has one
-        self._turns = iter([turn for turn in turns if settings.mode != "passthrough" or turn[1] is not None])
+        if conversation.tools:
+            self._template = self._template.offering(conversation.tools)
+        self._turns = iter(self._usable_turns())
         self._seed_answer: str | None = None
         self._writer: Literal["user", "assistant"] = "assistant"
         self._builder: RowBuilder | None = None  # the conversation so far
@@ -125,6 +122,17 @@ class Dialogue:
             raise self._ending
         parent, split = self._conversation.id, len(self._rows) > 1
         return [builder.row(f"{parent}#{turn}" if split else parent, parent) for turn, builder in self._rows.items()]
+
+    def _usable_turns(self) -> list[Turn]:
+        """The seed's turns; where the template cannot render functions, the last one is the first that needs them."""
+        turns, self.cut_at_tools = self._conversation.turns, False
+        if self._settings.mode == "self-talk":
+            return [replace(turn, asked=turn.asked[:1]) for turn in turns]
+        needy = next((index for index, turn in enumerate(turns) if len(turn.asked) > 1), None)
+        if needy is not None and not self._template.renders_tools:
+            self.cut_at_tools = True
+            turns = [*turns[:needy], Turn(turns[needy].asked[:1], None)]
+        return [turn for turn in turns if self._settings.mode != "passthrough" or turn.answer is not None]
 
     def special_tokens(self) -> list[str]:
         """The special tokens in the text of the seed that is read of it."""
@@ -173,16 +181,16 @@ class Dialogue:
         if builder is not None and self._writer == "user":
             return builder.read(template.role_header(builder.messages[:-1], builder.ended))
         if builder is not None and builder.messages[-1].role == "user":  # the target wrote the question
-            if template.rewrites_history(builder.messages):
+            if template.rewrites_history(builder.messages[:-1], builder.messages[-1:]):
                 return RowBuilder.opening(template, builder.messages, self._num_answers)
             return builder.read(template.role_footer(builder.messages[:-1], builder.ended))
         turn = next(self._turns, None)
         if turn is None:
             raise RowRejected(Reason.NOTHING_GENERATED, "The seed has no question, or for passthrough no answer.")
-        question, self._seed_answer = turn
+        self._seed_answer = turn.answer
         if builder is None:
-            return RowBuilder.opening(template, (*self._conversation.system, question), self._num_answers)
-        return builder.asked(template, question, self._num_answers)
+            return RowBuilder.opening(template, (*self._conversation.system, *turn.asked), self._num_answers)
+        return builder.asked(template, turn.asked, self._num_answers)
 
     def _room(self, builder: RowBuilder) -> int:
         """How many tokens are left in the context."""

@@ -1,27 +1,24 @@
 """Formats of conversation dumps, one row at a time.
 
     sharegpt   {"conversations": [{"from": "human", "value": "..."}, ...]}
-    ultrachat  {"data": ["question", "answer", ...]}, or {"prompt": "...", "messages": [...]}
     messages   {"messages": [{"role": "user", "content": "..." or [{"type": "text", "text": "..."}]}, ...]}
+    ultrachat  {"data": ["question", "answer", ...]}, or {"prompt": "...", "messages": [...]}
     turns      {"question_id": 81, "category": "writing", "turns": ["question", "question", ...]}
-    prompts    "question", or {"prompt": "question"}
+    alpaca     {"instruction": "...", "input": "...", "output": "...", "history": [["question", "answer"], ...]}
+    prompts    "question", {"prompt": "question"}, {"prompt": "question", "response": "answer"}
 
-A turn's role and text may use the key names of either format: dumps mix them.
-
-Turns are repaired where their meaning is clear: byte order marks, NULs, lone surrogates and white space around a text;
-empty or repeated system prompts; answers before the first question; an empty last answer; a user's message that is
-repeated or split in two. Nothing is guessed: two different consecutive answers mean that a question is missing, and the
-row is rejected.
+A turn's role and text may use the key names of either format: dumps mix them. What is repaired in turns, `repair` says.
+A new format is one entry of `FORMS`, and its name in `seeds.sources[].format`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.conversations.conversation import (
-    UNDECODABLE_MARK,
     Conversation,
     Message,
     Reason,
@@ -30,43 +27,64 @@ from pipeline.conversations.conversation import (
     RowRejected,
     encodable,
 )
-
-Turns = list[tuple[Role, str]]
-
-EXPECTED = (
-    "conversations as ShareGPT (`conversations`), UltraChat (`data`), OpenAI `messages`, "
-    "questions (`turns`) or prompts (`prompt`, or plain strings)"
-)
+from pipeline.conversations.message_text import clean_text, joined_parts
+from pipeline.conversations.repair import ToolPolicy, repair
+from pipeline.conversations.tool_turns import CALLING_ROLES, calls_of, definitions_of
 
 ROLES: dict[str, Role] = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard", *CALLING_ROLES), "assistant"),
     **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response"), "tool"),
 }
-
-# In order of precedence: UltraChat's `prompt` + `messages` is read as messages.
-FORM_OF_KEY = {
-    "conversations": "sharegpt",
-    "messages": "messages",
-    "data": "ultrachat",
-    "turns": "turns",
-    "prompt": "prompts",
-}
-
 ID_KEYS = ("id", "question_id", "conversation_id", "prompt_id")
-KNOWN_KEYS = (*FORM_OF_KEY, *ID_KEYS, "system", "system_prompt", "category")
+SYSTEM_KEYS = ("system", "system_prompt")
+ANSWER_KEYS = ("response", "completion")
 
 
-def read_row(row: Any, id: str, form: str, max_characters: int) -> Conversation | RejectedRow:
+@dataclass(frozen=True)
+class Form:
+    """One format: the key that tells its rows, the other keys that it reads, and how a row's turns are read."""
+
+    key: str
+    turns: Callable[[Any], list[Message]]
+    also: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """How rows are read; of `seeds` and of `seeds.sources[]` in the configuration."""
+
+    form: str = "auto"
+    max_characters: int = 200_000
+    tools: ToolPolicy = "context"
+    columns: Mapping[str, str] | None = None
+
+
+def read_row(row: Any, id: str, settings: RowSettings) -> Conversation | RejectedRow:
     """One row of a dump as a conversation, or as a rejected row."""
     try:
-        turns = _TURNS[detect(row) if form == "auto" else form](row)
-        messages = repair(turns, max_characters)
+        found = named(row, settings.columns) if settings.columns else row
+        form = FORMS[detect(found) if settings.form == "auto" else settings.form]
+        messages = repair(form.turns(found), settings.max_characters, settings.tools)
+        fields = found if isinstance(found, dict) else {}
+        tools = definitions_of(fields) if settings.tools == "context" else None
     except RowRejected as rejected:
         return RejectedRow.of(id, rejected, row)
-    fields = row if isinstance(row, dict) else {}
     source_id = next((name for key in ID_KEYS if (name := _name(fields.get(key)))), None)
-    return Conversation(id, messages, source_id, _name(fields.get("category")))
+    return Conversation(id, messages, source_id, _name(fields.get("category")), tools)
+
+
+def named(row: Any, columns: Mapping[str, str]) -> dict[str, Any]:
+    """A row of other column names under the keys that formats know.
+
+    Raises:
+        RowRejected: A column is not there.
+    """
+    missing = next((name for name in columns.values() if not isinstance(row, dict) or name not in row), None)
+    if missing is not None:
+        raise RowRejected(Reason.UNKNOWN_FORMAT, f"There is no column `{missing[:40]}`; the row is {describe(row)}.")
+    return {key: row[name] for key, name in columns.items()}
 
 
 def detect(row: Any) -> str:
@@ -78,9 +96,9 @@ def detect(row: Any) -> str:
     if isinstance(row, str):
         return "prompts"
     if isinstance(row, dict):
-        for key, form in FORM_OF_KEY.items():
-            if row.get(key) is not None:
-                return form
+        for name, form in FORMS.items():
+            if row.get(form.key) is not None:
+                return name
     raise RowRejected(Reason.UNKNOWN_FORMAT, f"The row is {describe(row)}.")
 
 
@@ -93,36 +111,86 @@ def describe(row: Any) -> str:
     return "null" if row is None else names.get(type(row), f"a {type(row).__name__}")
 
 
-def _messages(row: Any) -> Turns:
+def _sharegpt(row: Any) -> list[Message]:
+    return _with_system(row, [_turn(turn) for turn in _list(row, "conversations")])
+
+
+def _messages(row: Any) -> list[Message]:
     turns = [_turn(turn) for turn in _list(row, "messages")]
-    first = sum(role == "system" for role, _ in turns[:1])
-    if isinstance(row.get("prompt"), str) and [role for role, _ in turns[first : first + 1]] != ["user"]:
-        turns.insert(first, ("user", clean_text(row["prompt"])))
+    first = sum(turn.role == "system" for turn in turns[:1])
+    if isinstance(row.get("prompt"), str) and [turn.role for turn in turns[first : first + 1]] != ["user"]:
+        turns.insert(first, _said("user", row["prompt"]))
     return _with_system(row, turns)
 
 
-def _ultrachat(row: Any) -> Turns:
+def _ultrachat(row: Any) -> list[Message]:
     if isinstance(row, dict) and row.get("data") is None:
         return _messages(row)
+    return _alternating(_list(row, "data"))
+
+
+def _alternating(texts: Sequence[Any]) -> list[Message]:
     roles: Sequence[Role] = ("user", "assistant")
-    return [(roles[index % 2], clean_text(text)) for index, text in enumerate(_list(row, "data"))]
+    return [_said(roles[index % 2], text) for index, text in enumerate(texts)]
 
 
-def _prompt(row: Any) -> Turns:
-    if isinstance(row, dict) and "prompt" in row:
-        return _with_system(row, [("user", clean_text(row["prompt"]))])
+def _questions(row: Any) -> list[Message]:
+    return _with_system(row, [_said("user", text) for text in _list(row, "turns")])
+
+
+def _alpaca(row: Any) -> list[Message]:
+    if not isinstance(row, dict) or not isinstance(row.get("instruction"), str):
+        raise RowRejected(Reason.UNKNOWN_FORMAT, f"Expected a text under `instruction`, found {describe(row)}.")
+    earlier = _list(row, "history") if row.get("history") else []
+    if not all(isinstance(turn, list) and len(turn) == 2 for turn in earlier):
+        raise RowRejected(Reason.UNKNOWN_FORMAT, "Expected pairs of a question and an answer under `history`.")
+    asked = [text for text in (row["instruction"], row.get("input")) if text is not None and text != ""]
+    question = "\n\n".join(clean_text(text) for text in asked)
+    turns = [*_alternating([text for turn in earlier for text in turn]), Message("user", question)]
+    return _with_system(row, [*turns, *_answer(row.get("output"))])
+
+
+def _prompt(row: Any) -> list[Message]:
     if isinstance(row, str):
-        return [("user", clean_text(row))]
-    raise RowRejected(Reason.UNKNOWN_FORMAT, f"The row is {describe(row)}; expected a string, or one under `prompt`.")
+        return [_said("user", row)]
+    if not isinstance(row, dict) or "prompt" not in row:
+        what = f"The row is {describe(row)}; expected a string, or one under `prompt`."
+        raise RowRejected(Reason.UNKNOWN_FORMAT, what)
+    answer = next((row[key] for key in ANSWER_KEYS if row.get(key) is not None), None)
+    return _with_system(row, _turns_or_text(row["prompt"], "user") + _turns_or_text(answer, "assistant"))
 
 
-_TURNS: dict[str, Callable[[Any], Turns]] = {
-    "sharegpt": lambda row: _with_system(row, [_turn(turn) for turn in _list(row, "conversations")]),
-    "ultrachat": _ultrachat,
-    "messages": _messages,
-    "turns": lambda row: _with_system(row, [("user", clean_text(text)) for text in _list(row, "turns")]),
-    "prompts": _prompt,
+FORMS = {  # in order of precedence: UltraChat's `prompt` + `messages` is read as messages
+    "sharegpt": Form("conversations", _sharegpt),
+    "messages": Form("messages", _messages),
+    "ultrachat": Form("data", _ultrachat),
+    "turns": Form("turns", _questions),
+    "alpaca": Form("instruction", _alpaca, ("input", "output", "history")),
+    "prompts": Form("prompt", _prompt, ANSWER_KEYS),
 }
+KNOWN_KEYS = (
+    *(key for form in FORMS.values() for key in (form.key, *form.also)),
+    *(*ID_KEYS, *SYSTEM_KEYS, "category", "tools", "functions"),
+)
+EXPECTED = (
+    "conversations as ShareGPT (`conversations`), OpenAI `messages`, UltraChat (`data`), questions (`turns`), Alpaca "
+    "(`instruction`) or prompts (`prompt`, or plain strings); seeds.sources[].columns names columns of other names"
+)
+
+
+def _turns_or_text(value: Any, role: Role) -> list[Message]:
+    """Turns, where a list of them stands in a text's place, as in data of preferences."""
+    if isinstance(value, list) and value and all(isinstance(turn, dict) and "role" in turn for turn in value):
+        return [_turn(turn) for turn in value]
+    return _answer(value) if role == "assistant" else [_said(role, value)]
+
+
+def _answer(value: Any) -> list[Message]:
+    return [] if value is None or value == "" else [_said("assistant", value)]
+
+
+def _said(role: Role, text: Any) -> Message:
+    return Message(role, clean_text(text))
 
 
 def _list(row: Any, key: str) -> list[Any]:
@@ -141,35 +209,28 @@ def _list(row: Any, key: str) -> list[Any]:
     return value
 
 
-def _turn(turn: Any) -> tuple[Role, str]:
-    """A turn's role and clean text."""
+def _turn(turn: Any) -> Message:
+    """A turn's role, clean text and calls."""
     if not isinstance(turn, dict):
         detail = f"A turn is {describe(turn)}; expected an object with a role and a text."
         raise RowRejected(Reason.UNKNOWN_FORMAT, detail)
     # Mixed dumps have both keys of a pair, one of them null.
     name = turn["from"] if turn.get("from") is not None else turn.get("role")
-    role = ROLES.get(name.strip().lower()) if isinstance(name, str) else None
-    if role is None:
+    if not isinstance(name, str) or (role := ROLES.get(name := name.strip().lower())) is None:
         raise RowRejected(Reason.UNKNOWN_FORMAT, f"A turn's role is {str(name)[:40]!r}; known are {', '.join(ROLES)}.")
-    return role, clean_text(_joined_parts(turn["value"] if turn.get("value") is not None else turn.get("content")))
+    content = joined_parts(turn["value"] if turn.get("value") is not None else turn.get("content"))
+    calls = calls_of(turn, name, content) if role == "assistant" else None
+    if calls is not None and (content is None or name in CALLING_ROLES):
+        content = ""
+    return Message(role, clean_text(content), calls)
 
 
-def _joined_parts(content: Any) -> Any:
-    """A content given in parts, joined to one text."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not isinstance(part, str) and not (isinstance(part, dict) and isinstance(part.get("text"), str)):
-            kind = part.get("type") if isinstance(part, dict) else describe(part)
-            raise RowRejected(Reason.NOT_TEXT, f"A turn has a part that is not text: {str(kind)[:40]}.")
-    return "".join(part if isinstance(part, str) else part["text"] for part in content)
-
-
-def _with_system(row: dict[str, Any], turns: Turns) -> Turns:
+def _with_system(row: Any, turns: list[Message]) -> list[Message]:
     """Add the system prompt that some dumps keep beside the turns."""
-    prompt = next((row[key] for key in ("system", "system_prompt") if isinstance(row.get(key), str)), "")
-    has_one = any(role == "system" and text for role, text in turns)
-    return turns if has_one or not prompt else [("system", clean_text(prompt)), *turns]
+    fields = row if isinstance(row, dict) else {}
+    prompt = next((fields[key] for key in SYSTEM_KEYS if isinstance(fields.get(key), str)), "")
+    has_one = any(turn.role == "system" and turn.content for turn in turns)
+    return turns if has_one or not prompt else [_said("system", prompt), *turns]
 
 
 def _name(value: Any) -> str | None:
@@ -177,60 +238,3 @@ def _name(value: Any) -> str | None:
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         return None
     return encodable(str(value))
-
-
-def clean_text(text: Any) -> str:
-    """A turn's text without byte order marks, NULs and surrounding white space.
-
-    Raises:
-        RowRejected: It is not a string, or it has undecodable bytes.
-    """
-    if not isinstance(text, str):
-        raise RowRejected(Reason.NOT_TEXT, f"A turn's text is a {type(text).__name__}.")
-    if UNDECODABLE_MARK in text:
-        raise RowRejected(Reason.UNDECODABLE, "A turn has bytes that are not UTF-8.")
-    # Leading white space of the first line is kept: it may be the indentation of code.
-    return encodable(text).replace("\0", "").lstrip("\ufeff\r\n").rstrip()
-
-
-def repair(turns: Sequence[tuple[Role, str]], max_characters: int) -> tuple[Message, ...]:
-    """The turns, clean texts, as a conversation's messages.
-
-    Raises:
-        RowRejected: They do not form a conversation, or have more than `max_characters` characters.
-    """
-    if not turns or not any(text for _, text in turns):
-        raise RowRejected(Reason.EMPTY, "There is no text in it.")
-    # Empty system prompts, answers before the first question, and empty turns at the end are dropped.
-    said = [(role, text) for role, text in turns if text or role != "system"]
-    while said and not said[-1][1]:
-        said.pop()
-    first = next((index for index, (role, _) in enumerate(said) if role == "user"), len(said))
-    said = [turn for turn in said[:first] if turn[0] == "system"] + said[first:]
-    if not any(role == "user" for role, _ in said):
-        raise RowRejected(Reason.NO_USER_TURN, "The user says nothing.")
-    if any(not text for _, text in said):
-        raise RowRejected(Reason.EMPTY, "A turn in the middle has no text.")
-    messages = _joined(said)
-    num_characters = sum(len(message.content) for message in messages)
-    if num_characters > max_characters:
-        detail = f"{num_characters:,} characters; seeds.max_characters is {max_characters:,}."
-        raise RowRejected(Reason.TOO_LONG, detail)
-    return messages
-
-
-def _joined(said: Sequence[tuple[Role, str]]) -> tuple[Message, ...]:
-    """One message per turn; consecutive messages of a role are joined where that is their meaning."""
-    questions_only = not any(role == "assistant" for role, _ in said)
-    messages: list[Message] = []
-    for role, text in said:
-        last = messages[-1] if messages else None
-        if role == "system" and last and last.role != "system":
-            raise RowRejected(Reason.WRONG_ORDER, "A system prompt stands after the first turn.")
-        if last is None or last.role != role or (questions_only and role == "user"):
-            messages.append(Message(role, text))
-        elif role == "assistant" and last.content != text:
-            raise RowRejected(Reason.WRONG_ORDER, "Two answers stand in a row: a question is missing.")
-        elif last.content != text:
-            messages[-1] = Message(role, f"{last.content}\n\n{text}")
-    return tuple(messages)

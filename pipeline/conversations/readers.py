@@ -7,8 +7,9 @@ error that says what was found; in a directory it is skipped, and named with the
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from pipeline.config import SeedsConfig, SeedSource
 from pipeline.conversations.byte_rows import Unreadable
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
 from pipeline.conversations.file_kinds import MAX_FILE_BYTES, Wanted, file_rows
-from pipeline.conversations.formats import EXPECTED, KNOWN_KEYS, read_row
+from pipeline.conversations.formats import EXPECTED, KNOWN_KEYS, RowSettings, read_row
+from pipeline.conversations.repair import ToolPolicy
 from pipeline.conversations.seed_files import SkippedFile, Survey, name_sources, survey
+from pipeline.conversations.table_rows import require_columns
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 PROBED_ROWS = 1000  # of a directory's file, to tell whether it holds conversations
@@ -48,12 +51,14 @@ class SourceReader:
         name: The source's own, with which ids begin.
         max_characters: Longer conversations are rejected.
         max_file_bytes: Larger files, unpacked, are an error.
+        tools: What becomes of calls of functions, `seeds.tools`.
     """
 
     source: SeedSource
     name: str
     max_characters: int
     max_file_bytes: int = MAX_FILE_BYTES
+    tools: ToolPolicy = "context"
     read: list[FileCount] = field(default_factory=list)
     skipped: list[SkippedFile] = field(default_factory=list)
 
@@ -98,7 +103,7 @@ class SourceReader:
     def _streams(self) -> Iterator[tuple[str, str, Iterator[Any]]]:
         """The source's files, or its data set: where each is, its name in the source, and its rows."""
         if self.source.hub is not None:
-            yield self.source.hub, self.source.hub, _hub_rows(self.source.hub, self.source.split)
+            yield self.source.hub, self.source.hub, _hub_rows(self.source.hub, self.source.split, self._wanted.named)
         elif (path := self.source.path) is not None:
             found = self.survey()
             self.skipped = found.skipped
@@ -108,13 +113,19 @@ class SourceReader:
 
     @property
     def _wanted(self) -> Wanted:
-        return Wanted(known=KNOWN_KEYS, most_bytes=self.max_file_bytes)
+        columns = tuple((self.source.columns or {}).values())
+        return Wanted(columns, KNOWN_KEYS, self.max_file_bytes)
 
     def _outcome(self, row: Any, number: int) -> Conversation | RejectedRow:
         id = f"{self.name}:{number}"
         if isinstance(row, Unreadable):
             return RejectedRow.of(id, row.rejected, row.text)
-        return read_row(row, id, self.source.format, self.max_characters)
+        return read_row(row, id, self._row_settings)
+
+    @functools.cached_property
+    def _row_settings(self) -> RowSettings:
+        columns = {str(key): column for key, column in (self.source.columns or {}).items()}
+        return RowSettings(self.source.format, self.max_characters, self.tools, columns)
 
     def _finding(self, file: Path) -> str | None:
         """Why a file holds no conversations, or None where one of its first rows is one."""
@@ -130,7 +141,7 @@ class SourceReader:
 def source_readers(settings: SeedsConfig) -> list[SourceReader]:
     """One reader for each source of a configuration."""
     named = zip(settings.sources, name_sources(settings.sources), strict=True)
-    limits = settings.max_characters, round(settings.max_file_gb * 10**9)
+    limits = settings.max_characters, round(settings.max_file_gb * 10**9), settings.tools
     return [SourceReader(source, name, *limits) for source, name in named]
 
 
@@ -139,14 +150,19 @@ def _is_conversation(outcome: Conversation | RejectedRow) -> bool:
     return isinstance(outcome, Conversation) or outcome.reason not in NOT_CONVERSATIONS
 
 
-def _hub_rows(hub: str, split: str) -> Iterator[Any]:
+def _hub_rows(hub: str, split: str, named: Sequence[str]) -> Iterator[Any]:
     """The rows of a data set on the Hub, streamed."""
     try:
         import datasets
     except ImportError as error:
         raise EnvironmentFault("The package `datasets` is not installed.", hub, "pip install datasets") from error
     try:
-        yield from datasets.load_dataset(hub, split=split, streaming=True)
+        found = datasets.load_dataset(hub, split=split, streaming=True)
+        if found.column_names is not None:
+            require_columns(named, found.column_names, f"{hub}, split {split}")
+        yield from found
+    except ConfigError:
+        raise
     except (datasets.exceptions.DatasetNotFoundError, ValueError) as error:
         what = f"The Hub has no such data set or split: {_first_line(error)}"
         raise ConfigError(what, f"{hub}, split {split}", "Correct seeds.sources.") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pipeline.conversations.conversation import Message
@@ -51,12 +52,12 @@ class RowBuilder:
         """Whether the last text ended with an end token."""
         return self.finish[-1] == "stop"
 
-    def asked(self, template: ChatTemplate, question: Message, turn: int = 0) -> RowBuilder:
-        """Append the user's next question; a new row from this `turn` on where the template rewrites history."""
-        messages = (*self.messages, question)
-        if template.rewrites_history(messages):
+    def asked(self, template: ChatTemplate, asked: Sequence[Message], turn: int = 0) -> RowBuilder:
+        """Append what is asked next; a new row from this `turn` on where the template rewrites history."""
+        messages = (*self.messages, *asked)
+        if template.rewrites_history(self.messages, asked):
             return RowBuilder.opening(template, messages, turn)
-        return self.read(template.separator(self.messages[:-1], self.ended, question.content), question)
+        return self.read(template.separator(self.messages[:-1], self.ended, *asked), *asked)
 
     def read(self, ids: list[int], *messages: Message) -> RowBuilder:
         """Append tokens that the target did not write."""

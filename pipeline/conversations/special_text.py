@@ -60,4 +60,4 @@ class SpecialText:
 
 def texts_of(messages: Sequence[Message]) -> str:
     """All texts of the messages."""
-    return "\n".join(message.content for message in messages)
+    return "\n".join(text for message in messages for text in (message.content, message.tool_calls or ""))

@@ -13,15 +13,17 @@ text.
 from __future__ import annotations
 
 import copy
+import functools
+import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from datetime import date
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from pipeline.conversations.conversation import Message, Reason, RowRejected
 from pipeline.conversations.special_text import SpecialText, texts_of
+from pipeline.conversations.tool_turns import for_template, marked_values
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,14 +58,14 @@ class ChatTemplate:
         self._template = chat_template
         self._special = SpecialText(tokenizer)
         self._escapes = True
-        self._given = {"strftime_now": today.strftime} if today else {}
+        self._given: dict[str, Any] = {"strftime_now": today.strftime} if today else {}
         self._marks = {id for id, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         self._marks |= set(tokenizer.all_special_ids)
         special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special_ids = (special | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
         try:
             hello = [Message("user", "Hello")]
-            self.end_of_turn_ids = self._first_mark(self._after_answer(hello, "Hello"))
+            self.end_of_turn_ids = self._first_mark(self._after_answer(hello, Message("user", "Hello")))
             self.end_of_user_ids = self._first_mark(self._after_user([]))
         except RowRejected as rejected:
             what = f"The chat template cannot render a conversation of two questions: {rejected.detail}"
@@ -74,6 +76,23 @@ class ChatTemplate:
         other = copy.copy(self)
         other._escapes = False
         return other
+
+    def offering(self, tools: str) -> ChatTemplate:
+        """The same template, which is told of these functions (JSON, `Conversation.tools`)."""
+        other = copy.copy(self)
+        other._given = self._given | {"tools": marked_values(json.loads(tools), self._marked)}
+        return other
+
+    @functools.cached_property
+    def renders_tools(self) -> bool:
+        """Whether the template writes the functions that an answer calls, and their results."""
+        call = json.dumps([{"name": "placeholder_function", "arguments": {"place": "PlaceholderArgument"}}])
+        asked = Message("user", "Hello"), Message("assistant", "", call), Message("tool", "PlaceholderResult")
+        try:
+            text = self._rendered(asked, asks=True)
+        except RowRejected:
+            return False
+        return all(word in text for word in ("placeholder_function", "PlaceholderArgument", "PlaceholderResult"))
 
     def special_tokens_in(self, messages: Sequence[Message]) -> list[str]:
         """The special tokens that stand in the messages' text, each once."""
@@ -89,10 +108,9 @@ class ChatTemplate:
 
     def _rendered(self, messages: Sequence[Message], *, asks: bool) -> str:
         """`render`, with marks for special tokens in the text of messages."""
-        marked = [replace(message, content=self._marked(message.content)) for message in messages]
         try:
             return self._tokenizer.apply_chat_template(
-                [asdict(message) for message in marked],
+                for_template(messages, self._marked),
                 chat_template=self._template,
                 add_generation_prompt=asks,
                 tokenize=False,
@@ -113,21 +131,21 @@ class ChatTemplate:
         """Ids of a history that ends with a question, up to where its answer begins; the template sets BOS."""
         return self._tokenize(self._rendered(messages, asks=True))
 
-    def separator(self, messages: Sequence[Message], answer_ended: bool, next_user: str) -> list[int]:
+    def separator(self, messages: Sequence[Message], answer_ended: bool, *asked: Message) -> list[int]:
         """Ids between a sampled answer and the next one.
 
         Args:
             messages: The history before that answer, including the question.
             answer_ended: Whether the sampled ids include the end-of-turn token; otherwise the separator begins with it.
-            next_user: The user's next message.
+            asked: The messages up to the next answer: the user's, and functions called with their results.
         """
-        tail = self._tokenize_after(self._after_answer(messages, next_user))
+        tail = self._tokenize_after(self._after_answer(messages, *asked))
         return _without_end(tail, self.end_of_turn_ids) if answer_ended else tail
 
     def role_header(self, messages: Sequence[Message], answer_ended: bool) -> list[int]:
         """Ids between a sampled answer and a user's text that is to be sampled next; arguments as in `separator`."""
         next_user = _unused_word(messages)
-        header, _, _ = self._after_answer(messages, next_user).partition(next_user)
+        header, _, _ = self._after_answer(messages, Message("user", next_user)).partition(next_user)
         # A space before a text belongs to the text's first token, as after the generation prompt "ASSISTANT:".
         ids = self._tokenize_after(header.rstrip(" "))
         return _without_end(ids, self.end_of_turn_ids) if answer_ended else ids
@@ -157,20 +175,18 @@ class ChatTemplate:
             ids.pop()
         return ids
 
-    def rewrites_history(self, messages: Sequence[Message]) -> bool:
-        """Whether the prompt for `messages`, which end with an answer and a question, does not extend the last one."""
-        *asked, answer, _ = messages
-        before = self._rendered(asked, asks=True)
-        after = self._rendered(messages, asks=True)
-        return not (
-            after.startswith(before) and after[len(before) :].lstrip().startswith(self._marked(answer.content.strip()))
-        )
+    def rewrites_history(self, history: Sequence[Message], asked: Sequence[Message]) -> bool:
+        """Whether the prompt of `asked`, after a history that ends with an answer, does not extend the last prompt."""
+        *before_answer, answer = history
+        before = self._rendered(before_answer, asks=True)
+        after = self._rendered([*history, *asked], asks=True)
+        said = self._marked(answer.content.strip())
+        return not (after.startswith(before) and after[len(before) :].lstrip().startswith(said))
 
-    def _after_answer(self, messages: Sequence[Message], next_user: str) -> str:
-        """The template's text from the end of an answer to `messages` to the beginning of the next answer."""
-        user = Message("user", next_user)
-        word = _unused_word([*messages, user])
-        return self._after(word, self._rendered([*messages, Message("assistant", word), user], asks=True))
+    def _after_answer(self, messages: Sequence[Message], *asked: Message) -> str:
+        """The template's text from the end of an answer to `messages`, over what is asked next, to the next answer."""
+        word = _unused_word([*messages, *asked])
+        return self._after(word, self._rendered([*messages, Message("assistant", word), *asked], asks=True))
 
     def _after_user(self, messages: Sequence[Message]) -> str:
         """The template's text from the end of a user's message to the beginning of its answer."""
@@ -227,6 +243,6 @@ def _without_end(ids: list[int], end_ids: tuple[int, ...]) -> list[int]:
 def _unused_word(messages: Sequence[Message]) -> str:
     """A word that no message contains and no template trims or rewrites."""
     word = "Placeholder"
-    while any(word in message.content for message in messages):
+    while any(word in message.content or word in (message.tool_calls or "") for message in messages):
         word += "X"
     return word

@@ -176,10 +176,12 @@ def _made(report: dict, stage: str) -> str:
         return "" if value is None else phrase.format(word(value))
 
     facts = {
+        "seeds": (("tool_rows", count, "{} rows call functions"),),
         "generate": (
             ("tokens", count, "{} tokens"),
             ("tokens_per_second", rate, "{} tokens/s per busy worker"),
             ("special_token_rows", count, "{} rows with special tokens in the seed's text"),
+            ("cut_at_tools", count, "{} rows cut before functions that the template cannot render"),
         ),
         "features": (
             ("positions", count, "{} positions"),

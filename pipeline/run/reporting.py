@@ -44,6 +44,8 @@ SUMMARY_KEYS = (
     "draft_coverage",
     "sources",
     "special_token_rows",
+    "tool_rows",
+    "cut_at_tools",
 )
 
 

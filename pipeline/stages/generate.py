@@ -34,7 +34,7 @@ from pipeline.targets.engines import GenerationEngine, make_generation_engine, s
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template
 
 NAME = "generate"
-VERSION = 2
+VERSION = 3
 
 MIN_ROWS = 2  # of a split; a standard error takes two
 
@@ -136,8 +136,7 @@ class Worker:
                 rows += [stored_row(row, seed.split) for row in generated]
             writer.write(rows)
             ids_in = [*task.poison, *(seed.id for seed in seeds)]
-            special = sum(bool(dialogue.special_tokens()) for dialogue in group.dialogues)
-            counts = counts_of(rows) | ({"special_token_rows": float(special)} if special else {})
+            counts = counts_of(rows) | _counts_of_seeds(group.dialogues)
             return writer.commit(NAME, ids_in, counts, time.monotonic() - started)
 
     def _begin(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:
@@ -178,6 +177,13 @@ class Worker:
             seed=self.seed,
             special_tokens=self.special_tokens,
         )
+
+
+def _counts_of_seeds(dialogues: list[Dialogue]) -> dict[str, float]:
+    """The conversations with special tokens in the seed's text, and those that end before functions are called."""
+    special = sum(bool(dialogue.special_tokens()) for dialogue in dialogues)
+    cut = sum(dialogue.cut_at_tools for dialogue in dialogues)
+    return {name: float(rows) for name, rows in (("special_token_rows", special), ("cut_at_tools", cut)) if rows}
 
 
 STAGE = Stage(NAME, VERSION, reads("seeds"), identity, run, one_line, sharded=True, placements=(NAME,))

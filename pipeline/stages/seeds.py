@@ -19,6 +19,7 @@ from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
 from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Conversation, Deduplicator, RejectedRow, encodable
 from pipeline.conversations.readers import SourceReader, source_readers
+from pipeline.conversations.tool_turns import uses_tools
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter
 from pipeline.report.formatting import visible
@@ -31,7 +32,7 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.totals import StageTotals
 
 NAME = "seeds"
-VERSION = 2
+VERSION = 3
 
 Row: TypeAlias = Conversation | RejectedRow
 Split: TypeAlias = tuple[Row, str]
@@ -53,6 +54,7 @@ def identity(context: Context) -> Identity:
         "rows_per_shard": settings.rows_per_shard,
         "holdout": settings.holdout,
         "max_characters": settings.max_characters,
+        "tools": settings.tools,
         "near_duplicates": settings.near_duplicates,
         "read_by": _what_is_read(context.config.generate),
     }
@@ -65,7 +67,7 @@ def _what_is_read(generate: GenerateConfig) -> Identity:
 
 def _source_identity(context: Context, reader: SourceReader) -> Identity:
     source = reader.source
-    described: Identity = {"format": source.format, "limit": source.limit}
+    described: Identity = {"format": source.format, "limit": source.limit, "columns": source.columns}
     if source.hub:
         return described | {"hub": source.hub, "split": source.split}
     return described | {"files": [[file.name, context.digests.of(file)] for file in reader.survey().files]}
@@ -188,6 +190,8 @@ def _write_shard(stage: StageDirectory, index: int, chunk: list[Split]) -> Recei
                 writer.reject(row)
         splits = [row.split for row in kept]
         counts = {f"{split}_rows": float(splits.count(split)) for split in SPLITS}
+        if calling := sum(any(map(uses_tools, row.conversation.messages)) for row in kept):
+            counts["tool_rows"] = float(calling)
         return writer.commit(NAME, [row.id for row, _ in chunk], counts)
 
 

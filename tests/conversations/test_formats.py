@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.conversations.conversation import Conversation, Deduplicator, Message, Reason, RejectedRow
-from pipeline.conversations.formats import ROLES, read_row
+from pipeline.conversations.formats import FORMS, KNOWN_KEYS, ROLES, RowSettings, read_row
+from pipeline.conversations.tool_turns import CALLING_ROLES
 
 DIALOGUE = (
     Message("user", "Hello?"),
@@ -37,7 +38,7 @@ SAME_QUESTIONS = {
 
 
 def read(row, form="auto", max_characters=10_000):
-    return read_row(row, "seeds:0", form, max_characters)
+    return read_row(row, "seeds:0", RowSettings(form, max_characters))
 
 
 def sharegpt(*turns):
@@ -64,7 +65,7 @@ def test_a_plain_prompt_is_a_conversation_of_one_question(row):
     assert read(row) == read(row, "prompts") == Conversation("seeds:0", (Message("user", "Why?"),))
 
 
-@pytest.mark.parametrize("name", [name.upper() for name in ROLES])
+@pytest.mark.parametrize("name", [name.upper() for name in ROLES if name not in CALLING_ROLES])
 def test_every_name_of_a_role_is_known(name):
     first = "human" if ROLES[name.lower()] != "user" else name
     turns = [(name, "Be kind.")] if ROLES[name.lower()] == "system" else []
@@ -226,25 +227,26 @@ anything = st.recursive(
 turns = st.fixed_dictionaries(
     {},
     optional={
-        "from": st.sampled_from([*ROLES, "tool"]) | anything,
+        "from": st.sampled_from([*ROLES, "stranger"]) | anything,
         "value": texts | anything,
-        "role": st.sampled_from([*ROLES, "tool"]) | anything,
+        "role": st.sampled_from([*ROLES, "stranger"]) | anything,
         "content": texts
         | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": texts}), max_size=2)
         | anything,
+        "tool_calls": anything | st.lists(st.fixed_dictionaries({"name": texts, "arguments": anything}), max_size=2),
     },
 )
 mutated = st.dictionaries(
-    st.sampled_from(["conversations", "messages", "data", "turns", "prompt", "system", "id", "category"]) | texts,
+    st.sampled_from(KNOWN_KEYS) | texts,
     st.lists(turns | texts, max_size=5) | anything,
     max_size=4,
 )
 
 
-@given(mutated | anything, st.sampled_from(["auto", "sharegpt", "ultrachat", "messages", "turns", "prompts"]))
+@given(mutated | anything, st.sampled_from(["auto", *FORMS]))
 def test_any_row_has_exactly_one_outcome_and_it_can_be_stored(row, form):
     before = copy.deepcopy(row)
-    outcome = read_row(row, "seeds:0", form, 1000)
+    outcome = read_row(row, "seeds:0", RowSettings(form, 1000))
     assert str(row) == str(before), "a row is read, not changed"
     if isinstance(outcome, RejectedRow):
         assert outcome.detail.encode()
@@ -254,7 +256,8 @@ def test_any_row_has_exactly_one_outcome_and_it_can_be_stored(row, form):
     assert "user" in roles and "system" not in roles[1:]
     asked = roles[1:] if roles[0] == "system" else roles
     assert asked[0] == "user"
-    assert "assistant" not in asked or all(one != other for one, other in itertools.pairwise(asked))
-    assert all(message.content and "\0" not in message.content for message in outcome.messages)
+    assert "assistant" not in asked or all(one != other or one == "tool" for one, other in itertools.pairwise(asked))
+    assert all(message.content or message.tool_calls for message in outcome.messages)
+    assert not any("\0" in message.content for message in outcome.messages)
     stored = [message.content for message in outcome.messages] + [outcome.source_id or "", outcome.category or ""]
     assert "".join(stored).encode()

@@ -37,6 +37,7 @@ class Source:
     split: str = "train"
     format: str = "auto"
     limit: None = None
+    columns: dict[str, str] | None = None
 
 
 def read(path: Path, form: str = "auto") -> tuple[list[Conversation | RejectedRow], str]:

@@ -27,6 +27,7 @@ class Source:
     split: str = "train"
     format: str = "auto"
     limit: int | None = None
+    columns: dict[str, str] | None = None
 
 
 ROWS = [{"id": f"dump-{n}", "conversations": [{"from": "human", "value": f"问题 {n}?"}]} for n in range(5)]

@@ -69,8 +69,8 @@ def test_no_token_of_what_a_seed_says_is_special(family, kind, tokenizers, templ
         plain = harmless(messages)
         ids = template.opening(asked)
         assert control(ids, tokenizer) == control(template.opening(plain[: len(asked)]), tokenizer)
-        more = template.separator(asked, True, messages[1].content)
-        assert control(more, tokenizer) == control(template.separator(plain[: len(asked)], True, "aHellob"), tokenizer)
+        more = template.separator(asked, True, messages[1])
+        assert control(more, tokenizer) == control(template.separator(plain[: len(asked)], True, plain[1]), tokenizer)
         own = template.recite(asked[:2], messages[-1].content)
         assert control(own, tokenizer) == control(template.recite(plain[:2], "aHellob"), tokenizer)
 

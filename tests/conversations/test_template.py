@@ -65,7 +65,7 @@ def test_prompts_and_sampled_answers_add_up_to_the_ids_that_transformers_gives(
         ids = ids + up_to(expected, len(ids), end_id)
         if asked + 1 == len(chat):
             break
-        ids = ids + chat_template.separator(chat[:asked], True, chat[asked + 1].content)
+        ids = ids + chat_template.separator(chat[:asked], True, chat[asked + 1])
     assert ids == expected[: len(ids)]
     assert tokenizer.decode(expected[len(ids) :]).strip() == ""
 
@@ -76,9 +76,7 @@ def test_a_truncated_answer_is_followed_by_the_end_of_turn_that_the_template_wri
     chat_template = ChatTemplate(tokenizer, template)
     cut = [*CHAT[:2], Message("assistant", "I am a sm"), CHAT[3]]
     sampled = tokenizer(" I am a sm" if family in ("llama-2", "vicuna") else "I am a sm", add_special_tokens=False)
-    ids = (
-        chat_template.opening(cut[:2]) + sampled["input_ids"] + chat_template.separator(cut[:2], False, cut[3].content)
-    )
+    ids = chat_template.opening(cut[:2]) + sampled["input_ids"] + chat_template.separator(cut[:2], False, cut[3])
     text, _ = reference(tokenizer, template, cut, asks=True)
     assert tokenizer.decode(ids) == text
 
@@ -145,7 +143,7 @@ def test_a_recited_conversation_is_the_one_that_transformers_renders(family, kin
     for asked in range(first, len(chat), 2):
         ids = ids + chat_template.recite(chat[:asked], chat[asked].content)
         if asked + 1 < len(chat):
-            ids = ids + chat_template.separator(chat[:asked], True, chat[asked + 1].content)
+            ids = ids + chat_template.separator(chat[:asked], True, chat[asked + 1])
     _, expected = reference(tokenizer, template, chat)
     assert ids == expected[: len(ids)]
     assert tokenizer.decode(expected[len(ids) :]).strip() == ""
@@ -162,14 +160,14 @@ def test_bos_stands_where_the_template_has_it_and_is_never_doubled(family, token
 @every_family
 def test_an_ordinary_template_never_rewrites_history(family, tokenizer, templates):
     chat_template = ChatTemplate(tokenizer, templates[family])
-    assert not any(chat_template.rewrites_history(CHAT[:end]) for end in (4, 6))
+    assert not any(chat_template.rewrites_history(CHAT[: end - 1], CHAT[end - 1 : end]) for end in (4, 6))
 
 
 def test_a_template_that_forgets_thoughts_rewrites_history_only_where_there_are_thoughts(tokenizer, templates):
     chat_template = ChatTemplate(tokenizer, templates["forgetful"])
     thought = Message("assistant", "<think>\nThe moon?\n</think>\n\nHello.")
-    assert not chat_template.rewrites_history(CHAT[:4])
-    assert chat_template.rewrites_history([*CHAT[:2], thought, CHAT[3]])
+    assert not chat_template.rewrites_history(CHAT[:3], CHAT[3:4])
+    assert chat_template.rewrites_history([*CHAT[:2], thought], [CHAT[3]])
 
 
 def test_a_template_that_forgets_a_thought_two_turns_later_rewrites_history_then(tokenizer, templates):
@@ -178,8 +176,8 @@ def test_a_template_that_forgets_a_thought_two_turns_later_rewrites_history_then
     )
     chat_template = ChatTemplate(tokenizer, forgets_late)
     chat = [Message("user", "A"), Message("assistant", "Oh! B"), Message("user", "C"), Message("assistant", "D")]
-    assert not chat_template.rewrites_history(chat[:3])
-    assert chat_template.rewrites_history([*chat, Message("user", "E")])
+    assert not chat_template.rewrites_history(chat[:2], chat[2:3])
+    assert chat_template.rewrites_history(chat, [Message("user", "E")])
 
 
 def test_a_system_prompt_that_the_template_refuses_refuses_the_row_with_the_templates_own_words(tokenizer, templates):
@@ -196,7 +194,7 @@ def test_a_message_that_says_what_stands_in_for_messages_changes_nothing(tokeniz
         Message("user", "Placeholder"),
     ]
     ids = chat_template.opening(odd[:1]) + chat_template.recite(odd[:1], odd[1].content)
-    ids += chat_template.separator(odd[:1], True, odd[2].content)
+    ids += chat_template.separator(odd[:1], True, odd[2])
     assert ids == reference(tokenizer, templates["chatml"], odd, asks=True)[1]
 
 
