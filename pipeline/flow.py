@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -166,44 +167,24 @@ def _tell_damage(context: Context, stage: StageDirectory, damaged: Sequence[Path
     print_stage(context.console, "[yellow]![/]", stage.stage, f"damaged, made again: {', '.join(names[:3])}{more}")
 
 
-def push_run(
-    path: Path,
-    *,
-    repo_id: str | None,
-    private: bool,
-    base_model: str | None,
-    dry_run: bool,
-    console: Console | None = None,
-) -> Summary:
+def push_run(path: Path, *, dry_run: bool = False, console: Console | None = None, **wanted: Any) -> Summary:
     """Push a finished run's export, as the push stage would; `dry_run` only says what would go.
+
+    Args:
+        wanted: Settings of `push` in the place of the run's; None and False keep the run's.
 
     Raises:
         CheckFailed: The check failed, or was of other heads.
-        ConfigError: There is no export, or no repo_id.
+        ConfigError: There is no export, or no repository is named.
     """
     run, config = RunDirectory.open(path)
-    wanted = {"repo_id": repo_id, "private": private or None, "base_model": base_model}
-    config = config.model_copy(
-        update={"push": config.push.model_copy(update={k: v for k, v in wanted.items() if v is not None})}
-    )
+    chosen = {key: value for key, value in wanted.items() if value}
+    config = config.model_copy(update={"push": config.push.model_copy(update=chosen)})
     console = console or Console()
-    if not config.push.repo_id:
+    if not config.push.asks_for_something:
         raise ConfigError("There is no repository to push to.", "push.repo_id", "Give --repo-id USER/NAME.")
     context = Context(config, run, console, "inline")
-    for name in push.STAGE.upstream(config):
-        stage = run.latest(name)
-        if stage is None or not stage.done:
-            raise ConfigError(
-                f"This run has no finished {name} stage.",
-                str(path),
-                f"Run it first: medusa-distill run {path / 'run.yaml'}",
-            )
-        context.upstream[name] = stage
-    exported, checked = context.upstream["export"], context.upstream["check"]
-    check.require_passed(checked, config)
-    if checked.done and checked.done.upstream.get("export") != exported.content:
-        fix = f"Run it: medusa-distill run {path / 'run.yaml'}"
-        raise CheckFailed("The check has not seen these heads.", str(exported.path), fix)
+    _take_finished(context, push.STAGE.upstream(config))
     if dry_run:
         receipt = push.push(context, dry_run=True)
         push.print_dry_run(console, receipt)
@@ -213,6 +194,20 @@ def push_run(
             return advance(context, push.STAGE).summary
         finally:
             context.close()
+
+
+def _take_finished(context: Context, stages: Sequence[str]) -> None:
+    """Take a run's finished stages as they lie, a passed check of this very export among them."""
+    fix = f"Run it: medusa-distill run {context.run.path / 'run.yaml'}"
+    for name in stages:
+        stage = context.run.latest(name)
+        if stage is None or not stage.done:
+            raise ConfigError(f"This run has no finished {name} stage.", str(context.run.path), fix)
+        context.upstream[name] = stage
+    exported, checked = context.upstream["export"], context.upstream["check"]
+    check.require_passed(checked, context.config)
+    if checked.done and checked.done.upstream.get("export") != exported.content:
+        raise CheckFailed("The check has not seen these heads.", str(exported.path), fix)
 
 
 def _positions(config: Config) -> int | None:

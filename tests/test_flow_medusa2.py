@@ -233,7 +233,7 @@ def test_backbone_and_heads_go_to_two_repositories_and_no_path_of_this_machine_w
 ):
     config = make_config(tmp_path, **JOINT, push__repo_id="me/small")
     run_again(config)
-    backbone, heads = hub.repositories["me/small"], hub.repositories["me/small-medusa"]
+    backbone, heads = hub.repositories["me/small"], hub.repositories["me/small-speculator.medusa"]
     assert len(backbone.commits) == len(heads.commits) == 2  # the empty one, and ours
     assert json.loads(heads.files["config.json"])["base_model_name_or_path"] == "me/small"
     assert "medusa_lm_head.safetensors" in heads.files and "model.safetensors" not in heads.files
@@ -243,22 +243,22 @@ def test_backbone_and_heads_go_to_two_repositories_and_no_path_of_this_machine_w
     for repository in (backbone, heads):
         card = repository.files["README.md"].decode()
         assert f"{drift['kl']:.4f}" in card and f"{drift['greedy_agreement']:.2%}" in card
-        assert "vllm serve me/small-medusa\n" in card
+        assert "vllm serve me/small-speculator.medusa\n" in card
         for name, content in repository.files.items():
             assert str(tmp_path).encode() not in content and str(tiny_target).encode() not in content, name
     receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
-    assert (receipt["repo"], receipt["backbone"]["repo"]) == ("me/small-medusa", "me/small")
+    assert (receipt["repo"], receipt["backbone"]["repo"]) == ("me/small-speculator.medusa", "me/small")
     asked = len(hub.requests)
     assert stages_run(run_again(config)) == [] and len(hub.requests) == asked
 
 
 def test_a_push_that_broke_off_between_the_two_goes_on_with_the_second(run, make_config, tmp_path, hub):
     config = make_config(tmp_path, **JOINT, push__repo_id="me/small")
-    hub.failures = {"POST /api/models/me/small-medusa/commit": 400}
+    hub.failures = {"POST /api/models/me/small-speculator.medusa/commit": 400}
     with pytest.raises(EnvironmentFault, match="answered 400"):
         run_again(config)
     sent, hub.failures = hub.bytes_uploaded, {}
     assert stages_run(run_again(config)) == ["push"] and hub.bytes_uploaded == sent
-    assert [len(hub.repositories[name].commits) for name in ("me/small", "me/small-medusa")] == [2, 2]
+    assert [len(hub.repositories[name].commits) for name in ("me/small", "me/small-speculator.medusa")] == [2, 2]
     receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
     assert receipt["backbone"]["unchanged"] and not receipt["unchanged"]

@@ -175,10 +175,25 @@ class CheckConfig(Section):
 class PushConfig(Section):
     repo_id: str | None = Field(
         None,
-        description="USER/NAME on the Hub; without it nothing is pushed. With medusa-2 the tuned backbone's, whose "
-        "heads go to NAME-medusa.",
+        description="USER/NAME on the Hub; without it no heads are pushed. `USER/` is completed from the target's "
+        "name: USER/TARGET-speculator.eagle, or .medusa. With medusa-2 it is the tuned backbone's, whose heads go to "
+        "NAME-speculator.medusa.",
     )
-    private: bool = Field(False, description="Make the repository private.")
+    dataset: str | None = Field(
+        None,
+        description="USER/NAME of a data set on the Hub, to which the conversations go that the target wrote, local "
+        "seeds' prompts among them; `USER/` is completed from the target's name.",
+    )
+    private: bool = Field(False, description="Make the repositories private.")
     base_model: str | None = Field(
         None, description="The target's Hub id, needed for medusa-1 where target.model is a local directory."
     )
+    license: str | None = Field(
+        None,
+        description="The Hub's identifier of the licence of heads and tuned backbone, such as apache-2.0. Default: "
+        "what the target's own card states.",
+    )
+
+    @property
+    def asks_for_something(self) -> bool:
+        return bool(self.repo_id or self.dataset)

@@ -1,5 +1,7 @@
 """Publishes the heads, and with Medusa-2 the tuned backbone, each to its own repository.
 
+The conversations are `hub_data_set.py`'s.
+
 Only after a passed check, without local paths, and only to a repository that is new or holds the same kind of content
 and nothing else that engines would load. Pushing again is safe, see `upload.py`.
 """
@@ -9,16 +11,18 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd
 
+from pipeline.config import PushConfig
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.export.backbone import BACKBONE_FILE
 from pipeline.export.card import backbone_card, model_card
+from pipeline.export.card_metadata import Licence
 from pipeline.export.layout import (
     BACKBONE_DIRECTORY,
     CARD_FILE,
@@ -40,11 +44,37 @@ from pipeline.heads.export_format import FORMATS
 from pipeline.heads.kind import Heads
 
 
-def repositories(repo_id: str | None, kind: str, *, tuned: bool) -> tuple[str | None, str | None]:
-    """The repositories of the heads and of a tuned backbone: `repo_id`, whose heads are `repo_id`-`kind`."""
-    if repo_id is None or not tuned:
-        return repo_id, None
-    return f"{repo_id}-{kind}", repo_id
+@dataclass(frozen=True)
+class Repositories:
+    """Where each part goes; None where it is not published."""
+
+    heads: str | None = None
+    backbone: str | None = None
+    data_set: str | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(filter(None, (self.data_set, self.backbone, self.heads)))
+
+
+def repositories(push: PushConfig, kind: type[Heads], target: str, *, tuned: bool) -> Repositories:
+    """The repositories that `push` asks for.
+
+    `push.repo_id` is that of the heads, or of a tuned backbone, whose heads go to `NAME-speculator.METHOD`, as the
+    authors of vLLM's speculators name theirs. `USER/` alone is completed from the target's name.
+    """
+    suffix = f"-speculator.{kind.vllm_method or kind.Shape.kind}"
+    name = (push.base_model or target).rstrip("/").rpartition("/")[2]
+    data_set = f"{push.dataset}{name}-self-distillation" if _is_owner(push.dataset) else push.dataset
+    if not push.repo_id:
+        return Repositories(data_set=data_set)
+    completed = f"{push.repo_id}{name}{'-tuned' if tuned else suffix}" if _is_owner(push.repo_id) else push.repo_id
+    if tuned:
+        return Repositories(f"{completed}{suffix}", completed, data_set)
+    return Repositories(completed, None, data_set)
+
+
+def _is_owner(repo_id: str | None) -> bool:
+    return bool(repo_id) and str(repo_id).endswith("/")
 
 
 @dataclass(frozen=True)
@@ -59,6 +89,8 @@ class Push:
             a backbone was tuned from, None for a local one.
         private: Make the repository private; an existing public one is an error, an existing private one stays private.
         dry_run: Only list the files. Uses no network and needs no token.
+        licence: What the card declares; None declares nothing.
+        data_set: Hub id of the conversations, where they are published.
     """
 
     repo_id: str
@@ -67,6 +99,19 @@ class Push:
     base_model: str | None = None
     private: bool = False
     dry_run: bool = False
+    licence: Licence | None = None
+    data_set: str | None = None
+
+    @property
+    def for_the_card(self) -> dict[str, Any]:
+        """What every card is told."""
+        return {
+            "repo_id": self.repo_id,
+            "base_model": self.base_model,
+            "recipe": self.recipe,
+            "licence": self.licence,
+            "data_set": self.data_set,
+        }
 
 
 def push_export(directory: str | Path, push: Push, checked: Mapping[str, str]) -> dict[str, Any]:
@@ -95,12 +140,13 @@ def push_export(directory: str | Path, push: Push, checked: Mapping[str, str]) -
     if not os.path.isabs(base):
         check_repo_id(base, "push.base_model")
     kind, tuned = exported.kind, (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file()
-    card = model_card(report, kind=kind, base_model=base, repo_id=push.repo_id, recipe=push.recipe, tuned=tuned)
+    push = replace(push, base_model=base)
+    card = model_card(report, kind=kind, tuned=tuned, **push.for_the_card)
     configs = _configs(directory, checked, base)
     _require_heads_alone(checked, kind, directory)
     additions = prepare(directory, checked, {CARD_FILE: card.encode(), **configs})
     in_the_way = functools.partial(_not_heads, kind=kind)
-    return _send(replace(push, base_model=base), additions, exported.base_model_name_or_path, kind.title, in_the_way)
+    return send(push, additions, exported.base_model_name_or_path, kind.title, in_the_way)
 
 
 def push_backbone(
@@ -120,22 +166,18 @@ def push_backbone(
     report = require_passed_check(push.report)
     if gone := {CONFIG_FILE, BACKBONE_FILE} - checked.keys():
         raise DataError(f"The tuned backbone lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
-    card = backbone_card(
-        report,
-        base_model=push.base_model,
-        repo_id=push.repo_id,
-        heads_repo_id=heads_repo_id,
-        kind=kind,
-        recipe=push.recipe,
-    )
+    card = backbone_card(report, heads_repo_id=heads_repo_id, kind=kind, **push.for_the_card)
     additions = prepare(directory, checked, {CARD_FILE: card.encode()})
-    return _send(push, additions, str(directory), "Backbone", _not_a_backbone)
+    return send(push, additions, str(directory), "Backbone", _not_a_backbone)
 
 
-def _send(
-    push: Push, additions: list[CommitOperationAdd], local: str, message: str, in_the_way: InTheWay
+def send(
+    push: Push, additions: list[CommitOperationAdd], local: str, message: str, in_the_way: InTheWay, **how: Any
 ) -> dict[str, Any]:
-    """Upload the files, none of which may name the path `local`; the receipt, also of a dry run."""
+    """Upload the files, none of which may name the path `local`; the receipt, also of a dry run.
+
+    `how` goes to `upload`.
+    """
     missing = []
     if push.base_model and os.path.isabs(push.base_model):
         missing.append("the Hub id of the target (push.base_model): nobody else can load a local one")
@@ -151,7 +193,7 @@ def _send(
         fix = "Publish the target first, then push with push.base_model=USER/NAME."
         raise ConfigError(f"The push lacks {missing[0]}.", push.base_model, fix)
     refuse_local_paths(additions, local, push.recipe)
-    return receipt | upload(additions, push.repo_id, message, in_the_way=in_the_way, private=push.private)
+    return receipt | upload(additions, push.repo_id, message, in_the_way=in_the_way, private=push.private, **how)
 
 
 def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:

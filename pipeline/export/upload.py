@@ -10,9 +10,9 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from huggingface_hub import CommitOperationAdd, HfApi, ModelInfo, get_token
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, DatasetInfo, HfApi, ModelInfo, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
@@ -23,6 +23,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 EXPORT_AGAIN = "Run the run again: it finds what has changed, makes it anew and checks it."
 CONTINUES = "Run the same command again: what has arrived is not sent twice."
 
+RepoType = Literal["model", "dataset"]
+RepoInfo = ModelInfo | DatasetInfo
 InTheWay = Callable[[Collection[str]], list[str]]  # of the names in a repository, those that forbid writing to it
 
 
@@ -86,9 +88,19 @@ def refuse_local_paths(additions: list[CommitOperationAdd], base: str, recipe: M
 
 
 def upload(
-    additions: list[CommitOperationAdd], repo_id: str, message: str, *, in_the_way: InTheWay, private: bool
+    additions: list[CommitOperationAdd],
+    repo_id: str,
+    message: str,
+    *,
+    in_the_way: InTheWay,
+    private: bool,
+    repo_type: RepoType = "model",
+    stale: InTheWay = lambda names: [],
 ) -> dict[str, Any]:
     """Upload missing files and commit; {"url", "commit", "unchanged", "private"}.
+
+    Args:
+        stale: Of the names in the repository, those that the commit deletes.
 
     Raises:
         ConfigError: The repository is public and should be private, or holds something else.
@@ -99,36 +111,42 @@ def upload(
         raise EnvironmentFault("There is no Hub token.", "push", fix)
     api = HfApi(token=token, library_name="medusa-distill")
     with _hub_faults(repo_id, token):
-        existing = _existing(api, repo_id)
+        existing = _existing(api, repo_id, repo_type)
         if existing is None:
-            api.create_repo(repo_id, private=private, exist_ok=True)
+            api.create_repo(repo_id, private=private, exist_ok=True, repo_type=repo_type)
         else:
             _require_ours(existing, repo_id, private, in_the_way)
-        commit = api.create_commit(repo_id, additions, commit_message=message)
+        gone = [CommitOperationDelete(name) for name in stale(_names(existing))]
+        commit = api.create_commit(repo_id, [*additions, *gone], commit_message=message, repo_type=repo_type)
+    place = repo_id if repo_type == "model" else f"{repo_type}s/{repo_id}"
     return {
-        "url": redacted(f"{api.endpoint}/{repo_id}"),
+        "url": redacted(f"{api.endpoint}/{place}"),
         "commit": commit.oid,
         "unchanged": existing is not None and existing.sha == commit.oid,
         "private": private if existing is None else bool(existing.private),
     }
 
 
-def _existing(api: HfApi, repo_id: str) -> ModelInfo | None:
+def _existing(api: HfApi, repo_id: str, repo_type: RepoType) -> RepoInfo | None:
     try:
-        return api.model_info(repo_id)
+        return api.model_info(repo_id) if repo_type == "model" else api.dataset_info(repo_id)
     except HfHubHTTPError as error:
         if error.response.status_code == 404 or error.response.headers.get("X-Error-Code") == "RepoNotFound":
             return None
         raise
 
 
-def _require_ours(existing: ModelInfo, repo_id: str, private: bool, in_the_way: InTheWay) -> None:
+def _names(existing: RepoInfo | None) -> set[str]:
+    return {sibling.rfilename for sibling in existing.siblings or ()} if existing else set()
+
+
+def _require_ours(existing: RepoInfo, repo_id: str, private: bool, in_the_way: InTheWay) -> None:
     """Raise ConfigError for a public repository that should be private, or one with other content."""
     if private and not existing.private:
         fix = "Make it private on the Hub, or push with push.private=false."
         raise ConfigError("The repository is public, and push.private asks for a private one.", repo_id, fix)
-    if strangers := in_the_way({sibling.rfilename for sibling in existing.siblings or ()}):
-        fix = "Push to a repository of its own: engines load every weights file that they find."
+    if strangers := in_the_way(_names(existing)):
+        fix = "Push to a repository of its own: engines and readers load every file that they find."
         raise ConfigError(f"The repository holds something else ({', '.join(strangers[:3])}).", repo_id, fix)
 
 

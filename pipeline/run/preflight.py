@@ -60,8 +60,7 @@ def check_config(config: Config, stages: Collection[str] | None = None, *, notes
     if config.check.assistant_model:
         with _noted(notes):
             resolve_assistant(config.check.assistant_model)
-    if config.push.repo_id:
-        _check_push(config.push, config.target.model, config.train.heads, tuned=method.tunes_backbone)
+    _check_push(config.push, config.target.model, config.train.heads, tuned=method.tunes_backbone)
     if os.environ.get(SUBMITTED_JOB):
         _check_lasting(config)
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster the workers' packages decide
@@ -176,12 +175,13 @@ def _check_rule(check: CheckConfig) -> None:
 
 def _check_push(push: PushConfig, target: str, heads: str, *, tuned: bool) -> None:
     """Check push settings that would fail on the Hub only after hours of work."""
-    assert push.repo_id, "nothing is to be pushed"
-    for repo_id in filter(None, repositories(push.repo_id, heads, tuned=tuned)):
-        check_repo_id(repo_id, "push.repo_id", with_owner=True)
+    if not push.asks_for_something:
+        return
+    for repo_id in repositories(push, head_kind(heads), target, tuned=tuned):
+        check_repo_id(repo_id, "push.repo_id, push.dataset", with_owner=True)
     if push.base_model:
         check_repo_id(push.base_model, "push.base_model")
-    elif os.path.isabs(target) and not tuned:
+    elif push.repo_id and os.path.isabs(target) and not tuned:
         fix = "Publish the target and name it there, or leave push.repo_id unset."
         raise ConfigError("Nobody else can load heads for a target that is only here.", "push.base_model", fix)
 

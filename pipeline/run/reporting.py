@@ -14,6 +14,7 @@ from pipeline.config import Config
 from pipeline.evaluation.limits import failures
 from pipeline.execution.hardware import hardware
 from pipeline.export.card import model_card
+from pipeline.export.card_metadata import Licence
 from pipeline.export.hub import repositories
 from pipeline.heads.shape import drafter, head_kind
 from pipeline.report.documents import report_texts
@@ -115,10 +116,18 @@ def _judged(checked: CheckResult, config: Config) -> dict[str, Any]:
 def card(report: dict[str, Any], config: Config) -> str:
     """The model card from the current report."""
     tuned = method_of(config.train).tunes_backbone
-    heads_id, backbone_id = repositories(config.push.repo_id, config.train.heads, tuned=tuned)
-    base = backbone_id if tuned else config.target.model
-    kind, recipe = head_kind(config.train.heads), config.model_dump(mode="json")
-    return model_card(report, kind=kind, base_model=base, repo_id=heads_id, recipe=recipe, tuned=tuned)
+    kind = head_kind(config.train.heads)
+    to = repositories(config.push, kind, config.target.model, tuned=tuned)
+    return model_card(
+        report,
+        kind=kind,
+        base_model=to.backbone if tuned else config.target.model,
+        repo_id=to.heads,
+        recipe=config.model_dump(mode="json"),
+        tuned=tuned,
+        licence=Licence(config.push.license) if config.push.license else None,
+        data_set=to.data_set,
+    )
 
 
 def _selected(summary: dict[str, Any]) -> dict[str, Any]:

@@ -1,21 +1,27 @@
 """push: the export on the Hub, as one commit, and never when the check failed.
 
-With Medusa-2 the tuned backbone goes first, to `push.repo_id`, and its heads to the same name with `-medusa` behind it.
+With `push.dataset` the conversations go first, to a data set. With Medusa-2 the tuned backbone goes to `push.repo_id`,
+and its heads to the same name with `-speculator.METHOD` behind it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from pipeline.export.hub import Push, push_backbone, push_export, repositories
+from pipeline.config import Config
+from pipeline.export.card_metadata import Licence, licence_of
+from pipeline.export.hub import Push, Repositories, push_backbone, push_export, repositories
+from pipeline.export.hub_data_set import GeneratedShards, push_data_set
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.shape import head_kind
 from pipeline.report.formatting import visible
 from pipeline.run.context import Context
-from pipeline.run.stage import Stage, reads
+from pipeline.run.stage import Stage
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
@@ -23,7 +29,13 @@ from pipeline.targets.files import is_local
 from pipeline.training.methods import method_of
 
 NAME = "push"
-VERSION = 1
+VERSION = 2
+BESIDE = ("data_set", "backbone")  # in a receipt, what went besides the heads
+
+
+def upstream(config: Config) -> tuple[str, ...]:
+    """The export and its check; the conversations where they are published."""
+    return ("export", "check", *(["generate"] if config.push.dataset else []))
 
 
 def identity(context: Context) -> Identity:
@@ -31,10 +43,10 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    receipt = push(context)
+    receipt = push(context, work_in=stage.path)
     write_json(stage.path / "receipt.json", receipt)
-    summary = _summary(receipt)
-    return summary | ({"backbone": _summary(receipt["backbone"])} if "backbone" in receipt else {})
+    beside = {name: _summary(receipt[name]) for name in BESIDE if name in receipt}
+    return (_summary(receipt) if "repo" in receipt else {}) | beside
 
 
 def _summary(receipt: dict[str, Any]) -> dict[str, Any]:
@@ -46,39 +58,62 @@ def _summary(receipt: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def push(context: Context, *, dry_run: bool = False) -> dict[str, Any]:
-    """Send the export with a fresh card; a dry run touches no network and returns what would go.
+def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None) -> dict[str, Any]:
+    """Send what is asked for with fresh cards; a dry run touches no network and returns what would go.
 
-    With Medusa-2 the receipt has the tuned backbone's under `backbone`.
+    Returns:
+        The heads' receipt, with the data set's under `data_set` and a tuned backbone's under `backbone`.
     """
-    settings, exported = context.config.push, context.upstream["export"]
-    export, done = exported.path, exported.done
-    train = context.config.train
-    heads_id, backbone_id = repositories(settings.repo_id, train.heads, tuned=method_of(train).tunes_backbone)
-    assert heads_id and done, "there is nothing to push, or nowhere to push it to"
-    checked = {name: done.files[name].sha256 for name in done.summary["files"] if name in done.files}
-    heads = Push(
-        heads_id,
+    settings, target = context.config.push, context.config.target.model
+    kind = head_kind(context.config.train.heads)
+    to = repositories(settings, kind, target, tuned=method_of(context.config.train).tunes_backbone)
+    original = settings.base_model or (None if is_local(target) else target)
+    plan = Push(
+        "",
         report=read_json(context.run.path / "report.json"),
         recipe=context.config.model_dump(mode="json"),
-        base_model=backbone_id or settings.base_model,
+        base_model=original,
         private=settings.private,
         dry_run=dry_run,
+        licence=_licence(context, online=not dry_run),
+        data_set=to.data_set,
     )
-    if backbone_id is None:
+    receipt: dict[str, Any] = {}
+    if to.data_set:
+        generate = context.upstream["generate"]
+        generated = GeneratedShards(generate.shards(), generate.fingerprint)
+        receipt["data_set"] = push_data_set(generated, replace(plan, repo_id=to.data_set), kind, work_in)
+    return receipt | (_push_models(context, plan, to) if to.heads else {})
+
+
+def _push_models(context: Context, plan: Push, to: Repositories) -> dict[str, Any]:
+    """The heads' receipt, with a tuned backbone's, which goes first, under `backbone`."""
+    exported = context.upstream["export"]
+    export, done = exported.path, exported.done
+    assert to.heads and done, "there is nothing to push, or nowhere to push it to"
+    checked = {name: done.files[name].sha256 for name in done.summary["files"] if name in done.files}
+    heads = replace(plan, repo_id=to.heads, base_model=to.backbone or context.config.push.base_model)
+    if to.backbone is None:
         return push_export(export, heads, checked)
-    model = context.config.target.model
-    original = settings.base_model or (None if is_local(model) else model)
-    backbone = replace(heads, repo_id=backbone_id, base_model=original)
     tuned = {name: facts.sha256 for name, facts in exported.files_below(BACKBONE_DIRECTORY).items()}
-    kind = head_kind(train.heads)
-    pushed = push_backbone(export / BACKBONE_DIRECTORY, backbone, tuned, heads_repo_id=heads_id, kind=kind)
+    backbone, kind = replace(plan, repo_id=to.backbone), head_kind(context.config.train.heads)
+    pushed = push_backbone(export / BACKBONE_DIRECTORY, backbone, tuned, heads_repo_id=to.heads, kind=kind)
     return push_export(export, heads, checked) | {"backbone": pushed}
 
 
+def _licence(context: Context, *, online: bool) -> Licence | None:
+    """What the cards declare: `push.license`, or what the target's own card states."""
+    if chosen := context.config.push.license:
+        return Licence(chosen)
+    return licence_of(context.target.model, context.target.revision, online=online)
+
+
 def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
-    if "backbone" in receipt:
-        print_dry_run(console, receipt["backbone"])
+    for name in BESIDE:
+        if name in receipt:
+            print_dry_run(console, receipt[name])
+    if "repo" not in receipt:
+        return
     console.print(
         f"Would push to {receipt['repo']} ({'private' if receipt['private'] else 'public'}), as one commit:",
         highlight=False,
@@ -90,15 +125,18 @@ def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
 
 
 def one_line(summary: Summary) -> str:
-    parts = [summary["backbone"]] if "backbone" in summary else []
     return "; ".join(
         f"{part['repo']} has it already"
         if part["unchanged"]
         else f"{part['files']} files to {part['repo']}, commit {str(part['commit'])[:8]}"
-        for part in [*parts, summary]
+        for part in _parts(summary)
     )
 
 
-STAGE = Stage(
-    NAME, VERSION, reads("export", "check"), identity, run, one_line, asked_for=lambda config: bool(config.push.repo_id)
-)
+def _parts(summary: Summary) -> Iterator[dict[str, Any]]:
+    yield from (summary[name] for name in BESIDE if name in summary)
+    if "repo" in summary:
+        yield summary
+
+
+STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, asked_for=lambda config: config.push.asks_for_something)

@@ -1,5 +1,7 @@
-"""A Hub of model repositories on loopback, as far as huggingface_hub 2.4 speaks to one when it pushes.
+"""A Hub on loopback, as far as huggingface_hub 2.4 speaks to one when it pushes, and datasets 5.2 when it reads.
 
+Models are under their id, data sets under `datasets/ID`, as in the Hub's addresses. A commit whose card huggingface_hub
+cannot read is refused.
 It keeps real commits: a file is in one only if its bytes arrived, base64 in the commit or by LFS upload with the right
 sha256. It answers as the Hub does where that matters (401, 404 with `X-Error-Code`, 409), counts what it received, and
 can be told to fail, or to keep a client waiting before or after it has done what it was asked for.
@@ -15,11 +17,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import huggingface_hub.constants
 import pytest
-from huggingface_hub import close_session
+from huggingface_hub import DatasetCard, ModelCard, close_session
 
 TOKEN = "hf_standInTokenThatMayWrite"
 
@@ -81,6 +83,8 @@ def take_for_the_hub(monkeypatch: pytest.MonkeyPatch, endpoint: str, tmp_path: P
     """Let this process's huggingface_hub speak to this address, with a token that may write."""
     constants = huggingface_hub.constants
     monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = f"{endpoint}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
@@ -94,6 +98,9 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
         self._answer()
 
     def do_POST(self) -> None:
@@ -125,9 +132,13 @@ class _Handler(BaseHTTPRequestHandler):
             return self._create(json.loads(body))
         if path.endswith(".git/info/lfs/objects/batch"):
             return self._batch(json.loads(body))
-        repo_id, _, action = path.removeprefix("/api/models/").partition("/")
-        name, _, action = action.partition("/")
-        return self._repository(f"{repo_id}/{name}", action.split("/")[0], body)
+        if not path.startswith("/api/"):
+            return self._resolve(unquote(path).strip("/"))
+        if not path.startswith(("/api/models/", "/api/datasets/")):
+            return self._send(404, {"error": "Not found"})
+        kind, owner, name, *action = path.removeprefix("/api/").split("/")
+        place = {"models": "", "datasets": "datasets/"}[kind]
+        return self._repository(f"{place}{owner}/{name}", action, body)
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") != "chunked":
@@ -140,29 +151,59 @@ class _Handler(BaseHTTPRequestHandler):
         return b"".join(chunks)
 
     def _create(self, asked: dict) -> None:
-        repo_id = f"{asked['organization']}/{asked['name']}"
+        repo_id = f"{'datasets/' if asked.get('type') == 'dataset' else ''}{asked['organization']}/{asked['name']}"
         url = {"url": f"{self.stand_in.endpoint}/{repo_id}"}
         if repo_id in self.stand_in.repositories:
             return self._send(409, url | {"error": "You already created this model repo"})
         self.stand_in.repositories[repo_id] = Repository(private=asked.get("visibility") == "private")
         return self._send(200, url)
 
-    def _repository(self, repo_id: str, action: str, body: bytes) -> None:
+    def _repository(self, repo_id: str, action: list[str], body: bytes) -> None:
         repository = self.stand_in.repositories.get(repo_id)
         if repository is None:
             return self._send(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
-        if action == "preupload":
+        what = action[0] if action else ""
+        if what == "preupload":
             asked = json.loads(body)["files"]
             return self._send(200, {"files": [self._upload_mode(file["path"], repository) for file in asked]})
-        if action == "commit":
+        if what == "commit":
             return self._commit(repo_id, repository, [json.loads(line) for line in body.splitlines()])
+        if what == "tree":
+            return self._tree(repository, "/".join(action[2:]))
         siblings = [{"rfilename": name} for name in repository.files]
-        return self._send(
-            200, {"id": repo_id, "private": repository.private, "sha": repository.sha, "siblings": siblings}
-        )
+        of_a_data_set = {"author": repo_id.split("/")[-2], "tags": [], "downloads": 0, "likes": 0, "gated": False}
+        known = {"id": repo_id.removeprefix("datasets/"), "private": repository.private, "sha": repository.sha}
+        return self._send(200, {**known, "siblings": siblings, "disabled": False, **of_a_data_set})
+
+    def _tree(self, repository: Repository, folder: str) -> None:
+        """The files below a folder; 404 where there is none, as the Hub has it."""
+        inside = {
+            name: data for name, data in repository.files.items() if name.startswith(f"{folder}/" if folder else "")
+        }
+        if folder and not inside:
+            return self._send(404, {"error": "not found"}, {"X-Error-Code": "EntryNotFound"})
+        files = [
+            {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+            for name, data in inside.items()
+        ]
+        folders = {name.rpartition("/")[0] for name in inside} - {folder, ""}
+        below = [{"type": "directory", "path": name, "size": 0, "oid": "0" * 40} for name in sorted(folders)]
+        return self._send(200, files + below)
+
+    def _resolve(self, path: str) -> None:
+        """A file's bytes: `OWNER/NAME/resolve/REVISION/FILE`, behind `datasets/` for a data set's."""
+        repo_id, _, rest = path.partition("/resolve/")
+        repository, name = self.stand_in.repositories.get(repo_id), rest.partition("/")[2]
+        if repository is None:
+            return self._send(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        sha = {"X-Repo-Commit": repository.sha}
+        if name not in repository.files:
+            return self._send(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound", **sha})
+        data = repository.files[name]
+        return self._send(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', **sha})
 
     def _upload_mode(self, path: str, repository: Repository) -> dict:
-        mode, content = "lfs" if path.endswith(".safetensors") else "regular", repository.files.get(path)
+        mode, content = "lfs" if path.endswith((".safetensors", ".parquet")) else "regular", repository.files.get(path)
         oid = None
         if content is not None:
             blob = b"blob %d\0" % len(content) + content
@@ -193,8 +234,12 @@ class _Handler(BaseHTTPRequestHandler):
                 if value["oid"] not in self.stand_in.lfs:
                     return self._send(400, {"error": f"{value['path']} was never uploaded"})
                 files[value["path"]] = self.stand_in.lfs[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del files[value["path"]]
             elif line["key"] != "header":
                 return self._send(400, {"error": f"unexpected {line['key']}"})
+        if (said := _wrong_with_the_card(repo_id, files.get("README.md"))) is not None:
+            return self._send(400, {"error": said})
         repository.commits.append(files)
         url = f"{self.stand_in.endpoint}/{repo_id}/commit/{repository.sha}"
         return self._send(200, {"commitUrl": url, "commitOid": repository.sha})
@@ -204,10 +249,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.stand_in.gone.wait(120)
         self.close_connection = True
 
-    def _send(self, status: int, content: dict, headers: dict | None = None) -> None:
+    def _send(self, status: int, content: dict | list | bytes, headers: dict | None = None) -> None:
         if self.stand_in.stalls_after and self.stand_in.stalls_after in f"{self.command} {self.path}":
             return self._keep_waiting()
-        data = json.dumps(content).encode()
+        data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for name, value in {
             "Content-Type": "application/json",
@@ -216,4 +261,15 @@ class _Handler(BaseHTTPRequestHandler):
         }.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+
+def _wrong_with_the_card(repo_id: str, card: bytes | None) -> str | None:
+    """What huggingface_hub finds wrong with a card's metadata."""
+    kind = DatasetCard if repo_id.startswith("datasets/") else ModelCard
+    try:
+        kind((card or b"").decode())
+    except ValueError as error:
+        return str(error)
+    return None

@@ -7,10 +7,16 @@ import re
 import shlex
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 
+from pipeline.config.load import load_config
 from pipeline.export.card import model_card
+from pipeline.export.card_metadata import Licence, licence_of
+from pipeline.flow import STAGES
 from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.recurrent import RecurrentHeads
+from tests.export.hub_stand_in import Repository
 
 REPORT = {
     "target": "/home/me/models/secret",
@@ -64,10 +70,98 @@ def table_under(card: str, heading: str) -> list[list[str]]:
 
 
 def test_the_front_matter_is_what_the_hub_reads():
-    data = ModelCard(card_of()).data
-    assert (data.base_model, data.pipeline_tag) == ("owner/target", "text-generation")
-    assert data.datasets == ["owner/chats"]
-    assert {"medusa", "speculative-decoding"} <= set(data.tags)
+    licence = Licence("other", "their-terms", "https://example.org/terms")
+    data = ModelCard(card_of(licence=licence, data_set="me/written")).data
+    assert (data.base_model, data["base_model_relation"], data.pipeline_tag) == (
+        "owner/target",
+        "adapter",
+        "text-generation",
+    )
+    assert data.datasets == ["me/written", "owner/chats"] and data.library_name == "vllm"
+    assert {"medusa", "speculative-decoding", "vllm", "speculators"} <= set(data.tags)
+    assert (data.license, data.license_name, data.license_link) == ("other", "their-terms", "https://example.org/terms")
+
+
+def test_recurrent_heads_are_found_as_eagle_and_heads_that_vllm_does_not_serve_not_as_vllm_s():
+    ours = {"base_model": "owner/target", "repo_id": "me/heads", "recipe": RECIPE}
+    served = ModelCard(model_card(REPORT, kind=RecurrentHeads, **ours)).data
+    assert {"eagle", "recurrent", "vllm"} <= set(served.tags)
+    alone = ModelCard(model_card(REPORT | {"export": {"vllm": False}}, kind=RecurrentHeads, **ours)).data
+    assert not {"vllm", "speculators"} & set(alone.tags) and alone.library_name == "medusa-distill"
+
+
+@pytest.mark.parametrize("link", ["LICENSE", "https://example.org/terms", None])
+def test_the_licence_is_what_the_target_s_own_card_states(link, tmp_path, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    keys = {"license": "other", "license_name": "theirs", **({"license_link": link} if link else {})}
+    card = f"---\n{yaml.safe_dump(keys)}---\n# A model\n"
+    (tmp_path / "README.md").write_text(card)
+    hub.repositories["owner/target"] = Repository(private=False, commits=[{"README.md": card.encode()}])
+    assert licence_of("owner/target", None, online=False) is None and hub.requests == []
+    found = licence_of("owner/target", None, online=True)
+    at_the_hub = "https://huggingface.co/owner/target/blob/main/LICENSE" if link == "LICENSE" else link
+    assert found == Licence("other", "theirs", at_the_hub) == licence_of("owner/target", None, online=False)
+    assert licence_of(str(tmp_path), None, online=False) == Licence(
+        "other", "theirs", link if link != "LICENSE" else None
+    )
+
+
+@pytest.mark.parametrize("card", [None, "no front matter", "---\nlicense: [mit, apache-2.0]\n---\n", "---\n: [\n---\n"])
+def test_a_target_without_a_readable_licence_declares_none(card, tmp_path):
+    if card is not None:
+        (tmp_path / "README.md").write_text(card)
+    assert licence_of(str(tmp_path), None, online=False) is None
+    assert ModelCard(card_of()).data.license is None and "No licence is declared" in card_of()
+
+
+def test_rates_stand_beside_what_was_predicted_with_errors_by_category_and_by_draft_length():
+    categories = [
+        {"category": "chats", "prompts": 12, "acceleration_rate": 2.5, "speedup": 2.0},
+        {"category": "private", "prompts": 20, "acceleration_rate": 2.1, "speedup": 1.75},
+    ]
+    chain = [
+        {"draft_tokens": n, "expected_acceleration_rate": 1 + n / 2, "expected_standard_error": n / 50}
+        for n in (1, 2, 3)
+    ]
+    vllm = {"standard_error": 0.04, "num_speculative_tokens": 2, "accepted_per_position": [0.7, 0.5],
+            "expected_acceleration_rate": 2.0, "expected_standard_error": 0.1}  # fmt: skip
+    check = REPORT["check"] | {
+        "native": REPORT["check"]["native"] | {"standard_error": 0.05, "categories": categories},
+        "vllm": REPORT["check"]["vllm"] | vllm,
+    }
+    card = card_of(REPORT | {"check": check, "tree": REPORT["tree"] | {"chain": chain, "expected_standard_error": 0.2}})
+    rows = table_under(card, "Results")
+    assert ["acceleration rate (tokens per target forward)", "2.31 ± 0.05", "1.80 ± 0.04"] in rows
+    assert ["predicted on held-out text", "2.40 ± 0.20", "2.00 ± 0.10"] in rows
+    assert ["owner/chats", "12", "2.50", "2.00"] in rows and ["local-2", "20", "2.10", "1.75"] in rows
+    assert [row for row in rows if row[0].isdigit()] == [
+        ["1", "1.50 ± 0.02", "-", "70%"],
+        ["2", "2.00 ± 0.04", "1.80 ± 0.04", "50%"],
+        ["3", "2.50 ± 0.06", "-", "-"],
+    ]
+
+
+def test_the_recipe_in_the_card_is_the_run_again_without_paths_and_with_a_command_for_each_figure(tmp_path):
+    (tmp_path / "run.yaml").write_text(
+        "run: {name: secret, seed: 7}\ntarget: {model: owner/target, chat_template: '{{ messages }}'}\n"
+        "seeds: {sources: [{path: mine.jsonl, limit: 5}, {hub: owner/chats}]}\n"
+        "train: {heads: medusa, lr: 1.0e-3, medusa: {lm_head: tied}}\ncheck: {engines: [native]}\n"
+    )
+    config = load_config(tmp_path / "run.yaml")
+    card = card_of(REPORT | {"target_revision": "c0ffee"}, config.model_dump(mode="json"))
+    (tmp_path / "recipe.yaml").write_text(card.split("````yaml\n")[1].split("````")[0])
+    again = load_config(tmp_path / "recipe.yaml")
+    assert again.seeds.sources[0].path == tmp_path / "PATH_TO_PATH" and "secret" not in card
+    assert again.target.revision == "c0ffee"
+    for part in ("generate", "features", "train", "calibrate", "check"):
+        assert getattr(again, part) == getattr(config, part)
+    assert again.target.chat_template == "{{ messages }}" and again.run.seed == 7
+    commands = [row[1].strip("`") for row in table_under(card, "Reproduce")[2:]]
+    assert [shlex.split(command)[:3] for command in commands] == [["medusa-distill", "run", "recipe.yaml"]] * 3
+    for command in commands:
+        words = shlex.split(command)
+        assert words[3] == "--until" and words[4] in STAGES
+        load_config(tmp_path / "recipe.yaml", words[5:])
 
 
 def test_the_vllm_command_can_be_pasted_into_a_shell():
