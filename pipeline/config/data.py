@@ -66,6 +66,12 @@ class SeedSource(Section):
         "others are read.",
     )
     limit: PositiveInt | None = Field(None, description="Read at most this many rows.")
+    weight: float | None = Field(
+        None,
+        description="Share of the mixture: conversations are taken from the sources in proportion to their weights, "
+        "until one has no more. All sources have one, or none has and all are read whole.",
+        gt=0,
+    )
 
     @model_validator(mode="after")
     def one_place(self) -> SeedSource:
@@ -87,10 +93,22 @@ class SeedsConfig(Section):
     holdout: float = Field(
         0.1, description="Fraction never trained on: half calibrates, half checks (at least 8 rows each).", gt=0, lt=1
     )
-    near_duplicates: Literal["keep", "quarantine"] = Field(
+    near_duplicates: Literal["keep", "quarantine", "minhash"] = Field(
         "keep",
-        description="What becomes of prompts that differ from an earlier one in case, punctuation and white space "
-        "alone; the same prompt a second time is always quarantined.",
+        description="What becomes of prompts that are nearly an earlier one; the same prompt a second time is always "
+        "quarantined. quarantine: leave out those that differ in case, punctuation and white space alone; minhash: "
+        "also similar ones.",
+    )
+    similarity: float = Field(
+        0.8,
+        description="With minhash: from which share of common three words in a row on prompts are similar.",
+        gt=0,
+        le=1,
+    )
+    decontaminate: bool = Field(
+        False,
+        description="Leave out conversations that hold a question of `check.prompts`, where that is a file. Another "
+        "file then makes other seeds.",
     )
     tools: Literal["context", "cut", "quarantine"] = Field(
         "context",
@@ -116,6 +134,8 @@ class SeedsConfig(Section):
     def not_empty(cls, value: tuple[SeedSource, ...]) -> tuple[SeedSource, ...]:
         if not value:
             raise ValueError("name at least one source")
+        if len({source.weight is None for source in value}) > 1:
+            raise ValueError("give every source a weight, or none")
         return value
 
 

@@ -6,12 +6,8 @@ Each row of each stage is either kept or quarantined with one of the reasons bel
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-import re
-import unicodedata
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
 
@@ -102,6 +98,7 @@ class Reason(StrEnum):
     NO_USER_TURN = "no-user-turn"
     TOO_LONG = "too-long"  # in characters when read, in tokens against the target's context
     DUPLICATE = "duplicate"
+    CONTAMINATED = "contaminated"  # it holds one of the check's questions
     # In the target.
     TEMPLATE_REFUSED = "template-refused"  # the chat template raised, for example on a system prompt
     SPECIAL_TOKENS = "special-tokens"  # in its text, where `seeds.special_tokens` does not want them
@@ -138,35 +135,6 @@ class RejectedRow:
     def of(cls, id: str, rejected: RowRejected, row: Any) -> RejectedRow:
         """The record of a rejected row, made storable."""
         return cls(id, rejected.reason, encodable(rejected.detail), storable(row))
-
-
-class Deduplicator:
-    """Rejects conversations of which the generation reads what it has read before, across sources.
-
-    Args:
-        mode, rounds: What is read, see `Conversation.read_by`.
-        near: Whether texts that differ in case, punctuation and white space alone count as the same.
-    """
-
-    def __init__(self, mode: Mode, rounds: int | None = None, *, near: bool = False) -> None:
-        self._mode, self._rounds, self._near = mode, rounds, near
-        self._first_seen: dict[bytes, str] = {}
-
-    def check(self, conversation: Conversation) -> Conversation | RejectedRow:
-        """The conversation itself where what is read of it is new, otherwise a `RejectedRow` that names the first."""
-        read = conversation.read_by(self._mode, self._rounds)
-        texts = [(message.role, words_of(message.content) if self._near else message.content) for message in read]
-        called = [message.tool_calls for message in read if message.tool_calls]
-        digest = hashlib.sha256(json.dumps([texts, called, conversation.tools]).encode()).digest()
-        first = self._first_seen.setdefault(digest, conversation.id)
-        if first == conversation.id:
-            return conversation
-        return RejectedRow(conversation.id, Reason.DUPLICATE, f"The same as {first}.", asdict(conversation))
-
-
-def words_of(text: str) -> str:
-    """The text's letters and digits in lower case, with one space for all that is between them; else the text."""
-    return re.sub(r"[\W_]+", " ", unicodedata.normalize("NFKC", text).casefold()).strip() or text
 
 
 def encodable(text: str) -> str:

@@ -145,6 +145,12 @@ def source_readers(settings: SeedsConfig) -> list[SourceReader]:
     return [SourceReader(source, name, *limits) for source, name in named]
 
 
+def read_questions(path: Path) -> list[Conversation]:
+    """The questions of a file (MT-Bench, Spec-Bench, any format of seeds); rejected rows are left out."""
+    rows = SourceReader(SeedSource(path=path), path.stem, max_characters=10**9)
+    return [row for row in rows if isinstance(row, Conversation)]
+
+
 def _is_conversation(outcome: Conversation | RejectedRow) -> bool:
     """Whether a row is one, be it of use or not."""
     return isinstance(outcome, Conversation) or outcome.reason not in NOT_CONVERSATIONS

@@ -12,14 +12,12 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.tree_file import Calibration
-from pipeline.config import CheckConfig, SeedSource
+from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, RowRejected
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings
-from pipeline.conversations.readers import SourceReader
 from pipeline.conversations.requests import Completion, Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.decoding.acceptance import AcceptanceRule, acceptance_rule
@@ -116,12 +114,6 @@ def held_out_prompts(rows: Iterable[TokenRow], number: int, room: int, split: st
         source = row.id.rpartition(":")[0]
         kept.append(Prompt(row.id, row.input_ids[: answers[turn].start].tolist(), source, turn=turn))
     return Prompts(kept, skipped)
-
-
-def read_questions(path: Path) -> list[Conversation]:
-    """The questions of a file (MT-Bench, Spec-Bench, any format of seeds); rejected rows are left out."""
-    rows = SourceReader(SeedSource(path=path), path.stem, max_characters=10**9)
-    return [row for row in rows if isinstance(row, Conversation)]
 
 
 def question_prompts(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
+from pipeline.conversations.mixing import mixed
 from pipeline.conversations.readers import source_readers
 from pipeline.errors import EnvironmentFault
 from pipeline.heads.shape import head_kind
@@ -75,12 +76,9 @@ def _recipes(config: Config, positions: int, hidden_size: int) -> tuple[Recipe, 
 
 def _count(config: Config) -> int | None:
     """The conversations in local files, and those that limits allow of the Hub's."""
-    total = 0
-    for reader in source_readers(config.seeds):
-        if reader.source.path is not None:
-            total += sum(isinstance(row, Conversation) for row in reader)
-        elif reader.source.limit is None:
-            return None
-        else:
-            total += reader.source.limit
-    return total
+    readers = source_readers(config.seeds)
+    limits = [reader.source.limit for reader in readers if reader.source.hub]
+    if None in limits:
+        return None
+    local = [reader for reader in readers if reader.source.path]
+    return sum(filter(None, limits)) + sum(isinstance(row, Conversation) for row in mixed(local))

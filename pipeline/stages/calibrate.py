@@ -25,6 +25,7 @@ from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import Config
+from pipeline.conversations.readers import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.decoding.stock_trees import STOCK_NODES
@@ -43,7 +44,7 @@ from pipeline.evaluation.choosing import (
 )
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, overhead_curve
 from pipeline.evaluation.own_text import measured_on_answers, written_answers
-from pipeline.evaluation.prompts import held_out_prompts, read_questions
+from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.shape import head_kind
 from pipeline.report.formatting import with_error

@@ -16,6 +16,7 @@ from pipeline.artifacts.check_result import CheckResult, write_answers
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
+from pipeline.conversations.readers import read_questions
 from pipeline.errors import CheckFailed, DataError
 from pipeline.evaluation.limits import failures
 from pipeline.evaluation.native import check_native
@@ -24,7 +25,6 @@ from pipeline.evaluation.prompts import (
     Prompts,
     held_out_prompts,
     question_prompts,
-    read_questions,
     with_room,
     with_room_for,
 )

@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
 from pipeline.config import GenerateConfig
-from pipeline.conversations.conversation import Conversation, Deduplicator, RejectedRow, encodable
-from pipeline.conversations.readers import SourceReader, source_readers
+from pipeline.conversations.conversation import Conversation, RejectedRow, encodable
+from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
+from pipeline.conversations.mixing import mixed
+from pipeline.conversations.readers import SourceReader, read_questions, source_readers
 from pipeline.conversations.tool_turns import uses_tools
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter
 from pipeline.report.formatting import visible
 from pipeline.run.context import Context
+from pipeline.run.preflight import require_files
 from pipeline.run.stage import Stage, reads
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.receipts import Receipt
@@ -56,6 +60,8 @@ def identity(context: Context) -> Identity:
         "max_characters": settings.max_characters,
         "tools": settings.tools,
         "near_duplicates": settings.near_duplicates,
+        **({"similarity": settings.similarity} if settings.near_duplicates == "minhash" else {}),
+        "questions": context.digests.of(questions) if (questions := _questions(context)) else None,
         "read_by": _what_is_read(context.config.generate),
     }
 
@@ -68,6 +74,7 @@ def _what_is_read(generate: GenerateConfig) -> Identity:
 def _source_identity(context: Context, reader: SourceReader) -> Identity:
     source = reader.source
     described: Identity = {"format": source.format, "limit": source.limit, "columns": source.columns}
+    described["weight"] = source.weight
     if source.hub:
         return described | {"hub": source.hub, "split": source.split}
     return described | {"files": [[file.name, context.digests.of(file)] for file in reader.survey().files]}
@@ -97,6 +104,7 @@ def _sources(readers: Iterable[SourceReader]) -> list[dict[str, Any]]:
     return [
         {
             "source": reader.name,
+            **({"weight": reader.source.weight} if reader.source.weight else {}),
             "read": [asdict(count) | {"name": encodable(count.name)} for count in reader.read],
             "skipped": [{"name": encodable(file.name), "why": encodable(file.why)} for file in reader.skipped],
         }
@@ -124,11 +132,26 @@ def one_line(summary: Summary) -> str:
     return f"{summary['rows']:,} conversations ({held_out}), {summary['quarantined']} quarantined"
 
 
-def _read(context: Context, readers: Iterable[SourceReader]) -> Iterator[Row]:
-    near = context.config.seeds.near_duplicates == "quarantine"
-    deduplicator = Deduplicator(**_what_is_read(context.config.generate), near=near)
-    for row in itertools.chain.from_iterable(readers):
-        yield deduplicator.check(row) if isinstance(row, Conversation) else row
+def _read(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
+    settings, questions = context.config.seeds, _questions(context)
+    read_by = _what_is_read(context.config.generate)
+    deduplicator = Deduplicator(**read_by, near=settings.near_duplicates, similarity=settings.similarity)
+    check = CheckQuestions(read_questions(questions) if questions else ())
+
+    def checked(row: Conversation) -> Row:
+        found = check.check(row)
+        return deduplicator.check(found) if isinstance(found, Conversation) else found
+
+    return mixed(readers, checked)
+
+
+def _questions(context: Context) -> Path | None:
+    """The file of the check's questions, where seeds are to hold none of them."""
+    prompts = context.config.check.prompts
+    if not context.config.seeds.decontaminate or not isinstance(prompts, Path):
+        return None
+    require_files(context.config)
+    return prompts
 
 
 def _counted(rows: Iterable[Row], meter: Meter) -> Iterator[Row]:

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.conversations.conversation import Conversation, Deduplicator, Message, Reason, RejectedRow
+from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
+from pipeline.conversations.duplicates import Deduplicator
 from pipeline.conversations.formats import FORMS, KNOWN_KEYS, ROLES, RowSettings, read_row
 from pipeline.conversations.tool_turns import CALLING_ROLES
 

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, Message
+from pipeline.conversations.readers import read_questions
 from pipeline.evaluation import prompts
 from pipeline.evaluation.prompts import (
     held_out_prompts,
     question_ids,
     question_prompts,
-    read_questions,
     with_room,
     with_room_for,
 )

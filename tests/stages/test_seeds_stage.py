@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
-from pipeline.errors import DataError
+from pipeline.errors import ConfigError, DataError
 from pipeline.flow import run_flow
 from pipeline.report.tables import tables
 from pipeline.run.reporting import assemble
@@ -217,3 +217,33 @@ def test_what_a_directory_holds_is_said_by_name_in_the_terminal_the_record_and_t
     report, _ = assemble(run, config)
     table = tables(report, {})["skipped"]
     assert [row[0] for row in table.rows] == ["README.txt", "[red]x\x1b[2J.csv"] and "2 files" in table.note
+
+
+def test_rows_that_hold_a_question_of_the_check_are_left_out_and_counted_where_that_is_asked_for(make_config, tmp_path):
+    """The questions are then part of what the seeds are; without `decontaminate` another file changes nothing."""
+    path, questions = save_seeds(tmp_path / "seeds.jsonl"), tmp_path / "bench.jsonl"
+    asked = "Compose an engaging travel blog post about Hawaii"
+    with path.open("a") as file:
+        file.write(json.dumps({"prompt": f"Please {asked.lower()}, now."}) + "\n")
+    questions.write_text(json.dumps({"question_id": 81, "turns": [asked, "And shorter?"]}) + "\n")
+    settings = {"seeds__sources": [{"path": str(path)}], "check__prompts": str(questions)}
+    plain, kept, _ = run_seeds(make_config(tmp_path, **settings))
+    assert len(kept) == 41
+    clean, kept, quarantined = run_seeds(make_config(tmp_path, **settings, seeds__decontaminate=True))
+    assert len(kept) == 40 and clean.summary["reasons"] == {"contaminated": 1}
+    assert quarantined[0]["id"] == "seeds:40" and "bench:0" in quarantined[0]["detail"]
+    questions.write_text(json.dumps({"turns": ["Something else altogether"]}) + "\n")
+    assert run_seeds(make_config(tmp_path, **settings))[0].path == plain.path
+    assert run_seeds(make_config(tmp_path, **settings, seeds__decontaminate=True))[0].path != clean.path
+
+
+def test_a_mixture_is_part_of_the_record_and_weights_stand_with_all_sources_or_with_none(make_config, tmp_path):
+    one, other = save_seeds(tmp_path / "a.jsonl", 60), tmp_path / "b.jsonl"
+    other.write_text("".join(json.dumps(f"Question {n}?") + "\n" for n in range(60)))
+    sources = [{"path": str(one), "weight": 2}, {"path": str(other), "weight": 1}]
+    stage, kept, _ = run_seeds(make_config(tmp_path, seeds__sources=sources))
+    assert Counter(row["id"][0] for row in kept) == {"a": 60, "b": 30}
+    assert [source["weight"] for source in stage.summary["sources"]] == [2, 1]
+    del sources[1]["weight"]
+    with pytest.raises(ConfigError, match="give every source a weight, or none"):
+        make_config(tmp_path, seeds__sources=sources)
