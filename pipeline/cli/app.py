@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import chat, inspect, keys, plan, push, run, status, verify
+from pipeline.cli import chat, check, inspect, keys, plan, push, run, status, verify
 from pipeline.cli.ending import ends_well
 
 app = typer.Typer(
@@ -18,7 +18,17 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run.run, plan.plan, status.status, verify.verify, inspect.inspect, chat.chat, push.push, keys.keys):
+for command in (
+    run.run,
+    plan.plan,
+    status.status,
+    verify.verify,
+    inspect.inspect,
+    chat.chat,
+    check.check,
+    push.push,
+    keys.keys,
+):
     app.command()(command)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.artifacts.check_result import CheckResult
-from pipeline.config import Config
+from pipeline.config import CheckConfig, Config
 from pipeline.training.methods import method_of
 
 LEAST_SHORTFALL = 0.1  # tokens per step
@@ -23,28 +23,7 @@ def failures(result: CheckResult, config: Config) -> list[str]:
     The limits are `check.min_acceleration_rate`, `check.require_learning` (see `guesses_by_frequency`) and, where the
     backbone is tuned, `train.backbone.max_kl`.
     """
-    least = config.check.min_acceleration_rate
-    found = []
-    for name, engine in result.engines.items():
-        if engine.differing:
-            found.append(
-                f"{name}: {engine.differing} of {engine.sequences} greedy sequences differ from plain decoding"
-            )
-        if engine.ties > max(1, config.check.max_tie_share * engine.sequences):
-            found.append(
-                f"{name}: {engine.ties} of {engine.sequences} greedy sequences differ at ties, more than "
-                f"check.max_tie_share = {config.check.max_tie_share:g} of them"
-            )
-        if not engine.acceleration_rate >= least:
-            rate = f"acceleration rate {engine.acceleration_rate:.2f}"
-            found.append(f"{name}: {rate} is below check.min_acceleration_rate = {least:.2f}")
-        if not engine.accepts_drafts:
-            found.append(f"{name}: no draft token was accepted")
-    if (vllm := result.engines.get("vllm")) and (expected := falls_short(vllm.figures)):
-        found.append(
-            f"vllm: acceleration rate {vllm.acceleration_rate:.2f} is far below the {expected:.2f} to expect of this "
-            "chain: vLLM does not draft what was trained"
-        )
+    found = engine_failures(result, config.check)
     if config.check.require_learning and (rank := guesses_by_frequency(result)):
         accuracy, frequency = (f"{shares[rank]:.1%}" for shares in (result.head_0 or {}, result.frequency or {}))
         found.append(
@@ -56,6 +35,33 @@ def failures(result: CheckResult, config: Config) -> list[str]:
         kl, most = math.nan if result.kl is None else result.kl, config.train.backbone.max_kl
         if not kl <= most:
             found.append(f"the tuned backbone is {kl:.4f} nats from the target, above train.backbone.max_kl = {most:g}")
+    return found
+
+
+def engine_failures(result: CheckResult, settings: CheckConfig) -> list[str]:
+    """Those that the engines' figures show, whoever made the heads."""
+    least = settings.min_acceleration_rate
+    found = []
+    for name, engine in result.engines.items():
+        if engine.differing:
+            found.append(
+                f"{name}: {engine.differing} of {engine.sequences} greedy sequences differ from plain decoding"
+            )
+        if engine.ties > max(1, settings.max_tie_share * engine.sequences):
+            found.append(
+                f"{name}: {engine.ties} of {engine.sequences} greedy sequences differ at ties, more than "
+                f"check.max_tie_share = {settings.max_tie_share:g} of them"
+            )
+        if not engine.acceleration_rate >= least:
+            rate = f"acceleration rate {engine.acceleration_rate:.2f}"
+            found.append(f"{name}: {rate} is below check.min_acceleration_rate = {least:.2f}")
+        if not engine.accepts_drafts:
+            found.append(f"{name}: no draft token was accepted")
+    if (vllm := result.engines.get("vllm")) and (expected := falls_short(vllm.figures)):
+        found.append(
+            f"vllm: acceleration rate {vllm.acceleration_rate:.2f} is far below the {expected:.2f} to expect of this "
+            "chain: vLLM does not draft what was trained"
+        )
     return found
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.tree_file import Calibration
@@ -65,6 +66,7 @@ class CheckRequest:
         name: The target's in the files of answers: `NAME-plain` and `NAME-KIND`.
         assistant: The model behind the baseline of that name.
         calibration: What calibrate found, for the studies.
+        speculative_config: How vLLM is told to draft, where the heads are not an export of ours.
     """
 
     target: TargetSpec
@@ -76,6 +78,7 @@ class CheckRequest:
     name: str = "target"
     assistant: TargetSpec | None = None
     calibration: Calibration | None = None
+    speculative_config: Mapping[str, Any] | None = None
 
 
 def rule_of(settings: CheckConfig) -> AcceptanceRule:

@@ -32,9 +32,8 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     Returns:
         `vllm` of report.json, and the `differing` sequences that are not ties.
     """
-    layout = read_layout(request.export)
     target, settings, prompts, gpus = request.target, request.settings, request.prompts, request.gpus
-    with_heads = layout.engine_args(request.export, target.model)
+    with_heads, num_tokens = _drafting(request)
     if progress:
         progress.begin("vLLM", 0, done=len(prompts), unit="prompts at once")
     decoded = vllm_decode_check(
@@ -56,7 +55,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     drafts = max(1, accelerated["num_drafts"])
     return {
         "vllm": {
-            "num_speculative_tokens": layout.num_speculative_tokens,
+            "num_speculative_tokens": num_tokens,
             "export_alone": "model" in with_heads,
             "acceleration_rate": round(accelerated["acceleration_rate"], 4),
             "accepted_per_position": [round(count / drafts, 4) for count in accelerated["accepted_per_position"]],
@@ -68,6 +67,14 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
         },
         "differing": match.differing,
     }
+
+
+def _drafting(request: CheckRequest) -> tuple[dict[str, Any], int]:
+    """The arguments that start vLLM with the heads, and how many tokens they draft."""
+    if config := request.speculative_config:
+        return {"speculative_config": dict(config)}, config["num_speculative_tokens"]
+    layout = read_layout(request.export)
+    return layout.engine_args(request.export, request.target.model), layout.num_speculative_tokens
 
 
 def chain_promise(calibration: Calibration, chain: Mapping[str, Any] | None, num_prompts: int | None) -> dict[str, Any]:

@@ -39,7 +39,7 @@ from pipeline.heads.shape import HeadsShape
 if TYPE_CHECKING:
     from pipeline.config import TrainConfig
 
-EPSILON = 1e-6  # of the RMSNorm
+EPSILON = 1e-6  # of the RMSNorm of cells that are trained here
 QUERY_HEADS, HEAD_SIZE = 8, 64  # of the attention that computes nothing; it has one key and value head
 MLP, ATTENTION, NORM = "layers.0.mlp", "layers.0.self_attn", "layers.0.post_attention_layernorm.weight"
 OUTPUT, FC_BIAS = f"{ATTENTION}.o_proj.weight", "fc.bias"  # both zero
@@ -53,10 +53,14 @@ SERVED = (
 
 @dataclass(frozen=True)
 class RecurrentShape(HeadsShape):
-    """`num_heads` steps are trained; `intermediate_size` is I. Twice as many steps may be proposed."""
+    """`num_heads` steps are trained; `intermediate_size` is I. Twice as many steps may be proposed.
+
+    `norm_eps` is the RMSNorm's; cells of other trainers have another.
+    """
 
     kind: ClassVar[str] = "recurrent"
     intermediate_size: int = 1
+    norm_eps: float = EPSILON
 
     @property
     def max_depth(self) -> int:
@@ -139,7 +143,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     def step(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """The states [..., D] after one more token [...] each."""
         z = linear(torch.cat((embedding(tokens, self.embedding).to(hidden.dtype), hidden), -1), self.fc)
-        x = rms_norm(z, z.shape[-1:], self.norm.to(z.dtype), EPSILON)
+        x = rms_norm(z, z.shape[-1:], self.norm.to(z.dtype), self.shape.norm_eps)
         return z + linear(silu(linear(x, self.gate)) * linear(x, self.up), self.down)
 
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
@@ -191,7 +195,7 @@ model, with an attention that adds nothing; embedding and lm_head are the target
             "num_key_value_heads": 1,
             "head_dim": HEAD_SIZE,
             "hidden_act": "silu",
-            "rms_norm_eps": EPSILON,
+            "rms_norm_eps": shape.norm_eps,
             "max_position_embeddings": target.get("max_position_embeddings", 2048),
             "tie_word_embeddings": False,
         }

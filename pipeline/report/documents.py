@@ -41,10 +41,11 @@ def markdown(report: dict, extras: dict) -> str:
         lines += [*(f"- {_escaped(note)}" for note in notes), ""]
     figures = tuple((figure.label, figure.value, figure.note) for figure in headline(report))
     parts = [Table("Headline", ("figure", "value", "meaning"), figures, words=(0, 2)), *tables(report, extras).values()]
-    return "\n".join(lines) + "\n" + "\n\n".join(map(_section, parts)) + "\n"
+    return "\n".join(lines) + "\n" + "\n\n".join(map(section, parts)) + "\n"
 
 
-def _section(table: Table) -> str:
+def section(table: Table) -> str:
+    """A table under its title, as Markdown."""
     body = [f"{_escaped(table.note)}\n"] if table.note and table.rows else []
     if table.rows:
         rule = ["---" if i in table.words else "---:" for i in range(len(table.columns))]

@@ -6,6 +6,7 @@ characters have an effect.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 from rich import box
@@ -41,13 +42,19 @@ def print_report(report: dict, console: Console, extras: dict | None = None) -> 
     show(_headline(report))
     parts = tables(report, extras)
     between = [name for name in parts if name not in ("check", "stages", "quarantine", "provenance")]
-    for table in (parts[name] for name in ("stages", *between, "quarantine")):
-        show(_text(""))
+    print_tables([parts[name] for name in ("stages", *between, "quarantine")], console)
+
+
+def print_tables(tables: Iterable[Table], console: Console) -> None:
+    """Print tables, each after an empty line."""
+    width = min(console.width, _WIDTH)
+    for table in tables:
+        console.print()
         if table.rows:
-            show(_text(f"{table.title}  {table.note}".strip(), "bold"))
-            show(_grid(table))
+            heading, grid = _text(f"{table.title}  {table.note}".strip(), "bold"), _grid(table)
+            console.print(heading, grid, sep="\n", width=width, highlight=False)
         else:
-            show(_text(f"{table.title}: {table.empty}", "bold"))
+            console.print(_text(f"{table.title}: {table.empty}", "bold"), width=width, highlight=False)
 
 
 def _headline(report: dict) -> Grid:

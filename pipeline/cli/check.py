@@ -1,0 +1,102 @@
+"""`medusa-distill check`: any heads measured on a target, without a run."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+
+class Engine(StrEnum):
+    native = "native"
+    vllm = "vllm"
+
+
+class Precision(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def check(
+    heads: Annotated[str, typer.Argument(help="A directory of heads, or a Hub id: an export, Medusa heads, EAGLE-1.")],
+    target: Annotated[str, typer.Option(help="The model that they were trained on: a directory or a Hub id.")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file of questions (MT-Bench, any form of seeds). Default: bundled ones.")
+    ] = None,
+    number: Annotated[int, typer.Option(min=1, help="How many of them to ask.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded per prompt.")] = 64,
+    engine: Annotated[list[Engine] | None, typer.Option(help="native, vllm. Default: both.")] = None,
+    draft_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that an EAGLE-1 model drafts.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 3,
+    dtype: Annotated[Precision, typer.Option(help="The target's dtype.")] = Precision.auto,
+    chat_template: Annotated[str | None, typer.Option(help="Jinja text or file, where the target has none.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="That hold the target. Default: one if there is one.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write check.json, check.md and the answers there.")] = None,
+) -> None:
+    """Measure heads that need not have been made here: rates, speed, and greedy text against the target alone.
+
+    Exit code 1 where greedy text differs other than at ties, or no draft token is accepted.
+
+    Example: medusa-distill check FasterDecoding/medusa-vicuna-7b-v1.3 --target lmsys/vicuna-7b-v1.3
+    """
+    import torch  # --help does not wait for it
+
+    from pipeline.config import CheckConfig, TargetConfig
+    from pipeline.evaluation.any_heads import BUNDLED, measure_heads
+    from pipeline.execution.progress import Meter, ProgressReporter
+    from pipeline.export.foreign import heads_directory
+    from pipeline.targets.spec import resolve
+
+    settings = CheckConfig(
+        prompts=prompts or BUNDLED,
+        engines=tuple(each.value for each in engine or Engine),
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        baselines=(),
+    )
+    gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
+    wanted = TargetConfig(model=target, dtype=dtype.value, chat_template=chat_template)
+    spec = resolve(wanted, on_gpu=gpus > 0)
+    with Meter(Console(stderr=True), "check", 0, unit="prompts") as meter:
+        found = measure_heads(
+            heads_directory(heads),
+            spec,
+            settings,
+            gpus=gpus,
+            num_prompts=number,
+            draft_tokens=draft_tokens,
+            progress=ProgressReporter(show=meter.show),
+        )
+    _publish({"heads": heads, **found}, out)
+
+
+def _publish(found: dict[str, Any], out: Path | None) -> None:
+    """Print the tables, write them where that was asked for, and fail where the check has."""
+    from pipeline.artifacts.check_result import write_answers
+    from pipeline.errors import CheckFailed
+    from pipeline.report.check_tables import categories_table, check_table
+    from pipeline.report.documents import section
+    from pipeline.report.facts import finite
+    from pipeline.report.formatting import visible
+    from pipeline.report.terminal import print_tables
+    from pipeline.storage.atomic import write_text
+
+    answers, console = found.pop("answers"), Console()
+    tables = [table for table in (check_table(found), categories_table(found)) if table.rows]
+    about = f"{found['heads']}: {found['read_as']}; target {found['target']}"
+    console.print(visible(about), style="bold", highlight=False, markup=False, soft_wrap=True)
+    print_tables(tables, console)
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        write_text(out / "check.json", json.dumps(finite(found), indent=2, ensure_ascii=False) + "\n")
+        write_text(out / "check.md", "\n\n".join([f"# {about}", *map(section, tables)]) + "\n")
+        write_answers(out, answers)
+    if failures := found["check"]["failures"]:
+        fix = "Give --target the very model that these heads were trained on."
+        raise CheckFailed(f"The check failed: {'; '.join(failures)}.", found["heads"], fix)

@@ -1,0 +1,89 @@
+"""`check`: heads that were not made here, measured on their target without a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from tests.cli.tables import one_paragraph
+
+QUICK = ("--engine", "native", "--number", "3", "--max-new-tokens", "12", "--repeats", "1")
+
+
+@pytest.fixture
+def checked(command, tiny_target, tiny_seeds):
+    def call(heads: object, *words: object):
+        return command("check", heads, "--target", tiny_target, "--prompts", tiny_seeds, *QUICK, *words)
+
+    return call
+
+
+def test_an_export_and_its_pickle_alone_are_measured_alike(checked, finished_run, tmp_path):
+    export = finished_run.latest("export").path
+    own = checked(export, "--out", tmp_path / "own")
+    assert own.code == 0, own.err
+    tensors = load_file(export / "medusa_lm_head.safetensors")
+    (tmp_path / "other").mkdir()
+    torch.save(tensors, tmp_path / "other" / "medusa_lm_head.pt")
+    other = checked(tmp_path / "other", "--out", tmp_path / "found")
+    assert other.code == 0, other.err
+    first, second = (json.loads((tmp_path / name / "check.json").read_text()) for name in ("own", "found"))
+    for found in (first, second):
+        native = found["check"]["native"]
+        assert native["greedy_match"] == {"sequences": 6, "identical": 6, "ties": 0}
+        assert found["check"]["passed"] is True and native["acceleration_rate"] > 1
+    assert first["check"]["native"]["chain"] == second["check"]["native"]["chain"], "the same heads, the same chain"
+    assert "acceleration rate" in other.out and "3 Medusa heads" in other.out
+    assert "| acceleration rate |" in (tmp_path / "found" / "check.md").read_text()
+    assert len((tmp_path / "found" / "answers" / "medusa.jsonl").read_text().splitlines()) == 3
+
+
+def test_an_eagle_container_made_by_hand_is_measured(checked, tiny_target, tmp_path):
+    """A cell that passes on its state: it guesses what the target's lm_head reads there."""
+    config = AutoConfig.from_pretrained(tiny_target).to_dict() | {"num_hidden_layers": 1, "intermediate_size": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    attention = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64)}
+    save_file(
+        {
+            "fc.weight": torch.eye(64, 128).roll(64, 1).contiguous(),
+            **{f"layers.0.mlp.{name}_proj.weight": torch.zeros(8, 64) for name in ("gate", "up")},
+            "layers.0.mlp.down_proj.weight": torch.zeros(64, 8),
+            "layers.0.post_attention_layernorm.weight": torch.ones(64),
+            **{f"layers.0.self_attn.{name}_proj.weight": torch.zeros(size) for name, size in attention.items()},
+        },
+        tmp_path / "model.safetensors",
+    )
+    ended = checked(tmp_path, "--draft-tokens", 2)
+    assert ended.code == 0, ended.err
+    assert "a recurrent cell in EAGLE-1's container" in ended.out and "6/6" in ended.out
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        (lambda export: None, 3, "states of 64 numbers and a vocabulary of 301 tokens; this one has 64 and 300"),
+        (lambda export: (export / "config.json").unlink(), 3, "vocabulary of 301 tokens, and the target's lm_head"),
+        (lambda export: shutil.rmtree(export), 2, "There is no directory"),
+        (lambda export: [path.unlink() for path in export.iterdir()], 3, "no weights here"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_paragraph(checked, tmp_path, change, code, says):
+    from tests.export.exports import config_of, write
+
+    export = write(tmp_path / "export", config_of(hidden_size=64, vocab_size=301), choices=[[0]])
+    change(export)
+    ended = checked(export)
+    assert ended.code == code and says in one_paragraph(ended.err)
+
+
+def test_attention_is_refused_natively_before_anything_is_decoded(checked, tmp_path):
+    attention = {"layers.0.self_attn.o_proj.weight": torch.ones(64, 64)}
+    save_file({"fc.weight": torch.zeros(64, 128)} | attention, Path(tmp_path, "model.safetensors"))
+    ended = checked(tmp_path)
+    assert ended.code == 3 and "--engine vllm" in one_paragraph(ended.err)
