@@ -146,7 +146,7 @@ class CheckConfig(Section):
     tie_tolerance: float | None = Field(
         None,
         description="A greedy difference is a tie where the target's top-2 logits are this close; 1e-4 in float32, "
-        "0.0625 in float16 and 0.5 in bfloat16 by default.",
+        "0.0625 in float16 and 0.5 in bfloat16 by default, and in 8 bits at least 0.5.",
         ge=0,
     )
     max_tie_share: float = Field(

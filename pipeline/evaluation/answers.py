@@ -38,6 +38,11 @@ NUM_SAMPLES = 2  # decoded answers that the report shows
 # logits of 16 to 32, where the best logits of chat models lie.
 TIE_TOLERANCE = {"float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5}
 
+# bitsandbytes' 8-bit layers round what they read to 127 steps of its largest number, as coarse as bfloat16's 8 bits, in
+# any dtype: a last bit that differs becomes a step, and which columns are kept apart depends on all positions of a
+# forward. 4-bit weights are unpacked to the dtype, which decides.
+AS_COARSE_AS = {"8bit": "bfloat16"}
+
 
 @dataclass
 class GreedyMatch:
@@ -51,10 +56,18 @@ class GreedyMatch:
     def as_dict(self) -> dict[str, int]:
         return {"sequences": self.sequences, "identical": self.identical, "ties": self.ties}
 
+    def largest_gap(self) -> dict[str, float]:
+        """The largest top-2 gap at which a sequence that is no tie differs, for the figures of an engine."""
+        gaps = [differing["gap"] for differing in self.differing]
+        return {"largest_gap": float(f"{max(gaps):.3g}")} if gaps else {}
+
 
 def tie_tolerance(target: TargetSpec, settings: CheckConfig) -> float:
-    """The configured tolerance, or the default of the target's dtype."""
-    return TIE_TOLERANCE[target.dtype] if settings.tie_tolerance is None else settings.tie_tolerance
+    """The configured tolerance, or the default: the larger of the dtype's and the quantization's."""
+    if settings.tie_tolerance is not None:
+        return settings.tie_tolerance
+    grids = {target.dtype, AS_COARSE_AS.get(target.quantization or "", target.dtype)}
+    return max(TIE_TOLERANCE[grid] for grid in grids)
 
 
 def compare(

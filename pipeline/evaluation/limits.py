@@ -44,9 +44,8 @@ def engine_failures(result: CheckResult, settings: CheckConfig) -> list[str]:
     found = []
     for name, engine in result.engines.items():
         if engine.differing:
-            found.append(
-                f"{name}: {engine.differing} of {engine.sequences} greedy sequences differ from plain decoding"
-            )
+            differ = f"{name}: {engine.differing} of {engine.sequences} greedy sequences differ from plain decoding"
+            found.append(differ + _beyond_ties(engine.figures))
         if engine.ties > max(1, settings.max_tie_share * engine.sequences):
             found.append(
                 f"{name}: {engine.ties} of {engine.sequences} greedy sequences differ at ties, more than "
@@ -63,6 +62,14 @@ def engine_failures(result: CheckResult, settings: CheckConfig) -> list[str]:
             "chain: vLLM does not draft what was trained"
         )
     return found
+
+
+def _beyond_ties(figures: Mapping[str, Any]) -> str:
+    """How far from a tie the sequences differ, and the setting that says what one is."""
+    gap, tolerance = figures.get("largest_gap"), figures.get("tie_tolerance")
+    if gap is None or tolerance is None:
+        return ""
+    return f", where the target's top-2 gap is up to {gap:g}; up to check.tie_tolerance = {tolerance:g} it is a tie"
 
 
 def falls_short(vllm: Mapping[str, Any]) -> float | None:

@@ -184,6 +184,7 @@ def native_figures(
         **speed(measured.passes),
         "greedy_match": match.as_dict(),
         "tie_tolerance": tie_tolerance(request.target, settings),
+        **match.largest_gap(),
         "accepted_lengths": steps_by_accepted_length(first[ACCELERATED]),
         "prompts": len(request.prompts),
         "repeats": settings.repeats,

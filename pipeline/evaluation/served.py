@@ -51,7 +51,8 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
         return load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
 
     texts = plain["token_ids"], accelerated["token_ids"]
-    match = compare(prompts, *texts, lambda prefix: top_2_gap(model(), prefix), tie_tolerance(target, settings))
+    tolerance = tie_tolerance(target, settings)
+    match = compare(prompts, *texts, lambda prefix: top_2_gap(model(), prefix), tolerance)
     drafts = max(1, accelerated["num_drafts"])
     return {
         "vllm": {
@@ -64,6 +65,8 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
             "baseline_tokens_per_second": round(plain["tokens_per_second"], 2),
             "model_runners": {"plain": plain["model_runner"], "with heads": accelerated["model_runner"]},
             "greedy_match": match.as_dict(),
+            "tie_tolerance": tolerance,
+            **match.largest_gap(),
         },
         "differing": match.differing,
     }

@@ -16,6 +16,7 @@ from pipeline.export.card_metadata import Licence
 from pipeline.export.card_recipe import commands, recipe_yaml
 from pipeline.export.card_text import number, rendered
 from pipeline.heads.kind import Heads
+from pipeline.report.facts import disturbed
 
 
 def model_card(
@@ -148,6 +149,7 @@ def _shared(
         "recipe_yaml": recipe_yaml(recipe, report.get("target_revision")),
         "commands": commands(recipe, served=served),
         "results": card_facts.results(report),
+        "disturbed": any(map(disturbed, (report.get("check") or {}).values())),
         "categories": card_facts.by_category(report, sources),
         "draft_lengths": card_facts.by_draft_length(report),
         "tops": card_facts.tops(report),

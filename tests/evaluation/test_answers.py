@@ -15,6 +15,7 @@ from pipeline.config import CheckConfig
 from pipeline.decoding.decoder import Decoded
 from pipeline.evaluation.answers import answer_lines, compare, samples, tie_tolerance, top_2_gap
 from pipeline.evaluation.prompts import Prompt
+from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec
 
 
@@ -154,3 +155,21 @@ def test_the_tolerance_is_the_dtype_s_unless_it_is_set():
     tolerances = [tie_tolerance(TargetSpec("x", dtype=dtype), usual) for dtype in ("float32", "float16", "bfloat16")]
     assert tolerances[0] == 1e-4 and tolerances == sorted(tolerances)
     assert tie_tolerance(TargetSpec("x", dtype="bfloat16"), CheckConfig(tie_tolerance=0)) == 0
+    assert tie_tolerance(TargetSpec("x", quantization="8bit"), CheckConfig(tie_tolerance=0)) == 0
+
+
+def test_the_tolerance_of_8_bits_covers_what_their_rounding_makes_of_one_forward_and_many(tiny_target):
+    """The same positions at once, and one after another from the cache; in float32 they are equal up to 1e-4."""
+    largest = {}
+    for bits in (None, "8bit"):
+        spec = TargetSpec(str(tiny_target), quantization=bits)
+        model = load_causal_lm(spec, "cpu", 1)
+        ids = torch.arange(5, 85)[None]
+        with torch.inference_mode():
+            at_once, cache, steps = model(ids).logits[0].double(), None, []
+            for position in range(ids.shape[1]):
+                step = model(ids[:, position : position + 1], past_key_values=cache, use_cache=True)
+                cache, steps = step.past_key_values, [*steps, step.logits[0].double()]
+        largest[bits] = float((torch.cat(steps) - at_once).abs().max())
+        assert largest[bits] < tie_tolerance(spec, CheckConfig())
+    assert largest["8bit"] > tie_tolerance(TargetSpec("x"), CheckConfig())

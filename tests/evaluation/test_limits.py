@@ -45,6 +45,12 @@ def test_what_fails_the_check(measured, least, says):
     assert len(found) == len(says) and all(line.startswith(start) for line, start in zip(found, says, strict=True))
 
 
+def test_a_difference_that_is_no_tie_says_how_far_from_one_it_is_and_which_setting_decides():
+    measured = {"native": engine(2.0, identical=6, largest_gap=0.043, tie_tolerance=1e-4)}
+    (said,) = failures(CheckResult.of(measured), config())
+    assert "2 of 8" in said and "is up to 0.043; up to check.tie_tolerance = 0.0001 it is a tie" in said
+
+
 def expecting(rate: float, error: float, measured_error: float) -> dict:
     return {
         "expected_acceleration_rate": rate,

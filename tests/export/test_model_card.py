@@ -192,6 +192,14 @@ def test_both_engines_stand_side_by_side():
     assert rows["greedy sequences identical"] == ["31 of 32, 1 parted at a tie", "32 of 32"]
 
 
+def test_a_speedup_that_other_load_made_is_not_in_the_card():
+    native = REPORT["check"]["native"] | {"overhead": 0.9, "speedup": 2.5}
+    assert "left out" not in card_of()
+    card = card_of(REPORT | {"check": REPORT["check"] | {"native": native}})
+    rows = {row[0].split(" (")[0]: row[1:] for row in table_under(card, "Results")}
+    assert "overhead" not in rows and rows.get("speedup", ["-"])[0] == "-" and "are left out" in card
+
+
 @pytest.mark.parametrize("report", [{}, {"num_heads": 3}, {key: REPORT[key] for key in REPORT if key != "check"}])
 def test_before_the_check_the_card_says_so_and_shows_no_figure(report):
     card = card_of(report)

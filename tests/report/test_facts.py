@@ -57,6 +57,25 @@ def test_a_tree_that_does_not_pay_is_warned_of(report, promised, measured, says)
     assert not found if says is None else says in found[0]
 
 
+@pytest.mark.parametrize(
+    ("engine", "figures"),
+    [
+        ("native", {"overhead": 0.97, "speedup": 2.5, "acceleration_rate": 2.4}),
+        ("vllm", {"speedup": 1.9, "acceleration_rate": 1.8}),
+    ],
+)
+def test_a_step_with_heads_that_is_faster_than_a_plain_one_is_a_warning_and_no_headline(report, engine, figures):
+    assert not any("slowed the plain steps" in said for said in warnings(report))
+    report["check"][engine] |= figures
+    (said,) = [said for said in warnings(report) if "slowed the plain steps" in said]
+    assert f"the speedup of {figures['speedup']:.2f}x at an acceleration rate of {figures['acceleration_rate']}" in said
+    shown = {figure.label: figure for figure in headline(report)}
+    if engine == "native":
+        assert shown["Overhead"].value == shown["Speedup"].value == "-" and "see the warning" in shown["Speedup"].note
+    else:
+        assert shown["Speedup"].value != "-"
+
+
 def test_a_draft_vocabulary_that_much_text_is_outside_of_is_warned_of(report):
     report["train"]["draft_coverage"] = 0.95
     assert not warnings(report)
