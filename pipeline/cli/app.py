@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import chat, check, inspect, keys, plan, push, run, status, verify
+from pipeline.cli import chat, check, compare, inspect, keys, plan, push, run, status, verify
 from pipeline.cli.ending import ends_well
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ for command in (
     status.status,
     verify.verify,
     inspect.inspect,
+    compare.compare,
     chat.chat,
     check.check,
     push.push,

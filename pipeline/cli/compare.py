@@ -1,0 +1,74 @@
+"""`medusa-distill compare`: the runs of a sweep side by side."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.errors import ConfigError
+from pipeline.report.formatting import visible
+from pipeline.storage.run_directory import RunDirectory
+
+if TYPE_CHECKING:
+    from pipeline.report.comparison import ComparedRun
+
+ASKED = ("prompts", "max_new_tokens", "max_tokens")  # settings of a check that say what it asked
+
+
+def compare(
+    run_dirs: Annotated[list[Path], typer.Argument(help="Two or more run directories.", metavar="RUN_DIR...")],
+) -> None:
+    """Put runs side by side: the settings in which they differ, rates with errors, speed, size of heads, training time.
+
+    Unfinished runs are shown as far as they are. Runs that were checked on other questions or machines are named.
+
+    Example: medusa-distill compare runs/heads-4 runs/heads-5 runs/heads-6
+    """
+    from pipeline.report.comparison import comparison
+
+    if len(run_dirs) < 2:
+        raise ConfigError("One run is no comparison.", "compare", "Name two run directories or more.")
+    table, notes = comparison([compared(path) for path in run_dirs])
+    console = Console(width=None if Console().is_terminal else 160, highlight=False)
+    grid = Table(box=None, header_style="bold")
+    for name in table.columns:
+        grid.add_column(Text(visible(name)))
+    for row in table.rows:
+        grid.add_row(*(Text(visible(cell)) for cell in row))
+    console.print(grid)
+    for note in notes:
+        console.print(Text.assemble(("! ", "yellow"), visible(note)))
+
+
+def compared(path: Path) -> ComparedRun:
+    """What is known of one run, from what its stages have recorded.
+
+    Raises:
+        ConfigError: This is no run directory.
+    """
+    from pipeline.artifacts.trained_heads import HEADS_FILE
+    from pipeline.flow import STAGES  # torch and transformers: --help does not wait for them
+    from pipeline.report.comparison import ComparedRun
+    from pipeline.run.reporting import assemble
+
+    run, config = RunDirectory.open(path)
+    report, _ = assemble(run, config)
+    done = {name: stage.done for name, stage in run.stages().items()}
+    wanted = [name for name, stage in STAGES.items() if stage.skipped(config) is None and stage.asked_for(config)]
+    trained, checked = done.get("train"), done.get("check")
+    asked = config.check.model_dump(mode="json", include=set(ASKED))
+    questions = json.dumps([asked, checked.upstream.get("generate")], sort_keys=True) if checked else None
+    return ComparedRun(
+        path.name or str(path),
+        report,
+        config.model_dump(mode="json"),
+        tuple(name for name in wanted if done.get(name) is None),
+        trained.files[HEADS_FILE].size if trained and HEADS_FILE in trained.files else None,
+        questions,
+    )
