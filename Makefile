@@ -26,7 +26,7 @@ install: $(STAMP)   ## install into .venv (ACCELERATOR=cpu or cuda; by default w
 $(STAMP): $(LOCK) pyproject.toml
 	@test -z "$(OTHER)" || { echo "$(VENV) holds the $(OTHER) build, and two of vLLM do not share one: rm -rf $(VENV) first"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-deps $(PIP_FLAGS) -r $(LOCK)
+	$(BIN)/python scripts/install.py $(LOCK) $(PIP_FLAGS)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -39,7 +41,31 @@ def test_another_build_is_not_installed_over_the_one_that_is_there(make, tmp_pat
 @pytest.mark.parametrize("installed", ["cpu", "cuda"])
 def test_without_a_word_the_build_that_is_there_stays(make, installed):
     ended = make(installed, "--dry-run", "test")
-    assert ended.returncode == 0 and "pip install" not in ended.stdout and "pytest" in ended.stdout
+    assert ended.returncode == 0 and "install" not in ended.stdout and "pytest" in ended.stdout
+
+
+def install(lock: Path, *options: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "scripts" / "install.py"), str(lock), *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_an_installation_says_how_far_it_is(tmp_path):
+    """Here of packages that are there already, in the words of the pip that is there."""
+    packages = ["pip", "numpy", "rich", "typer"]
+    lock = tmp_path / "four.lock"
+    lock.write_text("# a comment\n" + "".join(f"{name}=={version(name)}\n" for name in packages))
+    ended = install(lock, "--no-index")
+    assert ended.returncode == 0, ended.stderr
+    assert [line.split("] ")[1] for line in ended.stderr.splitlines()] == [
+        f"{number}/4 {name}" for number, name in enumerate(packages, start=1)
+    ]
+
+
+def test_an_installation_that_fails_shows_what_pip_said(tmp_path):
+    lock = tmp_path / "one.lock"
+    lock.write_text("no-such-package-of-anybody==1.0\n")
+    ended = install(lock, "--no-index")
+    assert ended.returncode != 0 and "No matching distribution found for no-such-package-of-anybody" in ended.stderr
 
 
 @pytest.mark.parametrize(

@@ -56,11 +56,14 @@ def compared(path: Path) -> ComparedRun:
     from pipeline.flow import STAGES  # torch and transformers: --help does not wait for them
     from pipeline.report.comparison import ComparedRun
     from pipeline.run.reporting import assemble
+    from pipeline.run.stage_status import stage_statuses
 
     run, config = RunDirectory.open(path)
-    report, _ = assemble(run, config)
-    done = {name: stage.done for name, stage in run.stages().items()}
-    wanted = [name for name, stage in STAGES.items() if stage.skipped(config) is None and stage.asked_for(config)]
+    statuses = stage_statuses(run, config, STAGES)
+    wanted = {name: state for name, state in statuses.items() if STAGES[name].asked_for(config)}
+    open_stages = [name for name, state in wanted.items() if state.status not in ("done", "failed", "skipped")]
+    report, _ = assemble(run, config, without=open_stages)  # what a link still leads to may be of another recipe
+    done = {name: state.directory.done for name, state in wanted.items() if state.directory and name not in open_stages}
     trained, checked = done.get("train"), done.get("check")
     asked = config.check.model_dump(mode="json", include=set(ASKED))
     questions = json.dumps([asked, checked.upstream.get("generate")], sort_keys=True) if checked else None
@@ -68,7 +71,7 @@ def compared(path: Path) -> ComparedRun:
         path.name or str(path),
         report,
         config.model_dump(mode="json"),
-        tuple(name for name in wanted if done.get(name) is None),
+        tuple(open_stages),
         trained.files[HEADS_FILE].size if trained and HEADS_FILE in trained.files else None,
         questions,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -66,12 +66,12 @@ def publish_report(context: Context) -> dict[str, Any]:
     return report
 
 
-def assemble(run: RunDirectory, config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The content of report.json, and data for the drawings; partial for an unfinished run.
+def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The content of report.json, and data for the drawings; partial for an unfinished run, and without some stages.
 
     Speeds and hardware are the check's.
     """
-    found = {name: stage for name, stage in run.stages().items() if stage.done}
+    found = {name: stage for name, stage in run.stages().items() if stage.done and name not in without}
     summaries = {name: stage.summary for name, stage in found.items()}
     checked = CheckResult.of(summaries.get("check", {}))
     report: dict[str, Any] = {
