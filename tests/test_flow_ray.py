@@ -22,10 +22,13 @@ from tests.flows.tiny import SHARDED, contents, last_events, run_again, shards_m
 from tests.forks import FORKS, PATIENCE
 
 
-def stop_when(happened: Callable[[], bool], config: Path, sent: int) -> tuple[int, str]:
-    """Run until something has happened, then signal as a terminal does; how it ended, and what it said on stderr."""
+def stop_when(happened: Callable[[], bool], config: Path, sent: int, cluster: str = "") -> tuple[int, str]:
+    """Run until something has happened, then signal as a terminal does; how it ended, and what it said on stderr.
+
+    Without a `cluster`, which RAY_ADDRESS then names, the run starts its own.
+    """
     said = config.with_name(f"said-{sent}.txt")
-    process = FORKS.Process(target=run_in_a_session, args=(config, said))
+    process = FORKS.Process(target=run_in_a_session, args=(config, said, cluster))
     process.start()
     patience = time.monotonic() + 300
     while not happened():
@@ -36,9 +39,11 @@ def stop_when(happened: Callable[[], bool], config: Path, sent: int) -> tuple[in
     return process.exitcode, said.read_text()
 
 
-def run_in_a_session(config: Path, said: Path) -> None:
+def run_in_a_session(config: Path, said: Path, cluster: str) -> None:
     """The command line as a terminal runs it; what it says on stderr goes to `said`."""
     os.setsid()
+    if cluster:
+        os.environ["RAY_ADDRESS"] = cluster
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
     sys.argv = ["medusa-distill", "run", str(config)]
     main()
@@ -49,6 +54,8 @@ def run_in_a_session(config: Path, said: Path) -> None:
 def test_a_ray_run_is_stopped_by_sigterm_and_by_ctrl_c_and_goes_on_to_what_the_inline_run_made(
     ray_cluster, finished_run, make_settings, make_config, tmp_path
 ):
+    import ray
+
     changes = {"train__checkpoint_every": 1, "train__epochs": 30}
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(make_settings(tmp_path, **changes)))
@@ -61,7 +68,7 @@ def test_a_ray_run_is_stopped_by_sigterm_and_by_ctrl_c_and_goes_on_to_what_the_i
         stage = run.latest("train")
         return stage is not None and len(list(stage.path.glob("checkpoints/step-*.safetensors"))) > 0
 
-    code, said = stop_when(generated, config, signal.SIGTERM)
+    code, said = stop_when(generated, config, signal.SIGTERM, ray.get_runtime_context().gcs_address)
     assert code == 143, said
     assert "stopped: Stopped (SIGTERM)" in said and "the same command continues" in said and "Traceback" not in said
     assert "run-finished" not in {event["event"] for event in last_events(run)}

@@ -18,6 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from pipeline.errors import MedusaDistillError
+from pipeline.execution.cluster_watch import ClusterWatch
 from pipeline.execution.executor import LazyWorker, Outcome, ShardWorker
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import SECONDS_BETWEEN_REPORTS
@@ -91,10 +92,11 @@ class ActorPool:
         placement: Placement,
         seconds_per_task: float,
         progress: ShardProgress | None,
+        watch: ClusterWatch | None,
     ):
         self._tasks, self._placement, self._seconds_per_task = tasks, placement, seconds_per_task
         self._actor_class = ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus)(ShardActor)
-        self._work, self._progress = ray.put(work), progress
+        self._work, self._progress, self._watch = ray.put(work), progress, watch
         self._running: dict[Any, tuple[Slot, ShardTask | None]] = {}  # by object reference; without a task: starting
         self._idle: list[Slot] = []
         self._failed_starts = 0
@@ -117,6 +119,8 @@ class ActorPool:
         """Wait until one of the workers is done with what it was given; show their progress meanwhile."""
         while True:
             answers, _ = ray.wait(list(self._running), timeout=SECONDS_BETWEEN_REPORTS)
+            if self._watch:
+                self._watch.check()
             if self._progress:
                 self._progress.poll()
             if answers:
@@ -143,6 +147,8 @@ class ActorPool:
         try:
             outcome: Outcome | None = ray.get(answer)
         except RayError as error:
+            if self._watch:
+                self._watch.settle()
             ray.kill(slot.actor)  # it may still be alive and hold its cores
             if slot.upcoming:
                 self._tasks.appendleft(slot.upcoming)
@@ -158,6 +164,8 @@ class ActorPool:
 
     def _close(self) -> None:
         """End the workers; idle ones first release what they hold, such as an engine's memory."""
+        if self._watch and self._watch.gone:  # nobody is left to be told
+            return
         with contextlib.suppress(RayError):
             ray.get([slot.actor.close.remote() for slot in self._idle], timeout=SECONDS_TO_CLOSE)
         for slot in (*self._idle, *(slot for slot, _ in self._running.values())):

@@ -17,6 +17,8 @@ from typing import Any
 
 from pipeline import OPENMP
 from pipeline.errors import EnvironmentFault, MedusaDistillError
+from pipeline.execution.agent_guard import AgentGuard
+from pipeline.execution.cluster_watch import CLIENT, ClusterWatch, require_answer
 from pipeline.execution.executor import Outcome, ShardWorker, with_progress
 from pipeline.execution.placement import Placement, Resources
 from pipeline.execution.progress import SECONDS_BETWEEN_REPORTS, ProgressReporter
@@ -49,8 +51,10 @@ class RayExecutor:
             ) from None
         self._ray = ray
         self._started = not ray.is_initialized()
+        self._guard: AgentGuard | None = None
         if self._started:
             self._start()
+        self.watch = self._watched()
 
     def _start(self) -> None:
         quiet: dict[str, Any] = {
@@ -59,20 +63,31 @@ class RayExecutor:
             "runtime_env": {"env_vars": worker_environment()},
         }
         local = {"num_cpus": len(os.sched_getaffinity(0)), "object_store_memory": OBJECT_STORE_BYTES}
+        self._ray._private.worker.print_to_stdstream = say_nothing  # of dead workers, which events.jsonl has
+        address = os.environ.get("RAY_ADDRESS")
+        if address:
+            require_answer(address, resolved(address))
         try:
             with without_stderr(), own_signals():
-                if os.environ.get("RAY_ADDRESS"):
+                if address:
                     self._ray.init(**quiet)
                 else:
                     self._ray.init("local", include_dashboard=False, **local, **quiet)
+                    node = self._ray._private.worker._global_node
+                    self._guard = AgentGuard(node.all_processes["raylet"][0].process.pid)
         except Exception as error:
-            raise EnvironmentFault(
-                f"Ray did not start: {error}.",
-                os.environ.get("RAY_ADDRESS", "a local cluster"),
-                "Check RAY_ADDRESS and `ray status`, or run with --executor inline.",
-            ) from None
+            raise start_error(error, address) from None
+
+    def _watched(self) -> ClusterWatch | None:
+        """The cluster that this process is connected to; None behind Ray Client, which watches it itself."""
+        node = self._ray._private.worker._global_node
+        if node is None:
+            return None
+        return ClusterWatch(node.gcs_address, node.raylet_socket_name, own=self._guard is not None)
 
     def resources(self) -> Resources:
+        if self.watch:
+            self.watch.settle()
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         return Resources(tuple((int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in alive))
 
@@ -88,7 +103,7 @@ class RayExecutor:
         from pipeline.execution.actor_pool import ActorPool  # imports ray
 
         work = worker, with_progress(arguments, progress)
-        return ActorPool(work, tasks, placement, seconds_per_task, progress).outcomes()
+        return ActorPool(work, tasks, placement, seconds_per_task, progress, self.watch).outcomes()
 
     def call(
         self,
@@ -103,15 +118,20 @@ class RayExecutor:
         )
         answer = remote.remote(function, with_progress(arguments, progress))
         try:
-            over = progress is None
-            while progress and not over:
-                over = bool(self._ray.wait([answer], timeout=SECONDS_BETWEEN_REPORTS)[0])
+            while not self._ray.wait([answer], timeout=SECONDS_BETWEEN_REPORTS)[0]:
+                if self.watch:
+                    self.watch.check()
+                if progress:
+                    progress.poll()
+            if progress:
                 progress.poll()
             result, error = self._ray.get(answer)
         except self._ray.exceptions.RayTaskError as failure:
             fix = "MEDUSA_DISTILL_TRACEBACK=1 shows all of it; --executor inline does it in this process."
             raise EnvironmentFault(f"{function.__name__} failed: {last_line(failure)}.", "Ray", fix) from failure
         except self._ray.exceptions.RayError as death:
+            if self.watch:
+                self.watch.settle()
             raise worker_died(death) from death
         if error:
             raise error
@@ -120,6 +140,36 @@ class RayExecutor:
     def close(self) -> None:
         if self._started:
             self._ray.shutdown()
+        if self._guard:
+            self._guard.close()
+
+
+def resolved(address: str) -> str | None:
+    """The host and port of a cluster that RAY_ADDRESS names; None where it says `auto` and Ray finds none here."""
+    from ray._private.services import find_bootstrap_address, find_gcs_addresses
+
+    if address == "auto":
+        return find_bootstrap_address(None) or next(iter(find_gcs_addresses()), None)
+    plain = address.removeprefix(CLIENT).partition("?")[0]
+    return plain if ":" in plain else f"{plain}:10001"  # Ray Client's port, where none is named
+
+
+def start_error(error: Exception, address: str | None) -> EnvironmentFault:
+    """Why Ray did not start, and what to do about it."""
+    said = str(error).rstrip(".")
+    if "AF_UNIX path length" in said:
+        name = next((name for name in ("RAY_TMPDIR", "TMPDIR") if name in os.environ), "TMPDIR")
+        what = (
+            "Ray did not start: the directory for temporary files, where its sockets lie, has too long a path for them."
+        )
+        fix = f"Set {name} to a path of at most 40 characters, such as /tmp, and run the same command again."
+        return EnvironmentFault(what, f"{name}={os.environ.get(name, '')}", fix)
+    fix = "Check RAY_ADDRESS and `ray status`, or run with --executor inline."
+    return EnvironmentFault(f"Ray did not start: {said}.", address or "a local cluster", fix)
+
+
+def say_nothing(*_: Any, **__: Any) -> None:
+    """In the place of Ray's printing."""
 
 
 def worker_died(error: Exception) -> EnvironmentFault:
