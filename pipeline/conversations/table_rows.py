@@ -100,31 +100,25 @@ def arrow_rows(path: Path, named: Collection[str], known: Collection[str], most_
         names = reader.schema.names
         require_columns(named, names, str(path))
         wanted = [name for name in names if name in (named or known)] or names[:MAX_COLUMNS_SHOWN]
-        yield from _rows((_sound(batch.select(wanted)) for batch in batches), path, most_bytes)
-
-
-def _sound(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The batch, if its offsets and lengths are in order: others would be read beyond the file's memory."""
-    try:
-        batch.validate(full=True)
-    except pa.ArrowInvalid as error:
-        if "utf8" not in str(error).lower():  # which costs its row alone
-            raise
-    return batch
+        yield from _rows((batch.select(wanted) for batch in batches), path, most_bytes)
 
 
 def _rows(batches: Iterator[pa.RecordBatch], path: Path, most_bytes: int) -> Iterator[Any]:
+    """The rows of batches, which are validated first: a wrong offset would be read beyond the file's memory."""
+    left = most_bytes
     for batch in batches:
-        most_bytes -= batch.nbytes
-        if most_bytes < 0:
+        batch.validate()
+        left -= batch.nbytes
+        if left < 0:
             raise too_large(path, most_bytes)
+        valid = _valid(batch)
         for start in range(0, len(batch), BATCH_ROWS):
             part = batch.slice(start, BATCH_ROWS)
-            if part.nbytes <= byte_rows.MAX_ROW_BYTES:
+            if valid and part.nbytes <= byte_rows.MAX_ROW_BYTES:
                 try:
                     yield from part.to_pylist()
                     continue
-                except (ValueError, ArithmeticError, pa.ArrowException):  # of one of its rows
+                except (ValueError, ArithmeticError):  # of one of its rows
                     pass
             yield from (_row(part.slice(number, 1)) for number in range(len(part)))
 
@@ -132,10 +126,23 @@ def _rows(batches: Iterator[pa.RecordBatch], path: Path, most_bytes: int) -> Ite
 def _row(one: pa.RecordBatch) -> Any:
     if one.nbytes > byte_rows.MAX_ROW_BYTES:
         return TOO_LONG
+    if not _valid(one):
+        return Unreadable(RowRejected(Reason.UNDECODABLE, "It has bytes that are not UTF-8."), "")
     try:
         return one.to_pylist()[0]
-    except (ValueError, ArithmeticError, pa.ArrowException) as error:
+    except (ValueError, ArithmeticError) as error:
         return Unreadable(RowRejected(Reason.UNDECODABLE, f"It cannot be read: {error}."), "")
+
+
+def _valid(batch: pa.RecordBatch) -> bool:
+    """Whether all texts are UTF-8; raises ArrowInvalid where anything else is wrong."""
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "utf8" in str(error).lower():
+            return False
+        raise
+    return True
 
 
 @contextmanager
