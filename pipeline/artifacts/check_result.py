@@ -57,6 +57,7 @@ class CheckResult:
     frequency: Mapping[str, float] | None = None  # those of guessing the most frequent tokens there
     target_text: Mapping[str, float] | None = None
     samples: Iterable[Mapping[str, Any]] = ()
+    contaminated_rows: int | None = None  # training rows that hold one of the file's questions
     hardware: Mapping[str, Any] | None = None  # of the machine that decoded
 
     @classmethod

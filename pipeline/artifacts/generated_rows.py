@@ -17,10 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.artifacts.seed_rows import MESSAGES, SPLITS
+from pipeline.conversations.conversation import Message
+from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.row_builder import GeneratedRow
 from pipeline.conversations.spans import Span
 from pipeline.errors import DataError
-from pipeline.storage.shards import Row, open_shard
+from pipeline.storage.shards import Row, open_shard, read_rows
 
 SPANS = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("role", pa.string())]))
 GENERATED = pa.schema(
@@ -133,3 +135,9 @@ def require_vocabulary(ids: npt.NDArray[np.int32] | Sequence[int], vocab_size: i
     if (largest := np.max(ids, initial=0)) >= vocab_size:
         what = f"Token {largest} is outside the target's vocabulary of {vocab_size}: this shard is of another target."
         raise DataError(what, where, REDO)
+
+
+def num_contaminated(shards: Iterable[Path], questions: CheckQuestions) -> int:
+    """How many training rows hold a question of the check."""
+    rows = (row for path in shards for row in read_rows(path, ["split", "messages"]) if row["split"] == "train")
+    return sum(any(questions.held_by(Message(**message)) for message in row["messages"]) for row in rows)

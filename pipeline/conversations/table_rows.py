@@ -104,34 +104,38 @@ def arrow_rows(path: Path, named: Collection[str], known: Collection[str], most_
 
 
 def _rows(batches: Iterator[pa.RecordBatch], path: Path, most_bytes: int) -> Iterator[Any]:
-    """The rows of batches, which are validated first: a wrong offset would be read beyond the file's memory."""
+    """The rows of batches.
+
+    A batch is validated before anything is asked of it, even its size: a wrong offset is read beyond the file's memory.
+    """
     left = most_bytes
     for batch in batches:
-        batch.validate()
-        left -= batch.nbytes
-        if left < 0:
-            raise too_large(path, most_bytes)
-        valid = _valid(batch)
-        for start in range(0, len(batch), BATCH_ROWS):
-            part = batch.slice(start, BATCH_ROWS)
-            if valid and part.nbytes <= byte_rows.MAX_ROW_BYTES:
-                try:
-                    yield from part.to_pylist()
-                    continue
-                except (ValueError, ArithmeticError):  # of one of its rows
-                    pass
-            yield from (_row(part.slice(number, 1)) for number in range(len(part)))
+        for start in range(0, len(batch), BATCH_ROWS if (valid := _valid(batch)) else 1):
+            part = batch.slice(start, BATCH_ROWS if valid else 1)
+            if not valid and not _valid(part):
+                yield Unreadable(RowRejected(Reason.UNDECODABLE, "It has bytes that are not UTF-8."), "")
+                continue
+            left -= part.nbytes
+            if left < 0:
+                raise too_large(path, most_bytes)
+            yield from _values(part)
 
 
-def _row(one: pa.RecordBatch) -> Any:
-    if one.nbytes > byte_rows.MAX_ROW_BYTES:
-        return TOO_LONG
-    if not _valid(one):
-        return Unreadable(RowRejected(Reason.UNDECODABLE, "It has bytes that are not UTF-8."), "")
-    try:
-        return one.to_pylist()[0]
-    except (ValueError, ArithmeticError) as error:
-        return Unreadable(RowRejected(Reason.UNDECODABLE, f"It cannot be read: {error}."), "")
+def _values(part: pa.RecordBatch) -> Iterator[Any]:
+    """The rows of a valid batch, each by itself where one is too long or no value of Python's."""
+    if part.nbytes <= byte_rows.MAX_ROW_BYTES:
+        try:
+            yield from part.to_pylist()
+            return
+        except (ValueError, ArithmeticError) as error:
+            if len(part) == 1:
+                yield Unreadable(RowRejected(Reason.UNDECODABLE, f"It cannot be read: {error}."), "")
+                return
+    elif len(part) == 1:
+        yield TOO_LONG
+        return
+    for number in range(len(part)):
+        yield from _values(part.slice(number, 1))
 
 
 def _valid(batch: pa.RecordBatch) -> bool:

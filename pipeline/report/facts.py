@@ -130,6 +130,11 @@ def disturbed(engine: Any) -> bool:
 def warnings(report: dict) -> tuple[str, ...]:
     """What a reader should notice although the check passed."""
     found = list(pick(report, "train", "warnings") or [])
+    if contaminated := pick(report, "check", "contaminated_rows"):
+        found.append(
+            f"{count(contaminated)} training rows hold a question of the check, so its rates may be too high: "
+            "seeds.decontaminate=true trains without them."
+        )
     native, vllm = pick(report, "check", "native"), pick(report, "check", "vllm")
     for name, engine in (("", native), ("vLLM: ", vllm)):
         if disturbed(engine):

@@ -110,7 +110,8 @@ def _judged(checked: CheckResult, config: Config) -> dict[str, Any]:
     """The check's result under the limits of this configuration."""
     found = failures(checked, config)
     figures = {name: engine.figures for name, engine in checked.engines.items()}
-    return figures | {"passed": not found, "failures": found}
+    contaminated = {} if checked.contaminated_rows is None else {"contaminated_rows": checked.contaminated_rows}
+    return figures | contaminated | {"passed": not found, "failures": found}
 
 
 def card(report: dict[str, Any], config: Config) -> str:

@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.artifacts.check_result import CheckResult, write_answers
-from pipeline.artifacts.generated_rows import read_token_rows
+from pipeline.artifacts.generated_rows import num_contaminated, read_token_rows
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
+from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.readers import read_questions
 from pipeline.errors import CheckFailed, DataError
 from pipeline.evaluation.limits import failures
@@ -44,7 +45,7 @@ from pipeline.targets.spec import TargetSpec, context_length, weight_files
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 8
+VERSION = 9
 
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}
 NATIVE_FILE = "native.json"  # until vLLM has come to its end as well
@@ -109,6 +110,9 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         promise = chain_promise(calibration, result.get("native", {}).get("chain"), held_out)
         result = {"hardware": served["hardware"], **result, "vllm": served["vllm"] | promise}
         result["differing"] = result.get("differing", []) + served["differing"]
+    if isinstance(settings.prompts, Path):
+        questions = CheckQuestions(read_questions(settings.prompts))
+        result["contaminated_rows"] = num_contaminated(context.upstream["generate"].shards(), questions)
     trained = context.upstream["train"].summary
     if trained["held_out"]:
         result |= {"head_0": trained["held_out"][0], "frequency": trained["frequency"]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import random
+from array import array
 
 import pyarrow as pa
 import pyarrow.feather as feather
@@ -74,6 +75,24 @@ def test_a_damaged_table_is_rows_or_one_error_that_names_the_file(name, tmp_path
             refused += 1
             assert name in str(error)
     assert refused > 10
+
+
+@pytest.mark.parametrize("name", ["a.feather", "a.arrow"])
+def test_offsets_beyond_the_file_s_memory_are_never_read_even_beside_a_text_that_is_not_utf_8(name, tmp_path):
+    """Arrow names the first fault of a batch alone; one that comes later would end the process."""
+    texts = pa.Array.from_buffers(pa.string(), 2, pa.array([b"\xff", b"why?"], pa.binary()).buffers())
+    inner = pa.array(["a", "b"])
+    offsets = pa.py_buffer(array("i", [0, 2**30, 2]).tobytes())
+    lists = pa.Array.from_buffers(pa.list_(pa.string()), 2, [None, offsets], children=[inner])
+    table = pa.table({"prompt": texts, "turns": lists})
+    batch = pa.RecordBatch.from_arrays([texts, lists], ["prompt", "turns"])
+    sink = tmp_path / name
+    with pa.OSFile(str(sink), "wb") as file:
+        new = pa.ipc.new_file if name == "a.feather" else pa.ipc.new_stream
+        with new(file, table.schema) as writer:
+            writer.write_batch(batch)
+    with pytest.raises(DataError, match=name):
+        read(sink)
 
 
 def test_a_table_of_more_bytes_than_the_limit_is_refused(tmp_path):

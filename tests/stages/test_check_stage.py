@@ -13,6 +13,7 @@ from rich.console import Console
 
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
+from pipeline.storage.shards import read_rows
 from tests.flows.tiny import last_events, stages_run
 
 
@@ -135,13 +136,22 @@ def test_what_was_decoded_natively_is_kept_when_vllm_fails(copied_run, make_conf
 
 
 def test_while_it_decodes_a_line_now_and_then_says_how_far_it_is(copied_run, make_config, tmp_path, monkeypatch):
+    """One question stands in a training row, of which the report warns."""
     monkeypatch.setattr("pipeline.execution.progress.SECONDS_BETWEEN_LINES", 0.0)
     questions, out = tmp_path / "questions.jsonl", io.StringIO()
-    questions.write_text("".join(json.dumps({"turns": [f"why {n}?", "how?"]}) + "\n" for n in range(4)))
+    rows = [
+        row for path in copied_run.latest("generate").shards() for row in read_rows(path) if row["split"] == "train"
+    ]
+    trained = rows[0]["messages"][0]["content"]
+    asked = [f"{trained.upper()}!", "why 1?", "why 2?", "why 3?"]
+    questions.write_text("".join(json.dumps({"turns": [question, "how?"]}) + "\n" for question in asked))
     config = make_config(tmp_path, check__prompts=str(questions), check__repeats=2, check__studies=["heads"])
     run = run_flow(config, executor="inline", console=Console(file=out, width=200))
     lines = [line for line in out.getvalue().splitlines() if line.startswith("check: ")]
     assert any(re.fullmatch(r"check: \d of 8 answers, .+, the prompts of later turns", line) for line in lines)
+    holding = sum(any(message["content"] == trained for message in row["messages"]) for row in rows)
+    assert run.latest("check").summary["contaminated_rows"] == holding >= 1
+    assert f"{holding} training rows hold a question of the check" in " ".join(out.getvalue().split())
     counts = [int(found[1]) for line in lines if (found := re.match(r"check: (\d+) of 16 prompts, .+, native", line))]
     assert counts == sorted(counts) and len(set(counts)) > 2
     assert "progress.tmp" not in {path.name for path in run.latest("check").path.iterdir()}
