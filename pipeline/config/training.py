@@ -150,6 +150,11 @@ class TrainConfig(Section):
     checkpoint_every: PositiveInt | None = Field(
         None, description="Steps between checkpoints, in place of checkpoint_minutes."
     )
+    report_to: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = Field(
+        ("tensorboard",),
+        description="Where training's curves, configuration and final figures are watched, by each one's own library. "
+        "Trackio is local; Weights & Biases asks for a login, or for WANDB_MODE=offline.",
+    )
     keep_checkpoints: PositiveInt = Field(2, description="How many of the newest checkpoints stay on disk.")
     medusa: MedusaConfig = Field(default_factory=MedusaConfig, description="Read with train.heads: medusa.")
     recurrent: RecurrentConfig = Field(default_factory=RecurrentConfig, description="Read with train.heads: recurrent.")

@@ -24,6 +24,7 @@ from pipeline.storage.run_directory import finished_before
 from pipeline.targets.files import is_local
 from pipeline.targets.spec import TargetSpec, model_config, resolve
 from pipeline.training.methods import method_of
+from pipeline.training.trackers import require_trackers
 
 
 def check_config(config: Config, stages: Collection[str] | None = None, *, notes: list[str] | None = None) -> None:
@@ -66,6 +67,9 @@ def check_config(config: Config, stages: Collection[str] | None = None, *, notes
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster the workers' packages decide
         with _noted(notes):
             _check_packages(config, stages)
+        if stages is None or "train" in stages:
+            with _noted(notes):
+                _check_trackers(config)
 
 
 @contextlib.contextmanager
@@ -197,6 +201,12 @@ def _check_packages(config: Config, stages: Collection[str] | None) -> None:
         if (stages is None or stage in stages) and not installed and not finished_before(store, stage):
             name = {"vllm": "vLLM"}.get(package, package)
             raise EnvironmentFault(f"{name} is not installed here, and {stage} needs it.", key, fix)
+
+
+def _check_trackers(config: Config) -> None:
+    """Check that trackers are there and take points, unless a finished training may be kept."""
+    if not finished_before(config.run.store or config.run.directory, "train"):
+        require_trackers(config.train.report_to)
 
 
 def _needed_packages(config: Config) -> Iterator[tuple[str, str, str, str]]:

@@ -24,6 +24,7 @@ from pipeline.training.adapted_backbone import merge_backbone
 from pipeline.training.methods import method_of
 from pipeline.training.recipe import few_steps
 from pipeline.training.task import TrainSpec
+from pipeline.training.trackers import FILE as TRACKING_FILE
 from pipeline.training.trainer import recipes_of, train
 
 NAME = "train"
@@ -71,6 +72,8 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         seed=context.config.run.seed,
         directory=str(stage.path),
         device="cuda" if placement.gpus else "cpu",
+        run_name=context.config.run.name,
+        configuration=context.config.model_dump(mode="json"),
     )
     tuned = spec.method.tunes_backbone
     if tuned and spec.trained_target.quantization and spec.settings.backbone.loss == "kl":
@@ -85,7 +88,10 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     if tuned:
         arguments = {"target": context.target, "directory": spec.directory}
         context.executor.call(merge_backbone, arguments, replace(placement, gpus=0))
-    return summary | ({"warnings": [warning]} if warning else {})
+    warnings = [*([warning] if warning else []), *summary.get("warnings", [])]
+    for said in summary.get("warnings", []):
+        print_stage(context.console, "[yellow]![/]", NAME, said)
+    return summary | ({"warnings": warnings} if warnings else {})
 
 
 def _train(context: Context, spec: TrainSpec, placement: Placement, progress: ProgressReporter) -> Summary:
@@ -117,6 +123,6 @@ STAGE = Stage(
     run,
     one_line,
     placements=(NAME,),
-    scratch=("checkpoints", "tensorboard", "ray"),
+    scratch=("checkpoints", "tensorboard", "wandb", TRACKING_FILE, "ray"),
     parts=(BACKBONE_DIRECTORY,),
 )

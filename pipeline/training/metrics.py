@@ -1,14 +1,15 @@
-"""Where training's figures go: metrics.jsonl, one line per step, and TensorBoard; a resume repeats no step."""
+"""Where training's figures go: metrics.jsonl, one line per step, and the trackers; a resume repeats no step."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.storage.atomic import write_text
+from pipeline.training.trackers import Trackers, Watched
 
 FILE = "metrics.jsonl"
 
@@ -17,32 +18,36 @@ class MetricsLog:
     """Appends to a training directory's logs; a context.
 
     Args:
-        directory: The training directory.
+        watched: The training; its directory has the logs.
         step: The step that training resumes from; lines of later steps are dropped, as they will be written again.
             They go by a rename, so that a worker that outlived its driver cannot append to the new file.
+        report_to: The trackers that are told of each step, too.
     """
 
-    def __init__(self, directory: Path, step: int):
-        from torch.utils.tensorboard import SummaryWriter
-
-        kept = [line for line in read_metrics(directory) if line["step"] <= step] if step else []
+    def __init__(self, watched: Watched, step: int, report_to: Sequence[str] = ()):
+        directory, before = watched.directory, list(read_metrics(watched.directory))
+        kept = [line for line in before if line["step"] <= step] if step else []
         write_text(directory / FILE, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = (directory / FILE).open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1 if step else 0)
+        self.trackers = Trackers(report_to, watched, max((line["step"] for line in before), default=-1))
 
     def __enter__(self) -> MetricsLog:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-        self._board.close()
+        self.trackers.finish()
 
     def write(self, step: int, figures: dict[str, Any]) -> None:
         """One step's figures: numbers, lists with an entry per head, and dictionaries of these."""
         self._file.write(json.dumps({"step": step, **figures}, allow_nan=False) + "\n")
         self._file.flush()
-        for name, number in _scalars(figures):
-            self._board.add_scalar(name, number, step)
+        self.trackers.log(step, figures)
+
+    def conclude(self, figures: dict[str, Any]) -> dict[str, Any]:
+        """Tell the trackers the final figures; returns warnings of those that were given up, for the summary."""
+        self.trackers.finish(figures)
+        return {"warnings": list(self.trackers.failed.values())} if self.trackers.failed else {}
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
@@ -73,15 +78,3 @@ def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, A
         if line.get("held_out")
     ]
     return trained, held_out
-
-
-def _scalars(figures: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Flat names and numbers: `held_out/head_2/top1`."""
-    if isinstance(figures, dict):
-        for key, value in figures.items():
-            yield from _scalars(value, f"{name}/{key}" if name else key)
-    elif isinstance(figures, list):
-        for head, value in enumerate(figures):
-            yield from _scalars(value, f"{name}/head_{head}")
-    else:
-        yield name, figures

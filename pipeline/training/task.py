@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from pipeline.heads.kind import Heads
 from pipeline.heads.shape import HeadsShape
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.methods import Method
+from pipeline.training.trackers import Watched
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,14 @@ class TrainSpec:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     texts: tuple[str, ...] = ()  # the generate stage's shards, in order: what Medusa-2 trains from
     texts_fingerprint: str = ""
+    run_name: str = "run"
+    phase: str = ""  # of several trainings, one after another; empty for the last
+    configuration: Mapping[str, Any] = field(default_factory=dict)  # of the run, for those that watch it
+
+    @property
+    def watched(self) -> Watched:
+        """This training as trackers see it."""
+        return Watched("-".join(filter(None, (self.run_name, self.phase))), self.path, self.configuration)
 
     @property
     def path(self) -> Path:

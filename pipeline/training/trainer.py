@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -140,7 +140,8 @@ class Trainer:
         with ExitStack() as stack:
             checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", self.settings))
             state = self.resume(checkpoints)
-            log = stack.enter_context(MetricsLog(spec.path, state.step)) if is_first else None
+            log = MetricsLog(spec.watched, state.step, self.settings.report_to) if is_first else None
+            stack.enter_context(log or nullcontext())
             progress.begin("", steps_before + total + steps_after, done=steps_before + state.step, unit="steps")
             if state.step == 0:
                 figures = self.evaluate(state)
@@ -162,7 +163,8 @@ class Trainer:
                 said = f"loss {figures['loss']:.3f}, {state.tokens_per_second:,.0f} positions/s"
                 progress.update(steps_before + state.step, said)
                 started = time.monotonic()
-        summary = state.summary() | {"hyperparameters": learner.recipe.facts()} | learner.facts()
+            summary = state.summary() | {"hyperparameters": learner.recipe.facts()} | learner.facts()
+            summary |= log.conclude(summary) if log else {}
         if is_first:
             if state.best_step not in (None, state.step):
                 self.modules.load_state_dict(self.best, strict=False)  # what is frozen is not in it
@@ -256,7 +258,8 @@ def phases_of(spec: TrainSpec) -> list[tuple[str, TrainSpec, type[Learner]]]:
     """Each phase's name, its spec with its own directory, and its learner; the last one's name is empty."""
     phases = spec.method.phases(spec.settings)
     return [
-        (name.replace("-", "_"), replace(spec, directory=str(spec.path / name)), learner) for name, learner in phases
+        (name.replace("-", "_"), replace(spec, directory=str(spec.path / name), phase=name), learner)
+        for name, learner in phases
     ]
 
 
