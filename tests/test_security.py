@@ -279,7 +279,7 @@ def test_a_name_in_a_stage_s_record_that_leaves_the_stage_is_refused_and_nothing
 
 
 @pytest.mark.parametrize(
-    "link", ["run/{stage}/shards", "run/{stage}/lock", "run/lock", "run/latest", "run/events.jsonl"]
+    "link", ["run/{stage}", "run/{stage}/shards", "run/{stage}/lock", "run/lock", "run/latest", "run/events.jsonl"]
 )
 def test_a_link_in_a_run_is_refused_and_what_it_leads_to_is_left_alone(copied_run, make_config, tmp_path, link):
     stage, outside = latest(copied_run, "features"), tmp_path / "others"

@@ -15,14 +15,17 @@ from pipeline.storage.run_directory import RunDirectory
 
 def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")]) -> None:
     """Compare every shard's and weight file's size and sha256 with DONE.json; exit 1 names what is damaged."""
+    from pipeline.flow import STAGES  # torch and transformers: --help does not wait for them
+
     run, _ = RunDirectory.open(run_dir)
     console = Console(highlight=False)
     damaged: list[str] = []
+    found = run.stages()
     for link in run.links():
-        if not link.is_dir():
-            damaged.append(f"{link.name}: {link.readlink().name} is missing")
+        if link.name in STAGES and link.name not in found:
+            damaged.append(f"{link.name}: {link.readlink().name} is missing, or no stage of this name")
             print_stage(console, "[red]damaged[/]", link.name, "no directory")
-    for name, stage in run.stages().items():
+    for name, stage in found.items():
         problems = stage.verify()
         damaged += [f"{name}: {problem}" for problem in problems]
         state = f"{len(stage.done.files)} files" if stage.done else f"{len(stage.shards())} shards, unfinished"
@@ -31,5 +34,5 @@ def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such
         raise CheckFailed(
             "Damaged: " + "; ".join(damaged) + ".",
             str(run.path),
-            "Delete these files and run the same configuration again: they are made anew.",
+            "Delete these files and run the same configuration again: they are made anew, a log by --fresh STAGE.",
         )

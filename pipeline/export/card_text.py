@@ -5,6 +5,7 @@ A value that is missing at any depth renders as nothing.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ def rendered(template: str, kind: type[Heads], facts: Mapping[str, Any]) -> str:
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
+@functools.cache
 def _environment(kind: type[Heads]) -> Environment:
     of_kind = {"about": kind.card_about, "engines": kind.card_engines}
     environment = Environment(

@@ -20,6 +20,7 @@ from pipeline.export.upload import check_repo_id
 from pipeline.heads.export_format import ExportFormat, export_format
 from pipeline.heads.kind import Heads
 from pipeline.heads.shape import HeadsShape, head_kind
+from pipeline.storage.atomic import read_file
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
@@ -124,16 +125,16 @@ def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any],
     """
     path = Path(directory) / CONFIG_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_file(path))
         heads = dict(content["heads"])
         format, num_tokens = heads.pop("format"), heads.pop("num_speculative_tokens")
         tree = DynamicTree(**heads.pop("dynamic_tree")) if "dynamic_tree" in heads else None
         base_model, dtype = content["base_model_name_or_path"], content["dtype"]
         return content, ExportLayout(base_model, HeadsShape.from_json(heads), format, dtype, num_tokens, tree)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         fix = "Give the directory that the export stage wrote."
         raise DataError(f"There is no {CONFIG_FILE}.", str(directory), fix) from error
-    except (ConfigError, ValueError, KeyError, TypeError) as error:
+    except (ConfigError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         what = f"This is not the configuration of an export ({type(error).__name__}: {error})."
         fix = "Give the directory that the export stage wrote, or export again."
         raise DataError(what, str(path), fix) from error

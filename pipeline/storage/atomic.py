@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,7 +123,7 @@ def disk_errors(path: Path) -> Iterator[None]:
                 str(path),
                 "Give this user access to it, or set run.root to a place of its own; the same command then continues.",
             ) from error
-        if isinstance(error, IsADirectoryError | NotADirectoryError):
+        if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
             what = f"A directory stands where a file belongs, or the other way round: {error}."
             raise EnvironmentFault(what, str(path), "Remove it, then run the same command again.") from error
         raise
@@ -143,10 +144,18 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
+def read_file(path: Path) -> bytes:
+    """The content of a regular file; OSError for anything else, such as a pipe, which would be waited for."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "This is no regular file", str(path))
+        return file.read()
+
+
 def read_json(path: Path) -> Any | None:
     """The file's JSON, or None where it is absent or damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_file(path).decode())
     except (OSError, ValueError, RecursionError):
         return None
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.storage.atomic import write_json
+from pipeline.storage.atomic import read_file, write_json
 from pipeline.storage.done import Identity
 
 
@@ -24,7 +24,7 @@ class Description:
     def read(cls, directory: Path) -> Description | None:
         """None where the file is absent or damaged."""
         try:
-            return DESCRIPTION.validate_json((directory / "stage.json").read_bytes(), strict=True)
+            return DESCRIPTION.validate_json(read_file(directory / "stage.json"), strict=True)
         except (OSError, ValidationError):
             return None
 

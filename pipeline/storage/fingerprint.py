@@ -32,6 +32,10 @@ def ids_digest(ids: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
+def is_digest(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+
+
 class FileDigests:
     """sha256 of files, remembered by size, times and inode in a small JSON file.
 
@@ -44,7 +48,7 @@ class FileDigests:
     def __init__(self, cache: Path, *, read_only: bool = False):
         self.cache, self.read_only = cache, read_only
         self.seen: dict[Path, str] = {}  # as each file was when it was first asked for
-        self.known = {key: value for key, value in read_object(cache).items() if isinstance(value, str)}
+        self.known = {key: value for key, value in read_object(cache).items() if is_digest(value)}
 
     def of(self, path: Path) -> str:
         """The file's sha256 (hex); the Hub's cache names large files by it already."""
@@ -58,7 +62,7 @@ class FileDigests:
 
     def _digest(self, path: Path) -> str:
         blob = path.resolve()
-        if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name):
+        if blob.parent.name == "blobs" and is_digest(blob.name):
             return blob.name
         stat = path.stat()
         key = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}:{path.name}"

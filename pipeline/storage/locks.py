@@ -7,10 +7,12 @@ for error messages.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import socket
+import stat
 import time
 import uuid
 from dataclasses import asdict, dataclass
@@ -44,6 +46,11 @@ class Lock:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             itself = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)  # no link to another's
+            facts = os.fstat(itself)
+            if not stat.S_ISREG(facts.st_mode):
+                os.close(itself)
+                raise OSError(errno.EINVAL, "this is no regular file")
+            self._signs = facts.st_nlink == 1  # a hard link's text is another's file, too
             self._file = os.fdopen(itself, "a+", errors="replace")
         except OSError as error:
             fix = "Set run.root and run.store to places that you may write to."
@@ -104,6 +111,8 @@ class Lock:
         return [other for other in signed if other.id != self._signature.id and other.may_live()]
 
     def _sign(self, holders: list[Holder]) -> None:
+        if not self._signs:
+            return
         self._file.truncate(0)
         self._file.write("".join(json.dumps(asdict(holder)) + "\n" for holder in holders))
         self._file.flush()

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.storage.atomic import write_json
+from pipeline.storage.atomic import read_file, write_json
 from pipeline.storage.checksums import FileFacts
 
 RECEIPT_KEY = b"medusa-distill.receipt"
@@ -52,6 +52,8 @@ def note_path(shard: str | Path) -> Path:
 
 def read_receipt(path: str | Path) -> Receipt | None:
     """The receipt in a shard's footer with the note that fits it, or None where there is no whole shard."""
+    if not Path(path).is_file():  # a pipe would be waited for
+        return None
     try:
         metadata = pq.read_metadata(path).metadata or {}
         receipt = RECEIPT.validate_json(metadata[RECEIPT_KEY], strict=True)
@@ -64,7 +66,7 @@ def read_receipt(path: str | Path) -> Receipt | None:
 def read_note(shard: str | Path) -> Note | None:
     """The note beside a shard, or None where its writer was killed before it."""
     with contextlib.suppress(OSError, ValidationError):
-        return NOTE.validate_json(note_path(shard).read_bytes(), strict=True)
+        return NOTE.validate_json(read_file(note_path(shard)), strict=True)
     return None
 
 

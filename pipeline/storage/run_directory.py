@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
@@ -18,10 +19,12 @@ from pipeline.config import Config
 from pipeline.config.load import dump_config, load_config
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.redact import redacted, redacted_values
-from pipeline.storage.atomic import write_text
+from pipeline.storage.atomic import atomic_path, write_text
 from pipeline.storage.description import Description
 from pipeline.storage.locks import Lock
 from pipeline.storage.stage_directory import StageDirectory
+
+EVENTS = "events.jsonl"
 
 
 class RunDirectory:
@@ -67,12 +70,16 @@ class RunDirectory:
 
     def latest(self, name: str) -> StageDirectory | None:
         """The stage's current directory, or None where the run has not reached it."""
-        link = self.path / "latest" / name
-        return StageDirectory.at(link.resolve()) if link.is_dir() else None
+        return self._linked(self.path / "latest" / name)
+
+    def _linked(self, link: Path) -> StageDirectory | None:
+        """The stage that a link in `latest` is named after; None for a link or a folder of somebody else."""
+        stage = StageDirectory.at(link.resolve()) if link.is_symlink() and link.is_dir() else None
+        return stage if stage and stage.stage == link.name else None
 
     def stages(self) -> dict[str, StageDirectory]:
         """The current directories of the stages that the run has reached, those first that others read."""
-        found = {link.name: StageDirectory.at(link.resolve()) for link in self.links() if link.is_dir()}
+        found = {link.name: stage for link in self.links() if (stage := self._linked(link))}
         described = {name: Description.read(stage.path) for name, stage in found.items()}
         read = {name: said.upstream & found.keys() if said else set() for name, said in described.items()}
         try:
@@ -82,7 +89,7 @@ class RunDirectory:
             raise DataError("The stages of this run name each other in a circle.", str(self.path), fix) from error
 
     def links(self) -> list[Path]:
-        return sorted((self.path / "latest").glob("[!.]*"))
+        return sorted(path for path in (self.path / "latest").glob("[!.]*") if path.is_symlink())
 
     def link_latest(self, stage: StageDirectory) -> None:
         """Point `latest/<stage>` at a directory, relatively and atomically."""
@@ -104,8 +111,9 @@ class RunDirectory:
         Raises:
             DataError: A link stands where the run would write through it.
         """
-        if link := next((path for name in ("latest", "events.jsonl") if (path := self.path / name).is_symlink()), None):
+        if link := next((path for name in ("latest", EVENTS) if (path := self.path / name).is_symlink()), None):
             raise DataError("A link leads out of the run directory.", str(link), "Delete it and run again.")
+        self._own_events()
         with Lock(self.path / "lock", f"the run '{self.path.name}'") as lock:
             lock.own()
             links = (path for path in (self.path / "latest").glob(".*.*") if path.is_symlink())
@@ -113,11 +121,25 @@ class RunDirectory:
                 leftover.unlink(missing_ok=True)
             yield
 
+    def _own_events(self) -> None:
+        """Make sure that appending to the log changes no file but the run's: a hard link becomes a copy.
+
+        Raises:
+            DataError: It is no file.
+        """
+        path = self.path / EVENTS
+        if path.exists():
+            if not path.is_file():
+                raise DataError("What stands in the place of the run's log is no file.", str(path), "Delete it.")
+            if path.stat().st_nlink > 1:
+                with atomic_path(path) as temporary:
+                    shutil.copyfile(path, temporary)
+
     def event(self, kind: str, **facts: Any) -> None:
         """Append one line to events.jsonl; a line that a full disk cut off before it stays separate."""
         told = redacted_values({"time": round(time.time(), 3), "event": kind, **facts})
         line = json.dumps(told, ensure_ascii=False, default=lambda value: redacted(str(value)))
-        with (self.path / "events.jsonl").open("ab+") as file:
+        with (self.path / EVENTS).open("ab+") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
             before = "" if file.read(1) in (b"", b"\n") else "\n"
             file.write(f"{before}{line}\n".encode(errors="replace"))

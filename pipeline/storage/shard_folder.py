@@ -71,7 +71,7 @@ class ShardFolder:
 
     def drop_shard(self, shard: Path) -> None:
         """Remove a shard with its quarantine file and its note."""
-        for path in (shard, shard.parent.parent / "quarantine" / f"{shard.stem}.jsonl", note_path(shard)):
+        for path in (shard.parent.parent / "quarantine" / f"{shard.stem}.jsonl", note_path(shard), shard):
             path.unlink(missing_ok=True)
 
     def foreign_or_unreadable(self, written: Collection[Path], *, finished: bool) -> dict[Path, str | None]:

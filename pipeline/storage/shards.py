@@ -193,6 +193,8 @@ def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
         DamagedShard: It is missing or damaged, found here or while the caller reads on.
         EnvironmentFault: The file system refuses to read it.
     """
+    if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
+        raise DamagedShard(str(path), "this is no regular file")
     try:
         with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as shard:
             yield shard

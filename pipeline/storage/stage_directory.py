@@ -66,7 +66,7 @@ class StageDirectory(ShardFolder):
             DataError: A link lies in it, and following it could change or delete what is not the stage's.
             EnvironmentFault: Another process changes it.
         """
-        if link := next(links_in(self.path), None):
+        if link := self.path if self.path.is_symlink() else next(links_in(self.path), None):
             fix = "Delete this link and run the same command again; to store a stage elsewhere, set run.store."
             raise DataError("A link leads out of the stage's directory.", str(link), fix)
         self.create(identity)
@@ -189,7 +189,7 @@ class StageDirectory(ShardFolder):
             for path, facts in moved.items():
                 if note := read_note(path):
                     write_note(path, replace(note, file=facts))
-        logs = {path for path in found if path.suffix == ".jsonl" and path.parent.name != "quarantine"}
+        logs = {path for path in found if path.suffix == ".jsonl" and path.parent == self.path}
         return [path for path, facts in found.items() if facts is None and path not in logs]  # nothing is made of logs
 
     def discard(self, damaged: Sequence[Path]) -> None:
@@ -207,6 +207,11 @@ class StageDirectory(ShardFolder):
                 shutil.rmtree(path.parent, ignore_errors=True)
             else:
                 self._drop(keep=SHARD_FOLDERS)
+
+    def intact(self, name: str) -> bool:
+        """Whether one file that counts is as it was written, such as a log, which no run makes again."""
+        facts = self.done.files.get(name) if self.done else None
+        return facts is not None and facts.renewed(self.path / name) is not None
 
     def verify(self) -> list[str]:
         """Read every file again and say what is missing, damaged or foreign, one line each.

@@ -1,0 +1,155 @@
+"""Where a finished run is tampered with, and how commands are given to what is left: see `benchmarks.tampering`.
+
+Commands run in processes forked from a server that has imported the pipeline.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.verdicts import Ended, digest, tree_of
+from tests.flows.tiny import merged, save_seeds, save_target
+
+IMPORTS = [
+    *("pipeline.cli.app", "pipeline.flow", "pipeline.cli.chat_model", "pipeline.report.html"),
+    *("transformers.models.llama.modeling_llama", "matplotlib.backends.backend_svg"),
+    *("tests.flows.tiny", "benchmarks.ground", "benchmarks.warm"),
+]
+PATIENCE = 60  # seconds until a command counts as hung
+MEMORY = 16 * 1024**3  # bytes of address space of one command
+STAGES = ("seeds", "generate", "features", "tuned-features", "train", "calibrate", "check")
+READERS = ("plan", "status", "verify", "chat", "push", *(f"inspect {stage}" for stage in STAGES))
+SETTINGS: dict[str, Any] = {
+    "generate": {"engine": "transformers", "max_new_tokens": 16, "rounds": 2},
+    "train": {"heads": "medusa", "num_heads": 3, "epochs": 1, "batch_tokens": 256, "warmup_steps": 1, "lr": 1e-2},
+    "calibrate": {"nodes": 8},
+    "check": {"prompts": 8, "max_new_tokens": 12, "engines": ["native"], "baselines": [], "require_learning": False},
+    "limits": {"min_free_disk_gb": 0},
+}
+BACKBONE = {"sequence_length": 96, "batch_sequences": 4, "lora_rank": 4, "lr": 0.01, "max_kl": 50.0}
+RUNS: dict[str, dict[str, Any]] = {
+    "medusa": {},
+    "sequential": {"train__heads": "recurrent", "train__method": "medusa-2", "train__backbone": BACKBONE},
+}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """An untampered run: its directory, what commands say of it, and the sha256 of the files that count, by path."""
+
+    path: Path
+    said: dict[str, Ended]
+    counted: dict[str, str]
+
+
+class Ground:
+    """Where cases take place: `case/` is made anew for each, the target and the seeds are shared."""
+
+    def __init__(self, place: Path):
+        self.place, self.case = place, place / "case"
+        self.processes = multiprocessing.get_context("forkserver")
+        self.processes.set_forkserver_preload(IMPORTS)
+        (place / "shared").mkdir()
+        self.target = save_target(place / "shared" / "target")
+        self.seeds = save_seeds(place / "shared" / "seeds.jsonl")
+
+    @property
+    def run(self) -> Path:
+        return self.case / "runs" / "run"
+
+    @property
+    def outside(self) -> Path:
+        return self.case / "outside"
+
+    def reference(self, name: str) -> Reference:
+        """A finished run, put aside, and what each command says of it."""
+        self.prepare(name)
+        if (ended := self.command("run", drawn=True)).code:
+            raise RuntimeError(f"the run '{name}' ended with {ended.code}: {ended.stderr}")
+        path = shutil.copytree(self.run, self.place / name, symlinks=True)
+        said = {reader: self.command(reader) for reader in READERS}
+        records = [
+            (link.resolve(), json.loads((link / "DONE.json").read_text())) for link in (path / "latest").iterdir()
+        ]
+        counted = {str((stage / file).relative_to(path)) for stage, done in records for file in done["files"]}
+        return Reference(path, said, {file: digest(path / file) for file in sorted(counted)})
+
+    def prepare(self, name: str, run: Path | None = None) -> None:
+        """An empty ground, or one with a copy of a run; beside it is what nobody may touch."""
+        shutil.rmtree(self.case, ignore_errors=True)
+        (self.case / "tmp").mkdir(parents=True)
+        (self.outside / "shards").mkdir(parents=True)
+        for sentinel in ("precious.txt", "heads.safetensors", "x.0123456789ab.tmp", "shards/00000.parquet"):
+            (self.outside / sentinel).write_text("somebody's")
+        (self.case / "prompt.txt").write_text("why red cat?\n")
+        more = {"target": {"model": str(self.target)}, "run": {"name": "run", "root": str(self.case / "runs")}}
+        more["seeds"] = {"sources": [{"path": str(self.seeds)}], "rows_per_shard": 10}
+        (self.case / "config.yaml").write_text(yaml.safe_dump(merged(SETTINGS | more, RUNS[name])))
+        if run:
+            shutil.copytree(run, self.run, symlinks=True)
+
+    def command(self, name: str, *, drawn: bool = False) -> Ended:
+        """Give a command to the run, and wait for its end; `run-own` uses the run's own run.yaml."""
+        config, run, own = str(self.case / "config.yaml"), str(self.run), str(self.run / "run.yaml")
+        name, _, stage = name.partition(" ")
+        line = {
+            "run": ["run", config, "--executor", "inline"],
+            "run-own": ["run", own, "--executor", "inline"],
+            "plan": ["plan", config],
+            "status": ["status", run],
+            "verify": ["verify", run],
+            "inspect": ["inspect", run, stage],
+            "chat": ["chat", f"{run}/latest/export", "--max-new-tokens", "6"],
+            "push": ["push", run, "--repo-id", "me/heads", "--base-model", "owner/target", "--dry-run"],
+        }[name]
+        began = time.monotonic()
+        process = self.processes.Process(target=_obey, args=(line, str(self.case), drawn), daemon=True)
+        process.start()
+        process.join(PATIENCE)
+        if hung := process.exitcode is None:
+            process.kill()
+            process.join()
+        said = [(self.case / "tmp" / stream).read_text(errors="replace") for stream in ("out", "err")]
+        return Ended(line, None if hung else process.exitcode, *said, time.monotonic() - began)
+
+    def untouchable(self) -> dict[str, tuple[Any, ...]]:
+        """Everything but the run and the folder for temporary files."""
+        return tree_of(self.place / "shared") | tree_of(self.case, but=(self.run, self.case / "tmp"))
+
+
+def _obey(line: list[str], case: str, drawn: bool) -> None:
+    """What `medusa-distill LINE` does, in a process of its own."""
+    from pipeline.cli.app import app
+    from pipeline.cli.ending import ends_well
+    from pipeline.report import html
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    os.chdir(case)
+    os.environ |= {"TMPDIR": f"{case}/tmp", "HOME": f"{case}/tmp", "COLUMNS": "120", "HF_HUB_OFFLINE": "1"}
+    tempfile.tempdir = None
+    for number, name, mode in (
+        (0, f"{case}/prompt.txt", "r"),
+        (1, f"{case}/tmp/out", "w"),
+        (2, f"{case}/tmp/err", "w"),
+    ):
+        with open(name, mode) as file:
+            os.dup2(file.fileno(), number)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "rww"[number]) for number in range(3))
+    if not drawn:
+        html.drawings = lambda *_: {}  # type: ignore[assignment]
+    code = ends_well(lambda: app(line, standalone_mode=False))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

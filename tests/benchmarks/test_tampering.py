@@ -1,0 +1,77 @@
+"""What the tampering benchmark would find: each verdict on an end that is wrong, none on one that is right."""
+
+from __future__ import annotations
+
+import random
+import shutil
+
+import pytest
+
+from benchmarks.mutations import MUTATIONS
+from benchmarks.verdicts import Ended, changes, judge_ending, judge_result, judge_said, tree_of
+from tests.flows.tiny import latest
+
+
+def ended(code: int | None, *, name: str = "run", out: str = "", err: str = "") -> Ended:
+    return Ended([name], code, out, err)
+
+
+@pytest.mark.parametrize(
+    ("end", "found"),
+    [
+        (ended(0), []),
+        (ended(3, err="error: damaged.\n"), []),
+        (ended(1, name="verify", err="error: Damaged.\n"), []),
+        (ended(None), ["does not end"]),
+        (ended(70, err="error: defect\n"), ["ends with 70"]),
+        (ended(-9), ["ends with -9"]),
+        (ended(3), ["ends with 3 and 0 paragraphs"]),
+        (ended(0, err="error: but 0\n"), ["ends with 0 and 1 paragraphs"]),
+        (ended(1, err="error: x\n"), ["ends with 1, which does not fit"]),
+        (ended(2, err="error: x\n"), ["ends with 2, which does not fit"]),
+        (ended(0, out="Traceback (most recent call last)"), ["shows a traceback"]),
+        (ended(0, out="\x1b[2J"), ["writes control characters"]),
+    ],
+)
+def test_an_end_is_judged(end, found):
+    assert judge_ending(end, is_config=False) == found
+
+
+def test_what_is_said_is_held_against_what_was_said_before():
+    before = ended(0, name="status", out="train  done  4  77  why\ncheck  done  1  2  why\n")
+    lie = ended(0, out="train  done  4  78  why\ncheck  partial  1\n")
+    assert judge_said("status", lie, before, "bytes", damaged=True) == ["status of train is not true"]
+    assert judge_said("status", before, before, "bytes", damaged=True) == []
+    assert judge_said("verify", ended(0), ended(0), "bytes", damaged=True)
+    assert judge_said("chat", ended(0, out="b"), ended(0, out="a"), "bytes", damaged=False)
+    assert judge_said("plan", ended(4), ended(0), "times", damaged=False)
+    assert judge_said("chat", ended(3), ended(0, out="a"), "bytes", damaged=True) == []
+
+
+def test_a_result_is_held_against_the_untampered_run_s(finished_run, copied_run):
+    run, reference = copied_run.path, finished_run.path
+    assert judge_result(ended(0), run, reference, "x", unread=False) == []
+    heads = latest(copied_run, "train").path / "heads.safetensors"
+    heads.write_bytes(heads.read_bytes()[:-1] + b"?")
+    (run / "report.json").write_text("{}")
+    files, figures = judge_result(ended(0), run, reference, "x", unread=False)
+    assert "heads.safetensors" in files and "check.passed" in figures
+    shard = latest(copied_run, "seeds").shard_path(0)
+    shard.unlink()
+    assert judge_result(ended(3), run, reference, "x", unread=False)[0].startswith("refuses, and 1 whole shards")
+    assert judge_result(ended(3), run, reference, str(shard.parent.relative_to(run)), unread=False) == []
+
+
+def test_every_mutation_changes_the_run_or_a_time_and_is_noticed_in_the_tree(finished_run, tmp_path):
+    rng = random.Random(0)
+    for way in MUTATIONS:
+        run, outside = tmp_path / "run", tmp_path / "outside"
+        for place in (run, outside):
+            shutil.rmtree(place, ignore_errors=True)
+        outside.mkdir()
+        shutil.copytree(finished_run.path, run, symlinks=True)
+        before = tree_of(tmp_path)
+        path = rng.choice([path for path in sorted(run.rglob("*")) if way.fits(path)])
+        way.tamper(path, outside, rng)
+        unseen = way.name in ("flip_unnoticed", "retime")
+        assert changes(before, tree_of(tmp_path), "") or unseen or path.stat().st_size == 0, (way.name, path)

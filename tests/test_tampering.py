@@ -1,0 +1,129 @@
+"""What the tampering benchmark has found, each once: files that are none, links, foreign names, damaged records."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.verify import verify
+from pipeline.errors import CheckFailed, DataError, EnvironmentFault, MedusaDistillError
+from pipeline.export.layout import read_layout
+from pipeline.run.reporting import assemble
+from pipeline.storage.run_directory import RunDirectory
+from tests.flows.tiny import contents, latest, run_again, stages_run
+
+PLACES = (
+    *("latest/train/DONE.json", "latest/train/stage.json", "latest/train/metrics.jsonl", "latest/export/config.json"),
+    *("latest/features/shards/00001.parquet", "latest/features/receipts/00001.json", "latest/seeds/lock"),
+    *("latest/generate/quarantine/00002.jsonl", "events.jsonl", "lock", "digests.json", "report.json"),
+)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_pipe_in_the_place_of_a_file_is_never_waited_for(copied_run, make_config, tmp_path, place):
+    """It is made again, or refused with its name; a command that reads it says what it can."""
+    before = contents(copied_run, "seeds", "generate", "features")
+    path = (copied_run.path / place).resolve()
+    path.unlink()
+    os.mkfifo(path)
+    for story in (lambda: verify(copied_run.path), lambda: run_again(make_config(tmp_path))):
+        try:
+            story()
+        except MedusaDistillError as refused:
+            assert path.name in str(refused)
+    assert contents(copied_run, "seeds", "generate", "features") == before
+
+
+@pytest.mark.parametrize("place", ["events.jsonl", "lock", "latest/train/lock", "latest/train/metrics.jsonl"])
+def test_a_hard_link_outside_is_not_written_through(copied_run, make_config, tmp_path, place):
+    outside = tmp_path / "outside"
+    os.link((copied_run.path / place).resolve(), outside)
+    before = outside.read_bytes(), outside.stat().st_mtime_ns
+    run_again(make_config(tmp_path), fresh="train", until="train")
+    assert (outside.read_bytes(), outside.stat().st_mtime_ns) == before
+    assert stages_run(copied_run) == ["train"]
+
+
+def test_what_somebody_puts_beside_the_links_to_stages_is_no_stage(copied_run, make_config, tmp_path):
+    links = copied_run.path / "latest"
+    (links / "notes").write_text("mine")
+    (links / "folder").mkdir()
+    (links / "[red]").symlink_to(latest(copied_run, "train").path)
+    (links / "gone").symlink_to("nowhere")
+    known = set(run_again(make_config(tmp_path)).stages())
+    assert known == {"seeds", "generate", "features", "train", "calibrate", "export", "check"}
+    report, _ = assemble(*RunDirectory.open(copied_run.path))
+    assert set(report["run"]["fingerprints"]) == known
+    verify(copied_run.path)
+
+
+def test_a_link_to_another_stage_than_its_name_says_is_damage_and_linked_anew(copied_run, make_config, tmp_path):
+    link = copied_run.path / "latest" / "train"
+    link.unlink()
+    link.symlink_to(latest(copied_run, "features").path)
+    assert copied_run.latest("train") is None
+    with pytest.raises(CheckFailed, match=r"train: .* no stage of this name"):
+        verify(copied_run.path)
+    assert stages_run(run_again(make_config(tmp_path))) == [] and latest(copied_run, "train").stage == "train"
+
+
+@pytest.mark.parametrize("damage", ["changed", "gone"])
+def test_damaged_answers_are_a_result_and_decoded_again(copied_run, make_config, tmp_path, damage):
+    answers = latest(copied_run, "check").path / "answers" / "plain.jsonl"
+    answers.write_text("{}\n") if damage == "changed" else shutil.rmtree(answers.parent)
+    assert stages_run(run_again(make_config(tmp_path))) == ["check"]
+    assert latest(copied_run, "check").verify() == [] and json.loads(answers.read_text().splitlines()[0])["choices"]
+
+
+def test_no_curve_is_drawn_of_a_log_that_somebody_changed(copied_run):
+    log = latest(copied_run, "train").path / "metrics.jsonl"
+    assert assemble(*RunDirectory.open(copied_run.path))[1]["losses"]
+    log.write_text(log.read_text().replace('"loss": 1', '"loss": 0.1', 1))
+    _, extras = assemble(*RunDirectory.open(copied_run.path))
+    assert "losses" not in extras and "held_out" not in extras
+
+
+def test_a_shard_is_dropped_after_what_lies_beside_it_so_that_a_refusal_loses_nothing(
+    copied_run, make_config, tmp_path
+):
+    stage = latest(copied_run, "features")
+    stage.quarantine_path(3).unlink()
+    stage.quarantine_path(3).mkdir()
+    whole = stage.shard_path(3).read_bytes()
+    with pytest.raises(EnvironmentFault, match="A directory stands where a file belongs"):
+        run_again(make_config(tmp_path))
+    assert stage.shard_path(3).read_bytes() == whole
+    stage.quarantine_path(3).rmdir()
+    run_again(make_config(tmp_path))
+    assert stage.shard_path(3).read_bytes() == whole and stage.verify() == []
+
+
+def test_something_that_is_no_folder_in_the_place_of_a_stage_is_refused(copied_run, make_config, tmp_path):
+    place = latest(copied_run, "calibrate").path
+    shutil.rmtree(place)
+    place.write_text("mine")
+    with pytest.raises(EnvironmentFault, match="A directory stands where a file belongs, or the other way round"):
+        run_again(make_config(tmp_path))
+    assert place.read_text() == "mine"
+
+
+@pytest.mark.parametrize("known", [{"*": 7}, {"*": "7"}, {"*": "Z" * 64}, [], None])
+def test_a_digest_that_is_none_is_taken_again(copied_run, make_config, tmp_path, known):
+    cache = copied_run.path / "digests.json"
+    found = json.loads(cache.read_text())
+    cache.write_text(json.dumps(dict.fromkeys(found, known["*"]) if isinstance(known, dict) else known))
+    assert stages_run(run_again(make_config(tmp_path))) == [] and json.loads(cache.read_text()) == found
+
+
+@pytest.mark.parametrize("way", [Path.mkdir, os.mkfifo, lambda path: path.write_text("[" * 100_000)])
+def test_an_export_s_configuration_that_is_no_file_is_refused(copied_run, way):
+    path = latest(copied_run, "export").path / "config.json"
+    path.unlink()
+    way(path)
+    with pytest.raises(DataError, match="not the configuration of an export"):
+        read_layout(path.parent)
