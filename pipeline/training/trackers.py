@@ -85,9 +85,7 @@ class TensorBoard:
 
     def finish(self, figures: Mapping[str, Any] | None) -> None:
         if figures is not None:
-            self.writer.add_text(
-                "final figures", _as_code(figures), self.step
-            )  # not 0, which would hide the others
+            self.writer.add_text("final figures", _as_code(figures), self.step)  # not 0, which would hide the others
         self.writer.close()
 
 
