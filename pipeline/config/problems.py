@@ -41,7 +41,9 @@ def problems(errors: Sequence[Any]) -> list[str]:
 def _location(error: Any) -> str:
     # Behind a key that may be a number or a word pydantic names the alternative, such as `constrained-int`.
     parts = map(str, error["loc"])
-    return ".".join(part for part in parts if part not in KINDS and not part.startswith(("constrained-", "literal[")))
+    return ".".join(
+        part for part in parts if part not in (*KINDS, "[key]") and not part.startswith(("constrained-", "literal["))
+    )
 
 
 def _problem(location: str, errors: list[Any]) -> str:

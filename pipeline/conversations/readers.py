@@ -17,7 +17,7 @@ from typing import Any
 from pipeline.config import SeedsConfig, SeedSource
 from pipeline.conversations.byte_rows import Unreadable
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
-from pipeline.conversations.file_kinds import MAX_FILE_BYTES, Wanted, file_rows
+from pipeline.conversations.file_kinds import MAX_FILE_BYTES, Wanted, file_rows, plain_suffix
 from pipeline.conversations.formats import EXPECTED, KNOWN_KEYS, RowSettings, read_row
 from pipeline.conversations.repair import ToolPolicy
 from pipeline.conversations.seed_files import SkippedFile, Survey, name_sources, survey
@@ -96,6 +96,8 @@ class SourceReader:
                 yield outcome
             if not recognised:
                 found = f"The first row: {first_rejected.detail}" if first_rejected else "It is empty."
+                if plain_suffix(where) in (".csv", ".tsv"):
+                    found += " The first line was taken for the names of the columns."
                 raise DataError(f"There is no conversation data in it. {found}", where, f"Expected {EXPECTED}.")
             if number == limit:
                 return
@@ -164,8 +166,10 @@ def _hub_rows(hub: str, split: str, named: Sequence[str]) -> Iterator[Any]:
         raise EnvironmentFault("The package `datasets` is not installed.", hub, "pip install datasets") from error
     try:
         found = datasets.load_dataset(hub, split=split, streaming=True)
-        if found.column_names is not None:
-            require_columns(named, found.column_names, f"{hub}, split {split}")
+        if (names := found.column_names) is not None:
+            require_columns(named, names, f"{hub}, split {split}")
+            wanted = [name for name in names if name in (named or KNOWN_KEYS)]
+            found = found.select_columns(wanted) if wanted else found  # images and the like are not decoded
         yield from found
     except ConfigError:
         raise

@@ -80,7 +80,11 @@ class _Texts:
 
 def parquet_rows(path: Path, named: Collection[str], known: Collection[str], most_bytes: int) -> Iterator[Any]:
     """The rows of a Parquet file: of the columns that are named, or else of those that are known."""
-    with reading(path), _arrow_errors(path), pq.ParquetFile(path, pre_buffer=False) as file:
+    with (
+        reading(path),
+        _arrow_errors(path),
+        pq.ParquetFile(path, pre_buffer=False, buffer_size=byte_rows.CHUNK_BYTES) as file,
+    ):
         names = file.schema_arrow.names
         require_columns(named, names, str(path))
         wanted = [name for name in names if name in (named or known)] or names[:MAX_COLUMNS_SHOWN]

@@ -115,7 +115,7 @@ def _sources(readers: Iterable[SourceReader]) -> list[dict[str, Any]]:
 def _say(context: Context, summary: Summary) -> None:
     """Name the skipped files, and the files of directories."""
     for source in summary["sources"]:
-        told = [f"read {file['name']}: {file['rows']:,} rows" for file in source["read"]]
+        told = [f"read {file['name']}: {file['rows']:,} row{'s' * (file['rows'] != 1)}" for file in source["read"]]
         told = told if len(told) > 1 or source["skipped"] else []
         told = [*_first(told), *_first([f"skipped {file['name']}: {file['why']}" for file in source["skipped"]])]
         for line in told:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from pipeline.conversations import byte_rows, json_array
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
 from pipeline.conversations.readers import SourceReader
-from pipeline.conversations.seed_files import name_sources
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 
@@ -90,16 +89,6 @@ def test_numbers_of_any_size_in_an_array_are_read(tmp_path):
         written(tmp_path / "a.json", b'[{"prompt": "a", "id": 9223372036854775808}, {"prompt": "b", "x": 1e400}]')
     )
     assert first_texts(rows) == ["a", "b"] and rows[0].source_id == str(2**63)
-
-
-def test_a_directory_is_its_files_in_order_with_rows_counted_through(tmp_path):
-    (tmp_path / "later").mkdir()
-    written(tmp_path / "later" / "c.txt", "third")
-    written(tmp_path / "b.jsonl", '"second"')
-    written(tmp_path / "a.json.gz", gzip.compress(b'["first", ""]'))
-    outcomes = read(tmp_path)
-    assert [outcome.id for outcome in outcomes] == ["s:0", "s:1", "s:2", "s:3"]
-    assert [getattr(outcome, "reason", None) for outcome in outcomes] == [None, Reason.EMPTY, None, None]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 4, 9])
@@ -189,78 +178,6 @@ def test_a_directory_without_seed_files_is_an_error(tmp_path):
     written(tmp_path / "notes.md", "hello")
     with pytest.raises(DataError, match=r"\.jsonl"):
         read(tmp_path)
-
-
-def test_what_a_directory_holds_is_read_or_skipped_by_name_with_the_reason(tmp_path):
-    """An upper-case suffix and a linked folder are read; what a suffix alone would make prompts of is not."""
-    seeds, elsewhere = tmp_path / "seeds", tmp_path / "elsewhere"
-    for folder in (seeds / "part", elsewhere):
-        folder.mkdir(parents=True)
-    for name in ("a.ndjson", "B.JSONL", "part/c.Jsonl.GZ", "d.txt"):
-        written(seeds / name, gzip.compress(b'"hello?"') if name.endswith("GZ") else '"hello?"')
-    written(seeds / "e.csv", "id,prompt\n7,hello?\n")
-    written(elsewhere / "f.jsonl", '"hello?"')
-    (seeds / "linked").symlink_to(elsewhere)
-    (elsewhere / "round").symlink_to(seeds)
-    (seeds / "gone.jsonl").symlink_to(tmp_path / "nowhere")
-    left_out = {
-        "README.txt": "Call me Ishmael.",
-        "LICENSE.txt": "MIT",
-        "notes.md": "hello",
-        "empty.jsonl": "",
-        "blank.csv": "\n",
-        "dataset_info.json": json.dumps({"features": {"text": "string"}, "splits": {}}),
-        "numbers.json": "[1, 2]",
-        ".cache.jsonl": '"hello?"',
-    }
-    for name, text in left_out.items():
-        written(seeds / name, text)
-    reader = SourceReader(Source(path=seeds), "s", max_characters=1000)
-    assert [type(row) for row in reader] == [Conversation] * 6
-    counts = {count.name: (count.rows, count.conversations) for count in reader.read}
-    assert counts == dict.fromkeys(
-        ["B.JSONL", "a.ndjson", "d.txt", "e.csv", "linked/f.jsonl", "part/c.Jsonl.GZ"], (1, 1)
-    )
-    skipped = {file.name: file.why for file in reader.skipped}
-    assert skipped.keys() == {*left_out, "gone.jsonl", "linked/round"}
-    assert "describes the folder" in skipped["README.txt"] and "suffix" in skipped["notes.md"]
-    assert skipped["empty.jsonl"] == skipped["blank.csv"] == "it is empty" and "hidden" in skipped[".cache.jsonl"]
-    assert "`features`, `splits`" in skipped["dataset_info.json"] and "a number" in skipped["numbers.json"]
-    assert "links to nothing" in skipped["gone.jsonl"] and "read already" in skipped["linked/round"]
-
-
-def test_a_directory_of_nothing_but_skipped_files_says_each_reason(tmp_path):
-    written(tmp_path / "README.txt", "Call me Ishmael.")
-    written(tmp_path / "b.json", '{"name": "x"}')
-    with pytest.raises(DataError, match=r"README\.txt \(by its name.*b\.json \(it holds no conversation.*`name`"):
-        read(tmp_path)
-
-
-def test_a_path_that_looks_like_a_data_set_of_the_hub_is_told_how_to_name_one(tmp_path):
-    with pytest.raises(ConfigError, match=r'"seeds.sources=\[\{hub: HuggingFaceH4/ultrachat_200k\}\]"'):
-        read(tmp_path / "HuggingFaceH4" / "ultrachat_200k")
-    for no_id in ("nowhere.jsonl", "a b/c", "seeds"):
-        with pytest.raises(ConfigError) as caught:
-            read(tmp_path / no_id)
-        assert "hub" not in str(caught.value)
-
-
-# Names.
-
-
-def test_names_are_unique_safe_and_never_paths():
-    paths = ["/x/chat.json", "/y/chat.jsonl.gz", "chat-2.txt", "/x/a.gpt.json", "/种子.jsonl", "/a b:c#d.json", "/d/"]
-    sources = [*(Source(path=Path(path)) for path in paths), Source(hub="HuggingFaceH4/ultrachat_200k")]
-    assert name_sources(sources) == [
-        *("chat", "chat-2", "chat-2-2", "a.gpt", "source", "a-b-c-d", "d", "ultrachat_200k")
-    ]
-
-
-@given(st.lists(st.text(min_size=1).filter(lambda name: "\0" not in name), max_size=8))
-def test_any_names_give_ids_that_split_again(names):
-    made = name_sources([Source(path=Path("/seeds") / f"x{name}.jsonl") for name in names])
-    assert len(set(made)) == len(names)
-    assert not any(set(name) & set(":#/ ") for name in made)
 
 
 # The Hub.

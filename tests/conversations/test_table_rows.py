@@ -135,7 +135,7 @@ def test_bad_bytes_and_fields_without_an_end_cost_their_records_alone(tmp_path, 
 
 def test_a_csv_without_a_header_says_that_its_first_line_was_taken_for_one(tmp_path):
     (tmp_path / "a.csv").write_text("why is the sky blue?\nwho are you?\n")
-    with pytest.raises(DataError, match=r"`why is the sky blue\?`"):
+    with pytest.raises(DataError, match=r"`why is the sky blue\?`.*first line was taken for the names"):
         read(tmp_path / "a.csv")
 
 
