@@ -47,6 +47,8 @@ def inspect(
     if "input_ids" not in found:
         for message in SeedRow.of(found).conversation.messages:
             console.print(Text.assemble((f"{message.role}:", "bold"), " ", visible(message.content)))
+            if message.tool_calls:
+                console.print(Text(visible(message.tool_calls), style="dim"))
         return
     console.print(coloured(TokenRow.of(found), _tokenizer(run, config)))
     if "positions" in found:

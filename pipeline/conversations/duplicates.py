@@ -47,7 +47,8 @@ class Deduplicator:
         first = self._first_seen.setdefault(digest, conversation.id)
         if first != conversation.id:
             return _rejected(conversation, Reason.DUPLICATE, f"The same as {first}.")
-        if self._similar and (found := self._similar.first(conversation.id, [message.content for message in read])):
+        said = [message.content for message in read if message.role in ("user", "assistant")]  # system prompts recur
+        if self._similar and (found := self._similar.first(conversation.id, said)):
             return _rejected(conversation, Reason.DUPLICATE, f"Similar to {found[0]}: about {found[1]:.2f}.")
         return conversation
 

@@ -132,11 +132,14 @@ class SourceReader:
     def _finding(self, file: Path) -> str | None:
         """Why a file holds no conversations, or None where one of its first rows is one."""
         first = None
-        for number, row in enumerate(itertools.islice(file_rows(file, self._wanted), PROBED_ROWS)):
-            outcome = self._outcome(row, number)
-            if _is_conversation(outcome):
-                return None
-            first = first or (outcome.detail if isinstance(outcome, RejectedRow) else None)
+        try:
+            for number, row in enumerate(itertools.islice(file_rows(file, self._wanted), PROBED_ROWS)):
+                outcome = self._outcome(row, number)
+                if _is_conversation(outcome):
+                    return None
+                first = first or (outcome.detail if isinstance(outcome, RejectedRow) else None)
+        except ConfigError as error:  # of a table without the columns that are named
+            return error.what
         return f"it holds no conversation; the first row: {first[:200]}" if first else "it is empty"
 
 

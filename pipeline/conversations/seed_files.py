@@ -113,6 +113,8 @@ def _walk(root: Path, below: str, seen: dict[str, str]) -> Iterator[tuple[str, s
             yield name, "it links to nothing" if entry.is_symlink() else "it is no file"
         elif not plain_suffix(name):
             yield name, "no kind of seed files has its suffix"
+        elif entry.stat().st_size == 0:
+            yield name, "it is empty"
         elif DESCRIPTIONS.fullmatch(entry.name):
             yield name, "by its name it describes the folder; name it in seeds.sources to read it"
         else:

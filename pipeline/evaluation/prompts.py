@@ -214,8 +214,8 @@ def _most_tokens(question: Conversation, template: ChatTemplate, max_new_tokens:
     """An upper bound on the conversation's tokens, answers included."""
     before = [message for message in question.messages if message.role == "system"]
     total = 1
-    for message in question.messages:
-        if message.role == "user":
-            with contextlib.suppress(RowRejected):  # a turn that the template rejects is not asked
-                total += len(template.opening([*before, message])) + max_new_tokens + MORE_PER_TURN
+    for turn in question.turns:
+        asked = turn.asked if template.renders_tools else turn.asked[:1]
+        with contextlib.suppress(RowRejected):  # a turn that the template rejects is not asked
+            total += len(template.opening([*before, *asked])) + max_new_tokens + MORE_PER_TURN
     return total

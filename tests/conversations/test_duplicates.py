@@ -60,6 +60,13 @@ def test_a_similar_prompt_names_the_first_and_how_similar_it_is():
         assert [type(other.check(asks(t, t))) for t in (text, text + " indeed")] == [Conversation] * 2
 
 
+def test_a_system_prompt_that_recurs_makes_no_two_prompts_similar():
+    deduplicator = Deduplicator("replay", near="minhash")
+    for number, text in enumerate(("Why is the sky blue?", "Who wrote the play?")):
+        messages = Message("system", " ".join(WORDS)), Message("user", text)
+        assert isinstance(deduplicator.check(Conversation(f"s:{number}", messages)), Conversation)
+
+
 def test_scripts_without_spaces_are_compared_by_their_characters():
     deduplicator = Deduplicator("replay", near="minhash", similarity=0.6)
     said = "请告诉我明天在巴黎天气怎么样我要不要带一把雨伞出门"

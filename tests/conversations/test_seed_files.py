@@ -45,6 +45,8 @@ def test_what_a_directory_holds_is_read_or_skipped_by_name_with_the_reason(tmp_p
         "notes.md": "hello",
         "empty.jsonl": "",
         "blank.csv": "\n",
+        "empty.parquet": "",
+        "empty.arrow": "",
         "dataset_info.json": json.dumps({"features": {"text": "string"}, "splits": {}}),
         "numbers.json": "[1, 2]",
         ".cache.jsonl": '"hello?"',
@@ -97,3 +99,11 @@ def test_any_names_give_ids_that_split_again(names):
     made = name_sources([Source(path=Path("/seeds") / f"x{name}.jsonl") for name in names])
     assert len(set(made)) == len(names)
     assert not any(set(name) & set(":#/ ") for name in made)
+
+
+def test_of_a_directory_tables_without_the_columns_that_are_named_are_skipped_and_say_so(tmp_path):
+    written(tmp_path / "a.csv", "question\nwhy?\n")
+    written(tmp_path / "labels.csv", "label\n1\n")
+    reader = SourceReader(Source(path=tmp_path, columns={"prompt": "question"}), "s", 1000)
+    assert [type(row) for row in reader] == [Conversation]
+    assert [file.name for file in reader.skipped] == ["labels.csv"] and "`question`" in reader.skipped[0].why
