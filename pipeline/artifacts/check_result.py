@@ -55,6 +55,7 @@ class CheckResult:
     kl: float | None = None  # nats of a tuned backbone from the target
     head_0: Mapping[str, float] | None = None  # its accuracies top1 to top5 on held-out text
     frequency: Mapping[str, float] | None = None  # those of guessing the most frequent tokens there
+    served_model: Mapping[str, Any] | None = None  # the engines' figures on the copy that will be served
     target_text: Mapping[str, float] | None = None
     samples: Iterable[Mapping[str, Any]] = ()
     contaminated_rows: int | None = None  # training rows that hold one of the file's questions

@@ -24,7 +24,12 @@ RUN_FILE = "run.yaml"  # a run directory's own configuration
 LOCK_FILE = "lock"  # beside it, once somebody has run it
 
 PATH_KEYS = {("run", "root"), ("run", "store"), ("calibrate", "choices"), ("calibrate", "data"), ("check", "prompts")}
-PATH_OR_NAME_KEYS = {("target", "model"), ("target", "chat_template"), ("check", "assistant_model")}
+PATH_OR_NAME_KEYS = {
+    ("target", "model"),
+    ("target", "chat_template"),
+    ("check", "assistant_model"),
+    ("check", "served_model"),
+}
 
 
 def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:

@@ -132,6 +132,11 @@ class CheckConfig(Section):
     assistant_model: str | None = Field(
         None, description="Hub id or local directory of the assistant, a model with the target's vocabulary."
     )
+    served_model: str | None = Field(
+        None,
+        description="Hub id or local directory of the copy that will be served, such as a GPTQ, AWQ, FP8, "
+        "compressed-tensors or bitsandbytes one: the heads are checked on it as well, greedy text against it alone.",
+    )
     studies: tuple[StudyName, ...] = Field(
         (),
         description="Measured besides: which tree, typical acceptance by eps and temperature, how many heads, "

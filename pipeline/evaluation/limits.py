@@ -24,6 +24,8 @@ def failures(result: CheckResult, config: Config) -> list[str]:
     backbone is tuned, `train.backbone.max_kl`.
     """
     found = engine_failures(result, config.check)
+    if copy := result.served_model:
+        found += [f"on {copy['model']}: {reason}" for reason in engine_failures(CheckResult.of(copy), config.check)]
     if config.check.require_learning and (rank := guesses_by_frequency(result)):
         accuracy, frequency = (f"{shares[rank]:.1%}" for shares in (result.head_0 or {}, result.frequency or {}))
         found.append(

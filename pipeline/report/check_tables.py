@@ -119,6 +119,27 @@ def check_table(report: dict) -> Table:
     return Table("Check", ("", *(labels.get(name, name) for name in engines)), known)
 
 
+def served_model_table(report: dict) -> Table:
+    """The heads on the copy that will be served beside those on their target; one row per engine."""
+    copy = pick(report, "served_model") or {}
+    labels = {"native": "native", "vllm": "vLLM"}
+    rows = []
+    for name in (name for name in labels if name in copy):
+        found, on_target = copy[name], pick(report, "check", name)
+        rates = [
+            with_error(pick(each, "acceleration_rate"), pick(each, "standard_error")) for each in (on_target, found)
+        ]
+        rest = times(pick(found, "speedup")), rate(pick(found, "tokens_per_second")), _identical(found["greedy_match"])
+        rows.append((labels[name], *rates, *rest))
+    note = f"{copy.get('model')}, {copy.get('format')}; its greedy text against itself alone." if rows else ""
+    columns = ("", "rate on the target", "rate on the copy", "speedup", "tokens/s", "greedy identical")
+    return Table("Served model", columns, tuple(rows), note)
+
+
+def _measured(engine: Any) -> str:
+    return with_error(pick(engine, "acceleration_rate"), pick(engine, "standard_error"))
+
+
 def _runners(by_side: Any) -> str:
     """Both sides' where they differ: then a part of a difference in speed, or in rounding, is the runners'."""
     runners = set((by_side or {}).values())

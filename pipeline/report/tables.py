@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.report.check_tables import Column, categories_table, check_table, filled, methods_table, study_tables
+from pipeline.report.check_tables import (
+    Column,
+    categories_table,
+    check_table,
+    filled,
+    methods_table,
+    served_model_table,
+    study_tables,
+)
 from pipeline.report.facts import STAGES, Table, expected_rate, pick
 from pipeline.report.formatting import (
     NOT_RUN,
@@ -34,6 +42,7 @@ def tables(report: dict, extras: dict) -> dict[str, Table]:
     """All tables by name, in reading order: results first, then how they were made."""
     optional = {
         "categories": categories_table(report),
+        "served_model": served_model_table(report),
         "drift": drift_table(report),
         "skipped": skipped_files_table(report),
     }

@@ -13,6 +13,7 @@ from pipeline.artifacts.quantized_states import stored_dtype
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
 from pipeline.conversations.readers import source_readers
 from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.evaluation.served_model import require_served_model
 from pipeline.execution.device_memory import unusable_driver
 from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.export.hub import repositories
@@ -22,6 +23,7 @@ from pipeline.heads.shape import head_kind
 from pipeline.run.tree_settings import check_tree
 from pipeline.storage.run_directory import finished_before
 from pipeline.targets.files import is_local
+from pipeline.targets.quantized import require_readable
 from pipeline.targets.spec import TargetSpec, model_config, resolve
 from pipeline.training.methods import method_of
 from pipeline.training.trackers import require_trackers
@@ -51,6 +53,8 @@ def check_config(config: Config, stages: Collection[str] | None = None, *, notes
             _check_target(config)
         with _noted(notes):
             _check_driver(config)
+        with _noted(notes):
+            _check_readers(config)
     if stages is None or "train" in stages:
         with _noted(notes):
             method.check(config)
@@ -145,6 +149,19 @@ def _check_target(config: Config) -> None:
     _check_vocabulary(config)
     if "vllm" in config.check.engines and (reason := not_served(config)):
         raise ConfigError(reason, "check.engines", "Set check.engines to [native].")
+
+
+def _check_readers(config: Config) -> None:
+    """Refuse a quantized target, or a copy of it, that an engine cannot read here; a cluster's workers decide."""
+    if os.environ.get("RAY_ADDRESS") or not (is_local(config.target.model) or config.check.served_model):
+        return
+    import torch
+
+    target, on_gpu = resolve(config.target), torch.cuda.is_available()
+    engines = dict.fromkeys((config.generate.engine, config.features.engine, *config.check.engines))
+    for engine in engines:
+        require_readable(target, engine, on_gpu=on_gpu, where="target.model")
+    require_served_model(config, target, on_gpu=on_gpu)
 
 
 def _check_vocabulary(config: Config) -> None:

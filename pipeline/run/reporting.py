@@ -86,6 +86,7 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
         "tree": summaries.get("calibrate", {}).get("tree", {}),
         **({"export": {"vllm": summaries["export"]["vllm"]}} if "export" in summaries else {}),
         "check": _judged(checked, config) if checked.engines else {},
+        **({"served_model": dict(checked.served_model)} if checked.served_model else {}),
         "target_text": checked.target_text,
         "quarantine": {name: summary["reasons"] for name, summary in summaries.items() if summary.get("reasons")},
         "hardware": checked.hardware or hardware(),

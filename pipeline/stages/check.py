@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pipeline.artifacts.check_result import CheckResult, write_answers
 from pipeline.artifacts.generated_rows import num_contaminated, read_token_rows
@@ -30,6 +31,7 @@ from pipeline.evaluation.prompts import (
     with_room_for,
 )
 from pipeline.evaluation.served import chain_promise, check_served
+from pipeline.evaluation.served_model import check_on_served_model, served_model
 from pipeline.execution.hardware import with_hardware
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
@@ -62,6 +64,10 @@ def identity(context: Context) -> Identity:
     settings = context.config.check.model_dump(mode="json", exclude=LIMITS)
     if isinstance(context.config.check.prompts, Path):
         settings["prompts"] = context.digests.of(context.config.check.prompts)
+    if copy := served_model(context.config, context.target):
+        settings["served_model"] = context.digests.of_all(weight_files(copy, fetch=not context.read_only))
+    else:
+        settings.pop("served_model")
     if assistant := _assistant(context):
         settings["assistant_model"] = context.digests.of_all(weight_files(assistant, fetch=not context.read_only))
     return {"settings": settings}
@@ -113,6 +119,9 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     if isinstance(settings.prompts, Path):
         questions = CheckQuestions(read_questions(settings.prompts))
         result["contaminated_rows"] = num_contaminated(context.upstream["generate"].shards(), questions)
+    if copy := served_model(context.config, context.target):
+        result["served_model"] = _on_served_model(context, request, copy, progress)
+        result["differing"] = result.get("differing", []) + result["served_model"].pop("differing")
     trained = context.upstream["train"].summary
     if trained["held_out"]:
         result |= {"head_0": trained["held_out"][0], "frequency": trained["frequency"]}
@@ -120,6 +129,21 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         result["kl"] = trained["drift"]["kl"]
     (stage.path / NATIVE_FILE).unlink(missing_ok=True)
     return result | {"passed": not failures_of(result, context.config)}
+
+
+def _on_served_model(
+    context: Context, request: CheckRequest, copy: TargetSpec, progress: ProgressReporter
+) -> dict[str, Any]:
+    """The heads on the copy that will be served, in every engine of the check."""
+    found: dict[str, Any] = {"differing": []}
+    for engine in context.config.check.engines:
+        placement = context.placement("features" if engine == "native" else "generate")
+        asked = replace(request, gpus=placement.gpus)
+        arguments = {"function": check_on_served_model, "request": asked, "spec": copy, "engine": engine}
+        one = context.executor.call(with_hardware, arguments, placement, progress)
+        found["differing"] += one["differing"]
+        found |= {"model": one["model"], "format": one["format"], engine: one["figures"] | {"dtype": one["dtype"]}}
+    return found
 
 
 def conclude(context: Context, stage: StageDirectory) -> None:

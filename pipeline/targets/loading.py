@@ -57,7 +57,9 @@ def load_causal_lm(
         # the shapes of batches and of texts that grow are always new. vLLM has it off as well.
         torch.backends.cuda.enable_cudnn_sdp(False)
     does_not_fit = EnvironmentFault(f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", too_large)
-    settings = {"quantization_config": _quantization(spec), **_device_map(device, num_gpus if on_gpu else 1)}
+    settings = _device_map(device, num_gpus if on_gpu else 1)
+    if quantization := _quantization(spec):  # None would take a quantized checkpoint's own away
+        settings["quantization_config"] = quantization
     with files.hub_errors(spec.model, spec.revision), _readable_errors(spec, does_not_fit):
         model, report = AutoModelForCausalLM.from_pretrained(
             spec.model,

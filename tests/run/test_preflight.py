@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.run.preflight import check_config, unread_settings
+from tests.flows.tiny import save_target
 
 HUB = {"target__model": "owner/model"}
 MEDUSA_2 = {"train__method": "medusa-2"}
@@ -200,3 +202,24 @@ def test_a_plan_notes_an_assistant_that_only_this_machine_cannot_reach(make_conf
         check_config(config)
     check_config(config, notes=notes)
     assert "owner/model" in " ".join(notes)
+
+
+def test_a_served_model_of_another_vocabulary_is_refused_before_anything_starts(make_config, tmp_path):
+    other = save_target(tmp_path / "other", vocab_size=320)
+    with pytest.raises(ConfigError, match=r"vocabulary of 320.*one of 300.*check\.served_model"):
+        check_config(make_config(tmp_path, check__served_model=str(other)))
+    with pytest.raises(ConfigError, match=r"check\.served_model"):
+        check_config(make_config(tmp_path, check__served_model="/absent"))
+
+
+@pytest.mark.parametrize("key", ["check__served_model", "target__model"])
+def test_a_quantized_target_that_an_engine_cannot_read_is_refused_before_anything_starts(
+    make_config, tmp_path, tiny_target, key
+):
+    copy = tmp_path / "copy"
+    shutil.copytree(tiny_target, copy)
+    config = json.loads((copy / "config.json").read_text())
+    quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (copy / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    with pytest.raises(ConfigError, match="no bitsandbytes"):
+        check_config(make_config(tmp_path, check__engines=["native", "vllm"], **{key: str(copy)}))

@@ -15,6 +15,7 @@ from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFaul
 from pipeline.flow import push_run, run_flow
 from pipeline.storage.shards import read_rows
 from tests.flows.tiny import last_events, stages_run
+from tests.targets.quantized_copies import compressed
 
 
 def run_again(config):
@@ -155,3 +156,22 @@ def test_while_it_decodes_a_line_now_and_then_says_how_far_it_is(copied_run, mak
     counts = [int(found[1]) for line in lines if (found := re.match(r"check: (\d+) of 16 prompts, .+, native", line))]
     assert counts == sorted(counts) and len(set(counts)) > 2
     assert "progress.tmp" not in {path.name for path in run.latest("check").path.iterdir()}
+
+
+def test_heads_are_checked_on_the_copy_that_will_be_served_too(copied_run, make_config, tmp_path, tiny_target):
+    copy = compressed(tiny_target, tmp_path / "copy", "int8")
+    run = run_again(make_config(tmp_path, check__served_model=str(copy)))
+    assert stages_run(run) == ["check"]
+    report = json.loads((run.path / "report.json").read_text())
+    found, native = report["served_model"], report["check"]["native"]
+    assert (found["model"], found["format"]) == (str(copy), "compressed-tensors (int-quantized)")
+    assert found["native"]["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}, (
+        "its own text, not the target's"
+    )
+    assert found["native"]["acceleration_rate"] > 1 and report["check"]["passed"]
+    row = next(line for line in (run.path / "report.md").read_text().splitlines() if line.startswith("| native | "))
+    assert f"{native['acceleration_rate']:.2f}" in row and f"{found['native']['acceleration_rate']:.2f}" in row
+    card = (run.latest("export").path / "README.md").read_text()
+    assert "(compressed-tensors (int-quantized))" in card and str(copy) not in card
+    with pytest.raises(CheckFailed, match=rf"on {copy}: native: acceleration rate"):
+        run_again(make_config(tmp_path, check__served_model=str(copy), check__min_acceleration_rate=50))

@@ -1,0 +1,76 @@
+"""Targets whose files are quantized: which format they have, and whether this machine and an engine can read it.
+
+transformers says itself what a format needs (`validate_environment`): a package, a GPU. vLLM's answers are written down
+here, as of 0.32, since asking it would import it: it has no bitsandbytes. Without a GPU both decompress
+compressed-tensors (int8 and fp8); packed 4-bit weights multiply in vLLM in 16 bits alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.targets.spec import TargetSpec, first_lines, model_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+NOT_IN_VLLM = {"bitsandbytes": "vLLM 0.32 has no bitsandbytes"}
+
+
+def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
+    """The quantization of a checkpoint as its config.json has it; None where it is not quantized."""
+    found = getattr(config, "quantization_config", None)
+    if found is None or isinstance(found, dict):
+        return found
+    return dict(found.to_dict())
+
+
+def format_of(config: PretrainedConfig) -> str | None:
+    """The format in words, as `compressed-tensors (int-quantized)` or `gptq (4 bits)`; None where there is none."""
+    settings = quantization_of(config)
+    if settings is None:
+        return None
+    bits = settings.get("bits") or next((n for n in (4, 8) if settings.get(f"load_in_{n}bit")), None)
+    more = settings.get("format") or (f"{bits} bits" if bits else "")
+    method = str(settings.get("quant_method", "an unknown format"))
+    return f"{method} ({more})" if more else method
+
+
+def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str) -> None:
+    """Refuse a quantized target that the engine cannot read on this machine, before anything is loaded.
+
+    Args:
+        engine: native (or transformers), or vllm.
+        where: The key that names the target.
+
+    Raises:
+        ConfigError: The engine has no reader of the format.
+        EnvironmentFault: It needs a package or a GPU that is not here.
+    """
+    config = model_config(spec)
+    settings = quantization_of(config)
+    if settings is None:
+        return
+    if engine == "vllm":
+        if reason := NOT_IN_VLLM.get(str(settings.get("quant_method"))):
+            fix = "Name another copy, or decode natively: check.engines: [native], engine: transformers."
+            raise ConfigError(f"{reason}, and {spec.model} is {format_of(config)}.", where, fix)
+        return
+    from transformers.quantizers import AutoHfQuantizer
+
+    try:
+        quantizer = AutoHfQuantizer.from_config(dict(settings), pre_quantized=True)
+        quantizer.validate_environment(device_map={"": 0 if on_gpu else "cpu"}, weights_only=True)
+    except Exception as error:  # each format has errors of its own
+        fix = "Install what it names, run where a GPU is, or leave this to vLLM: check.engines: [vllm], engine: vllm."
+        what = f"{spec.model} is {format_of(config)}, which transformers cannot read here: {first_lines(error)}."
+        raise EnvironmentFault(what, where, fix) from error
+
+
+def in_engine(spec: TargetSpec, engine: str, *, on_gpu: bool) -> TargetSpec:
+    """The spec in a dtype that the engine multiplies in: packed weights have no float32 in vLLM on a CPU."""
+    settings = quantization_of(model_config(spec)) or {}
+    packed = settings.get("format") == "pack-quantized" or settings.get("quant_method") in ("gptq", "awq")
+    return replace(spec, dtype="bfloat16") if packed and engine == "vllm" and not on_gpu else spec

@@ -1,0 +1,58 @@
+"""Copies of a target on disk, quantized by each format's own library."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+DESCRIBING = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+SCHEMES = {"int8": "W8A8", "fp8": "FP8_DYNAMIC", "packed": "W4A16"}  # compressed-tensors' own names
+GROUP = 32  # weights that share a scale, of packed ones
+
+
+def compressed(source: Path, directory: Path, name: str) -> Path:
+    """A copy as compressed-tensors stores it, with scales from the weights' extremes; the lm_head stays as it is."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        QuantizationStatus,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    model, scheme = AutoModelForCausalLM.from_pretrained(source), preset_name_to_scheme(SCHEMES[name], ["Linear"])
+    if scheme.weights.strategy == "group":
+        scheme.weights.group_size = GROUP
+    settings = {"config_groups": {"group_0": scheme}, "ignore": ["lm_head"], "quantization_status": "initialized"}
+    apply_quantization_config(model, QuantizationConfig(**settings))
+    for layer in (layer for layer in model.modules() if getattr(layer, "quantization_scheme", None)):
+        rows = layer.weight.data.unflatten(1, (-1, GROUP)) if name == "packed" else layer.weight.data[:, None]
+        scale, zero = calculate_qparams(rows.amin(-1), rows.amax(-1), layer.quantization_scheme.weights)
+        layer.weight_scale.data.copy_(scale)
+        if hasattr(layer, "weight_zero_point"):
+            layer.weight_zero_point.data.copy_(zero)
+        layer.quantization_status = QuantizationStatus.FROZEN
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(directory)
+    compressor.update_config(directory)
+    return described(source, directory)
+
+
+def by_bitsandbytes(source: Path, directory: Path) -> Path:
+    """A copy in 8 bits as bitsandbytes stores it."""
+    settings = BitsAndBytesConfig(load_in_8bit=True)
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=settings, dtype=torch.float32)
+    model.save_pretrained(directory)
+    return described(source, directory)
+
+
+def described(source: Path, directory: Path) -> Path:
+    for name in DESCRIBING:
+        if (source / name).is_file():
+            shutil.copy(source / name, directory / name)
+    return directory
