@@ -128,11 +128,21 @@ class Dialogue:
         turns, self.cut_at_tools = self._conversation.turns, False
         if self._settings.mode == "self-talk":
             return [replace(turn, asked=turn.asked[:1]) for turn in turns]
-        needy = next((index for index, turn in enumerate(turns) if len(turn.asked) > 1), None)
-        if needy is not None and not self._template.renders_tools:
+        cut = next((index for index, turn in enumerate(turns) if not self._renders(turn)), None)
+        if cut is not None:
             self.cut_at_tools = True
-            turns = [*turns[:needy], Turn(turns[needy].asked[:1], None)]
+            turns = [*turns[:cut], Turn(turns[cut].asked[:1], None)]
         return [turn for turn in turns if self._settings.mode != "passthrough" or turn.answer is not None]
+
+    def _renders(self, turn: Turn) -> bool:
+        """Whether the template can render the functions of a turn; some take one call at a time."""
+        if len(turn.asked) == 1:
+            return True
+        try:
+            self._template.render((*self._conversation.system, *turn.asked), asks=True)
+        except RowRejected:
+            return False
+        return self._template.renders_tools
 
     def special_tokens(self) -> list[str]:
         """The special tokens in the text of the seed that is read of it."""

@@ -161,6 +161,19 @@ def test_where_the_template_cannot_render_functions_the_conversation_ends_before
     assert dialogue.cut_at_tools and [message.role for message in row.messages] == ["user", "assistant"]
 
 
+def test_a_template_that_takes_one_call_at_a_time_ends_a_conversation_before_two(tokenizer):
+    """As Llama 3.1's."""
+    picky = CALLING.replace("<|im_start|>{{", "{% if m.tool_calls and m.tool_calls | length > 1 %}\\\n"
+        "{{ raise_exception('one call at a time') }}{% endif %}<|im_start|>{{")  # fmt: skip
+    template = ChatTemplate(tokenizer, picky)
+    two = copy.deepcopy(SHAREGPT)
+    two["conversations"][1]["value"] = json.dumps([CALL, CALL])
+    for row, cut in ((SHAREGPT, False), (two, True)):
+        dialogue = Dialogue(conversation(row), template, SETTINGS)
+        hold(dialogue, tokenizer, "Sunny.", "Bye.")
+        assert dialogue.cut_at_tools == cut and len(only_row(dialogue).spans) == (1 if cut else 2)
+
+
 def test_self_talk_and_passthrough_take_the_first_prompt_and_the_answers(calling, tokenizer):
     talk = Dialogue(conversation(), calling, replace(SETTINGS, mode="self-talk", rounds=1))
     assert "<tool_call>" not in tokenizer.decode(talk.next_request().prompt_ids)
