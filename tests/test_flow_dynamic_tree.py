@@ -61,7 +61,7 @@ def test_the_size_is_chosen_by_what_dynamic_trees_cost(copied_run, make_config, 
         return {size: 1.0 + 100 * (size > 3) for size in trees}
 
     asked: list = []
-    monkeypatch.setattr("pipeline.stages.calibrate.overhead_curve", costly)
+    monkeypatch.setattr("pipeline.evaluation.overhead.overhead_curve", costly)
     config = make_config(tmp_path, calibrate__tree="dynamic", calibrate__nodes="auto", calibrate__top=4)
     run = run_again(config, until="calibrate")
     assert stages_run(run) == ["calibrate"]

@@ -12,23 +12,46 @@ import contextlib
 import itertools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from time import perf_counter
 from typing import TypeVar
 
 import torch
 from transformers import PreTrainedModel
 
+from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices
 from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.kind import Heads
+from pipeline.targets.loading import input_device, load_causal_lm
+from pipeline.targets.spec import TargetSpec, context_length
 
 Name = TypeVar("Name", bound=Hashable)
 NUM_STEPS, NUM_PROMPTS = 8, 6
 NUM_ROUNDS = 4  # per number of threads
 NUM_TRIALS = 3  # slow measurements before a tree is skipped
 LONG_STEP = 0.03  # seconds
+
+
+def measure_overheads(
+    target: TargetSpec,
+    heads: str,
+    trees: Mapping[int, Choices | DynamicTree],
+    chains: Mapping[int, Choices | DynamicTree],
+    prompts: list[list[int]],
+    gpus: int,
+    progress: ProgressReporter | None = None,
+) -> tuple[dict[int, float], dict[int, float]]:
+    """`overhead_curve` of trained heads on the target, loaded here, with trees and with chains; empty where none is."""
+    model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
+    module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
+
+    def curve(timed: Mapping[int, Choices | DynamicTree]) -> dict[int, float]:
+        return overhead_curve(model, module, timed, prompts, context_length(target), progress) if timed else {}
+
+    return curve(trees), curve(chains)
 
 
 def overhead_curve(

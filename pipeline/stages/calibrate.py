@@ -6,30 +6,26 @@ frequency of whole paths, on each half of the conversations; each half's trees a
 together give the expected rate with its standard error. The search with the higher rate is repeated on all of it. With
 `calibrate.nodes: auto` the size with the highest speedup is used, by the overhead of each size measured on this device;
 among sizes within 5 % of it the acceleration rate counts too. The number of draft tokens of the chain that vLLM serves
-is chosen by the same rule. `calibrate.choices` gives a tree instead. A dynamic tree (`calibrate.tree`) is grown at
-held-out positions: one pass gives the rate of every size, and nothing is fitted. Where training tuned the backbone, the
-states are those of the `tuned-features` stage.
+is chosen by the same rule, by the time of vLLM's own steps. `calibrate.choices` gives a tree instead. A dynamic tree
+(`calibrate.tree`) is grown at held-out positions: one pass gives the rate of every size, and nothing is fitted. Where
+training tuned the backbone, the states are those of the `tuned-features` stage.
 
-Limit: overheads are native decoding's. For the chain they stand for those of the engine that serves it.
+Limits: one request is decoded at a time. Where vLLM is not installed, native overheads stand for those of its chain.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipeline.artifacts.generated_rows import read_token_rows
-from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
+from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import Config
 from pipeline.conversations.readers import read_questions
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.decoding.stock_trees import STOCK_NODES
-from pipeline.decoding.tree import Choices
 from pipeline.decoding.tree_search import CrossFit, rank_accuracies
 from pipeline.errors import DataError
 from pipeline.evaluation.choosing import (
@@ -42,28 +38,23 @@ from pipeline.evaluation.choosing import (
     given_tree,
     promise,
 )
-from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, overhead_curve
 from pipeline.evaluation.own_text import measured_on_answers, written_answers
-from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.execution.progress import ProgressReporter
-from pipeline.heads.shape import head_kind
 from pipeline.report.formatting import with_error
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_files
 from pipeline.run.stage import Stage
+from pipeline.run.timing import MEASURED_SIZES, TIMED_EXPORT, costs_in_vllm, native_overheads, times_chain
 from pipeline.run.tree_settings import dynamic_tree, most_draft_tokens, read_choices
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.targets.loading import input_device, load_causal_lm
-from pipeline.targets.spec import TargetSpec, context_length
-from pipeline.training.evaluation import SPLIT, held_out_places, held_out_ranks
+from pipeline.training.evaluation import held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
-VERSION = 7
+VERSION = 8
 
 REPORTED_TOPS = 5
-MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # with the root powers of two, which matrix products are fastest at
 
 
 def upstream(config: Config) -> tuple[str, ...]:
@@ -75,7 +66,7 @@ def identity(context: Context) -> Identity:
     """The budget, or the content of the user's tree, and what decides the chain."""
     settings = context.config.calibrate
     choices = read_choices(context.config) if settings.choices else None
-    chain = {"draft_tokens": settings.draft_tokens, "timed": _times_chain(context.config)}
+    chain = {"draft_tokens": settings.draft_tokens, "timed": times_chain(context.config)}
     found: Identity = {
         "tree": settings.tree,
         "nodes": settings.nodes,
@@ -111,10 +102,14 @@ def _measure_and_choose(context: Context, stage: StageDirectory, progress: Progr
             "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers be longer.",
         )
     fits = _cross_fit(context, ranks)
-    tree_overheads, chain_overheads = _measured(context, features, fits, progress)
+    most = most_draft_tokens(context.config)
+    timed = times_chain(context.config)
+    costs = costs_in_vllm(context, stage, features, most, progress) if timed else None
+    natively = chains(most) if timed and costs is None else {}
+    tree_overheads, chain_overheads = native_overheads(context, features, fits, natively, progress)
     tree = _chosen(context.config, ranks, places, fits, tree_overheads)
     fixed = context.config.train.num_heads if settings.draft_tokens == "auto" else settings.draft_tokens
-    num_tokens, chain = chosen_chain(ranks, most_draft_tokens(context.config), fixed, chain_overheads)
+    num_tokens, chain = chosen_chain(ranks, most, fixed, costs.overheads(most) if costs else chain_overheads)
     estimate = tree.walked.estimate()
     expected = promise(estimate)
     Calibration(
@@ -140,6 +135,7 @@ def _measure_and_choose(context: Context, stage: StageDirectory, progress: Progr
             "tokens_by_depth": tree.tokens_by_depth(),
             "num_speculative_tokens": num_tokens,
             "chain": chain,
+            **({"chain_costs": costs.to_json()} if costs else {}),
             **({"dynamic": tree.dynamic.to_json()} if tree.dynamic else {}),
             **({"searches": tree.search.searches} if tree.search else {}),
             **({"sizes": tree.search.sizes} if tree.search and tree.search.sizes else {}),
@@ -168,12 +164,6 @@ def _cross_fit(context: Context, ranks: HeldOutRanks) -> CrossFit | None:
         return None
     budget = MEASURED_SIZES[-1] if settings.nodes == "auto" else settings.nodes
     return CrossFit(ranks, max(budget, STOCK_NODES), settings.depth, settings.top)
-
-
-def _times_chain(config: Config) -> bool:
-    """Whether the chain's number of draft tokens is to be found by timing."""
-    settings, served = config.calibrate, "vllm" in config.check.engines and head_kind(config.train.heads).vllm_method
-    return bool(settings.nodes == "auto" and settings.draft_tokens == "auto" and served)
 
 
 def _on_held_out_rows(
@@ -218,54 +208,6 @@ def _on_answers(
     return context.executor.call(measured_on_answers, arguments, reads, progress)
 
 
-def _measured(
-    context: Context, features: StageDirectory, fits: CrossFit | None, progress: ProgressReporter
-) -> tuple[Overheads, Overheads]:
-    """The overheads of trees of several sizes and of chains where the target decodes; empty where none is asked for."""
-    if fits is None or context.config.calibrate.nodes != "auto":
-        return {}, {}
-    placement, room = context.placement("features"), context_length(context.target)
-    rows = read_token_rows(features.shards(), features.fingerprint)
-    prompts = held_out_prompts(rows, NUM_PROMPTS, room, SPLIT).kept  # chosen as the check's are
-    arguments = {
-        "target": context.backbone("train"),
-        "heads": str(context.upstream["train"].path / HEADS_FILE),
-        "trees": _timed_trees(fits, dynamic_tree(context.config)),
-        "chains": chains(most_draft_tokens(context.config)) if _times_chain(context.config) else {},
-        "prompts": [prompt.ids[-max(1, room - 1 - NUM_STEPS) :] for prompt in prompts],  # cut at the beginning
-        "gpus": placement.gpus,
-    }
-    return context.executor.call(measure_overheads, arguments, placement, progress)
-
-
-def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
-    """Trees of the measured sizes, as far as there are any, and a static one of the largest."""
-    if dynamic:
-        return {size: dynamic.resized(size) for size in MEASURED_SIZES if size <= dynamic.num_proposed}
-    longest = max(fits.whole.values(), key=len)
-    sizes = [size for size in sorted({*MEASURED_SIZES, len(longest)}) if size <= len(longest)]
-    return {size: longest[:size] for size in sizes}
-
-
-def measure_overheads(
-    target: TargetSpec,
-    heads: str,
-    trees: Mapping[int, Choices | DynamicTree],
-    chains: Mapping[int, Choices | DynamicTree],
-    prompts: list[list[int]],
-    gpus: int,
-    progress: ProgressReporter | None = None,
-) -> tuple[Overheads, Overheads]:
-    """`overhead_curve` of trained heads on the target, loaded here, with trees and with chains."""
-    model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
-    module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
-
-    def curve(timed: Mapping[int, Choices | DynamicTree]) -> Overheads:
-        return overhead_curve(model, module, timed, prompts, context_length(target), progress) if timed else {}
-
-    return curve(trees), curve(chains)
-
-
 def one_line(summary: Summary) -> str:
     tree = summary["tree"]
     accuracies = " ".join(f"{head['top1']:.0%}" for head in summary["heads"])
@@ -280,4 +222,13 @@ def _head(hits_R: list[int], count: int) -> dict[str, Any]:
     return {**tops, "labels": count}
 
 
-STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, placements=("generate", "train", "features"))
+STAGE = Stage(
+    NAME,
+    VERSION,
+    upstream,
+    identity,
+    run,
+    one_line,
+    placements=("generate", "train", "features"),
+    scratch=(TIMED_EXPORT,),
+)

@@ -7,21 +7,15 @@ top-1 chain, never a tree, so its acceleration rate is below the tree's.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-import pipeline
-from pipeline import errors
 from pipeline.conversations.requests import Request
+from pipeline.targets.own_process import in_own_process, work_off
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params
 
@@ -83,27 +77,7 @@ def decode_in_vllm(
     task |= {"max_new_tokens": max_new_tokens, "repeats": repeats, "gpus": gpus}
     tasks = [{**task, "engine_args": dict(chosen)} for chosen in engine_args]
     processes = [[task] for task in tasks] if gpus else [tasks]
-    return [result for batch in processes for result in _in_own_process(batch)]
-
-
-def _in_own_process(tasks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Run `decode` on each task in a new interpreter; its errors are raised here with their own types."""
-    path = os.pathsep.join(filter(None, [str(Path(pipeline.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": path}
-    with tempfile.TemporaryDirectory(prefix="vllm-decode-") as directory:
-        task_file, result_file = Path(directory, "task.json"), Path(directory, "result.json")
-        task_file.write_text(json.dumps(tasks), encoding="utf-8")
-        command = [sys.executable, "-m", __name__, str(task_file), str(result_file)]
-        process = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
-        if not result_file.is_file():
-            last = next((line for line in reversed(process.stderr.splitlines()) if line.strip()), "no output")
-            fix = "Free memory, or take vllm out of check.engines."
-            what = f"vLLM ended with status {process.returncode}: {last[:300]}"
-            raise errors.EnvironmentFault(what, "check.engines: vllm", fix)
-        result = json.loads(result_file.read_text(encoding="utf-8"))
-    if "error" in result:
-        raise getattr(errors, result["error"])(*result["args"])
-    return result["decoded"]
+    return [result for batch in processes for result in in_own_process(__name__, batch)]
 
 
 def decode(task: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,15 +137,5 @@ def _acceptance(now: Mapping[str, list[int]], before: Mapping[str, list[int]]) -
     return counts | {"acceleration_rate": 1 + counts["num_accepted_tokens"] / max(counts["num_drafts"], 1)}
 
 
-def main(task_file: str, result_file: str) -> None:
-    """The child process: read the tasks, decode, write the results or the error."""
-    try:
-        tasks = json.loads(Path(task_file).read_text(encoding="utf-8"))
-        result: dict[str, Any] = {"decoded": [decode(task) for task in tasks]}
-    except errors.MedusaDistillError as error:
-        result = {"error": type(error).__name__, "args": error.args}
-    Path(result_file).write_text(json.dumps(result), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    work_off(decode, *sys.argv[1:])

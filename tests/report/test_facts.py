@@ -117,7 +117,12 @@ def test_the_chain_is_shown_by_its_number_of_tokens_with_overheads_where_they_we
     rows[0] |= {"overhead": 1.2, "expected_speedup": 1.25}
     table = chain_table(report)
     assert table.rows == (("1", "1.20x", "1.50 ± 0.10", "1.25x"),)
-    assert table.note.endswith("1 tokens are drafted, the fastest up to 5 % by native overheads.")
+    assert table.note.endswith("1 tokens are drafted, the fastest up to 5 % by native overheads; 1 would accept most.")
+    rows.append({"draft_tokens": 2, "overhead": 2.0, "expected_acceleration_rate": 1.6, "expected_speedup": 0.8})
+    steps = [{"draft_tokens": 1, "ms": 4.8}, {"draft_tokens": 2, "ms": 8.0}]
+    report["tree"]["chain_costs"] = {"engine": "vllm", "plain_ms": 4.0, "steps": steps}
+    note = chain_table(report).note
+    assert "plain 4.0, 1 drafted 4.8, 2 drafted 8.0" in note and note.endswith("; 2 would accept most.")
     assert chain_table({"tree": {"nodes": 4}}).rows == ()
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from pipeline.errors import ConfigError, DataError
+from pipeline.evaluation.draft_costs import StepCosts
 from pipeline.flow import run_flow
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec
@@ -134,19 +135,25 @@ def test_the_chain_of_every_length_is_foretold_from_all_held_out_text(finished_r
 def test_the_number_of_draft_tokens_is_the_fastest_where_vllm_serves_and_the_given_one_otherwise(
     copied_run, make_config, tmp_path, monkeypatch
 ):
-    def costly(model, heads, trees, prompts, context, progress):
-        asked.append(list(trees.values()))
-        return {size: 1.0 + 100 * (size > 2) for size in trees}
+    def costs(target, heads, most, prompts, scratch, gpus, progress):
+        asked.append(most)
+        return found
 
     asked: list = []
-    monkeypatch.setattr("pipeline.stages.calibrate.overhead_curve", costly)
+    found = StepCosts(0.002, {1: 0.002, 3: 0.2})  # a third token costs more than it can bring
+    monkeypatch.setattr("pipeline.run.timing.draft_costs", costs)
+    monkeypatch.setattr("pipeline.evaluation.overhead.overhead_curve", lambda *asked: dict.fromkeys(asked[2], 2.0))
     auto = {"calibrate__nodes": "auto", "check__engines": ["native", "vllm"]}
     tree = run_again(make_config(tmp_path, **auto)).latest("calibrate").summary["tree"]
-    assert asked[1] == [((0,),), ((0,), (0, 0)), ((0,), (0, 0), (0, 0, 0))]
-    assert tree["num_speculative_tokens"] == 2 and [row.get("overhead") for row in tree["chain"]] == [1, 1, 101]
+    assert asked == [3] and tree["num_speculative_tokens"] == 1
+    assert [row["overhead"] for row in tree["chain"]] == [1, 50.5, 100]
+    assert tree["chain_costs"]["plain_ms"] == 2 and [each["ms"] for each in tree["chain_costs"]["steps"]] == [2, 200]
+    found = None  # vLLM is not installed: native overheads stand for it
+    tree = run_again(make_config(tmp_path, **auto, calibrate__top=9)).latest("calibrate").summary["tree"]
+    assert [row["overhead"] for row in tree["chain"]] == [2, 2, 2] and "chain_costs" not in tree
     asked.clear()
     tree = run_again(make_config(tmp_path, **auto, calibrate__draft_tokens=1)).latest("calibrate").summary["tree"]
-    assert tree["num_speculative_tokens"] == 1 and len(asked) == 1, "nothing is timed for a number that is given"
+    assert tree["num_speculative_tokens"] == 1 and not asked, "nothing is timed for a number that is given"
     run = run_again(make_config(tmp_path, calibrate__draft_tokens=2), until="export")
     config = json.loads((run.path / "latest/export/config.json").read_text())
     (proposal,) = config["speculators_config"]["proposal_methods"]
@@ -190,7 +197,7 @@ def test_auto_measures_what_trees_cost_here_and_takes_the_size_that_promises_the
 
     asked: list[list[int]] = []
 
-    monkeypatch.setattr("pipeline.stages.calibrate.overhead_curve", costly)
+    monkeypatch.setattr("pipeline.evaluation.overhead.overhead_curve", costly)
     run = run_flow(
         make_config(tmp_path, calibrate__nodes="auto"),
         until="calibrate",

@@ -26,6 +26,7 @@ from pipeline.targets.transformers_generation import TransformersGenerationEngin
 from pipeline.targets.vllm_decode import vllm_decode_check
 from pipeline.targets.vllm_engine import VLLMGenerationEngine, engine_arguments
 from pipeline.targets.vllm_features import VLLMFeatureEngine
+from pipeline.targets.vllm_step_times import step_seconds
 from tests.heads.pruning import pruned
 from tests.targets.conftest import CONTEXT, EOS
 
@@ -240,6 +241,9 @@ def test_a_cell_that_is_always_right_accepts_more_than_it_was_trained_for(counti
     expected = [[ids[-1] + 1 + step for step in range(33)] for ids in PROMPTS]
     assert result["plain"]["token_ids"] == result["accelerated"]["token_ids"] == expected
     assert 5 < result["accelerated"]["acceleration_rate"] <= 6
+
+    plain, drafting = step_seconds(counting_target, [{}, apart], [[100], [7, 7, 250]])
+    assert plain > 0 and drafting > 0, "both engines live in one process"
 
 
 # --- what cannot start

@@ -1,0 +1,109 @@
+"""What a step costs in the engine that serves the heads, by how many tokens it drafts; timed in vLLM before the export.
+
+Kinds differ: a recurrent chain is drafted token by token, Medusa's heads are evaluated at once, and neither costs what
+native decoding does. Timed are plain decoding and the shortest and the longest chain, and between them lies a straight
+line: each further token adds a row to verify and, of a recurrent chain, a draft step. (With the demo's target and
+recurrent chains of 1, 3, 7, 10 and 14 tokens: 4.1, 5.7, 8.9, 10.7 and 16.3 ms; the line says 5.9, 9.7 and 12.5.)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts.trained_heads import read_trained_heads
+from pipeline.execution.progress import ProgressReporter
+from pipeline.export.directory import write_export
+from pipeline.export.layout import ExportLayout
+from pipeline.targets.spec import TargetSpec, context_length, load_tokenizer, model_config
+from pipeline.targets.vllm_step_times import NUM_NEW_TOKENS, step_seconds
+
+NUM_PROMPTS = 4
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a step: plain, and with so many draft tokens, as timed."""
+
+    plain: float
+    drafting: dict[int, float]  # one number at least
+
+    def overheads(self, most: int) -> dict[int, float]:
+        """Each number's step over a plain one, up to `most`: timed, or on the line between its timed neighbours.
+
+        A longer chain is taken to cost no less than a shorter one: where it was timed as less, the machine was
+        disturbed.
+        """
+        timed, highest = [], 0.0
+        for number, seconds in sorted(self.drafting.items()):
+            highest = max(highest, seconds)
+            timed.append((number, highest))
+        found = {number: seconds / self.plain for number, seconds in timed}
+        for (left, low), (right, high) in pairwise(timed):
+            for number in range(left + 1, right):
+                found[number] = (low + (high - low) * (number - left) / (right - left)) / self.plain
+        return {number: found[number] for number in sorted(found) if number <= most and math.isfinite(found[number])}
+
+    def to_json(self) -> dict[str, Any]:
+        """For the stage's record and the report, in milliseconds."""
+        drafting = [{"draft_tokens": number, "ms": 1000 * seconds} for number, seconds in sorted(self.drafting.items())]
+        return {"engine": "vllm", "plain_ms": 1000 * self.plain, "steps": drafting}
+
+
+def is_installed() -> bool:
+    """Whether vLLM can be asked here."""
+    return importlib.util.find_spec("vllm") is not None
+
+
+def draft_costs(
+    target: TargetSpec,
+    heads: str,
+    most: int,
+    prompts: Sequence[Sequence[int]],
+    scratch: str,
+    gpus: int,
+    progress: ProgressReporter | None = None,
+) -> StepCosts | None:
+    """The costs of a step with these trained heads in vLLM; None where vLLM is not installed.
+
+    Args:
+        heads: Their file.
+        most: The most tokens that they can draft.
+        prompts: Each is cut at its beginning where the context leaves too little room.
+        scratch: A directory for the heads as vLLM reads them, which is removed.
+
+    Raises:
+        EnvironmentFault: vLLM cannot start here, or the disk is full.
+    """
+    if not is_installed():
+        return None
+    room, directory = context_length(target), Path(scratch)
+    few = [list(ids[-max(1, room - NUM_NEW_TOKENS - most - 1) :]) for ids in prompts[:NUM_PROMPTS]]
+    shutil.rmtree(directory, ignore_errors=True)  # what a killed run left
+    try:
+        layout = _write(target, Path(heads), directory)
+        numbers = sorted({1, most})
+        if progress:
+            progress.begin("vLLM", 0, done=1 + len(numbers), unit="engines timed")
+        chosen = [layout.kind.speculative_config(str(directory.resolve()), number) for number in numbers]
+        plain, *found = step_seconds(
+            target, [{}, *({"speculative_config": config} for config in chosen)], few, gpus=gpus
+        )
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+    return StepCosts(plain, dict(zip(numbers, found, strict=True)))
+
+
+def _write(target: TargetSpec, file: Path, directory: Path) -> ExportLayout:
+    """The heads in the target's dtype, as an engine reads them; their tree is not read."""
+    heads = read_trained_heads(file)
+    layout = ExportLayout(target.model, heads.shape, dtype=target.dtype)
+    config = model_config(target).to_dict()
+    write_export(directory, heads, layout, target=config, tokenizer=load_tokenizer(target), choices=[[0]], card="")
+    return layout

@@ -1,0 +1,92 @@
+"""What calibrate times: trees where the target decodes natively, and the chain's steps in vLLM.
+
+Both on held-out prompts, one request at a time. The results decide and are kept; nothing is timed again on resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeline.artifacts.generated_rows import read_token_rows
+from pipeline.artifacts.trained_heads import HEADS_FILE
+from pipeline.config import Config
+from pipeline.decoding.dynamic_tree import DynamicTree
+from pipeline.decoding.tree import Choices
+from pipeline.decoding.tree_search import CrossFit
+from pipeline.evaluation.choosing import Overheads
+from pipeline.evaluation.draft_costs import StepCosts, draft_costs
+from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, measure_overheads
+from pipeline.evaluation.prompts import held_out_prompts
+from pipeline.execution.progress import ProgressReporter
+from pipeline.heads.shape import head_kind
+from pipeline.run.context import Context
+from pipeline.run.tree_settings import dynamic_tree
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.targets.spec import context_length
+from pipeline.training.evaluation import SPLIT
+
+TIMED_EXPORT = "timed"  # the heads as vLLM reads them, while it is timed
+MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # with the root powers of two, which matrix products are fastest at
+
+
+def times_chain(config: Config) -> bool:
+    """Whether the chain's number of draft tokens is to be found by timing."""
+    settings, served = config.calibrate, "vllm" in config.check.engines and head_kind(config.train.heads).vllm_method
+    searched = settings.nodes == "auto" and not settings.choices
+    return bool(searched and settings.draft_tokens == "auto" and served)
+
+
+def costs_in_vllm(
+    context: Context, stage: StageDirectory, features: StageDirectory, most: int, progress: ProgressReporter
+) -> StepCosts | None:
+    """What vLLM's own steps take, one request at a time; None where it is not installed."""
+    placement = context.placement("generate")
+    arguments = {
+        "target": context.backbone("train"),
+        "heads": str(context.upstream["train"].path / HEADS_FILE),
+        "most": most,
+        "prompts": _prompts(context, features),
+        "scratch": str(stage.path / TIMED_EXPORT),
+        "gpus": placement.gpus,
+    }
+    return context.executor.call(draft_costs, arguments, placement, progress)
+
+
+def native_overheads(
+    context: Context,
+    features: StageDirectory,
+    fits: CrossFit | None,
+    chains: Mapping[int, Choices],
+    progress: ProgressReporter,
+) -> tuple[Overheads, Overheads]:
+    """The overheads of trees of several sizes, and of these chains, where the target decodes natively.
+
+    Empty where no size is to be chosen.
+    """
+    if fits is None or context.config.calibrate.nodes != "auto":
+        return {}, {}
+    placement, room = context.placement("features"), context_length(context.target)
+    arguments = {
+        "target": context.backbone("train"),
+        "heads": str(context.upstream["train"].path / HEADS_FILE),
+        "trees": _timed_trees(fits, dynamic_tree(context.config)),
+        "chains": chains,
+        "prompts": [ids[-max(1, room - 1 - NUM_STEPS) :] for ids in _prompts(context, features)],
+        "gpus": placement.gpus,
+    }
+    return context.executor.call(measure_overheads, arguments, placement, progress)
+
+
+def _prompts(context: Context, features: StageDirectory) -> list[list[int]]:
+    """Held-out prompts, chosen as the check's are; whoever has too little room cuts them at the beginning."""
+    rows = read_token_rows(features.shards(), features.fingerprint)
+    return [prompt.ids for prompt in held_out_prompts(rows, NUM_PROMPTS, context_length(context.target), SPLIT).kept]
+
+
+def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
+    """Trees of the measured sizes, as far as there are any, and a static one of the largest."""
+    if dynamic:
+        return {size: dynamic.resized(size) for size in MEASURED_SIZES if size <= dynamic.num_proposed}
+    longest = max(fits.whole.values(), key=len)
+    sizes = [size for size in sorted({*MEASURED_SIZES, len(longest)}) if size <= len(longest)]
+    return {size: longest[:size] for size in sizes}
