@@ -44,6 +44,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "sequential": {"train__heads": "recurrent", "train__method": "medusa-2", "train__backbone": BACKBONE},
 }
 
+MADE_IN = {"medusa": "elsewhere", "sequential": "runs"}  # one is moved; a tuned backbone's path is in its export
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -75,10 +77,12 @@ class Ground:
 
     def reference(self, name: str) -> Reference:
         """A finished run, put aside, and what each command says of it."""
-        self.prepare(name)
+        root = MADE_IN[name]
+        self.prepare(name, root=root)
         if (ended := self.command("run", drawn=True)).code:
             raise RuntimeError(f"the run '{name}' ended with {ended.code}: {ended.stderr}")
-        path = shutil.copytree(self.run, self.place / name, symlinks=True)
+        path = shutil.copytree(self.case / root / "run", self.place / name, symlinks=True)
+        self.prepare(name, path)
         said = {reader: self.command(reader) for reader in READERS}
         records = [
             (link.resolve(), json.loads((link / "DONE.json").read_text())) for link in (path / "latest").iterdir()
@@ -86,7 +90,7 @@ class Ground:
         counted = {str((stage / file).relative_to(path)) for stage, done in records for file in done["files"]}
         return Reference(path, said, {file: digest(path / file) for file in sorted(counted)})
 
-    def prepare(self, name: str, run: Path | None = None) -> None:
+    def prepare(self, name: str, run: Path | None = None, root: str = "runs") -> None:
         """An empty ground, or one with a copy of a run; beside it is what nobody may touch."""
         shutil.rmtree(self.case, ignore_errors=True)
         (self.case / "tmp").mkdir(parents=True)
@@ -94,7 +98,7 @@ class Ground:
         for sentinel in ("precious.txt", "heads.safetensors", "x.0123456789ab.tmp", "shards/00000.parquet"):
             (self.outside / sentinel).write_text("somebody's")
         (self.case / "prompt.txt").write_text("why red cat?\n")
-        more = {"target": {"model": str(self.target)}, "run": {"name": "run", "root": str(self.case / "runs")}}
+        more = {"target": {"model": str(self.target)}, "run": {"name": "run", "root": str(self.case / root)}}
         more["seeds"] = {"sources": [{"path": str(self.seeds)}], "rows_per_shard": 10}
         (self.case / "config.yaml").write_text(yaml.safe_dump(merged(SETTINGS | more, RUNS[name])))
         if run:

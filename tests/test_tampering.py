@@ -8,8 +8,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline.cli.verify import verify
+from pipeline.config.load import load_config
 from pipeline.errors import CheckFailed, DataError, EnvironmentFault, MedusaDistillError
 from pipeline.export.layout import read_layout
 from pipeline.run.reporting import assemble
@@ -127,3 +129,25 @@ def test_an_export_s_configuration_that_is_no_file_is_refused(copied_run, way):
     way(path)
     with pytest.raises(DataError, match="not the configuration of an export"):
         read_layout(path.parent)
+
+
+@pytest.mark.parametrize("odd", ["folder", "link outside", "lock gone"])
+def test_a_run_s_own_run_yaml_means_that_run_whatever_lies_in_it(copied_run, tmp_path, odd):
+    """A folder among its links, a link that leads elsewhere, a lock that is gone: nothing is made in other places."""
+    elsewhere, links = tmp_path / "elsewhere", copied_run.path / "latest"
+    (elsewhere / "calibrate").mkdir(parents=True)
+    before = {link.name: os.readlink(link) for link in links.iterdir()}
+    if odd == "folder":
+        (links / "-rf").mkdir()
+    elif odd == "link outside":
+        (links / "calibrate").unlink()
+        (links / "calibrate").symlink_to(elsewhere / "calibrate")
+    else:
+        (copied_run.path / "lock").unlink()
+        settings = yaml.safe_load((copied_run.path / "run.yaml").read_text())
+        settings["run"]["root"] = str(elsewhere)
+        (copied_run.path / "run.yaml").write_text(yaml.safe_dump(settings))
+    run = run_again(load_config(copied_run.path / "run.yaml"))
+    assert run.path == copied_run.path and stages_run(run) == []
+    assert {link.name: os.readlink(link) for link in links.iterdir() if link.is_symlink()} == before
+    assert [path.name for path in elsewhere.rglob("*")] == ["calibrate"]

@@ -7,7 +7,11 @@ Every mistake is a `ConfigError` that names the key and, for an unknown one, the
 
 from __future__ import annotations
 
+import os
+import re
+from collections import Counter
 from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -21,7 +25,7 @@ from pipeline.errors import ConfigError
 from pipeline.redact import redacted
 
 RUN_FILE = "run.yaml"  # a run directory's own configuration
-LOCK_FILE = "lock"  # beside it, once somebody has run it
+RUN_MARKS = ("lock", "events.jsonl", "latest")  # beside it, once somebody has run it
 
 PATH_KEYS = {("run", "root"), ("run", "store"), ("calibrate", "choices"), ("calibrate", "data"), ("check", "prompts")}
 PATH_OR_NAME_KEYS = {
@@ -54,8 +58,9 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
             "The configuration is not a mapping of sections.", str(file), "See configs/demo.yaml for one."
         )
     settings = _resolve(settings, path.resolve().parent)
-    if path.name == RUN_FILE and (path.resolve().parent / LOCK_FILE).is_file():
-        _place_in(settings, path.resolve().parent)
+    beside = path.resolve().parent
+    if path.name == RUN_FILE and any(os.path.lexists(beside / mark) for mark in RUN_MARKS):
+        _place_in(settings, beside)
     for word in overrides:
         _override(settings, word, Path.cwd())
     return validate(settings, str(file))
@@ -65,11 +70,21 @@ def _place_in(settings: dict[str, Any], run: Path) -> None:
     """Make a run directory's own file mean that directory, also one that was copied, and the store that it links to."""
     place = settings.setdefault("run", {})
     if isinstance(place, dict):
-        stages = (link.resolve() for link in sorted((run / "latest").glob("[!.]*")) if link.is_dir())
-        store = next((stage.parent for stage in stages), None)
+        store = linked_store(run)
         place |= {"root": str(run.parent), "name": run.name}
         if store is not None:
             place["store"] = str(store) if store != run else None
+
+
+def linked_store(run: Path) -> Path | None:
+    """Where most of the stages lie that a run directory links to; None where it links to none.
+
+    Links to something else than a directory named after a stage say nothing, nor do folders beside the links.
+    """
+    links = [link for link in (run / "latest").glob("[!.]*") if link.is_symlink() and link.is_dir()]
+    goals = [(link.name, link.resolve()) for link in sorted(links)]
+    stages = [goal for name, goal in goals if re.fullmatch(rf"{re.escape(name)}-[0-9a-f]{{8}}", goal.name)]
+    return max(Counter(stage.parent for stage in stages).items(), key=itemgetter(1), default=(None, 0))[0]
 
 
 def validate(settings: dict[str, Any], where: str) -> Config:

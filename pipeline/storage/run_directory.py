@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.config.load import dump_config, load_config
+from pipeline.config.load import dump_config, linked_store, load_config
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.redact import redacted, redacted_values
 from pipeline.storage.atomic import atomic_path, write_text
@@ -64,8 +64,7 @@ class RunDirectory:
             )
         config = load_config(path / "run.yaml")
         run = cls(path.resolve(), config.run.store)
-        if stages := run.stages():
-            run.store = next(iter(stages.values())).path.parent  # its place now: the store may have been copied along
+        run.store = linked_store(run.path) or run.store  # its place now: the store may have been copied along
         return run, config
 
     def latest(self, name: str) -> StageDirectory | None:
