@@ -153,14 +153,21 @@ def print_memory(console: Console, budgets: Collection[StageBudget]) -> None:
     for budget in budgets:
         if budget.fits and not budget.fits_at_once:
             say(console, f"{budget.stage} makes its batches smaller until they fit.")
+        if budget.whole and budget.whole != budget.memory:
+            what = "splits heads, gradients and optimizer over its workers"
+            say(
+                console,
+                f"{budget.stage} {what} (train.shard_heads); whole it would take {budget.whole.total / GIB:.1f} GiB.",
+            )
     if any(budget.device.memory is None for budget in budgets):
         say(console, "What the cluster's devices have is not known from here: give placement.gpu_memory_gb.")
 
 
 def print_disk(console: Console, config: Config, sizes: TargetSizes, budgets: Collection[StageBudget]) -> None:
     """GB of what training leaves besides the states; a checkpoint has the optimizer's state too."""
-    heads = max((budget.memory.heads for budget in budgets if budget.placed == "train"), default=0)
-    moments = max((budget.memory.optimizer for budget in budgets if budget.placed == "train"), default=0)
+    trained = [budget.whole or budget.memory for budget in budgets if budget.placed == "train"]
+    heads = max((memory.heads for memory in trained), default=0)
+    moments = max((memory.optimizer for memory in trained), default=0)
     kept = config.train.keep_checkpoints
     tuned = f", a tuned backbone of {size(sizes.weight_bytes())}" if method_of(config.train).tunes_backbone else ""
     checkpoints = f"{kept} checkpoint{'s' if kept > 1 else ''} of up to {size(heads + moments)} each"

@@ -8,19 +8,23 @@ large, and the [V, D] sum of gradients is read and written seldom. Backward then
 second derivative. Softmax and sums are in fp32 (fp64 for fp64), matrix products in the dtype of the hidden states
 (fp16's range is too small).
 
-Letters: N rows (positions), C rows of a chunk, S of a slice, D hidden size, V vocabulary, K heads.
+Where each worker holds a part of every lm_head's rows, one lm_head at a time is whole: its gradient is summed over the
+workers as soon as its last chunk is done. The numbers are those of whole ones, in the same order.
+
+Letters: N rows (positions), C rows of a chunk, S of a slice, D hidden size, V vocabulary, K heads, R rows of a part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from pipeline.conversations.spans import IGNORED
+from pipeline.heads.loss_chunks import SoftLabels, Taught, rows_by_lm_head
 from pipeline.heads.soft_labels import Teacher
 
 # A GPU wants few, large products; a CPU wants a chunk whose fp32 slices stay in its cache.
@@ -45,6 +49,24 @@ def rows_at_a_time(vocab_size: int, dtype: torch.dtype, held: int, num_rows: int
     return chunk, min(chunk, max(1, chunk_bytes // _SLICES // (vocab_size * exact_bytes * held)))
 
 
+class SplitRows(Protocol):
+    """How the rows of a parameter, its last dimension but one, are split over workers; each calls alike."""
+
+    num_rows: int
+
+    def whole(self, part: Tensor) -> Tensor:
+        """All rows [..., V, D], of this worker's part [..., R, D] and the others'."""
+
+    def zeros(self, part: Tensor) -> Tensor:
+        """Room for a gradient of all rows of a part [R, D], in the part's dtype: at least V rows."""
+
+    def summed(self, total: Tensor, place: int = 0) -> Tensor | None:
+        """This worker's part of the sum of `total`, as of `zeros`, over all workers, for the caller to keep.
+
+        None while micro-batches accumulate, each `place` for itself.
+        """
+
+
 def summed_cross_entropy(
     hidden_KND: Tensor,
     lm_head: Tensor,
@@ -52,6 +74,7 @@ def summed_cross_entropy(
     teacher: Teacher | None = None,
     weights_K: Tensor | None = None,
     *,
+    split: SplitRows | None = None,
     chunk_bytes: int | None = None,
 ) -> Tensor:
     """Each head's cross entropy, summed over its labels: [K], weighted by the caller (paper 2.2.1).
@@ -62,13 +85,15 @@ def summed_cross_entropy(
         labels_KN: int64, -100 where a head has nothing to learn.
         teacher: The target's distributions, of which the loss is a share; without it the labels are all.
         weights_K: What the caller weighs the sums by, exactly (else RuntimeError in backward); all 1 where it is left
-            out. Only the gradient of a shared lm_head that trains needs to know: it is one sum over all heads.
+            out. Only the gradient of a shared lm_head that trains needs to know: it is one sum over all heads; and that
+            of a split one, which is summed over the workers here.
+        split: Where `lm_head` is this worker's part of its rows, how they are split.
         chunk_bytes: Bounds the logits held at a time.
     """
     if weights_K is None:
         weights_K = torch.ones(len(labels_KN), device=hidden_KND.device)
     chunk_bytes = chunk_bytes or chunk_bytes_on(hidden_KND.device)
-    return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K, chunk_bytes)
+    return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K, split, chunk_bytes)
 
 
 def plain_summed_cross_entropy(
@@ -95,14 +120,16 @@ class _SummedCrossEntropy(torch.autograd.Function):
         labels_KN: Tensor,
         teacher: Teacher | None,
         weights_K: Tensor,
+        split: SplitRows | None,
         chunk_bytes: int,
     ) -> Tensor:
-        ctx.weights_K = weights_K
+        ctx.weights_K, ctx.is_weighed = weights_K, lm_head.dim() == 2 or split is not None
+        vocab_size = split.num_rows if split else lm_head.shape[-2]
         with torch.autocast(hidden_KND.device.type, enabled=False):
-            losses_KN, ctx.grad_hidden_KND, ctx.grad_lm_head = _walk(
-                hidden_KND, lm_head, labels_KN, teacher, weights_K, ctx.needs_input_grad[:2], chunk_bytes
-            )
-        return losses_KN.sum(1)
+            walk = _Walk(hidden_KND, vocab_size, labels_KN, teacher, weights_K, ctx.needs_input_grad[:2], chunk_bytes)
+            ctx.grad_lm_head = walk.split_lm_heads(lm_head, split) if split else walk.lm_heads(lm_head)
+        ctx.grad_hidden_KND = walk.grad_hidden_KND
+        return walk.losses_KN.sum(1)
 
     @staticmethod
     def backward(ctx: Any, grad_sums_K: Tensor):
@@ -112,67 +139,119 @@ class _SummedCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the loss's gradients were already consumed: run the forward pass again")
         if grad_hidden_KND is not None:
             grad_hidden_KND.mul_(grad_sums_K[:, None, None])
-        if grad_lm_head is not None and grad_lm_head.dim() == 3:
-            grad_lm_head.mul_(grad_sums_K[:, None, None])
-        elif grad_lm_head is not None and not torch.equal(grad_sums_K, ctx.weights_K.to(grad_sums_K.dtype)):
-            raise RuntimeError("with a shared lm_head that trains, weigh the sums by the weights that forward was told")
-        return grad_hidden_KND, grad_lm_head, None, None, None, None
-
-
-def _walk(
-    hidden_KND: Tensor,
-    lm_head: Tensor,
-    labels_KN: Tensor,
-    teacher: Teacher | None,
-    weights_K: Tensor,
-    wants: tuple[bool, ...],
-    chunk_bytes: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Losses [K, N] and the gradients of the losses' plain sum, a shared lm_head's of the weighted one, by chunks."""
-    vocab_size, size = lm_head.shape[-2:]
-    dtype, exact = hidden_KND.dtype, torch.float64 if hidden_KND.dtype == torch.float64 else torch.float32
-    wants_hidden, wants_lm_head = wants
-    flat_hidden, flat_labels = hidden_KND.reshape(-1, size), labels_KN.flatten()
-    losses = torch.zeros(labels_KN.shape, dtype=exact, device=hidden_KND.device)
-    grad_hidden = torch.zeros_like(flat_hidden) if wants_hidden else None
-    grad_lm_head = torch.zeros_like(lm_head) if wants_lm_head else None
-
-    held = 1 if teacher is None else 2
-    num_rows, slice_rows = rows_at_a_time(vocab_size, dtype, held, flat_labels.numel(), chunk_bytes)
-    logits_buffer = flat_hidden.new_empty(num_rows, vocab_size)
-    scratch = logits_buffer.new_empty(held, slice_rows, vocab_size, dtype=exact)
-    for head, rows_C, soft in _chunks(labels_KN, teacher, logits_buffer, exact, shared=lm_head.dim() == 2):
-        weight_VD = (lm_head if head is None else lm_head[head]).to(dtype)
-        hidden_CD, labels_C1 = flat_hidden[rows_C], flat_labels[rows_C, None]
-        logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=logits_buffer[: len(rows_C)])
-        for start in range(0, len(rows_C), slice_rows):
-            part = slice(start, start + slice_rows)
-            losses.view(-1)[rows_C[part]] = _to_gradient(
-                logits_CV[part], labels_C1[part], scratch, soft and soft.part(part), wants_gradient=any(wants)
-            )
-        if grad_hidden is not None:
-            grad_hidden[rows_C] = logits_CV @ weight_VD
-        if grad_lm_head is not None and head is not None:
-            _add_product(grad_lm_head[head], logits_CV, hidden_CD)
+        if ctx.needs_input_grad[1] and ctx.is_weighed:
+            if not torch.equal(grad_sums_K, ctx.weights_K.to(grad_sums_K.dtype)):
+                raise RuntimeError(
+                    "with a shared or split lm_head that trains, weigh the sums by the weights that forward was told"
+                )
         elif grad_lm_head is not None:
-            weights_C = weights_K[rows_C // labels_KN.shape[1]]
-            _add_product(grad_lm_head, logits_CV, (hidden_CD * weights_C[:, None]).to(dtype))
-    return losses, None if grad_hidden is None else grad_hidden.view_as(hidden_KND), grad_lm_head
+            grad_lm_head.mul_(grad_sums_K[:, None, None])
+        return grad_hidden_KND, grad_lm_head, None, None, None, None, None
 
 
-class _SoftLabels(NamedTuple):
-    """What rows learn besides their labels: the target's p at M of its states, and which of these is each row's."""
+class _Walk:
+    """Losses [K, N] and the gradients of the losses' plain sum, a shared lm_head's of the weighted one, by chunks."""
 
-    share: float
-    p_MV: Tensor
-    states_C: Tensor
+    def __init__(
+        self,
+        hidden_KND: Tensor,
+        vocab_size: int,
+        labels_KN: Tensor,
+        teacher: Teacher | None,
+        weights_K: Tensor,
+        wants: tuple[bool, ...],
+        chunk_bytes: int,
+    ):
+        self.hidden_KND, self.labels_KN, self.weights_K = hidden_KND, labels_KN, weights_K
+        self.wants_hidden, self.wants_lm_head = wants
+        dtype, exact = hidden_KND.dtype, torch.float64 if hidden_KND.dtype == torch.float64 else torch.float32
+        self.losses_KN = torch.zeros(labels_KN.shape, dtype=exact, device=hidden_KND.device)
+        self.grad_hidden_KND = hidden_KND.new_zeros(hidden_KND.shape) if self.wants_hidden else None
+        held = 1 if teacher is None else 2
+        num_rows, slice_rows = rows_at_a_time(vocab_size, dtype, held, labels_KN.numel(), chunk_bytes)
+        self.logits_buffer = hidden_KND.new_empty(num_rows, vocab_size)
+        self.scratch = self.logits_buffer.new_empty(held, slice_rows, vocab_size, dtype=exact)
+        self.taught = Taught(teacher, self.logits_buffer, exact) if teacher else None
 
-    def part(self, rows: slice) -> _SoftLabels:
-        return self._replace(states_C=self.states_C[rows])
+    def lm_heads(self, lm_head: Tensor) -> Tensor | None:
+        """Of all heads, whose lm_heads are [K, V, D] or one [V, D]; returns its gradient."""
+        grad_lm_head = torch.zeros_like(lm_head) if self.wants_lm_head else None
+        self._heads(slice(None), lm_head, grad_lm_head)
+        return grad_lm_head
+
+    def split_lm_heads(self, lm_head: Tensor, split: SplitRows) -> Tensor | None:
+        """Of all heads, one after another, of parts [K, R, D] or [R, D]; returns the weighed gradient's part."""
+        if lm_head.dim() == 2:
+            return self._split_lm_head(None, lm_head, split)
+        gradient = torch.zeros_like(lm_head) if self.wants_lm_head else None
+        for head, part_RD in enumerate(lm_head):
+            part = self._split_lm_head(head, part_RD, split)
+            if part is None:
+                gradient = None  # micro-batches accumulate, in `split`
+            elif gradient is not None:
+                gradient[head] = part
+            del part  # before the next is made
+        return gradient
+
+    def _split_lm_head(self, head: int | None, part_RD: Tensor, split: SplitRows) -> Tensor | None:
+        """The gradient's part of one lm_head: that of a head, or of all where it is None."""
+        heads, lm_head = slice(None) if head is None else slice(head, head + 1), part_RD.to(self.hidden_KND.dtype)
+        lm_head, total = split.whole(lm_head), split.zeros(part_RD) if self.wants_lm_head else None
+        total_VD = None if total is None else total[: split.num_rows]
+        if head is not None:
+            lm_head, total_VD = lm_head[None], None if total_VD is None else total_VD[None]
+        self._heads(heads, lm_head, total_VD)
+        del lm_head
+        if total is None:
+            return None
+        return split.summed(total if head is None else total.mul_(self.weights_K[head]), head or 0)
+
+    def _heads(self, heads: slice, lm_head: Tensor, grad_lm_head: Tensor | None) -> None:
+        """Of these heads, with their lm_heads alone, in any dtype; adds to the gradient."""
+        dtype, labels_KN = self.hidden_KND.dtype, self.labels_KN[heads]
+        flat_hidden, flat_labels = self.hidden_KND[heads].reshape(-1, self.hidden_KND.shape[2]), labels_KN.flatten()
+        flat_losses = self.losses_KN[heads].view(-1)
+        grad_hidden = None if self.grad_hidden_KND is None else self.grad_hidden_KND[heads].view_as(flat_hidden)
+        slice_rows = self.scratch.shape[1]
+        for head, rows_C, soft in self._chunks(heads, shared=lm_head.dim() == 2):
+            weight_VD = (lm_head if head is None else lm_head[head]).to(dtype)
+            hidden_CD, labels_C1 = flat_hidden[rows_C], flat_labels[rows_C, None]
+            logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=self.logits_buffer[: len(rows_C)])
+            for start in range(0, len(rows_C), slice_rows):
+                part = slice(start, start + slice_rows)
+                flat_losses[rows_C[part]] = _to_gradient(
+                    logits_CV[part],
+                    labels_C1[part],
+                    self.scratch,
+                    soft and soft.part(part),
+                    wants_gradient=self.wants_hidden or self.wants_lm_head,
+                )
+            if grad_hidden is not None:
+                grad_hidden[rows_C] = logits_CV @ weight_VD
+            if grad_lm_head is not None and head is not None:
+                _add_product(grad_lm_head[head], logits_CV, hidden_CD)
+            elif grad_lm_head is not None:
+                weights_C = self.weights_K[rows_C // labels_KN.shape[1]]
+                _add_product(grad_lm_head, logits_CV, (hidden_CD * weights_C[:, None]).to(dtype))
+
+    def _chunks(self, heads: slice, *, shared: bool) -> Iterator[tuple[int | None, Tensor, SoftLabels | None]]:
+        """The labelled rows of the flattened [K·N], at most a buffer's at a time: (head, rows [C], soft labels).
+
+        The head is None where one lm_head reads the rows of all heads. Rows of which the teacher has no state come
+        last.
+        """
+        labels_KN = self.labels_KN[heads]
+        if self.taught is not None:
+            taught_KN = (labels_KN != IGNORED) & (self.taught.rows_KN[heads] >= 0)
+            yield from self.taught.chunks(taught_KN, self.taught.rows_KN[heads], shared=shared)
+            labels_KN = labels_KN.masked_fill(taught_KN, IGNORED)
+        for head, rows in rows_by_lm_head(labels_KN, shared=shared):
+            for rows_C in rows.split(len(self.logits_buffer)):
+                yield head, rows_C, None
 
 
 def _to_gradient(
-    logits_SV: Tensor, labels_S1: Tensor, scratch: Tensor, soft: _SoftLabels | None, *, wants_gradient: bool
+    logits_SV: Tensor, labels_S1: Tensor, scratch: Tensor, soft: SoftLabels | None, *, wants_gradient: bool
 ) -> Tensor:
     """The losses [S] of these rows; turns their logits into the losses' gradient in place, rounded to their dtype last.
 
@@ -193,57 +272,6 @@ def _to_gradient(
         gradient_SV = log_q_SV.exp_().sub_(p_SV, alpha=soft.share)
         logits_SV.copy_(gradient_SV.scatter_(1, labels_S1, of_label_S1))
     return torch.lerp(losses_S, soft_S, soft.share)
-
-
-def _chunks(
-    labels_KN: Tensor, teacher: Teacher | None, logits_buffer: Tensor, exact: torch.dtype, *, shared: bool
-) -> Iterator[tuple[int | None, Tensor, _SoftLabels | None]]:
-    """The labelled rows of the flattened [K·N], at most a buffer's at a time: (head, rows [C], soft labels).
-
-    The head is None where one lm_head reads the rows of all heads. Rows of which the teacher has no state come last.
-    """
-    if teacher is not None:
-        taught_KN = (labels_KN != IGNORED) & (teacher.rows_KN >= 0)
-        yield from _taught_chunks(taught_KN, teacher, logits_buffer, exact, shared=shared)
-        labels_KN = labels_KN.masked_fill(taught_KN, IGNORED)
-    for head, rows in _rows_by_lm_head(labels_KN, shared=shared):
-        for rows_C in rows.split(len(logits_buffer)):
-            yield head, rows_C, None
-
-
-def _taught_chunks(
-    taught_KN: Tensor, teacher: Teacher, logits_buffer: Tensor, exact: torch.dtype, *, shared: bool
-) -> Iterator[tuple[int | None, Tensor, _SoftLabels]]:
-    """Those of `_chunks` with soft labels. The target's distributions are computed once, and used by all heads."""
-    num_rows, num_lm_heads = len(logits_buffer), 1 if shared else len(taught_KN)
-    rows = taught_KN.flatten().nonzero()[:, 0]
-    of_teacher = teacher.rows_KN.flatten()[rows]
-    groups = of_teacher // num_rows * num_lm_heads
-    groups += 0 if shared else rows // taught_KN.shape[1]
-    num_groups = -(-len(teacher.states_MD) // num_rows) * num_lm_heads
-    counts = groups.bincount(minlength=num_groups).tolist()
-    order = groups.argsort(stable=True)
-    found = zip(rows[order].split(counts), of_teacher[order].split(counts), strict=True)
-    p_buffer = logits_buffer.new_empty(logits_buffer.shape, dtype=exact)
-    for group, (rows_of_group, teachers_of_group) in enumerate(found):
-        start = group // num_lm_heads * num_rows
-        if group % num_lm_heads == 0:
-            states_MD = teacher.states_MD[start : start + num_rows].to(logits_buffer.dtype)
-            logits_MV = teacher.head.logits(states_MD, logits_buffer[: len(states_MD)])
-            p_MV = torch.softmax(logits_MV, 1, dtype=exact, out=p_buffer[: len(states_MD)])
-        for rows_C, teachers_C in zip(rows_of_group.split(num_rows), teachers_of_group.split(num_rows), strict=True):
-            soft = _SoftLabels(teacher.share, p_MV, teachers_C - start)
-            yield None if shared else group % num_lm_heads, rows_C, soft
-
-
-def _rows_by_lm_head(labels_KN: Tensor, *, shared: bool) -> Iterator[tuple[int | None, Tensor]]:
-    """The labelled rows of the flattened [K·N], grouped by the lm_head that reads them: per head, or all at once."""
-    rows = (labels_KN.flatten() != IGNORED).nonzero()[:, 0]
-    if shared:
-        yield None, rows
-        return
-    counts = (labels_KN != IGNORED).sum(1).tolist()
-    yield from enumerate(rows.split(counts))
 
 
 def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:

@@ -19,7 +19,7 @@ from pipeline.targets.sizes import TargetSizes, forward_bytes, target_sizes
 from pipeline.targets.spec import resolve
 from pipeline.targets.transformers_generation import MAX_BATCH_TOKENS
 from pipeline.targets.vllm_engine import CPU_KV_CACHE_BYTES
-from pipeline.training.memory import HeadsSizes, StepSizes
+from pipeline.training.memory import HeadsSizes, StepSizes, splits_heads
 from pipeline.training.methods import method_of
 
 PLACED = {"generate", "features", "train", "check"}
@@ -41,6 +41,7 @@ class StageBudget:
     least: Memory
     device: Device
     on_device: int  # workers that share it: without GPUs, all of the machine's
+    whole: Memory | None = None  # where workers split what trains: what one would take that has all of it
 
     @property
     def placed(self) -> str:
@@ -150,8 +151,9 @@ class _Stages:
             step = StepSizes(
                 train, self.heads, self.sizes, recipe, workers, device.on_gpu, self.config.target.quantization
             )
-            memory = learner.memory(step)
-            yield StageBudget(name or "train", memory, memory, device, 1 if device.on_gpu else workers)
+            whole = learner.memory(step)
+            memory = learner.memory(replace(step, split=splits_heads(learner.memory, step, device.room)))
+            yield StageBudget(name or "train", memory, memory, device, 1 if device.on_gpu else workers, whole)
 
     def check(self) -> StageBudget:
         """The target and its heads, a cache for each side, and one prompt at a time."""

@@ -66,7 +66,7 @@ def require_fit(
 
 
 def what_fits(
-    config: Config, sizes: TargetSizes, budget: StageBudget, positions: int | None = None, most: int = 5
+    config: Config, sizes: TargetSizes, budget: StageBudget, positions: int | None = None, most: int = 6
 ) -> str:
     """Up to `most` changes of settings with which the stage fits, each with its GiB: `train.heads=… (54.2 GiB)`.
 
@@ -107,6 +107,8 @@ def _smaller(config: Config, stage: str, sizes: TargetSizes, *, on_gpu: bool) ->
         return
     kind, method = head_kind(config.train.heads), method_of(config.train)
     yield [{"train.optimizer": "adamw-8bit"}]
+    if on_gpu:
+        yield [{"train.shard_heads": True, "placement.train.workers": number} for number in (2, 4, 8)]
     yield from ([change] for change in kind.smaller)
     yield from ([{"train.heads": name}] for name in KINDS if name != config.train.heads)
     yield from method.smaller

@@ -6,7 +6,7 @@ every worker, whatever order backward finishes them in: sums are the same bits i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from pipeline.training.task import Workers
 BUCKET_BYTES = 32 << 20
 IN_FLIGHT = 8  # buckets that are summed at once: what their copies take is bounded
 
-RowsOf = Callable[[nn.Parameter, Tensor], Tensor]
+AllRows = Callable[[str, Tensor], Tensor]
 
 
 class GradientSum:
@@ -102,19 +102,21 @@ def _buckets(parameters: Sequence[nn.Parameter], most: int) -> Iterator[list[nn.
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Sequence[nn.Parameter], most: float, all_rows: RowsOf = lambda _, rows: rows) -> Tensor:
+def clip_gradients(
+    parameters: Mapping[str, nn.Parameter], most: float, all_rows: AllRows = lambda _, rows: rows
+) -> Tensor:
     """Scale gradients so that their norm over all parameters is at most `most`; returns the norm before, in fp64.
 
     Squares are summed row by row, then over rows in one order: the norm is the same to the bit where each worker holds
     some of the rows. With one worker torch's own is faster.
 
     Args:
-        all_rows: Given a parameter and a number for each of its rows here, [..., rows], those of all its rows.
+        all_rows: Given a parameter's name and a number for each of its rows here, [..., rows], those of all its rows.
     """
-    rows = [all_rows(weight, torch.linalg.vector_norm(_grad(weight), dim=-1)) for weight in parameters]
-    norm = torch.stack([each.double().square().sum() for each in rows]).sum().sqrt()
+    norms = ((name, torch.linalg.vector_norm(_grad(weight), dim=-1)) for name, weight in parameters.items())
+    norm = torch.stack([all_rows(name, rows).double().square().sum() for name, rows in norms]).sum().sqrt()
     scale = (most / (norm + 1e-6)).clamp(max=1.0).float()
-    for weight in parameters:
+    for weight in parameters.values():
         _grad(weight).mul_(scale.to(weight.dtype))
     return norm
 

@@ -9,6 +9,7 @@ Letters as in the trainer: N positions of a micro-batch on one worker, K heads, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,12 @@ class StepSizes:
     workers: int
     on_gpu: bool
     quantization: Bits | None = None  # of the target
+    split: bool = False  # whether each worker holds a part of the heads
+
+    @property
+    def parts(self) -> int:
+        """In how many parts the heads are held."""
+        return self.workers if self.split else 1
 
     @property
     def product_bytes(self) -> int:
@@ -79,6 +86,17 @@ class StepSizes:
         return chunk_bytes_on(torch.device("cuda" if self.on_gpu else "cpu"))
 
 
+def splits_heads(memory: Callable[[StepSizes], Memory], step: StepSizes, room: float | None) -> bool:
+    """Whether each worker holds a part of the heads: `train.shard_heads`, where `auto` asks if they fit into `room`.
+
+    `memory` is the learner's, `room` that of each worker's GPU, None where it is not known.
+    """
+    asked = step.settings.shard_heads
+    if step.workers == 1 or asked != "auto":
+        return step.workers > 1 and asked is True
+    return step.on_gpu and room is not None and memory(step).total > room
+
+
 def cached_step(step: StepSizes) -> Memory:
     """A step of heads alone, which reads the cache: one micro-batch, the worker's share of `batch_tokens`."""
     heads, num_positions = step.heads, -(-step.recipe.batch_tokens // step.workers)
@@ -88,16 +106,32 @@ def cached_step(step: StepSizes) -> Memory:
     batches = (BATCHES_AHEAD + 1) * num_positions * (state_bytes + label_bytes)
     matrix = step.target.vocab_size * heads.hidden_size * step.product_bytes if teacher else 0
     resident = Memory(
-        heads=FP32 * heads.weights,
-        optimizer=MOMENTS[step.settings.optimizer] * heads.trained,
+        heads=heads_bytes(step),
+        optimizer=MOMENTS[step.settings.optimizer] * heads.trained / step.parts,
         activations=batches + matrix,
     )
     in_loss = resident.plus(
-        gradients=FP32 * heads.trained_lm_head,
+        gradients=lm_head_gradients(step),
         activations=heads_states(step, num_positions) + heads_logits(step, num_positions, teacher=teacher),
     )
-    at_the_end = resident.plus(gradients=FP32 * heads.trained)
+    at_the_end = resident.plus(gradients=FP32 * heads.trained / step.parts)
     return max(in_loss, at_the_end, key=lambda memory: memory.total)
+
+
+def heads_bytes(step: StepSizes) -> float:
+    """The heads' weights: all, or a worker's part, and whole meanwhile what the heads' states are made of."""
+    heads, frozen = step.heads, step.heads.weights - step.heads.trained
+    whole = heads.trained - heads.trained_lm_head if step.split else 0
+    return FP32 * (frozen + heads.trained / step.parts + whole)
+
+
+def lm_head_gradients(step: StepSizes) -> float:
+    """What the loss holds of the lm_heads' gradients: all; or one that is whole, beside a worker's part of each."""
+    heads, one = step.heads, step.heads.vocab_size * step.heads.hidden_size
+    if not step.split or not heads.trained_lm_head:
+        return FP32 * heads.trained_lm_head
+    parts = heads.trained_lm_head / step.parts if heads.trained_lm_head > one else 0  # a single one's comes after it
+    return FP32 * (one + parts)
 
 
 def heads_states(step: StepSizes, num_positions: int) -> float:
@@ -117,6 +151,7 @@ def heads_logits(step: StepSizes, num_positions: int, *, teacher: bool) -> float
     logits = heads.vocab_size * (rows * (width + (held - 1) * FP32) + slice_rows * held * FP32)
     states = 2 * rows * heads.hidden_size * width
     copies = (2 if heads.trained_lm_head or rows < of_all else 1) if width < FP32 else 0
+    copies += int(step.split and heads.trained_lm_head > 0 and not copies)  # the whole of a worker's part
     return logits + states + copies * heads.vocab_size * heads.hidden_size * width
 
 
@@ -131,8 +166,8 @@ def tuned_step(step: StepSizes) -> Memory:
         weights += in_layers / step.workers - in_layers + 2 * in_layers / target.num_hidden_layers
     resident = Memory(
         weights=weights,
-        heads=FP32 * (heads.weights + lora),
-        optimizer=MOMENTS[step.settings.optimizer] * trained,
+        heads=heads_bytes(step) + FP32 * lora,
+        optimizer=MOMENTS[step.settings.optimizer] * (heads.trained / step.parts + lora),
     )
     sequences = step.recipe.batch_sequences or 1
     accumulated = FP32 * trained if -(-sequences // step.workers) > settings.micro_batch else 0
@@ -140,10 +175,11 @@ def tuned_step(step: StepSizes) -> Memory:
     logits = heads_logits(step, num_positions, teacher=step.settings.soft_labels > 0)
     divergence = step.chunk_bytes + width * num_positions * heads.hidden_size
     in_loss = resident.plus(
-        gradients=FP32 * (heads.trained_lm_head + settings.lora_rank * target.vocab_size) + accumulated,
+        gradients=lm_head_gradients(step) + FP32 * settings.lora_rank * target.vocab_size + accumulated,
         activations=kept + heads_states(step, num_positions) + max(logits, divergence),
     )
-    in_backward = resident.plus(gradients=FP32 * trained, activations=kept + one_layer)
+    of_heads = FP32 * heads.trained if accumulated else FP32 * heads.trained / step.parts
+    in_backward = resident.plus(gradients=of_heads + FP32 * lora, activations=kept + one_layer)
     return max(in_loss, in_backward, key=lambda memory: memory.total)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -97,6 +97,24 @@ class Workers:
         """The sum over all workers, in place; bitwise the same on each."""
         self.sum_all([tensor])
         return tensor
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Every worker's tensor of this shape, [N, ...]."""
+        tensor = tensor.contiguous()
+        found = tensor.new_empty(self.world_size, *tensor.shape)
+        dist.all_gather_single(found.flatten(), tensor.flatten())
+        return found
+
+    def sum_parts(self, tensors: Tensor) -> Tensor:
+        """Of [N, ...] on every worker, the sum over all of this worker's own: the same bits as of a sum of all."""
+        found = torch.empty_like(tensors[0])
+        dist.reduce_scatter_single(found.flatten(), tensors.flatten())
+        return found
+
+    def firsts(self, numbers: Sequence[int], device: torch.device) -> list[int]:
+        """The first worker's numbers, on every worker."""
+        mine = numbers if self.is_first else [0] * len(numbers)
+        return self.sum(torch.tensor(mine, dtype=torch.int64, device=device)).tolist()
 
     def sum_all(self, tensors: Iterable[Tensor]) -> None:
         """Sum each tensor over all workers, in place, all in flight at once.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -33,13 +33,16 @@ from pipeline.training.gradients import GradientSum, clip_gradients
 from pipeline.training.learner import Learner
 from pipeline.training.metrics import MetricsLog
 from pipeline.training.optimizers import (
+    goes_by_row,
     load_optimizer,
     make_optimizer,
     optimizer_tensors,
+    owners,
     set_lr,
     trained,
 )
 from pipeline.training.recipe import Recipe
+from pipeline.training.sharded_heads import RowsOverWorkers
 from pipeline.training.task import TrainSpec, Workers, choose_device, memory_errors
 
 LAST_STEPS = 50  # `final_loss` is the mean over so many
@@ -95,9 +98,13 @@ class Trainer:
         self.learner, self.settings = learner, learner.spec.settings
         self.optimizer = make_optimizer(learner.modules, learner.peak_lrs, self.settings)
         self.modules = nn.ModuleDict(learner.modules)
-        self.parameters = list(trained(self.modules).values())
-        self.gradients = GradientSum(_as_finished(learner.modules), learner.workers)
-        self.best: dict[str, Tensor] = {}  # the best state on held-out text, on the CPU; the first worker's alone
+        self.trained = trained(self.modules)
+        self.parameters = list(self.trained.values())
+        self.rows = learner.split_rows
+        whole = [weight for name, weight in _as_finished(learner.modules) if name not in self.rows]
+        self.gradients = GradientSum(whole, learner.workers)
+        self.owners = owners(self.optimizer, self.trained)
+        self.best: dict[str, Tensor] = {}  # the best state on held-out text, on the CPU; see `_keeps`
 
     def step(self, step: int, batches: Sequence[Any]) -> dict[str, Any]:
         """One optimizer step, of which this worker computes a share; returns the figures of the whole."""
@@ -109,7 +116,8 @@ class Trainer:
         self.modules.train()
         sums_C = torch.zeros(len(counts_C), device=learner.device)
         for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
-            losses_C = learner.summed_losses(batch, weights_C)
+            with learner.heads_whole(more=left > 0):
+                losses_C = learner.summed_losses(batch, weights_C)
             if not left:
                 self.gradients.begin()
             (weights_C * losses_C).sum().backward()
@@ -118,8 +126,7 @@ class Trainer:
 
         self.gradients.finish()
         workers.sum(sums_C)
-        clip = clip_gradients if workers.world_size > 1 else torch.nn.utils.clip_grad_norm_
-        norm = clip(self.parameters, self.settings.max_grad_norm)
+        norm = self._clip()
         scalars = torch.stack([(weights_C * sums_C).sum(), norm, counts_C[0]])
         loss, grad_norm, positions, *means = torch.cat([scalars, sums_C / counts_C]).tolist()
         share = learner.lr_share(step)
@@ -138,7 +145,8 @@ class Trainer:
         learner, spec, total = self.learner, self.learner.spec, self.learner.total_steps
         is_first = learner.workers.is_first
         with ExitStack() as stack:
-            checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", self.settings))
+            parts = learner.workers if self.rows else None
+            checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", self.settings, parts))
             state = self.resume(checkpoints)
             log = MetricsLog(spec.watched, state.step, self.settings.report_to) if is_first else None
             stack.enter_context(log or nullcontext())
@@ -158,53 +166,85 @@ class Trainer:
                     figures |= self.evaluate(state)
                 if log:
                     log.write(state.step, {"epoch": state.step / learner.steps_per_epoch, **figures})
-                if is_first and checkpoints.due(state.step):
+                if self._due(checkpoints, state.step):
                     self.save(checkpoints, state)
                 said = f"loss {figures['loss']:.3f}, {state.tokens_per_second:,.0f} positions/s"
                 progress.update(steps_before + state.step, said)
                 started = time.monotonic()
             summary = state.summary() | {"hyperparameters": learner.recipe.facts()} | learner.facts()
             summary |= log.conclude(summary) if log else {}
+        if self.best and state.best_step not in (None, state.step):
+            self.modules.load_state_dict(self.best, strict=False)  # what is frozen is not in it
         if is_first:
-            if state.best_step not in (None, state.step):
-                self.modules.load_state_dict(self.best, strict=False)  # what is frozen is not in it
             learner.write()
-            write_heads(spec.heads_path, learner.heads, summary)  # last: where they are, training is finished
+        heads = learner.whole_heads()
+        if is_first:
+            write_heads(spec.heads_path, heads, summary)  # last: where they are, training is finished
         return summary
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
         """Figures on held-out text; the weights are kept where they are the best so far."""
-        figures = self.learner.evaluate()
-        if state.judge(figures, self.learner.held_out_loss(figures)) and self.learner.workers.is_first:
-            self.best = {name: weight.detach().to("cpu", copy=True) for name, weight in trained(self.modules).items()}
+        with self.learner.heads_whole():
+            figures = self.learner.evaluate()
+        if state.judge(figures, self.learner.held_out_loss(figures)) and self._keeps:
+            self.best = {name: weight.detach().to("cpu", copy=True) for name, weight in self.trained.items()}
         return figures
 
     def save(self, checkpoints: Checkpoints, state: TrainState) -> None:
         """Hand a copy of everything that a resume needs to the checkpoint writer."""
         tensors, numbers = optimizer_tensors(self.optimizer)
         held = {f"optimizer/{name}": tensor for name, tensor in tensors.items()}
-        held |= {f"modules/{name}": tensor for name, tensor in trained(self.modules).items()}
+        held |= {f"modules/{name}": tensor for name, tensor in self.trained.items()}
         if state.best_step != state.step:
             held |= {f"best/{name}": tensor for name, tensor in self.best.items()}
-        checkpoints.save(state.step, held, {"train_state": asdict(state), "optimizer": numbers})
+        split = {name: rows.num_rows for name, tensor in held.items() if (rows := self._rows_of(name, tensor))}
+        checkpoints.save(state.step, held, {"train_state": asdict(state), "optimizer": numbers, "rows": split})
 
     def resume(self, checkpoints: Checkpoints) -> TrainState:
-        """Go back to the newest whole checkpoint, the first worker's choice; a new state where there is none."""
+        """Go back to the newest whole checkpoint, the same on every worker; a new state where there is none."""
         workers, device = self.learner.workers, self.learner.device
-        step = int(workers.sum(torch.tensor(checkpoints.newest() if workers.is_first else 0, device=device)))
-        if not step:
+        if not (saved := checkpoints.newest(workers, device)):
             return TrainState()
-        tensors, state = checkpoints.load(step)
+        tensors, state = checkpoints.load(saved, self._rows_of)
         found: dict[str, dict[str, Tensor]] = {"modules": {}, "optimizer": {}, "best": {}}
         for name, tensor in tensors.items():
             part, _, rest = name.partition("/")
             found[part][rest] = tensor if part == "best" else tensor.to(device)  # which a GPU need not hold
-        assert found["modules"].keys() == trained(self.modules).keys(), "a checkpoint has what trains, all of it"
+        assert found["modules"].keys() == self.trained.keys(), "a checkpoint has what trains, all of it"
         self.modules.load_state_dict(found["modules"], strict=False)  # what is frozen is not in it
         load_optimizer(self.optimizer, found["optimizer"], state["optimizer"])
-        if workers.is_first:
+        if self._keeps:
             self.best = {name: tensor.cpu() for name, tensor in (found["best"] or found["modules"]).items()}
         return TrainState(**state["train_state"])
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether this worker keeps something for the end: the first all, or each its part."""
+        return self.learner.workers.is_first or bool(self.rows)
+
+    def _due(self, checkpoints: Checkpoints, step: int) -> bool:
+        """Whether this worker saves now; parts are saved by the first worker's clock."""
+        if not self.rows:
+            return self.learner.workers.is_first and checkpoints.due(step)
+        return bool(self.learner.workers.firsts([checkpoints.due(step)], self.learner.device)[0])
+
+    def _rows_of(self, name: str, tensor: Tensor) -> RowsOverWorkers | None:
+        """How a checkpoint's tensor is split; None where it is whole."""
+        part, _, rest = name.partition("/")
+        if part == "optimizer":
+            index, _, leaf = rest.partition(".")
+            rest = self.owners[int(index)] if goes_by_row(leaf, tensor) else ""
+        return self.rows.get(rest)
+
+    def _clip(self) -> Tensor:
+        """Clip the gradients, which are all there; returns their norm over all workers."""
+        most = self.settings.max_grad_norm
+        for weight in self.parameters:  # of a part of which no forward has run
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        if self.learner.workers.world_size == 1:
+            return torch.nn.utils.clip_grad_norm_(self.parameters, most)
+        rows = self.rows
+        return clip_gradients(self.trained, most, lambda name, of: rows[name].all_rows(of) if name in rows else of)
 
     def _require_finite(self, loss: float, grad_norm: float, lr: float) -> None:
         """Raise CheckFailed where training has diverged; no later checkpoint is written."""
@@ -214,9 +254,10 @@ class Trainer:
             raise CheckFailed(f"{what}{grad_norm}.", self.learner.spec.directory, fix)
 
 
-def _as_finished(modules: Mapping[str, nn.Module]) -> list[nn.Parameter]:
-    """What trains, in about the order in which backward finishes it: heads before what they read."""
-    return [weight for module in modules.values() for weight in reversed(trained(module).values())]
+def _as_finished(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    """What trains, by name, in about the order in which backward finishes it: heads before what they read."""
+    for name, module in modules.items():
+        yield from ((f"{name}.{of_module}", weight) for of_module, weight in reversed(trained(module).items()))
 
 
 def train(spec: TrainSpec, workers: Workers | None = None, progress: ProgressReporter | None = None) -> dict[str, Any]:

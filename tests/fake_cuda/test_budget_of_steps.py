@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pipeline.config import MedusaConfig, TrainConfig
+from pipeline.execution.device_memory import Memory
 from pipeline.heads.shape import head_kind
 from pipeline.heads.soft_labels import TargetHead
 from pipeline.targets.sizes import TargetSizes
@@ -15,6 +16,7 @@ from pipeline.training.feature_batches import BATCHES_AHEAD, Batch
 from pipeline.training.heads_only import HeadsLearner
 from pipeline.training.memory import HeadsSizes, StepSizes
 from pipeline.training.recipe import heads_recipe
+from pipeline.training.sharded_heads import shard_heads
 from pipeline.training.task import Workers
 from pipeline.training.trainer import Trainer
 from tests.fake_cuda.ledger import Ledger
@@ -50,14 +52,24 @@ def batch_of(hidden_size: int, num_positions: int) -> Batch:
     return Batch(states[0], next_N, labels_KN, states[1], teacher_KN)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_at_real_sizes_takes_what_is_planned(on_fake_cuda, shape, kind):
-    """Of one of sixteen workers, in bf16: the second step, when the optimizer has its moments."""
+class OneOfMany(Workers):
+    """Whose parts are all that it is given: shapes are those of many workers."""
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_empty(self.world_size, *tensor.shape)
+
+    def sum_parts(self, tensors: torch.Tensor) -> torch.Tensor:
+        return tensors.new_empty(tensors.shape[1:])
+
+
+def step_of(settings: TrainConfig, shape: str, workers: int, split: bool) -> tuple[float, Memory]:
+    """The most bytes that one of so many workers holds in its second step, when the optimizer has its moments, and what
+    is planned."""
     hidden_size, vocab_size = SHAPES[shape]
-    settings = TrainConfig(num_heads=K, precision="bf16", **KINDS[kind])
     learner = learner_of(settings, hidden_size, vocab_size)
-    trainer, batch = Trainer(learner), batch_of(hidden_size, learner.recipe.batch_tokens // WORKERS)
+    if split:
+        learner.sharded = shard_heads(learner.heads, OneOfMany(0, workers))
+    trainer, batch = Trainer(learner), batch_of(hidden_size, learner.recipe.batch_tokens // workers)
     for weight in trainer.parameters:
         weight.grad = torch.empty_like(weight)
     trainer.optimizer.step()
@@ -70,5 +82,22 @@ def test_a_step_at_real_sizes_takes_what_is_planned(on_fake_cuda, shape, kind):
     ahead = BATCHES_AHEAD * sum(tensor.nbytes for tensor in batch.tensors().values())
     sizes = TargetSizes(*[0] * 4, hidden_size, vocab_size, *[0] * 7, itemsize=2)
     of_heads = HeadsSizes.of(type(learner.heads), learner.heads.shape)
-    planned = HeadsLearner.memory(StepSizes(settings, of_heads, sizes, learner.recipe, WORKERS, on_gpu=True))
-    assert planned.total == pytest.approx(ledger.peak["cuda:0"] + ahead, rel=0.1)
+    step = StepSizes(settings, of_heads, sizes, learner.recipe, workers, on_gpu=True, split=split)
+    return ledger.peak["cuda:0"] + ahead, HeadsLearner.memory(step)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_at_real_sizes_takes_what_is_planned(on_fake_cuda, shape, kind):
+    """Of one of sixteen workers, in bf16."""
+    settings = TrainConfig(num_heads=K, precision="bf16", **KINDS[kind])
+    found, planned = step_of(settings, shape, WORKERS, split=False)
+    assert planned.total == pytest.approx(found, rel=0.1)
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize("kind", ["untied", "shared", "recurrent"])
+def test_a_step_of_split_heads_of_a_70b_target_takes_what_is_planned(on_fake_cuda, kind, workers):
+    settings = TrainConfig(num_heads=K, precision="bf16", **KINDS[kind])
+    found, planned = step_of(settings, "70B", workers, split=True)
+    assert planned.total == pytest.approx(found, rel=0.1)

@@ -40,7 +40,11 @@ def training_workers() -> list[psutil.Process]:
 def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(ray_cluster, make_spec, monkeypatch):
     from pipeline.training import ray_entry
 
-    alone, together = (make_spec(name, epochs=40, checkpoint_every=10) for name in ("alone", "together"))
+    """The two have a part of the heads each, and of their checkpoints."""
+    alone, together = (
+        make_spec(name, epochs=20, checkpoint_every=10, shard_heads=split)
+        for name, split in (("alone", False), ("together", True))
+    )
     expected = train(alone)
     killed, shown, threads = [], [], set(threading.enumerate())
 

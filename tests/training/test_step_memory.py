@@ -22,6 +22,7 @@ from pipeline.training.heads_and_backbone import BackboneLearner, MicroBatch
 from pipeline.training.heads_only import HeadsLearner
 from pipeline.training.memory import HeadsSizes, StepSizes
 from pipeline.training.recipe import Recipe
+from pipeline.training.sharded_heads import shard_heads
 from pipeline.training.task import Workers
 from pipeline.training.text_batches import Text, assemble_texts
 from pipeline.training.trainer import Trainer
@@ -102,6 +103,34 @@ def test_a_step_from_the_cache_takes_what_is_planned_for_it(target, kind, precis
     one = sum(tensor.nbytes for tensor in batch.tensors().values())
     found = peak_of(learner, [batch]) + BATCHES_AHEAD * one
     assert expected(learner, target) == pytest.approx(found, rel=0.1)
+
+
+class OneOfTwo(Workers):
+    """Whose other worker has the same."""
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([tensor, tensor])
+
+    def sum_parts(self, tensors: torch.Tensor) -> torch.Tensor:
+        return tensors[0].clone()
+
+
+def test_a_worker_of_two_takes_what_is_planned_for_split_heads_and_at_most_six_tenths_of_whole_ones(
+    target, monkeypatch
+):
+    monkeypatch.setitem(losses._CHUNK_BYTES, "cpu", 1 << 18)
+    settings = TrainConfig(num_heads=5, precision="bf16", soft_labels=0.0, heads="medusa")
+    found = {}
+    for split in (False, True):
+        learner = learner_of(HeadsLearner, settings, target, Recipe(1, 1e-3, 0, 1, batch_tokens=64))
+        learner.target_head, sizes = None, HeadsSizes.of(type(learner.heads), learner.heads.shape)
+        if split:
+            learner.sharded = shard_heads(learner.heads, OneOfTwo(0, 2))
+        labels_KN = torch.randint(V, (5, 64))
+        found[split] = peak_of(learner, [Batch(torch.randn(64, D, dtype=torch.bfloat16), labels_KN[0], labels_KN)])
+        step = StepSizes(settings, sizes, target_sizes(target), learner.recipe, 1 + split, False, split=split)
+        assert type(learner).memory(step).total == pytest.approx(found[split], rel=0.1)
+    assert found[True] <= 0.6 * found[False]
 
 
 @pytest.mark.parametrize(("checkpointing", "num_sequences"), [(True, 2), (False, 1)])

@@ -1,0 +1,78 @@
+"""The order in which a loss walks the labelled rows of all heads: by lm_head, and by the states that teach them.
+
+Letters: N rows (positions), C rows of a chunk, M states of the target, V vocabulary, K heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline.conversations.spans import IGNORED
+from pipeline.heads.soft_labels import Teacher
+
+
+class SoftLabels(NamedTuple):
+    """What rows learn besides their labels: the target's p at M of its states, and which of these is each row's."""
+
+    share: float
+    p_MV: Tensor
+    states_C: Tensor
+
+    def part(self, rows: slice) -> SoftLabels:
+        return self._replace(states_C=self.states_C[rows])
+
+
+class Taught:
+    """The chunks of rows that have soft labels, and the target's distributions, one chunk of its states at a time."""
+
+    def __init__(self, teacher: Teacher, logits_buffer: Tensor, exact: torch.dtype):
+        self.teacher, self.rows_KN, self.logits_buffer = teacher, teacher.rows_KN, logits_buffer
+        self.p_buffer = logits_buffer.new_empty(logits_buffer.shape, dtype=exact)
+        self.held: int | None = None  # the first state of those in the buffer
+
+    def chunks(
+        self, taught_KN: Tensor, rows_KN: Tensor, *, shared: bool
+    ) -> Iterator[tuple[int | None, Tensor, SoftLabels]]:
+        """Those of a loss with soft labels. Each distribution is computed once for all heads of a call."""
+        teacher, num_rows, num_lm_heads = self.teacher, len(self.logits_buffer), 1 if shared else len(taught_KN)
+        rows = taught_KN.flatten().nonzero()[:, 0]
+        of_teacher = rows_KN.flatten()[rows]
+        groups = of_teacher // num_rows * num_lm_heads
+        groups += 0 if shared else rows // taught_KN.shape[1]
+        num_groups = -(-len(teacher.states_MD) // num_rows) * num_lm_heads
+        counts = groups.bincount(minlength=num_groups).tolist()
+        order = groups.argsort(stable=True)
+        found = zip(rows[order].split(counts), of_teacher[order].split(counts), strict=True)
+        for group, (rows_of_group, teachers_of_group) in enumerate(found):
+            start = group // num_lm_heads * num_rows
+            p_MV = self._distributions(start)
+            for rows_C, teachers_C in zip(
+                rows_of_group.split(num_rows), teachers_of_group.split(num_rows), strict=True
+            ):
+                soft = SoftLabels(teacher.share, p_MV, teachers_C - start)
+                yield None if shared else group % num_lm_heads, rows_C, soft
+
+    def _distributions(self, start: int) -> Tensor:
+        """The target's p [M, V] at the states from `start` on, as many as the buffer holds."""
+        buffer = self.logits_buffer
+        states_MD = self.teacher.states_MD[start : start + len(buffer)].to(buffer.dtype)
+        p_MV = self.p_buffer[: len(states_MD)]
+        if self.held != start:
+            logits_MV = self.teacher.head.logits(states_MD, buffer[: len(states_MD)])
+            torch.softmax(logits_MV, 1, dtype=p_MV.dtype, out=p_MV)
+            self.held = start
+        return p_MV
+
+
+def rows_by_lm_head(labels_KN: Tensor, *, shared: bool) -> Iterator[tuple[int | None, Tensor]]:
+    """The labelled rows of the flattened [K·N], grouped by the lm_head that reads them: per head, or all at once."""
+    rows = (labels_KN.flatten() != IGNORED).nonzero()[:, 0]
+    if shared:
+        yield None, rows
+        return
+    counts = (labels_KN != IGNORED).sum(1).tolist()
+    yield from enumerate(rows.split(counts))
