@@ -66,7 +66,8 @@ def tie_tolerance(target: TargetSpec, settings: CheckConfig) -> float:
     """The configured tolerance, or the default: the larger of the dtype's and the quantization's."""
     if settings.tie_tolerance is not None:
         return settings.tie_tolerance
-    grids = {target.dtype, AS_COARSE_AS.get(target.quantization or "", target.dtype)}
+    quantization = "8bit" if target.rounds_inputs else target.quantization or ""
+    grids = {target.dtype, AS_COARSE_AS.get(quantization, target.dtype)}
     return max(TIE_TOLERANCE[grid] for grid in grids)
 
 

@@ -16,7 +16,8 @@ from pipeline.evaluation.native import check_native
 from pipeline.evaluation.prompts import CheckRequest
 from pipeline.evaluation.served import check_served
 from pipeline.execution.progress import ProgressReporter
-from pipeline.targets.quantized import format_of, in_engine, require_readable
+from pipeline.targets.quantization import format_of
+from pipeline.targets.quantized import in_engine, require_readable
 from pipeline.targets.spec import TargetSpec, model_config, resolve
 
 WHERE = "check.served_model"

@@ -60,7 +60,7 @@ def model_card(
             "licence": licence,
             "train": section["train"],
             "generate": section["generate"],
-            "shared": "shared" in (section["export"].get("formats") or ()),
+            "shared": (section["export"].get("formats") or [None])[0] == "shared",  # of the export's root
             "settings": card_facts.settings(report, section, tuned),
         },
     )

@@ -9,6 +9,7 @@ Native answers are left in `answers/plain.jsonl` and, with the heads, `answers/K
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,42 +81,15 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def _decode_and_judge(context: Context, stage: StageDirectory, progress: ProgressReporter) -> Summary:
-    settings, export = context.config.check, context.upstream["export"].path
-    target = with_room(context.backbone("export"), settings)
-    prompts = _prompts(context, target, progress)
-    drafted = read_layout(export).shape.max_depth  # vLLM drafts beyond the end
-    target = with_room_for(target, prompts.kept, settings.max_new_tokens + drafted + 1)
-    placement, calibration = context.placement("features"), read_calibration(context.upstream["calibrate"].path)
-    request = CheckRequest(
-        target,
-        str(export),
-        prompts.kept,
-        settings,
-        tree=read_tree(export),
-        gpus=placement.gpus,
-        name=Path(context.config.target.model).name,
-        assistant=_assistant(context),
-        calibration=calibration,
-    )
-    result: Summary = {"skipped_prompts": prompts.skipped}
+    settings, (request, skipped) = context.config.check, _request(context, progress)
+    result: Summary = {"skipped_prompts": skipped}
     if "native" in settings.engines:
-        native = read_json(stage.path / NATIVE_FILE)  # of a check that was interrupted
-        if native is None:
-            arguments = {"function": check_native, "request": request}
-            native = context.executor.call(with_hardware, arguments, placement, progress)
-            write_answers(stage.path, native.pop("answers"))
-            write_json(stage.path / NATIVE_FILE, native)
-        result |= native
-        result["native"]["skipped_prompts"] = prompts.skipped
+        result |= _natively(context, stage, request, progress)
+        result["native"]["skipped_prompts"] = skipped
     if "vllm" in settings.engines:
-        placement = context.placement("generate")
-        arguments = {"function": check_served, "request": replace(request, gpus=placement.gpus)}
-        served = context.executor.call(with_hardware, arguments, placement, progress)
-        of_one_kind = not isinstance(settings.prompts, Path) and context.config.calibrate.data is None
-        held_out = len(prompts.kept) if of_one_kind else None
-        promise = chain_promise(calibration, result.get("native", {}).get("chain"), held_out)
-        result = {"hardware": served["hardware"], **result, "vllm": served["vllm"] | promise}
-        result["differing"] = result.get("differing", []) + served["differing"]
+        served = _in_vllm(context, request, result.get("native", {}).get("chain"), progress)
+        differing = result.get("differing", []) + served.pop("differing")
+        result = {"hardware": served["hardware"], **result, "vllm": served["vllm"], "differing": differing}
     if isinstance(settings.prompts, Path):
         questions = CheckQuestions(read_questions(settings.prompts))
         result["contaminated_rows"] = num_contaminated(context.upstream["generate"].shards(), questions)
@@ -129,6 +103,52 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
         result["kl"] = trained["drift"]["kl"]
     (stage.path / NATIVE_FILE).unlink(missing_ok=True)
     return result | {"passed": not failures_of(result, context.config)}
+
+
+def _request(context: Context, progress: ProgressReporter) -> tuple[CheckRequest, int]:
+    """What is decoded, and how many prompts leave no room for it."""
+    settings, export = context.config.check, context.upstream["export"].path
+    target = with_room(context.backbone("export"), settings)
+    prompts = _prompts(context, target, progress)
+    drafted = read_layout(export).shape.max_depth  # vLLM drafts beyond the end
+    request = CheckRequest(
+        with_room_for(target, prompts.kept, settings.max_new_tokens + drafted + 1),
+        str(export),
+        prompts.kept,
+        settings,
+        tree=read_tree(export),
+        gpus=context.placement("features").gpus,
+        name=Path(context.config.target.model).name,
+        assistant=_assistant(context),
+        calibration=read_calibration(context.upstream["calibrate"].path),
+    )
+    return request, prompts.skipped
+
+
+def _natively(
+    context: Context, stage: StageDirectory, request: CheckRequest, progress: ProgressReporter
+) -> dict[str, Any]:
+    """The native result, or what an interrupted check has left of it."""
+    native = read_json(stage.path / NATIVE_FILE)
+    if native is None:
+        arguments = {"function": check_native, "request": request}
+        native = context.executor.call(with_hardware, arguments, context.placement("features"), progress)
+        write_answers(stage.path, native.pop("answers"))
+        write_json(stage.path / NATIVE_FILE, native)
+    return dict(native)
+
+
+def _in_vllm(
+    context: Context, request: CheckRequest, chain: Mapping[str, Any] | None, progress: ProgressReporter
+) -> dict[str, Any]:
+    """vLLM's result with what its chain is expected to reach; `chain` is native decoding's of the same text."""
+    placement = context.placement("generate")
+    arguments = {"function": check_served, "request": replace(request, gpus=placement.gpus)}
+    served = context.executor.call(with_hardware, arguments, placement, progress)
+    of_one_kind = not isinstance(request.settings.prompts, Path) and context.config.calibrate.data is None
+    assert request.calibration is not None
+    promise = chain_promise(request.calibration, chain, len(request.prompts) if of_one_kind else None)
+    return {**served, "vllm": served["vllm"] | promise}
 
 
 def _on_served_model(

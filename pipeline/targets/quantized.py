@@ -1,4 +1,4 @@
-"""Targets whose files are quantized: which format they have, and whether this machine and an engine can read it.
+"""Whether this machine and an engine can read a target whose files are quantized.
 
 transformers says itself what a format needs (`validate_environment`): a package, a GPU. vLLM's answers are written down
 here, as of 0.32, since asking it would import it: it has no bitsandbytes. Without a GPU both decompress
@@ -8,34 +8,12 @@ compressed-tensors (int8 and fp8); packed 4-bit weights multiply in vLLM in 16 b
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.targets.quantization import format_of, quantization_of
 from pipeline.targets.spec import TargetSpec, first_lines, model_config
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 NOT_IN_VLLM = {"bitsandbytes": "vLLM 0.32 has no bitsandbytes"}
-
-
-def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
-    """The quantization of a checkpoint as its config.json has it; None where it is not quantized."""
-    found = getattr(config, "quantization_config", None)
-    if found is None or isinstance(found, dict):
-        return found
-    return dict(found.to_dict())
-
-
-def format_of(config: PretrainedConfig) -> str | None:
-    """The format in words, as `compressed-tensors (int-quantized)` or `gptq (4 bits)`; None where there is none."""
-    settings = quantization_of(config)
-    if settings is None:
-        return None
-    bits = settings.get("bits") or next((n for n in (4, 8) if settings.get(f"load_in_{n}bit")), None)
-    more = settings.get("format") or (f"{bits} bits" if bits else "")
-    method = str(settings.get("quant_method", "an unknown format"))
-    return f"{method} ({more})" if more else method
 
 
 def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str) -> None:

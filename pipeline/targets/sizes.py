@@ -148,5 +148,8 @@ def _stored_bits(config: PretrainedConfig) -> int | None:
     if not settings:
         return None
     found = settings if isinstance(settings, dict) else settings.to_dict()
-    method = str(found.get("quant_method", ""))
+    method, groups = str(found.get("quant_method", "")), found.get("config_groups") or {}
+    of_groups = [(group.get("weights") or {}).get("num_bits") for group in groups.values() if isinstance(group, dict)]
+    if bits := max(filter(None, of_groups), default=None):  # compressed-tensors
+        return int(bits)
     return int(found.get("bits") or found.get("w_bit") or (8 if "8" in method or found.get("load_in_8bit") else 4))

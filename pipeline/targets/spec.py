@@ -16,6 +16,7 @@ from pipeline.config import DTYPES
 from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import ConfigError
 from pipeline.targets import files
+from pipeline.targets.quantization import rounds_inputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -41,6 +42,7 @@ class TargetSpec:
     max_tokens: int | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
+    rounds_inputs: bool = False  # a checkpoint whose quantized layers round what they read to 8 bits
     date: str = "2024-07-26"  # what the chat template is told, where it asks: YYYY-MM-DD
 
 
@@ -79,7 +81,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
         raise ConfigError(f"The target {target.model} is quantized already.", "target.quantization", fix)
     context_length(spec, config)
     dtype = target.dtype if target.dtype != "auto" else _own_dtype(config, on_gpu)
-    return replace(spec, dtype=dtype)
+    return replace(spec, dtype=dtype, rounds_inputs=rounds_inputs(config))
 
 
 def model_config(spec: TargetSpec) -> PretrainedConfig:

@@ -156,6 +156,7 @@ def test_the_tolerance_is_the_dtype_s_unless_it_is_set():
     assert tolerances[0] == 1e-4 and tolerances == sorted(tolerances)
     assert tie_tolerance(TargetSpec("x", dtype="bfloat16"), CheckConfig(tie_tolerance=0)) == 0
     assert tie_tolerance(TargetSpec("x", quantization="8bit"), CheckConfig(tie_tolerance=0)) == 0
+    assert tie_tolerance(TargetSpec("x", rounds_inputs=True), usual) == tolerances[2], "a checkpoint of such layers"
 
 
 def test_the_tolerance_of_8_bits_covers_what_their_rounding_makes_of_one_forward_and_many(tiny_target):

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.config import TargetConfig
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets.loading import load_causal_lm, verify_tap
-from pipeline.targets.quantized import format_of, in_engine, require_readable
-from pipeline.targets.spec import TargetSpec, model_config
+from pipeline.targets.quantization import format_of
+from pipeline.targets.quantized import in_engine, require_readable
+from pipeline.targets.sizes import target_sizes
+from pipeline.targets.spec import TargetSpec, model_config, resolve
 from tests.targets.quantized_copies import by_bitsandbytes, compressed
 
 PROMPT = torch.tensor([[7, 20, 33, 41, 5, 90, 17]])
@@ -29,6 +32,9 @@ def test_a_copy_that_its_own_library_wrote_computes_nearly_what_the_target_does(
     write, described, distance = FORMATS[name]
     spec = TargetSpec(str(write(tiny_target, tmp_path)))
     assert format_of(model_config(spec)) == described
+    assert resolve(TargetConfig(model=spec.model)).rounds_inputs is (name != "packed"), "its weights alone are packed"
+    sizes = target_sizes(spec)
+    assert sizes and sizes.stored_bits == (4 if name == "packed" else 8)
     require_readable(spec, "native", on_gpu=False, where="target.model")
     model, full = load_causal_lm(spec), load_causal_lm(TargetSpec(str(tiny_target)))
     verify_tap(model)

@@ -1,0 +1,35 @@
+"""What a checkpoint's config.json says of its quantization."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
+    """The quantization of a checkpoint as its config.json has it; None where it is not quantized."""
+    found = getattr(config, "quantization_config", None)
+    if found is None or isinstance(found, dict):
+        return found
+    return dict(found.to_dict())
+
+
+def format_of(config: PretrainedConfig) -> str | None:
+    """The format in words, as `compressed-tensors (int-quantized)` or `gptq (4 bits)`; None where there is none."""
+    settings = quantization_of(config)
+    if settings is None:
+        return None
+    bits = settings.get("bits") or next((n for n in (4, 8) if settings.get(f"load_in_{n}bit")), None)
+    more = settings.get("format") or (f"{bits} bits" if bits else "")
+    method = str(settings.get("quant_method", "an unknown format"))
+    return f"{method} ({more})" if more else method
+
+
+def rounds_inputs(config: PretrainedConfig) -> bool:
+    """Whether its layers round what they read to 8 bits, and not their weights alone."""
+    settings = quantization_of(config) or {}
+    groups = (settings.get("config_groups") or {}).values()
+    of_groups = any(isinstance(group, dict) and group.get("input_activations") for group in groups)
+    return bool(of_groups or settings.get("load_in_8bit") or settings.get("activation_scheme"))

@@ -1,0 +1,17 @@
+"""The whole flow from a target whose files are quantized: its states, its heads, its text."""
+
+from __future__ import annotations
+
+import json
+
+from tests.flows.tiny import STAGES, latest, run_again
+from tests.targets.quantized_copies import compressed
+
+
+def test_heads_of_a_quantized_target_keep_its_text(make_config, tmp_path, tiny_target):
+    copy = compressed(tiny_target, tmp_path / "copy", "int8")
+    run = run_again(make_config(tmp_path, target__model=str(copy), train__heads="recurrent"))
+    assert all(latest(run, name).done for name in STAGES)
+    native = json.loads((run.path / "report.json").read_text())["check"]["native"]
+    assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}
+    assert native["acceleration_rate"] > 1
