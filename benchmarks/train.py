@@ -27,7 +27,8 @@ from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
 from pipeline.stages.features import Worker
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.spec import TargetSpec, model_config
-from pipeline.training.feature_batches import LANES, Batch, EpochPlan
+from pipeline.training.epoch_plan import LANES, EpochPlan
+from pipeline.training.feature_batches import Batch
 from pipeline.training.heads_only import HeadsLearner, open_features
 from pipeline.training.metrics import read_metrics
 from pipeline.training.task import TrainSpec, Workers

@@ -75,11 +75,7 @@ def train(
         loss = F.cross_entropy(logits_BTV.float().flatten(0, 1), labels_BT.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak_lr"] * learning_rate_share(steps_share, time_share)
-            optimizer.step()
-            optimizer.zero_grad()
+        update(optimizers, learning_rate_share(steps_share, time_share))
         losses.append(loss.item())
         num_tokens += int((labels_BT >= 0).sum())
         if progress:
@@ -93,6 +89,15 @@ def train(
         "final_loss": sum(last) / len(last) if last else math.nan,
         "precision": "bfloat16" if half else "float32",
     }
+
+
+def update(optimizers: list[torch.optim.Optimizer], share: float) -> None:
+    """One step of every optimizer at a share of its peak learning rates."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * share
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def fast_bfloat16() -> bool:

@@ -135,15 +135,8 @@ def question_prompts(
     Args:
         engine: The engine that answers; it takes all questions at once.
     """
-    tokenizer, rule = load_tokenizer(target), rule_of(settings)
     num_turns = sum(message.role == "user" for question in questions for message in question.messages)
-    template = load_chat_template(target, tokenizer)
-    sampling = Sampling(
-        temperature=settings.temperature if rule.samples else 0.0,
-        top_p=settings.top_p if rule.samples else 1.0,
-        max_new_tokens=settings.max_new_tokens,
-        stop_token_ids=eos_token_ids(target),
-    )
+    template, sampling = load_chat_template(target, load_tokenizer(target)), _as_measured(target, settings)
     longest = max((_most_tokens(question, template, settings.max_new_tokens) for question in questions), default=1)
     target = replace(target, max_tokens=min(context_length(target), longest))
     replay = DialogueSettings("replay", sampling, context_length(target), ends_at_flaws=False)
@@ -155,10 +148,25 @@ def question_prompts(
         converse(dialogues, Counted(running, progress))
     finally:
         running.close()
-    room = context_length(target) - settings.max_new_tokens
-    names = question_ids(questions)
+    kept = _asked(questions, dialogues, context_length(target) - settings.max_new_tokens)
+    return Prompts(kept, num_turns - len(kept))
+
+
+def _as_measured(target: TargetSpec, settings: CheckConfig) -> Sampling:
+    """Answers of earlier turns are sampled as the acceptance rule samples."""
+    samples = rule_of(settings).samples
+    return Sampling(
+        temperature=settings.temperature if samples else 0.0,
+        top_p=settings.top_p if samples else 1.0,
+        max_new_tokens=settings.max_new_tokens,
+        stop_token_ids=eos_token_ids(target),
+    )
+
+
+def _asked(questions: Sequence[Conversation], dialogues: Sequence[Dialogue], room: int) -> list[Prompt]:
+    """The prompts that dialogues ended up asking and that are no longer than `room`."""
     kept: list[Prompt] = []
-    for question, name, dialogue in zip(questions, names, dialogues, strict=True):
+    for question, name, dialogue in zip(questions, question_ids(questions), dialogues, strict=True):
         with contextlib.suppress(RowRejected):  # it has no answer
             asked = [row.input_ids[: span.start] for row in dialogue.rows() for span in row.spans]
             kept += [
@@ -166,7 +174,7 @@ def question_prompts(
                 for turn, ids in enumerate(asked)
                 if len(ids) <= room
             ]
-    return Prompts(kept, num_turns - len(kept))
+    return kept
 
 
 class Counted:

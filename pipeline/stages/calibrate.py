@@ -95,12 +95,7 @@ def _measure_and_choose(context: Context, stage: StageDirectory, progress: Progr
     hits_KR, counts_K = ranks.hits(settings.top)
     trained_K = counts_K[: context.config.train.num_heads]  # a kind may propose deeper
     num_conversations = len(np.unique(ranks.conversations))
-    if int(trained_K.min()) == 0 or num_conversations < 2:
-        raise DataError(
-            f"Head {int(trained_K.argmin())} has nothing to be measured on: the held-out answers are too short for it.",
-            str(settings.data or features.path),
-            "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers be longer.",
-        )
+    _require_labels(trained_K, num_conversations, str(settings.data or features.path))
     fits = _cross_fit(context, ranks)
     most = most_draft_tokens(context.config)
     timed = times_chain(context.config)
@@ -127,21 +122,38 @@ def _measure_and_choose(context: Context, stage: StageDirectory, progress: Progr
     return {
         "heads": [_head(hits, int(count)) for hits, count in zip(hits_KR.cumsum(1).tolist(), trained_K, strict=False)],
         "tree": {
-            "nodes": tree.num_nodes,
-            "depth": tree.depth,
-            "source": tree.source,
-            "text": "calibrate.data" if settings.data else "held-out rows",
+            **_tree_facts(tree, "calibrate.data" if settings.data else "held-out rows"),
             **expected,
-            "tokens_by_depth": tree.tokens_by_depth(),
             "num_speculative_tokens": num_tokens,
             "chain": chain,
             **({"chain_costs": costs.to_json()} if costs else {}),
-            **({"dynamic": tree.dynamic.to_json()} if tree.dynamic else {}),
-            **({"searches": tree.search.searches} if tree.search else {}),
-            **({"sizes": tree.search.sizes} if tree.search and tree.search.sizes else {}),
         },
         "positions": int(counts_K.max()),
         "conversations": num_conversations,
+    }
+
+
+def _require_labels(trained_K: np.ndarray, num_conversations: int, where: str) -> None:
+    """Raise DataError where a head has nothing to be measured on, or there is one conversation alone."""
+    if int(trained_K.min()) == 0 or num_conversations < 2:
+        raise DataError(
+            f"Head {int(trained_K.argmin())} has nothing to be measured on: the held-out answers are too short for it.",
+            where,
+            "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers be longer.",
+        )
+
+
+def _tree_facts(tree: ChosenTree, text: str) -> dict[str, Any]:
+    """The chosen tree, on what `text` it was measured, and what it was chosen from."""
+    return {
+        "nodes": tree.num_nodes,
+        "depth": tree.depth,
+        "source": tree.source,
+        "text": text,
+        "tokens_by_depth": tree.tokens_by_depth(),
+        **({"dynamic": tree.dynamic.to_json()} if tree.dynamic else {}),
+        **({"searches": tree.search.searches} if tree.search else {}),
+        **({"sizes": tree.search.sizes} if tree.search and tree.search.sizes else {}),
     }
 
 

@@ -28,7 +28,8 @@ from pipeline.heads.accuracy import Score, label_ranks, score
 from pipeline.heads.kind import Heads
 from pipeline.training.adapted_backbone import Backbone
 from pipeline.training.backbone_losses import Drift, measure_drift
-from pipeline.training.feature_batches import EpochPlan, load_batches, part
+from pipeline.training.epoch_plan import EpochPlan, part
+from pipeline.training.feature_batches import load_batches
 from pipeline.training.task import TrainSpec, Workers, product_dtype
 from pipeline.training.text_batches import Text, assemble_texts, pack
 

@@ -28,8 +28,9 @@ from pipeline.heads.draft_vocabulary import most_frequent
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.soft_labels import TargetHead, Teacher
 from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes
+from pipeline.training.epoch_plan import EpochPlan
 from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, evaluate
-from pipeline.training.feature_batches import Batch, EpochPlan, load_batches
+from pipeline.training.feature_batches import Batch, load_batches
 from pipeline.training.input_noise import noisy
 from pipeline.training.learner import Learner
 from pipeline.training.memory import StepSizes, cached_step

@@ -64,13 +64,7 @@ def train_on_ray(
     spec = _absolute(spec)
     bookkeeping = spec.path / "ray"
     bookkeeping.mkdir(exist_ok=True)
-    run = RunConfig(
-        name=uuid.uuid4().hex[:12],
-        storage_path=str(bookkeeping),
-        failure_config=FailureConfig(max_failures=max_failures - 1, controller_failure_limit=MAX_START_FAILURES),
-        logging_config=LoggingConfig(log_level="ERROR"),
-        callbacks=[DeathReporter(on_death)] if on_death else [],
-    )
+    run = _run_config(str(bookkeeping), max_failures, on_death)
     settings = {"spec": spec, "cpus": placement.cpus, "progress": progress}
     try:
         summary, error = _trainer(worker or run_worker, settings, placement, run).fit().return_value
@@ -81,6 +75,16 @@ def train_on_ray(
     if error:
         raise error
     return summary
+
+
+def _run_config(storage: str, max_failures: int, on_death: Callable[..., None] | None) -> RunConfig:
+    return RunConfig(
+        name=uuid.uuid4().hex[:12],
+        storage_path=storage,
+        failure_config=FailureConfig(max_failures=max_failures - 1, controller_failure_limit=MAX_START_FAILURES),
+        logging_config=LoggingConfig(log_level="ERROR"),
+        callbacks=[DeathReporter(on_death)] if on_death else [],
+    )
 
 
 def _trainer(

@@ -23,7 +23,7 @@ from torch import Tensor
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import IGNORED, Span, feature_positions, head_labels
-from pipeline.training.feature_batches import part
+from pipeline.training.epoch_plan import part
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts.feature_rows import FeatureRows
 from pipeline.errors import DataError
-from pipeline.training.feature_batches import LANES, EpochPlan, Piece, load_batches
+from pipeline.training.epoch_plan import LANES, EpochPlan, Piece
+from pipeline.training.feature_batches import load_batches
 from tests.training.conftest import STATES
 
 lengths_of_groups = st.lists(st.lists(st.integers(0, 40), max_size=6), max_size=8)
