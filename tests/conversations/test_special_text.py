@@ -6,7 +6,7 @@ import copy
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
@@ -63,6 +63,7 @@ def test_no_token_of_what_a_seed_says_is_special(family, kind, tokenizers, templ
     tokenizer = tokenizers[kind]
     template = ChatTemplate(tokenizer, templates[family])
 
+    @settings(max_examples=20)
     @given(chats)
     def holds(messages):
         asked = messages[: 2 + 2 * (len(messages) > 3)]
@@ -81,6 +82,7 @@ def test_no_token_of_what_a_seed_says_is_special(family, kind, tokenizers, templ
 def test_the_target_reads_the_very_text_that_the_template_writes(family, tokenizer, templates):
     template = ChatTemplate(tokenizer, templates[family])
 
+    @settings(max_examples=20)
     @given(chats)
     def holds(messages):
         text = template.render(messages[:2], asks=True)
