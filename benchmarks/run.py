@@ -30,6 +30,7 @@ BENCHMARKS = {
     "train": "training from the cache",
     "recurrent": "recurrent heads beside Medusa heads",
     "serving": "both kinds in vLLM beside plain vLLM: `python -m benchmarks.run serving`, after both demos",
+    "architectures": "families of models, kept or refused: `python -m benchmarks.run architectures`, 10 minutes",
     "medusa2": "a step of heads and backbone",
     "reading": "reading the cache",
     "decoding": "what a step with a tree costs",
@@ -40,7 +41,8 @@ BENCHMARKS = {
     "tampering": "2,000 acts of tampering with finished runs: `python -m benchmarks.tampering`, half an hour",
     "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",
 }
-WHEN_ASKED = {"soak", "tampering", "ladder", "recipe", "serving"}  # too long to run with all, or after other work
+# too long to run with all, or after other work
+WHEN_ASKED = {"architectures", "soak", "tampering", "ladder", "recipe", "serving"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

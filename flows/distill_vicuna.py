@@ -1,4 +1,4 @@
-"""Heads for Vicuna v1.5, which answers ShareGPT's questions anew (paper 3.2, appendix B).
+"""Heads for Vicuna, which answers ShareGPT's questions anew (paper 3.2, appendix B).
 
     python flows/distill_vicuna.py vicuna-7b seeds.sources=ShareGPT.json run.root=/mnt/runs
     ray job submit --working-dir . -- python flows/distill_vicuna.py vicuna-33b run.root=/mnt/runs …
@@ -22,7 +22,9 @@ def main() -> None:
     name, *overrides = sys.argv[1:] or ["vicuna-7b"]
     if "=" in name:
         raise ConfigError(
-            "The first word names the configuration.", name, "Write vicuna-7b or vicuna-33b before the overrides."
+            "The first word names the configuration.",
+            name,
+            "Write vicuna-7b, -7b-medusa-1, -13b or -33b before the overrides.",
         )
     run_flow(load_config(CONFIGS / f"{name}.yaml", overrides), STAGES)
 

@@ -1,4 +1,5 @@
-"""Heads for HuggingFaceH4/zephyr-7b-beta, which writes both sides of UltraChat conversations itself (paper 2.3.2).
+"""Heads for HuggingFaceH4/zephyr-7b-beta, which writes both sides of ShareGPT and UltraChat conversations itself
+(paper 2.3.2).
 
     python flows/distill_zephyr.py run.root=/mnt/runs
     ray job submit --working-dir . -- python flows/distill_zephyr.py run.root=/mnt/runs push.repo_id=USER/NAME

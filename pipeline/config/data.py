@@ -10,6 +10,8 @@ from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_
 
 from pipeline.config.section import Dtype, Precision, Section
 
+TEMPLATE_GIVEN = {"messages", "chat_template", "add_generation_prompt", "tokenize", "strftime_now", "tools"}
+
 
 class TargetConfig(Section):
     model: str = Field(description="Hub id or local directory of the chat model to accelerate.")
@@ -25,11 +27,22 @@ class TargetConfig(Section):
     chat_template: str | None = Field(
         None, description="Jinja chat template, as text or as a path; for targets that ship none."
     )
+    template_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Variables that the chat template is given, such as {enable_thinking: false} of Qwen3's.",
+    )
     date: datetime.date = Field(
         datetime.date(2024, 7, 26),
         description="What a chat template that asks for today's date (`strftime_now`, as Llama 3's) is told, so that a "
         "run gives the same on every day.",
     )
+
+    @field_validator("template_arguments")
+    @classmethod
+    def leaves_ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if taken := sorted(value.keys() & TEMPLATE_GIVEN):
+            raise ValueError(f"{taken[0]} is given to every template already")
+        return value
 
 
 Column = Literal[

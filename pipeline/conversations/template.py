@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ class ChatTemplate:
         tokenizer: The target's tokenizer.
         chat_template: Jinja text that replaces the tokenizer's own template.
         today: What a template that asks for the date (`strftime_now`) is told; by default the day of the call.
+        arguments: Further variables of the template, such as Qwen3's `enable_thinking`.
 
     Attributes:
         end_of_turn_ids: The token that ends an answer in this template; empty if there is none.
@@ -50,7 +51,13 @@ class ChatTemplate:
         ConfigError: Neither the tokenizer nor the argument has a template, or it cannot render a conversation.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat_template: str | None = None, today: date | None = None):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat_template: str | None = None,
+        today: date | None = None,
+        arguments: Mapping[str, Any] | None = None,
+    ):
         fix = "Give one in target.chat_template."
         if chat_template is None and not getattr(tokenizer, "chat_template", None):
             raise ConfigError("The target's tokenizer has no chat template.", str(tokenizer.name_or_path), fix)
@@ -58,7 +65,7 @@ class ChatTemplate:
         self._template = chat_template
         self._special = SpecialText(tokenizer)
         self._escapes = True
-        self._given: dict[str, Any] = {"strftime_now": today.strftime} if today else {}
+        self._given: dict[str, Any] = dict(arguments or {}) | ({"strftime_now": today.strftime} if today else {})
         self._marks = {id for id, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         self._marks |= set(tokenizer.all_special_ids)
         special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}

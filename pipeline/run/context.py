@@ -101,6 +101,7 @@ class Context:
             "quantization": spec.quantization,
             "max_tokens": spec.max_tokens,
             "chat_template": spec.chat_template,
+            **({"template_arguments": spec.template_arguments} if spec.template_arguments else {}),
             **({"date": spec.date} if asks_for_date(spec, paths) else {}),
         }
 

@@ -7,7 +7,7 @@ What must be equal in every engine is decided here: `resolve` pins a Hub target 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -44,6 +44,7 @@ class TargetSpec:
     chat_template: str | None = None
     rounds_inputs: bool = False  # a checkpoint whose quantized layers round what they read to 8 bits
     date: str = "2024-07-26"  # what the chat template is told, where it asks: YYYY-MM-DD
+    template_arguments: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
@@ -73,6 +74,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
         trust_remote_code=target.trust_remote_code,
         chat_template=_template_text(target.chat_template),
         date=target.date.isoformat(),
+        template_arguments=target.template_arguments,
     )
     config = model_config(spec)
     require_verifiable(config)
@@ -137,7 +139,8 @@ def load_chat_template(spec: TargetSpec, tokenizer: PreTrainedTokenizerBase | No
     Raises:
         ConfigError: It has no tokenizer that loads, or no template that renders a conversation.
     """
-    return ChatTemplate(tokenizer or load_tokenizer(spec), spec.chat_template, date.fromisoformat(spec.date))
+    given = date.fromisoformat(spec.date), spec.template_arguments
+    return ChatTemplate(tokenizer or load_tokenizer(spec), spec.chat_template, *given)
 
 
 def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:

@@ -1,0 +1,119 @@
+"""Which families of models are kept and which refused: each in miniature, through the flow and in vLLM.
+
+    python -m benchmarks.run architectures    # every family of docs/models.md, both kinds of heads: 10 minutes
+
+A family is kept where the whole flow passes its own check natively; vLLM's answer is how many greedy texts with the
+export are the same as without it, or why it cannot start. Weights are random and sizes tiny, so that rates mean
+nothing here. Refused families are those whose layers cannot verify a tree; the flow says so before it computes.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import targets
+from benchmarks.claims import Claim, Result
+from benchmarks.families import FAMILIES, REFUSED, save_family, save_refused
+from pipeline.api.runs import Run, run_flow
+from pipeline.config import Config
+from pipeline.config.load import validate
+from pipeline.errors import MedusaDistillError
+from pipeline.evaluation.prompts import held_out_prompts
+from pipeline.export.layout import read_layout
+from pipeline.targets.spec import context_length, resolve
+from pipeline.targets.vllm_decode import decode_in_vllm
+
+KINDS = ("recurrent", "medusa")
+NUM_PROMPTS, NEW_TOKENS = 4, 12
+
+
+def measure(*, tiny: bool = False) -> Result:
+    """Every family; at a tiny size one of each sort, natively alone."""
+    families = list(FAMILIES)[:1] if tiny else list(FAMILIES)
+    found = {name: kept(name, in_vllm=not tiny) for name in families}
+    found |= {name: refused(name) for name in (list(REFUSED)[:1] if tiny else REFUSED)}
+    whole = sum(row["flow"] == "kept" for row in found.values())
+    sides = {"refused before anything was computed": sum(row["flow"].startswith("refused") for row in found.values())}
+    return Result(
+        [Claim("families that run from seeds to an exact check", whole, "", sides=sides)], {"families": found}
+    )
+
+
+def kept(name: str, *, in_vllm: bool) -> dict[str, Any]:
+    """A family's row: what the flow and, for each kind of heads, what vLLM made of it."""
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        target = save_family(name, root / "target")
+        row: dict[str, Any] = {"flow": "kept"}
+        try:
+            runs = {heads: _run(_config(name, root, target, heads)) for heads in KINDS}
+        except MedusaDistillError as error:
+            return {"flow": f"failed: {error.what}"}
+        for heads, run in runs.items():
+            match = run.report["check"]["native"]["greedy_match"]
+            row[f"{heads}, native"] = f"{match['identical']} of {match['sequences']}"
+            row[f"{heads}, vLLM"] = _served(run) if in_vllm else "not tried"
+        print(name, row, flush=True)
+        return row
+
+
+def refused(name: str) -> dict[str, Any]:
+    """A refused family's row: what the flow says, and that it made nothing."""
+    with tempfile.TemporaryDirectory() as temporary:
+        root = Path(temporary)
+        config = _config(name, root, save_refused(name, root / "target"), "recurrent")
+        try:
+            _run(config)
+        except MedusaDistillError as error:
+            made = sorted(path.name for path in root.iterdir() if path.name != "target")
+            return {"flow": f"refused: {error.what}", "made": made}
+        return {"flow": "kept"}
+
+
+def _config(name: str, root: Path, target: Path, heads: str) -> Config:
+    family = FAMILIES.get(name)
+    arguments = {"template_arguments": family.arguments} if family and family.arguments else {}
+    return validate(
+        {
+            "run": {"name": heads, "root": str(root), "store": str(root / "store")},
+            "target": {"model": str(target), **arguments},
+            "seeds": {
+                "sources": [{"path": str(targets.ROOT / "data/seeds.sharegpt.jsonl"), "limit": 32}],
+                "holdout": 0.5,
+            },
+            "generate": {"engine": "transformers", "max_new_tokens": 8, "rounds": 1},
+            "train": {"heads": heads, "num_heads": 3, "epochs": 1, "batch_tokens": 128, "warmup_steps": 1, "lr": 1e-2},
+            "calibrate": {"nodes": 4},
+            "check": {
+                "prompts": NUM_PROMPTS,
+                "max_new_tokens": NEW_TOKENS,
+                "engines": ["native"],
+                "repeats": 1,
+                "baselines": [],
+                "require_learning": False,
+            },
+            "limits": {"min_free_disk_gb": 0, "max_quarantine_fraction": 1},
+        },
+        name,
+    )
+
+
+def _run(config: Config) -> Run:
+    return run_flow(config, executor="inline", quiet=True)
+
+
+def _served(run: Run) -> str:
+    """How many greedy texts vLLM writes alike with the heads and without, or why it does not."""
+    target = resolve(run.config.target, on_gpu=False)
+    engine_args = read_layout(run.export).engine_args(run.export, target.model)
+    found = held_out_prompts(run.generated("check"), NUM_PROMPTS, context_length(target) - 2 * NEW_TOKENS)
+    prompts: Sequence[list[int]] = [prompt.ids for prompt in found.kept]
+    try:
+        plain, other = decode_in_vllm(target, [{}, engine_args], prompts, NEW_TOKENS)
+    except MedusaDistillError as error:
+        return f"does not start: {error.what}"
+    same = sum(one == two for one, two in zip(plain["token_ids"], other["token_ids"], strict=True))
+    return f"{same} of {len(prompts)}"
