@@ -65,6 +65,7 @@ def between(page: str, mark: str, text: str) -> str:
     """The page with this text between the two marks of that name."""
     begin, end = f"<!-- {mark} -->\n", f"\n<!-- /{mark} -->"
     before, _, rest = page.partition(begin)
+    assert end in rest, f"the page has no {end.strip()} on a line of its own after {begin.strip()}"
     return before + begin + text + end + rest.partition(end)[2]
 
 

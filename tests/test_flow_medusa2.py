@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from pipeline import open_run
 from pipeline.cli.app import app
 from pipeline.cli.chat_model import load_chat_model
+from pipeline.conversations.conversation import Message
 from pipeline.errors import CheckFailed, EnvironmentFault
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
@@ -22,7 +23,7 @@ from pipeline.flow import STAGES as FLOW_STAGES
 from pipeline.run.stage_status import stage_statuses
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
-from pipeline.targets.spec import TargetSpec, load_tokenizer
+from pipeline.targets.spec import TargetSpec, load_chat_template, load_tokenizer
 from tests.cli.tables import line_of
 from tests.export.hub_stand_in import hub_on_loopback
 from tests.flows.tiny import CONTEXT, latest, run_again, stages_run, token_rows
@@ -162,9 +163,59 @@ def test_the_check_decodes_with_the_tuned_backbone(joint_run, tiny_target):
     assert answers == texts(backbone_of(joint_run)) != texts(tiny_target)
 
 
+def test_the_drift_is_that_of_the_published_weights(joint_run, tiny_target):
+    """Both models' own forwards over the held-out rows, summed here once more."""
+    original, tuned = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny_target, backbone_of(joint_run)))
+    kl, agreed, positions = 0.0, 0, 0
+    for row in token_rows(latest(joint_run, "generate")):
+        if row.split == "calibrate":
+            with torch.inference_mode():
+                sides = (
+                    model(torch.tensor([row.input_ids.tolist()])).logits[0].double() for model in (original, tuned)
+                )
+                log_p_TV, log_q_TV = (logits.log_softmax(-1) for logits in sides)
+            for place in (place - 1 for span in row.spans for place in range(span.start, span.end)):
+                kl += float((log_p_TV[place].exp() * (log_p_TV[place] - log_q_TV[place])).sum())
+                agreed += int(log_p_TV[place].argmax() == log_q_TV[place].argmax())
+                positions += 1
+    report = json.loads((joint_run.path / "report.json").read_text())["train"]
+    assert report["drift"]["positions"] == positions and report["drift"]["kl"] == pytest.approx(
+        kl / positions, rel=1e-4
+    )
+    assert report["drift"]["greedy_agreement"] == pytest.approx(agreed / positions)
+    assert report["adapter_drift"]["kl"] == pytest.approx(report["drift"]["kl"], rel=1e-2), (
+        "in float32 nothing is rounded"
+    )
+
+
+def test_the_original_answers_a_file_of_questions_beside_the_tuned_one(run, make_config, tmp_path, tiny_target):
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"question_id": n, "turns": [f"why {n}?", "how?"], "reference": ["no", "none"]} for n in range(3)]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    check = latest(run_again(make_config(tmp_path, **JOINT | {"check__prompts": str(questions)})), "check")
+    name = Path(tiny_target).name
+    answers = {
+        method: [
+            json.loads(line) for line in (check.path / f"model_answer/{name}-{method}.jsonl").read_text().splitlines()
+        ]
+        for method in ("original", "plain", "medusa")
+    }
+    assert [line["question_id"] for line in answers["original"]] == [0, 1, 2]
+    spec = TargetSpec(str(tiny_target))
+    template, tokenizer = load_chat_template(spec), load_tokenizer(spec)
+    for row, line in zip(rows, answers["original"], strict=True):
+        ids = greedy(tiny_target, template.opening([Message("user", row["turns"][0])]), 12)
+        first = tokenizer.decode(ids, skip_special_tokens=True).strip()
+        assert line["choices"][0]["turns"][0] == first and len(line["choices"][0]["turns"]) == 2
+    texts = {method: [line["choices"][0]["turns"] for line in lines] for method, lines in answers.items()}
+    assert texts["plain"] == texts["medusa"] != texts["original"]
+    (matched,) = check.summary["exact_match"]
+    assert matched.keys() == {"category", "answers", "plain", "medusa", "original"}
+
+
 def test_a_backbone_that_moved_too_far_fails_the_check_and_nothing_is_made_again(run, make_config, tmp_path):
     run_again(make_config(tmp_path, **JOINT))
-    kl = latest(run, "train").summary["drift"]["kl"]
+    kl = latest(run, "check").summary["drift"]["kl"]
     assert json.loads((run.path / "report.json").read_text())["train"]["drift"]["kl"] == kl
     for most, fails in ((0.9 * kl, True), (1.1 * kl, False)):
         config = make_config(tmp_path, **JOINT | {"train__backbone__max_kl": most})
@@ -239,7 +290,7 @@ def test_backbone_and_heads_go_to_two_repositories_and_no_path_of_this_machine_w
     assert "medusa_lm_head.safetensors" in heads.files and "model.safetensors" not in heads.files
     for path in backbone_of(run).iterdir():
         assert backbone.files[path.name] == path.read_bytes()
-    drift = latest(run, "train").summary["drift"]
+    drift = latest(run, "check").summary["drift"]
     for repository in (backbone, heads):
         card = repository.files["README.md"].decode()
         assert f"{drift['kl']:.4f}" in card and f"{drift['greedy_agreement']:.2%}" in card

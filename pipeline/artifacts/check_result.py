@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,8 @@ class CheckResult:
     served_model: Mapping[str, Any] | None = None  # the engines' figures on the copy that will be served
     target_text: Mapping[str, float] | None = None
     samples: Iterable[Mapping[str, Any]] = ()
+    drift: Mapping[str, Any] | None = None  # of a tuned backbone's published weights from the original
+    exact_match: Sequence[Mapping[str, Any]] = ()  # by category, where questions have references
     contaminated_rows: int | None = None  # training rows that hold one of the file's questions
     hardware: Mapping[str, Any] | None = None  # of the machine that decoded
 
@@ -74,3 +76,18 @@ def write_answers(directory: Path, answers: Mapping[str, Iterable[Mapping[str, A
     for method, lines in answers.items():
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         write_text(directory / "answers" / f"{method}.jsonl", text)
+
+
+def write_judged(directory: Path, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    """Write each method's answers, in FastChat's schema, to `model_answer/MODEL.jsonl`, as its judge looks for them."""
+    for lines in filter(None, answers.values()):
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        write_text(directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", text)
+
+
+def read_answers(directory: Path) -> dict[str, list[dict[str, Any]]]:
+    """All answers that a check has left, by method, those of plain decoding first."""
+    files = sorted((directory / "answers").glob("*.jsonl"), key=lambda path: (path.stem != "plain", path.stem))
+    originals = sorted((directory / "model_answer").glob("*-original.jsonl"))
+    named = [(path.stem, path) for path in files] + [("original", path) for path in originals]
+    return {name: [json.loads(line) for line in path.read_text("utf-8").splitlines()] for name, path in named}

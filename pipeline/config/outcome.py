@@ -10,7 +10,8 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from pipeline.config.section import Dtype, Section
 
 FormatName = Literal["expanded", "shared", "reference", "sglang"]
-BaselineName = Literal["generate", "prompt-lookup", "assistant"]
+BaselineName = Literal["generate", "prompt-lookup", "assistant", "assistant-sampling"]
+ASSISTED = {"assistant", "assistant-sampling"}
 StudyName = Literal["trees", "typical", "heads", "batch"]
 
 StockTree = Literal[
@@ -126,8 +127,8 @@ class CheckConfig(Section):
     repeats: PositiveInt = Field(3, description="Timed repetitions; medians are reported.")
     baselines: tuple[BaselineName, ...] = Field(
         ("generate", "prompt-lookup"),
-        description="What transformers itself makes of the prompts, beside it: plain generate, prompt lookup, a "
-        "smaller model as assistant.",
+        description="What is measured beside it: transformers' plain generate, its prompt lookup, a smaller model as "
+        "its assistant, and that model with speculative sampling, whose acceptance and draft length are reported.",
     )
     assistant_model: str | None = Field(
         None, description="Hub id or local directory of the assistant, a model with the target's vocabulary."
@@ -172,8 +173,10 @@ class CheckConfig(Section):
 
     @model_validator(mode="after")
     def assistant_is_named(self) -> CheckConfig:
-        if ("assistant" in self.baselines) != (self.assistant_model is not None):
-            raise ValueError("the baseline 'assistant' and check.assistant_model come together")
+        if bool(ASSISTED & set(self.baselines)) != (self.assistant_model is not None):
+            raise ValueError(
+                "the baselines 'assistant' and 'assistant-sampling' and check.assistant_model come together"
+            )
         return self
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -153,7 +153,7 @@ def answer_lines(
             lines[name] = {
                 "question_id": name,
                 "category": prompt.category or "",
-                "answer_id": hashlib.sha256(f"{model_id}/{name}".encode()).hexdigest()[:22],
+                "answer_id": _answer_id(model_id, name),
                 "model_id": model_id,
                 "choices": [{"index": 0, **empty}],
                 "tstamp": time.time(),
@@ -167,6 +167,26 @@ def answer_lines(
         choice["wall_time"].append(seconds)
         choice["accept_lengths"] += answer.accepted
     return list(lines.values())
+
+
+def judged_line(question_id: int | str, model_id: str, turns: list[str]) -> dict[str, Any]:
+    """A model's answer to one question in FastChat's model-answer schema, which its judge reads, and nothing else."""
+    return {
+        "question_id": question_id,
+        "answer_id": _answer_id(model_id, question_id),
+        "model_id": model_id,
+        "choices": [{"index": 0, "turns": turns}],
+        "tstamp": time.time(),
+    }
+
+
+def judged_lines(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of `answer_lines` in FastChat's model-answer schema."""
+    return [judged_line(line["question_id"], line["model_id"], line["choices"][0]["turns"]) for line in lines]
+
+
+def _answer_id(model_id: str, question_id: int | str) -> str:
+    return hashlib.sha256(f"{model_id}/{question_id}".encode()).hexdigest()[:22]
 
 
 def samples(

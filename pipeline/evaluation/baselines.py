@@ -3,12 +3,14 @@
     generate       plain decoding with its dynamic cache
     prompt-lookup  guesses are the tokens that followed an earlier occurrence of the last tokens
     assistant      guesses come from a smaller model with the same vocabulary (`check.assistant_model`)
+    assistant-sampling   the same model, both sampled: speculative sampling, see draft_sampling.py
 
 A streamer records the tokens of each forward, so that they are counted and timed as in our own decoding.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from time import perf_counter
 from typing import Any, Literal
 
@@ -18,7 +20,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from pipeline.config import BaselineName
 from pipeline.decoding.decoder import Decoded
-from pipeline.evaluation.speed import CannotDecode, Decode
+from pipeline.evaluation.draft_sampling import DraftSampling
+from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.speed import CannotDecode, Decode, Pass, categories_of, pace_beside
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec
 
@@ -50,15 +54,21 @@ def baseline(
     eos_token_ids: tuple[int, ...],
     max_new_tokens: int,
     assistant: TargetSpec | None = None,
+    temperature: float = 0.0,
 ) -> Decode:
     """A greedy decoder of transformers; the model's own generation settings do not apply.
 
-    It raises `CannotDecode` where transformers cannot decode this target or prompt in this way.
+    It raises `CannotDecode` where transformers cannot decode this target or prompt in this way. `assistant-sampling`
+    samples, at 1.0 where the check's `temperature` is 0.
 
     Raises:
         ConfigError, EnvironmentFault: The assistant cannot be loaded.
     """
     device = input_device(model)
+    if name == "assistant-sampling":
+        assert assistant is not None, "CheckConfig asks for both or neither"
+        draft = load_causal_lm(assistant, device)
+        return DraftSampling(model, draft, eos_token_ids, max_new_tokens, temperature or 1.0)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
     if eos_token_ids:
         settings |= {"eos_token_id": list(eos_token_ids), "pad_token_id": eos_token_ids[0]}
@@ -87,3 +97,27 @@ def baseline(
         return Decoded(token_ids, finished, accepted, first - start, last - first)
 
     return decode
+
+
+def drafting_facts(decode: Decode) -> dict[str, float]:
+    """What a baseline that samples has drafted and kept; empty of the greedy ones."""
+    return decode.facts if isinstance(decode, DraftSampling) else {}
+
+
+def beside_by_category(
+    rows: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], passes: Sequence[Pass], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """The rows of `by_category`, each with `baselines` on its prompts: {name: {acceleration_rate, speedup}}.
+
+    Args:
+        passes: Greedy ones, in which the baselines decoded.
+        names: The baselines that decoded every prompt.
+    """
+    members = categories_of(prompts)
+
+    def figures(category: str, name: str) -> dict[str, float | None]:
+        of_these = [{side: [answers[i] for i in members[category]] for side, answers in one.items()} for one in passes]
+        pace = pace_beside(of_these, name)
+        return {key: pace[key] for key in ("acceleration_rate", "speedup")}
+
+    return [{**row, "baselines": {name: figures(row["category"], name) for name in names}} for row in rows]

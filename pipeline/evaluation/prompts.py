@@ -135,21 +135,9 @@ def question_prompts(
     Args:
         engine: The engine that answers; it takes all questions at once.
     """
-    num_turns = sum(message.role == "user" for question in questions for message in question.messages)
-    template, sampling = load_chat_template(target, load_tokenizer(target)), _as_measured(target, settings)
-    longest = max((_most_tokens(question, template, settings.max_new_tokens) for question in questions), default=1)
-    target = replace(target, max_tokens=min(context_length(target), longest))
-    replay = DialogueSettings("replay", sampling, context_length(target), ends_at_flaws=False)
-    dialogues = [Dialogue(question, template, replay) for question in questions]
-    progress = progress or ProgressReporter()
-    progress.begin("the prompts of later turns", num_turns, unit="answers")
-    running = make_generation_engine(engine, target, {}, gpus)
-    try:
-        converse(dialogues, Counted(running, progress))
-    finally:
-        running.close()
+    target, dialogues = _conversed(target, questions, settings, engine, gpus, progress)
     kept = _asked(questions, dialogues, context_length(target) - settings.max_new_tokens)
-    return Prompts(kept, num_turns - len(kept))
+    return Prompts(kept, _num_turns(questions) - len(kept))
 
 
 def _as_measured(target: TargetSpec, settings: CheckConfig) -> Sampling:
@@ -175,6 +163,52 @@ def _asked(questions: Sequence[Conversation], dialogues: Sequence[Dialogue], roo
                 if len(ids) <= room
             ]
     return kept
+
+
+def answered_questions(
+    target: TargetSpec,
+    questions: Sequence[Conversation],
+    settings: CheckConfig,
+    engine: EngineName,
+    gpus: int,
+    progress: ProgressReporter | None = None,
+) -> list[tuple[int | str, list[list[int]]]]:
+    """The target's own answers to every turn of each question, as token ids; arguments as of `question_prompts`."""
+    _, dialogues = _conversed(target, questions, settings, engine, gpus, progress)
+    found = []
+    for name, dialogue in zip(question_ids(questions), dialogues, strict=True):
+        with contextlib.suppress(RowRejected):  # it has no answer
+            spans = ((row.input_ids, span) for row in dialogue.rows() for span in row.spans)
+            found.append((name, [ids[span.start : span.end] for ids, span in spans]))
+    return found
+
+
+def _conversed(
+    target: TargetSpec,
+    questions: Sequence[Conversation],
+    settings: CheckConfig,
+    engine: EngineName,
+    gpus: int,
+    progress: ProgressReporter | None,
+) -> tuple[TargetSpec, list[Dialogue]]:
+    """The questions, all answered, and the target with the context that they were given."""
+    template, sampling = load_chat_template(target, load_tokenizer(target)), _as_measured(target, settings)
+    longest = max((_most_tokens(question, template, settings.max_new_tokens) for question in questions), default=1)
+    target = replace(target, max_tokens=min(context_length(target), longest))
+    replay = DialogueSettings("replay", sampling, context_length(target), ends_at_flaws=False)
+    dialogues = [Dialogue(question, template, replay) for question in questions]
+    progress = progress or ProgressReporter()
+    progress.begin("the prompts of later turns", _num_turns(questions), unit="answers")
+    running = make_generation_engine(engine, target, {}, gpus)
+    try:
+        converse(dialogues, Counted(running, progress))
+    finally:
+        running.close()
+    return target, dialogues
+
+
+def _num_turns(questions: Sequence[Conversation]) -> int:
+    return sum(message.role == "user" for question in questions for message in question.messages)
 
 
 class Counted:

@@ -136,16 +136,21 @@ def pace_beside(passes: Sequence[Pass], method: str) -> dict[str, float | None]:
 
 def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[dict[str, Any]]:
     """`speed` for each category, in order of appearance; prompts without a category are left out."""
+    keys = ("acceleration_rate", "speedup", "tokens_per_second", "baseline_tokens_per_second")
+    rows = []
+    for category, indices in categories_of(prompts).items():
+        figures = speed([{name: [done[i] for i in indices] for name, done in one.items()} for one in passes])
+        rows.append({"category": category, "prompts": len(indices), **{key: figures[key] for key in keys}})
+    return rows
+
+
+def categories_of(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
+    """The places of each category's prompts, in order of appearance."""
     members: dict[str, list[int]] = {}
     for index, prompt in enumerate(prompts):
         if prompt.category:
             members.setdefault(prompt.category, []).append(index)
-    keys = ("acceleration_rate", "speedup", "tokens_per_second", "baseline_tokens_per_second")
-    rows = []
-    for category, indices in members.items():
-        figures = speed([{name: [done[i] for i in indices] for name, done in one.items()} for one in passes])
-        rows.append({"category": category, "prompts": len(indices), **{key: figures[key] for key in keys}})
-    return rows
+    return members
 
 
 def steps_by_accepted_length(decoded: Sequence[Decoded]) -> list[int]:

@@ -43,6 +43,7 @@ _METHODS: tuple[Column, ...] = (
     ("per token", "time_per_output_token", duration),
     ("identical", "greedy_match", _identical),
 )
+_DRAFTING: tuple[Column, ...] = (("acceptance", "acceptance", percent), ("draft length", "draft_length", ratio))
 STUDIES: dict[str, tuple[str, str, tuple[Column, ...], int]] = {  # title, note, columns, number of text columns
     "trees": (
         "Study: trees",
@@ -187,9 +188,10 @@ def methods_table(report: dict) -> Table:
             other = {"acceleration_rate": "failed"}
         rows.append(other | {"name": name})
     rows += _both_sides(vllm, "vLLM ")
+    columns = _METHODS + (_DRAFTING if any("draft_length" in row for row in rows) else ())
     repeats = pick(native, "repeats") or 1
     medians = [f"Times are medians of {count(repeats)} repetitions"] if repeats > 1 else []
-    return filled("Methods", ". ".join([NOTE, *medians, *failed]).rstrip(".") + ".", _METHODS, rows)
+    return filled("Methods", ". ".join([NOTE, *medians, *failed]).rstrip(".") + ".", columns, rows)
 
 
 def _both_sides(engine: dict | None, prefix: str) -> list[dict[str, Any]]:
@@ -210,8 +212,28 @@ def categories_table(report: dict) -> Table:
         *_BOTH_RATES,
     )
     rows = pick(report, "check", "native", "categories") or []
-    note = "Tokens per forward of the target, and per second."
-    return filled("Categories", note, columns, rows if len(rows) > 1 else [])
+    names = dict.fromkeys(name for row in rows for name in row.get("baselines") or {})
+    beside: tuple[Column, ...] = tuple((name.replace("-", " "), name, str) for name in names)
+    rows = [row | {name: _beside(pick(row, "baselines", name)) for name in names} for row in rows]
+    note = "Tokens per forward of the target, and per second; of transformers' baselines the rate and the speedup."
+    return filled("Categories", note, (*columns, *beside), rows if len(rows) > 1 else [])
+
+
+def _beside(figures: Any) -> str:
+    return f"{ratio(pick(figures, 'acceleration_rate'))}, {times(pick(figures, 'speedup'))}"
+
+
+def exact_match_table(report: dict) -> Table:
+    """The share of answers that are their reference, by category of question; empty without references."""
+    rows = pick(report, "check", "exact_match") or []
+    methods = dict.fromkeys(key for row in rows for key in row if key not in ("category", "answers"))
+    columns: tuple[Column, ...] = (
+        ("category", "category", str),
+        ("answers", "answers", count),
+        *((method, method, percent) for method in methods),
+    )
+    note = "Answers that are their reference, but for case, punctuation and articles; of a number the last one counts."
+    return filled("Exact match", note, columns, rows)
 
 
 def filled(title: str, note: str, columns: tuple[Column, ...], rows: list[dict], **settings: Any) -> Table:

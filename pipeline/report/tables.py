@@ -11,6 +11,7 @@ from pipeline.report.check_tables import (
     Column,
     categories_table,
     check_table,
+    exact_match_table,
     filled,
     methods_table,
     served_model_table,
@@ -42,6 +43,7 @@ def tables(report: dict, extras: dict) -> dict[str, Table]:
     """All tables by name, in reading order: results first, then how they were made."""
     optional = {
         "categories": categories_table(report),
+        "exact_match": exact_match_table(report),
         "served_model": served_model_table(report),
         "drift": drift_table(report),
         "skipped": skipped_files_table(report),
@@ -159,7 +161,10 @@ def drift_table(report: dict) -> Table:
         ("positions", count(pick(drift, "positions"))),
     )
     copy = f" in {bits}, in which it was trained" if (bits := pick(report, "train", "quantization")) else ""
-    note = f"The tuned target against the original{copy}, at the target-written positions of held-out rows."
+    sides = f"The tuned target against the original{copy}"
+    if pick(report, "train", "adapter_drift"):
+        sides = "The published weights against the original"
+    note = f"{sides}, at the target-written positions of held-out rows."
     return Table("Drift", ("", "value"), facts if drift else (), note)
 
 

@@ -100,6 +100,8 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
     }
     if "train" in report:
         report["train"] |= method_of(config.train).reported(config.train)
+        if checked.drift:  # of the published weights; training has measured the adapter's
+            report["train"] |= {"drift": checked.drift, "adapter_drift": report["train"].get("drift")}
     extras: dict[str, Any] = {"samples": checked.samples}
     if "calibrate" in found:
         extras["tree"] = read_calibration(found["calibrate"].path).stored()
@@ -113,7 +115,8 @@ def _judged(checked: CheckResult, config: Config) -> dict[str, Any]:
     found = failures(checked, config)
     figures = {name: engine.figures for name, engine in checked.engines.items()}
     contaminated = {} if checked.contaminated_rows is None else {"contaminated_rows": checked.contaminated_rows}
-    return figures | contaminated | {"passed": not found, "failures": found}
+    matched = {"exact_match": list(checked.exact_match)} if checked.exact_match else {}
+    return figures | contaminated | matched | {"passed": not found, "failures": found}
 
 
 def card(report: dict[str, Any], config: Config) -> str:

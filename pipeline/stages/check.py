@@ -5,6 +5,8 @@ nothing or much less than its chain should, below `check.min_acceleration_rate`,
 where the heads guess no better than frequency would. A changed limit is applied to the stored result without decoding
 again. Each engine runs in a process of its own and decodes the same prompts; the native result is kept when vLLM fails.
 Native answers are left in `answers/plain.jsonl` and, with the heads, `answers/KIND.jsonl`, in Spec-Bench's schema.
+Those to a file of questions are in `model_answer/MODEL.jsonl` too, as FastChat's judge reads them, and the original's
+own beside a tuned backbone's.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.check_result import CheckResult, write_answers
+from pipeline.artifacts.check_result import CheckResult, read_answers, write_answers, write_judged
 from pipeline.artifacts.generated_rows import num_contaminated, read_token_rows
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.readers import read_questions
 from pipeline.errors import CheckFailed, DataError
+from pipeline.evaluation.answers import judged_lines
 from pipeline.evaluation.limits import failures
 from pipeline.evaluation.native import check_native
+from pipeline.evaluation.original import OriginalRequest, beside_the_original
 from pipeline.evaluation.prompts import (
     CheckRequest,
     Prompts,
@@ -31,6 +35,7 @@ from pipeline.evaluation.prompts import (
     with_room,
     with_room_for,
 )
+from pipeline.evaluation.references import exact_match, read_references
 from pipeline.evaluation.served import chain_promise, check_served
 from pipeline.evaluation.served_model import check_on_served_model, served_model
 from pipeline.execution.hardware import with_hardware
@@ -48,7 +53,7 @@ from pipeline.targets.spec import TargetSpec, context_length, weight_files
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 9
+VERSION = 10
 
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}
 NATIVE_FILE = "native.json"  # until vLLM has come to its end as well
@@ -100,7 +105,10 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     if trained["held_out"]:
         result |= {"head_0": trained["held_out"][0], "frequency": trained["frequency"]}
     if method_of(context.config.train).tunes_backbone:
-        result["kl"] = trained["drift"]["kl"]
+        drift = _beside_the_original(context, stage, progress) or trained["drift"]
+        result |= {"drift": drift, "kl": drift["kl"]}
+    if isinstance(settings.prompts, Path):
+        result["exact_match"] = exact_match(read_answers(stage.path), read_references(settings.prompts))
     (stage.path / NATIVE_FILE).unlink(missing_ok=True)
     return result | {"passed": not failures_of(result, context.config)}
 
@@ -133,7 +141,10 @@ def _natively(
     if native is None:
         arguments = {"function": check_native, "request": request}
         native = context.executor.call(with_hardware, arguments, context.placement("features"), progress)
-        write_answers(stage.path, native.pop("answers"))
+        answers = native.pop("answers")
+        write_answers(stage.path, answers)
+        if isinstance(request.settings.prompts, Path):
+            write_judged(stage.path, {name: judged_lines(lines) for name, lines in answers.items()})
         write_json(stage.path / NATIVE_FILE, native)
     return dict(native)
 
@@ -164,6 +175,25 @@ def _on_served_model(
         found["differing"] += one["differing"]
         found |= {"model": one["model"], "format": one["format"], engine: one["figures"] | {"dtype": one["dtype"]}}
     return found
+
+
+def _beside_the_original(context: Context, stage: StageDirectory, progress: ProgressReporter) -> dict[str, Any]:
+    """The drift of the published weights; leaves the original's answers to a file of questions."""
+    settings, placement = context.config.check, context.placement("features")
+    generated = context.upstream["generate"]
+    rows = read_token_rows(generated.shards(), generated.fingerprint)
+    request = OriginalRequest(
+        with_room(context.target, settings),
+        with_room(context.backbone("export"), settings),
+        [row for row in rows if row.split == "calibrate"],
+        read_questions(settings.prompts) if isinstance(settings.prompts, Path) else [],
+        settings,
+        placement.gpus,
+        Path(context.config.target.model).name,
+    )
+    found = context.executor.call(beside_the_original, {"request": request}, placement, progress)
+    write_judged(stage.path, found["answers"])
+    return found["drift"]
 
 
 def conclude(context: Context, stage: StageDirectory) -> None:

@@ -48,6 +48,7 @@ def test_a_file_of_questions_is_asked_instead_of_held_out_rows(copied_run, make_
     questions = tmp_path / "questions.jsonl"
     rows = [{"question_id": n, "category": f"c{n % 2}", "turns": [f"why {n}?", "how?"]} for n in range(5)]
     rows.append({"question_id": 9, "category": "c1", "turns": ["moon " * 400]})
+    rows[0]["reference"] = ["nobody says that", "nor that"]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = make_config(tmp_path, check__prompts=str(questions), check__baselines=["generate"])
     stage = run_again(config).latest("check")
@@ -64,6 +65,19 @@ def test_a_file_of_questions_is_asked_instead_of_held_out_rows(copied_run, make_
     lengths = [length for line in lines for length in line["choices"][0]["accept_lengths"]]
     assert sum(lengths) / len(lengths) == pytest.approx(native["acceleration_rate"], abs=1e-3)
     assert "answers" not in stage.summary, "texts are in files, not in DONE.json"
+    (beside, _) = native["categories"]
+    assert (
+        beside["baselines"]["generate"]["acceleration_rate"] == 1.0 and beside["baselines"]["generate"]["speedup"] > 0
+    )
+    assert stage.summary["exact_match"] == [{"category": "c0", "answers": 2, "plain": 0.0, "medusa": 0.0}]
+    assert {path.name for path in (stage.path / "model_answer").iterdir()} == {
+        f"{Path(config.target.model).name}-{method}.jsonl" for method in ("plain", "medusa")
+    }
+    for path in (stage.path / "model_answer").iterdir():
+        for judged, line in zip(map(json.loads, path.read_text().splitlines()), lines, strict=True):
+            assert judged.keys() == {"question_id", "answer_id", "model_id", "choices", "tstamp"}
+            assert judged["model_id"] == path.stem and judged["question_id"] == line["question_id"]
+            assert judged["choices"] == [{"index": 0, "turns": line["choices"][0]["turns"]}], "greedy text is the same"
 
     questions.write_text(json.dumps(rows[0]) + "\n")
     assert run_again(config).latest("check").summary["native"]["prompts"] == 2, "its content counts"
@@ -99,6 +113,9 @@ def test_an_assistant_is_named_and_its_content_counts(copied_run, make_config, t
     first = run_again(config).latest("check")
     (row,) = first.summary["native"]["baselines"]
     assert row["greedy_match"]["identical"] == 8 and row["acceleration_rate"] >= 1.5, "it guesses as the target writes"
+    sampled = {"check__baselines": ["assistant", "assistant-sampling"], "check__assistant_model": str(assistant)}
+    _, drafted = run_again(make_config(tmp_path, **sampled)).latest("check").summary["native"]["baselines"]
+    assert drafted["acceptance"] > 0.9 and 1 < drafted["draft_length"] <= 5 and "greedy_match" not in drafted
     moved = assistant.rename(tmp_path / "elsewhere")
     config = make_config(tmp_path, check__baselines=["assistant"], check__assistant_model=str(moved))
     assert run_again(config).latest("check").fingerprint == first.fingerprint

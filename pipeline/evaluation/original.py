@@ -1,0 +1,126 @@
+"""The original model beside the tuned one that is published: how far the weights have moved, and its own answers.
+
+Drift is measured on the published weights, merged and rounded, not on the adapter that they were made from: both models
+are loaded one after the other, and read the same held-out rows. Of at most `MAX_POSITIONS` positions the original's
+log-probabilities are kept in memory meanwhile.
+
+Letters: N positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.artifacts.generated_rows import TokenRow
+from pipeline.config import CheckConfig
+from pipeline.conversations.conversation import Conversation
+from pipeline.decoding.readout import last_positions
+from pipeline.evaluation.answers import judged_line
+from pipeline.evaluation.prompts import answered_questions
+from pipeline.execution.progress import ProgressReporter
+from pipeline.targets.loading import load_causal_lm
+from pipeline.targets.spec import TargetSpec, load_tokenizer
+from pipeline.training.backbone_losses import Drift
+from pipeline.training.evaluation import summarized
+
+MAX_POSITIONS = 2048  # a KL of 0.01 is then known to about a tenth; at V = 128k they take 1 GB
+ORIGINAL = "original"
+
+
+@dataclass(frozen=True)
+class OriginalRequest:
+    """What is compared; picklable, because it crosses to the process that decodes.
+
+    Attributes:
+        original, published: The model that was tuned, and the merged one, both with room for the questions.
+        rows: Held-out rows of the generate stage.
+        questions: A file's, which the original answers; empty for none.
+        gpus: How many each model spans; 0 is the CPU.
+        name: The target's in files of answers.
+    """
+
+    original: TargetSpec
+    published: TargetSpec
+    rows: Sequence[TokenRow]
+    questions: Sequence[Conversation]
+    settings: CheckConfig
+    gpus: int
+    name: str
+
+
+def beside_the_original(request: OriginalRequest, progress: ProgressReporter | None = None) -> dict[str, Any]:
+    """The drift of the published weights, and the original's answers by method, in FastChat's schema.
+
+    Returns:
+        {"drift": {kl, perplexity: {original, tuned}, perplexity_change, greedy_agreement, positions}, empty of no rows,
+        "answers": {"original": lines}, empty without questions}.
+    """
+    drift = published_drift(request.original, request.published, request.rows, request.gpus)
+    return {"drift": drift, "answers": {ORIGINAL: _answers(request, progress)} if request.questions else {}}
+
+
+@torch.inference_mode()
+def published_drift(
+    original: TargetSpec, published: TargetSpec, rows: Sequence[TokenRow], gpus: int = 0
+) -> dict[str, Any]:
+    """How far the published model's predictions are from the original's where the original wrote."""
+    device = "cuda" if gpus else "cpu"
+    chosen = _enough(rows)
+    model = load_causal_lm(original, device, max(1, gpus))
+    expected = [log_p_NV.cpu() for log_p_NV, _ in _log_probabilities(model, chosen)]
+    del model
+    gc.collect()
+    model = load_causal_lm(published, device, max(1, gpus))
+    drift = Drift.zero(torch.device("cpu"))
+    for log_p_NV, (log_q_NV, labels_N) in zip(expected, _log_probabilities(model, chosen), strict=True):
+        _add(drift, log_p_NV, log_q_NV.cpu(), labels_N.cpu())
+    return summarized(drift)
+
+
+def _add(drift: Drift, log_p_NV: Tensor, log_q_NV: Tensor, labels_N: Tensor) -> None:
+    labels_N1 = labels_N[:, None]
+    drift.kl.add_((log_p_NV.exp() * (log_p_NV - log_q_NV)).sum(dtype=torch.float64))
+    drift.original_loss.sub_(log_p_NV.gather(1, labels_N1).sum(dtype=torch.float64))
+    drift.tuned_loss.sub_(log_q_NV.gather(1, labels_N1).sum(dtype=torch.float64))
+    drift.agreed.add_((log_p_NV.argmax(1) == log_q_NV.argmax(1)).sum())
+    drift.positions.add_(len(labels_N))
+
+
+def _enough(rows: Sequence[TokenRow]) -> list[TokenRow]:
+    """The first rows with about `MAX_POSITIONS` target-written tokens, and at least one of them."""
+    chosen: list[TokenRow] = []
+    positions = 0
+    for row in rows:
+        if row.spans and positions < MAX_POSITIONS:
+            chosen.append(row)
+            positions += sum(span.end - span.start for span in row.spans)
+    return chosen
+
+
+def _log_probabilities(model: Any, rows: Sequence[TokenRow]) -> Iterator[tuple[Tensor, Tensor]]:
+    """For each row the log-probabilities [N, V] at its target-written tokens, and these tokens [N]."""
+    for row in rows:
+        ids, first, last = row.input_ids.tolist(), row.spans[0].start, row.spans[-1].end
+        _, logits_TV = last_positions(model, ids[: last - 1], last - first)
+        written = [place for span in row.spans for place in range(span.start, span.end)]
+        logits_NV = logits_TV[torch.tensor(written, device=logits_TV.device) - first]
+        yield logits_NV.float().log_softmax(-1), torch.tensor([ids[place] for place in written])
+
+
+def _answers(request: OriginalRequest, progress: ProgressReporter | None) -> list[dict[str, Any]]:
+    """The original's answers to the questions, each turn after its own to the turns before."""
+    tokenizer = load_tokenizer(request.original)
+    name = f"{request.name}-{ORIGINAL}"
+    answered = answered_questions(
+        request.original, request.questions, request.settings, "transformers", request.gpus, progress
+    )
+    return [
+        judged_line(question, name, [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in turns])
+        for question, turns in answered
+    ]

@@ -1,0 +1,62 @@
+"""Exact match with the references of a file of questions."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipeline.evaluation.references import exact_match, matches, read_references
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "same"),
+    [
+        ("The  Clock Museum.", "clock museum", True),
+        ("A clock", "the clock!", True),
+        ("Clock museums", "clock museum", False),
+        ("So 3 + 4 makes 7, and the total is $1,042.", "1042", True),
+        ("So 3 + 4 makes 7, and the total is 1042.", "She buys 3. #### 1,042", True),
+        ("It is 1042 or 1043.", "1042", False),
+        ("#### 5 and then 6 more words", "6", True),
+        ("no number at all", "7", False),
+        ("-3.50", "-3.5", True),
+    ],
+)
+def test_an_answer_is_its_reference_but_for_case_articles_and_punctuation_or_by_its_last_number(
+    answer, reference, same
+):
+    assert matches(answer, reference) is same
+
+
+def test_references_are_found_by_the_file_s_own_ids_in_json_and_in_json_lines(tmp_path):
+    rows = [
+        {"question_id": 81, "turns": ["a", "b"], "reference": ["one", "two"]},
+        {"id": "gsm-1", "turns": ["c"], "answer": "because. #### 4"},
+        {"question_id": 83, "turns": ["no reference"]},
+        "no object",
+    ]
+    expected = {"81": ["one", "two"], "gsm-1": ["because. #### 4"]}
+    (tmp_path / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "q.json").write_text(json.dumps(rows))
+    (tmp_path / "broken.jsonl").write_text("{")
+    assert read_references(tmp_path / "q.jsonl") == expected == read_references(tmp_path / "q.json")
+    assert read_references(tmp_path / "broken.jsonl") == {} == read_references(tmp_path / "missing.jsonl")
+
+
+def line(question: object, turns: list[str], category: str | None = None) -> dict:
+    more = {} if category is None else {"category": category}
+    return {"question_id": question, "choices": [{"index": 0, "turns": turns}], **more}
+
+
+def test_shares_are_by_task_and_a_single_reference_is_of_the_last_turn():
+    answers = {
+        "plain": [line(1, ["x", "4"], "math"), line(2, ["one", "two"], "qa"), line(3, ["free"], "writing")],
+        "original": [line(1, ["4", "5"]), line(2, ["one", "two"]), line(3, ["free"])],
+    }
+    references = {"1": ["4"], "2": ["one", "three"]}
+    assert exact_match(answers, references) == [
+        {"category": "math", "answers": 1, "plain": 1.0, "original": 0.0},
+        {"category": "qa", "answers": 2, "plain": 0.5, "original": 0.5},
+    ]
+    assert exact_match(answers, {}) == []
