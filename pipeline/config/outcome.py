@@ -175,7 +175,7 @@ class CheckConfig(Section):
     def assistant_is_named(self) -> CheckConfig:
         if bool(ASSISTED & set(self.baselines)) != (self.assistant_model is not None):
             raise ValueError(
-                "the baselines 'assistant' and 'assistant-sampling' and check.assistant_model come together"
+                "the baseline 'assistant' and check.assistant_model come together; 'assistant-sampling' takes it too"
             )
         return self
 
