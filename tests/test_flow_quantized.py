@@ -8,9 +8,10 @@ from tests.flows.tiny import STAGES, latest, run_again
 from tests.targets.quantized_copies import compressed
 
 
-def test_heads_of_a_quantized_target_keep_its_text(make_config, tmp_path, tiny_target):
+def test_heads_of_a_quantized_target_keep_its_text(make_config, tmp_path, tiny_target, tiny_seeds):
     copy = compressed(tiny_target, tmp_path / "copy", "int8")
-    run = run_again(make_config(tmp_path, target__model=str(copy), train__heads="recurrent"))
+    few = {"seeds__sources": [{"path": str(tiny_seeds), "limit": 30}], "generate__rounds": 1}
+    run = run_again(make_config(tmp_path, target__model=str(copy), train__heads="recurrent", **few))
     assert all(latest(run, name).done for name in STAGES)
     native = json.loads((run.path / "report.json").read_text())["check"]["native"]
     assert native["greedy_match"] == {"sequences": 8, "identical": 8, "ties": 0}

@@ -33,6 +33,7 @@ from pipeline.heads.kind import TargetWeights
 from pipeline.heads.shape import HeadsShape
 from pipeline.storage.atomic import read_object
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
+from pipeline.targets.quantized import require_readable
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
 
 BUNDLED = Path(pipeline.__file__).parents[1] / "data" / "seeds.sharegpt.jsonl"
@@ -76,9 +77,11 @@ def measure_heads(
         decoding, as the lines of one file per method}.
 
     Raises:
-        ConfigError: No answer took a step, or an engine cannot have these heads.
+        ConfigError: No answer took a step, or an engine cannot have these heads or this target.
         DataError: The directory holds no heads that are known, or those of another target; no question fits.
     """
+    for engine in settings.engines:
+        require_readable(target, engine, on_gpu=gpus > 0, where="--target")
     with _candidate(directory, target, draft_tokens) as found:
         _require_engines(found, directory, target, settings)
         target = with_room(target, settings)
@@ -94,18 +97,7 @@ def measure_heads(
             name=Path(target.model).name,
             speculative_config=found.speculative_config,
         )
-        result: dict[str, Any] = {}
-        if "native" in settings.engines:
-            result |= check_native(request, progress)
-        if "vllm" in settings.engines:
-            served = check_served(request, progress)
-            chain = result.get("native", {}).get("chain")
-            same_text = (
-                {"same_text_acceleration_rate": chain["acceleration_rate"], "standard_error": chain["standard_error"]}
-                if chain
-                else {}
-            )
-            result["vllm"] = served["vllm"] | same_text
+        result = _decoded(request, progress)
     failures = engine_failures(CheckResult.of(result), settings)
     engines = {name: result[name] for name in ("native", "vllm") if name in result}
     return {
@@ -115,6 +107,20 @@ def measure_heads(
         "hardware": hardware(),
         "answers": result.get("answers", {}),
     }
+
+
+def _decoded(request: CheckRequest, progress: ProgressReporter | None) -> dict[str, Any]:
+    """Each engine's result; what the same chain reached natively on the same text is expected of vLLM."""
+    result: dict[str, Any] = {}
+    if "native" in request.settings.engines:
+        result |= check_native(request, progress)
+    if "vllm" in request.settings.engines:
+        expected = {}
+        if chain := result.get("native", {}).get("chain"):
+            expected["same_text_acceleration_rate"] = chain["acceleration_rate"]
+            expected["standard_error"] = chain["standard_error"]
+        result["vllm"] = check_served(request, progress)["vllm"] | expected
+    return result
 
 
 @contextmanager

@@ -87,3 +87,14 @@ def test_attention_is_refused_natively_before_anything_is_decoded(checked, tmp_p
     save_file({"fc.weight": torch.zeros(64, 128)} | attention, Path(tmp_path, "model.safetensors"))
     ended = checked(tmp_path)
     assert ended.code == 3 and "--engine vllm" in one_paragraph(ended.err)
+
+
+def test_a_target_that_an_engine_cannot_read_is_refused_before_anything_is_loaded(command, tmp_path, tiny_target):
+    target = tmp_path / "target"
+    shutil.copytree(tiny_target, target)
+    config = json.loads((target / "config.json").read_text())
+    quantization = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    (target / "model.safetensors").unlink()
+    ended = command("check", tmp_path, "--target", target, "--engine", "vllm")
+    assert ended.code == 2 and "no bitsandbytes" in one_paragraph(ended.err)
