@@ -151,3 +151,16 @@ def test_a_run_s_own_run_yaml_means_that_run_whatever_lies_in_it(copied_run, tmp
     assert run.path == copied_run.path and stages_run(run) == []
     assert {link.name: os.readlink(link) for link in links.iterdir() if link.is_symlink()} == before
     assert [path.name for path in elsewhere.rglob("*")] == ["calibrate"]
+
+
+@pytest.mark.parametrize("name", ["features", "calibrate"])
+def test_a_file_whose_name_is_no_text_is_no_file_of_a_stage(copied_run, make_config, tmp_path, name):
+    stage = latest(copied_run, name)
+    odd = os.fsdecode(b"\xff\xfe")
+    (stage.path / odd).write_text("mine")
+    run_again(make_config(tmp_path), fresh=name, until=name)
+    (stage.path / odd).write_text("mine")
+    (stage.path / "DONE.json").unlink()
+    run = run_again(make_config(tmp_path))
+    assert stages_run(run) == [name] and not [file for file in latest(run, name).done.files if odd in file]
+    assert latest(run, name).verify() == []

@@ -75,6 +75,11 @@ def files_in(directory: Path) -> list[Path]:
     return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
 
 
+def is_text(name: str) -> bool:
+    """Whether a file's name is UTF-8 on the disk: what is not can be in no record."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in name)
+
+
 def links_in(directory: Path) -> Iterator[Path]:
     """Every symbolic link below `directory`; none is followed."""
     for place, folders, files in os.walk(directory):

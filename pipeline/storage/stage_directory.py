@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import DataError
-from pipeline.storage.atomic import disk_errors, links_in, read_json, sweep_temporary, write_json
+from pipeline.storage.atomic import disk_errors, is_text, links_in, read_json, sweep_temporary, write_json
 from pipeline.storage.checksums import FileFacts
 from pipeline.storage.description import Description
 from pipeline.storage.done import Done, Identity, Summary
@@ -239,9 +239,11 @@ class StageDirectory(ShardFolder):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _lasting_files(self) -> list[Path]:
-        """Every file but bookkeeping, scratch and what an orphan of a killed run is still writing."""
+        """Every file but bookkeeping, scratch, what an orphan of a killed run is still writing, and names that are no
+        text, which no record can hold: ours are."""
         found = (path for path in sorted(self.path.rglob("*")) if path.is_file() and path.suffix != ".tmp")
-        return [path for path in found if not self.uncounted & set(path.relative_to(self.path).parts)]
+        named = ((path, path.relative_to(self.path)) for path in found)
+        return [path for path, name in named if not self.uncounted & set(name.parts) and is_text(str(name))]
 
 
 def _problem(path: Path, written: FileFacts) -> str | None:
