@@ -13,7 +13,7 @@ FLOORS = (
     {"heads", "targets", "report"},
     {"decoding"},
     {"artifacts", "execution"},
-    {"export"},
+    {"export", "archive"},
     {"training"},
     {"evaluation", "demo"},
     {"run"},

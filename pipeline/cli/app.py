@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipeline.cli import chat, check, compare, inspect, keys, plan, push, run, status, verify
+from pipeline.cli import archive, chat, check, compare, inspect, keys, plan, push, run, status, verify
 from pipeline.cli.ending import ends_well
 
 app = typer.Typer(
@@ -28,6 +28,8 @@ for command in (
     chat.chat,
     check.check,
     push.push,
+    archive.archive,
+    archive.restore,
     keys.keys,
 ):
     app.command()(command)
