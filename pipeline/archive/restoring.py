@@ -14,7 +14,6 @@ from pathlib import Path
 from pipeline.archive.manifest import Manifest, object_name
 from pipeline.archive.places import Place
 from pipeline.archive.storing import Show, Stored, together
-from pipeline.config.load import LOCK_FILE
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.storage.atomic import disk_errors, temporary_beside
 from pipeline.storage.checksums import FileFacts, sha256_of
@@ -45,7 +44,6 @@ def restore_run(place: Place, directory: Path, show: Show = lambda done, total, 
             num_bytes += size
             show(there + number, len(manifest.files), num_bytes)
         _link(directory, manifest)
-        (directory / LOCK_FILE).touch()  # by which its run.yaml means this directory
         if LAST in absent:
             _fetch(place, LAST, absent[LAST], directory / LAST)
     return Stored(len(manifest.files), sum(facts.size for facts in manifest.files.values()), len(absent))
@@ -57,7 +55,7 @@ def _require_room(directory: Path, manifest: Manifest, place: Place) -> None:
         name = path.relative_to(directory).as_posix()
         if path.is_symlink():
             known = name in {f"latest/{stage}" for stage in manifest.links}
-        elif path.is_dir() or path.suffix == ".tmp" or path.name == LOCK_FILE:
+        elif path.is_dir() or path.suffix == ".tmp" or path.name == "lock":
             known = True
         else:
             facts = manifest.files.get(name)
