@@ -9,7 +9,15 @@ from __future__ import annotations
 from pydantic import Field
 
 from pipeline.config.data import FeaturesConfig, GenerateConfig, SeedsConfig, SeedSource, TargetConfig
-from pipeline.config.outcome import BaselineName, CalibrateConfig, CheckConfig, ExportConfig, PushConfig, StudyName
+from pipeline.config.outcome import (
+    BaselineName,
+    CalibrateConfig,
+    CheckConfig,
+    ExportConfig,
+    LatencyLimits,
+    PushConfig,
+    StudyName,
+)
 from pipeline.config.running import LimitsConfig, PlacementConfig, PlacementOf, RunConfig
 from pipeline.config.section import DTYPES, PRECISIONS, Dtype, Precision, Section
 from pipeline.config.training import BackboneConfig, MedusaConfig, TrainConfig
@@ -26,6 +34,7 @@ __all__ = [
     "ExportConfig",
     "FeaturesConfig",
     "GenerateConfig",
+    "LatencyLimits",
     "LimitsConfig",
     "MedusaConfig",
     "PlacementConfig",

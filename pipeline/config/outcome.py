@@ -12,7 +12,17 @@ from pipeline.config.section import Dtype, Section
 FormatName = Literal["expanded", "shared", "reference", "sglang"]
 BaselineName = Literal["generate", "prompt-lookup", "assistant", "assistant-sampling"]
 ASSISTED = {"assistant", "assistant-sampling"}
-StudyName = Literal["trees", "typical", "heads", "batch"]
+StudyName = Literal["trees", "typical", "heads", "batch", "load"]
+
+
+class LatencyLimits(Section):
+    ttft_ms: float | None = Field(
+        None,
+        description="The study of load counts the requests within this limit: milliseconds to the first token.",
+        gt=0,
+    )
+    tpot_ms: float | None = Field(None, description="The same for milliseconds per further token.", gt=0)
+
 
 StockTree = Literal[
     "mc-sim-7b-63", "vicuna-7b-stage1", "vicuna-7b-stage1-ablation", "vicuna-7b-stage2", "vicuna-13b-stage1",
@@ -141,7 +151,11 @@ class CheckConfig(Section):
     studies: tuple[StudyName, ...] = Field(
         (),
         description="Measured besides: which tree, typical acceptance by eps and temperature, how many heads, "
-        "what batch size.",
+        "what batch size; load: vLLM as a server with 1 to 64 requests at once.",
+    )
+    slo: LatencyLimits = Field(
+        default_factory=LatencyLimits,
+        description="Limits of a request; the study of load says what share of requests keeps them.",
     )
     min_acceleration_rate: float = Field(1.0, description="The check fails where an engine is below it.", ge=0)
     require_learning: bool = Field(
@@ -170,6 +184,12 @@ class CheckConfig(Section):
         if not isinstance(value, str | Path) and not (is_number and value >= 1):
             raise ValueError("ask at least one held-out row, or name a file of questions")
         return value
+
+    @model_validator(mode="after")
+    def load_is_put_on_an_engine(self) -> CheckConfig:
+        if "load" in self.studies and "vllm" not in self.engines:
+            raise ValueError("the study of load needs vllm in check.engines")
+        return self
 
     @model_validator(mode="after")
     def assistant_is_named(self) -> CheckConfig:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
+from pipeline.evaluation.load_study import load_study
 from pipeline.evaluation.prompts import CheckRequest
 from pipeline.evaluation.speed import rounded
 from pipeline.execution.progress import ProgressReporter
@@ -54,6 +55,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     tolerance = tie_tolerance(target, settings)
     match = compare(prompts, *texts, lambda prefix: top_2_gap(model(), prefix), tolerance)
     drafts = max(1, accelerated["num_drafts"])
+    under_load = load_study(request, with_heads, progress) if "load" in settings.studies else {}
     return {
         "vllm": {
             "num_speculative_tokens": num_tokens,
@@ -67,6 +69,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
             "greedy_match": match.as_dict(),
             "tie_tolerance": tolerance,
             **match.largest_gap(),
+            **under_load,
         },
         "differing": match.differing,
     }

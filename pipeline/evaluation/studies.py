@@ -5,6 +5,7 @@
     typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling and rejection
     heads    the export's tree cut at each depth; see tree_studies.py
     batch    sequences decoded at once, plain and with the tree
+    load     vLLM as a server under load; see load_study.py, since another engine runs it
 
 `trees` and `heads` cost a forward per prompt and a few steps per row. A row of `typical` decodes `NUM_PROMPTS` prompts
 of at most `MAX_NEW_TOKENS` tokens once (twice where steps are captured); a row of `batch` decodes the same prompts,
@@ -85,9 +86,10 @@ def run_studies(
         "batch": lambda: batch_sizes(plain, accelerated, few, num_tokens, settings.repeats),
     }
     rows: dict[str, list[StudyRow]] = {}
-    for name in [name for name in studies if name in names]:
+    asked = [name for name in studies if name in names]
+    for name in asked:
         if progress:
-            progress.begin("native", len(names), done=len(rows), unit="studies")
+            progress.begin("native", len(asked), done=len(rows), unit="studies")
         rows[name] = studies[name]()
     return rows
 

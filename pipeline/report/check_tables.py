@@ -29,6 +29,12 @@ _SPEED: tuple[Column, ...] = (
     ("overhead", "overhead", times),
     ("speedup", "speedup", times),
 )
+
+
+def _percentiles(times: Any) -> str:
+    return " / ".join(show(times.get(name), ".3g") for name in ("p50", "p90", "p99")) if times else UNKNOWN
+
+
 _BOTH_RATES: tuple[Column, ...] = (
     ("tokens/s, plain", "baseline_tokens_per_second", rate),
     ("tokens/s, with heads", "tokens_per_second", rate),
@@ -77,17 +83,37 @@ STUDIES: dict[str, tuple[str, str, tuple[Column, ...], int]] = {  # title, note,
         (("sequences", "batch_size", count), *_BOTH_RATES),
         1,
     ),
+    "load": (
+        "Study: load",
+        "vLLM as a server, with so many requests at once; time to the first token and per further one in ms, p50 / "
+        "p90 / p99 of the requests. Client and server share the machine.",
+        (
+            ("requests", "requests", count),
+            *_BOTH_RATES,
+            ("to first, plain", "baseline_ttft_ms", _percentiles),
+            ("to first, with heads", "ttft_ms", _percentiles),
+            ("per token, plain", "baseline_tpot_ms", _percentiles),
+            ("per token, with heads", "tpot_ms", _percentiles),
+            ("within limits, plain", "baseline_within_slo", percent),
+            ("within limits, with heads", "within_slo", percent),
+        ),
+        1,
+    ),
 }
 
 
 def study_tables(report: dict) -> dict[str, Table]:
     """`study_…` for each study that was run."""
-    studies = pick(report, "check", "native", "studies") or {}
-    return {
-        f"study_{name}": filled(title, note, columns, rows, words=tuple(range(num_words)))
-        for name, (title, note, columns, num_words) in STUDIES.items()
-        if (rows := studies.get(name))
-    }
+    engines = [pick(report, "check", name) or {} for name in ("native", "vllm")]
+    studies = {name: rows for engine in engines for name, rows in (pick(engine, "studies") or {}).items()}
+    in_words = {"load": pick(engines[1], "under_load")}
+    found = {}
+    for name, (title, note, columns, num_words) in STUDIES.items():
+        if rows := studies.get(name):
+            shown = tuple(column for column in columns if column[1] in rows[0])  # limits may not be set
+            note = " ".join(filter(None, (note, in_words.get(name))))
+            found[f"study_{name}"] = filled(title, note, shown, rows, words=tuple(range(num_words)))
+    return found
 
 
 def check_table(report: dict) -> Table:

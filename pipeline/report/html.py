@@ -61,6 +61,7 @@ def drawings(report: dict, extras: dict) -> dict[str, str]:
     evaluated = [row for row in held_out if row.get("head_top1")]
     lengths = pick(native, "accepted_lengths")
     typical, used, batch = (pick(native, "studies", name) for name in ("typical", "heads", "batch"))
+    load = pick(report, "check", "vllm", "studies", "load")
     wanted: dict[str, tuple[Any, Callable[[], str]]] = {  # whether there is data, and what draws it
         "heads": (any(head.get("top1") is not None for head in heads), lambda: plots.head_accuracy(heads)),
         "tree": (choices and not pick(report, "tree", "dynamic"), lambda: plots.tree(choices, shares)),
@@ -76,6 +77,7 @@ def drawings(report: dict, extras: dict) -> dict[str, str]:
         ),
         "study_heads": (len(used or ()) > 1, lambda: speed_plots.heads_used(used)),
         "study_batch": (batch, lambda: speed_plots.batch_sizes(batch)),
+        "study_load": (load, lambda: speed_plots.load(load)),
     }
     return {name: draw() for name, (known, draw) in wanted.items() if known}
 

@@ -92,6 +92,34 @@ def batch_sizes(rows: Sequence[dict]) -> str:
     return svg("study-batch", "Tokens per second by batch size", 2.8, draw)
 
 
+def load(rows: Sequence[dict]) -> str:
+    """Tokens per second of the server, plain and with heads, by requests at once, and the speedup at each."""
+    plain_N, heads_N, x_N = (
+        _numbers(rows, key) for key in ("baseline_tokens_per_second", "tokens_per_second", "requests")
+    )
+
+    def draw(axes: Axes) -> None:
+        axes.plot(x_N, plain_N, "-o", ms=4, color=MUTED, label="plain")
+        axes.plot(x_N, heads_N, "-o", ms=4, color=ACCENT, label="with heads")
+        for x, height, row in zip(x_N, np.fmax(plain_N, heads_N), rows, strict=True):
+            if np.isfinite(height) and row.get("speedup") is not None:
+                axes.annotate(
+                    f"{row['speedup']:.2f}x", (float(x), float(height)), (0, 5), textcoords="offset points",
+                    ha="center", va="bottom", color=INK, size=9,
+                )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_locator(FixedLocator([x for x in x_N if np.isfinite(x)]))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.margins(y=0.15)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("requests at once")
+        axes.set_ylabel("tokens/s")
+        legend_above(axes, 2)
+
+    return svg("study-load", "Tokens per second of the server by requests at once", 3.0, draw)
+
+
 def typical(rows: Sequence[dict], key: str, label: str) -> str:
     """A figure of typical acceptance over eps, one colour per temperature; dashed: sampling from the target.
 

@@ -26,6 +26,7 @@ from pipeline.targets.transformers_generation import TransformersGenerationEngin
 from pipeline.targets.vllm_decode import vllm_decode_check
 from pipeline.targets.vllm_engine import VLLMGenerationEngine, engine_arguments
 from pipeline.targets.vllm_features import VLLMFeatureEngine
+from pipeline.targets.vllm_load import serve_under_load
 from pipeline.targets.vllm_step_times import step_seconds
 from tests.heads.pruning import pruned
 from tests.targets.conftest import CONTEXT, EOS
@@ -244,6 +245,18 @@ def test_a_cell_that_is_always_right_accepts_more_than_it_was_trained_for(counti
 
     plain, drafting = step_seconds(counting_target, [{}, apart], [[100], [7, 7, 250]])
     assert plain > 0 and drafting > 0, "both engines live in one process"
+
+
+def test_a_server_with_heads_that_are_always_right_answers_as_many_tokens_in_fewer_steps(
+    counting_target: TargetSpec, export: Path
+) -> None:
+    alone = read_layout(export).engine_args(export, counting_target.model)
+    plain, with_heads = serve_under_load(counting_target, [{}, alone], PROMPTS, (1, 2), 33)
+    for before, after, level in zip(plain, with_heads, (1, 2), strict=True):
+        assert before["num_tokens"] == after["num_tokens"] == 33 * max(3, 2 * level), "prompts repeat"
+        assert before["acceleration_rate"] is None and 3.5 < after["acceleration_rate"] <= 4
+        assert len(after["ttft"]) == len(after["tpot"]) == max(3, 2 * level)
+        assert after["requests"] == level
 
 
 # --- what cannot start

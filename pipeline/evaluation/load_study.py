@@ -1,0 +1,85 @@
+"""The study of load (`check.studies: [load]`): the engine as a server, with the heads and without, ever more at once.
+
+Heads spend computation that few requests leave idle. The more are under way at once, the less is idle, and from some
+number on the server is faster without them. Measured with the check's prompts; client and server share the machine. A
+row holds, for plain decoding (`baseline_…`) and with the heads:
+
+    tokens_per_second  of all requests together
+    ttft_ms, tpot_ms   time to the first token, and per further token: p50, p90 and p99 over requests
+    within_slo         the share of requests within both limits of `check.slo`, where there are any
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pipeline.config import LatencyLimits
+from pipeline.evaluation.prompts import CheckRequest
+from pipeline.evaluation.speed import rounded
+from pipeline.execution.progress import ProgressReporter
+from pipeline.targets.vllm_load import serve_under_load
+
+LEVELS = (1, 2, 4, 8, 16, 32, 64)
+PERCENTILES = (50, 90, 99)
+
+
+def load_study(
+    request: CheckRequest, with_heads: Mapping[str, Any], progress: ProgressReporter | None = None
+) -> dict[str, Any]:
+    """The study of an export that starts with these engine arguments: `studies` of an engine, and `under_load`."""
+    if progress:
+        progress.begin("vLLM under load", 0, done=2, unit="servers in turn")
+    prompts, settings = [prompt.ids for prompt in request.prompts], request.settings
+    plain, accelerated = serve_under_load(
+        request.target, [{}, with_heads], prompts, LEVELS, settings.max_new_tokens, gpus=request.gpus
+    )
+    rows = load_rows(plain, accelerated, settings.slo)
+    return {"studies": {"load": rows}, "under_load": in_words(rows)}
+
+
+def load_rows(
+    plain: Sequence[Mapping[str, Any]], with_heads: Sequence[Mapping[str, Any]], limits: LatencyLimits
+) -> list[dict[str, Any]]:
+    """The study's rows, from what `serve_under_load` measured of both servers."""
+    rows = []
+    for before, after in zip(plain, with_heads, strict=True):
+        baseline, found = _figures(before, limits), _figures(after, limits)
+        speedup = rounded(found["tokens_per_second"] / baseline["tokens_per_second"])
+        rate = after["acceleration_rate"] and rounded(after["acceleration_rate"])
+        row = {"requests": after["requests"], "speedup": speedup, "acceleration_rate": rate}
+        rows.append(row | found | {f"baseline_{key}": value for key, value in baseline.items()})
+    return rows
+
+
+def _figures(measured: Mapping[str, Any], limits: LatencyLimits) -> dict[str, Any]:
+    ttft_N, tpot_N = (1000 * np.array(measured[key], dtype=float) for key in ("ttft", "tpot"))
+    found: dict[str, Any] = {"tokens_per_second": rounded(measured["num_tokens"] / measured["seconds"])}
+    for name, times_N in (("ttft_ms", ttft_N), ("tpot_ms", tpot_N[np.isfinite(tpot_N)])):
+        values = np.percentile(times_N, PERCENTILES) if len(times_N) else [math.nan] * len(PERCENTILES)
+        found[name] = {f"p{percent}": rounded(value) for percent, value in zip(PERCENTILES, values, strict=True)}
+    if limits.ttft_ms or limits.tpot_ms:
+        # An answer of one token has no further ones that could be late.
+        late_N = (ttft_N > (limits.ttft_ms or math.inf)) | (np.nan_to_num(tpot_N) > (limits.tpot_ms or math.inf))
+        found["within_slo"] = rounded(1 - float(late_N.mean()))
+    return found
+
+
+def stops_paying_at(rows: Sequence[Mapping[str, Any]]) -> int | None:
+    """The measured number of requests from which on the server is slower with the heads; None where it never is."""
+    faster = max((row["requests"] for row in rows if row["speedup"] >= 1), default=0)
+    return min((row["requests"] for row in rows if row["requests"] > faster), default=None)
+
+
+def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Up to how many requests at once the heads pay, in a sentence."""
+    least, most, stops = rows[0]["requests"], rows[-1]["requests"], stops_paying_at(rows)
+    if stops is None:
+        return f"Served by vLLM, the heads pay up to {most} requests at once, the most that were tried."
+    if stops == least:
+        return f"Served by vLLM, the heads pay at no load: they are slower at {least} to {most} requests at once."
+    pays = max(row["requests"] for row in rows if row["requests"] < stops)
+    return f"Served by vLLM, the heads pay up to {pays} requests at once, and no longer from {stops}."

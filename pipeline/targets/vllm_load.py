@@ -1,0 +1,114 @@
+"""vLLM as a server under load: how long so many requests at once wait for their first token and for further ones.
+
+Requests are sent and timed by the client of vLLM's own benchmark (`vllm bench serve`), as many at once as asked: the
+next one the moment that one has ended. Client and server share the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pipeline.errors import EnvironmentFault
+from pipeline.targets.own_process import in_own_process, work_off
+from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
+from pipeline.targets.vllm_engine import import_vllm
+from pipeline.targets.vllm_server import NAME, serving
+
+ROUNDS = 2  # so many requests at least of each that is under way at once
+
+
+def serve_under_load(
+    spec: TargetSpec,
+    engine_args: Sequence[Mapping[str, Any]],
+    prompts: Sequence[Sequence[int]],
+    levels: Sequence[int],
+    max_new_tokens: int,
+    *,
+    gpus: int = 0,
+) -> list[list[dict[str, Any]]]:
+    """For each set of arguments, empty being plain decoding, a server at each level of concurrent requests.
+
+    Prompts repeat in order until there are `ROUNDS` requests for each one under way; prefixes are not cached. Texts are
+    greedy and end as the target's own.
+
+    Returns:
+        Per server and level {"requests": at once, "seconds", "num_tokens", "ttft": seconds from each request to its
+        first token, "tpot": seconds per further token, None of an answer of one, "acceleration_rate": None plain}.
+
+    Raises:
+        EnvironmentFault: The server cannot start, or requests fail.
+    """
+    task = {"spec": asdict(spec), "prompts": [list(ids) for ids in prompts], "levels": list(levels), "gpus": gpus}
+    tasks = [{**task, "max_new_tokens": max_new_tokens, "engine_args": dict(chosen)} for chosen in engine_args]
+    return in_own_process(__name__, tasks)
+
+
+def measure(task: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One server's rows."""
+    import_vllm()
+    spec = TargetSpec(**task["spec"])
+    context, num_tokens, prompts = context_length(spec), task["max_new_tokens"], task["prompts"]
+    asked = [(ids, min(num_tokens, context - len(ids))) for ids in prompts]
+    with serving(spec, {**task["engine_args"], "enable_prefix_caching": False}, task["gpus"]) as address:
+        rows = []
+        for level in task["levels"]:
+            requests = list(itertools.islice(itertools.cycle(asked), max(len(asked), ROUNDS * level)))
+            rows.append(asyncio.run(_benchmark(address, requests, level, eos_token_ids(spec))))
+        return rows
+
+
+async def _benchmark(
+    address: str, requests: Sequence[tuple[list[int], int]], level: int, eos: Sequence[int]
+) -> dict[str, Any]:
+    """What vLLM's benchmark measures of these requests, after as many to warm up as are under way at once."""
+    from vllm.benchmarks.datasets import SampleRequest
+    from vllm.benchmarks.serve import TaskType, benchmark
+
+    samples = [SampleRequest(ids, len(ids), room) for ids, room in requests]
+    found = await benchmark(
+        task_type=TaskType.GENERATION,
+        endpoint_type="openai",
+        api_url=f"{address}/v1/completions",
+        base_url=address,
+        model_id=NAME,
+        model_name=NAME,
+        tokenizer=None,
+        input_requests=samples,
+        logprobs=None,
+        request_rate=math.inf,
+        burstiness=1.0,
+        disable_tqdm=True,
+        num_warmups=level,
+        profile=False,
+        selected_percentile_metrics=[],
+        selected_percentiles=[],
+        ignore_eos=True,  # stop_token_ids are the target's own
+        goodput_config_dict={},
+        max_concurrency=level,
+        lora_modules=None,
+        extra_headers=None,
+        extra_body={"temperature": 0, "stop_token_ids": list(eos)},
+    )
+    if found["failed"]:
+        reason = next(filter(None, found["errors"])).strip().splitlines()[-1]
+        what = f"{found['failed']} of {len(samples)} requests to vLLM's server failed: {reason[:300]}"
+        raise EnvironmentFault(what, "check.studies: load", "Take load out of check.studies.")
+    answers = zip(found["ttfts"], found["latencies"], found["output_lens"], strict=True)
+    return {
+        "requests": level,
+        "seconds": found["duration"],
+        "num_tokens": found["total_output_tokens"],
+        "ttft": found["ttfts"],
+        "tpot": [(latency - ttft) / (num - 1) if num > 1 else None for ttft, latency, num in answers],
+        "acceleration_rate": found.get("spec_decode_acceptance_length"),
+    }
+
+
+if __name__ == "__main__":
+    work_off(measure, *sys.argv[1:])

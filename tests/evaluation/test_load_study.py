@@ -1,0 +1,182 @@
+"""At which load heads stop paying: the study's rows from what the server's client measured, and what is asked of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.config import CheckConfig, LatencyLimits
+from pipeline.errors import EnvironmentFault
+from pipeline.evaluation import load_study as module
+from pipeline.evaluation.load_study import LEVELS, in_words, load_rows, load_study, stops_paying_at
+from pipeline.evaluation.prompts import CheckRequest, Prompt
+from pipeline.report.documents import report_texts
+from pipeline.targets import vllm_server
+from pipeline.targets.spec import TargetSpec
+from pipeline.targets.vllm_server import flags, serving
+
+
+def measured(requests=1, seconds=2.0, num_tokens=100, ttft=(0.1,), tpot=(0.01,), rate=None):
+    times = {"ttft": list(ttft), "tpot": list(tpot), "acceleration_rate": rate}
+    return {"requests": requests, "seconds": seconds, "num_tokens": num_tokens} | times
+
+
+def test_a_row_has_both_servers_speeds_and_their_waiting_times():
+    hundred = [number / 1000 for number in range(101)]  # 0 to 100 ms: percentile and value are the same
+    (row,) = load_rows(
+        [measured(8, seconds=4.0, num_tokens=100, ttft=hundred, tpot=[None, *hundred])],
+        [measured(8, seconds=2.0, num_tokens=100, rate=3.1)],
+        LatencyLimits(),
+    )
+    assert (row["requests"], row["speedup"], row["acceleration_rate"]) == (8, 2.0, 3.1)
+    assert (row["baseline_tokens_per_second"], row["tokens_per_second"]) == (25, 50)
+    assert row["baseline_ttft_ms"] == row["baseline_tpot_ms"] == {"p50": 50, "p90": 90, "p99": 99}
+    assert "within_slo" not in row, "there are no limits"
+
+
+def test_a_request_keeps_the_limits_if_neither_is_broken():
+    ttft, tpot = (0.05, 0.05, 0.2, 0.05), (0.01, 0.03, 0.01, None)  # the last is an answer of one token
+    for limits, share in (
+        (LatencyLimits(ttft_ms=100), 0.75),
+        (LatencyLimits(tpot_ms=20), 0.75),
+        (LatencyLimits(ttft_ms=100, tpot_ms=20), 0.5),
+        (LatencyLimits(ttft_ms=1), 0.0),
+    ):
+        (row,) = load_rows([measured()], [measured(ttft=ttft, tpot=tpot)], limits)
+        assert row["within_slo"] == share
+
+
+@given(st.lists(st.floats(0.1, 3), min_size=1, max_size=7))
+def test_heads_stop_paying_where_no_higher_load_is_faster_with_them(speedups):
+    rows = [{"requests": level, "speedup": speedup} for level, speedup in zip(LEVELS, speedups, strict=False)]
+    stops = stops_paying_at(rows)
+    slower = [row["speedup"] < 1 for row in rows if stops and row["requests"] >= stops]
+    assert all(slower) and bool(slower) == (speedups[-1] < 1)
+    assert str(stops or rows[-1]["requests"]) in in_words(rows)
+
+
+def test_what_is_asked_of_the_servers_and_where_it_is_told(tiny_target, monkeypatch):
+    def serve_under_load(target, engine_args, prompts, levels, max_new_tokens, *, gpus):
+        asked.update(engine_args=engine_args, prompts=prompts, max_new_tokens=max_new_tokens)
+        return [
+            [measured(level, seconds=1.0, num_tokens=100 - (level > 4) * 50 * with_heads) for level in levels]
+            for with_heads in (False, True)
+        ]
+
+    asked: dict = {}
+    monkeypatch.setattr(module, "serve_under_load", serve_under_load)
+    prompts = [Prompt("a", [1, 2]), Prompt("b", [3])]
+    settings = CheckConfig(max_new_tokens=9, studies=["load"], slo={"ttft_ms": 200})
+    found = load_study(CheckRequest(TargetSpec(str(tiny_target)), "export", prompts, settings), {"model": "export"})
+    assert asked == {"engine_args": [{}, {"model": "export"}], "prompts": [[1, 2], [3]], "max_new_tokens": 9}
+    rows = found["studies"]["load"]
+    assert [row["requests"] for row in rows] == [1, 2, 4, 8, 16, 32, 64]
+    assert found["under_load"] == "Served by vLLM, the heads pay up to 4 requests at once, and no longer from 8."
+    texts = report_texts({"check": {"vllm": found}}, {})
+    said = ("Study: load", "no longer from 8", "100 / 100 / 100", "within limits")
+    for name, text in texts.items():
+        assert name.endswith(".json") or all(words in text for words in said), name
+    assert any("study-load" in text for text in texts.values()), "the page has the plot"
+
+
+def test_load_needs_the_engine_that_serves():
+    with pytest.raises(ValueError, match="load needs vllm"):
+        CheckConfig(studies=["load"], engines=["native"])
+
+
+def test_engine_arguments_are_flags_of_the_server():
+    arguments = {"enforce_eager": True, "enable_prefix_caching": False, "revision": None, "max_model_len": 64}
+    config = {"method": "eagle", "num_speculative_tokens": 3}
+    found = flags({**arguments, "speculative_config": config})
+    assert found[:4] == ["--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "64"]
+    assert found[4] == "--speculative-config" and json.loads(found[5]) == config and len(found) == 6
+
+
+STAND_IN = """#!{python}
+import http.server, pathlib, sys
+arguments = sys.argv
+if "{fails}":
+    sys.exit("a line before\\n{fails}")
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *words):
+        pass
+pathlib.Path("{arguments}").write_text("\\n".join(arguments))
+http.server.HTTPServer(("127.0.0.1", int(arguments[arguments.index("--port") + 1])), Healthy).serve_forever()
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """A program in the server's place, which writes its arguments down, or fails with these words."""
+
+    def write(fails=""):
+        program = tmp_path / "server"
+        program.write_text(STAND_IN.format(python=sys.executable, fails=fails, arguments=tmp_path / "arguments"))
+        program.chmod(0o700)
+        monkeypatch.setattr(vllm_server, "sys", SimpleNamespace(executable=str(program)))
+        return tmp_path / "arguments"
+
+    return write
+
+
+def test_the_server_answers_on_the_loopback_and_has_ended_with_the_block(tiny_target, stand_in):
+    written = stand_in()
+    with serving(TargetSpec(str(tiny_target)), {"speculative_config": {"method": "medusa"}}, 0) as address:
+        assert address.startswith("http://127.0.0.1:") and vllm_server.answers(address)
+        arguments = written.read_text().splitlines()
+        assert str(tiny_target) in arguments and "--speculative-config" in arguments
+        assert arguments[arguments.index("--host") + 1] == "127.0.0.1"
+    assert not vllm_server.answers(address)
+
+
+def test_a_server_that_cannot_start_says_its_last_line(tiny_target, stand_in):
+    stand_in(fails="no memory is left")
+    refused = pytest.raises(EnvironmentFault, match=r"status 1: no memory is left.*check\.studies")
+    with refused, serving(TargetSpec(str(tiny_target)), {}, 0):
+        pass
+
+
+def test_the_server_ends_when_whoever_started_it_is_gone(tmp_path):
+    """Killed, so that nothing of it can tell the server; here a module that sleeps stands for vLLM's."""
+    (tmp_path / "sleeps.py").write_text("import time; time.sleep(60)")
+    code = f"""
+import pipeline.targets.vllm_server as server, runpy, threading, sys
+sys.path.insert(0, {str(tmp_path)!r})
+threading.Thread(target=server._end_with_the_caller, daemon=True).start()
+runpy.run_module("sleeps", run_name="__main__", alter_sys=True)
+"""
+    starts = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {code!r}], stdin=subprocess.PIPE, "
+    starts += "start_new_session=True); print(flush=True); time.sleep(60)"
+    caller = subprocess.Popen([sys.executable, "-c", starts], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    assert caller.stdout
+    caller.stdout.readline()
+    (server,) = children(caller.pid)
+    time.sleep(0.5)
+    assert Path(f"/proc/{server}").exists()
+    caller.kill()
+    caller.wait()
+    deadline = time.monotonic() + 30
+    while is_running(server) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not is_running(server)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
