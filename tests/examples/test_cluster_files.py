@@ -1,0 +1,64 @@
+"""The cluster examples are what Ray's own validator and KubeRay's RayJob take, and what they run exists here."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import yaml
+
+from pipeline.config.load import load_config
+
+ROOT = Path(__file__).parents[2]
+CLUSTER = ROOT / "examples" / "cluster"
+# Fields of KubeRay's v1 API reference, RayJobSpec.
+RAY_JOB = {
+    "entrypoint",
+    "runtimeEnvYAML",
+    "shutdownAfterJobFinishes",
+    "ttlSecondsAfterFinished",
+    "submissionMode",
+    "backoffLimit",
+    "rayClusterSpec",
+}
+WORKER_GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+
+
+def read(name: str) -> dict[str, Any]:
+    return yaml.safe_load((CLUSTER / name).read_text())
+
+
+def test_ray_s_own_validator_takes_the_ray_up_file():
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    config = read("ray-up.yaml")
+    validate_config(prepare_config(config))
+    with pytest.raises(Exception, match="not_a_key"):
+        validate_config(prepare_config(config | {"not_a_key": 1}))
+
+
+def test_the_rayjob_has_the_fields_of_kuberay_s_and_its_workers_see_the_results():
+    job = read("rayjob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    assert job["spec"].keys() <= RAY_JOB and job["metadata"]["name"]
+    cluster = job["spec"]["rayClusterSpec"]
+    assert cluster["rayVersion"] == ray.__version__
+    (workers,) = cluster["workerGroupSpecs"]
+    assert workers.keys() == WORKER_GROUP
+    assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
+    for group in (cluster["headGroupSpec"], workers):
+        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), "the API takes strings"
+        pod = group["template"]["spec"]
+        (container,) = pod["containers"]
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        assert mounts["runs"] == "/mnt/runs" and mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_job_s_command_names_a_flow_and_settings_that_exist():
+    program, flow, *overrides = shlex.split(read("rayjob.yaml")["spec"]["entrypoint"])
+    assert program == "python" and (ROOT / flow).is_file()
+    config = load_config(ROOT / "configs" / "zephyr-7b.yaml", overrides)
+    assert str(config.run.root) == "/mnt/runs" and config.placement.generate.workers == "auto"
