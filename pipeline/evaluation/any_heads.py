@@ -133,7 +133,7 @@ def _candidate(directory: Path, target: TargetSpec, draft_tokens: int | None) ->
         _require_sizes(layout.shape, sizes, directory)
         yield Candidate(layout.shape.described(), directory, None, layout.shape.max_depth)
         return
-    num_tokens = draft_tokens or _proposed(config) or DRAFT_TOKENS
+    num_tokens = draft_tokens or proposed_tokens(config) or DRAFT_TOKENS
     found = read_foreign(directory, _matrices(target), sizes, num_tokens)
     original = {"method": found.vllm_method, "model": str(directory.resolve()), "num_speculative_tokens": num_tokens}
     with tempfile.TemporaryDirectory(prefix="medusa-distill-check-") as temporary:
@@ -210,8 +210,10 @@ def _require_sizes(shape: HeadsShape, sizes: Sizes, directory: Path) -> None:
         raise DataError(what, str(directory), "Give --target the model that these heads were trained on.")
 
 
-def _proposed(config: dict[str, Any]) -> int | None:
+def proposed_tokens(config: dict[str, Any]) -> int | None:
     """How many tokens a speculators configuration says to draft."""
-    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    number = methods[0].get("speculative_tokens") if isinstance(methods[0], dict) else None
-    return number if isinstance(number, int) and number > 0 else None
+    try:
+        number = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (LookupError, TypeError):  # none, or JSON of another form
+        return None
+    return number if type(number) is int and number > 0 else None

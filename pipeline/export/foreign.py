@@ -143,6 +143,9 @@ def _medusa(tensors: _Tensors, target: TargetWeights, sizes: Sizes) -> ForeignHe
         some = ", ".join((unknown or sorted(stored))[:3])
         raise tensors.refuse(f"These are neither Medusa heads nor an EAGLE-1 cell: there is {some}.")
     num_heads, num_layers = 1 + max(k for k, _, _ in blocks), 1 + max(layer for _, layer, _ in blocks)
+    if max(num_heads, num_layers) > len(blocks):  # which names alone could make of any size
+        what = f"There are {len(blocks)} tensors of {num_heads} heads with {num_layers} blocks each."
+        raise tensors.refuse(what, "Fetch the files again: some are missing.")
     _require_sizes(tensors, stored[blocks[0, 0, "weight"]] if (0, 0, "weight") in blocks else None, lm_heads, sizes)
     lm_head: LmHead = "tied" if not lm_heads else "shared" if set(lm_heads) == {0} and num_heads > 1 else "untied"
     shape = MedusaShape(sizes.hidden_size, sizes.vocab_size, num_heads, num_layers, lm_head)
@@ -193,9 +196,11 @@ def _eagle(tensors: _Tensors, target: TargetWeights, sizes: Sizes, num_tokens: i
         if name in tensors.files and not _same(tensors[name], matrix()):
             raise tensors.refuse(f"Its {name} is not the target's, which engines draft with.", OTHER_TARGET)
     gate = "layers.0.mlp.gate_proj.weight"
-    inner = tensors.shape(gate)[0] if gate in tensors.files else 1
-    epsilon = float(tensors.config.get("rms_norm_eps", EPSILON))
-    shape = RecurrentShape(sizes.hidden_size, sizes.vocab_size, num_tokens, inner, norm_eps=epsilon)
+    inner, *_ = (tensors.shape(gate) if gate in tensors.files else ()) or (1,)
+    epsilon = tensors.config.get("rms_norm_eps", EPSILON)
+    if not isinstance(epsilon, int | float):
+        raise tensors.refuse(f"Its rms_norm_eps is no number but {epsilon!r}.", "Mend its config.json.")
+    shape = RecurrentShape(sizes.hidden_size, sizes.vocab_size, num_tokens, inner, norm_eps=float(epsilon))
     left_out = {*THE_TARGETS, FC_BIAS, *(name for name in tensors.files if name.startswith(ATTENTION))}
     named = {name: tensors[name] for name in tensors.files if name not in left_out}
     wanted = RecurrentHeads.shapes(shape, EXPANDED)
@@ -208,7 +213,7 @@ def _eagle(tensors: _Tensors, target: TargetWeights, sizes: Sizes, num_tokens: i
 def _require_sizes(tensors: _Tensors, block: str | None, lm_heads: Mapping[int, str], sizes: Sizes) -> None:
     if block is not None and tensors.shape(block):
         _require_hidden(tensors, tensors.shape(block)[-1], sizes)
-    rows = {tensors.shape(name)[0] for name in lm_heads.values() if name in tensors.files}
+    rows = {size[0] for name in lm_heads.values() if name in tensors.files and (size := tensors.shape(name))}
     if rows and rows != {sizes.vocab_size}:
         what = f"The heads are of a vocabulary of {max(rows)} tokens, and the target's lm_head has {sizes.vocab_size}."
         raise tensors.refuse(what, OTHER_TARGET)

@@ -125,4 +125,5 @@ STAGE = Stage(
     placements=(NAME,),
     scratch=("checkpoints", "tensorboard", "wandb", TRACKING_FILE, "ray"),
     parts=(BACKBONE_DIRECTORY,),
+    may_link=("wandb",),  # to its newest run and its logs
 )

@@ -13,7 +13,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,11 @@ def is_text(name: str) -> bool:
     return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
 
-def links_in(directory: Path) -> Iterator[Path]:
-    """Every symbolic link below `directory`; none is followed."""
+def links_in(directory: Path, but_in: Collection[str] = ()) -> Iterator[Path]:
+    """Every symbolic link below `directory`, but in folders of these names; none is followed."""
     for place, folders, files in os.walk(directory):
         yield from (path for name in (*folders, *files) if (path := Path(place, name)).is_symlink())
+        folders[:] = [name for name in folders if name not in but_in]
 
 
 def temporary_beside(path: Path) -> Path:

@@ -37,14 +37,22 @@ class StageDirectory(ShardFolder):
         store: Where stage directories lie.
         scratch: Names of files and folders in it that do not count once the stage is done.
         parts: Folders in it that are made again alone when one of their files is damaged.
+        may_link: Folders of `scratch` in which another program keeps links of its own; nothing here writes to them.
     """
 
     def __init__(
-        self, store: Path, stage: str, fingerprint: str, *, scratch: Sequence[str] = (), parts: Sequence[str] = ()
+        self,
+        store: Path,
+        stage: str,
+        fingerprint: str,
+        *,
+        scratch: Sequence[str] = (),
+        parts: Sequence[str] = (),
+        may_link: Sequence[str] = (),
     ):
         super().__init__(store / f"{stage}-{fingerprint[:8]}", fingerprint)
         self.stage = stage
-        self.uncounted, self.parts = {*BOOKKEEPING, *scratch}, parts
+        self.uncounted, self.parts, self.may_link = {*BOOKKEEPING, *scratch}, parts, may_link
 
     @classmethod
     def at(cls, path: Path) -> StageDirectory:
@@ -66,7 +74,7 @@ class StageDirectory(ShardFolder):
             DataError: A link lies in it, and following it could change or delete what is not the stage's.
             EnvironmentFault: Another process changes it.
         """
-        if link := self.path if self.path.is_symlink() else next(links_in(self.path), None):
+        if link := self.path if self.path.is_symlink() else next(links_in(self.path, self.may_link), None):
             fix = "Delete this link and run the same command again; to store a stage elsewhere, set run.store."
             raise DataError("A link leads out of the stage's directory.", str(link), fix)
         self.create(identity)

@@ -98,3 +98,20 @@ def test_a_target_that_an_engine_cannot_read_is_refused_before_anything_is_loade
     (target / "model.safetensors").unlink()
     ended = command("check", tmp_path, "--target", target, "--engine", "vllm")
     assert ended.code == 2 and "no bitsandbytes" in one_paragraph(ended.err)
+
+
+@pytest.mark.parametrize(
+    ("config", "number"),
+    [
+        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": 3}]}}, 3),
+        ({"speculators_config": {"proposal_methods": [{"speculative_tokens": True}]}}, None),
+        ({"speculators_config": {"proposal_methods": {"greedy": 3}}}, None),
+        ({"speculators_config": {"proposal_methods": "greedy"}}, None),
+        ({"speculators_config": "eagle"}, None),
+        ({}, None),
+    ],
+)
+def test_what_a_foreign_configuration_says_to_draft_is_read_whatever_it_holds(config, number):
+    from pipeline.evaluation.any_heads import proposed_tokens
+
+    assert proposed_tokens(config) == number

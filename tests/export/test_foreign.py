@@ -17,7 +17,7 @@ from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
 from tests.export.exports import config_of, heads_of, tensors_of
 
-SIZES = Sizes(4, 6)
+SIZES, ONE = Sizes(4, 6), torch.tensor(1.0)
 TARGET = TargetWeights(
     lambda: torch.arange(24.0).reshape(6, 4) / 24, lambda: torch.arange(24.0).reshape(6, 4).flip(0) / 24
 )
@@ -53,6 +53,11 @@ def inside_of_a_model(tensors: dict[str, Tensor], directory: Path) -> None:
 
 def vllm_s_own(tensors: dict[str, Tensor], directory: Path) -> None:
     save_file(as_vllm_names_them(tensors, 2), directory / "model.safetensors")
+
+
+def told(directory: Path, **config: object) -> None:
+    eagle(directory)
+    (directory / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize("write", [authors, pickled, inside_of_a_model, vllm_s_own])
@@ -153,6 +158,10 @@ def test_a_draft_model_that_native_decoding_cannot_have_is_left_to_vllm_with_the
         (lambda path: eagle(path, **{"layers.1.mlp.up_proj.weight": torch.ones(5, 4)}), SIZES, "unknown"),
         (lambda path: eagle(path, **{"fc.weight": torch.ones(4, 12)}), SIZES, r"\[4, 12\].*\[D, 2D\]"),
         (lambda path: authors({"0.0.linear.weight": torch.full((4, 4), torch.nan)}, path), SIZES, "not finite"),
+        (lambda path: authors({"999999999.0.linear.weight": torch.ones(4, 4)}, path), SIZES, "of 1000000000 heads"),
+        (lambda path: authors({"0.0.linear.weight": torch.ones(4, 4), "0.1.weight": ONE}, path), SIZES, "0.1.weight"),
+        (lambda path: eagle(path, **{"layers.0.mlp.gate_proj.weight": ONE}), SIZES, "gate_proj.weight"),
+        (lambda path: told(path, rms_norm_eps=None), SIZES, "rms_norm_eps is no number but None"),
     ],
 )
 def test_what_is_no_heads_of_this_target_is_refused_in_a_paragraph(tmp_path, write, sizes, says):

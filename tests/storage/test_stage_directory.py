@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from pipeline.artifacts.seed_rows import SEEDS
-from pipeline.errors import EnvironmentFault
+from pipeline.errors import DataError, EnvironmentFault
 from pipeline.storage.atomic import atomic_path, sweep_temporary, write_json
 from pipeline.storage.fingerprint import FileDigests, fingerprint, ids_digest
 from pipeline.storage.locks import Lock
@@ -165,3 +165,22 @@ def test_verify_of_files_that_another_user_keeps_is_an_environment_fault(pair, m
     monkeypatch.setattr("pipeline.storage.checksums.sha256_of", refuse)
     with pytest.raises(EnvironmentFault, match=r"Permission denied.*00000"):
         pair[0].verify()
+
+
+def test_a_link_is_refused_but_where_another_program_keeps_its_own(tmp_path):
+    """Weights & Biases links its newest run and its logs, also in the directory of a phase."""
+    stage = StageDirectory(tmp_path, "train", "ab" * 32, scratch=("wandb",), may_link=("wandb",))
+    for place in (stage.path / "wandb", stage.path / "heads-first" / "wandb" / "run" / "logs"):
+        place.mkdir(parents=True)
+        (place / "latest-run").symlink_to("run")
+    stage.enter({})
+    stage.finish({}, {})
+    assert not stage.done.files and stage.is_whole({})
+    (stage.path / "wandb-too").symlink_to(tmp_path)
+    with pytest.raises(DataError, match=r"A link leads out.*wandb-too"):
+        stage.enter({})
+    (stage.path / "wandb-too").unlink()
+    shutil.move(stage.path / "wandb", tmp_path / "elsewhere")
+    (stage.path / "wandb").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"A link leads out.*wandb"):
+        stage.enter({})
