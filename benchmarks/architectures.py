@@ -10,7 +10,7 @@ nothing here. Refused families are those whose layers cannot verify a tree; the 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from pipeline.config.load import validate
 from pipeline.errors import MedusaDistillError
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
-from pipeline.targets.spec import context_length, resolve
+from pipeline.targets.spec import TargetSpec, context_length, resolve
 from pipeline.targets.vllm_decode import decode_in_vllm
 
 KINDS = ("recurrent", "medusa")
@@ -55,7 +55,9 @@ def kept(name: str, *, in_vllm: bool) -> dict[str, Any]:
         for heads, run in runs.items():
             match = run.report["check"]["native"]["greedy_match"]
             row[f"{heads}, native"] = f"{match['identical']} of {match['sequences']}"
-            row[f"{heads}, vLLM"] = _served(run) if in_vllm else "not tried"
+        like = FAMILIES[name].served_as
+        served = _served(runs) if in_vllm and not like else dict.fromkeys(runs, f"as {like}" if like else "not tried")
+        row |= {f"{heads}, vLLM": said for heads, said in served.items()}
         print(name, row, flush=True)
         return row
 
@@ -105,15 +107,30 @@ def _run(config: Config) -> Run:
     return run_flow(config, executor="inline", quiet=True)
 
 
-def _served(run: Run) -> str:
-    """How many greedy texts vLLM writes alike with the heads and without, or why it does not."""
-    target = resolve(run.config.target, on_gpu=False)
-    engine_args = read_layout(run.export).engine_args(run.export, target.model)
-    found = held_out_prompts(run.generated("check"), NUM_PROMPTS, context_length(target) - 2 * NEW_TOKENS)
+def _served(runs: Mapping[str, Run]) -> dict[str, str]:
+    """How many greedy texts vLLM writes alike with each kind of heads and without, or why it does not."""
+    first = next(iter(runs.values()))
+    target = resolve(first.config.target, on_gpu=False)
+    found = held_out_prompts(first.generated("check"), NUM_PROMPTS, context_length(target) - 2 * NEW_TOKENS)
     prompts: Sequence[list[int]] = [prompt.ids for prompt in found.kept]
+    said = {}
+    chosen = {heads: read_layout(run.export).engine_args(run.export, target.model) for heads, run in runs.items()}
     try:
-        plain, other = decode_in_vllm(target, [{}, engine_args], prompts, NEW_TOKENS)
+        plain, *others = decode_in_vllm(target, [{}, *chosen.values()], prompts, NEW_TOKENS)
+    except MedusaDistillError as error:
+        return {heads: _alone(target, engine_args, prompts, error) for heads, engine_args in chosen.items()}
+    for heads, other in zip(runs, others, strict=True):
+        same = sum(one == two for one, two in zip(plain["token_ids"], other["token_ids"], strict=True))
+        said[heads] = f"{same} of {len(prompts)}"
+    return said
+
+
+def _alone(
+    target: TargetSpec, engine_args: Mapping[str, Any], prompts: Sequence[list[int]], first: MedusaDistillError
+) -> str:
+    """Of two kinds of heads one may be what vLLM does not start with."""
+    try:
+        decode_in_vllm(target, [engine_args], prompts, NEW_TOKENS)
     except MedusaDistillError as error:
         return f"does not start: {error.what}"
-    same = sum(one == two for one, two in zip(plain["token_ids"], other["token_ids"], strict=True))
-    return f"{same} of {len(prompts)}"
+    return f"starts; beside it: {first.what}"

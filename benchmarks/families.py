@@ -81,6 +81,7 @@ class Family:
     marks: tuple[str, ...] = ()
     sizes: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)  # target.template_arguments
+    served_as: str = ""  # the family whose architecture this is, where an engine cannot tell them apart
 
 
 IM = ("<|im_start|>", "<|im_end|>")
@@ -107,7 +108,9 @@ FAMILIES = {
     "Qwen3, without thinking": Family(
         "Qwen3Config", QWEN_3, "<|im_end|>", (*IM, "<think>", "</think>"), arguments={"enable_thinking": False}
     ),
-    "Qwen3, with thinking": Family("Qwen3Config", QWEN_3, "<|im_end|>", (*IM, "<think>", "</think>")),
+    "Qwen3, with thinking": Family(
+        "Qwen3Config", QWEN_3, "<|im_end|>", (*IM, "<think>", "</think>"), served_as="Qwen3, without thinking"
+    ),
     "Qwen3-MoE": Family("Qwen3MoeConfig", QWEN_3, "<|im_end|>", IM, {"num_experts": 4, **EXPERTS}),
     "Mixtral": Family("MixtralConfig", MISTRAL, "</s>", ("[INST]", "[/INST]"), {"num_local_experts": 4, **EXPERTS}),
     "Mistral": Family("MistralConfig", MISTRAL, "</s>", ("[INST]", "[/INST]"), {"sliding_window": None}),
@@ -119,7 +122,7 @@ FAMILIES = {
         {**WINDOWED, "tie_word_embeddings": True, "query_pre_attn_scalar": 32},
     ),
     "Phi-4": Family("Phi3Config", PHI_4, "<|im_end|>", (*IM, "<|im_sep|>"), {"pad_token_id": 0}),
-    "Vicuna": Family("LlamaConfig", VICUNA, "</s>", (), {"num_key_value_heads": 2}),
+    "Vicuna": Family("LlamaConfig", VICUNA, "</s>", (), {"num_key_value_heads": 2}, served_as="Llama 3.1, 3.3"),
     "Zephyr": Family("MistralConfig", ZEPHYR, "</s>", (), {"sliding_window": 24}),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.families import WORDS
+from benchmarks.families import FAMILIES, REFUSED, WORDS
 from pipeline.config.load import load_config
 from pipeline.targets.sizes import target_sizes
 from pipeline.targets.spec import TargetSpec
@@ -80,6 +81,13 @@ def test_every_cell_of_the_page_fits_where_it_stands(tmp_path):
     assert seen >= {
         model.hub_id for model in PUBLISHED if "vicuna" not in model.hub_id and "zephyr" not in model.hub_id
     }
+
+
+def test_what_the_page_says_is_kept_and_refused_is_what_the_benchmark_found():
+    page = (ROOT / "docs" / "models.md").read_text()
+    found = json.loads(write_models.RESULT.read_text())["facts"]["families"]
+    assert page == write_models.between(page, "kept", write_models.kept_table(found))
+    assert found.keys() == {*FAMILIES, *REFUSED}, "python -m benchmarks.run architectures, then scripts/write_models.py"
 
 
 def test_the_text_model_is_stored_as_the_page_says_it_is(tmp_path, monkeypatch):
