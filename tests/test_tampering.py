@@ -14,6 +14,8 @@ from pipeline.cli.verify import verify
 from pipeline.config.load import load_config
 from pipeline.errors import CheckFailed, DataError, EnvironmentFault, MedusaDistillError
 from pipeline.export.layout import read_layout
+from pipeline.flow import push_run
+from pipeline.run.rates import rates_of_runs
 from pipeline.run.reporting import assemble
 from pipeline.storage.run_directory import RunDirectory
 from tests.flows.tiny import contents, latest, run_again, stages_run
@@ -23,6 +25,8 @@ PLACES = (
     *("latest/features/shards/00001.parquet", "latest/features/receipts/00001.json", "latest/seeds/lock"),
     *("latest/generate/quarantine/00002.jsonl", "events.jsonl", "lock", "digests.json", "report.json"),
 )
+
+TYPES = '{"generate": 7, "features": {"tokens_per_second": 5, "positions": "x", "tokens": [1]}, "train": {}}'
 
 
 @pytest.mark.timeout(120)
@@ -39,6 +43,18 @@ def test_a_pipe_in_the_place_of_a_file_is_never_waited_for(copied_run, make_conf
         except MedusaDistillError as refused:
             assert path.name in str(refused)
     assert contents(copied_run, "seeds", "generate", "features") == before
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "way", [os.mkfifo, lambda path: path.symlink_to("nothing"), lambda path: path.write_text(TYPES)]
+)
+def test_rates_are_not_taken_from_a_report_that_is_none(copied_run, make_config, tmp_path, way):
+    report = copied_run.path / "report.json"
+    assert set(rates_of_runs(make_config(tmp_path))) >= {"generate", "features"}
+    report.unlink()
+    way(report)
+    assert set(rates_of_runs(make_config(tmp_path))) <= {"features"}
 
 
 @pytest.mark.parametrize("place", ["events.jsonl", "lock", "latest/train/lock", "latest/train/metrics.jsonl"])
@@ -164,3 +180,13 @@ def test_a_file_whose_name_is_no_text_is_no_file_of_a_stage(copied_run, make_con
     run = run_again(make_config(tmp_path))
     assert stages_run(run) == [name] and not [file for file in latest(run, name).done.files if odd in file]
     assert latest(run, name).verify() == []
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["tokenizer.json", "medusa_lm_head.safetensors"])
+def test_a_push_does_not_wait_for_a_pipe(copied_run, name):
+    path = latest(copied_run, "export").path / name
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(DataError, match=f"cannot be read.*{name}"):
+        push_run(copied_run.path, repo_id="me/heads", base_model="owner/target", dry_run=True)

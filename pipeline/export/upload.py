@@ -18,6 +18,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from pipeline.errors import ConfigError, DataError, EnvironmentFault, MedusaDistillError
 from pipeline.redact import redacted
+from pipeline.storage.atomic import read_file
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 EXPORT_AGAIN = "Run the run again: it finds what has changed, makes it anew and checks it."
@@ -61,7 +62,8 @@ def _as_checked(directory: Path, name: str, sha256: str) -> CommitOperationAdd:
     path = directory / name
     try:
         linked = path.is_symlink()
-        addition = CommitOperationAdd(name, path if path.suffix in WEIGHT_SUFFIXES else path.read_bytes())
+        is_weights = path.suffix in WEIGHT_SUFFIXES and path.is_file()
+        addition = CommitOperationAdd(name, path if is_weights else read_file(path))
     except (OSError, ValueError) as error:
         raise DataError(f"A file of the export cannot be read: {error}.", str(path), EXPORT_AGAIN) from error
     if linked or addition.upload_info.sha256.hex() != sha256:

@@ -5,16 +5,15 @@ A rate is of one worker, without loading the model. That of training is of the l
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
 from pipeline.execution.hardware import hardware
 from pipeline.heads.shape import drafter
 from pipeline.run.estimate import RunSize
+from pipeline.storage.atomic import read_object
 
 TIMED = ("generate", "features", "train")
 
@@ -37,8 +36,9 @@ def rates_of_runs(config: Config) -> dict[str, Rate]:
     """
     here, found = hardware(), {}
     trained = (config.train.method, drafter(config.train))
-    for path in sorted(config.run.root.glob("*/report.json"), key=lambda path: path.stat().st_mtime):
-        report = _read(path)
+    reports = [path for path in config.run.root.glob("*/report.json") if path.is_file()]
+    for path in sorted(reports, key=lambda path: path.stat().st_mtime):
+        report = read_object(path)
         same = report.get("target") == config.target.model and report.get("hardware") == here
         for stage, rate in rates_in(report, f"of run {path.parent.name}") if same else ():
             if stage != "train" or (report.get("method"), report.get("drafter")) == trained:
@@ -52,9 +52,14 @@ def rates_in(summaries: Mapping[str, Any], source: str) -> Iterator[tuple[str, R
         summary = summaries.get(stage)
         speed = summary.get("tokens_per_second") if isinstance(summary, dict) else None
         if isinstance(summary, dict) and isinstance(speed, int | float) and speed > 0:
-            positions, tokens = summary.get("positions"), summary.get("tokens")
-            share = positions / tokens if stage == "features" and positions and tokens else 1.0
+            share = _share(summary.get("positions"), summary.get("tokens")) if stage == "features" else 1.0
             yield stage, Rate(speed * share, source)
+
+
+def _share(positions: Any, tokens: Any) -> float:
+    """Positions of a token that is read; 1 where a report says something else than numbers."""
+    are_numbers = isinstance(positions, int | float) and isinstance(tokens, int | float)
+    return positions / tokens if are_numbers and tokens else 1.0
 
 
 def hours(stage: str, rate: Rate, figures: RunSize, workers: int) -> float | None:
@@ -65,11 +70,3 @@ def hours(stage: str, rate: Rate, figures: RunSize, workers: int) -> float | Non
         tokens = sum(recipe.epochs * recipe.steps_per_epoch * recipe.batch_tokens for recipe in figures.recipes)
         return tokens / rate.tokens_per_second / 3600
     return figures.tokens / (rate.tokens_per_second * workers) / 3600
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import shutil
@@ -150,11 +151,18 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
+def open_file(path: Path) -> io.BufferedReader:
+    """A regular file for reading; OSError for anything else, such as a pipe, which would be waited for."""
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "This is no regular file", str(path))
+    return file
+
+
 def read_file(path: Path) -> bytes:
-    """The content of a regular file; OSError for anything else, such as a pipe, which would be waited for."""
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "This is no regular file", str(path))
+    """The content of a regular file; raises as `open_file` does."""
+    with open_file(path) as file:
         return file.read()
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.storage.atomic import open_file
+
 WORTH_A_THREAD = 64 * 1024  # bytes; below, handing them over takes longer than hashing
 FLUSH_BYTES = 128 * 1024**2  # a disk that first sees a shard when it is committed has idled until then
 
@@ -47,7 +49,7 @@ class FileFacts:
 
 
 def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
