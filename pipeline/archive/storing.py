@@ -108,7 +108,10 @@ def _claim(run: RunDirectory, place: Place) -> None:
 
 
 def _files(run: RunDirectory) -> dict[str, tuple[Path, FileFacts | None]]:
-    """The files that count, by their name in the archive, with what DONE.json says of them."""
+    """The files that count, by their name in the archive, with what DONE.json says of them.
+
+    Links that no stage has made, such as Weights & Biases' to its logs, do not count.
+    """
     found: dict[str, tuple[Path, FileFacts | None]] = {
         name: (run.path / name, None) for name in REPORTS if (run.path / name).is_file()
     }
@@ -120,6 +123,8 @@ def _files(run: RunDirectory) -> dict[str, tuple[Path, FileFacts | None]]:
             left_out = {*BOOKKEEPING} - KEPT_BOOKKEEPING
             if path.is_file() and path.suffix != ".tmp" and not left_out & set(name.parts):
                 if path.is_symlink():
+                    if name.as_posix() not in written:
+                        continue
                     raise DataError("A link leads out of the stage's directory.", str(path), "Delete it.")
                 found[f"{stage.path.name}/{name.as_posix()}"] = (path, written.get(name.as_posix()))
         if missing := next((name for name in written if f"{stage.path.name}/{name}" not in found), None):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ def published_drift(
 ) -> dict[str, Any]:
     """How far the published model's predictions are from the original's where the original wrote."""
     device = "cuda" if gpus else "cpu"
-    chosen = _enough(rows)
+    chosen = first_positions(rows)
     model = load_causal_lm(original, device, max(1, gpus))
     expected = [log_p_NV.cpu() for log_p_NV, _ in _log_probabilities(model, chosen)]
     del model
@@ -92,14 +92,18 @@ def _add(drift: Drift, log_p_NV: Tensor, log_q_NV: Tensor, labels_N: Tensor) -> 
     drift.positions.add_(len(labels_N))
 
 
-def _enough(rows: Sequence[TokenRow]) -> list[TokenRow]:
-    """The first rows with about `MAX_POSITIONS` target-written tokens, and at least one of them."""
+def first_positions(rows: Sequence[TokenRow], room: int = MAX_POSITIONS) -> list[TokenRow]:
+    """The first `room` target-written tokens of rows that have any; the last row is cut there."""
     chosen: list[TokenRow] = []
-    positions = 0
     for row in rows:
-        if row.spans and positions < MAX_POSITIONS:
-            chosen.append(row)
-            positions += sum(span.end - span.start for span in row.spans)
+        spans = []
+        for span in row.spans if room else ():
+            spans.append(replace(span, end=min(span.end, span.start + room)))
+            room -= len(spans[-1])
+            if not room:
+                break
+        if spans:
+            chosen.append(replace(row, spans=spans))
     return chosen
 
 

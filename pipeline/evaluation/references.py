@@ -8,10 +8,11 @@ Limit: free texts, such as a model essay, match nothing; their tasks are left to
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import string
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +27,27 @@ FINAL = "####"
 def read_references(path: Path) -> dict[str, list[str]]:
     """The references of each question, by the file's own id; of questions without an id or a reference nothing.
 
-    A file of another form than JSON or JSON lines has none.
+    A file of another form than JSON or JSON lines has none, nor has a line that is no JSON.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        rows = (
-            json.loads(text)
-            if text.lstrip().startswith("[")
-            else [json.loads(line) for line in text.splitlines() if line]
-        )
-    except (OSError, ValueError):
-        return {}
     found = {}
-    for row in rows:
+    for row in _rows(path):
         name = next((row[key] for key in ID_KEYS if key in row), None) if isinstance(row, dict) else None
         if name is not None and (references := _references(row)):
             found[str(name)] = references
     return found
+
+
+def _rows(path: Path) -> Iterator[Any]:
+    text = ""
+    with contextlib.suppress(OSError, ValueError):
+        text = path.read_text(encoding="utf-8-sig")
+    if text.lstrip().startswith("["):
+        with contextlib.suppress(ValueError, RecursionError):
+            yield from json.loads(text)
+        return
+    for line in text.split("\n"):  # U+2028, which `splitlines` cuts at too, may stand in a text
+        with contextlib.suppress(ValueError, RecursionError):
+            yield json.loads(line)
 
 
 def _references(row: Mapping[str, Any]) -> list[str]:

@@ -53,7 +53,7 @@ from pipeline.targets.spec import TargetSpec, context_length, weight_files
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 10
+VERSION = 11
 
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}
 NATIVE_FILE = "native.json"  # until vLLM has come to its end as well

@@ -156,6 +156,19 @@ def test_a_damaged_file_is_not_archived_under_its_old_sum(copied_run, bucket):
         store_run(copied_run, open_place(bucket.address("mine")))
 
 
+def test_links_of_another_program_are_left_out_and_one_in_the_place_of_a_file_is_refused(copied_run, bucket, tmp_path):
+    stage = latest(copied_run, "train").path
+    (stage / "wandb").mkdir()
+    (tmp_path / "log").write_text("somebody's")
+    (stage / "wandb" / "debug.log").symlink_to(tmp_path / "log")
+    store_run(copied_run, open_place(bucket.address("mine")))
+    assert not any("debug.log" in name for name in Manifest.read(open_place(bucket.address("mine"))).files)
+    shutil.move(stage / "heads.safetensors", tmp_path / "heads")
+    (stage / "heads.safetensors").symlink_to(tmp_path / "heads")
+    with pytest.raises(DataError, match="A link leads out"):
+        store_run(copied_run, open_place(bucket.address("mine")))
+
+
 def test_what_does_not_arrive_as_it_was_sent_is_noticed(copied_run, bucket, monkeypatch):
     monkeypatch.setattr(storing, "BLOCK", 64)
     place = open_place(bucket.address("mine"))

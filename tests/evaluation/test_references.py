@@ -60,3 +60,14 @@ def test_shares_are_by_task_and_a_single_reference_is_of_the_last_turn():
         {"category": "qa", "answers": 2, "plain": 0.5, "original": 0.5},
     ]
     assert exact_match(answers, {}) == []
+
+
+def test_what_one_line_holds_costs_the_others_no_reference(tmp_path):
+    """A line separator within a text, a mark of the byte order, a line that is no JSON, one that is nested too deep."""
+    rows = [{"id": name, "turns": ["a"], "answer": f"{name}\u2028or so"} for name in ("x", "y")]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    text = "\n".join(["\ufeff" + lines[0], "{no json", "[" * 10**5, "", lines[1]])
+    (tmp_path / "q.jsonl").write_text(text, encoding="utf-8")
+    assert read_references(tmp_path / "q.jsonl") == {"x": ["x\u2028or so"], "y": ["y\u2028or so"]}
+    (tmp_path / "q.json").write_text("[" * 10**5)
+    assert read_references(tmp_path / "q.json") == {}
