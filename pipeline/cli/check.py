@@ -51,6 +51,7 @@ def check(
     from pipeline.evaluation.any_heads import BUNDLED, measure_heads
     from pipeline.execution.progress import Meter, ProgressReporter
     from pipeline.export.foreign import heads_directory
+    from pipeline.storage.atomic import disk_errors
     from pipeline.targets.spec import resolve
 
     settings = CheckConfig(
@@ -60,6 +61,9 @@ def check(
         repeats=repeats,
         baselines=(),
     )
+    if out:  # what cannot be written is said now
+        with disk_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
     gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
     wanted = TargetConfig(model=target, dtype=dtype.value, chat_template=chat_template)
     spec = resolve(wanted, on_gpu=gpus > 0)
@@ -93,7 +97,6 @@ def _publish(found: dict[str, Any], out: Path | None) -> None:
     console.print(visible(about), style="bold", highlight=False, markup=False, soft_wrap=True)
     print_tables(tables, console)
     if out:
-        out.mkdir(parents=True, exist_ok=True)
         write_text(out / "check.json", json.dumps(finite(found), indent=2, ensure_ascii=False) + "\n")
         write_text(out / "check.md", "\n\n".join([f"# {about}", *map(section, tables)]) + "\n")
         write_answers(out, answers)

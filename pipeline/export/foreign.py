@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pipeline.config import DTYPES
 from pipeline.config.training import LmHead
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.export.layout import CONFIG_FILE
@@ -37,6 +38,8 @@ BLOCK = re.compile(r"(?:blocks\.)?(\d+)\.(?:layers\.)?(\d+)\.(?:linear\.)?(weigh
 LM_HEAD = re.compile(r"lm_heads\.(\d+)\.weight|(\d+)\.\d+\.weight")
 IN_A_MODEL = "medusa_head."  # before the names, where the heads lie inside of a whole model's files
 THE_TARGETS = ("embed_tokens.weight", "lm_head.weight")  # matrices that an EAGLE-1 container may repeat
+READ = [getattr(torch, name) for name in DTYPES]
+AS_READ = " or ".join(DTYPES)
 NOT_HERE = "Give Medusa heads, an EAGLE-1 cell whose attention is zero, or an export of medusa-distill."
 OTHER_TARGET = "Give --target the model that these heads were trained on."
 
@@ -115,7 +118,7 @@ class _Tensors:
     def __init__(self, directory: Path):
         self.directory = directory
         self.config = read_object(directory / CONFIG_FILE)
-        weights = [path for path in sorted(directory.iterdir()) if path.suffix in WEIGHT_SUFFIXES]
+        weights = [path for path in sorted(directory.iterdir()) if path.suffix in WEIGHT_SUFFIXES and path.is_file()]
         safe = [path for path in weights if path.suffix == ".safetensors"]
         if not weights:
             raise DataError("There are no weights here.", str(directory), NOT_HERE)
@@ -155,9 +158,9 @@ def _medusa(tensors: _Tensors, target: TargetWeights, sizes: Sizes) -> ForeignHe
         named[f"0.{num_layers}.weight"] = target.lm_head()
     if not any(part == "bias" for *_, part in blocks):
         for k in range(num_heads):
-            named |= {f"{k}.{layer}.linear.bias": torch.zeros(sizes.hidden_size) for layer in range(num_layers)}
+            named |= {f"{k}.{layer}.linear.bias": _zeros(sizes.hidden_size) for layer in range(num_layers)}
     format = EXPANDED if lm_head == "untied" else SHARED
-    heads = MedusaHeads.from_named_tensors(shape, _of_one_dtype(named), format, where=str(tensors.directory))
+    heads = MedusaHeads.from_named_tensors(shape, _of_one_dtype(named, tensors), format, where=str(tensors.directory))
     described = f"{num_heads} Medusa heads, {num_layers} block(s) each, with {lm_head} lm_heads"
     return ForeignHeads(heads, described, "medusa", as_they_are=False)
 
@@ -204,8 +207,10 @@ def _eagle(tensors: _Tensors, target: TargetWeights, sizes: Sizes, num_tokens: i
     left_out = {*THE_TARGETS, FC_BIAS, *(name for name in tensors.files if name.startswith(ATTENTION))}
     named = {name: tensors[name] for name in tensors.files if name not in left_out}
     wanted = RecurrentHeads.shapes(shape, EXPANDED)
-    named |= {name: torch.zeros(size) for name, size in wanted.items() if name.startswith(ATTENTION)}
-    heads = RecurrentHeads.from_named_tensors(shape, _of_one_dtype(named), EXPANDED, where=str(tensors.directory))
+    named |= {name: _zeros(*size) for name, size in wanted.items() if name.startswith(ATTENTION)}
+    heads = RecurrentHeads.from_named_tensors(
+        shape, _of_one_dtype(named, tensors), EXPANDED, where=str(tensors.directory)
+    )
     heads.take_from(target)
     return ForeignHeads(heads, "a recurrent cell in EAGLE-1's container", "eagle", as_they_are=True)
 
@@ -230,9 +235,16 @@ def _same(found: Tensor, own: Tensor) -> bool:
     return found.shape == own.shape and torch.equal(found.to(own.dtype), own.to(found.dtype).to(own.dtype).cpu())
 
 
-def _of_one_dtype(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _zeros(*size: int) -> Tensor:
+    """Zeros of the narrowest dtype, so that `_of_one_dtype` gives them the others'."""
+    return torch.zeros(size, dtype=torch.bool)
+
+
+def _of_one_dtype(named: Mapping[str, Tensor], tensors: _Tensors) -> dict[str, Tensor]:
     """The tensors in the widest dtype among them."""
-    dtype = next(iter(named.values())).dtype
-    for tensor in named.values():
+    dtype = torch.bool
+    for name, tensor in named.items():
+        if tensor.dtype not in (*READ, torch.bool):
+            raise tensors.refuse(f"{name} is {tensor.dtype}".replace("torch.", "") + ".", f"Store it in {AS_READ}.")
         dtype = torch.promote_types(dtype, tensor.dtype)
     return {name: tensor.detach().to("cpu", dtype) for name, tensor in named.items()}

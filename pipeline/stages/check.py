@@ -67,7 +67,8 @@ def upstream(config: Config) -> tuple[str, ...]:
 def identity(context: Context) -> Identity:
     """The settings but for the limits, with the content of the questions and of the assistant."""
     require_files(context.config)
-    settings = context.config.check.model_dump(mode="json", exclude=LIMITS)
+    unread = set() if "load" in context.config.check.studies else {"slo"}
+    settings = context.config.check.model_dump(mode="json", exclude=LIMITS | unread)
     if isinstance(context.config.check.prompts, Path):
         settings["prompts"] = context.digests.of(context.config.check.prompts)
     if copy := served_model(context.config, context.target):

@@ -88,8 +88,9 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     if tuned:
         arguments = {"target": context.target, "directory": spec.directory}
         context.executor.call(merge_backbone, arguments, replace(placement, gpus=0))
-    warnings = [*([warning] if warning else []), *summary.get("warnings", [])]
-    for said in summary.get("warnings", []):
+    of_phases = warnings_of(summary)
+    warnings = [*([warning] if warning else []), *of_phases]
+    for said in of_phases:
         print_stage(context.console, "[yellow]![/]", NAME, said)
     return summary | ({"warnings": warnings} if warnings else {})
 
@@ -106,6 +107,12 @@ def _train(context: Context, spec: TrainSpec, placement: Placement, progress: Pr
         "on_death": functools.partial(context.run.event, "worker-died", stage=NAME),
     }
     return context.executor.call(train_on_ray, arguments, Placement(1, 0, 0), progress)
+
+
+def warnings_of(summary: Summary) -> list[str]:
+    """What went wrong without ending the training, in any of its phases: an earlier one's summary is in the last's."""
+    phases = [*(each for each in summary.values() if isinstance(each, dict)), summary]
+    return [said for phase in phases for said in phase.get("warnings", [])]
 
 
 def one_line(summary: Summary) -> str:

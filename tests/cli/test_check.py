@@ -115,3 +115,9 @@ def test_what_a_foreign_configuration_says_to_draft_is_read_whatever_it_holds(co
     from pipeline.evaluation.any_heads import proposed_tokens
 
     assert proposed_tokens(config) == number
+
+
+def test_a_place_that_results_cannot_go_to_is_refused_before_anything_is_measured(checked, tmp_path):
+    (tmp_path / "file").write_text("somebody's")
+    ended = checked(tmp_path, "--out", tmp_path / "file")
+    assert ended.code == 4 and "stands where a file belongs" in one_paragraph(ended.err)

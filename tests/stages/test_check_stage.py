@@ -37,7 +37,7 @@ def test_a_failed_check_is_finished_reported_and_says_no_again_and_another_limit
     with pytest.raises(CheckFailed):
         push_run(copied_run.path, repo_id="me/heads", private=False, base_model="owner/target", dry_run=True)
 
-    run = run_again(make_config(tmp_path, check__min_acceleration_rate=1))
+    run = run_again(make_config(tmp_path, check__min_acceleration_rate=1, check__slo={"ttft_ms": 100}))
     assert stages_run(run) == [] and "run-finished" in {event["event"] for event in last_events(run)}
     report = json.loads((run.path / "report.json").read_text())
     assert report["check"]["passed"] is True and report["check"]["failures"] == []
