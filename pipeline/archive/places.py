@@ -94,12 +94,12 @@ def open_place(address: str) -> Place:
         EnvironmentFault: The library for it is not installed, or it cannot be reached.
     """
     parts = urlsplit(address)
+    if not parts.scheme:  # no address, in which `#`, `?` and `%` would mean something
+        return Place(address, fs.LocalFileSystem(), os.path.abspath(Path(address).expanduser()))
     if parts.password or "secret_key" in parts.query:
         shown = parts._replace(netloc=parts.hostname or "", query="").geturl()
         fix = "Leave it to the environment, where no message and no file repeats it."
         raise ConfigError("The address holds a password or a secret key.", shown, fix)
-    if not parts.scheme:
-        address = f"file://{os.path.abspath(Path(address).expanduser())}"
     try:
         system, root = fs.FileSystem.from_uri(address)
     except pa.ArrowInvalid as error:

@@ -275,3 +275,12 @@ def test_an_address_that_cannot_be_used_is_refused(address, error, said):
     with pytest.raises(error, match=said) as caught:
         open_place(address)
     assert "hunter2" not in str(caught.value) and caught.value.exit_code in (2, 4)
+
+
+@pytest.mark.parametrize("name", ["a b", "a#b", "a?b", "a%20b", "100%", "\u00e4", "a:b/c", "plain/"])
+def test_a_path_is_that_directory_whatever_its_name_holds(tmp_path, monkeypatch, name):
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / "there").write_text("x")
+    monkeypatch.chdir(tmp_path)
+    for address in (str(tmp_path / name), f"./{name}"):
+        assert open_place(address).names("") == {"there"}
