@@ -62,6 +62,13 @@ def gpu_memory() -> float | None:
     return min(sizes, default=None)
 
 
+def num_gpus() -> int:
+    """How many GPUs are visible."""
+    import torch
+
+    return torch.cuda.device_count()
+
+
 def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
     """The memory that processes of this machine may use: all of it, or a container's limit."""
     found = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]

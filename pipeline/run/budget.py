@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.config import Config
-from pipeline.execution.device_memory import GIB, Device, Memory, gpu_memory, machine_memory
+from pipeline.execution.device_memory import GIB, Device, Memory, gpu_memory, machine_memory, num_gpus
 from pipeline.heads.shape import head_kind
 from pipeline.targets.sizes import TargetSizes, forward_bytes, target_sizes
 from pipeline.targets.spec import resolve
@@ -83,8 +83,9 @@ class _Machine:
     def __init__(self, config: Config):
         self.placement, self.gpu = config.placement, gpu_memory()
         self.elsewhere = bool(os.environ.get("RAY_ADDRESS"))
+        self.visible = 0 if self.elsewhere else num_gpus()
         if config.placement.gpu_memory_gb:
-            self.gpu = config.placement.gpu_memory_gb * GIB
+            self.gpu, self.visible = config.placement.gpu_memory_gb * GIB, 0
 
     def gpus(self, stage: str) -> int:
         """The GPUs of each of a stage's workers."""
@@ -100,9 +101,12 @@ class _Machine:
         return Device("this machine", None if self.elsewhere else machine_memory(), on_gpu=False)
 
     def workers(self, stage: str) -> int:
-        """As many as are asked for; `auto` is one where it matters for memory."""
+        """As many as are asked for; `auto` is as many as this machine's GPUs have room for, and one without."""
         wanted = self.placement.of_stages()[stage].workers
-        return 1 if wanted == "auto" else wanted
+        if wanted != "auto":
+            return wanted
+        gpus = self.gpus(stage)
+        return max(1, self.visible // gpus) if gpus else 1
 
 
 class _Stages:

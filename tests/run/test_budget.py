@@ -107,6 +107,23 @@ def test_several_workers_split_heads_that_they_would_not_hold_whole_and_no_other
     assert asked.heads < small.heads and small == budget_of(planned("7B", **several), "train").whole
 
 
+def test_as_many_workers_as_there_is_room_for_split_heads_over_the_gpus_of_this_machine(planned, monkeypatch):
+    auto, eight = ({"placement__train": {"workers": workers}} for workers in ("auto", 8))
+    expected = budget_of(planned("70B", **eight), "train").memory
+    monkeypatch.setattr("pipeline.run.budget.gpu_memory", lambda: 80.0 * GIB)
+    monkeypatch.setattr("pipeline.run.budget.num_gpus", lambda: 8)
+    here = planned("70B", placement__gpu_memory_gb=None, **auto)
+    assert budget_of(here, "train").fits and budget_of(here, "train").memory == expected
+    assert not budget_of(planned("70B", **auto), "train").fits, "how many GPUs there are elsewhere nobody knows"
+    by_two = {"placement__train": {"workers": "auto", "gpus_per_worker": 2}}
+    of_four = budget_of(planned("70B", **{"placement__train": {"workers": 4}}), "train").memory
+    assert budget_of(planned("70B", placement__gpu_memory_gb=None, **by_two), "train").memory == of_four
+    on_cpu = {"placement__train": {"workers": "auto", "gpus_per_worker": 0}}
+    assert budget_of(planned("7B", placement__gpu_memory_gb=None, **on_cpu), "train").on_device == 1
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")
+    assert budget_of(here, "train").memory != expected
+
+
 def test_each_thing_that_would_fit_does(planned):
     """Also of Medusa-2, where no single setting helps but to split layers over eight workers, and heads with them."""
     joint = {"train__method": "medusa-2", "placement__features": {"gpus_per_worker": 8}}
