@@ -27,7 +27,8 @@ from pipeline.training.checkpoints import Checkpoints, Saved
 from pipeline.training.heads_only import HeadsLearner
 from pipeline.training.memory import HeadsSizes, StepSizes
 from pipeline.training.task import TrainSpec, Workers
-from pipeline.training.trainer import Trainer, TrainState
+from pipeline.training.train_state import TrainState
+from pipeline.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Size

@@ -22,8 +22,8 @@ from pipeline.training.epoch_plan import EpochPlan
 from pipeline.training.feature_batches import load_batches
 from pipeline.training.heads_only import open_features
 from pipeline.training.metrics import read_metrics
+from pipeline.training.phases import train
 from pipeline.training.task import TrainSpec, product_dtype
-from pipeline.training.trainer import train
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Size

@@ -26,8 +26,9 @@ from benchmarks import rows, targets
 from benchmarks.claims import Claim, Result, ratio
 from pipeline.config import FeaturesConfig, TrainConfig
 from pipeline.stages.features import Worker
+from pipeline.training.phases import phases_of
 from pipeline.training.task import TrainSpec, Workers
-from pipeline.training.trainer import Trainer, phases_of
+from pipeline.training.trainer import Trainer
 
 AIM = 0.6
 NUM_WORKERS, NUM_HEADS, NUM_STEPS, ROUNDS = 2, 5, 4, 3

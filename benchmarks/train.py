@@ -31,8 +31,9 @@ from pipeline.training.epoch_plan import LANES, EpochPlan
 from pipeline.training.feature_batches import Batch
 from pipeline.training.heads_only import HeadsLearner, open_features
 from pipeline.training.metrics import read_metrics
+from pipeline.training.phases import train
 from pipeline.training.task import TrainSpec, Workers
-from pipeline.training.trainer import Trainer, train
+from pipeline.training.trainer import Trainer
 
 AIM = 2.0
 ROUNDS = 3

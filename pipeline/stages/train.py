@@ -22,10 +22,10 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
 from pipeline.training.adapted_backbone import merge_backbone
 from pipeline.training.methods import method_of
+from pipeline.training.phases import recipes_of, train
 from pipeline.training.recipe import few_steps
 from pipeline.training.task import TrainSpec
 from pipeline.training.trackers import FILE as TRACKING_FILE
-from pipeline.training.trainer import recipes_of, train
 
 NAME = "train"
 VERSION = 2

@@ -22,8 +22,8 @@ from pipeline.errors import CheckFailed, ConfigError, EnvironmentFault, MedusaDi
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import ProgressReporter
 from pipeline.execution.ray_executor import last_line, run_and_carry_errors
+from pipeline.training.phases import count_steps, finished, train
 from pipeline.training.task import TrainSpec, Workers
-from pipeline.training.trainer import count_steps, finished, train
 
 MAX_START_FAILURES = 10  # a minute each: a cluster that scales up needs some
 HEALTH_CHECK_SECONDS = "0.5"

@@ -7,9 +7,6 @@ that was interrupted continues from its newest whole checkpoint at the very next
 weights, bit for bit. What is written is the state with the lowest loss on held-out text; training that has stopped
 improving there ends.
 
-A method may train in several phases, each a training of its own that resumes for itself: all but the last in a
-directory of their own within the last one's, each starting from the heads of the one before.
-
 Letters: C components of the loss.
 """
 
@@ -19,13 +16,13 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.artifacts.trained_heads import read_summary, write_heads
+from pipeline.artifacts.trained_heads import write_heads
 from pipeline.errors import CheckFailed
 from pipeline.execution.progress import ProgressReporter
 from pipeline.training.checkpoints import Checkpoints
@@ -41,54 +38,8 @@ from pipeline.training.optimizers import (
     set_lr,
     trained,
 )
-from pipeline.training.recipe import Recipe
 from pipeline.training.sharded_heads import RowsOverWorkers
-from pipeline.training.task import TrainSpec, Workers, choose_device, memory_errors
-
-LAST_STEPS = 50  # `final_loss` is the mean over so many
-
-
-@dataclass
-class TrainState:
-    """How far training has come; part of every checkpoint."""
-
-    step: int = 0
-    tokens: int = 0  # positions learned from, over all workers
-    seconds: float = 0.0  # in steps, waiting for data included; without evaluation and start-up
-    losses: list[float] = field(default_factory=list)  # of the last steps
-    evaluation: dict[str, Any] = field(default_factory=dict)  # of the best state, else the last one
-    best_step: int | None = None  # None where nothing is held out
-    best_loss: float | None = None  # held out; see `Learner.held_out_loss`
-    stale: int = 0  # evaluations since then
-
-    def judge(self, evaluation: dict[str, Any], loss: float | None) -> bool:
-        """Take note of an evaluation; whether this is the best state so far."""
-        if loss is not None and self.best_loss is not None and not loss < self.best_loss:
-            self.stale += 1
-            return False
-        self.evaluation, self.stale = evaluation, 0
-        if loss is not None:
-            self.best_loss, self.best_step = loss, self.step
-        return loss is not None
-
-    def advance(self, loss: float, positions: int, seconds: float) -> None:
-        self.step, self.tokens, self.seconds = self.step + 1, self.tokens + positions, self.seconds + seconds
-        self.losses = [*self.losses, loss][-LAST_STEPS:]
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "steps": self.step,
-            "tokens": self.tokens,
-            "seconds": round(self.seconds, 3),
-            "tokens_per_second": round(self.tokens_per_second, 1),
-            "final_loss": sum(self.losses) / len(self.losses),
-            **({} if self.best_step is None else {"best_step": self.best_step}),
-            **self.evaluation,
-        }
+from pipeline.training.train_state import TrainState
 
 
 class Trainer:
@@ -258,68 +209,3 @@ def _as_finished(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Par
     """What trains, by name, in about the order in which backward finishes it: heads before what they read."""
     for name, module in modules.items():
         yield from ((f"{name}.{of_module}", weight) for of_module, weight in reversed(trained(module).items()))
-
-
-def train(spec: TrainSpec, workers: Workers | None = None, progress: ProgressReporter | None = None) -> dict[str, Any]:
-    """Train by the method of the spec; returns {steps, tokens, seconds, tokens_per_second, final_loss, held_out, …}.
-
-    Leaves `heads.safetensors`, `summary.jsonl`, `metrics.jsonl`, `tensorboard/`, `checkpoints/` and what the learner
-    writes. A run that is finished already only returns its summary. The summary of an earlier phase stands in it under
-    that phase's name.
-
-    Raises:
-        CheckFailed: The loss or its gradient is no longer finite.
-        ConfigError: The target cannot be trained on: see the method's learners.
-        DataError: A shard is damaged or of another run or target, there is nothing to learn, or heads of another shape
-            lie where these are to be.
-        EnvironmentFault: The GPU or bitsandbytes is missing, memory is too small, or the disk is full.
-    """
-    if summary := finished(spec):
-        return summary
-    workers, progress = workers or Workers(), progress or ProgressReporter()
-    phases = phases_of(spec)
-    later = [learner.recipe_of(of_phase).total_steps for _, of_phase, learner in phases[1:]]
-    done, heads_from, summaries = 0, None, {}
-    for number, (name, of_phase, learner) in enumerate(phases):
-        of_phase.path.mkdir(exist_ok=True)
-        if (summary := read_summary(of_phase.heads_path, of_phase.heads_shape)) is None:
-            device = choose_device(spec)
-            generators = [device] if device.type == "cuda" else []
-            with memory_errors(spec, learner.memory_fix), torch.random.fork_rng(generators):
-                torch.manual_seed(spec.seed)  # every worker draws the same
-                trainer = Trainer(learner(of_phase, workers, device, heads_from))
-                summary = trainer.run(progress, done, sum(later[number:]))
-            workers.wait()  # for the first to write the heads
-        done, heads_from = done + summary["steps"], of_phase.heads_path
-        summaries[name] = summary
-    return summaries.pop("") | summaries
-
-
-def phases_of(spec: TrainSpec) -> list[tuple[str, TrainSpec, type[Learner]]]:
-    """Each phase's name, its spec with its own directory, and its learner; the last one's name is empty."""
-    phases = spec.method.phases(spec.settings)
-    return [
-        (name.replace("-", "_"), replace(spec, directory=str(spec.path / name), phase=name), learner)
-        for name, learner in phases
-    ]
-
-
-def finished(spec: TrainSpec) -> dict[str, Any] | None:
-    """The summary of a training that is over; None of one that is not.
-
-    Raises:
-        DataError: Heads of another shape lie where these are to be.
-    """
-    summaries = {name: read_summary(each.heads_path, each.heads_shape) for name, each, _ in phases_of(spec)}
-    last = summaries.pop("")
-    return None if last is None else last | summaries
-
-
-def recipes_of(spec: TrainSpec) -> list[Recipe]:
-    """The recipe of each phase; reads what they train from, and refuses what is bad of it."""
-    return [learner.recipe_of(of_phase) for _, of_phase, learner in phases_of(spec)]
-
-
-def count_steps(spec: TrainSpec) -> int:
-    """Optimizer steps of all phases, if none ends early; reads as `recipes_of` does."""
-    return sum(recipe.total_steps for recipe in recipes_of(spec))

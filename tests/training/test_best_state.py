@@ -11,8 +11,8 @@ from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.training.checkpoints import read_checkpoint
 from pipeline.training.learner import Learner
 from pipeline.training.metrics import read_metrics
+from pipeline.training.phases import train
 from pipeline.training.task import TrainSpec
-from pipeline.training.trainer import train
 from tests.training.trainings import Stopped, stop_at
 
 

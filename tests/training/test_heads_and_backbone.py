@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -16,10 +17,12 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.storage.shards import read_rows
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training import heads_and_backbone as room
+from pipeline.training import phases
 from pipeline.training.metrics import read_metrics
 from pipeline.training.optimizers import trained
+from pipeline.training.phases import count_steps, train
 from pipeline.training.task import TrainSpec
-from pipeline.training.trainer import Trainer, count_steps, train
+from pipeline.training.trainer import Trainer
 from tests.training.trainings import trainer_of
 
 CPU = torch.device("cpu")
@@ -179,11 +182,25 @@ def test_heads_weight_and_learning_rates_follow_their_schedules(make_tuning):
     assert next(line for line in read_metrics(other.path) if line["step"] == 1)["backbone_lr"] == 1e-5
 
 
-def test_two_stages_are_medusa1_and_then_both_together(make_tuning):
+def test_two_stages_are_medusa1_and_then_both_together(make_tuning, monkeypatch):
     spec = make_tuning(recipe="two-stage")
-    shown = []
+    shown, weights, alive = [], [], []
+
+    class Watched(Trainer):
+        def __init__(self, learner):
+            super().__init__(learner)
+            weights.extend(map(weakref.ref, self.parameters))
+
+    def chosen(of):
+        alive.append(sum(weight() is not None for weight in weights))
+        return choose(of)
+
+    choose = phases.choose_device
+    monkeypatch.setattr(phases, "Trainer", Watched)
+    monkeypatch.setattr(phases, "choose_device", chosen)
     summary = train(spec, progress=ProgressReporter(show=lambda now: shown.append((now.done, now.total))))
     first = summary["heads_first"]
+    assert alive == [0, 0] and weights, "when the second begins, its memory is free of the first's weights and moments"
     assert shown == sorted(shown) and set(shown) == {
         (step, count_steps(spec)) for step in range(summary["steps"] + first["steps"] + 1)
     }

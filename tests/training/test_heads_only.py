@@ -13,8 +13,8 @@ from pipeline.targets.lm_head import read_lm_head
 from pipeline.training.feature_batches import Batch
 from pipeline.training.heads_only import initial_heads, open_features
 from pipeline.training.metrics import read_metrics
+from pipeline.training.phases import train
 from pipeline.training.task import TrainSpec
-from pipeline.training.trainer import train
 from tests.training.conftest import STATES
 from tests.training.trainings import trainer_of
 

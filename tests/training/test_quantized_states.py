@@ -12,7 +12,7 @@ from pipeline.artifacts.feature_rows import StateFormat
 from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.storage.shards import ShardWriter, read_rows
-from pipeline.training.trainer import train
+from pipeline.training.phases import train
 from tests.training.conftest import FINGERPRINT, D
 
 

@@ -14,8 +14,8 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import Progress, ProgressReporter
 from pipeline.training.metrics import read_metrics
+from pipeline.training.phases import count_steps, train
 from pipeline.training.task import TrainSpec
-from pipeline.training.trainer import count_steps, train
 
 pytest.importorskip("ray")
 

@@ -16,8 +16,8 @@ from pipeline.errors import ConfigError
 from pipeline.targets.lora import decoder_layers
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.metrics import read_metrics
+from pipeline.training.phases import train
 from pipeline.training.task import TrainSpec, Workers
-from pipeline.training.trainer import train
 from tests.training.test_backbone_resume import same
 from tests.training.trainings import Stopped, stop_at, trainer_of
 from tests.training.two_workers import train_as_two

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.training.metrics import read_metrics
+from pipeline.training.phases import train
 from pipeline.training.task import TrainSpec, Workers
-from pipeline.training.trainer import train
 from tests.training.trainings import Stopped, stop_at
 from tests.training.two_workers import train_as_two
 

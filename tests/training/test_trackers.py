@@ -16,8 +16,8 @@ from pipeline.errors import EnvironmentFault
 from pipeline.stages.train import STAGE
 from pipeline.storage.atomic import links_in
 from pipeline.training import trackers
+from pipeline.training.phases import train
 from pipeline.training.trackers import TRACKERS, require_trackers
-from pipeline.training.trainer import train
 from tests.training.trainings import Stopped, stop_at
 
 SETTINGS = {"train": {"lr": 0.01}, "seeds": {"sources": ["a", "b"]}}

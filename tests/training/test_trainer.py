@@ -18,8 +18,8 @@ from pipeline.errors import DataError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.training import trainer as room
 from pipeline.training.metrics import read_metrics
+from pipeline.training.phases import train
 from pipeline.training.task import TrainSpec
-from pipeline.training.trainer import train
 from tests.forks import FORKS, PATIENCE
 from tests.training.trainings import Stopped, stop_at
 from tests.training.two_workers import train_as_two

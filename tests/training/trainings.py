@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from pipeline.execution.progress import Progress, ProgressReporter
+from pipeline.training.phases import phases_of
 from pipeline.training.task import TrainSpec, Workers
-from pipeline.training.trainer import Trainer, phases_of
+from pipeline.training.trainer import Trainer
 
 
 class Stopped(Exception):
