@@ -28,8 +28,10 @@ KEPT = (
 )  # fmt: skip
 
 
-def served_model(config: Config, target: TargetSpec) -> TargetSpec | None:
+def served_model(config: Config, target: TargetSpec, *, on_gpu: bool | None) -> TargetSpec | None:
     """The copy that `check.served_model` names, with the target's template and context; None where there is none.
+
+    Its dtype is its own where workers have GPUs; `on_gpu` is as of `resolve`.
 
     Raises:
         ConfigError: There is no such model, or it has another vocabulary or hidden size than the target.
@@ -43,7 +45,7 @@ def served_model(config: Config, target: TargetSpec) -> TargetSpec | None:
         max_tokens=config.target.max_tokens,
     )
     try:
-        spec = resolve(wanted)
+        spec = resolve(wanted, on_gpu=on_gpu)
     except ConfigError as error:
         raise ConfigError(error.what, WHERE, error.fix) from None
     of_copy, of_target = (model_config(each).get_text_config() for each in (spec, target))
@@ -61,7 +63,7 @@ def require_served_model(config: Config, target: TargetSpec, *, on_gpu: bool) ->
         ConfigError: As `served_model`, and for a format that an engine has no reader of.
         EnvironmentFault: A package or a GPU is missing.
     """
-    if spec := served_model(config, target):
+    if spec := served_model(config, target, on_gpu=on_gpu):
         for engine in config.check.engines:
             require_readable(spec, engine, on_gpu=on_gpu, where=WHERE)
 

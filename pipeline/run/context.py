@@ -62,20 +62,25 @@ class Context:
         return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
     @functools.cached_property
-    def target(self) -> TargetSpec:
-        """The target, with what the configuration leaves open filled in from the model.
+    def on_gpu(self) -> bool | None:
+        """Whether workers have GPUs, as placement says, or the cluster that RAY_ADDRESS names; None: as this machine.
 
-        `dtype: auto` depends on whether workers have GPUs: what placement says, else the cluster that RAY_ADDRESS
-        names, else this machine.
-
-        Raises:
-            ConfigError: There is no such target, or it cannot be accelerated by tree verification.
+        `dtype: auto` depends on it, of the target and of its copies.
         """
         gpus = self.config.placement.features.gpus_per_worker
         on_cluster = self.executor_name == "ray" and os.environ.get("RAY_ADDRESS") and not self.read_only
         if gpus is None and on_cluster:
             gpus = self.executor.resources().gpus
-        return resolve(self.config.target, on_gpu=None if gpus is None else gpus > 0)
+        return None if gpus is None else gpus > 0
+
+    @functools.cached_property
+    def target(self) -> TargetSpec:
+        """The target, with what the configuration leaves open filled in from the model.
+
+        Raises:
+            ConfigError: There is no such target, or it cannot be accelerated by tree verification.
+        """
+        return resolve(self.config.target, on_gpu=self.on_gpu)
 
     def backbone(self, stage: str) -> TargetSpec:
         """What the heads sit on: the target itself, or the one that training has tuned, in the directory of `stage`."""

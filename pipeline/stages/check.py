@@ -71,8 +71,9 @@ def identity(context: Context) -> Identity:
     settings = context.config.check.model_dump(mode="json", exclude=LIMITS | unread)
     if isinstance(context.config.check.prompts, Path):
         settings["prompts"] = context.digests.of(context.config.check.prompts)
-    if copy := served_model(context.config, context.target):
-        settings["served_model"] = context.digests.of_all(weight_files(copy, fetch=not context.read_only))
+    if copy := served_model(context.config, context.target, on_gpu=context.on_gpu):
+        files = weight_files(copy, fetch=not context.read_only)
+        settings["served_model"] = {"weights": context.digests.of_all(files), "dtype": copy.dtype}
     else:
         settings.pop("served_model")
     if assistant := _assistant(context):
@@ -99,7 +100,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     if isinstance(settings.prompts, Path):
         questions = CheckQuestions(read_questions(settings.prompts))
         result["contaminated_rows"] = num_contaminated(context.upstream["generate"].shards(), questions)
-    if copy := served_model(context.config, context.target):
+    if copy := served_model(context.config, context.target, on_gpu=context.on_gpu):
         result["served_model"] = _on_served_model(context, request, copy, progress)
         result["differing"] = result.get("differing", []) + result["served_model"].pop("differing")
     trained = context.upstream["train"].summary

@@ -13,6 +13,9 @@ from rich.console import Console
 
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
+from pipeline.run.context import Context
+from pipeline.stages import check
+from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
 from tests.flows.tiny import last_events, stages_run
 from tests.targets.quantized_copies import compressed
@@ -192,3 +195,16 @@ def test_heads_are_checked_on_the_copy_that_will_be_served_too(copied_run, make_
     assert "(compressed-tensors (int-quantized))" in card and str(copy) not in card
     with pytest.raises(CheckFailed, match=rf"on {copy}: native: acceleration rate"):
         run_again(make_config(tmp_path, check__served_model=str(copy), check__min_acceleration_rate=50))
+
+
+@pytest.mark.parametrize(("gpus", "dtype"), [(1, "bfloat16"), (0, "float32")])
+def test_a_served_copy_is_decoded_in_the_dtype_that_its_workers_have_wherever_the_driver_is(
+    make_config, tmp_path, tiny_target, gpus, dtype
+):
+    """A driver without a GPU would read a 16-bit copy as float32, and the workers would decode another model."""
+    copy = shutil.copytree(tiny_target, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    settings = make_config(tmp_path, check__served_model=str(copy), placement__features={"gpus_per_worker": gpus})
+    context = Context(settings, RunDirectory.create(settings), Console(quiet=True))
+    assert check.identity(context)["settings"]["served_model"]["dtype"] == dtype
