@@ -25,6 +25,7 @@ from pipeline.storage.atomic import read_object, write_json
 FILE = "tracking.json"  # beside the heads: the runs' id, which a resume continues
 PROJECT = "medusa-distill"
 SECONDS_TO_START = 30  # what a server that does not answer may cost, once
+SECONDS_TO_FINISH = 120  # the same where it has stopped to answer: heads are written after that
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,13 @@ class WeightsAndBiases:
             resume="allow",
             config=dict(watched.configuration),
             dir=str(watched.directory),
-            settings=wandb.Settings(silent=True, console="off", init_timeout=SECONDS_TO_START),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                init_timeout=SECONDS_TO_START,
+                finish_timeout=SECONDS_TO_FINISH,  # by default it waits for ever
+                finish_timeout_raises=True,
+            ),
         )
 
     def log(self, step: int, figures: Mapping[str, float]) -> None:

@@ -166,6 +166,17 @@ def test_a_tracker_that_is_not_there_or_not_logged_in_is_refused_before_anything
     assert len(notes) == 1 and "trackio" in notes[0]
 
 
+def test_a_server_that_answers_no_more_does_not_keep_the_heads_from_being_written(tmp_path, offline, monkeypatch):
+    import wandb
+
+    told, init = {}, wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **more: told.update(more) or init(**more))
+    reporting = trackers.Trackers(["wandb"], trackers.Watched("run", tmp_path))
+    reporting.finish({})
+    assert not reporting.failed and 0 < told["settings"].finish_timeout < 600 > told["settings"].init_timeout > 0
+    assert told["settings"].finish_timeout_raises, "so that it is told"
+
+
 def test_nothing_is_imported_that_is_not_asked_for():
     code = (
         "import sys; from pathlib import Path; from pipeline.training.trackers import Trackers, Watched\n"
@@ -176,6 +187,6 @@ def test_nothing_is_imported_that_is_not_asked_for():
     assert ended.stdout.strip() == "[]" and not Path(trackers.FILE).exists()
 
 
-def test_where_to_report_changes_no_fingerprint(make_spec):
-    told, not_told = make_spec("a", report_to=("trackio",)), make_spec("b", report_to=())
+def test_where_to_report_and_who_holds_which_part_change_no_fingerprint(make_spec):
+    told, not_told = make_spec("a", report_to=("trackio",)), make_spec("b", report_to=(), shard_heads=True)
     assert told.method.settings(told.settings, None) == not_told.method.settings(not_told.settings, None)
