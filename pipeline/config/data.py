@@ -119,9 +119,9 @@ class SeedsConfig(Section):
         le=1,
     )
     decontaminate: bool = Field(
-        False,
-        description="Leave out conversations that hold a question of `check.prompts`, where that is a file. Another "
-        "file then makes other seeds.",
+        True,
+        description="Leave out conversations that hold a question of `check.prompts`, where that is a file. A file "
+        "that finds others makes other seeds, and so all that follows; with a source on the Hub every other file does.",
     )
     tools: Literal["context", "cut", "quarantine"] = Field(
         "context",

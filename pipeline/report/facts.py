@@ -133,7 +133,7 @@ def warnings(report: dict) -> tuple[str, ...]:
     if contaminated := pick(report, "check", "contaminated_rows"):
         found.append(
             f"{count(contaminated)} training rows hold a question of the check, so its rates may be too high: "
-            "seeds.decontaminate=true trains without them."
+            "with seeds.decontaminate, and this file of questions from the start, they are left out."
         )
     native, vllm = pick(report, "check", "native"), pick(report, "check", "vllm")
     for name, engine in (("", native), ("vLLM: ", vllm)):

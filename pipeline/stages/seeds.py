@@ -9,19 +9,18 @@ on the driver: this is text, minutes at most.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
 from pipeline.config import GenerateConfig
-from pipeline.conversations.conversation import Conversation, RejectedRow, encodable
+from pipeline.conversations.conversation import Conversation, Reason, RejectedRow, encodable
 from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
 from pipeline.conversations.mixing import mixed
 from pipeline.conversations.readers import SourceReader, read_questions, source_readers
+from pipeline.conversations.splits import MIN_HELD_OUT, Row, Split, in_shards, split_rows
 from pipeline.conversations.tool_turns import uses_tools
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter
@@ -30,6 +29,7 @@ from pipeline.run.context import Context
 from pipeline.run.preflight import require_files
 from pipeline.run.stage import Stage, reads
 from pipeline.storage.done import Identity, Summary
+from pipeline.storage.fingerprint import fingerprint, ids_digest
 from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
@@ -38,30 +38,26 @@ from pipeline.storage.totals import StageTotals
 NAME = "seeds"
 VERSION = 3
 
-Row: TypeAlias = Conversation | RejectedRow
-Split: TypeAlias = tuple[Row, str]
-
 MOST_LINES = 8  # of files that are named in the terminal
 ROWS_BETWEEN_REPORTS = 100
-MIN_HELD_OUT = 8
-SMALL_SET = 4096  # up to here the held-out rows are counted out exactly, so that small sets have enough of them
-NUM_SHARDS = 8  # of a small set: an interruption costs a part of the work, and eight workers have one each
-FEWEST_IN_SHARD, MOST_IN_SHARD = 16, SMALL_SET // NUM_SHARDS
 
 
 def identity(context: Context) -> Identity:
     """The sources' content and the settings that shape rows."""
     settings = context.config.seeds
-    return {
+    rows: Identity = {
         "sources": [_source_identity(context, reader) for reader in source_readers(settings)],
         "names": [reader.name for reader in source_readers(settings)],
-        "rows_per_shard": settings.rows_per_shard,
-        "holdout": settings.holdout,
         "max_characters": settings.max_characters,
         "tools": settings.tools,
+    }
+    return {
+        **rows,
+        "rows_per_shard": settings.rows_per_shard,
+        "holdout": settings.holdout,
         "near_duplicates": settings.near_duplicates,
         **({"similarity": settings.similarity} if settings.near_duplicates == "minhash" else {}),
-        "questions": context.digests.of(questions) if (questions := _questions(context)) else None,
+        "questions": _contaminated(context, rows),
         "read_by": _what_is_read(context.config.generate),
     }
 
@@ -69,6 +65,27 @@ def identity(context: Context) -> Identity:
 def _what_is_read(generate: GenerateConfig) -> Identity:
     """What of a conversation generation reads, and so what makes two of them the same."""
     return {"mode": generate.mode, **({"rounds": generate.rounds} if generate.mode == "replay" else {})}
+
+
+def _contaminated(context: Context, rows: Identity) -> str | None:
+    """What the check's questions take out of these rows, as a digest; None where that is nothing.
+
+    Only the run reads a data set of the Hub: with one of them it is the digest of the questions' file.
+    """
+    readers = source_readers(context.config.seeds)
+    if not (questions := _questions(context)):
+        return None
+    content = context.digests.of(questions)
+    if any(reader.source.hub for reader in readers):
+        return content
+
+    def found() -> str:
+        check = CheckQuestions(read_questions(questions))
+        each = (check.check(row) for reader in readers for row in reader if isinstance(row, Conversation))
+        return ids_digest(f"{row.id}: {row.detail}" for row in each if isinstance(row, RejectedRow))
+
+    known = context.digests.derived(fingerprint({"contaminated": VERSION, "questions": content, **rows}), found)
+    return None if known == ids_digest(()) else known
 
 
 def _source_identity(context: Context, reader: SourceReader) -> Identity:
@@ -113,13 +130,17 @@ def _sources(readers: Iterable[SourceReader]) -> list[dict[str, Any]]:
 
 
 def _say(context: Context, summary: Summary) -> None:
-    """Name the skipped files, and the files of directories."""
+    """Name the skipped files, and the files of directories; say how many rows the check's questions took out."""
     for source in summary["sources"]:
         told = [f"read {file['name']}: {file['rows']:,} row{'s' * (file['rows'] != 1)}" for file in source["read"]]
         told = told if len(told) > 1 or source["skipped"] else []
         told = [*_first(told), *_first([f"skipped {file['name']}: {file['why']}" for file in source["skipped"]])]
         for line in told:
             context.console.print(visible(f"{NAME}: {line}"), markup=False, highlight=False, soft_wrap=True)
+    if number := summary.get("reasons", {}).get(Reason.CONTAMINATED):
+        line = f"{NAME}: {number:,} conversations hold a question of check.prompts and are left out; "
+        line += "seeds.decontaminate=false keeps them."
+        context.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _first(lines: list[str]) -> list[str]:
@@ -160,46 +181,6 @@ def _counted(rows: Iterable[Row], meter: Meter) -> Iterator[Row]:
         if number % ROWS_BETWEEN_REPORTS == 0:
             meter.update(number)
         yield row
-
-
-def in_shards(rows: Iterable[Split], rows_per_shard: int | Literal["auto"]) -> Iterator[list[Split]]:
-    """The rows of one shard after another, in order.
-
-    `auto` makes `NUM_SHARDS` of a small set, of `FEWEST_IN_SHARD` rows or more, so that each holds enough work to fill
-    an engine's batch, and shards of `MOST_IN_SHARD` of a larger one. It depends on nothing but the number of rows.
-    """
-    stream = iter(rows)
-    if rows_per_shard == "auto":
-        head = list(itertools.islice(stream, SMALL_SET))  # `split_rows` holds as many
-        size = min(MOST_IN_SHARD, max(FEWEST_IN_SHARD, -(-len(head) // NUM_SHARDS)))
-        stream = itertools.chain(head, stream)
-    else:
-        size = rows_per_shard
-    yield from iter(lambda: list(itertools.islice(stream, size)), [])
-
-
-def split_rows(rows: Iterable[Row], holdout: float) -> Iterator[Split]:
-    """Give every conversation its split: half of `holdout` calibrates, half checks, by the hash of the id.
-
-    A set of up to `SMALL_SET` rows holds out exactly the smallest hashes, at least 8 for each; in a larger one a
-    row's own hash decides, and the rows need not be held in memory.
-    """
-    stream = iter(rows)
-    head = list(itertools.islice(stream, SMALL_SET))
-    beyond = next(stream, None)
-    hashes = sorted(_unit_hash(row.id) for row in head if isinstance(row, Conversation))
-    low, high = holdout / 2, holdout
-    if beyond is None and hashes:
-        each = min(max(MIN_HELD_OUT, round(len(hashes) * holdout / 2)), len(hashes) // 2)
-        low, high = hashes[each - 1] if each else -1.0, hashes[2 * each - 1] if each else -1.0
-    for row in itertools.chain(head, [] if beyond is None else [beyond], stream):
-        place = _unit_hash(row.id)
-        yield row, "calibrate" if place <= low else "check" if place <= high else "train"
-
-
-def _unit_hash(row_id: str) -> float:
-    """An id's place in [0, 1)."""
-    return int.from_bytes(hashlib.sha256(b"split:" + row_id.encode()).digest()[:8], "big") / 2**64
 
 
 def _write_shard(stage: StageDirectory, index: int, chunk: list[Split]) -> Receipt:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,12 @@ class FileDigests:
             return blob.name
         stat = path.stat()
         key = f"{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}:{path.name}"
+        return self.derived(key, lambda: sha256_of(path))
+
+    def derived(self, key: str, make: Callable[[], str]) -> str:
+        """A sha256 (hex) that takes long to make and follows from what `key`, a fingerprint, names."""
         if key not in self.known:
-            self.known[key] = sha256_of(path)
+            self.known[key] = make()
             if not self.read_only:
                 write_text(self.cache, json.dumps(self.known))
         return self.known[key]

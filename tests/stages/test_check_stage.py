@@ -166,7 +166,8 @@ def test_while_it_decodes_a_line_now_and_then_says_how_far_it_is(copied_run, mak
     trained = rows[0]["messages"][0]["content"]
     asked = [f"{trained.upper()}!", "why 1?", "why 2?", "why 3?"]
     questions.write_text("".join(json.dumps({"turns": [question, "how?"]}) + "\n" for question in asked))
-    config = make_config(tmp_path, check__prompts=str(questions), check__repeats=2, check__studies=["heads"])
+    asking = {"check__prompts": str(questions), "seeds__decontaminate": False}
+    config = make_config(tmp_path, **asking, check__repeats=2, check__studies=["heads"])
     run = run_flow(config, executor="inline", console=Console(file=out, width=200))
     lines = [line for line in out.getvalue().splitlines() if line.startswith("check: ")]
     assert any(re.fullmatch(r"check: \d of 8 answers, .+, the prompts of later turns", line) for line in lines)

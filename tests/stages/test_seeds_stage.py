@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
+from pipeline.conversations.duplicates import CheckQuestions
+from pipeline.conversations.splits import in_shards, split_rows
 from pipeline.errors import ConfigError, DataError
 from pipeline.flow import run_flow
 from pipeline.report.tables import tables
 from pipeline.run.reporting import assemble
-from pipeline.stages import seeds
 from pipeline.storage.shards import read_rows
 from tests.flows.tiny import save_seeds
 
@@ -32,7 +33,7 @@ def refused(name: str) -> RejectedRow:
 
 
 def splits(rows, holdout: float) -> dict[str, str]:
-    pairs = list(seeds.split_rows(rows, holdout))
+    pairs = list(split_rows(rows, holdout))
     return {row.id: split for row, split in pairs if isinstance(row, Conversation)}
 
 
@@ -60,7 +61,7 @@ def test_a_split_depends_on_the_ids_and_not_on_their_order_or_on_refused_rows(nu
 @given(number=st.integers(65, 300), holdout=st.floats(0.01, 0.9))
 def test_in_a_large_set_each_row_s_own_hash_decides(number, holdout):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seeds, "SMALL_SET", 64)
+        patch.setattr("pipeline.conversations.splits.SMALL_SET", 64)
         found = splits([conversation(f"s:{i}") for i in range(number)], holdout)
     for name, split in found.items():
         expected = "calibrate" if place(name) <= holdout / 2 else "check" if place(name) <= holdout else "train"
@@ -70,18 +71,18 @@ def test_in_a_large_set_each_row_s_own_hash_decides(number, holdout):
 @given(number=st.integers(0, 6000))
 def test_shards_are_sized_by_what_is_there(number):
     """An eighth of the rows, 16 at least and 512 at most; the last shard is what is left."""
-    found = list(seeds.in_shards(iter(range(number)), "auto"))
+    found = list(in_shards(iter(range(number)), "auto"))
     assert [row for shard in found for row in shard] == list(range(number)), "all rows, in order"
     wanted = 512 if number > 4096 else max(16, math.ceil(number / 8))
     assert {len(shard) for shard in found[:-1]} <= {wanted} and all(0 < len(shard) <= wanted for shard in found)
     assert len(found) <= 8 or number > 4096
-    assert [len(shard) for shard in seeds.in_shards(range(number), 100)] == [
+    assert [len(shard) for shard in in_shards(range(number), 100)] == [
         min(100, number - first) for first in range(0, number, 100)
     ]
 
 
 def test_a_large_set_is_streamed(monkeypatch):
-    monkeypatch.setattr(seeds, "SMALL_SET", 64)
+    monkeypatch.setattr("pipeline.conversations.splits.SMALL_SET", 64)
     taken = []
 
     def rows():
@@ -89,12 +90,12 @@ def test_a_large_set_is_streamed(monkeypatch):
             taken.append(i)
             yield conversation(f"s:{i}")
 
-    next(seeds.split_rows(rows(), 0.1))
+    next(split_rows(rows(), 0.1))
     assert len(taken) == 65
 
 
 def test_a_set_as_large_as_the_limit_is_still_counted_out(monkeypatch):
-    monkeypatch.setattr(seeds, "SMALL_SET", 64)
+    monkeypatch.setattr("pipeline.conversations.splits.SMALL_SET", 64)
     counts = Counter(splits([conversation(f"s:{i}") for i in range(64)], 0.01).values())
     assert counts == {"train": 48, "calibrate": 8, "check": 8}
 
@@ -219,22 +220,36 @@ def test_what_a_directory_holds_is_said_by_name_in_the_terminal_the_record_and_t
     assert [row[0] for row in table.rows] == ["README.txt", "[red]x\x1b[2J.csv"] and "2 files" in table.note
 
 
-def test_rows_that_hold_a_question_of_the_check_are_left_out_and_counted_where_that_is_asked_for(make_config, tmp_path):
-    """The questions are then part of what the seeds are; without `decontaminate` another file changes nothing."""
+def test_rows_that_hold_a_question_of_the_check_are_left_out_and_a_file_that_finds_no_others_changes_nothing(
+    make_config, tmp_path, monkeypatch
+):
+    """Where the rows are on the Hub, only the run reads them: the file itself is part of what the seeds are."""
     path, questions = save_seeds(tmp_path / "seeds.jsonl"), tmp_path / "bench.jsonl"
     asked = "Compose an engaging travel blog post about Hawaii"
     with path.open("a") as file:
         file.write(json.dumps({"prompt": f"Please {asked.lower()}, now."}) + "\n")
-    questions.write_text(json.dumps({"question_id": 81, "turns": [asked, "And shorter?"]}) + "\n")
-    settings = {"seeds__sources": [{"path": str(path)}], "check__prompts": str(questions)}
-    plain, kept, _ = run_seeds(make_config(tmp_path, **settings))
-    assert len(kept) == 41
-    clean, kept, quarantined = run_seeds(make_config(tmp_path, **settings, seeds__decontaminate=True))
+
+    def made(*turns: str, **settings):
+        questions.write_text(json.dumps({"question_id": 81, "turns": turns}) + "\n")
+        sources = {"seeds__sources": [{"path": str(path)}], "check__prompts": str(questions)}
+        return run_seeds(make_config(tmp_path, **sources | settings))
+
+    clean, kept, quarantined = made(asked, "And shorter?")
     assert len(kept) == 40 and clean.summary["reasons"] == {"contaminated": 1}
     assert quarantined[0]["id"] == "seeds:40" and "bench:0" in quarantined[0]["detail"]
-    questions.write_text(json.dumps({"turns": ["Something else altogether"]}) + "\n")
-    assert run_seeds(make_config(tmp_path, **settings))[0].path == plain.path
-    assert run_seeds(make_config(tmp_path, **settings, seeds__decontaminate=True))[0].path != clean.path
+    monkeypatch.setattr(CheckQuestions, "check", None)  # what a file finds is found once
+    assert made(asked, "And shorter?")[0].path == clean.path
+    monkeypatch.undo()
+    assert made("And longer?", asked)[0].path == clean.path
+    whole, kept, _ = made("Something else altogether")
+    assert len(kept) == 41 and whole.path != clean.path
+    assert made(asked, seeds__decontaminate=False)[0].path == whole.path
+    assert made(check__prompts=8)[0].path == whole.path
+
+    monkeypatch.setattr("pipeline.conversations.readers._hub_rows", lambda *_: map(json.loads, path.open()))
+    on_hub = {"seeds__sources": [{"hub": "someone/chats"}]}
+    one, other = (made(turn, **on_hub)[0].path for turn in ("Something else altogether", "Whatever else"))
+    assert one != other == made("Whatever else", **on_hub)[0].path
 
 
 def test_a_mixture_is_part_of_the_record_and_weights_stand_with_all_sources_or_with_none(make_config, tmp_path):
