@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.run import context as run_context
-from pipeline.run.context import Context
 from pipeline.stages import features, seeds
 from pipeline.storage import checksums as file_facts
 from pipeline.storage.checksums import sha256_of
@@ -206,9 +205,9 @@ def test_seeds_that_change_while_they_are_read_are_not_stored_as_what_they_were(
     path = save_seeds(tmp_path / "seeds.jsonl")
     config, whole = make_config(tmp_path, seeds__sources=[{"path": str(path)}]), path.read_text()
 
-    def append(context: Context) -> Iterator[object]:
+    def append(*arguments: object) -> Iterator[object]:
         path.write_text(whole + json.dumps({"prompt": "one more"}) + "\n")
-        return read(context)
+        return read(*arguments)
 
     read = seeds._read
     with monkeypatch.context() as patch, pytest.raises(DataError, match=f"seeds changed while it ran: {path}"):

@@ -253,6 +253,7 @@ def test_rays_dashboard_is_not_started(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda *address, **options: asked.append({"address": address, **options}))
+    monkeypatch.setattr("pipeline.execution.ray_executor.AgentGuard.of_own_cluster", lambda: None)
     RayExecutor()
     assert asked[0]["address"] == ("local",) and asked[0]["include_dashboard"] is False
     assert not [file for file in (ROOT / "pipeline").rglob("*.py") if "dashboard_host" in file.read_text()]

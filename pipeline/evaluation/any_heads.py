@@ -27,8 +27,9 @@ from pipeline.evaluation.served import check_served
 from pipeline.execution.hardware import hardware
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree, write_export
-from pipeline.export.foreign import ForeignHeads, Sizes, read_foreign
+from pipeline.export.foreign import read_foreign
 from pipeline.export.layout import CONFIG_FILE, ExportLayout, read_layout
+from pipeline.heads.foreign_layouts import ForeignHeads, Sizes
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.shape import HeadsShape
 from pipeline.storage.atomic import read_object

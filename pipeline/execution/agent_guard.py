@@ -30,6 +30,13 @@ class AgentGuard:
             start_new_session=True,  # Ctrl-C is not for it
         )
 
+    @classmethod
+    def of_own_cluster(cls) -> AgentGuard:
+        """For the cluster that this process has just started."""
+        from ray._private.worker import _global_node
+
+        return cls(_global_node.all_processes["raylet"][0].process.pid)
+
     def close(self) -> None:
         """The cluster was stopped: end the agents now, where they have not ended with it."""
         self._shell.communicate()

@@ -73,8 +73,7 @@ class RayExecutor:
                     self._ray.init(**quiet)
                 else:
                     self._ray.init("local", include_dashboard=False, **local, **quiet)
-                    node = self._ray._private.worker._global_node
-                    self._guard = AgentGuard(node.all_processes["raylet"][0].process.pid)
+                    self._guard = AgentGuard.of_own_cluster()
         except Exception as error:
             raise start_error(error, address) from None
 

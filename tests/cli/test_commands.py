@@ -12,6 +12,7 @@ import sys
 import pytest
 from rich.console import Console
 
+from pipeline.config.running import LimitsConfig
 from pipeline.flow import run_flow
 from tests.cli.tables import STAGES, line_of, one_paragraph, states
 from tests.flows.tiny import stages_run
@@ -45,8 +46,8 @@ def test_a_wrong_command_line_is_exit_code_2(command, words):
 
 
 def test_keys_of_one_section_and_of_none(command):
-    rows = command("keys", "push").out.splitlines()[2:]
-    assert [row.split("`")[1] for row in rows] == ["push.repo_id", "push.private", "push.base_model"]
+    rows = command("keys", "limits").out.splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == [f"limits.{name}" for name in LimitsConfig.model_fields]
     ended = command("keys", "trian")
     assert ended.code == 2 and "no section 'trian'" in one_paragraph(ended.err)
 

@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from itertools import accumulate, pairwise
 
 import pytest
 from rich.console import Console
@@ -177,21 +178,28 @@ def test_progress_is_plain_lines_with_rate_refusals_and_time_left_where_there_is
     said = progress_of(make_config(tmp_path), monkeypatch, force_terminal=False)
     assert "\x1b" not in said and "\r" not in said
     lines = [line for line in said.splitlines() if line.startswith("generate: ")]
-    expected = []
-    refused = 0
-    for index, receipt in sorted(latest(finished_run, "generate").receipts().items()):
-        refused += receipt.num_quarantined
-        expected.append((str(index + 1), f", {refused} quarantined" if refused else ""))
-    pattern = r"generate: (\d) of 4 shards, [\w. ]+ left, [\d,]+ tokens/s(, \d+ quarantined)?"
-    matches = [re.fullmatch(pattern, line) for line in lines]
-    assert [(found[1], found[2] or "") for found in matches] == expected and refused
+    pattern = (
+        r"generate: (\d+) of 40 conversations, (?:time left unknown|[\w. ]+ left)"
+        r"(?:, [\d,]+ tokens, [\d,]+ tokens/s)?, (\d) of 4 shards(?:, (\d+) quarantined)?"
+    )
+    found = [re.fullmatch(pattern, line) for line in lines]
+    assert all(found), lines
+    counts = [(int(match[1]), int(match[2]), int(match[3] or 0)) for match in found]
+    assert all(before <= after for one, two in pairwise(counts) for before, after in zip(one, two, strict=True))
+    assert any(0 < conversations < 10 for conversations, _, _ in counts), "only whole shards are told"
+    receipts = [receipt for _, receipt in sorted(latest(finished_run, "generate").receipts().items())]
+    committed = list(accumulate(receipt.num_quarantined for receipt in receipts))
+    assert [max(refused for _, shards, refused in counts if shards == number) for number in (1, 2, 3, 4)] == committed
+    assert counts[-1] == (40, 4, committed[-1]) and committed[-1]
 
 
 def test_progress_is_a_bar_on_a_terminal(make_config, tmp_path, monkeypatch):
     said = progress_of(make_config(tmp_path), monkeypatch, force_terminal=True)
     shown = Text.from_ansi(said).plain
-    assert "\x1b[" in said and re.search(r"generate .*4/4.* tokens/s, 1 quarantined \d:\d\d:\d\d", shown)
-    assert not re.search(r"generate: \d of 4", shown)
+    assert "\x1b[" in said and re.search(
+        r"generate .*40/40.* tokens/s, 4 of 4 shards, 1 quarantined \d:\d\d:\d\d", shown
+    )
+    assert not re.search(r"generate: \d+ of 4", shown)
 
 
 def test_a_row_that_holds_terminal_commands_is_shown_and_not_obeyed(command, make_config, tmp_path):

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.errors import DataError
-from pipeline.export.foreign import ForeignHeads, Sizes, read_foreign
+from pipeline.export.foreign import read_foreign
+from pipeline.heads.foreign_layouts import ForeignHeads, Sizes
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape

@@ -144,8 +144,9 @@ def test_the_demo_makes_its_target_from_the_train_split_once(story, tmp_path, ti
 def test_the_demos_are_alike_but_for_their_training(name: str):
     one, two = (load_config(FLOWS.parent / "configs" / f"{name}.yaml") for name in ("demo", name))
     for section in type(one).model_fields:
-        if section not in ("run", "train", "check"):
+        if section not in ("run", "train", "calibrate", "check"):
             assert getattr(one, section) == getattr(two, section), section
+    assert one.calibrate == two.calibrate.model_copy(update={"draft_tokens": one.calibrate.draft_tokens})
     assert one.check == two.check.model_copy(update={"studies": one.check.studies, "baselines": one.check.baselines})
     assert two.run.store == one.run.directory and two.run.directory.name == name
 

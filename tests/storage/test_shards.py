@@ -23,7 +23,8 @@ def row(row_id: str, text: str = "hello") -> dict:
         "source_id": None,
         "category": None,
         "split": "train",
-        "messages": [{"role": "user", "content": text}],
+        "messages": [{"role": "user", "content": text, "tool_calls": None}],
+        "tools": None,
     }
 
 
