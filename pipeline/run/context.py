@@ -11,12 +11,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 
 from pipeline.config import Config
+from pipeline.execution.cards import mixture
 from pipeline.execution.executor import Executor, InlineExecutor, make_executor
 from pipeline.execution.placement import Placement, place
 from pipeline.execution.progress import Meter, ProgressReporter
 from pipeline.export.layout import BACKBONE_DIRECTORY
+from pipeline.run.card_limits import require_bfloat16
 from pipeline.storage.done import Identity
 from pipeline.storage.fingerprint import FileDigests
 from pipeline.storage.run_directory import RunDirectory, finished_before
@@ -123,7 +126,7 @@ class Context:
         return place(stage, getattr(self.config.placement, stage), self.executor.resources())
 
     def check_placements(self, stages: Collection[str]) -> None:
-        """Refuse workers that can never be placed, before anything is started.
+        """Refuse workers that can never be placed, or whose GPUs lack what they compute; say GPUs of several kinds.
 
         A stage with a finished result in the store is not checked, since it may be kept.
 
@@ -138,8 +141,10 @@ class Context:
         cluster = os.environ.get("RAY_ADDRESS") or (ray and ray.is_initialized())
         on_cluster = self.executor_name == "ray" and cluster
         have = self.executor.resources() if on_cluster else InlineExecutor().resources()  # as Ray will find them here
-        for name in missing:
-            place(name, getattr(self.config.placement, name), have)
+        gpus = {name: place(name, getattr(self.config.placement, name), have).gpus for name in missing}
+        require_bfloat16(self.config, have.cards, missing)
+        if any(gpus.values()) and (told := mixture(have.cards)):
+            self.console.print(f"[yellow]![/] {escape(told)}", highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager
     def progress(self, stage: StageDirectory, unit: str) -> Iterator[ProgressReporter]:

@@ -20,6 +20,7 @@ from pipeline.export.hub import repositories
 from pipeline.export.layout import check_formats, check_num_heads
 from pipeline.export.upload import check_repo_id
 from pipeline.heads.shape import head_kind
+from pipeline.run.card_limits import require_own_cards
 from pipeline.run.tree_settings import check_tree
 from pipeline.storage.run_directory import finished_before
 from pipeline.targets.files import is_local
@@ -53,6 +54,8 @@ def check_config(config: Config, stages: Collection[str] | None = None, *, notes
             _check_target(config)
         with _noted(notes):
             _check_driver(config)
+        with _noted(notes):
+            require_own_cards(config)
         with _noted(notes):
             _check_readers(config)
     if stages is None or "train" in stages:

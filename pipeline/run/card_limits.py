@@ -1,0 +1,66 @@
+"""Refuses what the GPUs that workers may get cannot compute, before anything is computed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from pipeline.config import Config
+from pipeline.errors import EnvironmentFault
+from pipeline.execution.cards import Card, counted, visible_cards
+from pipeline.storage.run_directory import finished_before
+from pipeline.targets.spec import resolve
+
+
+def require_bfloat16(config: Config, cards: Collection[Card], stages: Collection[str] | None = None) -> None:
+    """Refuse bfloat16 where a worker may get a GPU without it.
+
+    Args:
+        cards: Every GPU that a worker may get.
+        stages: The sections of `placement` that are to run; None for all.
+
+    Raises:
+        EnvironmentFault: Names the GPUs, and the setting that asks for it.
+    """
+    old = [card for card in cards if card.lacks_bfloat16]
+    placed = config.placement.of_stages()
+    on_gpu = [name for name in placed if placed[name].gpus_per_worker != 0 and (stages is None or name in stages)]
+    if not old or not on_gpu:
+        return
+    wants = [use for use in _uses(config, on_gpu) if use.dtype == "bfloat16"]
+    if wants:
+        asked = " and ".join(use.what for use in wants)
+        raise EnvironmentFault(
+            f"bfloat16 needs a GPU of compute capability 8.0 or above (A100, L4, H100), and a worker may get one that "
+            f"has less: {counted(old)}. In bfloat16 are {asked}.",
+            ", ".join(use.key for use in wants),
+            f"Set {' and '.join(use.instead for use in wants)}, or run on newer GPUs.",
+        )
+
+
+def require_own_cards(config: Config) -> None:
+    """Refuse what this machine's GPUs lack, unless a cluster's decide; stages with a finished result may be kept."""
+    store = config.run.store or config.run.directory
+    if not os.environ.get("RAY_ADDRESS"):
+        unfinished = [name for name in config.placement.of_stages() if not finished_before(store, name)]
+        require_bfloat16(config, visible_cards(), unfinished)
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Something that is computed on a GPU, its dtype, the key that says so, and a setting without bfloat16."""
+
+    what: str
+    dtype: str
+    key: str
+    instead: str
+
+
+def _uses(config: Config, on_gpu: Collection[str]) -> list[_Use]:
+    target = resolve(config.target, on_gpu=True).dtype
+    found = [_Use("the target", target, "target.dtype", "target.dtype: float16")]
+    if "train" in on_gpu:
+        trained = "float32" if config.train.precision == "fp32" else "bfloat16"
+        found.append(_Use("the heads' training", trained, "train.precision", "train.precision: fp32"))
+    return found
