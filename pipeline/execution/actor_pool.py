@@ -105,7 +105,7 @@ class ActorPool:
         """The outcome of each task as it finishes; the tasks may grow meanwhile."""
         try:
             self._assign()
-            while self._running:
+            while self._unfinished():
                 answer = self._next_answer()
                 outcome = self._outcome(answer, *self._running.pop(answer))
                 self._assign()  # before the caller handles the outcome: no worker waits for that
@@ -114,6 +114,10 @@ class ActorPool:
                     self._assign()
         finally:
             self._close()
+
+    def _unfinished(self) -> bool:
+        """Whether there are tasks left; a worker that starts is not waited for without one: it may never have room."""
+        return bool(self._tasks) or any(task is not None for _, task in self._running.values())
 
     def _next_answer(self) -> Any:
         """Wait until one of the workers is done with what it was given; show their progress meanwhile."""

@@ -12,12 +12,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.forks import FORKS, PATIENCE
 
 
 def die(*_: object) -> None:
     """As `kill -9` ends a process: no handler, no `finally`, no flush."""
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_node() -> None:
+    """End the Ray node that this worker runs on: its raylet, without which a worker ends too."""
+    raylet = psutil.Process(os.getppid())
+    assert raylet.name() == "raylet"
+    raylet.kill()
+    time.sleep(PATIENCE)
 
 
 def at(moment: str, pattern: str, act: Callable[[], object]) -> None:

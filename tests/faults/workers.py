@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.storage.receipts import Receipt, read_receipt
 from pipeline.storage.shards import read_rows
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
-from tests.faults.processes import at, die
+from tests.faults.processes import at, die, lose_node
+from tests.forks import PATIENCE
 
 MIDDLE = 1  # the shard in which a worker is killed once
 STEPS_BEFORE_DEATH = 2
@@ -79,6 +81,22 @@ class KilledOnce(Stand):
             at("write", f"{self.stage}-*/shards/{task.index:05d}.parquet", die)
 
 
+class LosesItsNode(Copying):
+    """Its node's raylet is killed, and with it whatever runs there, when a row group of shard `MIDDLE` is in the
+    temporary file, the first time. Who works on a later shard is busy until that is known."""
+
+    def __init__(self, stage: str, **arguments: Any):
+        super().__init__(**arguments)
+
+    def before(self, task: ShardTask) -> None:
+        if task.index == MIDDLE and first_time(diary_of(task, self.stage), "lost"):
+            at("write", f"{self.stage}-*/shards/{task.index:05d}.parquet", lose_node)
+        patience = time.monotonic() + PATIENCE
+        while task.index > MIDDLE and "worker-died" not in events_of(task).read_text():
+            assert time.monotonic() < patience
+            time.sleep(0.2)
+
+
 class Poisoned(Copying):
     """A row ends its process wherever it is; its id is in `poison.txt` beside the run."""
 
@@ -119,8 +137,12 @@ def train_and_be_killed(**arguments: Any) -> Any:
 
 def diary_of(task: ShardTask, name: str) -> Path:
     """A file beside the run directory that a task's shard lies in, also where it is a trial's."""
-    run = next(folder for folder in Path(task.source).parents if (folder / "events.jsonl").exists())
-    return run.with_name(f"{name}.txt")
+    return events_of(task).parent.with_name(f"{name}.txt")
+
+
+def events_of(task: ShardTask) -> Path:
+    """The events of the run that a task's shard lies in."""
+    return next(path for folder in Path(task.source).parents if (path := folder / "events.jsonl").exists())
 
 
 def first_time(diary: Path, what: str) -> bool:
