@@ -14,6 +14,7 @@ from pipeline.cli.verify import verify
 from pipeline.config.load import load_config
 from pipeline.errors import CheckFailed, DataError, EnvironmentFault, MedusaDistillError
 from pipeline.export.layout import read_layout
+from pipeline.export.weights import WeightsFile
 from pipeline.flow import push_run
 from pipeline.run.rates import rates_of_runs
 from pipeline.run.reporting import assemble
@@ -43,6 +44,14 @@ def test_a_pipe_in_the_place_of_a_file_is_never_waited_for(copied_run, make_conf
         except MedusaDistillError as refused:
             assert path.name in str(refused)
     assert contents(copied_run, "seeds", "generate", "features") == before
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["model.safetensors", "medusa_lm_head.pt"])
+def test_a_pipe_in_the_place_of_weights_is_never_waited_for(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match="no file"):
+        WeightsFile(tmp_path / name)
 
 
 @pytest.mark.timeout(120)

@@ -12,7 +12,7 @@ from rich.text import Text
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.seed_rows import SeedRow
 from pipeline.config import Config
-from pipeline.errors import ConfigError, MedusaDistillError
+from pipeline.errors import ConfigError, DataError, MedusaDistillError
 from pipeline.report.formatting import visible
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import Row, read_footer, read_rows
@@ -39,6 +39,9 @@ def inspect(
         raise ConfigError(f"This run has not reached {stage} yet.", str(run.path), "See `medusa-distill status`.")
     console = Console(highlight=False)
     if not directory.shards():
+        if directory.done is None:
+            what = f"There is no summary of {stage}: it is not finished, or its DONE.json cannot be read."
+            raise DataError(what, str(directory.path), "The same `run` finishes or makes it anew.")
         console.print_json(data=directory.summary)
         return
     found = _find(directory, row)

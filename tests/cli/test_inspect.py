@@ -60,6 +60,12 @@ def test_inspect_shows_the_summary_of_a_stage_without_rows(command, finished_run
     assert json.loads(out)["tree"]["nodes"] == 8
 
 
+def test_inspect_shows_no_empty_summary_for_one_that_cannot_be_read(command, copied_run):
+    (copied_run.latest("calibrate").path / "DONE.json").write_text("{")
+    ended = command("inspect", copied_run.path, "calibrate")
+    assert ended.code == 3 and "DONE.json cannot be read" in one_paragraph(ended.err) and not ended.out
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
