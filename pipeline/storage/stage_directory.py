@@ -8,6 +8,7 @@ whose modification time has changed.
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -232,6 +233,9 @@ class StageDirectory(ShardFolder):
             problems = {path: _problem(path, facts) for path, facts in written.items()}
             others = self.foreign_or_unreadable(written, finished=self.done is not None)
         problems |= {path: problems.get(path) or problem for path, problem in others.items()}
+        record = self.path / "DONE.json"
+        if self.done is None and os.path.lexists(record):
+            problems[record] = f"{record} is damaged: no record of a finished stage can be read from it"
         return [problem for problem in problems.values() if problem]
 
     def _facts(self) -> list[tuple[Path, FileFacts]]:

@@ -45,6 +45,13 @@ def test_a_wrong_command_line_is_exit_code_2(command, words):
     assert "Usage" in ended.out if not words else one_paragraph(ended.err).endswith("See --help.")
 
 
+def test_verify_says_that_a_record_cannot_be_read(command, copied_run):
+    record = copied_run.latest("export").path / "DONE.json"
+    record.write_text((record.parent / "config.json").read_text())
+    ended = command("verify", copied_run.path)
+    assert ended.code == 1 and f"{record} is damaged" in ended.err.replace("\n", " ")
+
+
 def test_keys_of_one_section_and_of_none(command):
     rows = command("keys", "limits").out.splitlines()[2:]
     assert [row.split("`")[1] for row in rows] == [f"limits.{name}" for name in LimitsConfig.model_fields]
