@@ -22,7 +22,7 @@ from pipeline.config import BaselineName
 from pipeline.decoding.decoder import Decoded
 from pipeline.evaluation.draft_sampling import DraftSampling
 from pipeline.evaluation.prompts import Prompt
-from pipeline.evaluation.speed import CannotDecode, Decode, Pass, categories_of, pace_beside
+from pipeline.evaluation.speed import Decode, Pass, categories_of, code_of_others, pace_beside
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec
 
@@ -86,10 +86,8 @@ def baseline(
         recorder = ForwardRecorder()
         given = {"attention_mask": torch.ones_like(ids_1T), "generation_config": chosen, "streamer": recorder, **more}
         start = perf_counter()
-        try:
+        with code_of_others():
             model.generate(ids_1T, **given)
-        except Exception as error:  # whatever the model's or the cache's code raises
-            raise CannotDecode((str(error).splitlines() or [type(error).__name__])[0]) from error
         token_ids = [token for new_ids in recorder.forwards for token in new_ids]
         finished: Literal["stop", "length"] = "stop" if token_ids[-1] in eos_token_ids else "length"
         accepted = [len(new_ids) for new_ids in recorder.forwards[1:]]

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from pipeline.decoding.decoder import Decoded
-from pipeline.evaluation.speed import CannotDecode
+from pipeline.evaluation.speed import code_of_others
 from pipeline.targets.loading import input_device
 
 NUM_DRAFTED = 5  # per step, as in both papers' experiments
@@ -72,18 +72,13 @@ class DraftSampling:
             "temperature": self.temperature,
         }
 
+    @torch.inference_mode()
     def __call__(self, prompt_ids: list[int], seed: int) -> Decoded:
         """A sampled answer; CannotDecode where one of the models or its cache does not take part."""
-        try:
-            return self._decoded(prompt_ids, seed)
-        except (ValueError, RuntimeError, TypeError, LookupError, NotImplementedError) as error:
-            raise CannotDecode((str(error).splitlines() or [type(error).__name__])[0]) from error
-
-    @torch.inference_mode()
-    def _decoded(self, prompt_ids: list[int], seed: int) -> Decoded:
         start = perf_counter()
         generator = torch.Generator(input_device(self.target)).manual_seed(seed)
-        caches = {model: DynamicCache(config=model.config) for model in (self.target, self.draft)}
+        with code_of_others():
+            caches = {model: DynamicCache(config=model.config) for model in (self.target, self.draft)}
         p_1V = self._distributions(self.target, caches, prompt_ids, 1)
         ids, accepted = [*prompt_ids, _draw(p_1V[0], generator)], list[int]()
         began = perf_counter()
@@ -112,8 +107,9 @@ class DraftSampling:
         p_MV = self._distributions(self.target, caches, ids + drafted, num_drafted + 1)
         size = min([p_MV.shape[-1], *(len(q_V) for q_V in q)])  # one vocabulary may be padded
         tokens = kept_and_next(p_MV[:, :size], [q_V[:size] for q_V in q], drafted, generator)
-        for cache in caches.values():
-            cache.crop(min(cache.get_seq_length(), len(ids) + len(tokens) - 1))
+        with code_of_others():
+            for cache in caches.values():
+                cache.crop(min(cache.get_seq_length(), len(ids) + len(tokens) - 1))
         self.num_steps, self.num_drafted = self.num_steps + 1, self.num_drafted + num_drafted
         self.num_kept += len(tokens) - 1
         return tokens
@@ -125,7 +121,8 @@ class DraftSampling:
         cache, device = caches[model], input_device(model)
         known = cache.get_seq_length()
         ids_1T = torch.tensor([ids[known:]], device=device)
-        logits = model(input_ids=ids_1T, past_key_values=cache, use_cache=True).logits[0, -last:]
+        with code_of_others():
+            logits = model(input_ids=ids_1T, past_key_values=cache, use_cache=True).logits[0, -last:]
         return (logits.float() / self.temperature).softmax(-1).to(input_device(self.target))
 
     def _over(self, ids: list[int], num_read: int) -> bool:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,15 @@ def decode_by(decoder: Decoder, rule: AcceptanceRule, num_tokens: int) -> Decode
 
 class CannotDecode(Exception):
     """A baseline cannot decode, with the reason; the checked methods never raise it."""
+
+
+@contextmanager
+def code_of_others() -> Iterator[None]:
+    """Whatever a model's or a cache's code raises in here is the reason why a baseline cannot decode."""
+    try:
+        yield
+    except Exception as error:
+        raise CannotDecode((str(error).splitlines() or [type(error).__name__])[0]) from error
 
 
 def take_turns(

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pipeline.evaluation.draft_sampling import NUM_DRAFTED, DraftSampling, kept_and_next
+from pipeline.evaluation.speed import CannotDecode
 
 DRAWS = 20_000
 
@@ -65,3 +66,19 @@ def test_text_ends_with_the_end_of_sequence_and_its_caches_hold_what_was_kept(ti
         torch.testing.assert_close(p_MV, (logits_MV / 0.5).softmax(-1), atol=1e-4, rtol=1e-3)
     ends = DraftSampling(target, draft, range(len(target.lm_head.weight)), 12, 1.0)([5], 0)
     assert (len(ends.token_ids), ends.finished, ends.accepted) == (1, "stop", [])
+
+
+def test_what_a_model_cannot_do_is_said_and_a_fault_of_ours_is_not_taken_for_it(tiny_target, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(tiny_target).eval()
+    decode = DraftSampling(model, model, (), 4, 1.0)
+
+    def broken(*arguments, **more):
+        raise IndexError("not with this cache\nmore")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "forward", broken)
+        with pytest.raises(CannotDecode, match=r"^not with this cache$"):
+            decode([5, 6], 0)
+    monkeypatch.setattr("pipeline.evaluation.draft_sampling._draw", broken)
+    with pytest.raises(IndexError):
+        decode([5, 6], 0)
