@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-from hypothesis import settings
+import torch
+from hypothesis import register_random, settings
 
 os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # tensors are tiny: more threads only wait
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,6 +16,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is not a failure
 settings.load_profile("untimed")
+
+
+class TorchsGenerator:
+    """Hypothesis seeds torch's own generator before every example, so that what fails fails again."""
+
+    seed = staticmethod(torch.manual_seed)
+    getstate = staticmethod(torch.get_rng_state)
+    setstate = staticmethod(torch.set_rng_state)
+
+
+TORCHS_GENERATOR = TorchsGenerator()  # Hypothesis holds it weakly
+register_random(TORCHS_GENERATOR)
 
 pytest_plugins = ["tests.flows.tiny", "tests.cluster"]
 
