@@ -32,8 +32,10 @@ SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4)).flatmap(
 
 @torch.no_grad()
 def grown_by_hand(tree: DynamicTree, heads, hidden_D: torch.Tensor, token: int) -> dict[tuple[int, ...], float]:
-    """The chosen nodes as the tokens on their paths, each with its score. Examples with two nodes as probable as each
-    other, by what fp32 can tell, are passed over."""
+    """The chosen nodes as the tokens on their paths, each with its score; no guess is held less probable than e^-100.
+
+    Examples with two nodes as probable as each other, by what fp32 can tell, are passed over.
+    """
     proposed: dict[tuple[int, ...], float] = {}
     level = [((), 0.0, hidden_D, token)]
     for depth in range(tree.max_depth):
@@ -42,7 +44,9 @@ def grown_by_hand(tree: DynamicTree, heads, hidden_D: torch.Tensor, token: int) 
             state, logits = heads.expand(hidden[None, None], torch.tensor([[last]]), depth)
             log_p = logits[0, 0].log_softmax(0)
             for guess in log_p.argsort(descending=True)[: tree.top].tolist():
-                children.append(((*path, guess), score + float(log_p[guess]) - PREFER_PARENT, state[0, 0], guess))
+                children.append(
+                    ((*path, guess), score + max(float(log_p[guess]), -100.0) - PREFER_PARENT, state[0, 0], guess)
+                )
         proposed |= {path: score for path, score, *_ in children}
         level = heapq.nlargest(tree.top, children, key=lambda child: child[1])
     assume(min(np.diff(sorted(proposed.values())), default=1.0) > 1e-5)
