@@ -19,6 +19,7 @@ import numpy as np
 
 from pipeline.config import LatencyLimits
 from pipeline.evaluation.prompts import CheckRequest
+from pipeline.evaluation.served import drafting
 from pipeline.evaluation.speed import rounded
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.vllm_load import serve_under_load
@@ -27,15 +28,21 @@ LEVELS = (1, 2, 4, 8, 16, 32, 64)
 PERCENTILES = (50, 90, 99)
 
 
-def load_study(
-    request: CheckRequest, with_heads: Mapping[str, Any], progress: ProgressReporter | None = None
-) -> dict[str, Any]:
-    """The study of an export that starts with these engine arguments: `studies` of an engine, and `under_load`."""
+def load_study(request: CheckRequest, progress: ProgressReporter | None = None) -> dict[str, Any]:
+    """The study of an export, measured `check.repeats` times: `studies` of an engine, and `under_load`."""
     if progress:
-        progress.begin("vLLM under load", 0, done=2, unit="servers in turn")
+        progress.begin("vLLM's server starts", 0, unit="loads")
     prompts, settings = [prompt.ids for prompt in request.prompts], request.settings
+    with_heads, _ = drafting(request)
     plain, accelerated = serve_under_load(
-        request.target, [{}, with_heads], prompts, LEVELS, settings.max_new_tokens, gpus=request.gpus
+        request.target,
+        [{}, with_heads],
+        prompts,
+        LEVELS,
+        settings.max_new_tokens,
+        repeats=settings.repeats,
+        gpus=request.gpus,
+        told=progress.report if progress else None,
     )
     rows = load_rows(plain, accelerated, settings.slo)
     return {"studies": {"load": rows}, "under_load": in_words(rows)}

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
-from pipeline.evaluation.load_study import load_study
 from pipeline.evaluation.prompts import CheckRequest
 from pipeline.evaluation.speed import rounded
 from pipeline.execution.progress import ProgressReporter
@@ -34,9 +33,9 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
         `vllm` of report.json, and the `differing` sequences that are not ties.
     """
     target, settings, prompts, gpus = request.target, request.settings, request.prompts, request.gpus
-    with_heads, num_tokens = _drafting(request)
+    with_heads, num_tokens = drafting(request)
     if progress:
-        progress.begin("vLLM", 0, done=len(prompts), unit="prompts at once")
+        progress.begin("vLLM starts", 0)
     decoded = vllm_decode_check(
         target,
         with_heads,
@@ -44,6 +43,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
         settings.max_new_tokens,
         repeats=settings.repeats,
         gpus=gpus,
+        told=progress.report if progress else None,
     )
     plain, accelerated = decoded["plain"], decoded["accelerated"]
 
@@ -55,7 +55,6 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     tolerance = tie_tolerance(target, settings)
     match = compare(prompts, *texts, lambda prefix: top_2_gap(model(), prefix), tolerance)
     drafts = max(1, accelerated["num_drafts"])
-    under_load = load_study(request, with_heads, progress) if "load" in settings.studies else {}
     return {
         "vllm": {
             "num_speculative_tokens": num_tokens,
@@ -69,13 +68,12 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
             "greedy_match": match.as_dict(),
             "tie_tolerance": tolerance,
             **match.largest_gap(),
-            **under_load,
         },
         "differing": match.differing,
     }
 
 
-def _drafting(request: CheckRequest) -> tuple[dict[str, Any], int]:
+def drafting(request: CheckRequest) -> tuple[dict[str, Any], int]:
     """The arguments that start vLLM with the heads, and how many tokens they draft."""
     if config := request.speculative_config:
         return {"speculative_config": dict(config)}, config["num_speculative_tokens"]

@@ -73,6 +73,11 @@ class ProgressReporter:
         self._now = replace(self._now, done=done, note=note)
         self._report(at_once=done == self._now.total)
 
+    def report(self, **progress: Any) -> None:
+        """Report what somebody else has counted: the fields of `Progress`."""
+        self._now = Progress(**progress)
+        self._report()
+
     def poll(self) -> None:
         """Show what a copy in another process has written since the last call."""
         now = self.read()

@@ -1,15 +1,18 @@
 """Work in a new interpreter, so that nothing of an engine stays behind in the caller; its errors come back as they are.
 
-The caller's half is `in_own_process`, that of the module which does the work `work_off`.
+The caller's half is `in_own_process`, that of the module which does the work `work_off`. How far the work has come
+travels in a file of one JSON object, which the waiting caller reads twice a second.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +20,16 @@ from typing import Any
 import pipeline
 from pipeline import errors
 
+Tell = Callable[..., None]  # part, done, total, unit, note: how far the work has come
 
-def in_own_process(module: str, tasks: Sequence[Mapping[str, Any]]) -> list[Any]:
+SECONDS_BETWEEN_LOOKS = 0.5
+
+
+def in_own_process(module: str, tasks: Sequence[Mapping[str, Any]], told: Tell | None = None) -> list[Any]:
     """What `python -m module` makes of each task, one after the other; tasks and results are JSON.
+
+    Args:
+        told: Called with what the work tells of its progress, as keywords.
 
     Raises:
         MedusaDistillError: What the module raised, and EnvironmentFault where its process ended without a word.
@@ -28,10 +38,10 @@ def in_own_process(module: str, tasks: Sequence[Mapping[str, Any]]) -> list[Any]
         task_file, result_file = Path(directory, "task.json"), Path(directory, "result.json")
         task_file.write_text(json.dumps(tasks), encoding="utf-8")
         command = [sys.executable, "-m", module, str(task_file), str(result_file)]
-        ended = subprocess.run(command, env=environment(), capture_output=True, text=True, errors="replace")
+        status, output = _run(command, lambda: _pass_on(_progress_file(task_file), told))
         if not result_file.is_file():
             fix = "Free memory, or take vllm out of check.engines."
-            what = f"vLLM ended with status {ended.returncode}: {last_line(ended.stderr)}"
+            what = f"vLLM ended with status {status}: {last_line(output)}"
             raise errors.EnvironmentFault(what, "check.engines: vllm", fix)
         result = json.loads(result_file.read_text(encoding="utf-8"))
     if "error" in result:
@@ -39,11 +49,47 @@ def in_own_process(module: str, tasks: Sequence[Mapping[str, Any]]) -> list[Any]
     return result["found"]
 
 
-def work_off(function: Callable[[Mapping[str, Any]], Any], task_file: str, result_file: str) -> None:
+def _run(command: Sequence[str], meanwhile: Callable[[], None]) -> tuple[int, str]:
+    """Exit status and standard error of a process, which does not outlive this call."""
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, env=environment(), **pipes) as process:
+        try:
+            while True:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    _, output = process.communicate(timeout=SECONDS_BETWEEN_LOOKS)
+                    return process.returncode, output
+                meanwhile()
+        except BaseException:
+            process.kill()
+            raise
+
+
+def _pass_on(file: Path, told: Tell | None) -> None:
+    with contextlib.suppress(OSError, ValueError):  # nothing is told yet
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if told:
+            told(**found)
+
+
+def _progress_file(task_file: Path) -> Path:
+    return task_file.with_name("progress.json")
+
+
+def work_off(function: Callable[[Mapping[str, Any], Tell], Any], task_file: str, result_file: str) -> None:
     """The child process: read the tasks, do them, write the results or the error."""
+    file, last = _progress_file(Path(task_file)), -SECONDS_BETWEEN_LOOKS
+
+    def tell(**progress: Any) -> None:
+        nonlocal last
+        if time.monotonic() - last >= SECONDS_BETWEEN_LOOKS:
+            last = time.monotonic()
+            with contextlib.suppress(OSError):  # a full disk does not stop the work
+                file.with_suffix(".tmp").write_text(json.dumps(progress), encoding="utf-8")
+                file.with_suffix(".tmp").replace(file)
+
     try:
         tasks = json.loads(Path(task_file).read_text(encoding="utf-8"))
-        result: dict[str, Any] = {"found": [function(task) for task in tasks]}
+        result: dict[str, Any] = {"found": [function(task, tell) for task in tasks]}
     except errors.MedusaDistillError as error:
         result = {"error": type(error).__name__, "args": error.args}
     Path(result_file).write_text(json.dumps(result), encoding="utf-8")

@@ -7,15 +7,16 @@ top-1 chain, never a tree, so its acceleration rate is below the tree's.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from pipeline.conversations.requests import Request
-from pipeline.targets.own_process import in_own_process, work_off
+from pipeline.targets.own_process import SECONDS_BETWEEN_LOOKS, Tell, in_own_process, work_off
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params
 
@@ -36,12 +37,14 @@ def vllm_decode_check(
     *,
     repeats: int = 1,
     gpus: int = 0,
+    told: Tell | None = None,
 ) -> dict[str, Any]:
     """What vLLM decodes greedily from `prompts`, without the heads and with them, after a warm-up.
 
     Args:
         with_heads: The arguments that start vLLM with the heads: a `speculative_config`, or `model`, an export that
             names this target itself.
+        told: Called with how far it has come, as `in_own_process` does.
 
     Returns:
         {"plain": {"token_ids": list of ids per prompt, "num_tokens", "seconds": the median of `repeats`,
@@ -54,7 +57,7 @@ def vllm_decode_check(
         ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an engine dies.
     """
     sides = [{}, with_heads]
-    plain, accelerated = decode_in_vllm(spec, sides, prompts, max_new_tokens, repeats=repeats, gpus=gpus)
+    plain, accelerated = decode_in_vllm(spec, sides, prompts, max_new_tokens, repeats=repeats, gpus=gpus, told=told)
     return {"plain": plain, "accelerated": accelerated}
 
 
@@ -67,6 +70,7 @@ def decode_in_vllm(
     repeats: int = 1,
     gpus: int = 0,
     at_once: int | None = None,
+    told: Tell | None = None,
 ) -> list[dict[str, Any]]:
     """One side of `vllm_decode_check` for each set of arguments; an empty one is plain decoding.
 
@@ -77,10 +81,10 @@ def decode_in_vllm(
     task |= {"max_new_tokens": max_new_tokens, "repeats": repeats, "gpus": gpus}
     tasks = [{**task, "engine_args": dict(chosen)} for chosen in engine_args]
     processes = [[task] for task in tasks] if gpus else [tasks]
-    return [result for batch in processes for result in in_own_process(__name__, batch)]
+    return [result for batch in processes for result in in_own_process(__name__, batch, told)]
 
 
-def decode(task: Mapping[str, Any]) -> dict[str, Any]:
+def decode(task: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     """Decode the task's prompts greedily with one engine in this process: one side of `vllm_decode_check`."""
     spec = TargetSpec(**task["spec"])
     ours: dict[str, Any] = {"disable_log_stats": False, "enable_prefix_caching": False}
@@ -91,9 +95,16 @@ def decode(task: Mapping[str, Any]) -> dict[str, Any]:
         Request(str(row), ids, min(task["max_new_tokens"], context - len(ids)))
         for row, ids in enumerate(task["prompts"])
     ]
-    _generate(running, requests[:NUM_WARM_UPS], eos)
+    side, repeats = "vLLM with the heads" if task["engine_args"] else "plain vLLM", task["repeats"]
+
+    def told(turn: int, done: int, num_tokens: int) -> None:
+        done += turn * len(requests)
+        tell(part=side, done=done, total=repeats * len(requests), unit="prompts", note=f"{num_tokens:,} tokens")
+
+    told(0, 0, 0)
+    _generate(running, requests[:NUM_WARM_UPS], eos, lambda *_: None)
     before = _counters(running)
-    passes = [_generate(running, requests, eos) for _ in range(task["repeats"])]
+    passes = [_generate(running, requests, eos, functools.partial(told, turn)) for turn in range(repeats)]
     token_ids, _ = passes[0]
     seconds = statistics.median(taken for _, taken in passes)
     num_tokens = sum(map(len, token_ids))
@@ -106,15 +117,31 @@ def decode(task: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _generate(running: RunningEngine, requests: list[Request], eos: tuple[int, ...]) -> tuple[list[list[int]], float]:
-    """What the engine writes for all requests at once, and the seconds that it takes."""
-    started = time.perf_counter()
-    outputs = running.llm.generate(
-        [{"prompt_token_ids": request.prompt_ids} for request in requests],
-        [sampling_params(request, eos) for request in requests],
-        use_tqdm=False,
-    )
-    return [list(output.outputs[0].token_ids) for output in outputs], time.perf_counter() - started
+def _generate(
+    running: RunningEngine, requests: list[Request], eos: tuple[int, ...], tell: Callable[[int, int], None]
+) -> tuple[list[list[int]], float]:
+    """What the engine writes for all requests at once, and the seconds that it takes.
+
+    Args:
+        tell: Called now and then with the finished requests and the tokens that have been written.
+    """
+    engine, token_ids = running.llm.llm_engine, dict[str, list[int]]()
+    written = _num_tokens(running)
+    started = told = time.perf_counter()
+    for request in requests:
+        prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_ids}
+        engine.add_request(request.id, prompt, sampling_params(request, eos))
+    while engine.has_unfinished_requests():
+        token_ids |= {output.request_id: list(output.outputs[0].token_ids) for output in engine.step()}
+        if time.perf_counter() - told > SECONDS_BETWEEN_LOOKS:
+            tell(len(token_ids), _num_tokens(running) - written)
+            told = time.perf_counter()
+    return [token_ids[request.id] for request in requests], time.perf_counter() - started
+
+
+def _num_tokens(running: RunningEngine) -> int:
+    """The tokens that the engine has written since its start."""
+    return sum(int(metric.value) for metric in running.llm.get_metrics() if metric.name == "vllm:generation_tokens")
 
 
 def _counters(running: RunningEngine) -> dict[str, list[int]]:

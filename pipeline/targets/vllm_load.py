@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.errors import EnvironmentFault
-from pipeline.targets.own_process import in_own_process, work_off
+from pipeline.targets.own_process import Tell, in_own_process, work_off
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids
 from pipeline.targets.vllm_engine import import_vllm
 from pipeline.targets.vllm_server import NAME, serving
@@ -30,9 +30,14 @@ def serve_under_load(
     levels: Sequence[int],
     max_new_tokens: int,
     *,
+    repeats: int = 1,
     gpus: int = 0,
+    told: Tell | None = None,
 ) -> list[list[dict[str, Any]]]:
     """For each set of arguments, empty being plain decoding, a server at each level of concurrent requests.
+
+    All levels are measured `repeats` times in turns, and of each the pass of median length counts: what else runs on
+    the machine for a while disturbs one pass of several levels, and not all passes of one.
 
     Prompts repeat in order until there are `ROUNDS` requests for each one under way; prefixes are not cached. Texts are
     greedy and end as the target's own.
@@ -45,22 +50,30 @@ def serve_under_load(
         EnvironmentFault: The server cannot start, or requests fail.
     """
     task = {"spec": asdict(spec), "prompts": [list(ids) for ids in prompts], "levels": list(levels), "gpus": gpus}
-    tasks = [{**task, "max_new_tokens": max_new_tokens, "engine_args": dict(chosen)} for chosen in engine_args]
-    return in_own_process(__name__, tasks)
+    task |= {"max_new_tokens": max_new_tokens, "repeats": repeats}
+    return in_own_process(__name__, [{**task, "engine_args": dict(chosen)} for chosen in engine_args], told)
 
 
-def measure(task: Mapping[str, Any]) -> list[dict[str, Any]]:
+def measure(task: Mapping[str, Any], tell: Tell) -> list[dict[str, Any]]:
     """One server's rows."""
     import_vllm()
     spec = TargetSpec(**task["spec"])
     context, num_tokens, prompts = context_length(spec), task["max_new_tokens"], task["prompts"]
     asked = [(ids, min(num_tokens, context - len(ids))) for ids in prompts]
+    levels, eos = task["levels"] * task["repeats"], eos_token_ids(spec)
+    side = "vLLM's server with the heads" if task["engine_args"] else "vLLM's server"
+    passes: dict[int, list[dict[str, Any]]] = {level: [] for level in task["levels"]}
     with serving(spec, {**task["engine_args"], "enable_prefix_caching": False}, task["gpus"]) as address:
-        rows = []
-        for level in task["levels"]:
+        for turn, level in enumerate(levels):
+            tell(part=side, done=turn, total=len(levels), unit="loads", note=f"{level} requests at once")
             requests = list(itertools.islice(itertools.cycle(asked), max(len(asked), ROUNDS * level)))
-            rows.append(asyncio.run(_benchmark(address, requests, level, eos_token_ids(spec))))
-        return rows
+            passes[level].append(asyncio.run(_benchmark(address, requests, level, eos)))
+    return [median_pass(found) for found in passes.values()]
+
+
+def median_pass(passes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The pass of median length, the faster of the two in the middle."""
+    return sorted(passes, key=lambda found: found["seconds"])[(len(passes) - 1) // 2]
 
 
 async def _benchmark(

@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import IO, Any
 
 from pipeline.errors import EnvironmentFault
 from pipeline.targets.loading import require_gpus
@@ -29,7 +29,7 @@ from pipeline.targets.spec import TargetSpec
 from pipeline.targets.vllm_engine import engine_arguments
 
 HOST, NAME = "127.0.0.1", "served"  # the name that requests give the model
-READY_EVERY, STOPS_WITHIN = 0.2, 10  # seconds
+READY_EVERY, STARTS_WITHIN, STOPS_WITHIN = 0.2, 3600, 10  # seconds
 SERVER = "vllm.entrypoints.openai.api_server"  # `vllm serve` of the CPU build fails, this does not
 
 
@@ -39,7 +39,7 @@ def serving(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> Iter
 
     Raises:
         ConfigError: As `engine_arguments` does.
-        EnvironmentFault: It cannot start, or GPUs are missing.
+        EnvironmentFault: It cannot start, or not within an hour, or GPUs are missing.
     """
     require_gpus(gpus)
     arguments = engine_arguments(spec, engine_args, gpus) | {"served_model_name": NAME, "host": HOST}
@@ -51,16 +51,22 @@ def serving(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> Iter
             command, env=environment() | quiet, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
         )
         try:
-            address = f"http://{HOST}:{arguments['port']}"
+            address, started = f"http://{HOST}:{arguments['port']}", time.monotonic()
             while not answers(address):
                 if process.poll() is not None:
-                    log.seek(0)
-                    what = f"vLLM's server ended with status {process.returncode}: {last_line(log.read())}"
-                    raise EnvironmentFault(what, "check.studies: load", "Take load out of check.studies.")
+                    raise _no_server(f"ended with status {process.returncode}", log)
+                if time.monotonic() - started > STARTS_WITHIN:
+                    raise _no_server(f"has not answered within {STARTS_WITHIN / 60:.0f} minutes", log)
                 time.sleep(READY_EVERY)
             yield address
         finally:
             _stop(process)
+
+
+def _no_server(why: str, log: IO[str]) -> EnvironmentFault:
+    log.seek(0)
+    what = f"vLLM's server {why}: {last_line(log.read())}"
+    return EnvironmentFault(what, "check.studies: load", "Take load out of check.studies.")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

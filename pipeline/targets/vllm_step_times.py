@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any
 
 from pipeline.conversations.requests import Request
-from pipeline.targets.own_process import in_own_process, work_off
+from pipeline.targets.own_process import Tell, in_own_process, work_off
 from pipeline.targets.spec import TargetSpec, context_length
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params
 
@@ -38,7 +38,7 @@ def step_seconds(
     return [seconds for (times,) in found for seconds in times]
 
 
-def measure(task: Mapping[str, Any]) -> list[float]:
+def measure(task: Mapping[str, Any], tell: Tell) -> list[float]:
     """The seconds per step of engines that take turns in this process."""
     ours: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": 1}
     spec, prompts = TargetSpec(**task["spec"]), task["prompts"]
@@ -46,6 +46,7 @@ def measure(task: Mapping[str, Any]) -> list[float]:
     engines = [RunningEngine(spec, {**ours, **chosen}, task["gpus"]) for chosen in task["engines"]]
     steps: list[list[float]] = [[] for _ in engines]
     for turn, ids in enumerate([prompts[0], *prompts]):
+        tell(part="vLLM's steps timed", done=turn, total=1 + len(prompts), unit="prompts")
         for running, found in zip(engines, steps, strict=True):
             times = _outputs(running.llm.llm_engine, ids, min(NUM_NEW_TOKENS, room - len(ids)), str(turn))
             taken = [later - earlier for earlier, later in pairwise(times)]

@@ -139,7 +139,11 @@ def test_a_step_is_timed_without_the_prefill_and_without_what_other_work_adds(mo
     monkeypatch.setattr(vllm_step_times, "context_length", lambda spec: 100)
     monkeypatch.setattr(vllm_step_times, "sampling_params", lambda request, eos: SimpleNamespace(max_tokens=33))
     spec = {"model": "nowhere"}
-    found = vllm_step_times.measure({"spec": spec, "engines": [{}, {}], "prompts": [[5], [6]], "gpus": 0})
+
+    def told(**_):
+        pass
+
+    found = vllm_step_times.measure({"spec": spec, "engines": [{}, {}], "prompts": [[5], [6]], "gpus": 0}, told)
     assert found == pytest.approx([0.01, 0.01])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from pipeline.evaluation import load_study as module
 from pipeline.evaluation.load_study import LEVELS, in_words, load_rows, load_study, stops_paying_at
 from pipeline.evaluation.prompts import CheckRequest, Prompt
 from pipeline.report.documents import report_texts
-from pipeline.targets import vllm_server
+from pipeline.targets import vllm_load, vllm_server
 from pipeline.targets.spec import TargetSpec
 from pipeline.targets.vllm_server import flags, serving
 
@@ -64,8 +65,8 @@ def test_heads_stop_paying_where_no_higher_load_is_faster_with_them(speedups):
 
 
 def test_what_is_asked_of_the_servers_and_where_it_is_told(tiny_target, monkeypatch):
-    def serve_under_load(target, engine_args, prompts, levels, max_new_tokens, *, gpus):
-        asked.update(engine_args=engine_args, prompts=prompts, max_new_tokens=max_new_tokens)
+    def serve_under_load(target, engine_args, prompts, levels, max_new_tokens, *, repeats, gpus, told):
+        asked.update(engine_args=engine_args, prompts=prompts, max_new_tokens=max_new_tokens, repeats=repeats)
         return [
             [measured(level, seconds=1.0, num_tokens=100 - (level > 4) * 50 * with_heads) for level in levels]
             for with_heads in (False, True)
@@ -75,8 +76,11 @@ def test_what_is_asked_of_the_servers_and_where_it_is_told(tiny_target, monkeypa
     monkeypatch.setattr(module, "serve_under_load", serve_under_load)
     prompts = [Prompt("a", [1, 2]), Prompt("b", [3])]
     settings = CheckConfig(max_new_tokens=9, studies=["load"], slo={"ttft_ms": 200})
-    found = load_study(CheckRequest(TargetSpec(str(tiny_target)), "export", prompts, settings), {"model": "export"})
-    assert asked == {"engine_args": [{}, {"model": "export"}], "prompts": [[1, 2], [3]], "max_new_tokens": 9}
+    config = {"method": "medusa", "model": "export", "num_speculative_tokens": 3}
+    target = TargetSpec(str(tiny_target))
+    found = load_study(CheckRequest(target, "export", prompts, settings, speculative_config=config))
+    assert asked["engine_args"] == [{}, {"speculative_config": config}]
+    assert (asked["prompts"], asked["max_new_tokens"], asked["repeats"]) == ([[1, 2], [3]], 9, settings.repeats)
     rows = found["studies"]["load"]
     assert [row["requests"] for row in rows] == [1, 2, 4, 8, 16, 32, 64]
     assert found["under_load"] == "Served by vLLM, the heads pay up to 4 requests at once, and no longer from 8."
@@ -85,6 +89,26 @@ def test_what_is_asked_of_the_servers_and_where_it_is_told(tiny_target, monkeypa
     for name, text in texts.items():
         assert name.endswith(".json") or all(words in text for words in said), name
     assert any("study-load" in text for text in texts.values()), "the page has the plot"
+
+
+def test_loads_take_turns_and_the_pass_of_median_length_counts(tiny_target, monkeypatch):
+    """Other work disturbs a while: here all loads of the second turn, which none of them is judged by."""
+    asked, told = [], []
+
+    async def benchmark(address, requests, level, eos):
+        asked.append((level, len(requests)))
+        turn = (len(asked) - 1) // 2
+        return {"requests": level, "seconds": (2.0, 90.0, 2.0 + level)[turn]}
+
+    monkeypatch.setattr(vllm_load, "import_vllm", lambda: None)
+    monkeypatch.setattr(vllm_load, "serving", lambda *_: contextlib.nullcontext("http://nowhere"))
+    monkeypatch.setattr(vllm_load, "_benchmark", benchmark)
+    task = {"spec": {"model": str(tiny_target)}, "prompts": [[1, 2], [3]], "levels": [1, 4], "repeats": 3, "gpus": 0}
+    task |= {"max_new_tokens": 9, "engine_args": {}}
+    rows = vllm_load.measure(task, lambda **progress: told.append((progress["done"], progress["total"])))
+    assert asked == [(1, 2), (4, 8)] * 3
+    assert rows == [{"requests": 1, "seconds": 3.0}, {"requests": 4, "seconds": 6.0}]
+    assert told == [(done, 6) for done in range(6)]
 
 
 def test_load_needs_the_engine_that_serves():
@@ -124,6 +148,7 @@ def stand_in(tmp_path, monkeypatch):
         program.write_text(STAND_IN.format(python=sys.executable, fails=fails, arguments=tmp_path / "arguments"))
         program.chmod(0o700)
         monkeypatch.setattr(vllm_server, "sys", SimpleNamespace(executable=str(program)))
+        monkeypatch.setattr(vllm_server, "STOPS_WITHIN", 0.2)  # this one does not hear that its caller has left
         return tmp_path / "arguments"
 
     return write
@@ -142,6 +167,15 @@ def test_the_server_answers_on_the_loopback_and_has_ended_with_the_block(tiny_ta
 def test_a_server_that_cannot_start_says_its_last_line(tiny_target, stand_in):
     stand_in(fails="no memory is left")
     refused = pytest.raises(EnvironmentFault, match=r"status 1: no memory is left.*check\.studies")
+    with refused, serving(TargetSpec(str(tiny_target)), {}, 0):
+        pass
+
+
+def test_a_server_that_never_answers_is_ended(tiny_target, stand_in, monkeypatch):
+    stand_in()
+    monkeypatch.setattr(vllm_server, "STARTS_WITHIN", 0.2)
+    monkeypatch.setattr(vllm_server, "answers", lambda address: False)
+    refused = pytest.raises(EnvironmentFault, match="has not answered within 0 minutes: no output")
     with refused, serving(TargetSpec(str(tiny_target)), {}, 0):
         pass
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
+from pipeline.run.check_engines import PARTS
 from pipeline.run.context import Context
 from pipeline.stages import check
 from pipeline.storage.run_directory import RunDirectory
@@ -142,11 +143,13 @@ def test_what_was_decoded_natively_is_kept_when_vllm_fails(copied_run, make_conf
     match = {"sequences": 8, "identical": 8, "ties": 0}
     served = {"vllm": {"acceleration_rate": 1.5, "accepted_per_position": [0.5], "greedy_match": match}}
     config = make_config(tmp_path, check__engines=["native", "vllm"])
-    monkeypatch.setattr("pipeline.stages.check.check_served", out_of_memory)
+    monkeypatch.setattr("pipeline.run.check_engines.check_served", out_of_memory)
     with pytest.raises(EnvironmentFault, match="out of memory"):
         run_again(config)
-    monkeypatch.setattr("pipeline.stages.check.check_served", lambda **_: {**served, "differing": []})
-    monkeypatch.setattr("pipeline.stages.check.check_native", lambda **_: pytest.fail("it has been decoded already"))
+    monkeypatch.setattr("pipeline.run.check_engines.check_served", lambda **_: {**served, "differing": []})
+    monkeypatch.setattr(
+        "pipeline.run.check_engines.check_native", lambda **_: pytest.fail("it has been decoded already")
+    )
     stage = run_again(config).latest("check")
     assert stage.summary["native"]["prompts"] == 8 and stage.summary["vllm"].items() >= served["vllm"].items()
     chain, promise = copied_run.latest("calibrate").summary["tree"]["chain"][-1], stage.summary["vllm"]
@@ -154,6 +157,25 @@ def test_what_was_decoded_natively_is_kept_when_vllm_fails(copied_run, make_conf
     assert promise["same_text_acceleration_rate"] == stage.summary["native"]["chain"]["acceleration_rate"]
     assert {path.name for path in (stage.path / "answers").iterdir()} == {"plain.jsonl", "medusa.jsonl"}
     assert not (stage.path / "native.json").exists(), "DONE.json has it"
+
+
+def test_what_vllm_decoded_is_kept_when_its_server_fails_under_load(copied_run, make_config, tmp_path, monkeypatch):
+    def no_server(**_):
+        raise EnvironmentFault("vLLM's server ended with status 1: no port.", "check.studies: load", "Try again.")
+
+    match = {"sequences": 8, "identical": 8, "ties": 0}
+    served = {"vllm": {"acceleration_rate": 1.5, "accepted_per_position": [0.5], "greedy_match": match}}
+    config = make_config(tmp_path, check__engines=["vllm"], check__studies=["load"])
+    monkeypatch.setattr("pipeline.run.check_engines.check_served", lambda **_: {**served, "differing": []})
+    monkeypatch.setattr("pipeline.run.check_engines.load_study", no_server)
+    with pytest.raises(EnvironmentFault, match="no port"):
+        run_again(config)
+    rows = {"studies": {"load": []}, "under_load": "The heads pay."}
+    monkeypatch.setattr("pipeline.run.check_engines.load_study", lambda **_: rows)
+    monkeypatch.setattr("pipeline.run.check_engines.check_served", lambda **_: pytest.fail("it has decoded already"))
+    stage = run_again(config).latest("check")
+    assert stage.summary["vllm"].items() >= (served["vllm"] | rows).items()
+    assert not any((stage.path / f"{part}.json").exists() for part in PARTS), "DONE.json has them"
 
 
 def test_while_it_decodes_a_line_now_and_then_says_how_far_it_is(copied_run, make_config, tmp_path, monkeypatch):

@@ -1,0 +1,182 @@
+"""What the check decodes, engine by engine. Each part's result is kept as soon as it is there: what fails later, or is
+interrupted, does not cost it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.artifacts.check_result import write_answers, write_judged
+from pipeline.artifacts.generated_rows import read_token_rows
+from pipeline.artifacts.tree_file import read_calibration
+from pipeline.conversations.readers import read_questions
+from pipeline.errors import DataError
+from pipeline.evaluation.answers import judged_lines
+from pipeline.evaluation.load_study import load_study
+from pipeline.evaluation.native import check_native
+from pipeline.evaluation.original import OriginalRequest, beside_the_original
+from pipeline.evaluation.prompts import (
+    CheckRequest,
+    Prompts,
+    held_out_prompts,
+    question_prompts,
+    with_room,
+    with_room_for,
+)
+from pipeline.evaluation.served import chain_promise, check_served
+from pipeline.evaluation.served_model import check_on_served_model
+from pipeline.execution.hardware import with_hardware
+from pipeline.execution.progress import ProgressReporter
+from pipeline.export.directory import read_tree
+from pipeline.export.layout import read_layout
+from pipeline.run.context import Context
+from pipeline.run.preflight import resolve_assistant
+from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.stage_directory import StageDirectory
+from pipeline.targets.spec import TargetSpec, context_length
+
+PARTS = NATIVE, VLLM, LOAD = "native", "vllm", "load"
+
+
+def check_request(context: Context, progress: ProgressReporter) -> tuple[CheckRequest, int]:
+    """What is decoded, and how many prompts leave no room for it."""
+    settings, export = context.config.check, context.upstream["export"].path
+    target = with_room(context.backbone("export"), settings)
+    prompts = _prompts(context, target, progress)
+    drafted = read_layout(export).shape.max_depth  # vLLM drafts beyond the end
+    request = CheckRequest(
+        with_room_for(target, prompts.kept, settings.max_new_tokens + drafted + 1),
+        str(export),
+        prompts.kept,
+        settings,
+        tree=read_tree(export),
+        gpus=context.placement("features").gpus,
+        name=Path(context.config.target.model).name,
+        assistant=assistant_of(context),
+        calibration=read_calibration(context.upstream["calibrate"].path),
+    )
+    return request, prompts.skipped
+
+
+def natively(
+    context: Context, stage: StageDirectory, request: CheckRequest, progress: ProgressReporter
+) -> dict[str, Any]:
+    """The native result; its answers are left in the stage."""
+
+    def decode() -> dict[str, Any]:
+        arguments = {"function": check_native, "request": request}
+        found = context.executor.call(with_hardware, arguments, context.placement("features"), progress)
+        answers = found.pop("answers")
+        write_answers(stage.path, answers)
+        if isinstance(request.settings.prompts, Path):
+            write_judged(stage.path, {name: judged_lines(lines) for name, lines in answers.items()})
+        return dict(found)
+
+    return _kept(stage, NATIVE, decode)
+
+
+def in_vllm(
+    context: Context,
+    stage: StageDirectory,
+    request: CheckRequest,
+    chain: Mapping[str, Any] | None,
+    progress: ProgressReporter,
+) -> dict[str, Any]:
+    """vLLM's result with what its chain is expected to reach; `chain` is native decoding's of the same text."""
+    placement = context.placement("generate")
+    call, arguments = context.executor.call, {"request": replace(request, gpus=placement.gpus)}
+    decoding = {"function": check_served, **arguments}
+    served = _kept(stage, VLLM, lambda: call(with_hardware, decoding, placement, progress))
+    under_load: dict[str, Any] = {}
+    if "load" in request.settings.studies:
+        under_load = _kept(stage, LOAD, lambda: call(load_study, arguments, placement, progress))
+    of_one_kind = not isinstance(request.settings.prompts, Path) and context.config.calibrate.data is None
+    assert request.calibration is not None
+    promise = chain_promise(request.calibration, chain, len(request.prompts) if of_one_kind else None)
+    return {**served, "vllm": served["vllm"] | promise | under_load}
+
+
+def _kept(stage: StageDirectory, part: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A part's result, or what an interrupted check has left of it."""
+    found = read_json(stage.path / f"{part}.json")
+    if found is None:
+        found = make()
+        write_json(stage.path / f"{part}.json", found)
+    return dict(found)
+
+
+def forget_parts(stage: StageDirectory) -> None:
+    """Remove the parts' results, which DONE.json has from now on."""
+    for part in PARTS:
+        (stage.path / f"{part}.json").unlink(missing_ok=True)
+
+
+def on_served_model(
+    context: Context, request: CheckRequest, copy: TargetSpec, progress: ProgressReporter
+) -> dict[str, Any]:
+    """The heads on the copy that will be served, in every engine of the check."""
+    found: dict[str, Any] = {"differing": []}
+    for engine in context.config.check.engines:
+        placement = context.placement("features" if engine == "native" else "generate")
+        asked = replace(request, gpus=placement.gpus)
+        arguments = {"function": check_on_served_model, "request": asked, "spec": copy, "engine": engine}
+        one = context.executor.call(with_hardware, arguments, placement, progress)
+        found["differing"] += one["differing"]
+        found |= {"model": one["model"], "format": one["format"], engine: one["figures"] | {"dtype": one["dtype"]}}
+    return found
+
+
+def drift_of_published(context: Context, stage: StageDirectory, progress: ProgressReporter) -> dict[str, Any]:
+    """The drift of the published weights; leaves the original's answers to a file of questions."""
+    settings, placement = context.config.check, context.placement("features")
+    generated = context.upstream["generate"]
+    rows = read_token_rows(generated.shards(), generated.fingerprint)
+    request = OriginalRequest(
+        with_room(context.target, settings),
+        with_room(context.backbone("export"), settings),
+        [row for row in rows if row.split == "calibrate"],
+        read_questions(settings.prompts) if isinstance(settings.prompts, Path) else [],
+        settings,
+        placement.gpus,
+        Path(context.config.target.model).name,
+    )
+    found = context.executor.call(beside_the_original, {"request": request}, placement, progress)
+    write_judged(stage.path, found["answers"])
+    return found["drift"]
+
+
+def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -> Prompts:
+    settings = context.config.check
+    if isinstance(settings.prompts, Path):
+        kind, where = "question", str(settings.prompts)
+        engine, part = ("transformers", "features") if "native" in settings.engines else ("vllm", "generate")
+        placement = context.placement(part)
+        arguments = {
+            "target": target,
+            "questions": read_questions(settings.prompts),
+            "settings": settings,
+            "engine": engine,
+            "gpus": placement.gpus,
+        }
+        prompts = context.executor.call(question_prompts, arguments, placement, progress)
+    else:
+        kind, where = "held-out prompt", "check.prompts"
+        room = context_length(target) - settings.max_new_tokens
+        generated = context.upstream["generate"]
+        rows = read_token_rows(generated.shards(), generated.fingerprint)
+        prompts = held_out_prompts(rows, settings.prompts, room)
+    if not prompts.kept:
+        raise DataError(
+            f"No {kind} leaves room for {settings.max_new_tokens} tokens in the target's context.",
+            where,
+            "Shorten check.max_new_tokens, raise check.max_tokens, or name other prompts in check.prompts.",
+        )
+    return prompts
+
+
+def assistant_of(context: Context) -> TargetSpec | None:
+    model = context.config.check.assistant_model
+    return replace(resolve_assistant(model), dtype=context.target.dtype) if model else None

@@ -1,0 +1,63 @@
+"""Work in another interpreter: its progress reaches the caller, its errors too, and it does not outlive the call."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.targets.own_process import in_own_process
+
+WORK = """
+import os, pathlib, sys, time
+from pipeline.errors import ConfigError
+from pipeline.targets.own_process import work_off
+
+def work(task, tell):
+    pathlib.Path(task["pid"]).write_text(str(os.getpid()))
+    tell(part="counting", done=1, total=3)
+    tell(part="counting", done=2, total=3)  # too soon to be told
+    if task["number"] == 13:
+        raise ConfigError("Not this one.", "number", "Take another.")
+    if task["number"] == 14:
+        sys.exit("no memory is left")
+    time.sleep(task["seconds"])
+    return task["number"]
+
+work_off(work, *sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    (tmp_path / "some_work.py").write_text(WORK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def run(*numbers, seconds=0.0, told=None):
+        tasks = [{"number": number, "seconds": seconds, "pid": str(tmp_path / "pid")} for number in numbers]
+        return in_own_process("some_work", tasks, told)
+
+    return run
+
+
+def test_results_come_in_order_and_progress_meanwhile(work):
+    seen = []
+    assert work(3, 4, seconds=0.7, told=lambda **progress: seen.append(progress)) == [3, 4]
+    assert seen and all(progress == {"part": "counting", "done": 1, "total": 3} for progress in seen)
+
+
+def test_errors_come_back_as_they_are_and_a_silent_end_with_its_last_line(work):
+    with pytest.raises(ConfigError, match="Not this one"):
+        work(3, 13)
+    with pytest.raises(EnvironmentFault, match="status 1: no memory is left"):
+        work(14)
+
+
+def test_an_interrupt_ends_the_other_process_too(work, tmp_path):
+    def interrupt(**_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work(3, seconds=60, told=interrupt)
+    pid = (tmp_path / "pid").read_text()
+    with pytest.raises(FileNotFoundError):
+        open(f"/proc/{pid}/stat").close()
