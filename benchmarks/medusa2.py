@@ -26,12 +26,12 @@ from benchmarks.arithmetic import Peak, backbone_flops, peak_memory_gb, reset_pe
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
 from pipeline.config import BackboneConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.losses import plain_summed_cross_entropy
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.heads_and_backbone import BackboneLearner, MicroBatch
 from pipeline.training.task import TrainSpec, Workers
 from pipeline.training.trainer import Trainer
+from tests.heads.plain_loss import plain_summed_cross_entropy
 
 SPEED_AIM, MEMORY_AIM, PEAK_AIM = 0.95, 0.5, 40.0
 WIDE = targets.BACKBONE | {"vocab_size": 32_000, "num_hidden_layers": 4}

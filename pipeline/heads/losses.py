@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 from pipeline.conversations.spans import IGNORED
 from pipeline.heads.loss_chunks import SoftLabels, Taught, rows_by_lm_head
@@ -94,21 +93,6 @@ def summed_cross_entropy(
         weights_K = torch.ones(len(labels_KN), device=hidden_KND.device)
     chunk_bytes = chunk_bytes or chunk_bytes_on(hidden_KND.device)
     return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K, split, chunk_bytes)
-
-
-def plain_summed_cross_entropy(
-    hidden_KND: Tensor, lm_head: Tensor, labels_KN: Tensor, teacher: Teacher | None = None
-) -> Tensor:
-    """The same [K] sums by their definition, all logits held and gradients left to autograd: the tests' yardstick."""
-    logits_KNV = hidden_KND @ lm_head.mT
-    losses_KN = cross_entropy(logits_KNV.flatten(0, 1), labels_KN.flatten(), ignore_index=IGNORED, reduction="none")
-    losses_KN = losses_KN.view_as(labels_KN)
-    if teacher is not None:
-        p_MV = teacher.head.logits(teacher.states_MD.to(hidden_KND.dtype)).softmax(1)
-        soft_KN = -(p_MV[teacher.rows_KN.clamp(min=0)] * logits_KNV.log_softmax(2)).sum(2)
-        share_KN = teacher.share * ((labels_KN != IGNORED) & (teacher.rows_KN >= 0))
-        losses_KN = (1 - share_KN) * losses_KN + share_KN * soft_KN
-    return losses_KN.sum(1)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):

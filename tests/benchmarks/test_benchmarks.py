@@ -14,8 +14,8 @@ from benchmarks.arithmetic import backbone_flops, training_flops
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
 from benchmarks.results import write_result, write_table
 from benchmarks.run import BENCHMARKS, main
-from pipeline.heads.losses import plain_summed_cross_entropy
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from tests.heads.plain_loss import plain_summed_cross_entropy
 
 ON_RAY = "scheduling"
 

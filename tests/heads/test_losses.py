@@ -5,8 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.losses import plain_summed_cross_entropy, summed_cross_entropy
+from pipeline.heads.losses import summed_cross_entropy
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from tests.heads.plain_loss import plain_summed_cross_entropy
 
 NUM_HEADS, NUM_ROWS, SIZE, VOCAB = 3, 37, 8, 19
 ONE_ROW, SEVEN_ROWS = 1, 7 * VOCAB * 8  # chunk sizes in bytes, for fp64
