@@ -1,8 +1,9 @@
 """Recipes compared: the same target, questions, held-out text and number of nodes, one recipe each.
 
     python -m benchmarks.run ladder                               # the demo's target, after `make demo`: 20 minutes
-    python -m benchmarks.ladder CONFIG [section.key=value ...]    # any other; prints the table
+    python -m benchmarks.ladder CONFIG [section.key=value ...] [--results=TARGET]    # any other; prints the table
 
+With `--results` the figures are kept as the benchmark `ladder-TARGET`. The same command continues what was interrupted.
 Runs the flow once per recipe, all in one store, so that target, seeds, text and cached states are made once, and reads
 the reports. All recipes of one method learn from as many tokens, with the configuration's own settings. Rates are those
 of decoding the check's prompts natively with a tree of `NODES` nodes, with the standard error over prompts, and of the
@@ -14,12 +15,14 @@ from __future__ import annotations
 
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import targets
 from benchmarks.claims import Claim, Result
+from benchmarks.run import keep
 from pipeline.artifacts.trained_heads import HEADS_FILE, read_trained_heads
 from pipeline.cli.ending import ends_well
 from pipeline.config.load import load_config
@@ -29,6 +32,7 @@ from pipeline.storage.atomic import read_json
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.targets.spec import model_config, resolve
 
+RESULTS = "--results="
 DEMO = targets.ROOT / "configs" / "demo.yaml"
 NODES = 63
 
@@ -142,9 +146,15 @@ def as_row(name: str, row: Mapping[str, Any]) -> str:
 
 def main(arguments: Sequence[str]) -> None:
     """Compare the recipes on another target and print the table, and each row's ladder of trees."""
-    if not arguments:
+    names = [word.removeprefix(RESULTS) for word in arguments if word.startswith(RESULTS)]
+    config, *overrides = [word for word in arguments if not word.startswith(RESULTS)] or [""]
+    if not config:
         raise ConfigError("Name a configuration.", "benchmarks.ladder", f"{DEMO} is one.")
-    found = compare(Path(arguments[0]), arguments[1:]).facts
+    started = time.perf_counter()
+    result = compare(Path(config), overrides)
+    for name in names:
+        keep(f"ladder-{name}", result, time.perf_counter() - started)
+    found = result.facts
     print("\n| recipe | native | expected | vLLM | expected chain | trained parameters | training |")
     print("|---|---|---|---|---|---|---|")
     print("\n".join(as_row(name, row) for name, row in found.items()))

@@ -50,7 +50,10 @@ def versions() -> dict[str, str]:
 
 
 def write_table(directory: Path, names: dict[str, str]) -> None:
-    """Write README.md from the JSON files; `names` has the description of each benchmark for when it has no file."""
+    """Write README.md from the JSON files; `names` has the description of each benchmark for when it has no file.
+
+    A benchmark's own file is followed by those of its other targets, `<name>-<target>.json`.
+    """
     lines = [
         "# Results",
         "",
@@ -62,12 +65,12 @@ def write_table(directory: Path, names: dict[str, str]) -> None:
     ]
     ran = []
     for name, absent in names.items():
-        path = directory / f"{name}.json"
-        if not path.is_file():
+        files = [path for path in (directory / f"{name}.json",) if path.is_file()]
+        if not files:
             lines.append(f"| {name} | {absent} | not measured | | | |")
-            continue
-        ran.append(content := json.loads(path.read_text(encoding="utf-8")))
-        lines += [_table_row(name, claim) for claim in content["claims"]]
+        for path in [*files, *sorted(directory.glob(f"{name}-*.json"))]:
+            ran.append(content := json.loads(path.read_text(encoding="utf-8")))
+            lines += [_table_row(content["benchmark"], claim) for claim in content["claims"]]
     lines += [
         "",
         "## Where",

@@ -92,6 +92,14 @@ def test_the_table_is_made_of_the_files_and_says_what_is_missing(tmp_path):
     assert "| two | needs a GPU | not measured | | | |" in table
 
 
+def test_a_benchmark_of_another_target_stands_below_its_own(tmp_path):
+    for name in ("one", "one-chat", "two"):
+        write_result(tmp_path, name, Result([Claim(f"claim of {name}", 0.5)]), seconds=1.0, peak_memory_gb=0.5)
+    write_table(tmp_path, {"one": "never read", "two": "never read"})
+    rows = [line.split("|")[1:3] for line in (tmp_path / "README.md").read_text().splitlines() if "claim of" in line]
+    assert rows == [[f" {name} ", f" claim of {name} "] for name in ("one", "one-chat", "two")]
+
+
 def test_an_unknown_name_is_refused_with_those_that_exist(capsys):
     with pytest.raises(SystemExit):
         main(["featurse"])
