@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,7 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import write_export
 from pipeline.export.layout import ExportLayout
 from pipeline.targets.spec import TargetSpec, context_length, load_tokenizer, model_config
-from pipeline.targets.vllm_step_times import NUM_NEW_TOKENS, step_seconds
+from pipeline.targets.vllm_step_times import NUM_NEW_TOKENS, StepTime, step_times
 
 NUM_PROMPTS = 4
 
@@ -33,6 +33,15 @@ class StepCosts:
 
     plain: float
     drafting: dict[int, float]  # one number at least
+    spread: float = 0.0  # the largest of their rounds, as `StepTime` has it
+    settled: bool = True  # whether two rounds agreed on each
+
+    @classmethod
+    def of_times(cls, plain: StepTime, drafting: Mapping[int, StepTime]) -> StepCosts:
+        """What was timed."""
+        times = [plain, *drafting.values()]
+        spread, settled = max(time.spread for time in times), all(time.settled for time in times)
+        return cls(plain.seconds, {number: time.seconds for number, time in drafting.items()}, spread, settled)
 
     def overheads(self, most: int) -> dict[int, float]:
         """Each number's step over a plain one, up to `most`: timed, or on the line between its timed neighbours.
@@ -53,7 +62,8 @@ class StepCosts:
     def to_json(self) -> dict[str, Any]:
         """For the stage's record and the report, in milliseconds."""
         drafting = [{"draft_tokens": number, "ms": 1000 * seconds} for number, seconds in sorted(self.drafting.items())]
-        return {"engine": "vllm", "plain_ms": 1000 * self.plain, "steps": drafting}
+        spread = {"spread": self.spread, "settled": self.settled}
+        return {"engine": "vllm", "plain_ms": 1000 * self.plain, "steps": drafting, **spread}
 
 
 def is_installed() -> bool:
@@ -92,12 +102,10 @@ def draft_costs(
         if progress:
             progress.begin("vLLM", 0, done=1 + len(numbers), unit="engines timed")
         chosen = [layout.kind.speculative_config(str(directory.resolve()), number) for number in numbers]
-        plain, *found = step_seconds(
-            target, [{}, *({"speculative_config": config} for config in chosen)], few, gpus=gpus
-        )
+        plain, *found = step_times(target, [{}, *({"speculative_config": config} for config in chosen)], few, gpus=gpus)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
-    return StepCosts(plain, dict(zip(numbers, found, strict=True)))
+    return StepCosts.of_times(plain, dict(zip(numbers, found, strict=True)))
 
 
 def _write(target: TargetSpec, file: Path, directory: Path) -> ExportLayout:

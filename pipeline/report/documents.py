@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import re
 
-from pipeline.report.facts import Table, check_outcome, finite, headline, in_order, subtitle, title, warnings
+from pipeline.report.facts import Table, check_outcome, finite, headline, in_order, subtitle, title
 from pipeline.report.tables import tables
+from pipeline.report.warnings import warnings
 
 
 def report_texts(report: dict, extras: dict) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A report's title, outcome, warnings and headline figures, shared by the terminal, Markdown and HTML.
+"""A report's title, outcome and headline figures, shared by the terminal, Markdown and HTML.
 
 Every form shows the same `Figure`s and `Table`s. Every part of a report is optional, since a run may be unfinished;
 missing parts read "not run".
@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report.formatting import NOT_RUN, UNKNOWN, count, percent, rate, ratio, signed_percent, times, with_error
+from pipeline.report.formatting import NOT_RUN, UNKNOWN, count, rate, ratio, signed_percent, times, with_error
 
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
@@ -19,9 +19,6 @@ STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "chec
 STOCK_TREE, SEARCHED_TREE, USED_TREE = "stock (Vicuna-7B's)", "searched, stock size", "the export's"
 DYNAMIC_TREE, STATIC_TREE = "dynamic, the export's size", "searched, the export's size"  # beside the other kind
 USED_DYNAMIC_TREE = "the export's, dynamic"
-SAME_TEXT_GAP = 0.1  # of the gain over plain decoding
-NOTABLE_GAP = 3  # standard errors between the expected acceleration rate and the measured one
-ENOUGH_COVERAGE = 0.9  # of held-out text by the draft vocabulary
 
 _ORDER = (
     "run", "target", "method", "num_heads", "drafter", *STAGES[:4], "heads", "tree", "check",
@@ -125,75 +122,6 @@ def disturbed(engine: Any) -> bool:
     """Whether a step with heads was measured as faster than a plain one, though it does more: no speedup follows."""
     overhead, speedup, reached = (pick(engine, key) for key in ("overhead", "speedup", "acceleration_rate"))
     return overhead < 1 if overhead is not None else None not in (speedup, reached) and speedup > reached
-
-
-def warnings(report: dict) -> tuple[str, ...]:
-    """What a reader should notice although the check passed."""
-    found = list(pick(report, "train", "warnings") or [])
-    if contaminated := pick(report, "check", "contaminated_rows"):
-        found.append(
-            f"{count(contaminated)} training rows hold a question of the check, so its rates may be too high: "
-            "with seeds.decontaminate, and this file of questions from the start, they are left out."
-        )
-    native, vllm = pick(report, "check", "native"), pick(report, "check", "vllm")
-    for name, engine in (("", native), ("vLLM: ", vllm)):
-        if disturbed(engine):
-            found.append(
-                f"{name}A step with heads was measured as faster than a plain one, although it does more: other load "
-                f"probably slowed the plain steps, and the speedup of {times(pick(engine, 'speedup'))} at an "
-                f"acceleration rate of {ratio(pick(engine, 'acceleration_rate'))} is too high; `--fresh check` "
-                "measures again."
-            )
-    if (coverage := pick(report, "train", "draft_coverage")) is not None and coverage < ENOUGH_COVERAGE:
-        found.append(
-            f"Only {percent(coverage)} of held-out text is in the draft vocabulary, and any other token ends what can "
-            "be accepted: raise train.draft_vocab."
-        )
-    promises = [speedup for size in pick(report, "tree", "sizes") or [] if (speedup := size.get("expected_speedup"))]
-    speedup = pick(report, "check", "native", "speedup")
-    if promises and max(promises) < 1:
-        best = times(max(promises))
-        if speedup is not None and speedup >= 1:
-            found.append(
-                f"Calibration expected no speedup above 1, the best {best}, and the check measured {times(speedup)}: "
-                "other load probably disturbed one of them, and the tree's size may be wrong; "
-                "`--fresh calibrate` measures again."
-            )
-        else:
-            found.append(f"The tree does not pay off on this device: no expected speedup is above 1, the best {best}.")
-    elif speedup is not None and speedup < 1:
-        found.append(f"Decoding is slower with the heads than without them: the measured speedup is {times(speedup)}.")
-    if pick(native, "acceptance") in (None, "greedy"):  # calibration expects greedy decoding
-        found += _gap("The measured acceleration rate", native, pick(report, "tree"))
-    found += _gap("vLLM's acceleration rate", vllm, vllm)
-    served, same_text = (pick(vllm, key) for key in ("acceleration_rate", "same_text_acceleration_rate"))
-    if same_text is not None and served is not None and same_text - served > SAME_TEXT_GAP * (same_text - 1):
-        found.append(
-            f"vLLM's acceleration rate is {ratio(served)}, and the same chain reaches {ratio(same_text)} natively on "
-            "the same text: vLLM may compute the heads in another precision, or not as they were trained."
-        )
-    return tuple(found)
-
-
-def _gap(name: str, measured: Any, promise: Any) -> list[str]:
-    """The warning of a rate that is beyond `NOTABLE_GAP` standard errors of what was measured and expected together."""
-    keys = "expected_acceleration_rate", "expected_standard_error"
-    figures = (
-        *(pick(measured, key) for key in ("acceleration_rate", "standard_error")),
-        *(pick(promise, key) for key in keys),
-    )
-    if any(figure is None for figure in figures):
-        return []
-    rate, error, expected, expected_error = figures
-    both = math.hypot(error, expected_error)
-    if abs(rate - expected) <= NOTABLE_GAP * both:
-        return []
-    side = "above" if rate > expected else "below"
-    errors = f", {abs(rate - expected) / both:.1f} standard errors" if both else ""
-    return [
-        f"{name} is {abs(rate / expected - 1):.0%} {side} the expected one{errors}: the check's prompts may differ in "
-        "kind from the text that it was expected of."
-    ]
 
 
 def headline(report: dict) -> list[Figure]:

@@ -16,9 +16,10 @@ import jinja2
 from markupsafe import Markup
 
 from pipeline.report import plots, speed_plots
-from pipeline.report.facts import check_outcome, headline, pick, subtitle, title, warnings
+from pipeline.report.facts import check_outcome, headline, pick, subtitle, title
 from pipeline.report.formatting import count, rate, ratio, times
 from pipeline.report.tables import tables
+from pipeline.report.warnings import warnings
 
 _HERE = Path(__file__).parent
 _NUM_HUES = 5  # of the coloured answer; adjacent steps differ

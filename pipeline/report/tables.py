@@ -141,12 +141,11 @@ def chain_table(report: dict) -> Table:
 
 
 def _vllm_steps(costs: dict) -> str:
-    """vLLM's own times, and that those between them were not measured."""
+    """vLLM's own times, how well they repeat, and that those between them were not measured."""
     steps = [f"{step['draft_tokens']} drafted {step['ms']:.1f}" for step in costs["steps"]]
     between = ", between them by a straight line" if len(steps) > 1 else ""
-    return (
-        f"by vLLM's own steps, one request at a time, in ms: plain {costs['plain_ms']:.1f}, {', '.join(steps)}{between}"
-    )
+    timed = f"plain {costs['plain_ms']:.1f}, {', '.join(steps)} (repeated within {percent(costs['spread'])})"
+    return f"by vLLM's own steps, one request at a time, in ms: {timed}{between}"
 
 
 def drift_table(report: dict) -> Table:

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from pipeline.report.facts import Table, check_outcome, finite, headline, subtitle, title, warnings
+from pipeline.report.facts import Table, check_outcome, finite, headline, subtitle, title
 from pipeline.report.tables import tables
+from pipeline.report.warnings import warnings
 
 _WIDTH = 100
 _NAMES = 24

@@ -52,7 +52,7 @@ from pipeline.training.evaluation import held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
-VERSION = 8
+VERSION = 9
 
 REPORTED_TOPS = 5
 

@@ -25,11 +25,17 @@ Tell = Callable[..., None]  # part, done, total, unit, note: how far the work ha
 SECONDS_BETWEEN_LOOKS = 0.5
 
 
-def in_own_process(module: str, tasks: Sequence[Mapping[str, Any]], told: Tell | None = None) -> list[Any]:
+def in_own_process(
+    module: str,
+    tasks: Sequence[Mapping[str, Any]],
+    told: Tell | None = None,
+    defaults: Mapping[str, str] | None = None,
+) -> list[Any]:
     """What `python -m module` makes of each task, one after the other; tasks and results are JSON.
 
     Args:
         told: Called with what the work tells of its progress, as keywords.
+        defaults: Variables of its environment where this process's has none of these names.
 
     Raises:
         MedusaDistillError: What the module raised, and EnvironmentFault where its process ended without a word.
@@ -38,7 +44,8 @@ def in_own_process(module: str, tasks: Sequence[Mapping[str, Any]], told: Tell |
         task_file, result_file = Path(directory, "task.json"), Path(directory, "result.json")
         task_file.write_text(json.dumps(tasks), encoding="utf-8")
         command = [sys.executable, "-m", module, str(task_file), str(result_file)]
-        status, output = _run(command, lambda: _pass_on(_progress_file(task_file), told))
+        environ = {**(defaults or {}), **environment()}
+        status, output = _run(command, environ, lambda: _pass_on(_progress_file(task_file), told))
         if not result_file.is_file():
             fix = "Free memory, or take vllm out of check.engines."
             what = f"vLLM ended with status {status}: {last_line(output)}"
@@ -49,10 +56,10 @@ def in_own_process(module: str, tasks: Sequence[Mapping[str, Any]], told: Tell |
     return result["found"]
 
 
-def _run(command: Sequence[str], meanwhile: Callable[[], None]) -> tuple[int, str]:
+def _run(command: Sequence[str], environ: Mapping[str, str], meanwhile: Callable[[], None]) -> tuple[int, str]:
     """Exit status and standard error of a process, which does not outlive this call."""
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
-    with subprocess.Popen(command, env=environment(), **pipes) as process:
+    with subprocess.Popen(command, env=environ, **pipes) as process:
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):

@@ -133,6 +133,17 @@ class RunningEngine:
             self._clean_up()
             raise _start_error(spec, error) from error
 
+    @property
+    def num_threads(self) -> int:
+        """How many CPU threads a step uses."""
+        import torch
+
+        return torch.get_num_threads()
+
+    def set_num_threads(self, number: int) -> None:
+        """Let steps use no more than so many CPU threads, where vLLM has made torch's own way a no-op."""
+        self._set_num_threads(number)
+
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
         del self.llm

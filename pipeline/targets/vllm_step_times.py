@@ -1,15 +1,19 @@
 """Seconds of a step in vLLM, plain and with draft tokens: `calibrate.draft_tokens: auto` weighs acceptance by them.
 
-One request at a time, from one output of the engine to the next, without the prefill. On a CPU all engines live in one
-process and take turns for each prompt, so that a machine that gets busy slows them all; on a GPU each has a process of
-its own, whose end frees the memory. An engine's time is the lower decile of its steps, since other work only adds.
+One request at a time, from one output of the engine to the next, without the prefill. Other work on the machine only
+adds time, to long steps more often than to short ones, and comes and goes. So engines take turns, a prompt each round;
+a round's time is that of its fastest step, an engine's that of its fastest round, and rounds are repeated until the two
+fastest of every engine agree, up to a bound. On a CPU all engines live in one process and use as many threads
+as plain steps are fastest with; on a GPU each has a process of its own, whose end frees the memory.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from time import perf_counter
 from typing import Any
@@ -20,12 +24,37 @@ from pipeline.targets.spec import TargetSpec, context_length
 from pipeline.targets.vllm_engine import RunningEngine, sampling_params
 
 NUM_NEW_TOKENS = 64
+AGREEMENT = 0.05  # of an engine's two fastest rounds
+MIN_ROUNDS, MAX_ROUNDS, MAX_SECONDS = 4, 24, 60.0  # of all engines of a process; the time bounds further rounds
+NUM_TRIED, SLOWER = 16, 1.5  # tokens per number of threads; over the fastest, where no fewer threads are tried
+# OpenMP's threads wait for each other hundreds of times a step, spinning by default. One that the system has put aside
+# for other work then stops them all. (The demo's steps of 2.4, 3.0 and 3.9 ms took 11, 12 and 17 beside one busy core.)
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def step_seconds(
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of an engine's step, and how much more its second fastest round took, as a share."""
+
+    seconds: float
+    spread: float
+
+    @classmethod
+    def of_rounds(cls, rounds: Sequence[Sequence[float]]) -> StepTime:
+        """Of the steps' times of two rounds and more."""
+        fastest, second = sorted(map(min, rounds))[:2]
+        return cls(fastest, second / fastest - 1)
+
+    @property
+    def settled(self) -> bool:
+        """Whether two rounds have agreed on it."""
+        return self.spread <= AGREEMENT
+
+
+def step_times(
     spec: TargetSpec, engine_args: Sequence[Mapping[str, Any]], prompts: Sequence[Sequence[int]], *, gpus: int = 0
-) -> list[float]:
-    """The seconds of a step for each set of engine arguments; an empty one is plain decoding.
+) -> list[StepTime]:
+    """The time of a step for each set of engine arguments; an empty one is plain decoding.
 
     Prompts must leave room in the context; the first is also the warm-up.
 
@@ -34,26 +63,63 @@ def step_seconds(
     """
     task = {"spec": asdict(spec), "prompts": [list(ids) for ids in prompts], "gpus": gpus}
     together = [[dict(chosen)] for chosen in engine_args] if gpus else [[dict(chosen) for chosen in engine_args]]
-    found = [in_own_process(__name__, [{**task, "engines": engines}]) for engines in together]
-    return [seconds for (times,) in found for seconds in times]
+    found = [in_own_process(__name__, [{**task, "engines": engines}], defaults=WAITING) for engines in together]
+    return [StepTime(**time) for (times,) in found for time in times]
 
 
-def measure(task: Mapping[str, Any], tell: Tell) -> list[float]:
-    """The seconds per step of engines that take turns in this process."""
+def measure(task: Mapping[str, Any], tell: Tell) -> list[dict[str, float]]:
+    """The times of a step of engines that take turns in this process."""
     ours: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": 1}
     spec, prompts = TargetSpec(**task["spec"]), task["prompts"]
     room = context_length(spec)
     engines = [RunningEngine(spec, {**ours, **chosen}, task["gpus"]) for chosen in task["engines"]]
-    steps: list[list[float]] = [[] for _ in engines]
-    for turn, ids in enumerate([prompts[0], *prompts]):
-        tell(part="vLLM's steps timed", done=turn, total=1 + len(prompts), unit="prompts")
-        for running, found in zip(engines, steps, strict=True):
-            times = _outputs(running.llm.llm_engine, ids, min(NUM_NEW_TOKENS, room - len(ids)), str(turn))
-            taken = [later - earlier for earlier, later in pairwise(times)]
-            found += taken if turn else []  # the first turn is the warm-up
+    if not task["gpus"]:
+        _use_fastest_threads(engines[0], prompts[0])
+    found = _in_rounds([running.llm.llm_engine for running in engines], prompts, room, tell)
     for running in reversed(engines):
         running.close()
-    return [sorted(found)[len(found) // 10] for found in steps]
+    return [asdict(time) for time in found]
+
+
+def _in_rounds(engines: Sequence[Any], prompts: Sequence[list[int]], room: int, tell: Tell) -> list[StepTime]:
+    """The time of each engine's step; a prompt per round, after one that is not counted."""
+    rounds: list[list[list[float]]] = [[] for _ in engines]
+    found: list[StepTime] = []
+    started = perf_counter()
+    for turn, ids in enumerate(itertools.islice(itertools.cycle(prompts), MAX_ROUNDS + 1)):
+        tell(part="vLLM's steps timed", done=turn, total=max(turn, 1 + MIN_ROUNDS), unit="rounds")
+        for engine, taken in zip(engines, rounds, strict=True):
+            taken.append(_steps(engine, ids, min(NUM_NEW_TOKENS, room - len(ids)), str(turn)))
+        if turn < MIN_ROUNDS:
+            continue
+        found = [StepTime.of_rounds(taken[1:]) for taken in rounds]
+        if all(time.settled for time in found) or perf_counter() - started > MAX_SECONDS:
+            break
+    return found
+
+
+def _use_fastest_threads(running: RunningEngine, ids: list[int]) -> None:
+    """Set the number of threads with the fastest step: all, or half of them, a quarter, … while steps get no slower.
+
+    A small target's steps need no more than one, and with one they are hardly disturbed by other work.
+    """
+    most = best = running.num_threads
+    fastest = math.inf
+    _steps(running.llm.llm_engine, ids, NUM_TRIED, "first")  # is slow
+    for threads in (most >> halvings for halvings in range(most.bit_length())):
+        running.set_num_threads(threads)
+        seconds = min(_steps(running.llm.llm_engine, ids, NUM_TRIED, f"{threads} threads"))
+        if seconds > SLOWER * fastest:
+            break
+        if seconds < fastest:
+            best, fastest = threads, seconds
+    running.set_num_threads(best)
+
+
+def _steps(engine: Any, ids: list[int], num_tokens: int, name: str) -> list[float]:
+    """The seconds of each step of a request after its prefill."""
+    seconds = [later - earlier for earlier, later in pairwise(_outputs(engine, ids, num_tokens, name))]
+    return seconds[:-1] or seconds  # a text's last step may be cut short
 
 
 def _outputs(engine: Any, ids: list[int], num_tokens: int, name: str) -> Iterator[float]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from pipeline.evaluation.draft_costs import StepCosts, draft_costs
 from pipeline.export.layout import read_layout
 from pipeline.targets import vllm_step_times
 from pipeline.targets.spec import TargetSpec, context_length
+from pipeline.targets.vllm_step_times import StepTime
 
 MILLISECONDS = st.floats(0.1, 500)
 
@@ -51,15 +52,15 @@ def asked(finished_run, tmp_path, monkeypatch):
     """What is asked of vLLM for a finished run's heads."""
     found: dict = {}
 
-    def step_seconds(target, engine_args, prompts, *, gpus):
+    def step_times(target, engine_args, prompts, *, gpus):
         configs = [chosen.get("speculative_config") for chosen in engine_args]
         layouts = [config and read_layout(config["model"]) for config in configs]
         found.update(target=target, configs=configs, layouts=layouts, prompts=prompts, gpus=gpus)
         if found.get("fails"):
             raise EnvironmentFault("vLLM cannot start.", "vllm", "Do without.")
-        return [0.002, 0.003, 0.005]
+        return [StepTime(0.002, 0.0), StepTime(0.003, 0.02), StepTime(0.005, 0.01)]
 
-    monkeypatch.setattr(module, "step_seconds", step_seconds)
+    monkeypatch.setattr(module, "step_times", step_times)
     heads = finished_run.latest("train").path / "heads.safetensors"
     target = TargetSpec(
         yaml.safe_load((finished_run.path / "run.yaml").read_text())["target"]["model"], dtype="float32"
@@ -76,7 +77,7 @@ def test_vllm_is_asked_plainly_and_with_the_shortest_and_the_longest_chain_of_th
     (tmp_path / "timed").mkdir()
     (tmp_path / "timed/left.safetensors").write_bytes(b"of a killed run")
     costs = ask([[5] * 4] * 9)
-    assert costs == StepCosts(0.002, {1: 0.003, 3: 0.005})
+    assert costs == StepCosts(0.002, {1: 0.003, 3: 0.005}, spread=0.02, settled=True)
     plain, *configs = found["configs"]
     assert plain is None and [config["num_speculative_tokens"] for config in configs] == [1, 3]
     assert {config["method"] for config in configs} == {"medusa"} and found["layouts"][1].shape.num_heads == 3
@@ -105,10 +106,13 @@ def test_without_vllm_there_is_nothing_to_ask(asked, monkeypatch):
 
 
 class Engine:
-    """Answers as many tokens as asked, so many per step; a step takes 10 ms, or 90 ms while the machine is busy."""
+    """Answers as many tokens as asked, so many per step, on a machine whose clock other work moves on."""
 
-    def __init__(self, clock, per_step, is_busy):
-        self.clock, self.per_step, self.is_busy = clock, per_step, is_busy
+    speeds: ClassVar[dict[int, float]] = {}  # by threads
+
+    def __init__(self, machine, per_step, seconds):
+        self.machine, self.per_step, self.seconds = machine, per_step, seconds
+        self.num_threads, self.threads = 4, 4
         self.llm = self.llm_engine = self
         self.left = self.num_steps = 0
 
@@ -119,44 +123,119 @@ class Engine:
         return self.left > 0
 
     def step(self):
-        if self.num_steps == 0 and self.left:
-            self.clock[0] += 5  # a prefill is long
-        else:
-            self.clock[0] += 0.09 if next(self.is_busy) else 0.01
-        self.left -= 1 if self.num_steps == 0 else self.per_step
+        is_prefill = self.num_steps == 0  # which is long
+        self.machine.work(0.3 if is_prefill else self.seconds / self.speeds.get(self.threads, 1.0))
+        self.left -= 1 if is_prefill else self.per_step
         self.num_steps += 1
         return ["tokens"]
+
+    def set_num_threads(self, number):
+        self.threads = number
 
     def close(self):
         pass
 
 
-def test_a_step_is_timed_without_the_prefill_and_without_what_other_work_adds(monkeypatch):
-    clock, busy = [0.0], itertools.cycle([True, True, True, False])
-    engines = iter([Engine(clock, 1, busy), Engine(clock, 4, busy)])
-    monkeypatch.setattr(vllm_step_times, "RunningEngine", lambda *arguments: next(engines))
-    monkeypatch.setattr(vllm_step_times, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(vllm_step_times, "context_length", lambda spec: 100)
-    monkeypatch.setattr(vllm_step_times, "sampling_params", lambda request, eos: SimpleNamespace(max_tokens=33))
-    spec = {"model": "nowhere"}
+class Machine:
+    """A core that other work takes for `slice` seconds, after gaps drawn with the mean `gap`, while it is busy."""
 
-    def told(**_):
-        pass
+    def __init__(self, seed, gap, slice, busy=lambda now: True):
+        self.now, self.gap, self.slice, self.busy = 0.0, gap, slice, busy
+        self.draws = np.random.default_rng(seed)
+        self.until = self.draws.exponential(gap) if gap else np.inf
 
-    found = vllm_step_times.measure({"spec": spec, "engines": [{}, {}], "prompts": [[5], [6]], "gpus": 0}, told)
-    assert found == pytest.approx([0.01, 0.01])
+    def work(self, seconds):
+        while seconds > self.until:
+            seconds -= self.until
+            self.now += self.until + (self.slice if self.busy(self.now) else 0.0)
+            self.until = self.draws.exponential(self.gap)
+        self.until -= seconds
+        self.now += seconds
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """The times of a step of engines, each given by its tokens per step and their seconds, on a machine."""
+
+    def measure(machine, *engines, prompts=([5], [6], [7])):
+        started = iter([Engine(machine, *each) for each in engines])
+        monkeypatch.setattr(vllm_step_times, "RunningEngine", lambda *arguments: next(started))
+        monkeypatch.setattr(vllm_step_times, "perf_counter", lambda: machine.now)
+        monkeypatch.setattr(vllm_step_times, "context_length", lambda spec: 100)
+        monkeypatch.setattr(vllm_step_times, "sampling_params", lambda request, eos: SimpleNamespace(max_tokens=64))
+        task = {"spec": {"model": "nowhere"}, "engines": [{}] * len(engines), "prompts": list(prompts), "gpus": 0}
+        return [StepTime(**time) for time in vllm_step_times.measure(task, lambda **_: None)]
+
+    return measure
+
+
+def test_a_step_is_timed_without_the_prefill(timed):
+    assert timed(Machine(0, 0, 0), (1, 0.01), (4, 0.02)) == [
+        StepTime(pytest.approx(0.01), pytest.approx(0)),
+        StepTime(pytest.approx(0.02), pytest.approx(0)),
+    ]
+
+
+RATES = {number: sum(0.9**depth for depth in range(number + 1)) for number in range(1, 10)}
+PLAIN, SHORTEST, LONGEST = (1, 0.0026), (2, 0.0032), (4, 0.0120)  # tokens and seconds, plain, of 1 draft and of 9
+
+
+def chosen(times):
+    plain, shortest, longest = times
+    return fastest(RATES, StepCosts.of_times(plain, {1: shortest, 9: longest}).overheads(9))
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(
+    ("gap", "slice", "busy"),
+    [
+        (0.006, 0.004, lambda now: True),  # another process beside every core
+        (0.004, 0.004, lambda now: True),  # few long steps are undisturbed
+        (0.002, 0.030, lambda now: now < 20),  # nothing is, in the first rounds
+        (0.004, 0.012, lambda now: now % 6 < 4),  # work that comes and goes
+    ],
+)
+def test_beside_other_work_as_many_tokens_are_drafted_as_on_a_quiet_machine(timed, gap, slice, busy, seed):
+    quiet = chosen([StepTime(seconds, 0.0) for _, seconds in (PLAIN, SHORTEST, LONGEST)])
+    assert chosen(timed(Machine(seed, gap, slice, busy), PLAIN, SHORTEST, LONGEST)) == quiet == 5
+
+
+def test_engines_are_timed_until_two_rounds_agree_and_no_longer(timed):
+    quiet, busy, never = Machine(0, 0, 0), Machine(0, 0.002, 0.03, lambda now: now < 20), Machine(0, 0.0002, 0.03)
+    assert all(time.settled for time in timed(quiet, PLAIN, LONGEST)) and quiet.now < 10
+    assert all(time.settled for time in timed(busy, PLAIN, LONGEST)) and 20 < busy.now < 40
+    *_, time = timed(never, PLAIN, LONGEST)
+    assert not time.settled and never.now > vllm_step_times.MAX_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [({1: 1.0, 2: 1.9, 4: 3.6}, 4), ({1: 1.0, 2: 1.1, 4: 0.8}, 2), ({1: 1.0, 2: 0.9, 4: 0.7}, 1), ({4: 1.0}, 4)],
+)
+def test_engines_on_a_cpu_use_as_many_threads_as_are_fastest(timed, monkeypatch, speeds, expected):
+    def set_num_threads(engine, number):
+        used.append(number)
+        engine.threads = number
+
+    used: list[int] = []
+    monkeypatch.setattr(Engine, "speeds", {1: 0.1, 2: 0.1} | speeds)
+    monkeypatch.setattr(Engine, "set_num_threads", set_num_threads)
+    timed(Machine(0, 0, 0), PLAIN)
+    assert used[-1] == expected
+    assert min(used[:-1]) == max(1, expected // 2), "fewer than half of the fastest are not tried"
 
 
 @pytest.mark.parametrize(("gpus", "processes"), [(0, [2]), (1, [1, 1])])
 def test_engines_share_a_process_on_a_cpu_and_none_on_a_gpu(gpus, processes, monkeypatch):
     asked: list[int] = []
 
-    def in_own_process(module, tasks):
+    def in_own_process(module, tasks, *, defaults):
         (task,) = tasks
         asked.append(len(task["engines"]))
-        return [[float(chosen.get("number", 0)) for chosen in task["engines"]]]
+        return [[{"seconds": float(chosen.get("number", 0)), "spread": 0.0} for chosen in task["engines"]]]
 
     monkeypatch.setattr(vllm_step_times, "in_own_process", in_own_process)
     target = TargetSpec("nowhere")
-    assert vllm_step_times.step_seconds(target, [{}, {"number": 3}], [[5]], gpus=gpus) == [0, 3]
+    times = vllm_step_times.step_times(target, [{}, {"number": 3}], [[5]], gpus=gpus)
+    assert times == [StepTime(0.0, 0.0), StepTime(3.0, 0.0)]
     assert asked == processes

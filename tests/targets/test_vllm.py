@@ -27,7 +27,7 @@ from pipeline.targets.vllm_decode import vllm_decode_check
 from pipeline.targets.vllm_engine import VLLMGenerationEngine, engine_arguments
 from pipeline.targets.vllm_features import VLLMFeatureEngine
 from pipeline.targets.vllm_load import serve_under_load
-from pipeline.targets.vllm_step_times import step_seconds
+from pipeline.targets.vllm_step_times import step_times
 from tests.heads.pruning import pruned
 from tests.targets.conftest import CONTEXT, EOS
 
@@ -247,8 +247,8 @@ def test_a_cell_that_is_always_right_accepts_more_than_it_was_trained_for(counti
     assert result["plain"]["token_ids"] == result["accelerated"]["token_ids"] == expected
     assert 5 < result["accelerated"]["acceleration_rate"] <= 6
 
-    plain, drafting = step_seconds(counting_target, [{}, apart], [[100], [7, 7, 250]])
-    assert plain > 0 and drafting > 0, "both engines live in one process"
+    plain, drafting = step_times(counting_target, [{}, apart], [[100], [7, 7, 250]])
+    assert plain.seconds > 0 and drafting.seconds > 0, "both engines live in one process"
 
 
 def test_a_server_with_heads_that_are_always_right_answers_as_many_tokens_in_fewer_steps(
