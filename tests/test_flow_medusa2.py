@@ -236,7 +236,7 @@ def test_a_run_that_lies_elsewhere_makes_nothing_again_and_uses_the_backbone_tha
     run = run_again(make_config(tmp_path / "second", **JOINT))
     assert stages_run(run) == [] and run.path.is_relative_to(tmp_path / "second")
     export = latest(run, "export").path
-    model = load_chat_model(export, plain=False, base_model=None, chat_template=None, gpus=0)
+    model = load_chat_model(export, plain=False, base_model=None, gpus=0, settings={})
     assert model.decoder.model.config.name_or_path == str(export / "backbone")
     rechecked = run_again(make_config(tmp_path / "second", **JOINT), fresh="check")
     assert latest(rechecked, "check").summary["passed"]

@@ -136,6 +136,7 @@ def load_export(
     tree: GivenTree | None = None,
     chat_template: str | None = None,
     gpus: int | None = None,
+    **settings: Any,
 ) -> Export:
     """An export with its target, ready to decode.
 
@@ -143,7 +144,7 @@ def load_export(
         export: `RUN_DIR/latest/export`, or a copy of it.
         target: A loaded target, or where it is; by default the one that the export names.
         tree: Another tree than the export's.
-        chat_template, gpus: As in `load_target`.
+        chat_template, gpus, **settings: As in `load_target`, such as `template_arguments`.
 
     Raises:
         ConfigError: The target is not where the export says, or is not that of the heads.
@@ -151,7 +152,7 @@ def load_export(
     """
     chosen = read_tree(export) if tree is None else load_tree(tree)
     if not isinstance(target, Target):
-        target = load_target(target or target_of(export), chat_template=chat_template, gpus=gpus)
+        target = load_target(target or target_of(export), chat_template=chat_template, gpus=gpus, **settings)
     heads = load_heads(export, target)
     return Export(Path(export), target, heads, target.decoder(heads, chosen))
 

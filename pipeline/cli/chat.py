@@ -37,6 +37,9 @@ class Rule(StrEnum):
 
 def chat(
     export_dir: Annotated[Path, typer.Argument(help="An export: RUN_DIR/latest/export, or a copy of it.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="Settings of the target as in a run, such as target.dtype=bfloat16.")
+    ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Decode without the heads, for comparison.")] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
@@ -51,9 +54,6 @@ def chat(
     base_model: Annotated[
         str | None, typer.Option(help="The target as a directory or a Hub id. Default: the target named in the export.")
     ] = None,
-    chat_template: Annotated[
-        str | None, typer.Option(help="Jinja text or its file, for targets that ship none.")
-    ] = None,
     gpus: Annotated[
         int | None, typer.Option(min=0, help="GPUs for the target. Default: one where there is one.")
     ] = None,
@@ -64,11 +64,14 @@ def chat(
     their speed to stderr.
 
     Example: medusa-distill chat runs/demo/latest/export, and again with --plain.
+    Example: medusa-distill chat EXPORT target.template_arguments.enable_thinking=false
     """
     from pipeline.cli.chat_model import load_chat_model
+    from pipeline.config.load import target_settings
     from pipeline.decoding.acceptance import acceptance_rule
 
-    model = load_chat_model(export_dir, plain=plain, base_model=base_model, chat_template=chat_template, gpus=gpus)
+    given = target_settings(settings or ())
+    model = load_chat_model(export_dir, plain=plain, base_model=base_model, gpus=gpus, settings=given)
     chosen = acceptance_rule(rule.value, temperature)
     console = Console(highlight=False, soft_wrap=True)
     notes = console if console.is_terminal else Console(stderr=True, highlight=False, soft_wrap=True)

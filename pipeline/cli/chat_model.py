@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,9 +51,9 @@ class ChatModel:
 
 
 def load_chat_model(
-    export: Path, *, plain: bool, base_model: str | None, chat_template: str | None, gpus: int | None
+    export: Path, *, plain: bool, base_model: str | None, gpus: int | None, settings: Mapping[str, Any]
 ) -> ChatModel:
-    """An export's target with its heads and tree, or alone, warmed up.
+    """An export's target with its heads and tree, or alone, warmed up; `settings` are keys of `target`.
 
     Raises:
         ConfigError: The target does not exist or does not match the heads; the tree is invalid.
@@ -60,10 +61,10 @@ def load_chat_model(
         EnvironmentFault: The Hub or the GPU is not available.
     """
     if plain:
-        target = load_target(base_model or target_of(export), chat_template=chat_template, gpus=gpus)
+        target = load_target(base_model or target_of(export), gpus=gpus, **settings)
         decoder, how = target.decoder(), "without heads"
     else:
-        loaded = load_export(export, target=base_model, chat_template=chat_template, gpus=gpus)
+        loaded = load_export(export, target=base_model, gpus=gpus, **settings)
         target, decoder = loaded.target, loaded.decoder
         how = f"{decoder.tree.max_depth} heads, {decoder.tree.described()}"
     decoder.generate(target.prompt(GREETING), NUM_WARM_UP_TOKENS)

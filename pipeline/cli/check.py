@@ -16,26 +16,20 @@ class Engine(StrEnum):
     vllm = "vllm"
 
 
-class Precision(StrEnum):
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
 def check(
     heads: Annotated[str, typer.Argument(help="A directory of heads, or a Hub id: an export, Medusa heads, EAGLE-1.")],
     target: Annotated[str, typer.Option(help="The model that they were trained on: a directory or a Hub id.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="Settings of the target as in a run, such as target.dtype=bfloat16.")
+    ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="A file of questions (MT-Bench, any form of seeds). Default: bundled ones.")
     ] = None,
     number: Annotated[int, typer.Option(min=1, help="How many of them to ask.")] = 32,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded per prompt.")] = 64,
     engine: Annotated[list[Engine] | None, typer.Option(help="native, vllm. Default: both.")] = None,
-    draft_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens that an EAGLE-1 model drafts.")] = None,
+    draft_tokens: Annotated[int | None, typer.Option(min=1, help="Drafted per step. Default: as they say.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 3,
-    dtype: Annotated[Precision, typer.Option(help="The target's dtype.")] = Precision.auto,
-    chat_template: Annotated[str | None, typer.Option(help="Jinja text or file, where the target has none.")] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="That hold the target. Default: one if there is one.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write check.json, check.md and the answers there.")] = None,
 ) -> None:
@@ -48,13 +42,14 @@ def check(
     import torch  # --help does not wait for it
 
     from pipeline.config import CheckConfig, TargetConfig
+    from pipeline.config.load import target_settings
     from pipeline.evaluation.any_heads import BUNDLED, measure_heads
     from pipeline.execution.progress import Meter, ProgressReporter
     from pipeline.export.foreign import heads_directory
     from pipeline.storage.atomic import disk_errors
     from pipeline.targets.spec import resolve
 
-    settings = CheckConfig(
+    decoded = CheckConfig(
         prompts=prompts or BUNDLED,
         engines=tuple(each.value for each in engine or Engine),
         max_new_tokens=max_new_tokens,
@@ -65,13 +60,13 @@ def check(
         with disk_errors(out):
             out.mkdir(parents=True, exist_ok=True)
     gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
-    wanted = TargetConfig(model=target, dtype=dtype.value, chat_template=chat_template)
+    wanted = TargetConfig(model=target, **target_settings(settings or ()))
     spec = resolve(wanted, on_gpu=gpus > 0)
     with Meter(Console(stderr=True), "check", 0, unit="prompts") as meter:
         found = measure_heads(
             heads_directory(heads),
             spec,
-            settings,
+            decoded,
             gpus=gpus,
             num_prompts=number,
             draft_tokens=draft_tokens,

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from pipeline.config import Config
+from pipeline.config import Config, TargetConfig
 from pipeline.config.outcome import StockTree
 from pipeline.config.problems import problems
 from pipeline.errors import ConfigError
@@ -64,6 +64,28 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
     for word in overrides:
         _override(settings, word, Path.cwd())
     return validate(settings, str(file))
+
+
+def target_settings(words: Iterable[str]) -> dict[str, Any]:
+    """The keys of `target` that `target.key=value` words set, for commands that read no configuration.
+
+    Raises:
+        ConfigError: As `load_config` does, or for another section.
+    """
+    settings: dict[str, Any] = {"target": {}}
+    for word in words:
+        _override(settings, word, Path.cwd())
+        if len(settings) > 1 or "model" in settings["target"]:
+            fix = "Write target.key=value, such as target.dtype=bfloat16; --help lists what else there is."
+            raise ConfigError(f"'{word}' is no setting of a target that is named apart.", "command line", fix)
+    found: dict[str, Any] = settings["target"]
+    try:
+        TargetConfig.model_validate({"model": "any"} | found)
+    except ValidationError as error:
+        wrong = problems([{**each, "loc": ("target", *each["loc"])} for each in error.errors()])
+        fix = "docs/configuration.md lists the keys of target."
+        raise ConfigError(f"The settings are wrong: {'; '.join(wrong)}.", "command line", fix) from None
+    return found
 
 
 def _place_in(settings: dict[str, Any], run: Path) -> None:

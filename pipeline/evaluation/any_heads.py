@@ -71,7 +71,8 @@ def measure_heads(
 
     Args:
         settings: `prompts` is the file of questions, of which the first `num_prompts` are asked.
-        draft_tokens: How many tokens a cell of another trainer drafts; by default what its directory says.
+        draft_tokens: How many tokens vLLM drafts, and how deep the tree of a cell of another trainer is; by default
+            what the directory says.
 
     Returns:
         {"target", "read_as", "check": as in report.json, with "passed" and "failures", "hardware", "answers": of native
@@ -132,7 +133,8 @@ def _candidate(directory: Path, target: TargetSpec, draft_tokens: int | None) ->
     if "heads" in config:  # of this project
         layout = read_layout(directory)
         _require_sizes(layout.shape, sizes, directory)
-        yield Candidate(layout.shape.described(), directory, None, layout.shape.max_depth)
+        deepest = layout.shape.max_depth
+        yield Candidate(layout.shape.described(), directory, _drafting(layout, directory, draft_tokens), deepest)
         return
     num_tokens = draft_tokens or proposed_tokens(config) or DRAFT_TOKENS
     found = read_foreign(directory, _matrices(target), sizes, num_tokens)
@@ -141,6 +143,14 @@ def _candidate(directory: Path, target: TargetSpec, draft_tokens: int | None) ->
         copy = _copied(found, target, Path(temporary, "export"), draft_tokens)
         depth = found.heads.shape.max_depth if found.heads else num_tokens
         yield Candidate(found.described, copy, original if found.as_they_are else None, depth, found.why_not)
+
+
+def _drafting(layout: ExportLayout, directory: Path, draft_tokens: int | None) -> dict[str, Any] | None:
+    """How vLLM is started with an export: so many draft tokens, or, for None, alone as the export says."""
+    if draft_tokens and draft_tokens > layout.shape.max_depth:
+        what = f"These heads propose {layout.shape.max_depth} tokens ahead, and {draft_tokens} are to be drafted."
+        raise ConfigError(what, "--draft-tokens", f"Give at most {layout.shape.max_depth}.")
+    return layout.kind.speculative_config(str(directory.resolve()), draft_tokens) if draft_tokens else None
 
 
 def _matrices(target: TargetSpec) -> TargetWeights:

@@ -66,6 +66,30 @@ def test_answers_are_written_on_as_many_threads_as_make_plain_steps_fastest(pipe
         torch.set_num_threads(before)
 
 
+def test_a_template_and_its_variables_are_given_as_in_a_run(piped, tmp_path):
+    template = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }} {% endfor %}"
+    (tmp_path / "chat.jinja").write_text(template + "{% if add_generation_prompt %}{{ begins }}{% endif %}")
+    given = f"target.chat_template={tmp_path / 'chat.jinja'}"
+    answers = [piped("why\n", given, f"target.template_arguments.begins={begins}") for begins in ("moon", "stone")]
+    assert [ended.code for ended in answers] == [0, 0], answers[0].err
+    assert answers[0].out != answers[1].out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("target.dtyp=float32", "did you mean 'target.dtype'"),
+        ("target.dtype=float31", "'target.dtype'"),
+        ("train.lr=1e-3", "no setting of a target"),
+        ("target.model=elsewhere", "no setting of a target"),
+        ("fast", "not an override"),
+    ],
+)
+def test_a_setting_that_is_none_of_the_target_s_is_one_paragraph(piped, words, says):
+    ended = piped("why\n", words)
+    assert ended.code == 2 and says in one_paragraph(ended.err)
+
+
 def test_a_seed_samples_one_text_with_the_heads_and_without(piped):
     words = ("--temperature", 1, "--seed", 5)
     sampled = piped("why\n", *words).out

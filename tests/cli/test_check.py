@@ -44,6 +44,20 @@ def test_an_export_and_its_pickle_alone_are_measured_alike(checked, finished_run
     assert len((tmp_path / "found" / "answers" / "medusa.jsonl").read_text().splitlines()) == 3
 
 
+def test_an_export_drafts_as_many_tokens_as_asked(checked, finished_run, monkeypatch):
+    export, asked = finished_run.latest("export").path, []
+
+    def served(request, progress):
+        asked.append(dict(request.speculative_config))
+        return {"vllm": {"acceleration_rate": 1.5, "accepted_per_position": [0.5], "greedy_match": {"sequences": 6}}}
+
+    monkeypatch.setattr("pipeline.evaluation.any_heads.check_served", served)
+    checked(export, "--engine", "vllm", "--draft-tokens", 2)
+    assert asked == [{"method": "medusa", "model": str(export.resolve()), "num_speculative_tokens": 2}]
+    refused = checked(export, "--draft-tokens", 4)
+    assert refused.code == 2 and "propose 3 tokens ahead" in one_paragraph(refused.err)
+
+
 def test_an_eagle_container_made_by_hand_is_measured(checked, tiny_target, tmp_path):
     """A cell that passes on its state: it guesses what the target's lm_head reads there."""
     config = AutoConfig.from_pretrained(tiny_target).to_dict() | {"num_hidden_layers": 1, "intermediate_size": 8}
