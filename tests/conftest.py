@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 
-import torch
-from hypothesis import register_random, settings
-
 os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # tensors are tiny: more threads only wait
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves its workers beside another test process
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch  # after its threads are set: OpenMP reads their number once, when torch is loaded
+from hypothesis import register_random, settings
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is not a failure
 settings.load_profile("untimed")

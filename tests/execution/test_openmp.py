@@ -31,3 +31,11 @@ def test_torch_s_openmp_has_understood_how_long_to_spin(said, understood):
     found = dict(re.findall(r"(\w+) = '(.*)'", done.stderr.lower()))
     assert {name: found[name.lower()] for name in understood} == understood
     assert said == {} or found["gomp_spincount"] != OPENMP["GOMP_SPINCOUNT"]
+
+
+def test_the_tests_compute_with_one_thread_unless_told_otherwise():
+    """Each worker of pytest-xdist has its own: more of them than cores wait for each other."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    command = [sys.executable, "-c", "import tests.conftest, torch; print(torch.get_num_threads())"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
