@@ -11,7 +11,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
 from pipeline.decoding import cuda_graphs
 from pipeline.decoding.cuda_graphs import graph_capture_for
@@ -56,11 +55,17 @@ class Tape(TorchDispatchMode):
     def _replay(self, operators: list[tuple]) -> None:
         self.replayed += 1
         again: dict[int, torch.Tensor] = {}
-        known = lambda tensor: again.get(id(tensor), tensor)  # noqa: E731
         for operator, args, kwargs, made in operators:
-            result = operator(*tree_map_only(torch.Tensor, known, args), **tree_map_only(torch.Tensor, known, kwargs))
+            result = operator(*_renewed(args, again), **{name: _renewed(one, again) for name, one in kwargs.items()})
             for old, new in zip(_tensors(made), _tensors(result), strict=True):
                 again[id(old)] = new
+
+
+def _renewed(value, again: dict[int, torch.Tensor]):
+    """An argument with the tensors that this replay has made; torch's own `tree_map` takes half of a replay's time."""
+    if isinstance(value, torch.Tensor):
+        return again.get(id(value), value)
+    return type(value)(_renewed(one, again) for one in value) if type(value) in (tuple, list) else value
 
 
 def _tensors(made) -> list[torch.Tensor]:
