@@ -151,6 +151,7 @@ def _shared(
         "results": card_facts.results(report),
         "disturbed": any(map(disturbed, (report.get("check") or {}).values())),
         "categories": card_facts.by_category(report, sources),
+        "exact_match": card_facts.matching_references(report),
         "draft_lengths": card_facts.by_draft_length(report),
         "tops": card_facts.tops(report),
     }

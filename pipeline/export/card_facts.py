@@ -107,6 +107,16 @@ def by_category(report: Mapping[str, Any], sources: Sequence[Mapping[str, Any]])
     ]
 
 
+def matching_references(report: Mapping[str, Any]) -> list[list[str]]:
+    """The share of answers that are their question's reference, by category, under a heading; empty without any."""
+    rows = (report.get("check") or {}).get("exact_match") or ()
+    methods = dict.fromkeys(key for row in rows for key in row if key not in ("category", "answers"))
+    cells = [
+        [row["category"], number(row["answers"]), *(number(row.get(key), ".1%") for key in methods)] for row in rows
+    ]
+    return [["category", "answers", *methods], *cells] if cells else []
+
+
 def by_draft_length(report: Mapping[str, Any]) -> list[list[str]]:
     """Chains of each length: predicted, served where vLLM drafted so many, and how often vLLM accepted that token."""
     vllm = (report.get("check") or {}).get("vllm") or {}
