@@ -6,25 +6,16 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import ray
+import ray.runtime_env
 import yaml
 
 from pipeline.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = ROOT / "examples" / "cluster"
-# Fields of KubeRay's v1 API reference, RayJobSpec.
-RAY_JOB = {
-    "entrypoint",
-    "runtimeEnvYAML",
-    "shutdownAfterJobFinishes",
-    "ttlSecondsAfterFinished",
-    "submissionMode",
-    "backoffLimit",
-    "rayClusterSpec",
-}
-WORKER_GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -40,21 +31,48 @@ def test_ray_s_own_validator_takes_the_ray_up_file():
         validate_config(prepare_config(config | {"not_a_key": 1}))
 
 
-def test_the_rayjob_has_the_fields_of_kuberay_s_and_its_workers_see_the_results():
+@pytest.fixture(scope="module")
+def schema() -> jsonschema.Draft202012Validator:
+    written = yaml.safe_load((Path(__file__).parent / "rayjob.schema.yaml").read_text())
+    jsonschema.Draft202012Validator.check_schema(written)
+    return jsonschema.Draft202012Validator(written)
+
+
+def test_the_rayjob_is_one_of_kuberay_s_and_its_workers_see_the_results(schema):
     job = read("rayjob.yaml")
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    assert job["spec"].keys() <= RAY_JOB and job["metadata"]["name"]
+    schema.validate(job)
+    assert yaml.safe_load(job["spec"]["runtimeEnvYAML"]).keys() <= set(ray.runtime_env.RuntimeEnv.known_fields)
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["rayVersion"] == ray.__version__
     (workers,) = cluster["workerGroupSpecs"]
-    assert workers.keys() == WORKER_GROUP
     assert workers["minReplicas"] <= workers["replicas"] <= workers["maxReplicas"]
     for group in (cluster["headGroupSpec"], workers):
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values()), "the API takes strings"
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert mounts["runs"] == "/mnt/runs" and mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+        assert container["resources"]["limits"] == container["resources"]["requests"], "Ray counts the limits"
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("kind",), "RayCluster"),
+        (("spec", "entryPoint"), "python"),
+        (("spec", "submissionMode"), "K8SJobMode"),
+        (("spec", "shutdownAfterJobFinishes"), False),
+        (("spec", "rayClusterSpec", "workerGroupSpecs", 0, "replicas"), "2"),
+        (("spec", "rayClusterSpec", "headGroupSpec", "rayStartParams", "num-cpus"), 0),
+        (("spec", "rayClusterSpec", "headGroupSpec", "template", "spec", "containers"), []),
+        (("metadata", "name"), "Medusa_Distill"),
+    ],
+)
+def test_what_kuberay_would_refuse_is_found(schema, place, value):
+    job = inside = read("rayjob.yaml")
+    for key in place[:-1]:
+        inside = inside[key]
+    inside[place[-1]] = value
+    assert not schema.is_valid(job)
 
 
 def test_the_job_s_command_names_a_flow_and_settings_that_exist():
