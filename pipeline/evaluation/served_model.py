@@ -6,7 +6,7 @@ studies are repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -56,16 +56,19 @@ def served_model(config: Config, target: TargetSpec, *, on_gpu: bool | None) -> 
     return spec
 
 
-def require_served_model(config: Config, target: TargetSpec, *, on_gpu: bool) -> None:
+def require_served_model(config: Config, target: TargetSpec, *, on_gpu: Mapping[str, bool]) -> None:
     """Refuse a copy that is not the target's, or that an engine of the check cannot read on this machine.
+
+    Args:
+        on_gpu: Whether each engine's workers have GPUs.
 
     Raises:
         ConfigError: As `served_model`, and for a format that an engine has no reader of.
         EnvironmentFault: A package or a GPU is missing.
     """
-    if spec := served_model(config, target, on_gpu=on_gpu):
+    if spec := served_model(config, target, on_gpu=on_gpu["native"]):
         for engine in config.check.engines:
-            require_readable(spec, engine, on_gpu=on_gpu, where=WHERE)
+            require_readable(spec, engine, on_gpu=on_gpu[engine], where=WHERE)
 
 
 def check_on_served_model(

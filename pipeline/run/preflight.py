@@ -158,13 +158,20 @@ def _check_readers(config: Config) -> None:
     """Refuse a quantized target, or a copy of it, that an engine cannot read here; a cluster's workers decide."""
     if os.environ.get("RAY_ADDRESS") or not (is_local(config.target.model) or config.check.served_model):
         return
+    target, checked = resolve(config.target), {"native": "features", "vllm": "generate"}
+    on_gpu = {part: _has_gpus(config, part) for part in checked.values()}
+    engines: list[tuple[str, str]] = [(config.generate.engine, "generate"), (config.features.engine, "features")]
+    engines += [(engine, checked[engine]) for engine in config.check.engines]
+    for engine, part in dict.fromkeys(engines):
+        require_readable(target, engine, on_gpu=on_gpu[part], where="target.model")
+    require_served_model(config, target, on_gpu={engine: on_gpu[part] for engine, part in checked.items()})
+
+
+def _has_gpus(config: Config, part: str) -> bool:
+    """Whether the workers of a part have GPUs, of those that this machine has."""
     import torch
 
-    target, on_gpu = resolve(config.target), torch.cuda.is_available()
-    engines = dict.fromkeys((config.generate.engine, config.features.engine, *config.check.engines))
-    for engine in engines:
-        require_readable(target, engine, on_gpu=on_gpu, where="target.model")
-    require_served_model(config, target, on_gpu=on_gpu)
+    return torch.cuda.is_available() and getattr(config.placement, part).gpus_per_worker != 0
 
 
 def _check_vocabulary(config: Config) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.ray_executor import SUBMITTED_JOB
+from pipeline.run import preflight
 from pipeline.run.preflight import check_config, unread_settings
 from tests.flows.tiny import save_target
 
@@ -210,6 +211,28 @@ def test_a_served_model_of_another_vocabulary_is_refused_before_anything_starts(
         check_config(make_config(tmp_path, check__served_model=str(other)))
     with pytest.raises(ConfigError, match=r"check\.served_model"):
         check_config(make_config(tmp_path, check__served_model="/absent"))
+
+
+def test_workers_without_gpus_read_a_quantized_target_on_the_cpu_also_where_a_gpu_is(
+    make_config, tmp_path, tiny_target, monkeypatch
+):
+    asked = set()
+
+    def readable(spec, engine, *, on_gpu, where):
+        asked.add((where, engine, on_gpu))
+
+    for module in ("pipeline.run.preflight", "pipeline.evaluation.served_model"):
+        monkeypatch.setattr(f"{module}.require_readable", readable)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    copy = shutil.copytree(tiny_target, tmp_path / "copy")
+    placed = {"placement__features": {"gpus_per_worker": 0}, "generate__engine": "vllm"}
+    checked = {"check__engines": ["native", "vllm"], "check__served_model": str(copy)}
+    preflight._check_readers(make_config(tmp_path, **placed, **checked))
+    of_each = {("transformers", False), ("native", False), ("vllm", True)}
+    assert asked == {("target.model", *one) for one in of_each} | {
+        ("check.served_model", "native", False),
+        ("check.served_model", "vllm", True),
+    }
 
 
 @pytest.mark.parametrize("key", ["check__served_model", "target__model"])
