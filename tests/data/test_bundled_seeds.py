@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeline.config import SeedsConfig
+from pipeline.conversations.conversation import Conversation
+from pipeline.conversations.readers import source_readers
+
 DATA = Path(__file__).parents[2] / "data"
 SHAREGPT, ULTRACHAT = DATA / "seeds.sharegpt.jsonl", DATA / "seeds.ultrachat.jsonl"
 TOPICS = sorted((DATA / "topics").glob("*.yaml"))
@@ -136,3 +140,16 @@ def test_slots_render_in_every_form(composer):
     assert composer.fill("{count} {needs、} {needs2} {}", slots) == "3 rice、peas、salt peas {}"
     with pytest.raises(KeyError):
         composer.fill("{drink}", slots)
+
+
+def test_the_example_of_each_form_is_read_to_its_last_row():
+    folder = DATA / "forms"
+    (reader,) = source_readers(SeedsConfig.model_validate({"sources": [{"path": folder}]}))
+    found = list(reader)
+    assert all(isinstance(each, Conversation) for each in found), found
+    rows_of = {count.name: count.rows for count in reader.read}
+    assert rows_of.keys() == {path.name for path in folder.iterdir()} and not reader.skipped
+    assert sum(rows_of.values()) == len(found) == 13 and set(rows_of.values()) == {2, 3}
+    asked = {each.messages[0].content for each in found}
+    assert {"What is 7 times 8?", "Is there a boat after five?", "Count to four."} <= asked
+    assert sum(any(message.role == "tool" for message in each.messages) for each in found) == 2
