@@ -1,14 +1,15 @@
 """Recipes compared: the same target, questions, held-out text and number of nodes, one recipe each.
 
     python -m benchmarks.run ladder                               # the demo's target, after `make demo`: 20 minutes
-    python -m benchmarks.ladder CONFIG [section.key=value ...] [--results=TARGET]    # any other; prints the table
+    python -m benchmarks.ladder CONFIG [section.key=value ...]    # any other; prints the table
+        --results=TARGET    # and keeps the figures, as the benchmark `ladder-TARGET`
+        --recipe=NAME       # this recipe, and further ones; all by default
 
-With `--results` the figures are kept as the benchmark `ladder-TARGET`. The same command continues what was interrupted.
 Runs the flow once per recipe, all in one store, so that target, seeds, text and cached states are made once, and reads
 the reports. All recipes of one method learn from as many tokens, with the configuration's own settings. Rates are those
 of decoding the check's prompts natively with a tree of `NODES` nodes, with the standard error over prompts, and of the
 chain in vLLM. A tuned backbone's answers differ from the original's and may be easier or harder to predict. A run whose
-check fails is in the table like any other.
+check fails is in the table like any other. The same command continues what was interrupted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pipeline.storage.atomic import read_json
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.targets.spec import model_config, resolve
 
-RESULTS = "--results="
+OPTIONS = ("--results=", "--recipe=")
 DEMO = targets.ROOT / "configs" / "demo.yaml"
 NODES = 63
 
@@ -144,16 +145,22 @@ def as_row(name: str, row: Mapping[str, Any]) -> str:
     return f"| {name} | {rates} | {parameters} | {seconds} |"
 
 
+def _given(option: str, arguments: Sequence[str]) -> list[str]:
+    return [word.removeprefix(option) for word in arguments if word.startswith(option)]
+
+
 def main(arguments: Sequence[str]) -> None:
     """Compare the recipes on another target and print the table, and each row's ladder of trees."""
-    names = [word.removeprefix(RESULTS) for word in arguments if word.startswith(RESULTS)]
-    config, *overrides = [word for word in arguments if not word.startswith(RESULTS)] or [""]
+    config, *overrides = [word for word in arguments if not word.startswith(OPTIONS)] or [""]
     if not config:
         raise ConfigError("Name a configuration.", "benchmarks.ladder", f"{DEMO} is one.")
+    recipes = _given("--recipe=", arguments) or list(RECIPES)
+    if unknown := [name for name in recipes if name not in RECIPES]:
+        raise ConfigError(f"There is no recipe '{unknown[0]}'.", "--recipe", f"There are: {'; '.join(RECIPES)}.")
     started = time.perf_counter()
-    result = compare(Path(config), overrides)
-    for name in names:
-        keep(f"ladder-{name}", result, time.perf_counter() - started)
+    result = compare(Path(config), overrides, recipes)
+    for target in _given("--results=", arguments):
+        keep(f"ladder-{target}", result, time.perf_counter() - started)
     found = result.facts
     print("\n| recipe | native | expected | vLLM | expected chain | trained parameters | training |")
     print("|---|---|---|---|---|---|---|")

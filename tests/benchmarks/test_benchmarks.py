@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks import ladder
 from benchmarks.arithmetic import backbone_flops, training_flops
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
 from benchmarks.results import write_result, write_table
 from benchmarks.run import BENCHMARKS, main
+from pipeline.errors import ConfigError
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from tests.heads.plain_loss import plain_summed_cross_entropy
 
@@ -98,6 +100,24 @@ def test_a_benchmark_of_another_target_stands_below_its_own(tmp_path):
     write_table(tmp_path, {"one": "never read", "two": "never read"})
     rows = [line.split("|")[1:3] for line in (tmp_path / "README.md").read_text().splitlines() if "claim of" in line]
     assert rows == [[f" {name} ", f" claim of {name} "] for name in ("one", "one-chat", "two")]
+
+
+def test_the_ladder_of_another_target_keeps_what_is_asked_for_under_its_name(monkeypatch, capsys):
+    def compare(config, overrides, recipes):
+        asked.append((config.name, list(overrides), list(recipes)))
+        return Result([], {})
+
+    asked, kept = [], []
+    monkeypatch.setattr(ladder, "compare", compare)
+    monkeypatch.setattr(ladder, "keep", lambda name, result, seconds: kept.append(name))
+    ladder.main(["chat.yaml", "run.seed=1", "--results=chat", "--recipe=recurrent", "--recipe=Medusa, tied"])
+    ladder.main(["chat.yaml"])
+    recipes = [["recurrent", "Medusa, tied"], list(ladder.RECIPES)]
+    assert asked == [("chat.yaml", ["run.seed=1"], recipes[0]), ("chat.yaml", [], recipes[1])] and kept == [
+        "ladder-chat"
+    ]
+    with pytest.raises(ConfigError, match=r"no recipe 'medusa'.*recurrent"):
+        ladder.main(["chat.yaml", "--recipe=medusa"])
 
 
 def test_an_unknown_name_is_refused_with_those_that_exist(capsys):

@@ -104,3 +104,10 @@ def test_what_went_wrong_in_an_earlier_phase_is_told_too():
     summary = {"steps": 3, "held_out": [{"top1": 0.5}], "hyperparameters": {"lr": 0.1}, "warnings": ["later"]}
     assert warnings_of(summary | {"heads_first": {"steps": 2, "warnings": ["earlier"]}}) == ["earlier", "later"]
     assert warnings_of({"steps": 3, "heads_first": {"steps": 2}}) == []
+
+
+def test_too_few_steps_to_learn_anything_are_told_in_the_record_and_the_report(finished_run):
+    summary = finished_run.latest("train").summary
+    said = f"{summary['steps']} optimizer steps are too few"
+    assert any(warning.startswith(said) for warning in summary["warnings"])
+    assert said in (finished_run.path / "report.md").read_text()
