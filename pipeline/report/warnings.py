@@ -16,6 +16,12 @@ ENOUGH_COVERAGE = 0.9  # of held-out text by the draft vocabulary
 def warnings(report: dict) -> tuple[str, ...]:
     """What a reader should notice although the check passed."""
     found = list(pick(report, "train", "warnings") or [])
+    if pick(report, "train", "best_step") == 0:
+        found.append(
+            f"None of {count(pick(report, 'train', 'steps'))} steps lowered the held-out loss: what is written is the "
+            "state that training began with, of a second stage the first one's heads and the target as it was. Lower "
+            "train.lr, or give more seeds."
+        )
     if contaminated := pick(report, "check", "contaminated_rows"):
         found.append(
             f"{count(contaminated)} training rows hold a question of the check, so its rates may be too high: "

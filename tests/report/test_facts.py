@@ -130,6 +130,13 @@ def test_the_chain_is_shown_by_its_number_of_tokens_with_overheads_where_they_we
     assert chain_table({"tree": {"nodes": 4}}).rows == ()
 
 
+def test_a_training_that_gained_nothing_is_warned_of(report):
+    report["train"] |= {"steps": 450, "best_step": 0}
+    assert any(said.startswith("None of 450 steps lowered the held-out loss") for said in warnings(report))
+    report["train"]["best_step"] = 450
+    assert not any("held-out loss" in said for said in warnings(report))
+
+
 def test_steps_of_vllm_that_never_repeated_are_warned_of(report):
     report["tree"]["chain_costs"] = {"engine": "vllm", "plain_ms": 4.0, "steps": [], "spread": 0.4, "settled": False}
     (said,) = [said for said in warnings(report) if "vLLM's steps" in said]
