@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # tensors are tiny: more threads only wait
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -32,7 +34,14 @@ register_random(TORCHS_GENERATOR)
 pytest_plugins = ["tests.flows.tiny", "tests.cluster"]
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test or its fixtures draw does not depend on the tests before it."""
+    torch.manual_seed(0)
+
+
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than cores that this process may use, since engines and clusters are waited for; each takes one
-    to two GB of memory."""
-    return min(len(os.sched_getaffinity(0)) + 1, 8)
+    """Two workers more than cores that this process may use, since engines and clusters are waited for; each takes one
+    to two GB of memory, and an engine two more."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(os.sched_getaffinity(0)) + 2, memory // (4 * 10**9), 8))
