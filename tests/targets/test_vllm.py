@@ -23,7 +23,7 @@ from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
 from pipeline.targets.transformers_features import TransformersFeatureEngine
 from pipeline.targets.transformers_generation import TransformersGenerationEngine
-from pipeline.targets.vllm_decode import vllm_decode_check
+from pipeline.targets.vllm_decode import decode_in_vllm, vllm_decode_check
 from pipeline.targets.vllm_engine import VLLMGenerationEngine, engine_arguments
 from pipeline.targets.vllm_features import VLLMFeatureEngine
 from pipeline.targets.vllm_load import serve_under_load
@@ -152,54 +152,19 @@ def test_a_closed_engine_leaves_the_process_as_it_was(written: Written) -> None:
 
 @pytest.fixture
 def export(counting_target: TargetSpec, tmp_path: Path) -> Path:
+    return exported(counting_target, right_heads(counting_target), "expanded", tmp_path)
+
+
+def right_heads(counting_target: TargetSpec) -> MedusaHeads:
     """Three heads that are always right about the counting target: row t of head k's output is the embedding of
     t - 2 - k, and its block adds nothing."""
     lm_head = lm_head_weight(load_causal_lm(counting_target))
     heads = MedusaHeads(MedusaShape(hidden_size=128, vocab_size=512, num_heads=3))
     heads.lm_head.data = torch.stack([lm_head.roll(head + 1, dims=0) for head in range(3)])
-    return exported(counting_target, heads, "expanded", tmp_path)
+    return heads
 
 
-def exported(counting_target: TargetSpec, heads: Heads, format: str, tmp_path: Path) -> Path:
-    config = ExportLayout(counting_target.model, heads.shape, format)
-    tokenizer, target = load_tokenizer(counting_target), model_config(counting_target).to_dict()
-    rest = {"target": target, "tokenizer": tokenizer, "choices": [(0,)], "card": ""}
-    write_export(tmp_path / "export", heads, config, **rest)
-    return tmp_path / "export"
-
-
-SERVE_ALONE = """
-import json, sys
-from vllm import LLM, SamplingParams
-llm = LLM(model=sys.argv[1], dtype="float32", max_model_len=128, enforce_eager=True, disable_log_stats=False)
-prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[2])]
-wanted = SamplingParams(temperature=0, max_tokens=33, detokenize=False)
-outputs = llm.generate(prompts, wanted, use_tqdm=False)
-counted = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
-accepted, drafts = (counted[f"vllm:spec_decode_num_{name}"] for name in ("accepted_tokens", "drafts"))
-print(json.dumps([[list(output.outputs[0].token_ids) for output in outputs], 1 + accepted / drafts]))
-"""
-
-
-PROMPTS = [[100], [7, 7, 250], [300, 17]]
-
-
-def rate_of_the_export_alone(export: Path) -> float:
-    """With nothing of the project in the process, as `vllm serve EXPORT` does; its text has to be the target's."""
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    command = [sys.executable, "-c", SERVE_ALONE, str(export), json.dumps(PROMPTS)]
-    ended = subprocess.run(command, env=os.environ | settings, cwd=export, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr[-2000:]
-    texts, rate = json.loads(ended.stdout.splitlines()[-1])
-    assert texts == [[ids[-1] + 1 + step for step in range(33)] for ids in PROMPTS]
-    return rate
-
-
-def test_vllm_serves_target_and_heads_of_the_export_alone(export: Path) -> None:
-    assert 3.5 < rate_of_the_export_alone(export) <= 4
-
-
-def test_vllm_reads_one_trained_lm_head_from_the_file_and_not_the_target_s(counting_target, tmp_path: Path) -> None:
+def heads_of_one_lm_head(counting_target: TargetSpec) -> Heads:
     """All heads guess t+2, and the first is right; by the target's own lm_head they would guess t+1, and none were.
 
     Their draft vocabulary leaves out every third token: the guess after the one that follows it is right again.
@@ -207,8 +172,76 @@ def test_vllm_reads_one_trained_lm_head_from_the_file_and_not_the_target_s(count
     lm_head = lm_head_weight(load_causal_lm(counting_target))
     heads = MedusaHeads(MedusaShape(hidden_size=128, vocab_size=512, num_heads=3, lm_head="shared"))
     heads.lm_head.data = lm_head.roll(1, dims=0)
-    heads = pruned(heads, [token for token in range(512) if token % 3])
-    assert 1.4 < rate_of_the_export_alone(exported(counting_target, heads, "shared", tmp_path)) < 1.6
+    return pruned(heads, [token for token in range(512) if token % 3])
+
+
+def right_cell(counting_target: TargetSpec) -> RecurrentHeads:
+    """Its state is the embedding of the token it has read, which is what the counting target's lm_head reads."""
+    model = load_causal_lm(counting_target)
+    matrices = TargetWeights(lambda: lm_head_weight(model), lambda: model.get_input_embeddings().weight)
+    heads = RecurrentHeads.initial(RecurrentShape(128, 512, num_heads=3, intermediate_size=64), matrices)
+    heads.fc.data = torch.eye(128, 256)
+    return heads
+
+
+def exported(counting_target: TargetSpec, heads: Heads, format: str, directory: Path) -> Path:
+    config = ExportLayout(counting_target.model, heads.shape, format)
+    tokenizer, target = load_tokenizer(counting_target), model_config(counting_target).to_dict()
+    rest = {"target": target, "tokenizer": tokenizer, "choices": [(0,)], "card": ""}
+    write_export(directory / "export", heads, config, **rest)
+    return directory / "export"
+
+
+SERVE_ALONE = """
+import json, os, sys
+from vllm import LLM, SamplingParams
+
+def serve(export):
+    llm = LLM(model=export, dtype="float32", max_model_len=128, enforce_eager=True, disable_log_stats=False)
+    prompts = [{"prompt_token_ids": ids} for ids in json.loads(sys.argv[1])]
+    wanted = SamplingParams(temperature=0, max_tokens=33, detokenize=False)
+    outputs = llm.generate(prompts, wanted, use_tqdm=False)
+    counted = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
+    accepted, drafts = (counted[f"vllm:spec_decode_num_{name}"] for name in ("accepted_tokens", "drafts"))
+    found = [[list(output.outputs[0].token_ids) for output in outputs], 1 + accepted / drafts]
+    with open(os.path.join(export, "found.json"), "w") as file:
+        json.dump(found, file)
+
+for export in sys.argv[2:]:  # each in a process of its own, which has vLLM loaded
+    child = os.fork()
+    if not child:
+        serve(export)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(1)
+"""
+
+
+PROMPTS = [[100], [7, 7, 250], [300, 17]]
+
+
+def rates_of_exports_alone(*exports: Path) -> list[float]:
+    """With nothing of the project in the process, as `vllm serve EXPORT` does; their texts have to be the target's."""
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    command = [sys.executable, "-c", SERVE_ALONE, json.dumps(PROMPTS), *map(str, exports)]
+    ended = subprocess.run(
+        command, env=os.environ | settings, cwd=exports[0], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = [json.loads((export / "found.json").read_text()) for export in exports]
+    expected = [[ids[-1] + 1 + step for step in range(33)] for ids in PROMPTS]
+    assert all(texts == expected for texts, _ in found)
+    return [rate for _, rate in found]
+
+
+def test_vllm_serves_target_and_heads_of_an_export_alone(counting_target: TargetSpec, tmp_path: Path) -> None:
+    """Heads of one lm_head read it from the file, and not the target's."""
+    right, one_lm_head, cell = rates_of_exports_alone(
+        exported(counting_target, right_heads(counting_target), "expanded", tmp_path / "right"),
+        exported(counting_target, heads_of_one_lm_head(counting_target), "shared", tmp_path / "one"),
+        exported(counting_target, right_cell(counting_target), "expanded", tmp_path / "cell"),
+    )
+    assert 3.5 < right <= 4 and 1.4 < one_lm_head < 1.6 and 3.5 < cell <= 4
 
 
 def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: TargetSpec, export: Path) -> None:
@@ -233,19 +266,11 @@ def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: 
 
 
 def test_a_cell_that_is_always_right_accepts_more_than_it_was_trained_for(counting_target, tmp_path: Path) -> None:
-    """Its state is the embedding of the token it has read, which is what the counting target's lm_head reads."""
-    model = load_causal_lm(counting_target)
-    matrices = TargetWeights(lambda: lm_head_weight(model), lambda: model.get_input_embeddings().weight)
-    heads = RecurrentHeads.initial(RecurrentShape(128, 512, num_heads=3, intermediate_size=64), matrices)
-    heads.fc.data = torch.eye(128, 256)
-    export = exported(counting_target, heads, "expanded", tmp_path)
-    assert 3.5 < rate_of_the_export_alone(export) <= 4
-
+    export = exported(counting_target, right_cell(counting_target), "expanded", tmp_path)
     apart = {"speculative_config": RecurrentHeads.speculative_config(str(export), 5)}
-    result = vllm_decode_check(counting_target, apart, PROMPTS, 33)
-    expected = [[ids[-1] + 1 + step for step in range(33)] for ids in PROMPTS]
-    assert result["plain"]["token_ids"] == result["accelerated"]["token_ids"] == expected
-    assert 5 < result["accelerated"]["acceleration_rate"] <= 6
+    (result,) = decode_in_vllm(counting_target, [apart], PROMPTS, 33)
+    assert result["token_ids"] == [[ids[-1] + 1 + step for step in range(33)] for ids in PROMPTS]
+    assert 5 < result["acceleration_rate"] <= 6
 
     plain, drafting = step_times(counting_target, [{}, apart], [[100], [7, 7, 250]])
     assert plain.seconds > 0 and drafting.seconds > 0, "both engines live in one process"
