@@ -22,21 +22,19 @@ from rich.console import Console
 
 from benchmarks.arithmetic import peak_memory_gb, reset_peak_memory
 from benchmarks.claims import Claim, Result
+from benchmarks.sleepers import Copier, Sleeper
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.config.load import validate
 from pipeline.execution.executor import Executor, Outcome, make_executor
 from pipeline.execution.placement import Placement
-from pipeline.execution.shard_progress import ShardProgress
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
-from pipeline.storage.receipts import Receipt
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
+from pipeline.storage.tasks import ShardTask
 
 SIZES, TINY_SIZES = (100, 1_000, 10_000), (4, 16)
-SLEEP_SECONDS = 0.001
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # how long a disk takes to sync is not asked here
 PLACEMENT = Placement(workers=1, cpus=1, gpus=0)
 HOUR = 3600.0
@@ -69,32 +67,6 @@ def measure(*, tiny: bool = False) -> Result:
     claims.append(_growth("seeing that all are there, CPU time per shard", seen))
     facts = {"map": mapped, "run_sharded": staged}
     return Result(claims, {name: {size: vars(cost) for size, cost in costs.items()} for name, costs in facts.items()})
-
-
-class Sleeper:
-    """Sleeps for a millisecond and returns an empty receipt."""
-
-    def __call__(self, task: ShardTask) -> Receipt:
-        time.sleep(SLEEP_SECONDS)
-        return Receipt(task.index, task.fingerprint, task.upstream, 1, 0, "", "", stats={"busy": SLEEP_SECONDS})
-
-
-class Copier:
-    """Sleeps as long and commits a copy of the shard; its receipt counts all of that as work."""
-
-    def __init__(self, progress: ShardProgress):
-        self.progress = progress
-
-    def __call__(self, task: ShardTask) -> Receipt:
-        started = time.perf_counter()
-        time.sleep(SLEEP_SECONDS)
-        rows = task_rows(task)
-        self.progress.begin(task)
-        with shard_writer(task, SEEDS) as writer:
-            writer.write(rows)
-            self.progress.add(task, len(rows), 0)
-            receipt = writer.commit("copy", [row["id"] for row in rows])
-        return replace(receipt, stats={"busy": time.perf_counter() - started})
 
 
 class Stopwatch:

@@ -13,8 +13,8 @@ from rich.console import Console
 from pipeline.flow import run_flow
 from pipeline.stages import features, generate
 from tests.faults.unfinished import assert_as_uninterrupted, cut_before
-from tests.faults.workers import MIDDLE, KilledOnce
-from tests.flows.tiny import last_events, run_again, shards_made, stages_run
+from tests.faults.workers import MIDDLE, CopyingKilledOnce, KilledOnce
+from tests.flows.tiny import last_events, latest, run_again, shards_made, stages_run
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -23,8 +23,9 @@ def test_a_worker_killed_mid_write_in_generation_and_in_features_costs_one_attem
     finished_run, copied_run, make_config, tmp_path, monkeypatch
 ):
     cut_before(copied_run, "generate")
-    for stage in (generate, features):
-        monkeypatch.setattr(stage, "Worker", functools.partial(KilledOnce, stage.NAME))
+    (tmp_path / "finished.txt").write_text(str(latest(finished_run, "generate").path))
+    monkeypatch.setattr(generate, "Worker", CopyingKilledOnce)
+    monkeypatch.setattr(features, "Worker", functools.partial(KilledOnce, features.NAME))
     run = run_flow(make_config(tmp_path), until="features", console=Console(quiet=True))
     for name in ("generate", "features"):
         assert (tmp_path / f"{name}.txt").read_text().count("killed") == 2, "its second worker was let live"

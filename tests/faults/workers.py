@@ -81,6 +81,10 @@ class KilledOnce(Stand):
             at("write", f"{self.stage}-*/shards/{task.index:05d}.parquet", die)
 
 
+class CopyingKilledOnce(KilledOnce, Copying):
+    """The same of a worker that copies."""
+
+
 class LosesItsNode(Copying):
     """Its node's raylet is killed, and with it whatever runs there, when a row group of shard `MIDDLE` is in the
     temporary file, the first time. Who works on a later shard is busy until that is known."""

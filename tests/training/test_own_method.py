@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 from rich.console import Console
 
@@ -40,8 +42,10 @@ def test_a_method_of_our_own_trains_on_two_workers_of_which_one_is_killed_as_on_
 ):
     monkeypatch.setitem(METHODS, FixedRate.name, FixedRate())
     changes = {"train__method": FixedRate.name, "train__lr": 3e-3, "train__epochs": 4, "train__checkpoint_every": 1}
-    whole = run_again(make_config(tmp_path, run__name="whole", **changes), until="train")
     cut_before(copied_run, "train")
+    shutil.copytree(copied_run.path, tmp_path / "whole", symlinks=True)
+    whole = run_again(make_config(tmp_path, run__name="whole", **changes), until="train")
+    assert stages_run(whole) == ["train"]
     monkeypatch.setattr(ray_entry, "train_on_ray", train_and_be_killed)
     config = make_config(tmp_path, placement__train={"workers": 2}, **changes)
     run = run_flow(config, until="train", executor="ray", console=Console(quiet=True))

@@ -70,6 +70,8 @@ def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(ray_
 @pytest.mark.slow
 def test_two_workers_train_heads_first_and_then_the_backbone_with_them(ray_cluster, make_tuning):
     """The second stage with the backbone split over them."""
+    from pipeline.training.ray_entry import train_on_ray
+
     settings = {"recipe": "two-stage", "epochs": 2, "lora_dropout": 0.3}
     alone, together = make_tuning("one", **settings), make_tuning("two", shard=True, **settings)
     expected, shown = train(alone), []
@@ -79,7 +81,7 @@ def test_two_workers_train_heads_first_and_then_the_backbone_with_them(ray_clust
     assert found["drift"]["kl"] == pytest.approx(expected["drift"]["kl"], rel=0.05)
     adapters = [load_file(spec.adapter_path / "adapter_model.safetensors") for spec in (together, alone)]
     assert all(torch.allclose(adapters[0][name], tensor, atol=0.01) for name, tensor in adapters[1].items())
-    assert train_through_ray(together, 2) == found
+    assert train_on_ray(together, Placement(2, 1, 0), max_failures=3) == found  # which starts nothing
 
 
 def test_bad_data_is_refused_before_workers_start(make_spec):

@@ -1,0 +1,39 @@
+"""Workers that sleep for a millisecond: what a Ray worker imports of `benchmarks.scheduling`, and so nothing heavy."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+from pipeline.artifacts.seed_rows import SEEDS
+from pipeline.execution.shard_progress import ShardProgress
+from pipeline.storage.receipts import Receipt
+from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
+
+SLEEP_SECONDS = 0.001
+
+
+class Sleeper:
+    """Sleeps for a millisecond and returns an empty receipt."""
+
+    def __call__(self, task: ShardTask) -> Receipt:
+        time.sleep(SLEEP_SECONDS)
+        return Receipt(task.index, task.fingerprint, task.upstream, 1, 0, "", "", stats={"busy": SLEEP_SECONDS})
+
+
+class Copier:
+    """Sleeps as long and commits a copy of the shard; its receipt counts all of that as work."""
+
+    def __init__(self, progress: ShardProgress):
+        self.progress = progress
+
+    def __call__(self, task: ShardTask) -> Receipt:
+        started = time.perf_counter()
+        time.sleep(SLEEP_SECONDS)
+        rows = task_rows(task)
+        self.progress.begin(task)
+        with shard_writer(task, SEEDS) as writer:
+            writer.write(rows)
+            self.progress.add(task, len(rows), 0)
+            receipt = writer.commit("copy", [row["id"] for row in rows])
+        return replace(receipt, stats={"busy": time.perf_counter() - started})
