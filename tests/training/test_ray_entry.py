@@ -5,7 +5,6 @@ import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -16,47 +15,45 @@ from pipeline.execution.progress import Progress, ProgressReporter
 from pipeline.training.metrics import read_metrics
 from pipeline.training.phases import count_steps, train
 from pipeline.training.task import TrainSpec
+from tests.faults.workers import STEPS_BEFORE_DEATH, train_and_be_killed
 
 pytest.importorskip("ray")
 
 
-def train_through_ray(spec: TrainSpec, workers: int, show=None):
+def train_through_ray(spec: TrainSpec, workers: int, show=None, entry=None):
     """As the train stage does: Ray Train starts the workers from a Ray task, and this process shows their progress."""
     from pipeline.execution.ray_executor import RayExecutor
     from pipeline.training.ray_entry import train_on_ray
 
     arguments = {"spec": spec, "placement": Placement(workers, 1, 0), "max_failures": 3}
     progress = ProgressReporter(spec.path / "progress.tmp", show)
-    return RayExecutor().call(train_on_ray, arguments, Placement(1, 0, 0), progress)
-
-
-def training_workers() -> list[psutil.Process]:
-    """The processes that this test's own cluster trains in."""
-    family = psutil.Process().children(recursive=True)
-    return [process for process in family if "TrainWorker" in " ".join(process.as_dict(["cmdline"])["cmdline"] or ())]
+    return RayExecutor().call(entry or train_on_ray, arguments, Placement(1, 0, 0), progress)
 
 
 @pytest.mark.slow
-def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(ray_cluster, make_spec, monkeypatch):
+def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(
+    ray_cluster, make_spec, monkeypatch, tmp_path
+):
+    """The two have a part of the heads each, and of their checkpoints."""
     from pipeline.training import ray_entry
 
-    """The two have a part of the heads each, and of their checkpoints."""
+    (tmp_path / "run").mkdir()
     alone, together = (
-        make_spec(name, epochs=20, checkpoint_every=10, shard_heads=split)
-        for name, split in (("alone", False), ("together", True))
+        make_spec(name, epochs=20, checkpoint_every=1, shard_heads=split)
+        for name, split in (("run/alone", False), ("run/together", True))
     )
     expected = train(alone)
-    killed, shown, threads = [], [], set(threading.enumerate())
+    shown, threads = [], set(threading.enumerate())
 
     def show(now: Progress) -> None:
         shown.append((now.done, now.total))
         assert set(threading.enumerate()) <= threads  # one that waits in Ray ends the process when Ray is shut down
-        if now.done > 10 and not killed:
-            killed.append(training_workers()[-1])
-            killed[0].kill()
 
-    found = train_through_ray(together, 2, show)
-    assert killed and not killed[0].is_running()
+    found = train_through_ray(together, 2, show, train_and_be_killed)
+    processes = (tmp_path / "trainer.txt").read_text().split()
+    before, after = STEPS_BEFORE_DEATH + 1, len(processes) - STEPS_BEFORE_DEATH - 1
+    assert processes[:before] == processes[:1] * before and processes[0] not in processes[before:]
+    assert 0 < after < expected["steps"], "it did not begin again"
     assert found["steps"] == expected["steps"] == shown[-1][1] and found["tokens"] == expected["tokens"]
     assert found["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-2)
     assert [line["step"] for line in read_metrics(together.path)] == list(range(expected["steps"] + 1))
