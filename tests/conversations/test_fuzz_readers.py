@@ -18,6 +18,7 @@ from pipeline.conversations import byte_rows, readers
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
 from pipeline.conversations.readers import SourceReader
 from pipeline.errors import DataError
+from tests.conversations.test_readers import JSONL, ROWS
 
 MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 TEXTS = st.text() | st.sampled_from(["user", "gpt", "\0", "\ud800", "\ufeff", "../../x"])
@@ -29,6 +30,7 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS | TEXTS, inner, max_size=4),
     max_leaves=12,
 )
+NOISE = st.binary(max_size=12) | st.sampled_from([b"\xff", b"\0", b'"', b"{", b"]", b"\\ud800", b"\\", b"\xed\xa0\x80"])
 
 
 @dataclass(frozen=True)
@@ -141,3 +143,35 @@ def test_the_fuzzer_finds_a_reader_that_loses_repeats_or_crashes(monkeypatch, ca
     monkeypatch.setattr(*place)
     assert fuzz_seeds.main(["--rows", "2000"]) == 1
     assert "kept as" in capsys.readouterr().out
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 400), NOISE), min_size=1, max_size=6))
+def test_every_line_of_a_mangled_file_comes_out_exactly_once_and_storable(tmp_path, edits):
+    data = bytearray(JSONL.encode())
+    for place, bytes_ in edits:
+        data[place : place + len(bytes_)] = bytes_
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'"sound"\n' + bytes(data))
+    lines = [line for line in path.read_bytes().split(b"\n") if line.strip(b"\xef\xbb\xbf \t\r\n")]
+    outcomes, refusal = read(path)
+    assert not refusal
+    assert in_order(outcomes) and len(outcomes) == len(lines)
+    for outcome in outcomes:
+        if isinstance(outcome, RejectedRow):
+            assert json.dumps([outcome.detail, outcome.row], ensure_ascii=False, allow_nan=False).encode()
+        else:
+            assert isinstance(outcome, Conversation)
+            assert "".join(message.content for message in outcome.messages).encode()
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 400), NOISE), min_size=1, max_size=4))
+def test_a_mangled_array_is_read_or_refused_in_one_sentence(tmp_path, edits):
+    data = bytearray(json.dumps(ROWS).encode())
+    for place, bytes_ in edits:
+        data[place : place + len(bytes_)] = bytes_
+    path = tmp_path / "a.json"
+    path.write_bytes(bytes(data))
+    outcomes, refusal = read(path)
+    assert in_order(outcomes) and "\n" not in refusal

@@ -5,15 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-import tracemalloc
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from pipeline.conversations import byte_rows, json_array
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
 from pipeline.conversations.readers import SourceReader
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
@@ -212,42 +208,6 @@ def test_without_the_datasets_package_files_still_read_and_the_hub_says_what_is_
         list(SourceReader(Source(hub="user/name"), "s", max_characters=1000))
 
 
-# Anything at all.
-
-noise = st.binary(max_size=12) | st.sampled_from([b"\xff", b"\0", b'"', b"{", b"]", b"\\ud800", b"\\", b"\xed\xa0\x80"])
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 400), noise), min_size=1, max_size=6))
-def test_every_line_of_a_mangled_file_comes_out_exactly_once_and_storable(tmp_path, edits):
-    data = bytearray(JSONL.encode())
-    for place, bytes_ in edits:
-        data[place : place + len(bytes_)] = bytes_
-    path = written(tmp_path / "a.jsonl", b'"sound"\n' + bytes(data))
-    lines = [line for line in path.read_bytes().split(b"\n") if line.strip(b"\xef\xbb\xbf \t\r\n")]
-    outcomes = read(path)
-    assert [outcome.id for outcome in outcomes] == [f"s:{n}" for n in range(len(lines))]
-    for outcome in outcomes:
-        if isinstance(outcome, RejectedRow):
-            assert json.dumps([outcome.detail, outcome.row], ensure_ascii=False, allow_nan=False).encode()
-        else:
-            assert isinstance(outcome, Conversation)
-            assert "".join(message.content for message in outcome.messages).encode()
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 400), noise), min_size=1, max_size=4))
-def test_a_mangled_array_is_read_or_refused_in_one_sentence(tmp_path, edits):
-    data = bytearray(json.dumps(ROWS).encode())
-    for place, bytes_ in edits:
-        data[place : place + len(bytes_)] = bytes_
-    try:
-        outcomes = read(written(tmp_path / "a.json", bytes(data)))
-    except DataError:
-        return
-    assert [outcome.id for outcome in outcomes] == [f"s:{n}" for n in range(len(outcomes))]
-
-
 def test_an_array_reads_ids_of_any_size_and_a_row_that_is_no_json_costs_itself_alone(tmp_path):
     number = "123456789012345678901234567890"
     rows = [f'{{"id": {number}, "prompt": "why?"}}', '{"prompt": }', '{"prompt": "a, [b] \\"{c"}', ""]
@@ -257,68 +217,3 @@ def test_an_array_reads_ids_of_any_size_and_a_row_that_is_no_json_costs_itself_a
     assert [type(row) for row in found] == [Conversation, RejectedRow, Conversation, RejectedRow, Conversation]
     assert found[0].source_id == number and found[2].messages[0].content == 'a, [b] "{c'
     assert {row.reason for row in found if isinstance(row, RejectedRow)} == {Reason.BROKEN_JSON}
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64])
-def test_an_array_is_the_same_in_chunks_of_any_size(tmp_path, monkeypatch, chunk):
-    rows = [{"prompt": text} for text in ("why?", 'a "quoted, [one]', "back\\slash\\", "怎么样 \\u00e4", "{")]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    whole = list(SourceReader(Source(tmp_path / "rows.json"), "s", max_characters=1000))
-    monkeypatch.setattr(byte_rows, "CHUNK_BYTES", chunk)
-    with (tmp_path / "rows.json").open("rb") as file:
-        assert list(byte_rows.array(file, tmp_path)) == rows and [row.messages[0].content for row in whole]
-
-
-@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.txt", "rows.json.gz", "rows.jsonl.gz"])
-def test_a_row_of_more_bytes_than_the_limit_is_refused_alone_and_never_held_in_memory(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(byte_rows, "MAX_ROW_BYTES", 1000)
-    rows = ['"why?"', f'"{"x" * 30_000_000}"', '"and?"']
-    data = (f"[{','.join(rows)}]" if ".json" in name and "jsonl" not in name else "\n".join(rows)).encode()
-    (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith("gz") else data)
-    del data, rows
-    tracemalloc.start()
-    found = list(SourceReader(Source(tmp_path / name), "s", max_characters=1000))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert [type(row) for row in found] == [Conversation, RejectedRow, Conversation]
-    assert found[1].reason == Reason.TOO_LONG and peak < 3e6
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.json.gz", "rows.txt", "rows.csv.gz"])
-def test_a_file_that_unpacks_to_more_than_the_limit_is_refused_and_names_the_key(tmp_path, name):
-    data = b"prompt\n" + b"hello there?\n" * 20_000
-    data = b"[" + b'"hello there?",' * 20_000 if ".json." in name else data
-    data = gzip.compress(data) if name.endswith("gz") else data
-    rows, reader = [], SourceReader(Source(written(tmp_path / name, data)), "s", 1000, max_file_bytes=200_000)
-    with pytest.raises(DataError, match=r"more than 0.0002 GB, unpacked.*seeds\.max_file_gb"):
-        rows.extend(reader)
-    assert 10_000 < len(rows) < 16_000
-
-
-def test_one_long_string_of_an_array_takes_time_linear_in_its_length(tmp_path, monkeypatch):
-    """Counted in bytes that are searched for a mark or a string's end, as no test here depends on the clock."""
-    looked_at = 0
-
-    class Counting:
-        def __init__(self, pattern):
-            self.pattern = pattern
-
-        def _found(self, found, start):
-            nonlocal looked_at
-            looked_at += (found.end() if found else start) - start
-            return found
-
-        def search(self, text, start):
-            return self._found(self.pattern.search(text, start), start)
-
-        def match(self, text, start):
-            return self._found(self.pattern.match(text, start), start)
-
-    for name in ("MARKS", "IN_STRING"):
-        monkeypatch.setattr(json_array, name, Counting(getattr(json_array, name)))
-    for megabytes in (1, 4):
-        looked_at = 0
-        text = '\\"' + "x, [" * (megabytes * 250_000)
-        rows = read(written(tmp_path / "a.json", f'["{text}", "why?"]'))
-        assert [row.reason for row in rows[:1]] == [Reason.TOO_LONG] and isinstance(rows[1], Conversation)
-        assert looked_at < 1.1 * len(text)
