@@ -208,11 +208,11 @@ def retime(path: Path, outside: Path, rng: random.Random) -> str:
 
 
 def link(path: Path, outside: Path, rng: random.Random) -> str:
-    """A symbolic link to an equal copy outside, absolute or relative."""
+    """A symbolic link to an equal copy outside, absolute or relative; the copy's name is returned."""
     copied = outside / f"linked-{path.name}"
     shutil.move(path, copied)
     path.symlink_to(copied if rng.random() < 0.5 else os.path.relpath(copied, path.parent))
-    return ""
+    return copied.name
 
 
 def hard_link(path: Path, outside: Path, rng: random.Random) -> str:

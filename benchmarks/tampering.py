@@ -23,6 +23,7 @@ import json
 import math
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -36,7 +37,17 @@ from benchmarks.claims import Claim, Result
 from benchmarks.ground import READERS, RUNS, Ground, Reference
 from benchmarks.mutations import MUTATIONS, Mutation
 from benchmarks.run import keep
-from benchmarks.verdicts import Ended, changes, digest, judge_ending, judge_result, judge_said, tree_of
+from benchmarks.verdicts import (
+    Ended,
+    by_its_name,
+    changes,
+    digest,
+    judge_ending,
+    judge_result,
+    judge_said,
+    tree_of,
+    whole_shards,
+)
 
 
 @dataclass(frozen=True)
@@ -71,19 +82,23 @@ def tamper(
     *,
     seed: int = 0,
     runs: Sequence[str] = tuple(RUNS),
-    only: int | None = None,
+    only: Sequence[int] = (),
     minutes: float = math.inf,
 ) -> Record:
-    """Tamper so many times, at most for so long, and record what is found; `only` repeats one case."""
+    """Tamper so many times, at most for so long, and record what is found; `only` repeats these cases."""
     record, ends = Record(seed), time.monotonic() + 60 * minutes
     place = Path(tempfile.mkdtemp(prefix="tampering-")).resolve()
     try:
         ground = Ground(place)
         references = {name: ground.reference(name) for name in runs}
         for case in cases(references, number, seed):
-            if only in (None, case.number) and time.monotonic() < ends:
+            if (not only or case.number in only) and time.monotonic() < ends:
                 ground.prepare(case.run, references[case.run].path)
                 _judge(case, ground, references[case.run], record, random.Random(f"{seed}:{case.number}"))
+                if record.cases % 100 == 0:
+                    print(f"{record.cases} of {number} cases, {len(record.findings)} findings", flush=True)
+    except KeyboardInterrupt:  # what was found so far is the result
+        print(f"interrupted after {record.cases} of {number} cases", flush=True)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return record
@@ -115,6 +130,7 @@ def _judge(case: Case, ground: Ground, reference: Reference, record: Record, rng
 
     def give(name: str) -> Ended:
         outside, inside = ground.untouchable(), tree_of(ground.run)
+        whole = [] if name in READERS else whole_shards(ground.run, reference.path)
         ended = ground.command(name, drawn=rng.random() < 0.1)
         record.commands += 1
         record.endings[f"{ended.line[0]} {ended.code}"] += 1
@@ -123,9 +139,10 @@ def _judge(case: Case, ground: Ground, reference: Reference, record: Record, rng
         if name in READERS:
             problems += changes(inside, tree_of(ground.run), "by a command that only reads")
         if name in READERS and not believed and not is_config:
-            problems += judge_said(name, ended, reference.said[name], case.mutation.kind, damaged=damaged)
+            told = by_its_name(ended, detail, Path(case.path).name) if case.mutation.name == "link" else ended
+            problems += judge_said(name, told, reference.said[name], case.mutation.kind, damaged=damaged)
         if name not in READERS and not believed and not (is_config and name == "run-own"):
-            problems += judge_result(ended, ground.run, reference.path, case.path, unread=unread)
+            problems += judge_result(ended, ground.run, reference.path, case.path, whole=whole, unread=unread)
         _note(record, case, detail, ended, problems)
         return ended
 
@@ -162,10 +179,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=2_000)
     parser.add_argument("--minutes", type=float, default=math.inf, help="no case begins later")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="repeat this case alone; the result is not kept")
+    parser.add_argument("--only", type=int, nargs="+", help="repeat these cases alone; the result is not kept")
     parser.add_argument("--try", action="store_true", dest="trial", help="the result is not kept")
     asked, began = parser.parse_args(arguments), time.perf_counter()
-    record = tamper(asked.cases, seed=asked.seed, only=asked.only, minutes=asked.minutes)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    record = tamper(asked.cases, seed=asked.seed, only=asked.only or (), minutes=asked.minutes)
     kept = not asked.trial and asked.only is None
     keep("tampering", result_of(record), time.perf_counter() - began, tiny=not kept)
     return min(1, len(record.findings))

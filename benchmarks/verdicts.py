@@ -7,8 +7,8 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,11 @@ def judge_ending(ended: Ended, *, is_config: bool) -> list[str]:
     return problems
 
 
+def by_its_name(ended: Ended, goal: str, link: str) -> Ended:
+    """What a command said of a link's goal, whose name is the true one, by the name that the link has."""
+    return replace(ended, stdout=ended.stdout.replace(goal, link))
+
+
 def judge_said(name: str, ended: Ended, before: Ended, kind: str, *, damaged: bool) -> list[str]:
     """What a command that only reads says, against what it said before; `damaged`: a counted file has other bytes."""
     if kind == "times" and ended.code != before.code:
@@ -104,15 +109,22 @@ def judge_said(name: str, ended: Ended, before: Ended, kind: str, *, damaged: bo
     return []
 
 
-def judge_result(ended: Ended, run: Path, reference: Path, path: str, *, unread: bool) -> list[str]:
-    """After `run`: with 0 the results of the untampered run; otherwise no whole shard is lost.
+def whole_shards(run: Path, reference: Path) -> list[str]:
+    """The shards of the untampered run that lie in a run with the same bytes, at the same path."""
+    wanted = results_of(reference)
+    return sorted(name for name in wanted if name.endswith(".parquet") and digest(run / name) == wanted[name])
+
+
+def judge_result(
+    ended: Ended, run: Path, reference: Path, path: str, *, whole: Sequence[str], unread: bool
+) -> list[str]:
+    """After `run`: with 0 the results of the untampered run; otherwise each shard is whole that was so before it.
 
     `unread`: the file at `path` was changed as a bad disk does: its time and size are kept, and `run` does not read it.
     """
     wanted = results_of(reference)
     if ended.code:
-        shards = {name for name in wanted if name.endswith(".parquet") and not Path(name).is_relative_to(path)}
-        lost = [name for name in sorted(shards) if digest(run / name) != wanted[name]]
+        lost = [name for name in whole if digest(run / name) != wanted[name]]
         return [f"refuses, and {len(lost)} whole shards are lost, {lost[0]} among them"] if lost else []
     different = [name for name in wanted if digest(run / name) != wanted[name] and not (unread and name == path)]
     problems = [f"ends with 0, but these differ: {', '.join(map(ascii, different[:SEVERAL]))}"] if different else []

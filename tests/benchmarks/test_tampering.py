@@ -7,8 +7,17 @@ import shutil
 
 import pytest
 
-from benchmarks.mutations import MUTATIONS
-from benchmarks.verdicts import Ended, changes, judge_ending, judge_result, judge_said, tree_of
+from benchmarks.mutations import MUTATIONS, link
+from benchmarks.verdicts import (
+    Ended,
+    by_its_name,
+    changes,
+    judge_ending,
+    judge_result,
+    judge_said,
+    tree_of,
+    whole_shards,
+)
 from tests.flows.tiny import latest
 
 
@@ -50,16 +59,44 @@ def test_what_is_said_is_held_against_what_was_said_before():
 
 def test_a_result_is_held_against_the_untampered_run_s(finished_run, copied_run):
     run, reference = copied_run.path, finished_run.path
-    assert judge_result(ended(0), run, reference, "x", unread=False) == []
+    whole = whole_shards(run, reference)
+    assert judge_result(ended(0), run, reference, "x", whole=whole, unread=False) == []
     heads = latest(copied_run, "train").path / "heads.safetensors"
     heads.write_bytes(heads.read_bytes()[:-1] + b"?")
     (run / "report.json").write_text("{}")
-    files, figures = judge_result(ended(0), run, reference, "x", unread=False)
+    files, figures = judge_result(ended(0), run, reference, "x", whole=whole, unread=False)
     assert "heads.safetensors" in files and "check.passed" in figures
     shard = latest(copied_run, "seeds").shard_path(0)
     shard.unlink()
-    assert judge_result(ended(3), run, reference, "x", unread=False)[0].startswith("refuses, and 1 whole shards")
-    assert judge_result(ended(3), run, reference, str(shard.parent.relative_to(run)), unread=False) == []
+    lost = judge_result(ended(3), run, reference, "x", whole=whole, unread=False)
+    assert lost[0].startswith("refuses, and 1 whole shards") and str(shard.relative_to(run)) in lost[0]
+
+
+def test_a_shard_that_was_not_whole_before_a_command_is_not_its_loss_and_each_other_one_is(finished_run, copied_run):
+    run, reference = copied_run.path, finished_run.path
+    stage = latest(copied_run, "seeds").path
+    (stage / "shards").rename(stage / "swapped")
+    moved = [str(path.relative_to(reference)) for path in latest(finished_run, "seeds").shards()]
+    whole = whole_shards(run, reference)
+    assert moved and whole and not set(moved) & set(whole)
+    assert judge_result(ended(4), run, reference, "x", whole=whole, unread=False) == []
+    (run / whole[0]).unlink()
+    assert judge_result(
+        ended(4), run, reference, whole[0], whole=whole, unread=False
+    )  # also where it was tampered with
+
+
+def test_a_link_may_be_called_by_its_goal_s_name_and_by_no_other(tmp_path):
+    before, told = ended(0, out="seeds:0  seeds-1\nuser: why"), "seeds:0  linked-seeds-1\nuser: why"
+    (tmp_path / "seeds-1").mkdir()
+    (tmp_path / "outside").mkdir()
+    goal = link(tmp_path / "seeds-1", tmp_path / "outside", random.Random(0))
+    assert (
+        judge_said("inspect seeds", by_its_name(ended(0, out=told), goal, "seeds-1"), before, "", damaged=False) == []
+    )
+    for false in (told.replace("linked", "foreign"), told.replace("why", "no")):
+        said = by_its_name(ended(0, out=false), goal, "seeds-1")
+        assert judge_said("inspect seeds", said, before, "", damaged=False)
 
 
 def test_every_mutation_changes_the_run_or_a_time_and_is_noticed_in_the_tree(finished_run, tmp_path):
