@@ -54,11 +54,11 @@ class RunDirectory:
         """The run directory at `path`, also where it was copied, with its configuration.
 
         Raises:
-            ConfigError: This is no run directory.
+            ConfigError: This is no run directory, or there is none.
         """
         if not (path / "run.yaml").is_file():
             raise ConfigError(
-                "This is no run directory: it has no run.yaml.",
+                "This is no run directory: it has no run.yaml." if path.exists() else "There is no such directory.",
                 str(path),
                 "Name the directory that `run` printed, such as runs/demo.",
             )

@@ -8,6 +8,7 @@ loader, which runs no code.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +48,9 @@ def local_directory(model: str) -> Path:
     """
     directory = Path(model).expanduser().resolve()
     if not directory.is_dir():
-        raise ConfigError(f"The target {model} is not a directory.", WHERE, "Give a model directory or a Hub id.")
+        what = "is no directory" if directory.exists() else "does not exist"
+        made = " `make demo` makes the demo's." if directory.name.startswith("demo-target") else ""
+        raise ConfigError(f"The target {model} {what}.", WHERE, f"Give a model directory or a Hub id.{made}")
     if not (directory / "config.json").is_file():
         gguf = next(directory.glob("*.gguf"), None)
         found = f"only {gguf.name}, and GGUF is not read here" if gguf else "no config.json"
@@ -177,9 +180,10 @@ def _cached_snapshot(model: str, revision: str | None) -> Path | None:
 
 @contextmanager
 def hub_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Translate the Hub client's errors into ours."""
+    """Translate the Hub client's errors into ours; what it logs of its retries is not shown."""
     from huggingface_hub import errors as hub
 
+    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)  # which our errors say
     at = f" at revision {revision}" if revision else ""
     try:
         yield

@@ -176,6 +176,9 @@ def test_a_directory_that_is_no_run_is_named(command, tmp_path, name):
     words = [name, tmp_path, *(["seeds"] if name == "inspect" else [])]
     ended = command(*words)
     assert ended.code == 2 and "no run.yaml" in one_paragraph(ended.err)
+    words[1] = tmp_path / "nothing"
+    ended = command(*words)
+    assert ended.code == 2 and "There is no such directory" in one_paragraph(ended.err)
 
 
 def test_verify_of_a_whole_run_is_ok(command, finished_run):

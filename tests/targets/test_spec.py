@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import pickle
 import shutil
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 from huggingface_hub import errors as hub
+from huggingface_hub.utils import _http
 from transformers import AutoConfig, BertConfig, LlamaConfig, MistralConfig, Qwen3Config
 
 from pipeline.config import TargetConfig
 from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.targets.files import hub_errors
 from pipeline.targets.spec import (
     TargetSpec,
     context_length,
@@ -125,8 +128,21 @@ def test_a_target_without_weights_is_refused(copied: Path) -> None:
 
 
 def test_a_missing_directory_is_a_configuration_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is not a directory"):
+    with pytest.raises(ConfigError, match="does not exist"):
         resolve(TargetConfig(model=str(tmp_path / "nothing")))
+
+
+def test_a_demo_s_configuration_before_the_demo_says_how_its_target_is_made(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist") as refused:
+        resolve(TargetConfig(model=str(tmp_path / "demo-target")))
+    assert "make demo" in refused.value.fix
+
+
+def test_what_the_hub_s_client_logs_of_its_retries_is_not_shown() -> None:
+    _http.logger.setLevel(logging.WARNING)
+    with pytest.raises(EnvironmentFault, match="can be neither read nor fetched now"), hub_errors("owner/model", None):
+        assert not _http.logger.isEnabledFor(logging.WARNING)
+        raise hub.LocalEntryNotFoundError("x")
 
 
 def test_a_gguf_directory_says_what_is_expected(tmp_path: Path) -> None:
