@@ -40,8 +40,8 @@ TIE_TOLERANCE = {"float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5}
 
 # bitsandbytes' 8-bit layers round what they read to 127 steps of its largest number, as coarse as bfloat16's 8 bits, in
 # any dtype: a last bit that differs becomes a step, and which columns are kept apart depends on all positions of a
-# forward. 4-bit weights are unpacked to the dtype, which decides.
-AS_COARSE_AS = {"8bit": "bfloat16"}
+# forward. Its 4-bit layers multiply in bfloat16 on a CPU, in any dtype: a forward of one position, one of several.
+AS_COARSE_AS = {"8bit": "bfloat16", "4bit": "bfloat16"}
 
 
 @dataclass

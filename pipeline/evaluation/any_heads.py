@@ -10,7 +10,7 @@ import functools
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from pipeline.heads.kind import TargetWeights
 from pipeline.heads.shape import HeadsShape
 from pipeline.storage.atomic import read_object
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
-from pipeline.targets.quantized import require_readable
+from pipeline.targets.quantized import in_engine, require_readable
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
 
 BUNDLED = Path(pipeline.__file__).parents[1] / "data" / "seeds.sharegpt.jsonl"
@@ -121,7 +121,8 @@ def _decoded(request: CheckRequest, progress: ProgressReporter | None) -> dict[s
         if chain := result.get("native", {}).get("chain"):
             expected["same_text_acceleration_rate"] = chain["acceleration_rate"]
             expected["standard_error"] = chain["standard_error"]
-        result["vllm"] = check_served(request, progress)["vllm"] | expected
+        in_vllm = in_engine(request.target, "vllm", on_gpu=request.gpus > 0)
+        result["vllm"] = check_served(replace(request, target=in_vllm), progress)["vllm"] | expected
     return result
 
 

@@ -42,7 +42,7 @@ from pipeline.targets.spec import weight_files
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 12
+VERSION = 13
 
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}
 

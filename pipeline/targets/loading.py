@@ -75,6 +75,8 @@ def load_causal_lm(
         # What a quantizer leaves in its files and transformers has no place for: biases of zeros, a cache's scales.
         report["unexpected_keys"] = ()
     _require_whole(spec, report)
+    if not on_gpu:
+        _unpack_ragged_layers(model)
     return model.eval().requires_grad_(False)
 
 
@@ -143,6 +145,17 @@ def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=getattr(torch, spec.dtype),
     )
+
+
+def _unpack_ragged_layers(model: PreTrainedModel) -> None:
+    """Keep bitsandbytes from packing 4-bit layers for its CPU kernel whose rows are not whole blocks: it would raise.
+
+    They are multiplied dequantized, as on a CPU without that kernel.
+    """
+    for layer in model.modules():
+        state = getattr(getattr(layer, "weight", None), "quant_state", None)
+        if state is not None and state.shape[1] % state.blocksize:
+            layer.support_avx512bf16_for_cpu = False
 
 
 def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:

@@ -28,8 +28,12 @@ def format_of(config: PretrainedConfig) -> str | None:
 
 
 def rounds_inputs(config: PretrainedConfig) -> bool:
-    """Whether its layers round what they read to 8 bits, and not their weights alone."""
+    """Whether its layers round what they read to 8 bits, and not their weights alone.
+
+    bitsandbytes' 4-bit layers do on a CPU, where they multiply in bfloat16.
+    """
     settings = quantization_of(config) or {}
     groups = (settings.get("config_groups") or {}).values()
     of_groups = any(isinstance(group, dict) and group.get("input_activations") for group in groups)
-    return bool(of_groups or settings.get("load_in_8bit") or settings.get("activation_scheme"))
+    named = any(settings.get(key) for key in ("load_in_8bit", "load_in_4bit", "activation_scheme"))
+    return of_groups or named

@@ -26,6 +26,7 @@ from pipeline.targets import files
 from pipeline.targets.engines import check_request
 from pipeline.targets.lm_head import require_lm_head
 from pipeline.targets.loading import require_gpus
+from pipeline.targets.quantized import in_engine
 from pipeline.targets.sizes import cached_numbers
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, model_config
 
@@ -61,6 +62,7 @@ class VLLMGenerationEngine:
     ):
         if batch_invariant and gpus:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        spec = in_engine(spec, "vllm", on_gpu=gpus > 0)
         self._running = RunningEngine(spec, {"enable_prefix_caching": True, **(engine_args or {})}, gpus)
         self._engine = self._running.llm.llm_engine
         self.capacity: int = self._engine.vllm_config.scheduler_config.max_num_seqs

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP8Config, PreTrainedModel
 
 DESCRIBING = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
 SCHEMES = {"int8": "W8A8", "fp8": "FP8_DYNAMIC", "packed": "W4A16"}  # compressed-tensors' own names
@@ -43,12 +46,41 @@ def compressed(source: Path, directory: Path, name: str) -> Path:
     return described(source, directory)
 
 
-def by_bitsandbytes(source: Path, directory: Path) -> Path:
-    """A copy in 8 bits as bitsandbytes stores it."""
-    settings = BitsAndBytesConfig(load_in_8bit=True)
+def by_bitsandbytes(source: Path, directory: Path, bits: int = 8) -> Path:
+    """A copy in 8 or 4 bits (NF4, its scales quantized too) as bitsandbytes stores it."""
+    settings = (
+        BitsAndBytesConfig(load_in_8bit=True)
+        if bits == 8
+        else BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.float32,
+        )
+    )
     model = AutoModelForCausalLM.from_pretrained(source, quantization_config=settings, dtype=torch.float32)
     model.save_pretrained(directory)
     return described(source, directory)
+
+
+def finegrained_fp8(source: Path, directory: Path) -> Path:
+    """A copy as DeepSeek and Qwen publish theirs (`quant_method: fp8`), its blocks quantized by transformers."""
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    settings = FineGrainedFP8Config(weight_block_size=(GROUP, GROUP), modules_to_not_convert=["lm_head"])
+    operation, model = Fp8Quantize(SimpleNamespace(quantization_config=settings)), read(source)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, weight in model.state_dict().items():
+        tensors |= operation.convert({name: weight}) if "_proj." in name else {name: weight}
+    directory.mkdir(exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    config = {**model.config.to_dict(), "quantization_config": settings.to_dict()}
+    (directory / "config.json").write_text(json.dumps(config, default=str))
+    return described(source, directory)
+
+
+def read(source: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
 
 
 def described(source: Path, directory: Path) -> Path:

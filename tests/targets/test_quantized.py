@@ -16,7 +16,8 @@ from pipeline.targets.quantization import format_of
 from pipeline.targets.quantized import in_engine, require_readable
 from pipeline.targets.sizes import target_sizes
 from pipeline.targets.spec import TargetSpec, model_config, resolve
-from tests.targets.quantized_copies import by_bitsandbytes, compressed
+from pipeline.targets.vllm_engine import VLLMGenerationEngine
+from tests.targets.quantized_copies import by_bitsandbytes, compressed, finegrained_fp8
 
 PROMPT = torch.tensor([[7, 20, 33, 41, 5, 90, 17]])
 FORMATS = {
@@ -24,6 +25,8 @@ FORMATS = {
     "fp8": (partial(compressed, name="fp8"), "compressed-tensors (float-quantized)", 0.3),
     "packed": (partial(compressed, name="packed"), "compressed-tensors (pack-quantized)", 0.7),
     "bitsandbytes": (by_bitsandbytes, "bitsandbytes (8 bits)", 0.1),
+    "bitsandbytes, 4 bits": (partial(by_bitsandbytes, bits=4), "bitsandbytes (4 bits)", 0.7),
+    "finegrained fp8": (finegrained_fp8, "fp8", 0.3),
 }
 
 
@@ -34,7 +37,7 @@ def test_a_copy_that_its_own_library_wrote_computes_nearly_what_the_target_does(
     assert format_of(model_config(spec)) == described
     assert resolve(TargetConfig(model=spec.model)).rounds_inputs is (name != "packed"), "its weights alone are packed"
     sizes = target_sizes(spec)
-    assert sizes and sizes.stored_bits == (4 if name == "packed" else 8)
+    assert sizes and sizes.stored_bits == (4 if name in ("packed", "bitsandbytes, 4 bits") else 8)
     require_readable(spec, "native", on_gpu=False, where="target.model")
     model, full = load_causal_lm(spec), load_causal_lm(TargetSpec(str(tiny_target)))
     verify_tap(model)
@@ -68,6 +71,17 @@ def test_a_format_that_cannot_be_read_here_is_refused_with_the_reason(claims, qu
     assert caught.value.where == "check.served_model" and "\n" not in str(caught.value)
 
 
+def test_fp8_in_blocks_needs_amx_in_vllm_on_a_cpu(claims, monkeypatch):
+    spec = claims(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    with pytest.raises(EnvironmentFault, match=r"AMX.*native"):
+        require_readable(spec, "vllm", on_gpu=False, where="check.served_model")
+    require_readable(spec, "vllm", on_gpu=True, where="check.served_model")
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    require_readable(spec, "vllm", on_gpu=False, where="check.served_model")
+    assert in_engine(spec, "vllm", on_gpu=False).dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("quantization", [{"quant_method": "gptq", "bits": 4}, {"quant_method": "awq", "bits": 4}])
 def test_a_reader_that_is_not_installed_is_named(claims, monkeypatch, quantization):
     def lacking(*_, **__):
@@ -75,8 +89,18 @@ def test_a_reader_that_is_not_installed_is_named(claims, monkeypatch, quantizati
 
     monkeypatch.setattr("transformers.quantizers.AutoHfQuantizer.from_config", lacking)
     spec = claims(**quantization)
-    with pytest.raises(EnvironmentFault, match=r"\(4 bits\).*gptqmodel.*engine: vllm"):
+    with pytest.raises(EnvironmentFault, match=r"\(4 bits\).*gptqmodel.*not in the lock files.*engine: vllm"):
         require_readable(spec, "native", on_gpu=False, where="target.model")
     require_readable(spec, "vllm", on_gpu=False, where="target.model")
     assert in_engine(spec, "vllm", on_gpu=False).dtype == "bfloat16"
     assert in_engine(spec, "native", on_gpu=False) == in_engine(spec, "vllm", on_gpu=True) == spec
+
+
+def test_vllm_is_started_in_a_dtype_that_the_copy_s_kernels_have(claims, monkeypatch):
+    def started(spec, *_):
+        assert spec.dtype == "bfloat16"
+        raise InterruptedError
+
+    monkeypatch.setattr("pipeline.targets.vllm_engine.RunningEngine", started)
+    with pytest.raises(InterruptedError):
+        VLLMGenerationEngine(claims(quant_method="gptq", bits=4))
