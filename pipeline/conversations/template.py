@@ -23,6 +23,7 @@ import jinja2
 
 from pipeline.conversations.conversation import Message, Reason, RowRejected
 from pipeline.conversations.special_text import SpecialText, texts_of
+from pipeline.conversations.time_limit import time_limit
 from pipeline.conversations.tool_turns import for_template, marked_values
 from pipeline.errors import ConfigError
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 # The template's text is tokenized after one of these, so that no tokenizer adds a space for the start of a text.
 ANCHORS = ("a", ".", "\n")
+PATIENCE = 60  # seconds for a conversation of two questions
 CONTEXT_CHARACTERS = 64  # of the prompt used in place of an anchor; longer than any token
 
 
@@ -72,11 +74,13 @@ class ChatTemplate:
         self._special_ids = (special | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
         try:
             hello = [Message("user", "Hello")]
-            self.end_of_turn_ids = self._first_mark(self._after_answer(hello, Message("user", "Hello")))
-            self.end_of_user_ids = self._first_mark(self._after_user([]))
-        except RowRejected as rejected:
-            what = f"The chat template cannot render a conversation of two questions: {rejected.detail}"
-            raise ConfigError(what, str(tokenizer.name_or_path), fix) from rejected
+            with time_limit(PATIENCE):
+                self.end_of_turn_ids = self._first_mark(self._after_answer(hello, Message("user", "Hello")))
+                self.end_of_user_ids = self._first_mark(self._after_user([]))
+        except (RowRejected, TimeoutError) as error:
+            detail = error.detail if isinstance(error, RowRejected) else f"it takes more than {PATIENCE} seconds."
+            what = f"The chat template cannot render a conversation of two questions: {detail}"
+            raise ConfigError(what, str(tokenizer.name_or_path), fix) from error
 
     def keeping_special_tokens(self) -> ChatTemplate:
         """The same template, for which special tokens in the text of messages are control tokens."""
@@ -123,7 +127,7 @@ class ChatTemplate:
                 tokenize=False,
                 **self._given,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
             raise RowRejected(Reason.TEMPLATE_REFUSED, f"{error}") from error
 
     def _marked(self, text: str) -> str:

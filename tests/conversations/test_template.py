@@ -211,6 +211,33 @@ def test_a_template_that_renders_no_conversation_is_a_configuration_error(broken
         ChatTemplate(tokenizer, broken)
 
 
+@pytest.mark.parametrize(
+    ("sum_or_loop", "said"),
+    [
+        ("{{ 1 // 0 }}", "by zero"),
+        ("{{ 2.0 ** 5000 }}", "out of range"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
+    ],
+)
+def test_a_template_that_cannot_calculate_refuses_the_row_and_a_target_that_has_it(
+    sum_or_loop, said, tokenizer, templates
+):
+    with pytest.raises(ConfigError, match=said):
+        ChatTemplate(tokenizer, sum_or_loop)
+    at_one = "{% if messages[0].content == 'odd' %}" + sum_or_loop + "{% endif %}" + templates["chatml"]
+    template = ChatTemplate(tokenizer, at_one)
+    with pytest.raises(RowRejected, match=said):
+        template.render([Message("user", "odd")], asks=True)
+    assert template.render([Message("user", "even")], asks=True)
+
+
+def test_a_template_that_does_not_end_is_stopped_and_refused(tokenizer, monkeypatch):
+    monkeypatch.setattr("pipeline.conversations.template.PATIENCE", 0.1)
+    loop = "{% for i in range(50000) %}{% for j in range(50000) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ConfigError, match="takes more than"):
+        ChatTemplate(tokenizer, loop)
+
+
 def test_the_tokenizers_own_template_serves_and_the_argument_goes_before_it(tokenizer, templates, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", templates["zephyr"])
     assert tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).end_of_turn_ids) == ["</s>"]
