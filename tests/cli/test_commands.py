@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 from rich.console import Console
@@ -30,6 +31,11 @@ def test_help_names_every_command(command):
     for name in ("run", "plan", "status", "verify", "inspect", "chat", "push"):
         assert re.search(rf"\b{name}\b", ended.out), name
     assert command("run", "-h").code == 0
+
+
+def test_the_version_is_the_installed_package_s(command):
+    ended = command("--version")
+    assert ended.code == 0 and ended.out == f"medusa-distill {version('medusa-distill')}\n"
 
 
 def test_the_command_line_does_not_wait_for_torch():
