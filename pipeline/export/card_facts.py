@@ -14,6 +14,7 @@ from pipeline.conversations.readers import name_sources
 from pipeline.export.card_metadata import HUB
 from pipeline.export.card_text import expected, number, with_error
 from pipeline.report.facts import disturbed
+from pipeline.report.formatting import escaped
 
 MEASURES = (
     ("overhead (time of a step over a plain one)", "overhead", ".2f"),
@@ -98,7 +99,7 @@ def by_category(report: Mapping[str, Any], sources: Sequence[Mapping[str, Any]])
     names = public_names(sources)
     return [
         [
-            names.get(row["category"], row["category"]),
+            escaped(names.get(row["category"], row["category"])),
             number(row.get("prompts")),
             number(row.get("acceleration_rate"), ".2f"),
             number(row.get("speedup"), ".2f"),
@@ -112,7 +113,8 @@ def matching_references(report: Mapping[str, Any]) -> list[list[str]]:
     rows = (report.get("check") or {}).get("exact_match") or ()
     methods = dict.fromkeys(key for row in rows for key in row if key not in ("category", "answers"))
     cells = [
-        [row["category"], number(row["answers"]), *(number(row.get(key), ".1%") for key in methods)] for row in rows
+        [escaped(row["category"]), number(row["answers"]), *(number(row.get(key), ".1%") for key in methods)]
+        for row in rows
     ]
     return [["category", "answers", *methods], *cells] if cells else []
 

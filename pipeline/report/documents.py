@@ -8,9 +8,9 @@
 from __future__ import annotations
 
 import json
-import re
 
 from pipeline.report.facts import Table, check_outcome, finite, headline, in_order, subtitle, title
+from pipeline.report.formatting import escaped
 from pipeline.report.tables import tables
 from pipeline.report.warnings import warnings
 
@@ -31,15 +31,15 @@ def markdown(report: dict, extras: dict) -> str:
     """report.md; text from data is escaped."""
     outcome = check_outcome(report)
     lines = [
-        f"# {_escaped(title(report))}",
+        f"# {escaped(title(report))}",
         "",
-        _escaped(subtitle(report)),
+        escaped(subtitle(report)),
         "",
         f"**{outcome.text.capitalize()}.**",
         "",
     ]
     for notes in filter(None, (outcome.failures, warnings(report))):
-        lines += [*(f"- {_escaped(note)}" for note in notes), ""]
+        lines += [*(f"- {escaped(note)}" for note in notes), ""]
     figures = tuple((figure.label, figure.value, figure.note) for figure in headline(report))
     parts = [Table("Headline", ("figure", "value", "meaning"), figures, words=(0, 2)), *tables(report, extras).values()]
     return "\n".join(lines) + "\n" + "\n\n".join(map(section, parts)) + "\n"
@@ -47,7 +47,7 @@ def markdown(report: dict, extras: dict) -> str:
 
 def section(table: Table) -> str:
     """A table under its title, as Markdown."""
-    body = [f"{_escaped(table.note)}\n"] if table.note and table.rows else []
+    body = [f"{escaped(table.note)}\n"] if table.note and table.rows else []
     if table.rows:
         rule = ["---" if i in table.words else "---:" for i in range(len(table.columns))]
         body += [_row(table.columns), f"| {' | '.join(rule)} |", *map(_row, table.rows)]
@@ -57,9 +57,4 @@ def section(table: Table) -> str:
 
 
 def _row(cells: tuple[str, ...]) -> str:
-    return f"| {' | '.join(map(_escaped, cells))} |"
-
-
-def _escaped(text: str) -> str:
-    """Text for Markdown: on one line, with every special character escaped."""
-    return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", " ".join(text.split()))
+    return f"| {' | '.join(map(escaped, cells))} |"

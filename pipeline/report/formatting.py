@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,11 @@ def with_error(value: Any, standard_error: Any) -> str:
 def rate(value: Any) -> str:
     """Tokens per second: one decimal below 100, none above."""
     return show(value, ".1f" if isinstance(value, float) and value < 100 else ",.0f")
+
+
+def escaped(text: str) -> str:
+    """Text for Markdown: on one line, with every special character escaped."""
+    return re.sub(r"([\\`*_\[\]<>|~&#])", r"\\\1", " ".join(text.split()))
 
 
 def duration(seconds: Any) -> str:

@@ -117,12 +117,12 @@ def test_a_target_without_a_readable_licence_declares_none(card, tmp_path):
 def test_answers_that_are_their_reference_are_counted_by_category():
     rows = [
         {"category": "math", "answers": 12, "plain": 0.25, "medusa": 0.25},
-        {"category": "rag", "answers": 8, "plain": 0.5},
+        {"category": "a_b\n<i>", "answers": 8, "plain": 0.5},
     ]
     card = card_of(REPORT | {"check": REPORT["check"] | {"exact_match": rows}})
-    *_, head, rule, math, rag = table_under(card, "Results")
+    *_, head, rule, math, odd = table_under(card, "Results")
     assert (head, set(rule)) == (["category", "answers", "plain", "medusa"], {"---"})
-    assert (math, rag) == (["math", "12", "25.0%", "25.0%"], ["rag", "8", "50.0%", "-"])
+    assert (math, odd) == (["math", "12", "25.0%", "25.0%"], ["a\\_b \\<i\\>", "8", "50.0%", "-"])
     assert "their question's reference" in card and "their question's reference" not in card_of()
 
 
