@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.errors import EnvironmentFault
+from pipeline.evaluation.served_model import WHERE, served_model
 from pipeline.execution.cards import Card, counted, visible_cards
 from pipeline.storage.run_directory import finished_before
-from pipeline.targets.spec import resolve
+from pipeline.targets.quantization import format_of
+from pipeline.targets.quantized import vllm_capability
+from pipeline.targets.spec import TargetSpec, model_config, resolve
+
+
+def require_cards(config: Config, cards: Collection[Card], stages: Collection[str] | None = None) -> None:
+    """Refuse what a GPU that a worker may get cannot compute: bfloat16, and quantized weights in vLLM.
+
+    Arguments and errors as of `require_bfloat16`.
+    """
+    require_bfloat16(config, cards, stages)
+    require_formats(config, cards, stages)
 
 
 def require_bfloat16(config: Config, cards: Collection[Card], stages: Collection[str] | None = None) -> None:
@@ -24,8 +36,7 @@ def require_bfloat16(config: Config, cards: Collection[Card], stages: Collection
         EnvironmentFault: Names the GPUs, and the setting that asks for it.
     """
     old = [card for card in cards if card.lacks_bfloat16]
-    placed = config.placement.of_stages()
-    on_gpu = [name for name in placed if placed[name].gpus_per_worker != 0 and (stages is None or name in stages)]
+    on_gpu = _on_gpu(config, stages)
     if not old or not on_gpu:
         return
     wants = [use for use in _uses(config, on_gpu) if use.dtype == "bfloat16"]
@@ -39,12 +50,51 @@ def require_bfloat16(config: Config, cards: Collection[Card], stages: Collection
         )
 
 
+def require_formats(config: Config, cards: Collection[Card], stages: Collection[str] | None = None) -> None:
+    """Refuse quantized weights that vLLM would read on a GPU too old for their format.
+
+    Arguments and errors as of `require_bfloat16`; a GPU of unknown capability is taken to do.
+    """
+    if all(card.capability is None for card in cards):
+        return
+    for where, spec in _read_by_vllm(config, _on_gpu(config, stages)):
+        content = model_config(spec)
+        least = vllm_capability(content) or (0, 0)
+        old = [card for card in cards if card.capability and card.capability < least]
+        if old:
+            major, minor = least
+            raise EnvironmentFault(
+                f"{spec.model} is {format_of(content)}, which vLLM reads on GPUs of compute capability {major}.{minor} "
+                f"or above, and a worker may get one that has less: {counted(old)}.",
+                where,
+                "Name a copy that is not quantized, leave it to transformers (engine: transformers, check.engines: "
+                "[native]), or run on newer GPUs.",
+            )
+
+
+def _on_gpu(config: Config, stages: Collection[str] | None) -> list[str]:
+    """The sections of `placement` whose workers get GPUs, of these stages."""
+    placed = config.placement.of_stages()
+    return [name for name in placed if placed[name].gpus_per_worker != 0 and (stages is None or name in stages)]
+
+
+def _read_by_vllm(config: Config, on_gpu: Collection[str]) -> Iterator[tuple[str, TargetSpec]]:
+    """The models that vLLM loads on a GPU, each with the key that names it; the check runs where features do."""
+    in_check = "vllm" in config.check.engines and "features" in on_gpu
+    in_generate = config.generate.engine == "vllm" and config.generate.mode != "passthrough" and "generate" in on_gpu
+    if in_check or in_generate or (config.features.engine == "vllm" and "features" in on_gpu):
+        target = resolve(config.target, on_gpu=True)
+        yield "target.model", target
+        if in_check and (copy := served_model(config, target, on_gpu=True)):
+            yield WHERE, copy
+
+
 def require_own_cards(config: Config) -> None:
     """Refuse what this machine's GPUs lack, unless a cluster's decide; stages with a finished result may be kept."""
     store = config.run.store or config.run.directory
     if not os.environ.get("RAY_ADDRESS"):
         unfinished = [name for name in config.placement.of_stages() if not finished_before(store, name)]
-        require_bfloat16(config, visible_cards(), unfinished)
+        require_cards(config, visible_cards(), unfinished)
 
 
 @dataclass(frozen=True)

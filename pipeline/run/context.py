@@ -19,7 +19,7 @@ from pipeline.execution.executor import Executor, InlineExecutor, make_executor
 from pipeline.execution.placement import Placement, place
 from pipeline.execution.progress import Meter, ProgressReporter
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.run.card_limits import require_bfloat16
+from pipeline.run.card_limits import require_cards
 from pipeline.storage.done import Identity
 from pipeline.storage.fingerprint import FileDigests
 from pipeline.storage.run_directory import RunDirectory, finished_before
@@ -142,7 +142,7 @@ class Context:
         on_cluster = self.executor_name == "ray" and cluster
         have = self.executor.resources() if on_cluster else InlineExecutor().resources()  # as Ray will find them here
         gpus = {name: place(name, getattr(self.config.placement, name), have).gpus for name in missing}
-        require_bfloat16(self.config, have.cards, missing)
+        require_cards(self.config, have.cards, missing)
         if any(gpus.values()) and (told := mixture(have.cards)):
             self.console.print(f"[yellow]![/] {escape(told)}", highlight=False, soft_wrap=True)
 

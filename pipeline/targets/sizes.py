@@ -115,8 +115,14 @@ def forward_bytes(sizes: TargetSizes, num_tokens: int) -> float:
 
 
 def cached_numbers(config: PretrainedConfig) -> int:
-    """Numbers of all layers' keys and values of one token."""
+    """Numbers of all layers' keys and values of one token.
+
+    With multi-head latent attention (DeepSeek's) a layer keeps one compressed vector for all its heads and one rotated
+    key, in transformers and in vLLM alike.
+    """
     text = config.get_text_config()
+    if latent := getattr(text, "kv_lora_rank", None):
+        return int(text.num_hidden_layers * (latent + text.qk_rope_head_dim))
     num_heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
     return 2 * text.num_hidden_layers * (getattr(text, "num_key_value_heads", None) or num_heads) * head_dim

@@ -1,14 +1,19 @@
-"""GPUs of several kinds are said, and bfloat16 is refused where a worker may get one without it."""
+"""GPUs of several kinds are said; bfloat16 and quantized weights are refused where a worker may get one too old."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import io
+import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
+from transformers import LlamaConfig
 
 from pipeline.cli import plan_tables
 from pipeline.errors import EnvironmentFault
@@ -17,10 +22,11 @@ from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import Resources
 from pipeline.execution.ray_executor import RayExecutor
 from pipeline.run import card_limits, context
-from pipeline.run.card_limits import require_bfloat16
+from pipeline.run.card_limits import require_bfloat16, require_formats
 from pipeline.run.context import Context
 from pipeline.run.preflight import check_config
 from pipeline.storage.run_directory import RunDirectory
+from pipeline.targets.quantized import VLLM_FROM
 
 V100, A100, H100 = Card("V100", (7, 0)), Card("A100"), Card("H100")
 HALF = {"target__dtype": "float16", "train__precision": "fp32"}
@@ -92,6 +98,76 @@ def test_other_dtypes_newer_cards_and_stages_on_the_cpu_are_not_refused(make_con
     require_bfloat16(make_config(tmp_path, **wanting), [A100, Card("NVIDIA L4", (8, 9))])
     without = {f"placement__{stage}": {"gpus_per_worker": 0} for stage in ("generate", "features", "train")}
     require_bfloat16(make_config(tmp_path, **wanting, **without), [V100])
+
+
+@pytest.fixture
+def quantized(tmp_path):
+    """`quantized("fp8")`: the directory of a target in this format, of which there is a config.json alone."""
+
+    def make(method: str) -> str:
+        content = LlamaConfig(
+            hidden_size=64,
+            num_attention_heads=4,
+            num_hidden_layers=1,
+            vocab_size=96,
+            architectures=["LlamaForCausalLM"],
+        )
+        (tmp_path / method).mkdir()
+        settings = {"quantization_config": {"quant_method": method}} if method != "plain" else {}
+        (tmp_path / method / "config.json").write_text(json.dumps({**content.to_dict(), **settings}))
+        return str(tmp_path / method)
+
+    return make
+
+
+def test_quantized_weights_are_refused_where_vllm_may_get_a_card_too_old_for_them(
+    quantized, make_config, tmp_path, monkeypatch
+):
+    """8-bit floats from Turing on, though only Ada and Hopper multiply them; transformers expands them."""
+    fp8 = quantized("fp8")
+    serving = make_config(tmp_path, **HALF, target__model=fp8, check__engines=["vllm"])
+    with pytest.raises(
+        EnvironmentFault, match=r"fp8, which vLLM .* 7\.5 or above, .*: 1 V100 \(target\.model\)"
+    ) as old:
+        require_formats(serving, [A100, V100])
+    assert old.value.exit_code == 4 and "\n" not in str(old.value)
+    require_formats(serving, [A100, Card("T4", (7, 5)), H100])
+    require_formats(make_config(tmp_path, **HALF, target__model=fp8, check__engines=["native"]), [V100])
+    require_formats(make_config(tmp_path, **HALF, target__model=quantized("plain"), check__engines=["vllm"]), [V100])
+    without = {f"placement__{stage}": {"gpus_per_worker": 0} for stage in ("generate", "features")}
+    require_formats(make_config(tmp_path, **HALF, target__model=fp8, check__engines=["vllm"], **without), [V100])
+    require_formats(serving, [V100], ["train"])
+    monkeypatch.setattr(card_limits, "visible_cards", lambda: (V100,))
+    notes: list[str] = []
+    check_config(serving, notes=notes)
+    assert any("which vLLM reads on GPUs" in note for note in notes)
+
+
+def test_a_served_copy_is_refused_as_a_target_is(quantized, make_config, tmp_path):
+    copy = quantized("fbgemm_fp8")
+    settings = {"target__model": quantized("plain"), "check__served_model": copy, "check__engines": ["vllm"]}
+    with pytest.raises(EnvironmentFault, match=r"8\.0 or above, .*: 1 T4 \(check\.served_model\)"):
+        require_formats(make_config(tmp_path, **HALF, **settings), [Card("T4", (7, 5))])
+
+
+@pytest.mark.parametrize(
+    ("method", "file", "config"),
+    [
+        ("fp8", "fp8", "Fp8Config"),
+        ("awq", "auto_awq", "AutoAWQConfig"),
+        ("torchao", "torchao", "TorchAOConfig"),
+        ("fbgemm_fp8", "fbgemm_fp8", "FBGEMMFp8Config"),
+        ("compressed-tensors", "compressed_tensors/schemes/compressed_tensors_w8a16_fp8", "CompressedTensorsW8A16Fp8"),
+    ],
+)
+def test_the_capabilities_are_those_of_the_vllm_that_is_installed(method, file, config):
+    """Read from its source, since importing it takes long."""
+    places = importlib.util.find_spec("vllm").submodule_search_locations
+    source = ast.parse((Path(places[0]) / "model_executor/layers/quantization" / f"{file}.py").read_text())
+    (named,) = (node for node in source.body if isinstance(node, ast.ClassDef) and node.name == config)
+    (least,) = (each for each in named.body if getattr(each, "name", "") == "get_min_capability")
+    (returned,) = (each.value.value for each in ast.walk(least) if isinstance(each, ast.Return))
+    assert divmod(returned, 10) == VLLM_FROM[method]
 
 
 def test_a_run_on_a_cluster_asks_its_nodes(make_config, tmp_path, monkeypatch):
