@@ -171,7 +171,11 @@ def test_an_unknown_architecture_is_a_configuration_error(copied: Path) -> None:
         (hub.RevisionNotFoundError, ConfigError, "at revision v9"),
         (hub.LocalEntryNotFoundError, EnvironmentFault, "network"),
         (hub.OfflineModeIsEnabled, EnvironmentFault, "HF_HUB_OFFLINE"),
-        (httpx.UnsupportedProtocol, EnvironmentFault, "HF_ENDPOINT"),  # one without a scheme
+        (
+            hub.HTTPError,
+            EnvironmentFault,
+            "HF_ENDPOINT",
+        ),  # such as httpx2.UnsupportedProtocol, for one without a scheme
     ],
 )
 def test_the_hubs_refusals_become_ours(
