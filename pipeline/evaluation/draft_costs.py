@@ -100,9 +100,15 @@ def draft_costs(
         layout = _write(target, Path(heads), directory)
         numbers = sorted({1, most})
         if progress:
-            progress.begin("vLLM", 0, done=1 + len(numbers), unit="engines timed")
+            progress.begin("vLLM starts, to time its steps", 0)
         chosen = [layout.kind.speculative_config(str(directory.resolve()), number) for number in numbers]
-        plain, *found = step_times(target, [{}, *({"speculative_config": config} for config in chosen)], few, gpus=gpus)
+        plain, *found = step_times(
+            target,
+            [{}, *({"speculative_config": config} for config in chosen)],
+            few,
+            gpus=gpus,
+            told=progress.report if progress else None,
+        )
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     return StepCosts.of_times(plain, dict(zip(numbers, found, strict=True)))

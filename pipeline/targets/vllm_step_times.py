@@ -52,18 +52,23 @@ class StepTime:
 
 
 def step_times(
-    spec: TargetSpec, engine_args: Sequence[Mapping[str, Any]], prompts: Sequence[Sequence[int]], *, gpus: int = 0
+    spec: TargetSpec,
+    engine_args: Sequence[Mapping[str, Any]],
+    prompts: Sequence[Sequence[int]],
+    *,
+    gpus: int = 0,
+    told: Tell | None = None,
 ) -> list[StepTime]:
     """The time of a step for each set of engine arguments; an empty one is plain decoding.
 
-    Prompts must leave room in the context; the first is also the warm-up.
+    Prompts must leave room in the context; the first is also the warm-up. `told` is called with how far it has come.
 
     Raises:
         ConfigError, EnvironmentFault: As VLLMGenerationEngine does, and EnvironmentFault where an engine dies.
     """
     task = {"spec": asdict(spec), "prompts": [list(ids) for ids in prompts], "gpus": gpus}
     together = [[dict(chosen)] for chosen in engine_args] if gpus else [[dict(chosen) for chosen in engine_args]]
-    found = [in_own_process(__name__, [{**task, "engines": engines}], defaults=WAITING) for engines in together]
+    found = [in_own_process(__name__, [{**task, "engines": engines}], told, WAITING) for engines in together]
     return [StepTime(**time) for (times,) in found for time in times]
 
 

@@ -52,7 +52,7 @@ def asked(finished_run, tmp_path, monkeypatch):
     """What is asked of vLLM for a finished run's heads."""
     found: dict = {}
 
-    def step_times(target, engine_args, prompts, *, gpus):
+    def step_times(target, engine_args, prompts, *, gpus, told):
         configs = [chosen.get("speculative_config") for chosen in engine_args]
         layouts = [config and read_layout(config["model"]) for config in configs]
         found.update(target=target, configs=configs, layouts=layouts, prompts=prompts, gpus=gpus)
@@ -229,7 +229,7 @@ def test_engines_on_a_cpu_use_as_many_threads_as_are_fastest(timed, monkeypatch,
 def test_engines_share_a_process_on_a_cpu_and_none_on_a_gpu(gpus, processes, monkeypatch):
     asked: list[int] = []
 
-    def in_own_process(module, tasks, *, defaults):
+    def in_own_process(module, tasks, told, defaults):
         (task,) = tasks
         asked.append(len(task["engines"]))
         return [[{"seconds": float(chosen.get("number", 0)), "spread": 0.0} for chosen in task["engines"]]]
