@@ -109,7 +109,7 @@ def test_prompts_that_leave_no_room_are_skipped_and_when_none_is_left_it_says_so
 def test_an_assistant_is_named_and_its_content_counts(copied_run, make_config, tmp_path, tiny_target):
     with pytest.raises(ConfigError, match="come together"):
         make_config(tmp_path, check__baselines=["assistant"])
-    with pytest.raises(ConfigError, match=r"not a directory \(check\.assistant_model\)"):
+    with pytest.raises(ConfigError, match=r"does not exist \(check\.assistant_model\)"):
         nowhere = str(tmp_path / "nowhere")
         run_again(make_config(tmp_path, check__baselines=["assistant"], check__assistant_model=nowhere))
     assistant = shutil.copytree(tiny_target, tmp_path / "small")
