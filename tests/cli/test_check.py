@@ -49,10 +49,11 @@ def test_an_export_drafts_as_many_tokens_as_asked(checked, finished_run, monkeyp
 
     def served(request, progress):
         asked.append(dict(request.speculative_config))
-        return {"vllm": {"acceleration_rate": 1.5, "accepted_per_position": [0.5], "greedy_match": {"sequences": 6}}}
+        match = {"sequences": 6, "identical": 6, "ties": 0}
+        return {"vllm": {"acceleration_rate": 1.5, "accepted_per_position": [0.5], "greedy_match": match}}
 
     monkeypatch.setattr("pipeline.evaluation.any_heads.check_served", served)
-    checked(export, "--engine", "vllm", "--draft-tokens", 2)
+    assert checked(export, "--engine", "vllm", "--draft-tokens", 2).code == 0
     assert asked == [{"method": "medusa", "model": str(export.resolve()), "num_speculative_tokens": 2}]
     refused = checked(export, "--draft-tokens", 4)
     assert refused.code == 2 and "propose 3 tokens ahead" in one_paragraph(refused.err)
