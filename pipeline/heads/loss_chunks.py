@@ -1,4 +1,4 @@
-"""The order in which a loss walks the labelled rows of all heads: by lm_head, and by the states that teach them.
+"""How a loss walks the labelled rows of all heads: by lm_head, and by the states that teach them; how many at a time.
 
 Letters: N rows (positions), C rows of a chunk, M states of the target, V vocabulary, K heads.
 """
@@ -13,6 +13,32 @@ from torch import Tensor
 
 from pipeline.conversations.spans import IGNORED
 from pipeline.heads.soft_labels import Teacher
+
+# A GPU wants few, large products; a CPU wants a chunk whose fp32 slices stay in its cache.
+_CHUNK_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
+_SLICES = 16  # a chunk's bytes over those of a slice, and of a block of a gradient's product
+
+
+def chunk_bytes_on(device: torch.device) -> int:
+    """How many bytes of logits to hold at a time."""
+    return _CHUNK_BYTES.get(device.type, 1 << 30)
+
+
+def rows_at_a_time(vocab_size: int, dtype: torch.dtype, held: int, num_rows: int, chunk_bytes: int) -> tuple[int, int]:
+    """The rows of a chunk and of a slice, of `num_rows` in all.
+
+    Held per logit of a chunk: itself, later its gradient, and where two are `held` the target's p, exact; of a slice
+    log q, and p in its order, both exact.
+    """
+    exact_bytes = 8 if dtype == torch.float64 else 4
+    chunk = chunk_bytes // (vocab_size * (dtype.itemsize + (held - 1) * exact_bytes))
+    chunk = max(1, min(chunk, num_rows))
+    return chunk, min(chunk, max(1, chunk_bytes // _SLICES // (vocab_size * exact_bytes * held)))
+
+
+def block_rows(hidden_size: int, dtype: torch.dtype, chunk_bytes: int) -> int:
+    """How many of a gradient's V rows are multiplied at a time, where the product is then added in another dtype."""
+    return max(1, chunk_bytes // _SLICES // (hidden_size * dtype.itemsize))
 
 
 class SoftLabels(NamedTuple):

@@ -11,7 +11,7 @@ second derivative. Softmax and sums are in fp32 (fp64 for fp64), matrix products
 Where each worker holds a part of every lm_head's rows, one lm_head at a time is whole: its gradient is summed over the
 workers as soon as its last chunk is done. The numbers are those of whole ones, in the same order.
 
-Letters: N rows (positions), C rows of a chunk, S of a slice, D hidden size, V vocabulary, K heads, R rows of a part.
+Letters: N rows (positions), C rows of a chunk, S of a slice, D hidden size, V vocabulary, B and R of its rows, K heads.
 """
 
 from __future__ import annotations
@@ -23,29 +23,8 @@ import torch
 from torch import Tensor
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.loss_chunks import SoftLabels, Taught, rows_by_lm_head
+from pipeline.heads.loss_chunks import SoftLabels, Taught, block_rows, chunk_bytes_on, rows_at_a_time, rows_by_lm_head
 from pipeline.heads.soft_labels import Teacher
-
-# A GPU wants few, large products; a CPU wants a chunk whose fp32 slices stay in its cache.
-_CHUNK_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
-_SLICES = 16  # a chunk's bytes over those of a slice
-
-
-def chunk_bytes_on(device: torch.device) -> int:
-    """How many bytes of logits to hold at a time."""
-    return _CHUNK_BYTES.get(device.type, 1 << 30)
-
-
-def rows_at_a_time(vocab_size: int, dtype: torch.dtype, held: int, num_rows: int, chunk_bytes: int) -> tuple[int, int]:
-    """The rows of a chunk and of a slice, of `num_rows` in all.
-
-    Held per logit of a chunk: itself, later its gradient, and where two are `held` the target's p, exact; of a slice
-    log q, and p in its order, both exact.
-    """
-    exact_bytes = 8 if dtype == torch.float64 else 4
-    chunk = chunk_bytes // (vocab_size * (dtype.itemsize + (held - 1) * exact_bytes))
-    chunk = max(1, min(chunk, num_rows))
-    return chunk, min(chunk, max(1, chunk_bytes // _SLICES // (vocab_size * exact_bytes * held)))
 
 
 class SplitRows(Protocol):
@@ -59,10 +38,10 @@ class SplitRows(Protocol):
     def zeros(self, part: Tensor) -> Tensor:
         """Room for a gradient of all rows of a part [R, D], in the part's dtype: at least V rows."""
 
-    def summed(self, total: Tensor, place: int = 0) -> Tensor | None:
-        """This worker's part of the sum of `total`, as of `zeros`, over all workers, for the caller to keep.
+    def summed(self, total: Tensor, place: int = 0, out: Tensor | None = None) -> Tensor | None:
+        """This worker's part of the sum of `total`, as of `zeros`, over all workers; in `out` where that is given.
 
-        None while micro-batches accumulate, each `place` for itself.
+        None while micro-batches accumulate, each `place` for itself. What `total` held is lost.
         """
 
 
@@ -156,6 +135,7 @@ class _Walk:
         self.logits_buffer = hidden_KND.new_empty(num_rows, vocab_size)
         self.scratch = self.logits_buffer.new_empty(held, slice_rows, vocab_size, dtype=exact)
         self.taught = Taught(teacher, self.logits_buffer, exact) if teacher else None
+        self.block_rows = block_rows(hidden_KND.shape[2], dtype, chunk_bytes)
 
     def lm_heads(self, lm_head: Tensor) -> Tensor | None:
         """Of all heads, whose lm_heads are [K, V, D] or one [V, D]; returns its gradient."""
@@ -167,18 +147,17 @@ class _Walk:
         """Of all heads, one after another, of parts [K, R, D] or [R, D]; returns the weighed gradient's part."""
         if lm_head.dim() == 2:
             return self._split_lm_head(None, lm_head, split)
-        gradient = torch.zeros_like(lm_head) if self.wants_lm_head else None
+        gradient = torch.empty_like(lm_head) if self.wants_lm_head else None
         for head, part_RD in enumerate(lm_head):
-            part = self._split_lm_head(head, part_RD, split)
-            if part is None:
+            out_RD = None if gradient is None else gradient[head]
+            if self._split_lm_head(head, part_RD, split, out_RD) is None:
                 gradient = None  # micro-batches accumulate, in `split`
-            elif gradient is not None:
-                gradient[head] = part
-            del part  # before the next is made
         return gradient
 
-    def _split_lm_head(self, head: int | None, part_RD: Tensor, split: SplitRows) -> Tensor | None:
-        """The gradient's part of one lm_head: that of a head, or of all where it is None."""
+    def _split_lm_head(
+        self, head: int | None, part_RD: Tensor, split: SplitRows, out_RD: Tensor | None = None
+    ) -> Tensor | None:
+        """The gradient's part of one lm_head: that of a head, or of all where it is None; in `out_RD` if given."""
         heads, lm_head = slice(None) if head is None else slice(head, head + 1), part_RD.to(self.hidden_KND.dtype)
         lm_head, total = split.whole(lm_head), split.zeros(part_RD) if self.wants_lm_head else None
         total_VD = None if total is None else total[: split.num_rows]
@@ -188,7 +167,7 @@ class _Walk:
         del lm_head
         if total is None:
             return None
-        return split.summed(total if head is None else total.mul_(self.weights_K[head]), head or 0)
+        return split.summed(total if head is None else total.mul_(self.weights_K[head]), head or 0, out_RD)
 
     def _heads(self, heads: slice, lm_head: Tensor, grad_lm_head: Tensor | None) -> None:
         """Of these heads, with their lm_heads alone, in any dtype; adds to the gradient."""
@@ -213,10 +192,11 @@ class _Walk:
             if grad_hidden is not None:
                 grad_hidden[rows_C] = logits_CV @ weight_VD
             if grad_lm_head is not None and head is not None:
-                _add_product(grad_lm_head[head], logits_CV, hidden_CD)
+                _add_product(grad_lm_head[head], logits_CV, hidden_CD, self.block_rows)
             elif grad_lm_head is not None:
                 weights_C = self.weights_K[rows_C // labels_KN.shape[1]]
-                _add_product(grad_lm_head, logits_CV, (hidden_CD * weights_C[:, None]).to(dtype))
+                _add_product(grad_lm_head, logits_CV, (hidden_CD * weights_C[:, None]).to(dtype), self.block_rows)
+            del weight_VD  # before the next chunk's is made
 
     def _chunks(self, heads: slice, *, shared: bool) -> Iterator[tuple[int | None, Tensor, SoftLabels | None]]:
         """The labelled rows of the flattened [K·N], at most a buffer's at a time: (head, rows [C], soft labels).
@@ -258,9 +238,10 @@ def _to_gradient(
     return torch.lerp(losses_S, soft_S, soft.share)
 
 
-def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor) -> None:
-    """total += gradᵀ · hidden, in place; an fp32 total takes bf16 products."""
+def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor, num_rows: int) -> None:
+    """total += gradᵀ · hidden, in place; an fp32 total takes bf16 products, of so many of its rows at a time."""
     if total_VD.dtype == grad_CV.dtype:
         total_VD.addmm_(grad_CV.t(), hidden_CD)
-    else:
-        total_VD.add_(grad_CV.t() @ hidden_CD)
+        return
+    for total_BD, grad_CB in zip(total_VD.split(num_rows), grad_CV.split(num_rows, 1), strict=True):
+        total_BD.add_(grad_CB.t() @ hidden_CD)

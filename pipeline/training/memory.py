@@ -18,7 +18,7 @@ import torch
 from pipeline.config import TrainConfig
 from pipeline.config.training import Bits
 from pipeline.execution.device_memory import Memory
-from pipeline.heads.losses import chunk_bytes_on, rows_at_a_time
+from pipeline.heads.loss_chunks import block_rows, chunk_bytes_on, rows_at_a_time
 from pipeline.targets.sizes import TargetSizes
 from pipeline.training.feature_batches import BATCHES_AHEAD
 from pipeline.training.recipe import Recipe
@@ -143,16 +143,18 @@ def heads_states(step: StepSizes, num_positions: int) -> float:
 
 
 def heads_logits(step: StepSizes, num_positions: int, *, teacher: bool) -> float:
-    """A chunk's logits and states, and the copies of an lm_head that products read and make (see heads/losses.py)."""
+    """A chunk's logits and states, the copy of an lm_head that products read and what they make (heads/losses.py)."""
     heads, width = step.heads, step.product_bytes
     dtype, held = torch.bfloat16 if width < FP32 else torch.float32, 2 if teacher else 1
     of_all = heads.num_heads * num_positions
     rows, slice_rows = rows_at_a_time(heads.vocab_size, dtype, held, of_all, step.chunk_bytes)
     logits = heads.vocab_size * (rows * (width + (held - 1) * FP32) + slice_rows * held * FP32)
     states = 2 * rows * heads.hidden_size * width
-    copies = (2 if heads.trained_lm_head or rows < of_all else 1) if width < FP32 else 0
-    copies += int(step.split and heads.trained_lm_head > 0 and not copies)  # the whole of a worker's part
-    return logits + states + copies * heads.vocab_size * heads.hidden_size * width
+    trains = heads.trained_lm_head > 0
+    matrix_rows = heads.vocab_size if width < FP32 or (step.split and trains) else 0  # rounded, or whole of a part
+    if trains and width < FP32:
+        matrix_rows += min(heads.vocab_size, block_rows(heads.hidden_size, dtype, step.chunk_bytes))
+    return logits + states + matrix_rows * heads.hidden_size * width
 
 
 def tuned_step(step: StepSizes) -> Memory:

@@ -54,15 +54,18 @@ class RowsOverWorkers:
         missing = self.workers.world_size * self.rows_each - self.num_rows
         return nn.functional.pad(whole, (0, 0, 0, missing)) if missing else whole
 
-    def summed(self, total: Tensor, place: int = 0) -> Tensor | None:
-        """This worker's part [..., R, D] of the sum of `total` [..., N·R, D] over all; None while they accumulate."""
+    def summed(self, total: Tensor, place: int = 0, out: Tensor | None = None) -> Tensor | None:
+        """This worker's part [..., R, D] of the sum of `total` [..., N·R, D] over all, in `out` where that is given.
+
+        None while they accumulate. What `total` held is lost.
+        """
         if (held := self._held.pop(place, None)) is not None:
             total = held.add_(total)
         if self.accumulates:
             self._held[place] = total
             return None
         parts = total.unflatten(-2, (-1, self.rows_each)).movedim(-3, 0)
-        return self.workers.sum_parts(parts.contiguous())
+        return self.workers.sum_parts(parts.contiguous(), out)
 
     def all_rows(self, row_values: Tensor) -> Tensor:
         """A number for each row of all [..., V], of those for the part's [..., R]."""

@@ -105,10 +105,17 @@ class Workers:
         dist.all_gather_single(found.flatten(), tensor.flatten())
         return found
 
-    def sum_parts(self, tensors: Tensor) -> Tensor:
-        """Of [N, ...] on every worker, the sum over all of this worker's own: the same bits as of a sum of all."""
-        found = torch.empty_like(tensors[0])
-        dist.reduce_scatter_single(found.flatten(), tensors.flatten())
+    def sum_parts(self, tensors: Tensor, out: Tensor | None = None) -> Tensor:
+        """Of [N, ...] on every worker, the sum over all of this worker's own, in `out` where that is given.
+
+        Both are contiguous, and what `tensors` held is lost. With two workers the same bits as of a sum of all.
+        """
+        found = torch.empty_like(tensors[0]) if out is None else out
+        if tensors.device.type == "cpu":  # gloo would first copy all of them; it sums each in place
+            for rank, tensor in enumerate(tensors):
+                dist.reduce(tensor, dst=rank)
+            return found.copy_(tensors[self.rank])
+        dist.reduce_scatter_single(found.view(-1), tensors.view(-1))
         return found
 
     def firsts(self, numbers: Sequence[int], device: torch.device) -> list[int]:

@@ -58,7 +58,6 @@ class Tracker(Protocol):
         """Raise EnvironmentFault where points would be refused later."""
 
     def begin(self, watched: Watched, continued: Continued) -> None: ...
-
     def log(self, step: int, figures: Mapping[str, float]) -> None: ...
 
     def finish(self, figures: Mapping[str, Any] | None) -> None:
@@ -167,11 +166,7 @@ class WeightsAndBiases:
 
 
 KEY = "train.report_to"
-TRACKERS: dict[str, type[Tracker]] = {
-    "tensorboard": TensorBoard,
-    "trackio": Trackio,
-    "wandb": WeightsAndBiases,
-}
+TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndBiases}
 
 
 class Trackers:
@@ -186,8 +181,7 @@ class Trackers:
         self.active = {name: TRACKERS[name]() for name in names}
         if not names:
             return
-        before = read_object(watched.directory / FILE)
-        id = before.get("id")
+        id = read_object(watched.directory / FILE).get("id")
         self.reported = reported if isinstance(id, str) else -1
         continued = Continued(id if isinstance(id, str) else uuid.uuid4().hex, self.reported)
         write_json(watched.directory / FILE, {"id": continued.id})

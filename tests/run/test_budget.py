@@ -164,7 +164,7 @@ def test_run_refuses_no_batches_that_so_few_positions_do_not_make(planned):
     def count(number: int):
         return lambda: counted.append(number) or number
 
-    roomy, tight = (planned("7B", placement__gpu_memory_gb=size) for size in (80, 18))
+    roomy, tight = (planned("7B", placement__gpu_memory_gb=size) for size in (80, 17.5))
     check_memory(roomy, ["train"], count(many))
     assert not counted
     check_memory(tight, ["train"], count(few))

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import BackboneConfig, MedusaConfig, TrainConfig
 from pipeline.conversations.spans import Span
-from pipeline.heads import losses
+from pipeline.heads import loss_chunks
 from pipeline.heads.shape import head_kind
 from pipeline.heads.soft_labels import TargetHead
 from pipeline.targets.sizes import target_sizes
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def few_logits_at_a_time(monkeypatch):
-    monkeypatch.setitem(losses._CHUNK_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(loss_chunks._CHUNK_BYTES, "cpu", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +111,14 @@ class OneOfTwo(Workers):
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack([tensor, tensor])
 
-    def sum_parts(self, tensors: torch.Tensor) -> torch.Tensor:
-        return tensors[0].clone()
+    def sum_parts(self, tensors: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return tensors[0].clone() if out is None else out.copy_(tensors[0])
 
 
 def test_a_worker_of_two_takes_what_is_planned_for_split_heads_and_at_most_six_tenths_of_whole_ones(
     target, monkeypatch
 ):
-    monkeypatch.setitem(losses._CHUNK_BYTES, "cpu", 1 << 18)
+    monkeypatch.setitem(loss_chunks._CHUNK_BYTES, "cpu", 1 << 18)
     settings = TrainConfig(num_heads=5, precision="bf16", soft_labels=0.0, heads="medusa")
     found = {}
     for split in (False, True):
