@@ -64,8 +64,12 @@ class RowsOverWorkers:
         if self.accumulates:
             self._held[place] = total
             return None
-        parts = total.unflatten(-2, (-1, self.rows_each)).movedim(-3, 0)
-        return self.workers.sum_parts(parts.contiguous(), out)
+        if out is None:
+            out = total.new_empty(*total.shape[:-2], self.rows_each, total.shape[-1])
+        matrices, parts = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (total, out))
+        for matrix, part in zip(matrices, parts, strict=True):  # of a stack one at a time: none is copied
+            self.workers.sum_parts(matrix.unflatten(0, (-1, self.rows_each)), part)
+        return out
 
     def all_rows(self, row_values: Tensor) -> Tensor:
         """A number for each row of all [..., V], of those for the part's [..., R]."""

@@ -105,18 +105,17 @@ class Workers:
         dist.all_gather_single(found.flatten(), tensor.flatten())
         return found
 
-    def sum_parts(self, tensors: Tensor, out: Tensor | None = None) -> Tensor:
-        """Of [N, ...] on every worker, the sum over all of this worker's own, in `out` where that is given.
+    def sum_parts(self, tensors: Tensor, out: Tensor) -> None:
+        """Of [N, ...] on every worker, the sum over all of this worker's own, to `out`.
 
         Both are contiguous, and what `tensors` held is lost. With two workers the same bits as of a sum of all.
         """
-        found = torch.empty_like(tensors[0]) if out is None else out
         if tensors.device.type == "cpu":  # gloo would first copy all of them; it sums each in place
             for rank, tensor in enumerate(tensors):
                 dist.reduce(tensor, dst=rank)
-            return found.copy_(tensors[self.rank])
-        dist.reduce_scatter_single(found.view(-1), tensors.view(-1))
-        return found
+            out.copy_(tensors[self.rank])
+        else:
+            dist.reduce_scatter_single(out.view(-1), tensors.view(-1))
 
     def firsts(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """The first worker's numbers, on every worker."""

@@ -58,8 +58,8 @@ class OneOfMany(Workers):
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_empty(self.world_size, *tensor.shape)
 
-    def sum_parts(self, tensors: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        return tensors.new_empty(tensors.shape[1:]) if out is None else out
+    def sum_parts(self, tensors: torch.Tensor, out: torch.Tensor) -> None:
+        out.zero_()
 
 
 def step_of(settings: TrainConfig, shape: str, workers: int, split: bool) -> tuple[float, Memory]:
