@@ -2,7 +2,7 @@
 
 Measured: the peak resident memory of a worker in its first training steps, less what the process had before, on two
 workers that meet over gloo: heads, gradients, optimizer, logits, the buffers of sums, and what libraries load meanwhile
-(torch imports some 0.13 GB with its first optimizer; both sides have it). Five untied heads, bf16 products as on a GPU.
+(an optimizer's imports are 5 MB). Five untied heads, bf16 products as on a GPU.
 Against: the same training with whole heads. Told without an aim: the same less these imports, the process with nothing
 taken off, and the time of a step: on one machine's cores and memory a sum over workers costs what no network does.
 """
