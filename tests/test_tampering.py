@@ -76,6 +76,13 @@ def test_a_hard_link_outside_is_not_written_through(copied_run, make_config, tmp
     assert stages_run(copied_run) == ["train"]
 
 
+def test_a_shard_whose_name_is_no_utf_8_is_foreign_as_any_other(copied_run, make_config, tmp_path):
+    shards = latest(copied_run, "generate").path / "shards"
+    shutil.copy2(shards / "00000.parquet", shards / "\udcff\udcfe.parquet")
+    with pytest.raises(CheckFailed, match="of another run, or damaged"):
+        verify(copied_run.path)
+
+
 def test_what_somebody_puts_beside_the_links_to_stages_is_no_stage(copied_run, make_config, tmp_path):
     links = copied_run.path / "latest"
     (links / "notes").write_text("mine")

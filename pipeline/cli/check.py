@@ -28,9 +28,9 @@ def check(
     number: Annotated[int, typer.Option(min=1, help="How many of them to ask.")] = 32,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded per prompt.")] = 64,
     engine: Annotated[list[Engine] | None, typer.Option(help="native, vllm. Default: both.")] = None,
-    draft_tokens: Annotated[int | None, typer.Option(min=1, help="Drafted per step. Default: as they say.")] = None,
+    draft_tokens: Annotated[int | None, typer.Option(min=1, help="Drafted by vLLM. Default: as the files say.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 3,
-    gpus: Annotated[int | None, typer.Option(min=0, help="That hold the target. Default: one if there is one.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs for the target. Default: one if there.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write check.json, check.md and the answers there.")] = None,
 ) -> None:
     """Measure heads that need not have been made here: rates, speed, and greedy text against the target alone.

@@ -76,8 +76,8 @@ def target_settings(words: Iterable[str]) -> dict[str, Any]:
     for word in words:
         _override(settings, word, Path.cwd())
         if len(settings) > 1 or "model" in settings["target"]:
-            fix = "Write target.key=value, such as target.dtype=bfloat16; --help lists what else there is."
-            raise ConfigError(f"'{word}' is no setting of a target that is named apart.", "command line", fix)
+            fix = "The model itself has an option of its own (see --help); write target.key=value for its settings."
+            raise ConfigError(f"Only settings of the target are read here, and not '{word}'.", "command line", fix)
     found: dict[str, Any] = settings["target"]
     try:
         TargetConfig.model_validate({"model": "any"} | found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,7 +84,8 @@ def parquet_rows(path: Path, named: Collection[str], known: Collection[str], mos
     with (
         reading(path),
         _arrow_errors(path),
-        pq.ParquetFile(path, pre_buffer=False, buffer_size=byte_rows.CHUNK_BYTES) as file,
+        pa.OSFile(os.fsencode(path)) as opened,  # Arrow takes no text for a name that is no UTF-8
+        pq.ParquetFile(opened, pre_buffer=False, buffer_size=byte_rows.CHUNK_BYTES) as file,
     ):
         names = file.schema_arrow.names
         require_columns(named, names, str(path))
@@ -94,7 +96,7 @@ def parquet_rows(path: Path, named: Collection[str], known: Collection[str], mos
 
 def arrow_rows(path: Path, named: Collection[str], known: Collection[str], most_bytes: int) -> Iterator[Any]:
     """The same of an Arrow (Feather) file, or of a stream, as `datasets` stores its tables."""
-    with reading(path), _arrow_errors(path), pa.memory_map(str(path)) as file:
+    with reading(path), _arrow_errors(path), pa.memory_map(os.fsencode(path)) as file:
         try:
             reader = pa.ipc.open_file(file)
             batches = (reader.get_batch(index) for index in range(reader.num_record_batches))

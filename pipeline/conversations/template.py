@@ -19,8 +19,6 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-import jinja2
-
 from pipeline.conversations.conversation import Message, Reason, RowRejected
 from pipeline.conversations.special_text import SpecialText, texts_of
 from pipeline.conversations.time_limit import time_limit
@@ -127,8 +125,10 @@ class ChatTemplate:
                 tokenize=False,
                 **self._given,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
-            raise RowRejected(Reason.TEMPLATE_REFUSED, f"{error}") from error
+        except TimeoutError:
+            raise
+        except Exception as error:  # a template is somebody's program, and may raise anything
+            raise RowRejected(Reason.TEMPLATE_REFUSED, f"{error}" or type(error).__name__) from error
 
     def _marked(self, text: str) -> str:
         return self._special.marked(text) if self._escapes else text

@@ -23,6 +23,7 @@ from pipeline.evaluation.speed import rounded
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_causal_lm
+from pipeline.targets.quantized import in_engine
 from pipeline.targets.vllm_decode import vllm_decode_check
 
 
@@ -32,7 +33,8 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     Returns:
         `vllm` of report.json, and the `differing` sequences that are not ties.
     """
-    target, settings, prompts, gpus = request.target, request.settings, request.prompts, request.gpus
+    settings, prompts, gpus = request.settings, request.prompts, request.gpus
+    target = in_engine(request.target, "vllm", on_gpu=gpus > 0)  # in whose dtype a tie is a tie
     with_heads, num_tokens = drafting(request)
     if progress:
         progress.begin("vLLM starts", 0)

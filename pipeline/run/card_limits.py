@@ -79,8 +79,8 @@ def _on_gpu(config: Config, stages: Collection[str] | None) -> list[str]:
 
 
 def _read_by_vllm(config: Config, on_gpu: Collection[str]) -> Iterator[tuple[str, TargetSpec]]:
-    """The models that vLLM loads on a GPU, each with the key that names it; the check runs where features do."""
-    in_check = "vllm" in config.check.engines and "features" in on_gpu
+    """The models that vLLM loads on a GPU, each with the key that names it; vLLM's check runs where generate does."""
+    in_check = "vllm" in config.check.engines and "generate" in on_gpu
     in_generate = config.generate.engine == "vllm" and config.generate.mode != "passthrough" and "generate" in on_gpu
     if in_check or in_generate or (config.features.engine == "vllm" and "features" in on_gpu):
         target = resolve(config.target, on_gpu=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def read_receipt(path: str | Path) -> Receipt | None:
     if not Path(path).is_file():  # a pipe would be waited for
         return None
     try:
-        metadata = pq.read_metadata(path).metadata or {}
+        with pa.OSFile(os.fsencode(path)) as file:  # Arrow takes no text for a name that is no UTF-8
+            metadata = pq.read_metadata(file).metadata or {}
         receipt = RECEIPT.validate_json(metadata[RECEIPT_KEY], strict=True)
     except (OSError, pa.ArrowException, KeyError, ValidationError):
         return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -196,7 +197,10 @@ def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
     if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
         raise DamagedShard(str(path), "this is no regular file")
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True, pre_buffer=False) as shard:
+        with (
+            pa.OSFile(os.fsencode(path)) as file,  # Arrow takes no text for a name that is no UTF-8
+            pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False) as shard,
+        ):
             yield shard
     except (OSError, pa.ArrowException) as error:
         if getattr(error, "errno", None) in (None, errno.ENOENT):  # Arrow's own findings carry no number
@@ -213,5 +217,6 @@ def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterato
 
 def read_footer(path: str | Path) -> dict[str, str]:
     """The schema metadata of a shard (dtype, hidden_size, tap, fingerprint) as text."""
-    metadata = cast(dict[bytes, bytes], pq.read_schema(path).metadata or {})
+    with pa.OSFile(os.fsencode(path)) as file:
+        metadata = cast(dict[bytes, bytes], pq.read_schema(file).metadata or {})
     return {key.decode(): value.decode() for key, value in metadata.items() if not key.startswith(b"ARROW")}

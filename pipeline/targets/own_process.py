@@ -72,10 +72,12 @@ def _run(command: Sequence[str], environ: Mapping[str, str], meanwhile: Callable
 
 
 def _pass_on(file: Path, told: Tell | None) -> None:
-    with contextlib.suppress(OSError, ValueError):  # nothing is told yet
+    try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        if told:
-            told(**found)
+    except (OSError, ValueError):  # nothing is told yet
+        return
+    if told:
+        told(**found)
 
 
 def _progress_file(task_file: Path) -> Path:
@@ -84,12 +86,12 @@ def _progress_file(task_file: Path) -> Path:
 
 def work_off(function: Callable[[Mapping[str, Any], Tell], Any], task_file: str, result_file: str) -> None:
     """The child process: read the tasks, do them, write the results or the error."""
-    file, last = _progress_file(Path(task_file)), -SECONDS_BETWEEN_LOOKS
+    file, last, part = _progress_file(Path(task_file)), -SECONDS_BETWEEN_LOOKS, None
 
     def tell(**progress: Any) -> None:
-        nonlocal last
-        if time.monotonic() - last >= SECONDS_BETWEEN_LOOKS:
-            last = time.monotonic()
+        nonlocal last, part
+        if progress.get("part") != part or time.monotonic() - last >= SECONDS_BETWEEN_LOOKS:
+            last, part = time.monotonic(), progress.get("part")
             with contextlib.suppress(OSError):  # a full disk does not stop the work
                 file.with_suffix(".tmp").write_text(json.dumps(progress), encoding="utf-8")
                 file.with_suffix(".tmp").replace(file)

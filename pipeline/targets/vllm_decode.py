@@ -89,13 +89,14 @@ def decode(task: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
     spec = TargetSpec(**task["spec"])
     ours: dict[str, Any] = {"disable_log_stats": False, "enable_prefix_caching": False}
     ours |= {"max_num_seqs": task["at_once"]} if task["at_once"] else {}
+    side, repeats = "vLLM with the heads" if task["engine_args"] else "plain vLLM", task["repeats"]
+    tell(part=f"{side} starts")
     running = RunningEngine(spec, {**ours, **task["engine_args"]}, task["gpus"])
     eos, context = eos_token_ids(spec), context_length(spec)
     requests = [
         Request(str(row), ids, min(task["max_new_tokens"], context - len(ids)))
         for row, ids in enumerate(task["prompts"])
     ]
-    side, repeats = "vLLM with the heads" if task["engine_args"] else "plain vLLM", task["repeats"]
 
     def told(turn: int, done: int, num_tokens: int) -> None:
         done += turn * len(requests)

@@ -62,7 +62,6 @@ class VLLMGenerationEngine:
     ):
         if batch_invariant and gpus:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        spec = in_engine(spec, "vllm", on_gpu=gpus > 0)
         self._running = RunningEngine(spec, {"enable_prefix_caching": True, **(engine_args or {})}, gpus)
         self._engine = self._running.llm.llm_engine
         self.capacity: int = self._engine.vllm_config.scheduler_config.max_num_seqs
@@ -175,7 +174,7 @@ def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int
     if spec.quantization and "quantization" not in engine_args:
         fix = "Use engine: transformers, name a checkpoint that is quantized already (AWQ, GPTQ, fp8), or unset it."
         raise ConfigError(f"vLLM cannot load a target in {spec.quantization}.", "target.quantization", fix)
-    context = context_length(spec)
+    spec, context = in_engine(spec, "vllm", on_gpu=gpus > 0), context_length(spec)
     ours: dict[str, Any] = {
         "model": spec.model,
         "revision": spec.revision,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pipeline.targets.quantized import in_engine
 from pipeline.targets.spec import TargetSpec, context_length
 from pipeline.targets.vllm_engine import RunningEngine, import_vllm
 
@@ -47,6 +48,7 @@ class VLLMFeatureEngine:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(tokens_per_batch, context_length(spec)),
         }
+        spec = in_engine(spec, "vllm", on_gpu=gpus > 0)  # of which dtype the states are
         self._running = RunningEngine(spec, {**ours, **(engine_args or {})}, gpus)
         self.hidden_size: int = self._running.llm.model_config.get_hidden_size()
         self.dtype: torch.dtype = getattr(torch, spec.dtype)

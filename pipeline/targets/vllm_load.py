@@ -63,6 +63,7 @@ def measure(task: Mapping[str, Any], tell: Tell) -> list[dict[str, Any]]:
     levels, eos = task["levels"] * task["repeats"], eos_token_ids(spec)
     side = "vLLM's server with the heads" if task["engine_args"] else "vLLM's server"
     passes: dict[int, list[dict[str, Any]]] = {level: [] for level in task["levels"]}
+    tell(part=f"{side} starts")
     with serving(spec, {**task["engine_args"], "enable_prefix_caching": False}, task["gpus"]) as address:
         for turn, level in enumerate(levels):
             tell(part=side, done=turn, total=len(levels), unit="loads", note=f"{level} requests at once")

@@ -92,7 +92,7 @@ def _in_rounds(engines: Sequence[Any], prompts: Sequence[list[int]], room: int, 
     found: list[StepTime] = []
     started = perf_counter()
     for turn, ids in enumerate(itertools.islice(itertools.cycle(prompts), MAX_ROUNDS + 1)):
-        tell(part="vLLM's steps timed", done=turn, total=max(turn, 1 + MIN_ROUNDS), unit="rounds")
+        tell(part="vLLM's steps timed", done=turn, total=0, unit="rounds", note="until two agree")
         for engine, taken in zip(engines, rounds, strict=True):
             taken.append(_steps(engine, ids, min(NUM_NEW_TOKENS, room - len(ids)), str(turn)))
         if turn < MIN_ROUNDS:

@@ -80,8 +80,8 @@ def test_a_template_and_its_variables_are_given_as_in_a_run(piped, tmp_path):
     [
         ("target.dtyp=float32", "did you mean 'target.dtype'"),
         ("target.dtype=float31", "'target.dtype'"),
-        ("train.lr=1e-3", "no setting of a target"),
-        ("target.model=elsewhere", "no setting of a target"),
+        ("train.lr=1e-3", "Only settings of the target"),
+        ("target.model=elsewhere", "Only settings of the target"),
         ("fast", "not an override"),
     ],
 )

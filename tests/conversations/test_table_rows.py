@@ -48,6 +48,13 @@ def test_a_table_s_rows_come_out_in_order_whatever_its_container(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.feather", "a.arrow"])
+def test_a_table_whose_name_is_no_utf_8_is_read(name, tmp_path):
+    WRITERS[name](TABLE, tmp_path / name)
+    odd = (tmp_path / name).rename(tmp_path / name.replace("a", "\udcff", 1))
+    assert len(read(odd)) == 200
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.feather", "a.arrow"])
 def test_a_row_of_a_table_that_cannot_be_read_costs_itself_alone(name, tmp_path, monkeypatch):
     """A text that is not UTF-8, one above the limit, and a time beyond Python's."""
     monkeypatch.setattr(byte_rows, "MAX_ROW_BYTES", 100_000)

@@ -215,6 +215,8 @@ def test_a_template_that_renders_no_conversation_is_a_configuration_error(broken
     ("sum_or_loop", "said"),
     [
         ("{{ 1 // 0 }}", "by zero"),
+        ("{{ 'abc' | dictsort }}", "items"),
+        ("{{ 'a' * 10**15 }}", "MemoryError"),
         ("{{ 2.0 ** 5000 }}", "out of range"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "recursion"),
     ],

@@ -16,7 +16,7 @@ from pipeline.targets.quantization import format_of
 from pipeline.targets.quantized import in_engine, require_readable
 from pipeline.targets.sizes import target_sizes
 from pipeline.targets.spec import TargetSpec, model_config, resolve
-from pipeline.targets.vllm_engine import VLLMGenerationEngine
+from pipeline.targets.vllm_engine import engine_arguments
 from tests.targets.quantized_copies import by_bitsandbytes, compressed, finegrained_fp8
 
 PROMPT = torch.tensor([[7, 20, 33, 41, 5, 90, 17]])
@@ -96,11 +96,9 @@ def test_a_reader_that_is_not_installed_is_named(claims, monkeypatch, quantizati
     assert in_engine(spec, "native", on_gpu=False) == in_engine(spec, "vllm", on_gpu=True) == spec
 
 
-def test_vllm_is_started_in_a_dtype_that_the_copy_s_kernels_have(claims, monkeypatch):
-    def started(spec, *_):
-        assert spec.dtype == "bfloat16"
-        raise InterruptedError
-
-    monkeypatch.setattr("pipeline.targets.vllm_engine.RunningEngine", started)
-    with pytest.raises(InterruptedError):
-        VLLMGenerationEngine(claims(quant_method="gptq", bits=4))
+def test_vllm_is_started_in_a_dtype_that_the_copy_s_kernels_have(claims):
+    """Whatever it is started for: generation, features, the check, its steps' times, the server."""
+    assert engine_arguments(claims(quant_method="gptq", bits=4), {}, 0)["dtype"] == "bfloat16"
+    assert (
+        engine_arguments(claims(quant_method="compressed-tensors", format="int-quantized"), {}, 0)["dtype"] == "float32"
+    )

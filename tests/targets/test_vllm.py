@@ -252,7 +252,8 @@ def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: 
     result = vllm_decode_check(
         counting_target, alone, prompts, 33, repeats=2, told=lambda **progress: told.append(progress)
     )
-    assert {(each["part"], each["total"]) for each in told} == {("plain vLLM", 8), ("vLLM with the heads", 8)}
+    assert {each["part"] for each in told} >= {"plain vLLM starts", "vLLM with the heads starts"}
+    assert all(each["total"] == 8 for each in told if "total" in each)
     expected = [[(ids[-1] + 1 + step) for step in range(33)] for ids in prompts[:3]] + [[*range(501, 512), 0, 1, 2]]
     assert result["plain"]["token_ids"] == result["accelerated"]["token_ids"] == expected
     assert result["plain"]["num_tokens"] == 3 * 33 + 14
