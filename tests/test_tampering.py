@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipeline.cli.inspect import inspect
 from pipeline.cli.verify import verify
 from pipeline.config.load import load_config
 from pipeline.errors import CheckFailed, DataError, EnvironmentFault, MedusaDistillError
@@ -74,6 +75,13 @@ def test_a_hard_link_outside_is_not_written_through(copied_run, make_config, tmp
     run_again(make_config(tmp_path), fresh="train", until="train")
     assert (outside.read_bytes(), outside.stat().st_mtime_ns) == before
     assert stages_run(copied_run) == ["train"]
+
+
+def test_no_summary_is_shown_in_place_of_rows_that_are_gone(copied_run):
+    stage = latest(copied_run, "seeds").path
+    (stage / "shards").rename(stage / "elsewhere")
+    with pytest.raises(DataError, match="rows of seeds are missing"):
+        inspect(copied_run.path, "seeds")
 
 
 def test_a_shard_whose_name_is_no_utf_8_is_foreign_as_any_other(copied_run, make_config, tmp_path):

@@ -42,6 +42,9 @@ def inspect(
         if directory.done is None:
             what = f"There is no summary of {stage}: it is not finished, or its DONE.json cannot be read."
             raise DataError(what, str(directory.path), "The same `run` finishes or makes it anew.")
+        if directory.done.shards:
+            what = f"The rows of {stage} are missing: its shards are not where they were written."
+            raise DataError(what, str(directory.path), "The same `run` makes them anew.")
         console.print_json(data=directory.summary)
         return
     found = _find(directory, row)

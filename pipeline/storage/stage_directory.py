@@ -204,16 +204,20 @@ class StageDirectory(ShardFolder):
     def discard(self, damaged: Sequence[Path]) -> None:
         """Hold the directory alone, forget that the stage is done, and drop what is damaged.
 
-        A shard goes with its quarantine file and is made again alone, and so is a folder of `parts`. Any other file
-        takes all but the shards along.
+        A shard goes with its quarantine file and is made again alone. So is a folder of `parts`, with which files go
+        that the record does not name: the next one would name them. Any other file takes all but the shards along.
         """
         self.lock.own()
+        named = self.done.files if self.done else {}
         (self.path / "DONE.json").unlink(missing_ok=True)
         for path in damaged:
             if path.parent.name in ("shards", "quarantine"):
                 self.drop_shard(self.path / "shards" / f"{path.stem}.parquet")
             elif path.parent.name in self.parts:
                 shutil.rmtree(path.parent, ignore_errors=True)
+                for other in self._lasting_files():
+                    if str(other.relative_to(self.path)) not in named:
+                        other.unlink(missing_ok=True)
             else:
                 self._drop(keep=SHARD_FOLDERS)
 
