@@ -79,7 +79,8 @@ class Ground:
         """A finished run, put aside, and what each command says of it."""
         root = MADE_IN[name]
         self.prepare(name, root=root)
-        if (ended := self.command("run", drawn=True)).code:
+        ended = self.command("run", drawn=True, patience=600)
+        if ended.code != 0:
             raise RuntimeError(f"the run '{name}' ended with {ended.code}: {ended.stderr}")
         path = shutil.copytree(self.case / root / "run", self.place / name, symlinks=True)
         self.prepare(name, path)
@@ -104,8 +105,8 @@ class Ground:
         if run:
             shutil.copytree(run, self.run, symlinks=True)
 
-    def command(self, name: str, *, drawn: bool = False) -> Ended:
-        """Give a command to the run, and wait for its end; `run-own` uses the run's own run.yaml."""
+    def command(self, name: str, *, drawn: bool = False, patience: float = PATIENCE) -> Ended:
+        """Give a command to the run, and wait so many seconds for its end; `run-own` uses the run's own run.yaml."""
         config, run, own = str(self.case / "config.yaml"), str(self.run), str(self.run / "run.yaml")
         name, _, stage = name.partition(" ")
         line = {
@@ -121,7 +122,7 @@ class Ground:
         began = time.monotonic()
         process = self.processes.Process(target=_obey, args=(line, str(self.case), drawn), daemon=True)
         process.start()
-        process.join(PATIENCE)
+        process.join(patience)
         if hung := process.exitcode is None:
             process.kill()
             process.join()
