@@ -25,7 +25,7 @@ def chunk_bytes_on(device: torch.device) -> int:
 
 
 def rows_at_a_time(vocab_size: int, dtype: torch.dtype, held: int, num_rows: int, chunk_bytes: int) -> tuple[int, int]:
-    """The rows of a chunk and of a slice, of `num_rows` in all.
+    """The rows of a chunk, of which there are at most `num_rows` (of one lm_head), and of a slice.
 
     Held per logit of a chunk: itself, later its gradient, and where two are `held` the target's p, exact; of a slice
     log q, and p in its order, both exact.

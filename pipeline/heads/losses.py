@@ -89,7 +89,8 @@ class _SummedCrossEntropy(torch.autograd.Function):
         ctx.weights_K, ctx.is_weighed = weights_K, lm_head.dim() == 2 or split is not None
         vocab_size = split.num_rows if split else lm_head.shape[-2]
         with torch.autocast(hidden_KND.device.type, enabled=False):
-            walk = _Walk(hidden_KND, vocab_size, labels_KN, teacher, weights_K, ctx.needs_input_grad[:2], chunk_bytes)
+            settings = {"wants": ctx.needs_input_grad[:2], "shared": lm_head.dim() == 2, "chunk_bytes": chunk_bytes}
+            walk = _Walk(hidden_KND, vocab_size, labels_KN, teacher, weights_K, **settings)
             ctx.grad_lm_head = walk.split_lm_heads(lm_head, split) if split else walk.lm_heads(lm_head)
         ctx.grad_hidden_KND = walk.grad_hidden_KND
         return walk.losses_KN.sum(1)
@@ -122,7 +123,9 @@ class _Walk:
         labels_KN: Tensor,
         teacher: Teacher | None,
         weights_K: Tensor,
+        *,
         wants: tuple[bool, ...],
+        shared: bool,  # whether one lm_head reads the rows of all heads
         chunk_bytes: int,
     ):
         self.hidden_KND, self.labels_KN, self.weights_K = hidden_KND, labels_KN, weights_K
@@ -130,8 +133,9 @@ class _Walk:
         dtype, exact = hidden_KND.dtype, torch.float64 if hidden_KND.dtype == torch.float64 else torch.float32
         self.losses_KN = torch.zeros(labels_KN.shape, dtype=exact, device=hidden_KND.device)
         self.grad_hidden_KND = hidden_KND.new_zeros(hidden_KND.shape) if self.wants_hidden else None
-        held = 1 if teacher is None else 2
-        num_rows, slice_rows = rows_at_a_time(vocab_size, dtype, held, labels_KN.numel(), chunk_bytes)
+        held, num_states = (2, len(teacher.states_MD)) if teacher else (1, 0)
+        most = labels_KN.numel() if shared else max(labels_KN.shape[1], min(num_states, labels_KN.numel()))
+        num_rows, slice_rows = rows_at_a_time(vocab_size, dtype, held, most, chunk_bytes)
         self.logits_buffer = hidden_KND.new_empty(num_rows, vocab_size)
         self.scratch = self.logits_buffer.new_empty(held, slice_rows, vocab_size, dtype=exact)
         self.taught = Taught(teacher, self.logits_buffer, exact) if teacher else None

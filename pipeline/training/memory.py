@@ -38,6 +38,7 @@ class HeadsSizes:
     num_heads: int
     hidden_size: int
     vocab_size: int  # the rows of an lm_head
+    num_lm_heads: int  # one of each head, or one that all share
     weights: int
     trained: int
     trained_lm_head: int  # of them
@@ -50,6 +51,7 @@ class HeadsSizes:
             shape.num_heads,
             shape.hidden_size,
             heads.lm_head.shape[-2],
+            len(heads.lm_head) if heads.lm_head.dim() == 3 else 1,
             sum(weight.numel() for weight in heads.parameters()),
             sum(weight.numel() for weight in heads.parameters() if weight.requires_grad),
             heads.lm_head.numel() if heads.lm_head.requires_grad else 0,
@@ -146,8 +148,8 @@ def heads_logits(step: StepSizes, num_positions: int, *, teacher: bool) -> float
     """A chunk's logits and states, the copy of an lm_head that products read and what they make (heads/losses.py)."""
     heads, width = step.heads, step.product_bytes
     dtype, held = torch.bfloat16 if width < FP32 else torch.float32, 2 if teacher else 1
-    of_all = heads.num_heads * num_positions
-    rows, slice_rows = rows_at_a_time(heads.vocab_size, dtype, held, of_all, step.chunk_bytes)
+    of_one = heads.num_heads // heads.num_lm_heads * num_positions  # the rows that one lm_head reads
+    rows, slice_rows = rows_at_a_time(heads.vocab_size, dtype, held, of_one, step.chunk_bytes)
     logits = heads.vocab_size * (rows * (width + (held - 1) * FP32) + slice_rows * held * FP32)
     states = 2 * rows * heads.hidden_size * width
     trains = heads.trained_lm_head > 0

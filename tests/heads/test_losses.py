@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipeline.conversations.spans import IGNORED
 from pipeline.heads.losses import summed_cross_entropy
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from tests.fake_cuda.ledger import Ledger
 from tests.heads.plain_loss import plain_summed_cross_entropy
 
 NUM_HEADS, NUM_ROWS, SIZE, VOCAB = 3, 37, 8, 19
@@ -171,3 +172,15 @@ def test_never_holds_the_logits_of_all_rows():
     with Watch():
         summed_cross_entropy(hidden, lm_head, labels, chunk_bytes=SEVEN_ROWS).sum().backward()
     assert 7 <= largest <= SIZE < NUM_ROWS
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_no_room_is_taken_for_more_rows_than_an_lm_head_reads(tied: bool):
+    """Logits in fp64 and their softmax; all else that lives meanwhile is smaller than one head's logits."""
+    hidden, lm_head = torch.randn(3, 64, 2, dtype=torch.float64), torch.randn(300, 2, dtype=torch.float64)
+    lm_head = lm_head if tied else lm_head.expand(3, -1, -1).contiguous().requires_grad_()
+    with Ledger() as ledger:
+        summed_cross_entropy(hidden, lm_head, torch.zeros(3, 64, dtype=torch.int64), chunk_bytes=1 << 30)
+    of_one_head = 64 * 300 * 8
+    read_by_one = 3 if tied else 1
+    assert 2 * read_by_one <= ledger.peak["cpu"] / of_one_head < 2 * read_by_one + 1
