@@ -76,17 +76,22 @@ def _figures(measured: Mapping[str, Any], limits: LatencyLimits) -> dict[str, An
 
 
 def stops_paying_at(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """The measured number of requests from which on the server is slower with the heads; None where it never is."""
-    faster = max((row["requests"] for row in rows if row["speedup"] >= 1), default=0)
-    return min((row["requests"] for row in rows if row["requests"] > faster), default=None)
+    """The least measured number of requests at which the server is slower with the heads; None where there is none."""
+    return next((row["requests"] for row in rows if row["speedup"] < 1), None)
 
 
 def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Up to how many requests at once the heads pay, in a sentence."""
-    least, most, stops = rows[0]["requests"], rows[-1]["requests"], stops_paying_at(rows)
+    """Up to how many requests at once the heads pay, and beyond that at which loads they do not, in a sentence."""
+    levels, stops = [row["requests"] for row in rows], stops_paying_at(rows)
     if stops is None:
-        return f"Served by vLLM, the heads pay up to {most} requests at once, the most that were tried."
-    if stops == least:
-        return f"Served by vLLM, the heads pay at no load: they are slower at {least} to {most} requests at once."
-    pays = max(row["requests"] for row in rows if row["requests"] < stops)
-    return f"Served by vLLM, the heads pay up to {pays} requests at once, and no longer from {stops}."
+        return f"Served by vLLM, the heads pay up to {levels[-1]} requests at once, the most that were tried."
+    slower = [row["requests"] for row in rows if row["speedup"] < 1]
+    faster = [level for level in levels if level > stops and level not in slower]
+    beyond = f"they are slower at {_listed(slower)}" + (f", and faster again at {_listed(faster)}" if faster else "")
+    paid = levels[: levels.index(stops)]
+    return f"Served by vLLM, the heads {f'pay up to {paid[-1]} requests at once' if paid else 'do not pay'}; {beyond}."
+
+
+def _listed(levels: Sequence[int]) -> str:
+    *others, last = map(str, levels)
+    return f"{', '.join(others)} and {last}" if others else last

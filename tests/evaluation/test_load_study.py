@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -56,12 +57,30 @@ def test_a_request_keeps_the_limits_if_neither_is_broken():
 
 
 @given(st.lists(st.floats(0.1, 3), min_size=1, max_size=7))
-def test_heads_stop_paying_where_no_higher_load_is_faster_with_them(speedups):
+def test_heads_stop_paying_at_the_first_load_at_which_the_server_is_slower_with_them(speedups):
     rows = [{"requests": level, "speedup": speedup} for level, speedup in zip(LEVELS, speedups, strict=False)]
-    stops = stops_paying_at(rows)
-    slower = [row["speedup"] < 1 for row in rows if stops and row["requests"] >= stops]
-    assert all(slower) and bool(slower) == (speedups[-1] < 1)
-    assert str(stops or rows[-1]["requests"]) in in_words(rows)
+    stops, slower = stops_paying_at(rows), [row["requests"] for row in rows if row["speedup"] < 1]
+    assert stops == min(slower, default=None)
+    assert all(row["speedup"] >= 1 for row in rows if stops is None or row["requests"] < stops)
+    named = [int(number) for number in re.findall("[0-9]+", in_words(rows))]
+    assert set(slower) <= set(named), "each load at which they lose is named"
+
+
+@pytest.mark.parametrize(
+    ("speedups", "words"),
+    [
+        ((1.3, 1.2, 1.1), "pay up to 4 requests at once, the most that were tried."),
+        ((1.3, 1.2, 1.1, 0.9, 0.8), "pay up to 4 requests at once; they are slower at 8 and 16."),
+        (
+            (1.3, 1.2, 0.9, 0.9, 0.8, 1.1),
+            "up to 2 requests at once; they are slower at 4, 8 and 16, and faster again at 32.",
+        ),
+        ((0.9, 0.8), "the heads do not pay; they are slower at 1 and 2."),
+    ],
+)
+def test_a_single_faster_load_is_no_promise_for_those_below_it(speedups, words):
+    rows = [{"requests": level, "speedup": speedup} for level, speedup in zip(LEVELS, speedups, strict=False)]
+    assert in_words(rows).endswith(words)
 
 
 def test_what_is_asked_of_the_servers_and_where_it_is_told(tiny_target, monkeypatch):
@@ -81,11 +100,12 @@ def test_what_is_asked_of_the_servers_and_where_it_is_told(tiny_target, monkeypa
     found = load_study(CheckRequest(target, "export", prompts, settings, speculative_config=config))
     assert asked["engine_args"] == [{}, {"speculative_config": config}]
     assert (asked["prompts"], asked["max_new_tokens"], asked["repeats"]) == ([[1, 2], [3]], 9, settings.repeats)
+    words = "Served by vLLM, the heads pay up to 4 requests at once; they are slower at 8, 16, 32 and 64."
     rows = found["studies"]["load"]
     assert [row["requests"] for row in rows] == [1, 2, 4, 8, 16, 32, 64]
-    assert found["under_load"] == "Served by vLLM, the heads pay up to 4 requests at once, and no longer from 8."
+    assert found["under_load"] == words
     texts = report_texts({"check": {"vllm": found}}, {})
-    said = ("Study: load", "no longer from 8", "100 / 100 / 100", "within limits")
+    said = ("Study: load", "slower at 8,", "100 / 100 / 100", "within limits")
     for name, text in texts.items():
         assert name.endswith(".json") or all(words in text for words in said), name
     assert any("study-load" in text for text in texts.values()), "the page has the plot"
