@@ -79,7 +79,7 @@ def run_flow(
         run.write_config(config)
         context = Context(config, run, console, executor)
         try:
-            context.check_placements({placement for name in wanted for placement in STAGES[name].placements})
+            context.check_placements(wanted)
             for name, stage in STAGES.items():
                 if stage.skipped(config) is not None:
                     run.unlink_latest(name)

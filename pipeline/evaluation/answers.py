@@ -41,7 +41,8 @@ TIE_TOLERANCE = {"float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5}
 # bitsandbytes' 8-bit layers round what they read to 127 steps of its largest number, as coarse as bfloat16's 8 bits, in
 # any dtype: a last bit that differs becomes a step, and which columns are kept apart depends on all positions of a
 # forward. Its 4-bit layers multiply in bfloat16 on a CPU, in any dtype: a forward of one position, one of several.
-AS_COARSE_AS = {"8bit": "bfloat16", "4bit": "bfloat16"}
+# On a GPU these multiply in the target's dtype.
+AS_COARSE = "bfloat16"
 
 
 @dataclass
@@ -62,13 +63,13 @@ class GreedyMatch:
         return {"largest_gap": float(f"{max(gaps):.3g}")} if gaps else {}
 
 
-def tie_tolerance(target: TargetSpec, settings: CheckConfig) -> float:
-    """The configured tolerance, or the default: the larger of the dtype's and the quantization's."""
+def tie_tolerance(target: TargetSpec, settings: CheckConfig, *, on_gpu: bool) -> float:
+    """The configured tolerance, or the default: the larger of the dtype's and the quantization's, where it runs."""
     if settings.tie_tolerance is not None:
         return settings.tie_tolerance
-    quantization = "8bit" if target.rounds_inputs else target.quantization or ""
-    grids = {target.dtype, AS_COARSE_AS.get(quantization, target.dtype)}
-    return max(TIE_TOLERANCE[grid] for grid in grids)
+    rounding = target.rounding or target.quantization
+    is_coarse = rounding == "8bit" or (rounding == "4bit" and not on_gpu)
+    return max(TIE_TOLERANCE[target.dtype], TIE_TOLERANCE[AS_COARSE] if is_coarse else 0.0)
 
 
 def compare(

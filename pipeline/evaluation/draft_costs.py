@@ -35,13 +35,18 @@ class StepCosts:
     drafting: dict[int, float]  # one number at least
     spread: float = 0.0  # the largest of their rounds, as `StepTime` has it
     settled: bool = True  # whether two rounds agreed on each
+    threads: int | None = None  # of the CPU, with which plain steps were fastest; drafting steps used as many
 
     @classmethod
-    def of_times(cls, plain: StepTime, drafting: Mapping[int, StepTime]) -> StepCosts:
-        """What was timed."""
-        times = [plain, *drafting.values()]
-        spread, settled = max(time.spread for time in times), all(time.settled for time in times)
-        return cls(plain.seconds, {number: time.seconds for number, time in drafting.items()}, spread, settled)
+    def of_times(cls, plain: StepTime, drafting: Mapping[int, StepTime]) -> StepCosts | None:
+        """What was timed; None where the context has no room for a plain step and one that drafts."""
+        times = {number: time for number, time in drafting.items() if math.isfinite(time.seconds)}
+        if not times or not math.isfinite(plain.seconds):
+            return None
+        spread = max(time.spread for time in (plain, *times.values()))
+        settled = all(time.settled for time in (plain, *times.values()))
+        seconds = {number: time.seconds for number, time in times.items()}
+        return cls(plain.seconds, seconds, spread, settled, plain.threads)
 
     def overheads(self, most: int) -> dict[int, float]:
         """Each number's step over a plain one, up to `most`: timed, or on the line between its timed neighbours.
@@ -63,6 +68,7 @@ class StepCosts:
         """For the stage's record and the report, in milliseconds."""
         drafting = [{"draft_tokens": number, "ms": 1000 * seconds} for number, seconds in sorted(self.drafting.items())]
         spread = {"spread": self.spread, "settled": self.settled}
+        spread |= {"threads": self.threads} if self.threads else {}
         return {"engine": "vllm", "plain_ms": 1000 * self.plain, "steps": drafting, **spread}
 
 
@@ -80,7 +86,7 @@ def draft_costs(
     gpus: int,
     progress: ProgressReporter | None = None,
 ) -> StepCosts | None:
-    """The costs of a step with these trained heads in vLLM; None where vLLM is not installed.
+    """The costs of a step with these trained heads in vLLM; None without vLLM, or room for a step.
 
     Args:
         heads: Their file.

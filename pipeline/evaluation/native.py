@@ -93,7 +93,7 @@ def check_native(request: CheckRequest, progress: ProgressReporter | None = None
     methods, layout = load_methods(request), read_layout(request.export)
     plain, accelerated = methods.plain, methods.accelerated
     endless = plain_decoder(plain.model, eos_token_ids=(), max_length=plain.max_length)
-    with fastest_threads(endless, prompts[0].ids):
+    with fastest_threads(endless, prompts[0].ids) as threads:
         measured = measure(methods, prompts, settings, progress)
         calibration, answers = request.calibration, measured.plain_greedy
         chain = chain_figures(accelerated, prompts, answers, layout.num_speculative_tokens)
@@ -102,7 +102,7 @@ def check_native(request: CheckRequest, progress: ProgressReporter | None = None
     tokenizer = load_tokenizer(request.target)
     return {
         "native": native_figures(request, methods, measured, match)
-        | {"chain": chain}
+        | {"chain": chain, **({} if request.gpus else {"threads": threads})}
         | ({"studies": studies} if studies else {}),
         "target_text": text_statistics(plain.model, prompts, answers),
         "samples": samples(tokenizer, prompts, measured.passes[0][ACCELERATED]),
@@ -165,8 +165,12 @@ def measure(
 def greedy_match(request: CheckRequest, methods: DecodingMethods, measured: Measurement, method: str) -> GreedyMatch:
     """A method's greedy answers against plain decoding's."""
     answers = _texts(measured.greedy_passes[0][method])
-    gap_at, tolerance = partial(top_2_gap, methods.plain.model), tie_tolerance(request.target, request.settings)
-    return compare(request.prompts, measured.plain_greedy, answers, gap_at, tolerance)
+    gap_at = partial(top_2_gap, methods.plain.model)
+    return compare(request.prompts, measured.plain_greedy, answers, gap_at, _tolerance(request))
+
+
+def _tolerance(request: CheckRequest) -> float:
+    return tie_tolerance(request.target, request.settings, on_gpu=request.gpus > 0)
 
 
 def native_figures(
@@ -186,7 +190,7 @@ def native_figures(
     figures = {
         **speed(measured.passes),
         "greedy_match": match.as_dict(),
-        "tie_tolerance": tie_tolerance(request.target, settings),
+        "tie_tolerance": _tolerance(request),
         **match.largest_gap(),
         "accepted_lengths": steps_by_accepted_length(first[ACCELERATED]),
         "prompts": len(request.prompts),

@@ -54,7 +54,7 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
         return load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
 
     texts = plain["token_ids"], accelerated["token_ids"]
-    tolerance = tie_tolerance(target, settings)
+    tolerance = tie_tolerance(target, settings, on_gpu=gpus > 0)
     match = compare(prompts, *texts, lambda prefix: top_2_gap(model(), prefix), tolerance)
     drafts = max(1, accelerated["num_drafts"])
     return {

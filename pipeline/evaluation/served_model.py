@@ -66,8 +66,8 @@ def require_served_model(config: Config, target: TargetSpec, *, on_gpu: Mapping[
         ConfigError: As `served_model`, and for a format that an engine has no reader of.
         EnvironmentFault: A package or a GPU is missing.
     """
-    if spec := served_model(config, target, on_gpu=on_gpu["native"]):
-        for engine in config.check.engines:
+    for engine in config.check.engines:
+        if spec := served_model(config, target, on_gpu=on_gpu[engine]):
             require_readable(spec, engine, on_gpu=on_gpu[engine], where=WHERE)
 
 

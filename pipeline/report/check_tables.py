@@ -9,7 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 from pipeline.report.facts import Table, expected_rate, identical, pick
-from pipeline.report.formatting import UNKNOWN, count, duration, pairs, percent, rate, ratio, show, times, with_error
+from pipeline.report.formatting import (
+    UNKNOWN,
+    count,
+    duration,
+    on_threads,
+    pairs,
+    percent,
+    rate,
+    ratio,
+    show,
+    times,
+    with_error,
+)
 
 NOTE = (
     "Tokens per forward of the target and per second, time to the first token and per further one. Speedups are over "
@@ -217,6 +229,8 @@ def methods_table(report: dict) -> Table:
     columns = _METHODS + (_DRAFTING if any("draft_length" in row for row in rows) else ())
     repeats = pick(native, "repeats") or 1
     medians = [f"Times are medians of {count(repeats)} repetitions"] if repeats > 1 else []
+    if threads := on_threads(pick(native, "threads")):
+        medians.append(f"Native steps are timed{threads}")
     return filled("Methods", ". ".join([NOTE, *medians, *failed]).rstrip(".") + ".", columns, rows)
 
 

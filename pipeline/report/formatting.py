@@ -58,6 +58,11 @@ def duration(seconds: Any) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
+def on_threads(number: Any) -> str:
+    """` on 2 CPU threads`; nothing where their number is not known."""
+    return f" on {number} CPU thread{'s' if number != 1 else ''}" if isinstance(number, int) else ""
+
+
 def pairs(value: Any) -> str:
     """A dictionary as `name value, name value`, a list joined by commas, anything else as it is."""
     if isinstance(value, dict):

@@ -23,6 +23,7 @@ from pipeline.report.formatting import (
     UNKNOWN,
     count,
     duration,
+    on_threads,
     pairs,
     percent,
     rate,
@@ -145,7 +146,8 @@ def _vllm_steps(costs: dict) -> str:
     steps = [f"{step['draft_tokens']} drafted {step['ms']:.1f}" for step in costs["steps"]]
     between = ", between them by a straight line" if len(steps) > 1 else ""
     timed = f"plain {costs['plain_ms']:.1f}, {', '.join(steps)} (repeated within {percent(costs['spread'])})"
-    return f"by vLLM's own steps, one request at a time, in ms: {timed}{between}"
+    threads = on_threads(costs.get("threads"))
+    return f"by vLLM's own steps, one request at a time{threads}, in ms: {timed}{between}"
 
 
 def drift_table(report: dict) -> Table:

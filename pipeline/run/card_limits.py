@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.errors import EnvironmentFault
 from pipeline.evaluation.served_model import WHERE, served_model
 from pipeline.execution.cards import Card, counted, visible_cards
-from pipeline.storage.run_directory import finished_before
+from pipeline.run.placements import OF_ENGINE, sections_of, unfinished
+from pipeline.run.tree_settings import times_chain
 from pipeline.targets.quantization import format_of
-from pipeline.targets.quantized import vllm_capability
 from pipeline.targets.spec import TargetSpec, model_config, resolve
+from pipeline.targets.vllm_capability import vllm_capability
 
 
 def require_cards(config: Config, cards: Collection[Card], stages: Collection[str] | None = None) -> None:
@@ -30,7 +31,7 @@ def require_bfloat16(config: Config, cards: Collection[Card], stages: Collection
 
     Args:
         cards: Every GPU that a worker may get.
-        stages: The sections of `placement` that are to run; None for all.
+        stages: Those to run; None for all that have no finished result.
 
     Raises:
         EnvironmentFault: Names the GPUs, and the setting that asks for it.
@@ -51,7 +52,7 @@ def require_bfloat16(config: Config, cards: Collection[Card], stages: Collection
 
 
 def require_formats(config: Config, cards: Collection[Card], stages: Collection[str] | None = None) -> None:
-    """Refuse quantized weights that vLLM would read on a GPU too old for their format.
+    """Refuse quantized weights that vLLM would read on a GPU that is not one for their format.
 
     Arguments and errors as of `require_bfloat16`; a GPU of unknown capability is taken to do.
     """
@@ -59,42 +60,43 @@ def require_formats(config: Config, cards: Collection[Card], stages: Collection[
         return
     for where, spec in _read_by_vllm(config, _on_gpu(config, stages)):
         content = model_config(spec)
-        least = vllm_capability(content) or (0, 0)
-        old = [card for card in cards if card.capability and card.capability < least]
-        if old:
-            major, minor = least
+        needed = vllm_capability(content)
+        unfit = [card for card in cards if needed and card.capability and not needed.has(card.capability)]
+        if unfit:
             raise EnvironmentFault(
-                f"{spec.model} is {format_of(content)}, which vLLM reads on GPUs of compute capability {major}.{minor} "
-                f"or above, and a worker may get one that has less: {counted(old)}.",
+                f"{spec.model} is {format_of(content)}, which vLLM reads on GPUs of compute capability {needed}, and a "
+                f"worker may get another: {counted(unfit)}.",
                 where,
                 "Name a copy that is not quantized, leave it to transformers (engine: transformers, check.engines: "
-                "[native]), or run on newer GPUs.",
+                "[native]), or run on other GPUs.",
             )
 
 
-def _on_gpu(config: Config, stages: Collection[str] | None) -> list[str]:
-    """The sections of `placement` whose workers get GPUs, of these stages."""
-    placed = config.placement.of_stages()
-    return [name for name in placed if placed[name].gpus_per_worker != 0 and (stages is None or name in stages)]
+def _on_gpu(config: Config, stages: Collection[str] | None) -> dict[str, set[str]]:
+    """Of these stages those that work on GPUs, each with the sections of `placement` that give it some."""
+    given = {name for name, of in config.placement.of_stages().items() if of.gpus_per_worker != 0}
+    names = unfinished(config) if stages is None else stages
+    found = {name: sections_of(config, [name]) & given for name in names}
+    return {name: sections for name, sections in found.items() if sections}
 
 
-def _read_by_vllm(config: Config, on_gpu: Collection[str]) -> Iterator[tuple[str, TargetSpec]]:
-    """The models that vLLM loads on a GPU, each with the key that names it; vLLM's check runs where generate does."""
-    in_check = "vllm" in config.check.engines and "generate" in on_gpu
-    in_generate = config.generate.engine == "vllm" and config.generate.mode != "passthrough" and "generate" in on_gpu
-    if in_check or in_generate or (config.features.engine == "vllm" and "features" in on_gpu):
+def _read_by_vllm(config: Config, on_gpu: Mapping[str, Collection[str]]) -> Iterator[tuple[str, TargetSpec]]:
+    """The models that vLLM loads on a GPU, each with the key that names it."""
+    writes = config.generate.engine == "vllm" and config.generate.mode != "passthrough"
+    in_check = "vllm" in config.check.engines and OF_ENGINE["vllm"] in on_gpu.get("check", ())
+    in_calibrate = times_chain(config) and OF_ENGINE["vllm"] in on_gpu.get("calibrate", ())
+    computes = config.features.engine == "vllm" and on_gpu.keys() & {"features", "tuned-features"}
+    if in_check or in_calibrate or computes or (writes and "generate" in on_gpu):
         target = resolve(config.target, on_gpu=True)
         yield "target.model", target
         if in_check and (copy := served_model(config, target, on_gpu=True)):
             yield WHERE, copy
 
 
-def require_own_cards(config: Config) -> None:
+def require_own_cards(config: Config, stages: Collection[str] | None = None) -> None:
     """Refuse what this machine's GPUs lack, unless a cluster's decide; stages with a finished result may be kept."""
-    store = config.run.store or config.run.directory
     if not os.environ.get("RAY_ADDRESS"):
-        unfinished = [name for name in config.placement.of_stages() if not finished_before(store, name)]
-        require_cards(config, visible_cards(), unfinished)
+        require_cards(config, visible_cards(), unfinished(config, stages))
 
 
 @dataclass(frozen=True)

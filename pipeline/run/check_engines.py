@@ -27,12 +27,13 @@ from pipeline.evaluation.prompts import (
     with_room_for,
 )
 from pipeline.evaluation.served import chain_promise, check_served
-from pipeline.evaluation.served_model import check_on_served_model
+from pipeline.evaluation.served_model import check_on_served_model, served_model
 from pipeline.execution.hardware import with_hardware
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
 from pipeline.run.context import Context
+from pipeline.run.placements import OF_ENGINE
 from pipeline.run.preflight import resolve_assistant
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.stage_directory import StageDirectory
@@ -53,7 +54,7 @@ def check_request(context: Context, progress: ProgressReporter) -> tuple[CheckRe
         prompts.kept,
         settings,
         tree=read_tree(export),
-        gpus=context.placement("features").gpus,
+        gpus=context.placement(OF_ENGINE["native"]).gpus,
         name=Path(context.config.target.model).name,
         assistant=assistant_of(context),
         calibration=read_calibration(context.upstream["calibrate"].path),
@@ -68,7 +69,7 @@ def natively(
 
     def decode() -> dict[str, Any]:
         arguments = {"function": check_native, "request": request}
-        found = context.executor.call(with_hardware, arguments, context.placement("features"), progress)
+        found = context.executor.call(with_hardware, arguments, context.placement(OF_ENGINE["native"]), progress)
         answers = found.pop("answers")
         write_answers(stage.path, answers)
         if isinstance(request.settings.prompts, Path):
@@ -86,7 +87,7 @@ def in_vllm(
     progress: ProgressReporter,
 ) -> dict[str, Any]:
     """vLLM's result with what its chain is expected to reach; `chain` is native decoding's of the same text."""
-    placement = context.placement("generate")
+    placement = context.placement(OF_ENGINE["vllm"])
     call, arguments = context.executor.call, {"request": replace(request, gpus=placement.gpus)}
     decoding = {"function": check_served, **arguments}
     served = _kept(stage, VLLM, lambda: call(with_hardware, decoding, placement, progress))
@@ -114,13 +115,23 @@ def forget_parts(stage: StageDirectory) -> None:
         (stage.path / f"{part}.json").unlink(missing_ok=True)
 
 
+def served_copies(context: Context) -> dict[str, TargetSpec]:
+    """The copy that will be served as each engine of the check loads it; empty where there is none."""
+    config = context.config
+    found = {
+        engine: served_model(config, context.target, on_gpu=context.on_gpu(OF_ENGINE[engine]))
+        for engine in config.check.engines
+    }
+    return {engine: copy for engine, copy in found.items() if copy}
+
+
 def on_served_model(
-    context: Context, request: CheckRequest, copy: TargetSpec, progress: ProgressReporter
+    context: Context, request: CheckRequest, copies: Mapping[str, TargetSpec], progress: ProgressReporter
 ) -> dict[str, Any]:
     """The heads on the copy that will be served, in every engine of the check."""
     found: dict[str, Any] = {"differing": []}
-    for engine in context.config.check.engines:
-        placement = context.placement("features" if engine == "native" else "generate")
+    for engine, copy in copies.items():
+        placement = context.placement(OF_ENGINE[engine])
         asked = replace(request, gpus=placement.gpus)
         arguments = {"function": check_on_served_model, "request": asked, "spec": copy, "engine": engine}
         one = context.executor.call(with_hardware, arguments, placement, progress)
@@ -131,7 +142,7 @@ def on_served_model(
 
 def drift_of_published(context: Context, stage: StageDirectory, progress: ProgressReporter) -> dict[str, Any]:
     """The drift of the published weights; leaves the original's answers to a file of questions."""
-    settings, placement = context.config.check, context.placement("features")
+    settings, placement = context.config.check, context.placement(OF_ENGINE["native"])
     generated = context.upstream["generate"]
     rows = read_token_rows(generated.shards(), generated.fingerprint)
     request = OriginalRequest(
@@ -152,13 +163,13 @@ def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -
     settings = context.config.check
     if isinstance(settings.prompts, Path):
         kind, where = "question", str(settings.prompts)
-        engine, part = ("transformers", "features") if "native" in settings.engines else ("vllm", "generate")
-        placement = context.placement(part)
+        native = "native" in settings.engines
+        placement = context.placement(OF_ENGINE["native" if native else "vllm"])
         arguments = {
             "target": target,
             "questions": read_questions(settings.prompts),
             "settings": settings,
-            "engine": engine,
+            "engine": "transformers" if native else "vllm",
             "gpus": placement.gpus,
         }
         prompts = context.executor.call(question_prompts, arguments, placement, progress)

@@ -20,9 +20,10 @@ from pipeline.execution.placement import Placement, place
 from pipeline.execution.progress import Meter, ProgressReporter
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.run.card_limits import require_cards
+from pipeline.run.placements import sections_of, unfinished
 from pipeline.storage.done import Identity
 from pipeline.storage.fingerprint import FileDigests
-from pipeline.storage.run_directory import RunDirectory, finished_before
+from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, asks_for_date, resolve, weight_files
 from pipeline.training.methods import method_of
@@ -64,13 +65,12 @@ class Context:
     def digests(self) -> FileDigests:
         return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
-    @functools.cached_property
-    def on_gpu(self) -> bool | None:
-        """Whether workers have GPUs, as placement says, or the cluster that RAY_ADDRESS names; None: as this machine.
+    def on_gpu(self, section: str) -> bool | None:
+        """Whether the workers of a section have GPUs, as placement says, or the cluster that RAY_ADDRESS names.
 
-        `dtype: auto` depends on it, of the target and of its copies.
+        None: as this machine. `dtype: auto` depends on it, of the target and of its copies.
         """
-        gpus = self.config.placement.features.gpus_per_worker
+        gpus = self.config.placement.of_stages()[section].gpus_per_worker
         on_cluster = self.executor_name == "ray" and os.environ.get("RAY_ADDRESS") and not self.read_only
         if gpus is None and on_cluster:
             gpus = self.executor.resources().gpus
@@ -83,7 +83,7 @@ class Context:
         Raises:
             ConfigError: There is no such target, or it cannot be accelerated by tree verification.
         """
-        return resolve(self.config.target, on_gpu=self.on_gpu)
+        return resolve(self.config.target, on_gpu=self.on_gpu("features"))
 
     def backbone(self, stage: str) -> TargetSpec:
         """What the heads sit on: the target itself, or the one that training has tuned, in the directory of `stage`."""
@@ -133,17 +133,21 @@ class Context:
         Raises:
             EnvironmentFault: The sum, spelled out.
         """
-        placed = [name for name in self.config.placement.of_stages() if name in stages]
-        missing = [name for name in placed if not finished_before(self.run.store, name)]
+        missing = unfinished(self.config, stages)
         if not missing:
             return
         ray = sys.modules.get("ray")
         cluster = os.environ.get("RAY_ADDRESS") or (ray and ray.is_initialized())
         on_cluster = self.executor_name == "ray" and cluster
         have = self.executor.resources() if on_cluster else InlineExecutor().resources()  # as Ray will find them here
-        gpus = {name: place(name, getattr(self.config.placement, name), have).gpus for name in missing}
+        sections = sections_of(self.config, missing)
+        gpus = [
+            place(name, wanted, have).gpus
+            for name, wanted in self.config.placement.of_stages().items()
+            if name in sections
+        ]
         require_cards(self.config, have.cards, missing)
-        if any(gpus.values()) and (told := mixture(have.cards)):
+        if any(gpus) and (told := mixture(have.cards)):
             self.console.print(f"[yellow]![/] {escape(told)}", highlight=False, soft_wrap=True)
 
     @contextlib.contextmanager

@@ -12,8 +12,8 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.device_memory import GIB
 from pipeline.heads.shape import KINDS, head_kind
 from pipeline.run.budget import PLACED, StageBudget, budgets, sizes_of
+from pipeline.run.placements import OF_ENGINE, unfinished
 from pipeline.run.preflight import not_served
-from pipeline.storage.run_directory import finished_before
 from pipeline.targets.sizes import TargetSizes
 from pipeline.training.methods import method_of
 
@@ -33,8 +33,7 @@ def check_memory(config: Config, stages: Collection[str], positions: Callable[[]
     Raises:
         EnvironmentFault: See `require_fit`.
     """
-    store = config.run.store or config.run.directory
-    open_stages = {name for name in stages if not finished_before(store, name)}
+    open_stages = set(unfinished(config, stages))
     if not open_stages & PLACED or (sizes := sizes_of(config)) is None:
         return
     if all(budget.fits for budget in budgets(config, sizes) if budget.placed in open_stages):
@@ -97,7 +96,7 @@ def _fitting(config: Config, sizes: TargetSizes, stage: str, group: Group, posit
 
 def _smaller(config: Config, stage: str, sizes: TargetSizes, *, on_gpu: bool) -> Iterator[Group]:
     """Groups of settings that make a stage smaller; within a group those first that cost least."""
-    placed = {"check": "features"}.get(stage, stage)
+    placed = OF_ENGINE["native"] if stage == "check" else stage
     if placed in ("generate", "features"):
         if on_gpu:
             yield [{f"placement.{placed}.gpus_per_worker": number} for number in (2, 4, 8)]

@@ -21,6 +21,7 @@ from pipeline.export.layout import check_formats, check_num_heads
 from pipeline.export.upload import check_repo_id
 from pipeline.heads.shape import head_kind
 from pipeline.run.card_limits import require_own_cards
+from pipeline.run.placements import OF_ENGINE
 from pipeline.run.tree_settings import check_tree
 from pipeline.storage.run_directory import finished_before
 from pipeline.targets.files import is_local
@@ -55,7 +56,7 @@ def check_config(config: Config, stages: Collection[str] | None = None, *, notes
         with _noted(notes):
             _check_driver(config)
         with _noted(notes):
-            require_own_cards(config)
+            require_own_cards(config, stages)
         with _noted(notes):
             _check_readers(config)
     if stages is None or "train" in stages:
@@ -158,13 +159,12 @@ def _check_readers(config: Config) -> None:
     """Refuse a quantized target, or a copy of it, that an engine cannot read here; a cluster's workers decide."""
     if os.environ.get("RAY_ADDRESS") or not (is_local(config.target.model) or config.check.served_model):
         return
-    target, checked = resolve(config.target), {"native": "features", "vllm": "generate"}
-    on_gpu = {part: _has_gpus(config, part) for part in checked.values()}
+    target, on_gpu = resolve(config.target), {part: _has_gpus(config, part) for part in OF_ENGINE.values()}
     engines: list[tuple[str, str]] = [(config.generate.engine, "generate"), (config.features.engine, "features")]
-    engines += [(engine, checked[engine]) for engine in config.check.engines]
+    engines += [(engine, OF_ENGINE[engine]) for engine in config.check.engines]
     for engine, part in dict.fromkeys(engines):
         require_readable(target, engine, on_gpu=on_gpu[part], where="target.model")
-    require_served_model(config, target, on_gpu={engine: on_gpu[part] for engine, part in checked.items()})
+    require_served_model(config, target, on_gpu={engine: on_gpu[part] for engine, part in OF_ENGINE.items()})
 
 
 def _has_gpus(config: Config, part: str) -> bool:

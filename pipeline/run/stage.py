@@ -34,7 +34,6 @@ class Stage:
     skipped: Callable[[Config], str | None] = lambda config: None  # why it is no part of a run, "" where that is plain
     asked_for: Callable[[Config], bool] = lambda config: True  # whether a run of this configuration wants it
     sharded: bool = False  # whether the result is shards
-    placements: tuple[str, ...] = ()  # the sections of `placement` that say where it works
     scratch: tuple[str, ...] = ()  # files and folders in its directory that do not count once it is done
     parts: tuple[str, ...] = ()  # folders in it that are made again alone when one of their files is damaged
     may_link: tuple[str, ...] = ()  # folders of `scratch` in which another program keeps links of its own

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.trained_heads import HEADS_FILE
-from pipeline.config import Config
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices
 from pipeline.decoding.tree_search import CrossFit
@@ -18,9 +17,9 @@ from pipeline.evaluation.draft_costs import StepCosts, draft_costs
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, measure_overheads
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.execution.progress import ProgressReporter
-from pipeline.heads.shape import head_kind
 from pipeline.run.context import Context
-from pipeline.run.tree_settings import dynamic_tree
+from pipeline.run.placements import OF_ENGINE
+from pipeline.run.tree_settings import dynamic_tree, times_trees
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import context_length
 from pipeline.training.evaluation import SPLIT
@@ -29,18 +28,11 @@ TIMED_EXPORT = "timed"  # the heads as vLLM reads them, while it is timed
 MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # with the root powers of two, which matrix products are fastest at
 
 
-def times_chain(config: Config) -> bool:
-    """Whether the chain's number of draft tokens is to be found by timing."""
-    settings, served = config.calibrate, "vllm" in config.check.engines and head_kind(config.train.heads).vllm_method
-    searched = settings.nodes == "auto" and not settings.choices
-    return bool(searched and settings.draft_tokens == "auto" and served)
-
-
 def costs_in_vllm(
     context: Context, stage: StageDirectory, features: StageDirectory, most: int, progress: ProgressReporter
 ) -> StepCosts | None:
     """What vLLM's own steps take, one request at a time; None where it is not installed."""
-    placement = context.placement("generate")
+    placement = context.placement(OF_ENGINE["vllm"])
     arguments = {
         "target": context.backbone("train"),
         "heads": str(context.upstream["train"].path / HEADS_FILE),
@@ -63,9 +55,9 @@ def native_overheads(
 
     Empty where no size is to be chosen.
     """
-    if fits is None or context.config.calibrate.nodes != "auto":
+    if fits is None or not times_trees(context.config):
         return {}, {}
-    placement, room = context.placement("features"), context_length(context.target)
+    placement, room = context.placement(OF_ENGINE["native"]), context_length(context.target)
     arguments = {
         "target": context.backbone("train"),
         "heads": str(context.upstream["train"].path / HEADS_FILE),

@@ -12,7 +12,7 @@ from pipeline.decoding.stock_trees import CHILDREN, stock_tree
 from pipeline.decoding.tree import TreePath, check_choices
 from pipeline.errors import ConfigError, DataError
 from pipeline.export.layout import MAX_NUM_HEADS
-from pipeline.heads.shape import max_depth
+from pipeline.heads.shape import head_kind, max_depth
 
 
 def check_tree(config: Config) -> None:
@@ -83,3 +83,14 @@ def dynamic_tree(config: Config) -> DynamicTree | None:
 def most_draft_tokens(config: Config) -> int:
     """How many tokens the heads can draft in a row, and an engine can be told to."""
     return min(max_depth(config.train), MAX_NUM_HEADS)
+
+
+def times_trees(config: Config) -> bool:
+    """Whether the number of nodes is to be found by timing native decoding."""
+    return config.calibrate.nodes == "auto" and not config.calibrate.choices
+
+
+def times_chain(config: Config) -> bool:
+    """Whether the chain's number of draft tokens is to be found by timing vLLM."""
+    served = "vllm" in config.check.engines and head_kind(config.train.heads).vllm_method
+    return bool(times_trees(config) and config.calibrate.draft_tokens == "auto" and served)

@@ -44,15 +44,15 @@ from pipeline.report.formatting import with_error
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_files
 from pipeline.run.stage import Stage
-from pipeline.run.timing import MEASURED_SIZES, TIMED_EXPORT, costs_in_vllm, native_overheads, times_chain
-from pipeline.run.tree_settings import dynamic_tree, most_draft_tokens, read_choices
+from pipeline.run.timing import MEASURED_SIZES, TIMED_EXPORT, costs_in_vllm, native_overheads
+from pipeline.run.tree_settings import dynamic_tree, most_draft_tokens, read_choices, times_chain
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.evaluation import held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
-VERSION = 9
+VERSION = 10
 
 REPORTED_TOPS = 5
 
@@ -241,6 +241,5 @@ STAGE = Stage(
     identity,
     run,
     one_line,
-    placements=("generate", "train", "features"),
     scratch=(TIMED_EXPORT,),
 )

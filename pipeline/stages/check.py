@@ -21,7 +21,6 @@ from pipeline.conversations.readers import read_questions
 from pipeline.errors import CheckFailed
 from pipeline.evaluation.limits import failures
 from pipeline.evaluation.references import exact_match, read_references
-from pipeline.evaluation.served_model import served_model
 from pipeline.execution.progress import ProgressReporter
 from pipeline.run.check_engines import (
     assistant_of,
@@ -31,6 +30,7 @@ from pipeline.run.check_engines import (
     in_vllm,
     natively,
     on_served_model,
+    served_copies,
 )
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_files
@@ -42,7 +42,7 @@ from pipeline.targets.spec import weight_files
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 13
+VERSION = 14
 
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}
 
@@ -59,9 +59,10 @@ def identity(context: Context) -> Identity:
     settings = context.config.check.model_dump(mode="json", exclude=LIMITS | unread)
     if isinstance(context.config.check.prompts, Path):
         settings["prompts"] = context.digests.of(context.config.check.prompts)
-    if copy := served_model(context.config, context.target, on_gpu=context.on_gpu):
-        files = weight_files(copy, fetch=not context.read_only)
-        settings["served_model"] = {"weights": context.digests.of_all(files), "dtype": copy.dtype}
+    if copies := served_copies(context):
+        files = weight_files(next(iter(copies.values())), fetch=not context.read_only)
+        dtypes = {engine: copy.dtype for engine, copy in copies.items()}
+        settings["served_model"] = {"weights": context.digests.of_all(files), "dtypes": dtypes}
     else:
         settings.pop("served_model")
     if assistant := assistant_of(context):
@@ -88,8 +89,8 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     if isinstance(settings.prompts, Path):
         questions = CheckQuestions(read_questions(settings.prompts))
         result["contaminated_rows"] = num_contaminated(context.upstream["generate"].shards(), questions)
-    if copy := served_model(context.config, context.target, on_gpu=context.on_gpu):
-        result["served_model"] = on_served_model(context, request, copy, progress)
+    if copies := served_copies(context):
+        result["served_model"] = on_served_model(context, request, copies, progress)
         result["differing"] = result.get("differing", []) + result["served_model"].pop("differing")
     trained = context.upstream["train"].summary
     if trained["held_out"]:
@@ -136,6 +137,4 @@ def one_line(summary: Summary) -> str:
     return "; ".join(parts)
 
 
-STAGE = Stage(
-    NAME, VERSION, upstream, identity, run, one_line, conclude, failures_of, placements=("features", "generate")
-)
+STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, conclude, failures_of)

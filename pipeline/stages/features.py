@@ -197,7 +197,6 @@ STAGE = Stage(
     one_line,
     skipped=lambda config: method_of(config.train).skipped(config.train).get(NAME),
     sharded=True,
-    placements=(NAME,),
 )
 TUNED = Stage(
     TUNED_NAME,
@@ -208,5 +207,4 @@ TUNED = Stage(
     one_line,
     skipped=lambda config: None if method_of(config.train).tunes_backbone else "",
     sharded=True,
-    placements=(NAME,),
 )

@@ -186,4 +186,4 @@ def _counts_of_seeds(dialogues: list[Dialogue]) -> dict[str, float]:
     return {name: float(rows) for name, rows in (("special_token_rows", special), ("cut_at_tools", cut)) if rows}
 
 
-STAGE = Stage(NAME, VERSION, reads("seeds"), identity, run, one_line, sharded=True, placements=(NAME,))
+STAGE = Stage(NAME, VERSION, reads("seeds"), identity, run, one_line, sharded=True)

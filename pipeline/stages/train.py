@@ -129,7 +129,6 @@ STAGE = Stage(
     identity,
     run,
     one_line,
-    placements=(NAME,),
     scratch=("checkpoints", "tensorboard", "wandb", TRACKING_FILE, "ray"),
     parts=(BACKBONE_DIRECTORY,),
     may_link=("wandb",),  # to its newest run and its logs

@@ -76,7 +76,7 @@ def load_causal_lm(
         report["unexpected_keys"] = ()
     _require_whole(spec, report)
     if not on_gpu:
-        _unpack_ragged_layers(model)
+        _keep_ragged_layers_unpacked(model)
     return model.eval().requires_grad_(False)
 
 
@@ -147,7 +147,7 @@ def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
     )
 
 
-def _unpack_ragged_layers(model: PreTrainedModel) -> None:
+def _keep_ragged_layers_unpacked(model: PreTrainedModel) -> None:
     """Keep bitsandbytes from packing 4-bit layers for its CPU kernel whose rows are not whole blocks: it would raise.
 
     They are multiplied dequantized, as on a CPU without that kernel.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+Rounding = Literal["4bit", "8bit"]
 
 
 def quantization_of(config: PretrainedConfig) -> dict[str, Any] | None:
@@ -27,13 +29,15 @@ def format_of(config: PretrainedConfig) -> str | None:
     return f"{method} ({more})" if more else method
 
 
-def rounds_inputs(config: PretrainedConfig) -> bool:
-    """Whether its layers round what they read to 8 bits, and not their weights alone.
+def rounding_of(config: PretrainedConfig) -> Rounding | None:
+    """How its layers round what they read, as bitsandbytes' do; None where they round their weights alone.
 
-    bitsandbytes' 4-bit layers do on a CPU, where they multiply in bfloat16.
+    Those of "8bit" round it to 8 bits, wherever they run. Those of "4bit" do so on a CPU, where they multiply in
+    bfloat16; a GPU multiplies them in the states' own dtype.
     """
     settings = quantization_of(config) or {}
     groups = (settings.get("config_groups") or {}).values()
     of_groups = any(isinstance(group, dict) and group.get("input_activations") for group in groups)
-    named = any(settings.get(key) for key in ("load_in_8bit", "load_in_4bit", "activation_scheme"))
-    return of_groups or named
+    if of_groups or settings.get("load_in_8bit") or settings.get("activation_scheme"):
+        return "8bit"
+    return "4bit" if settings.get("load_in_4bit") else None

@@ -4,29 +4,23 @@ transformers says itself what a format needs (`validate_environment`): a package
 here, as of 0.32, since asking it would import it: it has no bitsandbytes. Without a GPU both decompress
 compressed-tensors (int8 and fp8); packed 4-bit weights and `quant_method: fp8` multiply in vLLM in 16 bits alone, the
 latter, in blocks, on CPUs with AMX. On a GPU without 8-bit floats (compute capability below 8.9) vLLM keeps FP8 weights
-and multiplies in 16 bits (its Marlin kernels, from 7.5 on), and transformers expands them to bfloat16.
+and multiplies in 16 bits (its Marlin kernels, from 7.5 on), and transformers expands them to bfloat16. Which GPUs vLLM
+asks for is in vllm_capability.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets.quantization import format_of, quantization_of
 from pipeline.targets.spec import TargetSpec, first_lines, model_config
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 NOT_IN_VLLM = {"bitsandbytes": "vLLM 0.32 has no bitsandbytes"}
 # gptqmodel 7.7 asks for torch 2.14 and transformers 5.20, which vLLM 0.32 excludes; older ones ask for numpy 2.2.6 and
 # import torchvision, whose ordinary build fails beside a CPU torch. So neither it nor optimum is in the lock files.
 VLLM_ALONE = ("gptq", "awq")
 SIXTEEN_BITS = (*VLLM_ALONE, "fp8")
-# The least compute capability, by `quant_method`: each format's `get_min_capability`, and that of the schemes of
-# compressed-tensors that multiply in 16 bits.
-VLLM_FROM = {"fp8": (7, 5), "compressed-tensors": (7, 5), "awq": (7, 5), "torchao": (7, 5), "fbgemm_fp8": (8, 0)}
 
 
 def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str) -> None:
@@ -76,11 +70,6 @@ def _require_amx(spec: TargetSpec, where: str) -> None:
     if not torch.cpu._is_amx_tile_supported():
         what = f"{spec.model} is fp8 in blocks, which vLLM multiplies on a CPU with AMX alone, and this one has none."
         raise EnvironmentFault(what, where, "Decode natively, check.engines: [native], or run where a GPU is.")
-
-
-def vllm_capability(config: PretrainedConfig) -> tuple[int, int] | None:
-    """The least compute capability of a GPU on which vLLM reads this checkpoint, where its format asks for one."""
-    return VLLM_FROM.get(str((quantization_of(config) or {}).get("quant_method")))
 
 
 def in_engine(spec: TargetSpec, engine: str, *, on_gpu: bool) -> TargetSpec:

@@ -16,7 +16,7 @@ from pipeline.config import DTYPES
 from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import ConfigError
 from pipeline.targets import files
-from pipeline.targets.quantization import rounds_inputs
+from pipeline.targets.quantization import Rounding, rounding_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ class TargetSpec:
     max_tokens: int | None = None
     trust_remote_code: bool = False
     chat_template: str | None = None
-    rounds_inputs: bool = False  # a checkpoint whose quantized layers round what they read to 8 bits
+    rounding: Rounding | None = None  # of what a quantized checkpoint's layers read
     date: str = "2024-07-26"  # what the chat template is told, where it asks: YYYY-MM-DD
     template_arguments: dict[str, Any] = field(default_factory=dict, hash=False)
 
@@ -83,7 +83,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
         raise ConfigError(f"The target {target.model} is quantized already.", "target.quantization", fix)
     context_length(spec, config)
     dtype = target.dtype if target.dtype != "auto" else _own_dtype(config, on_gpu)
-    return replace(spec, dtype=dtype, rounds_inputs=rounds_inputs(config))
+    return replace(spec, dtype=dtype, rounding=rounding_of(config))
 
 
 def model_config(spec: TargetSpec) -> PretrainedConfig:

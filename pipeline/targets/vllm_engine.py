@@ -16,7 +16,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ValidationError
 
@@ -112,11 +112,14 @@ def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
 
 
 class RunningEngine:
-    """One `vllm.LLM`, which restores this process's state when it is closed.
+    """One `vllm.LLM`; when the last of a process is closed, the process's state is what it was before the first.
 
     vLLM's CPU worker turns `torch.set_num_threads` into a no-op and changes the environment for its children; later
     work in this process must not inherit that.
     """
+
+    _num_open: ClassVar[int] = 0
+    _before: ClassVar[dict[str, Any]] = {}  # the first of those that are open
 
     def __init__(self, spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int):
         import torch
@@ -124,9 +127,12 @@ class RunningEngine:
         require_gpus(gpus)
         require_lm_head(spec)
         arguments = engine_arguments(spec, engine_args, gpus)
-        self._environment = {name: os.environ.get(name) for name in LEFT_IN_ENVIRONMENT}
-        self._set_num_threads = torch.set_num_threads
+        cls = type(self)
+        if not cls._num_open:
+            environment = {name: os.environ.get(name) for name in LEFT_IN_ENVIRONMENT}
+            cls._before = {"set_num_threads": torch.set_num_threads, "environment": environment}
         vllm = import_vllm()
+        cls._num_open += 1
         try:
             with warnings.catch_warnings(action="ignore"):
                 self.llm: LLM = vllm.LLM(**arguments)
@@ -143,7 +149,7 @@ class RunningEngine:
 
     def set_num_threads(self, number: int) -> None:
         """Let steps use no more than so many CPU threads, where vLLM has made torch's own way a no-op."""
-        self._set_num_threads(number)
+        self._before["set_num_threads"](number)
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
@@ -156,9 +162,11 @@ class RunningEngine:
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         cleanup_dist_env_and_memory()
-
-        torch.set_num_threads = self._set_num_threads
-        for name, value in self._environment.items():
+        type(self)._num_open -= 1
+        if self._num_open:
+            return
+        torch.set_num_threads = self._before["set_num_threads"]
+        for name, value in self._before["environment"].items():
             if value is None:
                 os.environ.pop(name, None)
             else:

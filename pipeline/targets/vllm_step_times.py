@@ -36,14 +36,17 @@ WAITING = {"OMP_WAIT_POLICY": "PASSIVE"}
 class StepTime:
     """Seconds of an engine's step, and how much more its second fastest round took, as a share."""
 
-    seconds: float
+    seconds: float  # infinite where no two rounds had a step: all was written by the prefill and one step after it
     spread: float
+    threads: int | None = None  # of the CPU, that steps used; None on a GPU
 
     @classmethod
-    def of_rounds(cls, rounds: Sequence[Sequence[float]]) -> StepTime:
-        """Of the steps' times of two rounds and more."""
-        fastest, second = sorted(map(min, rounds))[:2]
-        return cls(fastest, second / fastest - 1)
+    def of_rounds(cls, rounds: Sequence[Sequence[float]], threads: int | None = None) -> StepTime:
+        """Of the steps' times of several rounds."""
+        fastest, second, *_ = [*sorted(min(steps) for steps in rounds if steps), math.inf, math.inf]
+        if math.isinf(second):
+            return cls(math.inf, math.inf, threads)
+        return cls(fastest, second / fastest - 1, threads)
 
     @property
     def settled(self) -> bool:
@@ -72,21 +75,22 @@ def step_times(
     return [StepTime(**time) for (times,) in found for time in times]
 
 
-def measure(task: Mapping[str, Any], tell: Tell) -> list[dict[str, float]]:
+def measure(task: Mapping[str, Any], tell: Tell) -> list[dict[str, Any]]:
     """The times of a step of engines that take turns in this process."""
     ours: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": 1}
     spec, prompts = TargetSpec(**task["spec"]), task["prompts"]
     room = context_length(spec)
     engines = [RunningEngine(spec, {**ours, **chosen}, task["gpus"]) for chosen in task["engines"]]
-    if not task["gpus"]:
-        _use_fastest_threads(engines[0], prompts[0])
-    found = _in_rounds([running.llm.llm_engine for running in engines], prompts, room, tell)
+    threads = None if task["gpus"] else _use_fastest_threads(engines[0], prompts[0])
+    found = _in_rounds([running.llm.llm_engine for running in engines], prompts, room, tell, threads)
     for running in reversed(engines):
         running.close()
     return [asdict(time) for time in found]
 
 
-def _in_rounds(engines: Sequence[Any], prompts: Sequence[list[int]], room: int, tell: Tell) -> list[StepTime]:
+def _in_rounds(
+    engines: Sequence[Any], prompts: Sequence[list[int]], room: int, tell: Tell, threads: int | None
+) -> list[StepTime]:
     """The time of each engine's step; a prompt per round, after one that is not counted."""
     rounds: list[list[list[float]]] = [[] for _ in engines]
     found: list[StepTime] = []
@@ -97,14 +101,16 @@ def _in_rounds(engines: Sequence[Any], prompts: Sequence[list[int]], room: int, 
             taken.append(_steps(engine, ids, min(NUM_NEW_TOKENS, room - len(ids)), str(turn)))
         if turn < MIN_ROUNDS:
             continue
-        found = [StepTime.of_rounds(taken[1:]) for taken in rounds]
+        found = [StepTime.of_rounds(taken[1:], threads) for taken in rounds]
         if all(time.settled for time in found) or perf_counter() - started > MAX_SECONDS:
             break
     return found
 
 
-def _use_fastest_threads(running: RunningEngine, ids: list[int]) -> None:
-    """Set the number of threads with the fastest step: all, or half of them, a quarter, … while steps get no slower.
+def _use_fastest_threads(running: RunningEngine, ids: list[int]) -> int:
+    """Set the number of threads with this engine's fastest step, and return it.
+
+    Tried are all, half of them, a quarter, … while steps get no slower.
 
     A small target's steps need no more than one, and with one they are hardly disturbed by other work.
     """
@@ -113,12 +119,13 @@ def _use_fastest_threads(running: RunningEngine, ids: list[int]) -> None:
     _steps(running.llm.llm_engine, ids, NUM_TRIED, "first")  # is slow
     for threads in (most >> halvings for halvings in range(most.bit_length())):
         running.set_num_threads(threads)
-        seconds = min(_steps(running.llm.llm_engine, ids, NUM_TRIED, f"{threads} threads"))
+        seconds = min(_steps(running.llm.llm_engine, ids, NUM_TRIED, f"{threads} threads"), default=math.inf)
         if seconds > SLOWER * fastest:
             break
         if seconds < fastest:
             best, fastest = threads, seconds
     running.set_num_threads(best)
+    return best
 
 
 def _steps(engine: Any, ids: list[int], num_tokens: int, name: str) -> list[float]:

@@ -152,11 +152,28 @@ def test_the_gap_is_that_of_the_target_s_next_token(tiny_target):
 
 def test_the_tolerance_is_the_dtype_s_unless_it_is_set():
     usual = CheckConfig()
-    tolerances = [tie_tolerance(TargetSpec("x", dtype=dtype), usual) for dtype in ("float32", "float16", "bfloat16")]
+    dtypes = ("float32", "float16", "bfloat16")
+    tolerances = [tie_tolerance(TargetSpec("x", dtype=dtype), usual, on_gpu=False) for dtype in dtypes]
     assert tolerances[0] == 1e-4 and tolerances == sorted(tolerances)
-    assert tie_tolerance(TargetSpec("x", dtype="bfloat16"), CheckConfig(tie_tolerance=0)) == 0
-    assert tie_tolerance(TargetSpec("x", quantization="8bit"), CheckConfig(tie_tolerance=0)) == 0
-    assert tie_tolerance(TargetSpec("x", rounds_inputs=True), usual) == tolerances[2], "a checkpoint of such layers"
+    for spec in (TargetSpec("x", dtype="bfloat16"), TargetSpec("x", quantization="8bit")):
+        assert tie_tolerance(spec, CheckConfig(tie_tolerance=0), on_gpu=False) == 0
+
+
+@pytest.mark.parametrize("named", ["quantization", "rounding"])
+def test_4_bit_layers_are_as_coarse_as_bfloat16_on_a_cpu_alone_and_8_bit_ones_anywhere(named):
+    """A GPU multiplies bitsandbytes' 4-bit layers in the dtype of the states; 8-bit ones round these to 127 steps."""
+    found = {
+        (bits, on_gpu): tie_tolerance(TargetSpec("x", dtype="float16", **{named: bits}), CheckConfig(), on_gpu=on_gpu)
+        for bits in ("4bit", "8bit")
+        for on_gpu in (False, True)
+    }
+    of_float16, of_bfloat16 = 0.0625, 0.5
+    assert found == {
+        ("4bit", False): of_bfloat16,
+        ("4bit", True): of_float16,
+        ("8bit", False): of_bfloat16,
+        ("8bit", True): of_bfloat16,
+    }
 
 
 def test_the_tolerance_of_bitsandbytes_covers_what_its_rounding_makes_of_one_forward_and_many(tiny_target):
@@ -172,5 +189,5 @@ def test_the_tolerance_of_bitsandbytes_covers_what_its_rounding_makes_of_one_for
                 step = model(ids[:, position : position + 1], past_key_values=cache, use_cache=True)
                 cache, steps = step.past_key_values, [*steps, step.logits[0].double()]
         largest[bits] = float((torch.cat(steps) - at_once).abs().max())
-        assert largest[bits] < tie_tolerance(spec, CheckConfig())
-    assert min(largest["8bit"], largest["4bit"]) > tie_tolerance(TargetSpec("x"), CheckConfig())
+        assert largest[bits] < tie_tolerance(spec, CheckConfig(), on_gpu=False)
+    assert min(largest["8bit"], largest["4bit"]) > tie_tolerance(TargetSpec("x"), CheckConfig(), on_gpu=False)

@@ -162,7 +162,8 @@ def timed(monkeypatch):
         monkeypatch.setattr(vllm_step_times, "RunningEngine", lambda *arguments: next(started))
         monkeypatch.setattr(vllm_step_times, "perf_counter", lambda: machine.now)
         monkeypatch.setattr(vllm_step_times, "context_length", lambda spec: 100)
-        monkeypatch.setattr(vllm_step_times, "sampling_params", lambda request, eos: SimpleNamespace(max_tokens=64))
+        params = lambda request, eos: SimpleNamespace(max_tokens=request.max_new_tokens)  # noqa: E731
+        monkeypatch.setattr(vllm_step_times, "sampling_params", params)
         task = {"spec": {"model": "nowhere"}, "engines": [{}] * len(engines), "prompts": list(prompts), "gpus": 0}
         return [StepTime(**time) for time in vllm_step_times.measure(task, lambda **_: None)]
 
@@ -170,10 +171,20 @@ def timed(monkeypatch):
 
 
 def test_a_step_is_timed_without_the_prefill(timed):
-    assert timed(Machine(0, 0, 0), (1, 0.01), (4, 0.02)) == [
-        StepTime(pytest.approx(0.01), pytest.approx(0)),
-        StepTime(pytest.approx(0.02), pytest.approx(0)),
-    ]
+    found = timed(Machine(0, 0, 0), (1, 0.01), (4, 0.02))
+    assert [time.seconds for time in found] == pytest.approx([0.01, 0.02])
+    assert [time.spread for time in found] == pytest.approx([0, 0])
+
+
+def test_texts_without_a_step_are_not_timed(timed):
+    """Prompts that leave room for the prefill's own token alone."""
+    plain, drafting = StepTime(0.01, 0.0), *timed(Machine(0, 0, 0), (1, 0.01), prompts=[[5] * 99])
+    assert not drafting.settled
+    assert StepCosts.of_times(plain, {9: drafting}) is None
+    assert StepCosts.of_times(drafting, {1: plain}) is None
+    costs = StepCosts.of_times(plain, {1: plain, 9: drafting})
+    assert costs.overheads(9) == {1: 1.0} and costs.settled
+    assert StepTime.of_rounds([[0.3], [], [0.2, 0.4]]) == StepTime(0.2, pytest.approx(0.5))
 
 
 RATES = {number: sum(0.9**depth for depth in range(number + 1)) for number in range(1, 10)}
@@ -220,8 +231,9 @@ def test_engines_on_a_cpu_use_as_many_threads_as_are_fastest(timed, monkeypatch,
     used: list[int] = []
     monkeypatch.setattr(Engine, "speeds", {1: 0.1, 2: 0.1} | speeds)
     monkeypatch.setattr(Engine, "set_num_threads", set_num_threads)
-    timed(Machine(0, 0, 0), PLAIN)
-    assert used[-1] == expected
+    (time,) = timed(Machine(0, 0, 0), PLAIN)
+    assert used[-1] == time.threads == expected
+    assert StepCosts.of_times(time, {1: time}).to_json()["threads"] == expected
     assert min(used[:-1]) == max(1, expected // 2), "fewer than half of the fastest are not tried"
 
 

@@ -26,7 +26,7 @@ from pipeline.run.card_limits import require_bfloat16, require_formats
 from pipeline.run.context import Context
 from pipeline.run.preflight import check_config
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.targets.quantized import VLLM_FROM
+from pipeline.targets.vllm_capability import vllm_capability
 
 V100, A100, H100 = Card("V100", (7, 0)), Card("A100"), Card("H100")
 HALF = {"target__dtype": "float16", "train__precision": "fp32"}
@@ -150,24 +150,80 @@ def test_a_served_copy_is_refused_as_a_target_is(quantized, make_config, tmp_pat
         require_formats(make_config(tmp_path, **HALF, **settings), [Card("T4", (7, 5))])
 
 
+def compressed(bits: int, kind: str, strategy: str = "channel", group_size: int | None = None, **sides: dict) -> dict:
+    """The settings of compressed-tensors with one group of layers."""
+    weights = {"num_bits": bits, "type": kind, "strategy": strategy, "group_size": group_size}
+    layers = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None, **sides}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": layers}}
+
+
+OF_TOKENS, OF_TENSORS = {"strategy": "token", "dynamic": True}, {"strategy": "tensor", "dynamic": False}
+INT8, FLOAT8 = {"num_bits": 8, "type": "int"}, {"num_bits": 8, "type": "float"}
+SCHEMES = "compressed_tensors/schemes/compressed_tensors"
+
+
 @pytest.mark.parametrize(
-    ("method", "file", "config"),
+    ("settings", "file", "config"),
     [
-        ("fp8", "fp8", "Fp8Config"),
-        ("awq", "auto_awq", "AutoAWQConfig"),
-        ("torchao", "torchao", "TorchAOConfig"),
-        ("fbgemm_fp8", "fbgemm_fp8", "FBGEMMFp8Config"),
-        ("compressed-tensors", "compressed_tensors/schemes/compressed_tensors_w8a16_fp8", "CompressedTensorsW8A16Fp8"),
+        ({"quant_method": "fp8"}, "fp8", "Fp8Config"),
+        ({"quant_method": "awq"}, "auto_awq", "AutoAWQConfig"),
+        ({"quant_method": "gptq"}, "auto_gptq", "AutoGPTQConfig"),
+        ({"quant_method": "torchao"}, "torchao", "TorchAOConfig"),
+        ({"quant_method": "fbgemm_fp8"}, "fbgemm_fp8", "FBGEMMFp8Config"),
+        ({"quant_method": "fp_quant"}, "fp_quant", "FPQuantConfig"),
+        ({"quant_method": "experts_int8"}, "experts_int8", "ExpertsInt8Config"),
+        ({"quant_method": "humming"}, "humming", "HummingConfig"),
+        ({"quant_method": "moe_wna16"}, "moe_wna16", "MoeWNA16Config"),
+        ({"quant_method": "quark"}, "quark/quark", "QuarkConfig"),
+        ({"quant_method": "mxfp4"}, "mxfp4", "Mxfp4Config"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "modelopt", "ModelOptFp8Config"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, "modelopt", "ModelOptNvFp4Config"),
+        ({"quant_method": "modelopt", "quant_algo": "mxfp8"}, "modelopt", "ModelOptMxFp8Config"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "modelopt", "ModelOptMixedPrecisionConfig"),
+        (compressed(8, "float"), f"{SCHEMES}_w8a16_fp8", "CompressedTensorsW8A16Fp8"),
+        (
+            compressed(8, "float", input_activations=FLOAT8 | OF_TOKENS),
+            f"{SCHEMES}_w8a16_fp8",
+            "CompressedTensorsW8A16Fp8",
+        ),
+        (compressed(4, "int", "group", 128), f"{SCHEMES}_wNa16", "CompressedTensorsWNA16"),
+        (compressed(8, "int", input_activations=INT8 | OF_TOKENS), f"{SCHEMES}_w8a8_int8", "CompressedTensorsW8A8Int8"),
+        (compressed(4, "float", "tensor_group", 16), f"{SCHEMES}_w4a4_nvfp4", "CompressedTensorsW4A4Fp4"),
+        (compressed(4, "float", "group", 32), f"{SCHEMES}_w4a4_mxfp4", "CompressedTensorsW4A4Mxfp4"),
+        (compressed(8, "float", "group", 32), f"{SCHEMES}_w8a8_mxfp8", "CompressedTensorsW8A8Mxfp8"),
+        (
+            compressed(4, "int", "group", 128, input_activations=FLOAT8 | OF_TOKENS),
+            f"{SCHEMES}_w4a8_fp8",
+            "CompressedTensorsW4A8Fp8",
+        ),
+        (
+            compressed(8, "int", input_activations=INT8 | OF_TENSORS, output_activations=INT8 | OF_TENSORS),
+            f"{SCHEMES}_wNa8o8",
+            "CompressedTensorsWNA8O8Int",
+        ),
+        ({"quant_method": "compressed-tensors"}, "compressed_tensors/compressed_tensors", "CompressedTensorsConfig"),
     ],
 )
-def test_the_capabilities_are_those_of_the_vllm_that_is_installed(method, file, config):
+def test_the_capabilities_are_those_of_the_vllm_that_is_installed(settings, file, config):
     """Read from its source, since importing it takes long."""
     places = importlib.util.find_spec("vllm").submodule_search_locations
     source = ast.parse((Path(places[0]) / "model_executor/layers/quantization" / f"{file}.py").read_text())
     (named,) = (node for node in source.body if isinstance(node, ast.ClassDef) and node.name == config)
     (least,) = (each for each in named.body if getattr(each, "name", "") == "get_min_capability")
     (returned,) = (each.value.value for each in ast.walk(least) if isinstance(each, ast.Return))
-    assert divmod(returned, 10) == VLLM_FROM[method]
+    needed = vllm_capability(SimpleNamespace(quantization_config=settings))
+    assert divmod(returned, 10) == needed[:2]
+
+
+def test_a_scheme_is_told_as_its_strictest_group_of_layers_and_one_of_hopper_s_alone():
+    w4a8 = compressed(4, "int", "group", 128, input_activations=FLOAT8 | OF_TOKENS)
+    mixed = compressed(4, "float", "group", 32)
+    mixed["config_groups"]["group_1"] = w4a8["config_groups"]["group_0"]
+    for settings in (w4a8, mixed):
+        needed = vllm_capability(SimpleNamespace(quantization_config=settings))
+        assert [needed.has(of_card) for of_card in ((8, 9), (9, 0), (10, 0))] == [False, True, False]
+        assert str(needed) == "9.0 alone"
+    assert vllm_capability(SimpleNamespace(quantization_config=None)) is None
 
 
 def test_a_run_on_a_cluster_asks_its_nodes(make_config, tmp_path, monkeypatch):
@@ -192,6 +248,43 @@ def test_a_run_on_a_cluster_asks_its_nodes(make_config, tmp_path, monkeypatch):
     assert not said.getvalue()
     check(**HALF)
     assert said.getvalue().count("4 A100 and 2 V100") == 1
+
+
+def finish(config, *stages: str) -> None:
+    for name in stages:
+        directory = config.run.directory / f"{name}-0000"
+        directory.mkdir(parents=True)
+        (directory / "DONE.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("left", "section", "refused"),
+    [("check", "features", True), ("check", "generate", False), ("calibrate", "features", True), ("export", "", False)],
+)
+def test_cards_are_looked_at_for_what_is_left_to_run_whatever_else_its_section_places(
+    left, section, refused, make_config, tmp_path, monkeypatch
+):
+    """A check that decodes natively, alone: on the workers of `features`, whose stage is finished."""
+    given = {
+        f"placement__{name}": {"gpus_per_worker": int(name == section)} for name in ("generate", "features", "train")
+    }
+    config = make_config(tmp_path, target__dtype="bfloat16", check__engines=["native"], **given)
+    finish(config, *({"generate", "features", "train", "calibrate", "check"} - {left}))
+    monkeypatch.setattr(card_limits, "visible_cards", lambda: (V100,))
+    notes: list[str] = []
+    check_config(config, notes=notes)
+    assert any("the target (target.dtype)" in note for note in notes) == refused
+    assert not any("training" in note for note in notes), "which is finished"
+
+
+def test_a_check_that_is_left_alone_is_placed_where_its_engines_decode(make_config, tmp_path):
+    config = make_config(tmp_path, check__engines=["native"], placement__generate={"gpus_per_worker": 4})
+    finish(config, "generate", "features", "train", "calibrate")
+    run = Context(config, RunDirectory.create(config), Console(quiet=True), "inline")
+    run.check_placements(["check"])
+    serving = config.model_copy(update={"check": config.check.model_copy(update={"engines": ("native", "vllm")})})
+    with pytest.raises(EnvironmentFault, match="cannot place generate"):
+        Context(serving, RunDirectory.create(config), Console(quiet=True), "inline").check_placements(["check"])
 
 
 def test_plan_says_cards_of_several_kinds(make_config, tmp_path, monkeypatch):

@@ -121,9 +121,10 @@ def test_the_chain_is_shown_by_its_number_of_tokens_with_overheads_where_they_we
     assert table.note.endswith("1 tokens are drafted, the fastest up to 5 % by native overheads; 1 would accept most.")
     rows.append({"draft_tokens": 2, "overhead": 2.0, "expected_acceleration_rate": 1.6, "expected_speedup": 0.8})
     steps = [{"draft_tokens": 1, "ms": 4.8}, {"draft_tokens": 2, "ms": 8.0}]
-    costs = {"engine": "vllm", "plain_ms": 4.0, "steps": steps, "spread": 0.021, "settled": True}
+    costs = {"engine": "vllm", "plain_ms": 4.0, "steps": steps, "spread": 0.021, "settled": True, "threads": 2}
     report["tree"]["chain_costs"] = costs
     note = chain_table(report).note
+    assert "one request at a time on 2 CPU threads, in ms" in note
     assert "plain 4.0, 1 drafted 4.8, 2 drafted 8.0 (repeated within 2.1%)" in note and note.endswith(
         "; 2 would accept most."
     )

@@ -6,6 +6,7 @@ import pytest
 
 from pipeline.execution.progress import STAGE_WIDTH
 from pipeline.flow import STAGES
+from pipeline.run.placements import sections_of
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 
@@ -20,7 +21,7 @@ def test_a_stage_reads_only_stages_before_it_that_the_run_has(make_config, tmp_p
     have = [name for name, stage in STAGES.items() if stage.skipped(config) is None]
     for position, name in enumerate(have):
         assert set(STAGES[name].upstream(config)) <= set(have[:position])
-        assert set(STAGES[name].placements) <= set(type(config.placement).model_fields)
+        assert sections_of(config, [name]) <= set(config.placement.of_stages())
     assert ("tuned-features" in have) == (method == "medusa-2")
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
-from pipeline.run.check_engines import PARTS
+from pipeline.run.check_engines import PARTS, served_copies
 from pipeline.run.context import Context
 from pipeline.stages import check
 from pipeline.storage.run_directory import RunDirectory
@@ -220,14 +220,19 @@ def test_heads_are_checked_on_the_copy_that_will_be_served_too(copied_run, make_
         run_again(make_config(tmp_path, check__served_model=str(copy), check__min_acceleration_rate=50))
 
 
-@pytest.mark.parametrize(("gpus", "dtype"), [(1, "bfloat16"), (0, "float32")])
+@pytest.mark.parametrize("native", [1, 0])
+@pytest.mark.parametrize("vllm", [1, 0])
 def test_a_served_copy_is_decoded_in_the_dtype_that_its_workers_have_wherever_the_driver_is(
-    make_config, tmp_path, tiny_target, gpus, dtype
+    make_config, tmp_path, tiny_target, native, vllm
 ):
     """A driver without a GPU would read a 16-bit copy as float32, and the workers would decode another model."""
     copy = shutil.copytree(tiny_target, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    settings = make_config(tmp_path, check__served_model=str(copy), placement__features={"gpus_per_worker": gpus})
+    placed = {"placement__features": {"gpus_per_worker": native}, "placement__generate": {"gpus_per_worker": vllm}}
+    settings = make_config(tmp_path, check__served_model=str(copy), check__engines=["native", "vllm"], **placed)
     context = Context(settings, RunDirectory.create(settings), Console(quiet=True))
-    assert check.identity(context)["settings"]["served_model"]["dtype"] == dtype
+    dtypes = ("float32", "bfloat16")
+    expected = {"native": dtypes[native], "vllm": dtypes[vllm]}
+    assert check.identity(context)["settings"]["served_model"]["dtypes"] == expected
+    assert {engine: spec.dtype for engine, spec in served_copies(context).items()} == expected

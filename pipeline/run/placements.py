@@ -1,0 +1,43 @@
+"""Where stages work: the sections of `placement` that place their workers, and those of each engine of the check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from pipeline.config import Config
+from pipeline.run.tree_settings import times_chain, times_trees
+from pipeline.storage.run_directory import finished_before
+
+OF_ENGINE = {"native": "features", "vllm": "generate"}  # of the check
+
+
+def _of_calibrate(config: Config) -> set[str]:
+    """Accuracies by `train`'s workers, unless the target answers questions first; then timing."""
+    on = {"generate", "features"} if config.calibrate.data else {"train"}
+    on |= {OF_ENGINE["native"]} if times_trees(config) else set()
+    return on | ({OF_ENGINE["vllm"]} if times_chain(config) else set())
+
+
+def _of_check(config: Config) -> set[str]:
+    return {OF_ENGINE["native"], *(OF_ENGINE[engine] for engine in config.check.engines)}
+
+
+_OF_STAGE: dict[str, Callable[[Config], set[str]]] = {
+    "generate": lambda config: {"generate"},
+    "features": lambda config: {"features"},
+    "tuned-features": lambda config: {"features"},
+    "train": lambda config: {"train"},
+    "calibrate": _of_calibrate,
+    "check": _of_check,
+}
+
+
+def sections_of(config: Config, stages: Iterable[str]) -> set[str]:
+    """The sections that place these stages' workers; of a stage that has none, nothing."""
+    return {section for stage in stages if stage in _OF_STAGE for section in _OF_STAGE[stage](config)}
+
+
+def unfinished(config: Config, stages: Collection[str] | None = None) -> list[str]:
+    """Those with workers of these stages, or of all, that have no finished result in the store, which may be kept."""
+    store = config.run.store or config.run.directory
+    return [name for name in _OF_STAGE if (stages is None or name in stages) and not finished_before(store, name)]

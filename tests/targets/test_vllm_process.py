@@ -1,0 +1,53 @@
+"""What vLLM leaves behind in a process, without vLLM: its CPU worker makes torch's way to set threads a no-op."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+from pipeline.targets import vllm_engine
+from pipeline.targets.spec import TargetSpec
+from pipeline.targets.vllm_engine import RunningEngine
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """`engines()` starts one; and what threads were set, by torch itself."""
+    used: list[int] = []
+
+    def start(**arguments):
+        torch.set_num_threads = lambda number: None
+        os.environ["LOCAL_WORLD_SIZE"] = "1"
+        core = SimpleNamespace(shutdown=lambda: None)
+        return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(torch, "set_num_threads", used.append)
+    for name in ("require_lm_head", "require_gpus"):
+        monkeypatch.setattr(vllm_engine, name, lambda asked: None)
+    monkeypatch.setattr(vllm_engine, "engine_arguments", lambda *asked: {})
+    monkeypatch.setattr(vllm_engine, "import_vllm", lambda: SimpleNamespace(LLM=start))
+    state = ModuleType("vllm.distributed.parallel_state")
+    monkeypatch.setattr(state, "cleanup_dist_env_and_memory", lambda: None, raising=False)
+    for name, module in (("vllm", ModuleType("vllm")), ("vllm.distributed", ModuleType("d")), (state.__name__, state)):
+        monkeypatch.setitem(sys.modules, name, module)
+    return lambda: RunningEngine(TargetSpec("nowhere"), {}, 0), used
+
+
+@pytest.mark.parametrize("first_closed", [0, 1])
+def test_of_several_engines_each_sets_threads_and_the_last_one_leaves_the_process_as_it_was(engines, first_closed):
+    start, used = engines
+    own = torch.set_num_threads
+    running = [start(), start()]
+    for number, engine in enumerate(running, 1):
+        engine.set_num_threads(number)
+    assert used == [1, 2]
+    running.pop(first_closed).close()
+    running[0].set_num_threads(3)
+    assert used == [1, 2, 3] and torch.set_num_threads is not own, "one still runs"
+    running[0].close()
+    assert torch.set_num_threads == own and "LOCAL_WORLD_SIZE" not in os.environ
