@@ -28,6 +28,7 @@ BENCHMARKS = {
     "writing": "writing the cache",
     "overlap": "the features stage between a card and a disk",
     "train": "training from the cache",
+    "head_loss": "a head's loss with a large vocabulary",
     "recurrent": "recurrent heads beside Medusa heads",
     "serving": "both kinds in vLLM beside plain vLLM: `python -m benchmarks.run serving`, after both demos",
     "architectures": "families of models, kept or refused: `python -m benchmarks.run architectures`, 10 minutes",

@@ -15,7 +15,7 @@ from pipeline.config.load import load_config
 from pipeline.errors import EnvironmentFault
 from pipeline.run.estimate import estimate
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.targets.files import has_weights, is_local
+from pipeline.targets.files import has_weights, is_local, one_look_at_the_hub
 
 if TYPE_CHECKING:
     from pipeline.run.estimate import RunSize
@@ -37,11 +37,16 @@ def plan(
     Refuses what run would refuse (exit 2, 3 or 4). Starts and writes nothing; of a target on the Hub it fetches the
     configuration alone.
     """
+    settings = load_config(config, overrides or ())
+    with one_look_at_the_hub(settings.target.model, settings.check.served_model, settings.check.assistant_model):
+        _plan(settings, measure=measure)
+
+
+def _plan(settings: Config, *, measure: bool) -> None:
     from pipeline.flow import STAGES, wanted_stages
     from pipeline.run.preflight import check_config, not_served, unread_settings
     from pipeline.run.stage_status import stage_statuses  # torch and transformers: --help does not wait for them
 
-    settings = load_config(config, overrides or ())
     notes: list[str] = []
     wanted = wanted_stages(settings, tuple(STAGES))
     check_config(settings, wanted, notes=None if measure else notes)

@@ -30,6 +30,7 @@ DESCRIBING_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+FIRST_LOOK = 10.0  # seconds that the Hub has to answer, where it is asked once
 TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
 WEIGHT_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -198,3 +199,23 @@ def hub_errors(model: str, revision: str | None) -> Iterator[None]:
         fix = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk, or give a local directory."
         what = f"The target {model}{at} can be neither read nor fetched now ({type(error).__name__})."
         raise EnvironmentFault(what, WHERE, fix) from error
+
+
+@contextmanager
+def one_look_at_the_hub(*models: str | None) -> Iterator[None]:
+    """Within it a Hub that does not answer now is not asked again: what is not cached is refused without waiting.
+
+    The Hub's client tries six times at every file. Nobody asks where every model is a directory or None.
+    """
+    from huggingface_hub import constants, get_session
+
+    before = constants.HF_HUB_OFFLINE
+    if not before and not all(model is None or is_local(model) for model in models):
+        try:
+            get_session().head(constants.ENDPOINT, timeout=FIRST_LOOK)
+        except Exception:  # no network, no such host, an endpoint that is no URL
+            constants.HF_HUB_OFFLINE = True  # which it reads at each request
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before

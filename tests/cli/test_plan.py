@@ -11,8 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import constants
 
 from pipeline.storage.shards import read_rows
 from tests.cli.hub_to_read import REPOSITORY, HubToRead, serve
@@ -185,6 +187,25 @@ def test_plan_knows_hours_from_an_earlier_run_here_or_measures_and_leaves_nothin
     assert ended.code == 4 and "vLLM is not installed here" in one_paragraph(ended.err)
     ended = command(*planned, "generate.engine=vllm")
     assert ended.code == 0 and "! vLLM is not installed here" in ended.out
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(command, config_file, monkeypatch):
+    """The client would try six times for every file, and wait in between."""
+    asked = []
+
+    class Client:
+        def head(self, url, timeout):
+            asked.append(url)
+            raise OSError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "get_session", Client)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: asked.append("waits"))
+    ended = command("plan", config_file, "target.model=nobody/nothing")
+    assert ended.code == 0 and "nobody/nothing can be neither read nor fetched now" in " ".join(ended.out.split())
+    assert asked == ["http://127.0.0.1:1"] and constants.HF_HUB_OFFLINE is False
+    assert command("plan", config_file).code == 0 and len(asked) == 1, "a directory"
 
 
 @pytest.fixture
