@@ -22,6 +22,7 @@ from pipeline.conversations.text_stream import TextStream
 from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
 from pipeline.decoding.tree import TreePath
+from pipeline.errors import ConfigError
 from pipeline.export.directory import read_heads, read_tree
 from pipeline.export.layout import target_of
 from pipeline.targets.loading import input_device, load_causal_lm
@@ -144,15 +145,20 @@ def load_export(
         export: `RUN_DIR/latest/export`, or a copy of it.
         target: A loaded target, or where it is; by default the one that the export names.
         tree: Another tree than the export's.
-        chat_template, gpus, **settings: As in `load_target`, such as `template_arguments`.
+        chat_template, gpus, **settings: As in `load_target`, such as `template_arguments`; of a target to be loaded.
 
     Raises:
-        ConfigError: The target is not where the export says, or is not that of the heads.
+        ConfigError: The target is not where the export says, or is not that of the heads; or it is loaded already,
+            and settings are given that it would have to be loaded with.
         DataError: This is no export, or it is damaged.
     """
     chosen = read_tree(export) if tree is None else load_tree(tree)
+    asked = {"chat_template": chat_template, "gpus": gpus, **settings}
     if not isinstance(target, Target):
-        target = load_target(target or target_of(export), chat_template=chat_template, gpus=gpus, **settings)
+        target = load_target(target or target_of(export), **asked)
+    elif late := [name for name, value in asked.items() if value is not None]:
+        fix = "Give them to load_target, or give load_export the target's name."
+        raise ConfigError(f"The target is loaded already, without {', '.join(late)}.", "target", fix)
     heads = load_heads(export, target)
     return Export(Path(export), target, heads, target.decoder(heads, chosen))
 

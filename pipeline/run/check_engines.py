@@ -76,7 +76,7 @@ def natively(
             write_judged(stage.path, {name: judged_lines(lines) for name, lines in answers.items()})
         return dict(found)
 
-    return _kept(stage, NATIVE, decode)
+    return kept_part(stage, NATIVE, decode)
 
 
 def in_vllm(
@@ -90,23 +90,22 @@ def in_vllm(
     placement = context.placement(OF_ENGINE["vllm"])
     call, arguments = context.executor.call, {"request": replace(request, gpus=placement.gpus)}
     decoding = {"function": check_served, **arguments}
-    served = _kept(stage, VLLM, lambda: call(with_hardware, decoding, placement, progress))
+    served = kept_part(stage, VLLM, lambda: call(with_hardware, decoding, placement, progress))
     under_load: dict[str, Any] = {}
     if "load" in request.settings.studies:
-        under_load = _kept(stage, LOAD, lambda: call(load_study, arguments, placement, progress))
+        under_load = kept_part(stage, LOAD, lambda: call(load_study, arguments, placement, progress))
     of_one_kind = not isinstance(request.settings.prompts, Path) and context.config.calibrate.data is None
     assert request.calibration is not None
     promise = chain_promise(request.calibration, chain, len(request.prompts) if of_one_kind else None)
     return {**served, "vllm": served["vllm"] | promise | under_load}
 
 
-def _kept(stage: StageDirectory, part: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A part's result, or what an interrupted check has left of it."""
-    found = read_json(stage.path / f"{part}.json")
-    if found is None:
-        found = make()
-        write_json(stage.path / f"{part}.json", found)
-    return dict(found)
+def kept_part(stage: StageDirectory, part: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A part's result as its file has it, so that a check that was interrupted gives the same; made where none is."""
+    file = stage.path / f"{part}.json"
+    if read_json(file) is None:
+        write_json(file, make())
+    return dict(read_json(file) or {})
 
 
 def forget_parts(stage: StageDirectory) -> None:

@@ -70,6 +70,12 @@ def test_a_run_that_has_not_come_so_far_says_so(tmp_path, copied_run):
         open_run(tmp_path / "absent")
 
 
+@pytest.mark.parametrize("late", [{"chat_template": "{{ messages }}"}, {"gpus": 0}, {"dtype": "bfloat16"}])
+def test_what_a_loaded_target_would_have_to_be_loaded_with_is_refused(export, late):
+    with pytest.raises(ConfigError, match=f"loaded already, without {next(iter(late))}"):
+        load_export(export.path, target=export.target, **late)
+
+
 def test_the_export_decodes_what_the_target_alone_decodes(export):
     prompt = export.target.prompt("why cat runs")
     plain = export.target.decoder().generate(prompt, 12)

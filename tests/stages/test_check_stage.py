@@ -7,13 +7,14 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
-from pipeline.run.check_engines import PARTS, served_copies
+from pipeline.run.check_engines import PARTS, kept_part, served_copies
 from pipeline.run.context import Context
 from pipeline.stages import check
 from pipeline.storage.run_directory import RunDirectory
@@ -176,6 +177,13 @@ def test_what_vllm_decoded_is_kept_when_its_server_fails_under_load(copied_run, 
     stage = run_again(config).latest("check")
     assert stage.summary["vllm"].items() >= (served["vllm"] | rows).items()
     assert not any((stage.path / f"{part}.json").exists() for part in PARTS), "DONE.json has them"
+
+
+def test_a_part_is_the_same_when_it_is_made_and_when_it_was_kept(tmp_path):
+    stage = SimpleNamespace(path=tmp_path)
+    made = kept_part(stage, "native", lambda: {"paths": [(0, 1)], "by_depth": {1: 0.5}})
+    assert made == kept_part(stage, "native", lambda: pytest.fail("it is there"))
+    assert made == {"paths": [[0, 1]], "by_depth": {"1": 0.5}}, "both are of the file"
 
 
 def test_while_it_decodes_a_line_now_and_then_says_how_far_it_is(copied_run, make_config, tmp_path, monkeypatch):
