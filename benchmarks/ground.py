@@ -5,8 +5,10 @@ Commands run in processes forked from a server that has imported the pipeline.
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
+import operator
 import os
 import resource
 import shutil
@@ -17,20 +19,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
+from benchmarks.outlets import Published, figures_of_check
 from benchmarks.verdicts import Ended, digest, tree_of
+from tests.export.hub_stand_in import HubStandIn, take_for_the_hub
 from tests.flows.tiny import merged, save_seeds, save_target
 
 IMPORTS = [
     *("pipeline.cli.app", "pipeline.flow", "pipeline.cli.chat_model", "pipeline.report.html"),
+    *("pipeline.evaluation.any_heads", "pipeline.archive.storing", "pipeline.archive.restoring"),
     *("transformers.models.llama.modeling_llama", "matplotlib.backends.backend_svg"),
-    *("tests.flows.tiny", "benchmarks.ground", "benchmarks.warm"),
+    *("tests.flows.tiny", "tests.export.hub_stand_in", "benchmarks.ground", "benchmarks.warm"),
 ]
 PATIENCE = 60  # seconds until a command counts as hung
 MEMORY = 16 * 1024**3  # bytes of address space of one command
 STAGES = ("seeds", "generate", "features", "tuned-features", "train", "calibrate", "check")
-READERS = ("plan", "status", "verify", "chat", "push", *(f"inspect {stage}" for stage in STAGES))
+SUMMARIES = tuple(f"inspect {stage}" for stage in STAGES)
+READERS = ("plan", "status", "verify", "chat", "push", "compare", "check", *SUMMARIES, "keys")
+PUSHED = ["--repo-id", "me/heads", "--base-model", "owner/target"]
+BRIEFLY = ["--engine", "native", "--number", "2", "--max-new-tokens", "6", "--repeats", "1"]
 SETTINGS: dict[str, Any] = {
     "generate": {"engine": "transformers", "max_new_tokens": 16, "rounds": 2},
     "train": {"heads": "medusa", "num_heads": 3, "epochs": 1, "batch_tokens": 256, "warmup_steps": 1, "lr": 1e-2},
@@ -49,18 +58,29 @@ MADE_IN = {"medusa": "elsewhere", "sequential": "runs"}  # one is moved; a tuned
 
 @dataclass(frozen=True)
 class Reference:
-    """An untampered run: its directory, what commands say of it, and the sha256 of the files that count, by path."""
+    """An untampered run.
+
+    Attributes:
+        path, archive: Its directory, and an archive of it.
+        said: What commands say of it.
+        counted: The sha256 of the files that count, by path.
+        checked: What `check` has measured of its export.
+        published: What a push of it leaves on the Hub.
+    """
 
     path: Path
+    archive: Path
     said: dict[str, Ended]
     counted: dict[str, str]
+    checked: dict[str, Any]
+    published: Published
 
 
 class Ground:
-    """Where cases take place: `case/` is made anew for each, the target and the seeds are shared."""
+    """Where cases take place: `case/` is made anew for each, the target, the seeds and the Hub are shared."""
 
-    def __init__(self, place: Path):
-        self.place, self.case = place, place / "case"
+    def __init__(self, place: Path, hub: HubStandIn):
+        self.place, self.case, self.hub = place, place / "case", hub
         self.processes = multiprocessing.get_context("forkserver")
         self.processes.set_forkserver_preload(IMPORTS)
         (place / "shared").mkdir()
@@ -75,25 +95,48 @@ class Ground:
     def outside(self) -> Path:
         return self.case / "outside"
 
+    @property
+    def archive(self) -> Path:
+        return self.case / "tmp" / "archive"
+
+    @property
+    def restored(self) -> Path:
+        return self.case / "tmp" / "restored"
+
     def reference(self, name: str) -> Reference:
         """A finished run, put aside, and what each command says of it."""
         root = MADE_IN[name]
         self.prepare(name, root=root)
-        ended = self.command("run", drawn=True, patience=600)
-        if ended.code != 0:
-            raise RuntimeError(f"the run '{name}' ended with {ended.code}: {ended.stderr}")
+        self._whole("run", drawn=True, patience=600)
         path = shutil.copytree(self.case / root / "run", self.place / name, symlinks=True)
         self.prepare(name, path)
         said = {reader: self.command(reader) for reader in READERS}
+        checked = figures_of_check(self.case / "tmp" / "checked")
+        self._whole("archive")
+        archive = shutil.copytree(self.archive, self.place / f"{name}-archive")
+        self._whole("publish")
         records = [
             (link.resolve(), json.loads((link / "DONE.json").read_text())) for link in (path / "latest").iterdir()
         ]
         counted = {str((stage / file).relative_to(path)) for stage, done in records for file in done["files"]}
-        return Reference(path, said, {file: digest(path / file) for file in sorted(counted)})
+        sums = {file: digest(path / file) for file in sorted(counted)}
+        return Reference(path, archive, said, sums, checked, self.published())
+
+    def _whole(self, name: str, **how: Any) -> None:
+        """Give a command to an untampered run."""
+        ended = self.command(name, **how)
+        if ended.code != 0:
+            raise RuntimeError(f"'{name}' of a whole run ended with {ended.code}: {ended.stderr}")
+
+    def published(self) -> Published:
+        """What anybody sees on the Hub: files by name, by repository."""
+        return {name: dict(made.files) for name, made in self.hub.repositories.items() if made.files}
 
     def prepare(self, name: str, run: Path | None = None, root: str = "runs") -> None:
         """An empty ground, or one with a copy of a run; beside it is what nobody may touch."""
         shutil.rmtree(self.case, ignore_errors=True)
+        self.hub.repositories.clear(), self.hub.lfs.clear()
+        self.name = name
         (self.case / "tmp").mkdir(parents=True)
         (self.outside / "shards").mkdir(parents=True)
         for sentinel in ("precious.txt", "heads.safetensors", "x.0123456789ab.tmp", "shards/00000.parquet"):
@@ -108,6 +151,9 @@ class Ground:
     def command(self, name: str, *, drawn: bool = False, patience: float = PATIENCE) -> Ended:
         """Give a command to the run, and wait so many seconds for its end; `run-own` uses the run's own run.yaml."""
         config, run, own = str(self.case / "config.yaml"), str(self.run), str(self.run / "run.yaml")
+        tuned, restored = self.place / "sequential" / "latest" / "export" / "backbone", str(self.restored)
+        model = str(tuned if self.name == "sequential" else self.target)
+        checked = ["--prompts", str(self.seeds), "--out", f"{self.case}/tmp/checked"]
         name, _, stage = name.partition(" ")
         line = {
             "run": ["run", config, "--executor", "inline"],
@@ -117,10 +163,19 @@ class Ground:
             "verify": ["verify", run],
             "inspect": ["inspect", run, stage],
             "chat": ["chat", f"{run}/latest/export", "--max-new-tokens", "6"],
-            "push": ["push", run, "--repo-id", "me/heads", "--base-model", "owner/target", "--dry-run"],
+            "push": ["push", run, *PUSHED, "--dry-run"],
+            "publish": ["push", run, *PUSHED],
+            "compare": ["compare", run, str(self.place / self.name)],
+            "check": ["check", f"{run}/latest/export", "--target", model, *BRIEFLY, *checked],
+            "archive": ["archive", run, str(self.archive)],
+            "restore": ["restore", str(self.archive), restored],
+            "verify-restored": ["verify", restored],
+            "keys": ["keys"],
         }[name]
         began = time.monotonic()
-        process = self.processes.Process(target=_obey, args=(line, str(self.case), drawn), daemon=True)
+        process = self.processes.Process(
+            target=_obey, args=(line, str(self.case), self.hub.endpoint, drawn), daemon=True
+        )
         process.start()
         process.join(patience)
         if hung := process.exitcode is None:
@@ -131,10 +186,12 @@ class Ground:
 
     def untouchable(self) -> dict[str, tuple[Any, ...]]:
         """Everything but the run and the folder for temporary files."""
-        return tree_of(self.place / "shared") | tree_of(self.case, but=(self.run, self.case / "tmp"))
+        others = (place for place in self.place.iterdir() if place != self.case)
+        found = tree_of(self.case, but=(self.run, self.case / "tmp"))
+        return functools.reduce(operator.or_, (tree_of(place) for place in others), found)
 
 
-def _obey(line: list[str], case: str, drawn: bool) -> None:
+def _obey(line: list[str], case: str, hub: str, drawn: bool) -> None:
     """What `medusa-distill LINE` does, in a process of its own."""
     from pipeline.cli.app import app
     from pipeline.cli.ending import ends_well
@@ -152,6 +209,7 @@ def _obey(line: list[str], case: str, drawn: bool) -> None:
         with open(name, mode) as file:
             os.dup2(file.fileno(), number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "rww"[number]) for number in range(3))
+    take_for_the_hub(pytest.MonkeyPatch(), hub, Path(case, "tmp"))
     if not drawn:
         html.drawings = lambda *_: {}  # type: ignore[assignment]
     code = ends_well(lambda: app(line, standalone_mode=False))

@@ -1,11 +1,17 @@
 """Claim: whatever is done to a finished run's files, a command ends with 0 and the truth, or says what is wrong.
 
 Each case copies a finished run, tampers with one file or folder of it (`benchmarks.mutations`: bytes, JSON types,
-names, times, links) and gives commands to what is left: two that only read, chosen at random (plan, status, verify,
-inspect, chat, push --dry-run), then `run`, and after a `run` that ended with 0 `verify`. Findings are
+names, times, links) and gives commands to what is left, chosen at random: two that only read (plan, status, verify,
+inspect, compare with the untampered run, chat, check of the export, push --dry-run, keys); in two cases of ten `push`
+to a Hub on loopback; in two of ten `archive`, and `restore` of what was archived; in six of ten `run`, and after one
+that ended with 0 `verify`. Each eighth case tampers with an archive of the run instead: `restore`, then `archive`
+again, which mends it or refuses, and `restore`. No command is left out. Findings are
 
 - a traceback, an exit code that does not fit, more or less than one paragraph on stderr, control characters, a hang;
 - 0 where what was said, or what the run holds afterwards, is not what the untampered run has;
+- after `push` with 0 other files on the Hub than the untampered run's, byte for byte, its card included (that is made
+  of report.json: where this was tampered with the card is not compared), or anything there after another code;
+- `archive` with 0 of a run that `verify` calls damaged; `restore` with 0 of anything but what was archived;
 - a file outside of the run that was written or deleted, or any file by a command that only reads;
 - a whole shard that is gone after a `run` that refused.
 
@@ -19,57 +25,27 @@ processes forked from one that has imported the pipeline. Plots are drawn in eac
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import multiprocessing
 import random
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.claims import Claim, Result
-from benchmarks.ground import READERS, RUNS, Ground, Reference
+from benchmarks.ground import RUNS, Ground, Reference
 from benchmarks.mutations import MUTATIONS, Mutation
 from benchmarks.run import keep
-from benchmarks.verdicts import (
-    Ended,
-    by_its_name,
-    changes,
-    digest,
-    judge_ending,
-    judge_result,
-    judge_said,
-    tree_of,
-    whole_shards,
-)
+from benchmarks.trial import Case, Record, Trial
+from tests.export.hub_stand_in import HubStandIn
 
-
-@dataclass(frozen=True)
-class Case:
-    """One act of tampering: with which run, at which path in it, how."""
-
-    number: int
-    run: str
-    path: str
-    mutation: Mutation
-
-
-@dataclass
-class Record:
-    """What was done and found so far."""
-
-    seed: int
-    cases: int = 0
-    commands: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
-    endings: Counter[str] = field(default_factory=Counter)
-    findings: list[dict[str, Any]] = field(default_factory=list)
+ARCHIVED = 8  # one case in so many is with an archive
 
 
 def measure(*, tiny: bool = False) -> Result:
@@ -84,19 +60,27 @@ def tamper(
     runs: Sequence[str] = tuple(RUNS),
     only: Sequence[int] = (),
     minutes: float = math.inf,
+    part: tuple[int, int] = (0, 1),
 ) -> Record:
-    """Tamper so many times, at most for so long, and record what is found; `only` repeats these cases."""
+    """Tamper so many times, at most for so long, and record what is found.
+
+    Args:
+        only: Repeats these cases.
+        part: (i, n) takes the i-th of each n cases.
+    """
     record, ends = Record(seed), time.monotonic() + 60 * minutes
     place = Path(tempfile.mkdtemp(prefix="tampering-")).resolve()
     try:
-        ground = Ground(place)
-        references = {name: ground.reference(name) for name in runs}
-        for case in cases(references, number, seed):
-            if (not only or case.number in only) and time.monotonic() < ends:
-                ground.prepare(case.run, references[case.run].path)
-                _judge(case, ground, references[case.run], record, random.Random(f"{seed}:{case.number}"))
-                if record.cases % 100 == 0:
-                    print(f"{record.cases} of {number} cases, {len(record.findings)} findings", flush=True)
+        with HubStandIn() as hub:
+            ground = Ground(place, hub)
+            references = {name: ground.reference(name) for name in runs}
+            for case in cases(references, number, seed):
+                mine = case.number in only if only else case.number % part[1] == part[0]
+                if mine and time.monotonic() < ends:
+                    ground.prepare(case.run, references[case.run].path)
+                    Trial(case, ground, references[case.run], record).take()
+                    if record.cases % 100 == 0:
+                        print(f"{record.cases} of {number} cases, {len(record.findings)} findings", flush=True)
     except KeyboardInterrupt:  # what was found so far is the result
         print(f"interrupted after {record.cases} of {number} cases", flush=True)
     finally:
@@ -104,62 +88,40 @@ def tamper(
     return record
 
 
+def tamper_side_by_side(number: int, workers: int, **how: Any) -> Record:
+    """`tamper` in so many processes, each with runs of its own."""
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        parts = [pool.submit(tamper, number, part=(index, workers), **how) for index in range(workers)]
+        records = [part.result() for part in parts]
+    whole = Record(records[0].seed)
+    for record in records:
+        whole.cases, whole.commands = whole.cases + record.cases, whole.commands + record.commands
+        whole.kinds.update(record.kinds)
+        whole.endings.update(record.endings)
+        whole.findings += record.findings
+    return whole
+
+
 def cases(references: dict[str, Reference], number: int, seed: int) -> Iterator[Case]:
-    """Cases that take each path of each run with each way that fits it, in random order, and over again."""
-    rng, found = random.Random(seed), []
-    for run, reference in references.items():
-        for path in sorted(reference.path.rglob("*")):
-            ways = [way for way in MUTATIONS if way.fits(path)]
-            found += [(run, str(path.relative_to(reference.path)), way) for way in ways]
-    rng.shuffle(found)
+    """Cases that take each path of each run with each way that fits it, in random order, and over again.
+
+    Each eighth is with an archive of a run.
+    """
+    rng = random.Random(seed)
+    runs = [found for run, reference in references.items() for found in _ways(run, reference.path)]
+    archives = [found for run, reference in references.items() for found in _ways(run, reference.archive)]
+    rng.shuffle(runs)
+    rng.shuffle(archives)
     for index in range(number):
-        yield Case(index, *found[index % len(found)])
+        archived = index % ARCHIVED == ARCHIVED - 1
+        found = archives if archived else runs
+        run, path, way = found[(index // ARCHIVED if archived else index) % len(found)]
+        yield Case(index, run, path, way, archived)
 
 
-def _judge(case: Case, ground: Ground, reference: Reference, record: Record, rng: random.Random) -> None:
-    """Tamper, give the commands, and record what is wrong with their ends."""
-    detail = case.mutation.tamper(ground.run / case.path, ground.outside, rng)
-    record.cases += 1
-    record.kinds[case.mutation.kind] += 1
-    is_config, believed = case.path == "run.yaml", case.mutation.name == "retype_signed"
-    is_log = case.path.endswith(".jsonl") and case.path.count("/") == 1  # of training, which no run makes again
-    unread = case.mutation.name == "flip_unnoticed" or is_log
-    records = ("DONE.json", "stage.json", "latest")
-    damaged = any(digest(ground.run / file) != sha256 for file, sha256 in reference.counted.items())
-    damaged = damaged and not any(name in case.path for name in records) and not is_config
-
-    def give(name: str) -> Ended:
-        outside, inside = ground.untouchable(), tree_of(ground.run)
-        whole = [] if name in READERS else whole_shards(ground.run, reference.path)
-        ended = ground.command(name, drawn=rng.random() < 0.1)
-        record.commands += 1
-        record.endings[f"{ended.line[0]} {ended.code}"] += 1
-        problems = judge_ending(ended, is_config=is_config)
-        problems += changes(outside, ground.untouchable(), "outside of the run")
-        if name in READERS:
-            problems += changes(inside, tree_of(ground.run), "by a command that only reads")
-        if name in READERS and not believed and not is_config:
-            told = by_its_name(ended, detail, Path(case.path).name) if case.mutation.name == "link" else ended
-            problems += judge_said(name, told, reference.said[name], case.mutation.kind, damaged=damaged)
-        if name not in READERS and not believed and not (is_config and name == "run-own"):
-            problems += judge_result(ended, ground.run, reference.path, case.path, whole=whole, unread=unread)
-        _note(record, case, detail, ended, problems)
-        return ended
-
-    for name in (rng.choice(READERS[:5]), rng.choice(READERS)):
-        give(name)
-    if give("run-own" if rng.random() < 0.3 else "run").code == 0:
-        record.commands += 1
-        if (ended := ground.command("verify")).code and not (believed or unread):
-            _note(record, case, detail, ended, ["verify finds damage after a run that ended with 0"])
-
-
-def _note(record: Record, case: Case, detail: str, ended: Ended, problems: Sequence[str]) -> None:
-    for problem in problems:
-        said = " ".join((ended.stderr.strip() or ended.stdout[-300:]).split())
-        where = {"case": case.number, "run": case.run, "path": case.path, "mutation": f"{case.mutation.name} {detail}"}
-        record.findings.append(where | {"command": ended.line[:1], "what": problem, "said": said[:600]})
-        print(json.dumps(record.findings[-1]), flush=True)
+def _ways(run: str, place: Path) -> Iterator[tuple[str, str, Mutation]]:
+    for path in sorted(place.rglob("*")):
+        yield from ((run, str(path.relative_to(place)), way) for way in MUTATIONS if way.fits(path))
 
 
 def result_of(record: Record) -> Result:
@@ -179,11 +141,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=2_000)
     parser.add_argument("--minutes", type=float, default=math.inf, help="no case begins later")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=1, help="processes; a TERM ends the run of one with its result")
     parser.add_argument("--only", type=int, nargs="+", help="repeat these cases alone; the result is not kept")
     parser.add_argument("--try", action="store_true", dest="trial", help="the result is not kept")
     asked, began = parser.parse_args(arguments), time.perf_counter()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    record = tamper(asked.cases, seed=asked.seed, only=asked.only or (), minutes=asked.minutes)
+    how: dict[str, Any] = {"seed": asked.seed, "minutes": asked.minutes}
+    if asked.workers > 1 and not asked.only:
+        record = tamper_side_by_side(asked.cases, asked.workers, **how)
+    else:
+        record = tamper(asked.cases, only=asked.only or (), **how)
     kept = not asked.trial and asked.only is None
     keep("tampering", result_of(record), time.perf_counter() - began, tiny=not kept)
     return min(1, len(record.findings))

@@ -8,6 +8,7 @@ is printed. Every other scheme is fsspec's, where its library is installed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 from pyarrow import fs
 
-from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.redact import redacted
 
 CREDENTIALS = {
@@ -39,12 +40,12 @@ class Place:
     def path(self, name: str) -> str:
         return f"{self.root}/{name}" if name else self.root
 
-    def names(self, folder: str) -> set[str]:
-        """The names of all files below a folder; empty where there is none."""
+    def sizes(self, folder: str) -> dict[str, int]:
+        """The size in bytes of every file below a folder, by name; empty where there is none."""
         with self.errors():
             chosen = fs.FileSelector(self.path(folder), allow_not_found=True, recursive=True)
             files = (file for file in self.system.get_file_info(chosen) if file.type == fs.FileType.File)
-            return {file.path.removeprefix(f"{self.root}/") for file in files}
+            return {file.path.removeprefix(f"{self.root}/"): file.size for file in files}
 
     def read(self, name: str) -> bytes | None:
         """A small file's content; None where there is no such file."""
@@ -55,7 +56,10 @@ class Place:
                 return bytes(file.read())
 
     def blocks(self, name: str) -> Iterator[bytes]:
-        """A file's content, block by block."""
+        """A file's content, block by block; FileNotFoundError as the cause where there is no such file."""
+        with self.errors():
+            if self.system.get_file_info(self.path(name)).type != fs.FileType.File:  # a pipe would be waited for
+                raise FileNotFoundError(errno.ENOENT, "No such file", self.path(name))
         with self.errors(), self.system.open_input_stream(self.path(name)) as file:
             while block := file.read(BLOCK):
                 yield block
@@ -64,6 +68,8 @@ class Place:
         """Make a file that is there whole or not at all."""
         path = self.path(name)
         local = isinstance(self.system, fs.LocalFileSystem)  # elsewhere an object appears with its last byte
+        if local:
+            self._stay_inside(path)
         with self.errors():
             if local or not isinstance(self.system, fs.S3FileSystem):
                 self.system.create_dir(path.rpartition("/")[0], recursive=True)
@@ -72,6 +78,12 @@ class Place:
                     file.write(block)
             if local:
                 self.system.move(f"{path}.tmp", path)
+
+    def _stay_inside(self, path: str) -> None:
+        """Raise DataError where a link in the archive leads to another folder, which is not ours to write to."""
+        folder = os.path.dirname(path)
+        if not Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(self.root)):
+            raise DataError("A link leads out of the archive.", folder, "Delete it and archive the run again.")
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:

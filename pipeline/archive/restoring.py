@@ -11,7 +11,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from pipeline.archive.manifest import Manifest, object_name
+from pipeline.archive.manifest import VERIFIED, Manifest, object_name
 from pipeline.archive.places import Place
 from pipeline.archive.storing import Show, Stored, together
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
@@ -77,20 +77,24 @@ def _fetch(place: Place, name: str, facts: FileFacts, path: Path) -> None:
                     file.write(block)
             except EnvironmentFault as fault:
                 if isinstance(fault.__cause__, FileNotFoundError):
-                    raise _damaged(place, name, "is missing from the archive") from None
+                    raise _damaged(place, name, facts, "is missing from the archive") from None
                 raise
             file.flush()
             os.fsync(file.fileno())
         if digest.hexdigest() != facts.sha256:
-            raise _damaged(place, name, "is damaged in the archive")
+            raise _damaged(place, name, facts, "is damaged in the archive")
         os.utime(temporary, ns=(facts.mtime_ns, facts.mtime_ns))  # so that `run` need not read it again
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
 
 
-def _damaged(place: Place, name: str, how: str) -> DataError:
-    fix = "What was restored is kept. Archive the run again from where it lies, or restore another copy."
+def _damaged(place: Place, name: str, facts: FileFacts, how: str) -> DataError:
+    mark = f"{VERIFIED}/{facts.sha256}"
+    fix = (
+        f"What was restored is kept. Delete {mark} there, which says that this file has arrived, and archive the run "
+        "again from where it lies; or restore another copy."
+    )
     return DataError(f"{name} {how}.", place.address, fix)
 
 

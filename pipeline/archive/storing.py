@@ -10,12 +10,13 @@ import contextlib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.archive.manifest import MANIFEST, OWNER, VERIFIED, Manifest, object_name, run_id
+from pipeline.archive.manifest import MANIFEST, OBJECTS, OWNER, VERIFIED, Manifest, object_name, run_id
 from pipeline.archive.places import BLOCK, Place
 from pipeline.errors import ConfigError, DataError
 from pipeline.storage.checksums import FileFacts
@@ -38,8 +39,13 @@ class Stored:
     num_sent: int  # objects; the others were there
 
 
-def store_run(run: RunDirectory, place: Place, show: Show = lambda done, total, sent: None) -> Stored:
+def store_run(
+    run: RunDirectory, place: Place, show: Show = lambda done, total, sent: None, *, stages: Collection[str] = ()
+) -> Stored:
     """Make the archive at `place` hold this run as it is now.
+
+    Args:
+        stages: The names that stages have: a link of such a name must lead to one.
 
     Raises:
         EnvironmentFault: Another process writes the run; the place cannot be reached.
@@ -50,6 +56,7 @@ def store_run(run: RunDirectory, place: Place, show: Show = lambda done, total, 
         held.enter_context(run.locked())
         for stage in run.stages().values():
             held.enter_context(stage.lock).share()
+        _require_whole_records(run, stages)
         _claim(run, place)
         found = _files(run)
         facts: dict[str, FileFacts] = {}
@@ -57,21 +64,28 @@ def store_run(run: RunDirectory, place: Place, show: Show = lambda done, total, 
         for name, (path, written) in sorted(found.items()):
             facts[name] = written or FileFacts.of(path)
             wanted[f"{VERIFIED}/{facts[name].sha256}"] = path, facts[name]
-        arrived = place.names(VERIFIED)
+        arrived = _arrived(place)
         sent = together(
             (functools.partial(_send, path, known, place), known.size)
             for name, (path, known) in wanted.items()
-            if name not in arrived
+            if arrived.get(name) != known.size
         )
         num_sent = num_bytes = 0
-        there = len(wanted.keys() & arrived)
+        there = sum(arrived.get(name) == known.size for name, (_, known) in wanted.items())
         show(there, len(wanted), 0)
         for size in sent:
             num_sent, num_bytes = num_sent + 1, num_bytes + size
             show(there + num_sent, len(wanted), num_bytes)
-        links = {link.name: link.resolve().name for link in run.links() if link.is_dir()}
+        links = {name: stage.path.name for name, stage in run.stages().items()}
         Manifest(run_id(run.path), facts, links).write(place)
     return Stored(len(facts), sum(one.size for one in facts.values()), num_sent)
+
+
+def _arrived(place: Place) -> dict[str, int]:
+    """The size of each object that was read back after it was sent, by the name of its mark."""
+    objects, marks = place.sizes(OBJECTS), place.sizes(VERIFIED)
+    named = {mark: object_name(mark.rpartition("/")[2]) for mark in marks}
+    return {mark: objects[name] for mark, name in named.items() if name in objects}
 
 
 def together(jobs: Iterable[tuple[Callable[[], None], int]]) -> Iterator[int]:
@@ -92,7 +106,7 @@ def _claim(run: RunDirectory, place: Place) -> None:
     ours = run_id(run.path)
     content = place.read(OWNER)
     if content is None:
-        if place.read(MANIFEST) is not None or place.names(""):
+        if place.read(MANIFEST) is not None or place.sizes(""):
             fix = "Name a folder of its own for each run, such as s3://bucket/runs/NAME."
             raise ConfigError("Something else lies there, and an archive overwrites nothing.", place.address, fix)
         place.write(OWNER, iter([json.dumps({"run": ours, "name": run.path.name}).encode()]))
@@ -105,6 +119,18 @@ def _claim(run: RunDirectory, place: Place) -> None:
     if whose != ours:
         fix = "Name a folder of its own for each run, such as s3://bucket/runs/NAME."
         raise ConfigError(f"The archive there is of another run ('{name}').", place.address, fix)
+
+
+def _require_whole_records(run: RunDirectory, names: Collection[str]) -> None:
+    """Raise DataError where a stage is gone, or its record cannot be read: nobody can say which files count."""
+    fix = "Run the same configuration again: what is damaged is made anew."
+    found = run.stages()
+    if gone := next((link for link in run.links() if link.name in names and link.name not in found), None):
+        raise DataError(f"The directory of {gone.name} is missing, or of another stage.", str(gone), fix)
+    for name, stage in found.items():
+        record = stage.path / "DONE.json"
+        if stage.done is None and os.path.lexists(record):
+            raise DataError(f"The record of {name} cannot be read.", str(record), fix)
 
 
 def _files(run: RunDirectory) -> dict[str, tuple[Path, FileFacts | None]]:

@@ -26,9 +26,11 @@ def archive(run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
 
     Example: medusa-distill archive runs/my-7b s3://my-bucket/runs/my-7b
     """
+    from pipeline.flow import STAGES  # torch and transformers: --help does not wait for them
+
     run, _ = RunDirectory.open(run_dir)
     place = open_place(address)
-    _report("archive", "sent", lambda show: store_run(run, place, show))
+    _report("archive", "sent", lambda show: store_run(run, place, show, stages=STAGES))
 
 
 def restore(address: Address, run_dir: Annotated[Path, typer.Argument(help="A new directory for the run.")]) -> None:
@@ -49,10 +51,11 @@ def _report(name: str, verb: str, work: Work) -> None:
             meter.update(done, f"{num_bytes / 1e6:,.1f} MB {verb}")
 
         stored = work(show)
-    new = f"{stored.num_sent} of them {verb}, the others were there" if stored.num_sent < stored.num_files else verb
+    some = f"{stored.num_sent} of them {verb}, every sum of these right; the others were there"
+    new = some if stored.num_sent < stored.num_files else f"{verb}, every sum right"
     print_stage(
         console,
         "[green]✓[/]",
         name,
-        f"{stored.num_files} files, {stored.num_bytes / 1e6:,.1f} MB, {new}, every sum right",
+        f"{stored.num_files} files, {stored.num_bytes / 1e6:,.1f} MB, {new}",
     )

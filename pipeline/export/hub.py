@@ -16,13 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitOperationAdd
-
 from pipeline.config import PushConfig
-from pipeline.errors import CheckFailed, ConfigError, DataError
+from pipeline.errors import CheckFailed, DataError
 from pipeline.export.backbone import BACKBONE_FILE
 from pipeline.export.card import backbone_card, model_card
-from pipeline.export.card_metadata import Licence
 from pipeline.export.layout import (
     BACKBONE_DIRECTORY,
     CARD_FILE,
@@ -31,15 +28,8 @@ from pipeline.export.layout import (
     read_layout,
     with_base_model,
 )
-from pipeline.export.upload import (
-    WEIGHT_SUFFIXES,
-    InTheWay,
-    check_repo_id,
-    listing,
-    prepare,
-    refuse_local_paths,
-    upload,
-)
+from pipeline.export.parcel import Parcel, Push
+from pipeline.export.upload import WEIGHT_SUFFIXES, check_repo_id, prepare
 from pipeline.heads.export_format import FORMATS
 from pipeline.heads.kind import Heads
 
@@ -77,60 +67,26 @@ def _is_owner(repo_id: str | None) -> bool:
     return bool(repo_id) and str(repo_id).endswith("/")
 
 
-@dataclass(frozen=True)
-class Push:
-    """Where heads or a backbone go, and what their card tells.
-
-    Attributes:
-        repo_id: USER/NAME.
-        report: The content of `report.json`; its check must have passed.
-        recipe: The run's resolved configuration as plain data, for the card.
-        base_model: Hub id of the heads' target, required where the export names a local directory; or of the model that
-            a backbone was tuned from, None for a local one.
-        private: Make the repository private; an existing public one is an error, an existing private one stays private.
-        dry_run: Only list the files. Uses no network and needs no token.
-        licence: What the card declares; None declares nothing.
-        data_set: Hub id of the conversations, where they are published.
-    """
-
-    repo_id: str
-    report: Mapping[str, Any] | None
-    recipe: Mapping[str, Any]
-    base_model: str | None = None
-    private: bool = False
-    dry_run: bool = False
-    licence: Licence | None = None
-    data_set: str | None = None
-
-    @property
-    def for_the_card(self) -> dict[str, Any]:
-        """What every card is told."""
-        return {
-            "repo_id": self.repo_id,
-            "base_model": self.base_model,
-            "recipe": self.recipe,
-            "licence": self.licence,
-            "data_set": self.data_set,
-        }
-
-
 def push_export(directory: str | Path, push: Push, checked: Mapping[str, str]) -> dict[str, Any]:
-    """Push an export with a freshly rendered model card, as one commit; return the receipt.
+    """Push an export with a freshly rendered model card, as one commit; return the receipt of `Parcel.send`.
+
+    Arguments and what is raised are those of `prepare_export`.
+    """
+    return prepare_export(directory, push, checked).send()
+
+
+def prepare_export(directory: str | Path, push: Push, checked: Mapping[str, str]) -> Parcel:
+    """An export with a freshly rendered model card, compared with what was checked and ready to go.
 
     Args:
         directory: An export. It is not changed; `config.json` and the card are rewritten for the upload.
         checked: The sha256 (hex) of each of the heads' files as it was checked, by name; no other file goes.
 
-    Returns:
-        {"repo", "url", "commit", "unchanged", "private", "base_model", "files": [{"path", "size", "sha256"}]};
-        for a dry run also "dry_run": True and "missing", what a push would still require.
-
     Raises:
         CheckFailed: The check failed or was not run.
         DataError: The directory is not a whole export, is not what was checked, or names the target's local path where
             it should not.
-        ConfigError: An id is invalid, or the repository's content conflicts.
-        EnvironmentFault: No token, or the Hub could not be reached or rejected the request.
+        ConfigError: An id is invalid.
     """
     directory = Path(directory)
     check_repo_id(push.repo_id, "push.repo_id", with_owner=True)
@@ -146,20 +102,20 @@ def push_export(directory: str | Path, push: Push, checked: Mapping[str, str]) -
     _require_heads_alone(checked, kind, directory)
     additions = prepare(directory, checked, {CARD_FILE: card.encode(), **configs})
     in_the_way = functools.partial(_not_heads, kind=kind)
-    return send(push, additions, exported.base_model_name_or_path, kind.title, in_the_way)
+    return Parcel.of(push, additions, exported.base_model_name_or_path, kind.title, in_the_way)
 
 
-def push_backbone(
+def prepare_backbone(
     directory: str | Path, push: Push, checked: Mapping[str, str], *, heads_repo_id: str, kind: type[Heads]
-) -> dict[str, Any]:
-    """Push the tuned backbone with a model card of its own, as one commit; return the receipt.
+) -> Parcel:
+    """The tuned backbone with a model card of its own, compared with what was checked and ready to go.
 
     Args:
         directory: A tuned backbone, as `write_backbone` writes it.
         checked: The sha256 (hex) of each of its files as it was checked, by name; no other file goes.
         heads_repo_id, kind: Where its heads are, or will be, and what they are.
 
-    The receipt and what is raised are those of `push_export`.
+    What is raised is that of `prepare_export`.
     """
     directory = Path(directory).resolve()
     check_repo_id(push.repo_id, "push.repo_id", with_owner=True)
@@ -168,32 +124,7 @@ def push_backbone(
         raise DataError(f"The tuned backbone lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
     card = backbone_card(report, heads_repo_id=heads_repo_id, kind=kind, **push.for_the_card)
     additions = prepare(directory, checked, {CARD_FILE: card.encode()})
-    return send(push, additions, str(directory), "Backbone", _not_a_backbone)
-
-
-def send(
-    push: Push, additions: list[CommitOperationAdd], local: str, message: str, in_the_way: InTheWay, **how: Any
-) -> dict[str, Any]:
-    """Upload the files, none of which may name the path `local`; the receipt, also of a dry run.
-
-    `how` goes to `upload`.
-    """
-    missing = []
-    if push.base_model and os.path.isabs(push.base_model):
-        missing.append("the Hub id of the target (push.base_model): nobody else can load a local one")
-    receipt = {
-        "repo": push.repo_id,
-        "private": push.private,
-        "base_model": push.base_model,
-        "files": listing(additions),
-    }
-    if push.dry_run:
-        return receipt | {"dry_run": True, "commit": None, "missing": missing}
-    if missing:
-        fix = "Publish the target first, then push with push.base_model=USER/NAME."
-        raise ConfigError(f"The push lacks {missing[0]}.", push.base_model, fix)
-    refuse_local_paths(additions, local, push.recipe)
-    return receipt | upload(additions, push.repo_id, message, in_the_way=in_the_way, private=push.private, **how)
+    return Parcel.of(push, additions, str(directory), "Backbone", _not_a_backbone)
 
 
 def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:

@@ -23,8 +23,9 @@ from pipeline.artifacts.generated_rows import open_rows
 from pipeline.artifacts.seed_rows import SPLITS
 from pipeline.export.card import data_set_card
 from pipeline.export.card_facts import public, public_names
-from pipeline.export.hub import Push, require_passed_check, send
+from pipeline.export.hub import require_passed_check
 from pipeline.export.layout import CARD_FILE
+from pipeline.export.parcel import Parcel, Push
 from pipeline.export.upload import check_repo_id
 from pipeline.heads.kind import Heads
 
@@ -75,9 +76,9 @@ def push_data_set(
         pushed = replace(push, base_model=public(push.base_model))
         stale = functools.partial(_stale, kept={addition.path_in_repo for addition in additions})
         local = push.base_model or ""
-        return send(
-            pushed, [card_file, *additions], local, "Conversations", _not_ours, repo_type="dataset", stale=stale
-        )
+        files_to_go = [card_file, *additions]
+        how: dict[str, Any] = {"repo_type": "dataset", "stale": stale}
+        return Parcel.of(pushed, files_to_go, local, "Conversations", _not_ours, **how).send()
 
 
 def write_splits(generated: GeneratedShards, names: Mapping[str, str], directory: Path) -> dict[str, int]:

@@ -15,9 +15,10 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.export.card_metadata import Licence, licence_of
-from pipeline.export.hub import Push, Repositories, push_backbone, push_export, repositories
+from pipeline.export.hub import Repositories, prepare_backbone, prepare_export, repositories
 from pipeline.export.hub_data_set import GeneratedShards, push_data_set
 from pipeline.export.layout import BACKBONE_DIRECTORY
+from pipeline.export.parcel import Parcel, Push
 from pipeline.heads.shape import head_kind
 from pipeline.report.formatting import visible
 from pipeline.run.context import Context
@@ -78,27 +79,29 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
         licence=_licence(context, online=not dry_run),
         data_set=to.data_set,
     )
+    models = _models(context, plan, to) if to.heads else {}  # nothing is sent where one of them is refused
     receipt: dict[str, Any] = {}
     if to.data_set:
         generate = context.upstream["generate"]
         generated = GeneratedShards(generate.shards(), generate.fingerprint)
         receipt["data_set"] = push_data_set(generated, replace(plan, repo_id=to.data_set), kind, work_in)
-    return receipt | (_push_models(context, plan, to) if to.heads else {})
+    sent = {name: parcel.send() for name, parcel in models.items()}
+    return receipt | sent.pop("heads", {}) | sent
 
 
-def _push_models(context: Context, plan: Push, to: Repositories) -> dict[str, Any]:
-    """The heads' receipt, with a tuned backbone's, which goes first, under `backbone`."""
+def _models(context: Context, plan: Push, to: Repositories) -> dict[str, Parcel]:
+    """What goes, in this order: a tuned backbone, where there is one, and the heads; each compared with its record."""
     exported = context.upstream["export"]
     export, done = exported.path, exported.done
     assert to.heads and done, "there is nothing to push, or nowhere to push it to"
     checked = {name: done.files[name].sha256 for name in done.summary["files"] if name in done.files}
     heads = replace(plan, repo_id=to.heads, base_model=to.backbone or context.config.push.base_model)
     if to.backbone is None:
-        return push_export(export, heads, checked)
+        return {"heads": prepare_export(export, heads, checked)}
     tuned = {name: facts.sha256 for name, facts in exported.files_below(BACKBONE_DIRECTORY).items()}
     backbone, kind = replace(plan, repo_id=to.backbone), head_kind(context.config.train.heads)
-    pushed = push_backbone(export / BACKBONE_DIRECTORY, backbone, tuned, heads_repo_id=to.heads, kind=kind)
-    return push_export(export, heads, checked) | {"backbone": pushed}
+    prepared = prepare_backbone(export / BACKBONE_DIRECTORY, backbone, tuned, heads_repo_id=to.heads, kind=kind)
+    return {"backbone": prepared, "heads": prepare_export(export, heads, checked)}
 
 
 def _licence(context: Context, *, online: bool) -> Licence | None:

@@ -283,4 +283,4 @@ def test_a_path_is_that_directory_whatever_its_name_holds(tmp_path, monkeypatch,
     (tmp_path / name / "there").write_text("x")
     monkeypatch.chdir(tmp_path)
     for address in (str(tmp_path / name), f"./{name}"):
-        assert open_place(address).names("") == {"there"}
+        assert set(open_place(address).sizes("")) == {"there"}

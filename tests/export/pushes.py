@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.export.hub import Push, push_export
+from pipeline.export.hub import push_export
+from pipeline.export.parcel import Push
 from pipeline.heads.medusa import MedusaHeads
 from tests.export.exports import TokenizerStub, config_of, write
 from tests.export.hub_stand_in import HubStandIn

@@ -10,7 +10,8 @@ from huggingface_hub import ModelCard
 
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.export.card import backbone_card, model_card
-from pipeline.export.hub import Push, push_backbone
+from pipeline.export.hub import prepare_backbone
+from pipeline.export.parcel import Push
 from pipeline.heads.medusa import MedusaHeads
 from tests.export.hub_stand_in import HubStandIn, Repository
 from tests.export.pushes import PASSED, export_to, push, sums
@@ -44,7 +45,8 @@ def backbone(tmp_path) -> Path:
 def push_it(backbone: Path, hub: HubStandIn, **changes) -> dict:
     usual = {"repo_id": "me/tuned", "base_model": "owner/original", "report": REPORT, "recipe": RECIPE}
     push = Push(**usual | changes)
-    return push_backbone(backbone, push, sums(backbone), heads_repo_id="me/tuned-medusa", kind=MedusaHeads)
+    prepared = prepare_backbone(backbone, push, sums(backbone), heads_repo_id="me/tuned-medusa", kind=MedusaHeads)
+    return prepared.send()
 
 
 def test_all_of_it_goes_in_one_commit_and_not_again(backbone, hub):
