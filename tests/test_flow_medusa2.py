@@ -16,10 +16,11 @@ from pipeline import open_run
 from pipeline.cli.app import app
 from pipeline.cli.chat_model import load_chat_model
 from pipeline.conversations.conversation import Message
-from pipeline.errors import CheckFailed, EnvironmentFault
+from pipeline.errors import CheckFailed, DataError, EnvironmentFault
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
 from pipeline.flow import STAGES as FLOW_STAGES
+from pipeline.flow import push_run
 from pipeline.run.stage_status import stage_statuses
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
@@ -303,6 +304,18 @@ def test_backbone_and_heads_go_to_two_repositories_and_no_path_of_this_machine_w
     assert (receipt["repo"], receipt["backbone"]["repo"]) == ("me/small-speculator.medusa", "me/small")
     asked = len(hub.requests)
     assert stages_run(run_again(config)) == [] and len(hub.requests) == asked
+
+
+@pytest.mark.parametrize("damaged", ["medusa_lm_head.safetensors", "tokenizer.json"])
+def test_nothing_is_published_where_one_part_of_a_push_is_refused(run, hub, damaged):
+    """Neither the conversations nor the backbone, which go before the heads."""
+    path = latest(run, "export").path / damaged
+    data = path.read_bytes()
+    path.unlink()  # it may be a hard link to another stage's file
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(DataError, match="not what was checked"):
+        push_run(run.path, repo_id="me/small", dataset="me/said", base_model="owner/target")
+    assert not hub.repositories and not hub.bytes_uploaded
 
 
 def test_a_push_that_broke_off_between_the_two_goes_on_with_the_second(run, make_config, tmp_path, hub):

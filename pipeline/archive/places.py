@@ -90,6 +90,9 @@ class Place:
         """What the file system refuses as one sentence."""
         try:
             yield
+        except UnicodeError as error:  # pyarrow lists no folder that has one
+            fix = "Delete it, or name a folder of its own; the same command continues."
+            raise DataError("A file there has a name that is no UTF-8.", self.address, fix) from error
         except (OSError, pa.ArrowException) as error:
             raise EnvironmentFault(
                 f"The archive cannot be reached: {_first_line(error)}.",

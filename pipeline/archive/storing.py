@@ -11,15 +11,17 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from pipeline.archive.manifest import MANIFEST, OBJECTS, OWNER, VERIFIED, Manifest, object_name, run_id
 from pipeline.archive.places import BLOCK, Place
 from pipeline.errors import ConfigError, DataError
 from pipeline.storage.checksums import FileFacts
+from pipeline.storage.description import Description
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import BOOKKEEPING
 
@@ -40,12 +42,16 @@ class Stored:
 
 
 def store_run(
-    run: RunDirectory, place: Place, show: Show = lambda done, total, sent: None, *, stages: Collection[str] = ()
+    run: RunDirectory,
+    place: Place,
+    show: Show = lambda done, total, sent: None,
+    stages: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> Stored:
     """Make the archive at `place` hold this run as it is now.
 
     Args:
-        stages: The names that stages have: a link of such a name must lead to one.
+        stages: By the name of each stage what in its directory does not go once it is finished. A link of such a name
+            must lead to a stage.
 
     Raises:
         EnvironmentFault: Another process writes the run; the place cannot be reached.
@@ -58,7 +64,7 @@ def store_run(
             held.enter_context(stage.lock).share()
         _require_whole_records(run, stages)
         _claim(run, place)
-        found = _files(run)
+        found = _files(run, stages)
         facts: dict[str, FileFacts] = {}
         wanted: dict[str, tuple[Path, FileFacts]] = {}
         for name, (path, written) in sorted(found.items()):
@@ -128,12 +134,17 @@ def _require_whole_records(run: RunDirectory, names: Collection[str]) -> None:
     if gone := next((link for link in run.links() if link.name in names and link.name not in found), None):
         raise DataError(f"The directory of {gone.name} is missing, or of another stage.", str(gone), fix)
     for name, stage in found.items():
-        record = stage.path / "DONE.json"
-        if stage.done is None and os.path.lexists(record):
-            raise DataError(f"The record of {name} cannot be read.", str(record), fix)
+        for record in (stage.path / "stage.json", stage.path / "DONE.json"):
+            if record.is_symlink():
+                raise DataError("A link leads out of the stage's directory.", str(record), "Delete it and run again.")
+        described, done = Description.read(stage.path), stage.done
+        if described is None or (done and done.fingerprint != described.fingerprint):
+            raise DataError(f"The description of {name} is damaged.", str(stage.path / "stage.json"), fix)
+        if done is None and os.path.lexists(stage.path / "DONE.json"):
+            raise DataError(f"The record of {name} cannot be read.", str(stage.path / "DONE.json"), fix)
 
 
-def _files(run: RunDirectory) -> dict[str, tuple[Path, FileFacts | None]]:
+def _files(run: RunDirectory, stages: Mapping[str, Collection[str]]) -> dict[str, tuple[Path, FileFacts | None]]:
     """The files that count, by their name in the archive, with what DONE.json says of them.
 
     Links that no stage has made, such as Weights & Biases' to its logs, do not count.
@@ -144,9 +155,9 @@ def _files(run: RunDirectory) -> dict[str, tuple[Path, FileFacts | None]]:
     for stage in run.stages().values():
         done = stage.done
         written = done.files if done else {}
+        left_out = {*BOOKKEEPING} - KEPT_BOOKKEEPING | {*(stages.get(stage.stage, ()) if done else ())}
         for path in stage.path.rglob("*"):
             name = path.relative_to(stage.path)
-            left_out = {*BOOKKEEPING} - KEPT_BOOKKEEPING
             if path.is_file() and path.suffix != ".tmp" and not left_out & set(name.parts):
                 if path.is_symlink():
                     if name.as_posix() not in written:

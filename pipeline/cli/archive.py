@@ -30,7 +30,8 @@ def archive(run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
 
     run, _ = RunDirectory.open(run_dir)
     place = open_place(address)
-    _report("archive", "sent", lambda show: store_run(run, place, show, stages=STAGES))
+    stages = {name: stage.to_resume for name, stage in STAGES.items()}
+    _report("archive", "sent", lambda show: store_run(run, place, show, stages))
 
 
 def restore(address: Address, run_dir: Annotated[Path, typer.Argument(help="A new directory for the run.")]) -> None:

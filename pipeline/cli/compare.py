@@ -61,7 +61,9 @@ def compared(path: Path) -> ComparedRun:
     run, config = RunDirectory.open(path)
     statuses = stage_statuses(run, config, STAGES)
     wanted = {name: state for name, state in statuses.items() if STAGES[name].asked_for(config)}
-    open_stages = [name for name, state in wanted.items() if state.status not in ("done", "failed", "skipped")]
+    linked = run.stages()  # what a report is made of; a stage may be whole, and its link gone
+    ended = {name for name, state in wanted.items() if state.status in ("done", "failed") and name in linked}
+    open_stages = [name for name, state in wanted.items() if state.status != "skipped" and name not in ended]
     report, _ = assemble(run, config, without=open_stages)  # what a link still leads to may be of another recipe
     done = {name: state.directory.done for name, state in wanted.items() if state.directory and name not in open_stages}
     trained, checked = done.get("train"), done.get("check")

@@ -15,7 +15,8 @@ from __future__ import annotations
 import copy
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
@@ -70,15 +71,25 @@ class ChatTemplate:
         self._marks |= set(tokenizer.all_special_ids)
         special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special_ids = (special | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
+        hello = [Message("user", "Hello")]
         try:
-            hello = [Message("user", "Hello")]
-            with time_limit(PATIENCE):
+            with self._in_time("a conversation of two questions"):
                 self.end_of_turn_ids = self._first_mark(self._after_answer(hello, Message("user", "Hello")))
                 self.end_of_user_ids = self._first_mark(self._after_user([]))
-        except (RowRejected, TimeoutError) as error:
-            detail = error.detail if isinstance(error, RowRejected) else f"it takes more than {PATIENCE} seconds."
-            what = f"The chat template cannot render a conversation of two questions: {detail}"
+        except RowRejected as error:
+            what = f"The chat template cannot render a conversation of two questions: {error.detail}"
             raise ConfigError(what, str(tokenizer.name_or_path), fix) from error
+
+    @contextmanager
+    def _in_time(self, what: str) -> Iterator[None]:
+        """Raise ConfigError where the template takes too long to render something."""
+        try:
+            with time_limit(PATIENCE):
+                yield
+        except TimeoutError as error:
+            said = f"The chat template cannot render {what}: it takes more than {PATIENCE} seconds."
+            where = str(self._tokenizer.name_or_path)
+            raise ConfigError(said, where, "Give one in target.chat_template.") from error
 
     def keeping_special_tokens(self) -> ChatTemplate:
         """The same template, for which special tokens in the text of messages are control tokens."""
@@ -94,11 +105,16 @@ class ChatTemplate:
 
     @functools.cached_property
     def renders_tools(self) -> bool:
-        """Whether the template writes the functions that an answer calls, and their results."""
+        """Whether the template writes the functions that an answer calls, and their results.
+
+        Raises:
+            ConfigError: It takes too long.
+        """
         call = json.dumps([{"name": "placeholder_function", "arguments": {"place": "PlaceholderArgument"}}])
         asked = Message("user", "Hello"), Message("assistant", "", call), Message("tool", "PlaceholderResult")
         try:
-            text = self._rendered(asked, asks=True)
+            with self._in_time("a call of a function"):
+                text = self._rendered(asked, asks=True)
         except RowRejected:
             return False
         return all(word in text for word in ("placeholder_function", "PlaceholderArgument", "PlaceholderResult"))

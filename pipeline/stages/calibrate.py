@@ -242,4 +242,5 @@ STAGE = Stage(
     run,
     one_line,
     scratch=(TIMED_EXPORT,),
+    to_resume=(TIMED_EXPORT,),
 )

@@ -204,6 +204,114 @@ def test_a_damaged_archive_is_told_and_what_was_restored_is_kept(copied_run, buc
     assert content(back) == content(copied_run.path)
 
 
+def test_what_only_an_unfinished_stage_needs_goes_only_while_it_is_unfinished(copied_run, tmp_path):
+    """Checkpoints of training, which are larger than the heads; logs and the card go always."""
+    train, address = latest(copied_run, "train").path, str(tmp_path / "archive")
+    for name in ("checkpoints/step-00000001.safetensors", "ray/state", "tensorboard/log"):
+        (train / name).parent.mkdir(exist_ok=True)
+        (train / name).write_text(name)
+
+    def kept() -> set[str]:
+        assert CliRunner().invoke(app, ["archive", str(copied_run.path), address]).exit_code == 0
+        names = Manifest.read(open_place(address)).files
+        return {name.split("/")[1] for name in names if name.startswith(train.name)}
+
+    of_a_finished_one = kept()
+    assert {"heads.safetensors", "metrics.jsonl", "DONE.json", "tensorboard"} <= of_a_finished_one
+    assert not {"checkpoints", "ray"} & of_a_finished_one
+    assert CliRunner().invoke(app, ["restore", address, str(tmp_path / "back")]).exit_code == 0
+    assert CliRunner().invoke(app, ["verify", str(tmp_path / "back")]).exit_code == 0
+    (train / "DONE.json").unlink()
+    assert kept() - of_a_finished_one == {"checkpoints", "ray"}
+
+
+@pytest.fixture
+def archived(copied_run, tmp_path) -> Path:
+    """A folder that holds an archive of the run, whole."""
+    store_run(copied_run, open_place(str(tmp_path / "archive")))
+    return tmp_path / "archive"
+
+
+def object_of(copied_run, archived) -> Path:
+    name = f"{latest(copied_run, 'train').path.name}/heads.safetensors"
+    return archived / object_name(Manifest.read(open_place(str(archived))).files[name].sha256)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", ["gone", "cut", "elsewhere", "pipe"])
+def test_what_an_archive_has_lost_is_sent_again(copied_run, archived, tmp_path, how):
+    lost, place = object_of(copied_run, archived), open_place(str(archived))
+    whole = lost.read_bytes()
+    if how == "elsewhere":
+        lost.rename(archived / "objects" / lost.name)
+    elif how == "cut":
+        os.truncate(lost, len(whole) - 1)
+    else:
+        lost.unlink()
+    if how == "pipe":
+        os.mkfifo(lost)
+    with pytest.raises(DataError, match=r"heads\.safetensors is (missing from|damaged in) the archive"):
+        restore_run(place, tmp_path / "half")
+    assert store_run(copied_run, place).num_sent == 1 and lost.read_bytes() == whole
+    restore_run(place, tmp_path / "back")
+    assert content(tmp_path / "back") == content(copied_run.path)
+
+
+def test_a_refusal_names_the_mark_without_which_a_damaged_object_is_sent_again(copied_run, archived, tmp_path):
+    damaged, place = object_of(copied_run, archived), open_place(str(archived))
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(DataError, match="damaged in the archive") as caught:
+        restore_run(place, tmp_path / "half")
+    mark = f"verified/{damaged.name}"
+    assert f"Delete {mark} there" in caught.value.fix
+    (archived / mark).unlink()
+    assert store_run(copied_run, place).num_sent == 1
+    restore_run(place, tmp_path / "back")
+    assert content(tmp_path / "back") == content(copied_run.path)
+
+
+def test_a_name_in_an_archive_that_is_no_text_is_refused(copied_run, archived):
+    (archived / "objects" / "\udcff\udcfe").write_text("somebody's")
+    with pytest.raises(DataError, match="no UTF-8"):
+        store_run(copied_run, open_place(str(archived)))
+
+
+def test_an_archive_is_not_written_through_a_link(copied_run, archived, tmp_path):
+    folder, outside = object_of(copied_run, archived).parent, tmp_path / "outside"
+    outside.mkdir()
+    shutil.rmtree(folder)
+    folder.symlink_to(outside)
+    with pytest.raises(DataError, match="A link leads out of the archive"):
+        store_run(copied_run, open_place(str(archived)))
+    assert not list(outside.iterdir())
+
+
+@pytest.mark.parametrize(
+    "how", ["damaged record", "no description", "foreign description", "linked", "gone", "of another stage"]
+)
+def test_a_run_of_which_nobody_can_say_which_files_count_is_not_archived(copied_run, tmp_path, how):
+    stage, link = latest(copied_run, "train").path, copied_run.path / "latest" / "train"
+    described = stage / "stage.json"
+    if how == "damaged record":
+        (stage / "DONE.json").write_text("{")
+    elif how == "no description":
+        described.unlink()
+    elif how == "foreign description":
+        described.write_text(json.dumps(json.loads(described.read_text()) | {"fingerprint": "f" * 64}))
+    elif how == "linked":
+        shutil.move(described, tmp_path / "linked")
+        described.symlink_to(tmp_path / "linked")
+    elif how == "gone":
+        shutil.rmtree(stage)
+    else:
+        link.unlink()
+        link.symlink_to(latest(copied_run, "features").path)
+    refused = CliRunner().invoke(app, ["archive", str(copied_run.path), str(tmp_path / "archive")])
+    assert isinstance(refused.exception, DataError) and "train" in str(refused.exception)
+    assert not (tmp_path / "archive" / MANIFEST).exists()
+
+
 def test_a_restore_overwrites_nothing(copied_run, tmp_path):
     place, back = open_place(str(tmp_path / "archive")), tmp_path / "back"
     store_run(copied_run, place)

@@ -52,6 +52,15 @@ def test_a_comparison_changes_nothing_and_needs_two_runs(command, copied_run):
     assert ended.code == 2 and "no run directory" in ended.err
 
 
+def test_a_run_whose_link_to_a_stage_leads_nowhere_is_unfinished(command, copied_run, finished_run):
+    link = copied_run.path / "latest" / "train"
+    link.unlink()
+    link.symlink_to("nowhere")
+    shutil.copytree(finished_run.path, whole := copied_run.path.with_name("whole"), symlinks=True)
+    ended = command("compare", copied_run.path, whole)
+    assert ended.code == 0 and "run is unfinished: train." in ended.out and "whole is unfinished" not in ended.out
+
+
 def test_other_machines_other_targets_and_speedups_beside_other_load_are_said():
     def run(name: str, cpu: str, target: str, overhead: float) -> ComparedRun:
         native = {"acceleration_rate": 2.0, "standard_error": 0.1, "overhead": overhead, "speedup": 2.0 / overhead}

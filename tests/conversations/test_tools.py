@@ -13,6 +13,7 @@ from pipeline.conversations.conversation import Conversation, Message, Reason
 from pipeline.conversations.dialogue import Dialogue
 from pipeline.conversations.formats import RowSettings, read_row
 from pipeline.conversations.template import ChatTemplate
+from pipeline.errors import ConfigError
 from tests.conversations.scripted_target import SETTINGS, hold, ids_of, only_row, written
 
 CALL = {"name": "weather", "arguments": {"city": "Paris", "days": 2}}
@@ -151,6 +152,15 @@ def test_a_call_in_a_later_turn_stands_between_the_answers(calling, tokenizer):
     text = tokenizer.decode(row.input_ids)
     assert calling.render(row.messages, asks=False).startswith(text) and text.count("<tool_call>") == 1
     assert written(row, tokenizer) == ["Bye.<|im_end|>", "Sunny.<|im_end|>"]
+
+
+@pytest.mark.timeout(120)
+def test_a_template_that_does_not_end_where_functions_are_called_is_stopped_and_refused(tokenizer, monkeypatch):
+    endless = "{% for i in range(50000) %}{% for j in range(50000) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate(tokenizer, "{% if messages[-1].role == 'tool' %}" + endless + "{% endif %}" + CALLING)
+    monkeypatch.setattr("pipeline.conversations.template.PATIENCE", 0.1)
+    with pytest.raises(ConfigError, match="a call of a function: it takes more than"):
+        _ = template.renders_tools
 
 
 def test_where_the_template_cannot_render_functions_the_conversation_ends_before_them(chatml, tokenizer):
