@@ -118,6 +118,14 @@ def test_the_push_command_pushes_a_finished_run_once(copied_run, hub):
     assert hub.repositories["me/other"].private
 
 
+def test_a_report_that_holds_no_text_makes_a_card_all_the_same(copied_run, hub):
+    report = copied_run.path / "report.json"
+    found = json.loads(report.read_text())
+    report.write_text(json.dumps(found | {"hardware": found["hardware"] | {"cpu": "a \ud800 of mine"}}))
+    push_run(copied_run.path, repo_id="me/heads", base_model="owner/target", dataset="me/said")
+    assert b"a ? of mine" in hub.repositories["me/heads"].files["README.md"]
+
+
 def test_a_user_alone_names_the_repositories_after_the_target_and_the_conversations_go_along(
     copied_run, make_config, tmp_path, hub
 ):

@@ -60,6 +60,7 @@ def store_run(
     """
     with contextlib.ExitStack() as held:
         held.enter_context(run.locked())
+        _require_own_folders(run)
         for stage in run.stages().values():
             held.enter_context(stage.lock).share()
         _require_whole_records(run, stages)
@@ -125,6 +126,14 @@ def _claim(run: RunDirectory, place: Place) -> None:
     if whose != ours:
         fix = "Name a folder of its own for each run, such as s3://bucket/runs/NAME."
         raise ConfigError(f"The archive there is of another run ('{name}').", place.address, fix)
+
+
+def _require_own_folders(run: RunDirectory) -> None:
+    """Raise DataError where a stage's directory is itself a link: its lock would be written elsewhere."""
+    for link in run.links():
+        if (folder := link.parent / os.readlink(link)).is_symlink():
+            fix = "Delete this link and put the directory back; to store stages elsewhere, set run.store."
+            raise DataError("A link leads out of the run directory.", str(folder), fix)
 
 
 def _require_whole_records(run: RunDirectory, names: Collection[str]) -> None:

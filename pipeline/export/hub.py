@@ -100,7 +100,7 @@ def prepare_export(directory: str | Path, push: Push, checked: Mapping[str, str]
     card = model_card(report, kind=kind, tuned=tuned, **push.for_the_card)
     configs = _configs(directory, checked, base)
     _require_heads_alone(checked, kind, directory)
-    additions = prepare(directory, checked, {CARD_FILE: card.encode(), **configs})
+    additions = prepare(directory, checked, {CARD_FILE: card.encode(errors="replace"), **configs})
     in_the_way = functools.partial(_not_heads, kind=kind)
     return Parcel.of(push, additions, exported.base_model_name_or_path, kind.title, in_the_way)
 
@@ -123,7 +123,7 @@ def prepare_backbone(
     if gone := {CONFIG_FILE, BACKBONE_FILE} - checked.keys():
         raise DataError(f"The tuned backbone lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
     card = backbone_card(report, heads_repo_id=heads_repo_id, kind=kind, **push.for_the_card)
-    additions = prepare(directory, checked, {CARD_FILE: card.encode()})
+    additions = prepare(directory, checked, {CARD_FILE: card.encode(errors="replace")})
     return Parcel.of(push, additions, str(directory), "Backbone", _not_a_backbone)
 
 

@@ -72,7 +72,7 @@ def push_data_set(
         )
         files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
         additions = [CommitOperationAdd(path.relative_to(directory).as_posix(), path) for path in files]
-        card_file = CommitOperationAdd(CARD_FILE, card.encode())
+        card_file = CommitOperationAdd(CARD_FILE, card.encode(errors="replace"))
         pushed = replace(push, base_model=public(push.base_model))
         stale = functools.partial(_stale, kept={addition.path_in_repo for addition in additions})
         local = push.base_model or ""

@@ -312,6 +312,17 @@ def test_a_run_of_which_nobody_can_say_which_files_count_is_not_archived(copied_
     assert not (tmp_path / "archive" / MANIFEST).exists()
 
 
+def test_nothing_is_locked_through_a_link_in_the_place_of_a_stage(copied_run, tmp_path):
+    stage = latest(copied_run, "check").path
+    shutil.move(stage, outside := tmp_path / "outside")
+    (outside / "lock").unlink(missing_ok=True)
+    stage.symlink_to(outside)
+    before = {path: path.stat().st_mtime_ns for path in outside.rglob("*")}
+    with pytest.raises(DataError, match="A link leads out of the run directory"):
+        store_run(copied_run, open_place(str(tmp_path / "archive")))
+    assert {path: path.stat().st_mtime_ns for path in outside.rglob("*")} == before
+
+
 def test_a_restore_overwrites_nothing(copied_run, tmp_path):
     place, back = open_place(str(tmp_path / "archive")), tmp_path / "back"
     store_run(copied_run, place)

@@ -8,10 +8,12 @@ import shutil
 import pytest
 
 from benchmarks.mutations import MUTATIONS, link
+from benchmarks.outlets import judge_checked, judge_compared, judge_copied, judge_half, judge_published
 from benchmarks.verdicts import (
     Ended,
     by_its_name,
     changes,
+    digest,
     judge_ending,
     judge_result,
     judge_said,
@@ -112,3 +114,50 @@ def test_every_mutation_changes_the_run_or_a_time_and_is_noticed_in_the_tree(fin
         way.tamper(path, outside, rng)
         unseen = way.name in ("flip_unnoticed", "retime")
         assert changes(before, tree_of(tmp_path), "") or unseen or path.stat().st_size == 0, (way.name, path)
+
+
+def test_what_a_push_leaves_on_the_hub_is_held_against_the_untampered_run_s():
+    wanted = {"me/heads": {"README.md": b"card", "config.json": b"{}"}}
+    other = {"me/heads": {"README.md": b"other", "config.json": b"{}"}}
+    assert judge_published(ended(0), wanted, wanted) == judge_published(ended(3), {}, wanted) == []
+    assert judge_published(ended(0), {}, wanted) and judge_published(ended(0), wanted | {"me/more": {"x": b""}}, wanted)
+    assert judge_published(ended(3), wanted, wanted) == ["refuses, and this is visible: me/heads"]
+    assert judge_published(ended(0), other, wanted) and not judge_published(ended(0), other, wanted, but={"README.md"})
+
+
+def test_a_check_of_tampered_heads_may_find_other_rates_and_no_other_text():
+    wanted = {"native": {"acceleration_rate": 2.0}, "answers": {"plain": [["so."]]}}
+    slower, other = wanted | {"native": {"acceleration_rate": 1.5}}, wanted | {"answers": {"plain": [["no."]]}}
+    assert judge_checked(ended(0), wanted, wanted, damaged=False) == []
+    assert judge_checked(ended(0), slower, wanted, damaged=True) == []
+    assert judge_checked(ended(0), slower, wanted, damaged=False)
+    assert judge_checked(ended(0), other, wanted, damaged=True) and judge_checked(ended(0), {}, wanted, damaged=True)
+    assert judge_checked(ended(1), {}, wanted, damaged=False) and not judge_checked(ended(1), {}, wanted, damaged=True)
+
+
+def test_a_comparison_may_know_less_of_a_run_where_it_says_why():
+    before = ended(0, out="          run      whole\ncheck     passed   passed\nheads     0.4 MB   0.4 MB\n")
+    less = before.stdout.replace("passed   passed", "-        passed")
+    assert judge_compared(before, before) == []
+    assert judge_compared(ended(0, out=less), before) == ["knows less of a run, and does not say why"]
+    assert judge_compared(ended(0, out=less + "! run is unfinished: check.\n"), before) == []
+    assert judge_compared(ended(0, out=before.stdout.replace("0.4 MB   ", "0.5 MB   ")), before)
+    assert judge_compared(ended(0, out="          run      whole\ncheck     passed   passed\n"), before)
+
+
+def test_what_was_restored_is_held_against_the_run_and_half_of_it_is_none(tmp_path):
+    run, restored = tmp_path / "run", tmp_path / "restored"
+    for place in (run, restored):
+        place.mkdir()
+        (place / "heads").write_text("heads")
+    counted = {"heads": digest(run / "heads")}
+    assert judge_copied(run, restored, counted, some=False) == judge_half(run, restored) == []
+    (run / "heads").write_text("damaged")
+    assert judge_copied(run, restored, counted, some=False) == [], "as it was made"
+    (restored / "heads").write_text("other")
+    assert judge_copied(run, restored, counted, some=False) and judge_half(run, restored)
+    (run / "heads").write_text("heads")
+    (restored / "heads").unlink()
+    assert judge_copied(run, restored, counted, some=False) and not judge_copied(run, restored, counted, some=True)
+    (restored / "run.yaml").write_text("run")
+    assert judge_half(run, restored) == ["refuses, and what it leaves is a run"]
