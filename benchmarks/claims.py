@@ -39,14 +39,22 @@ class Result:
 
     claims: Sequence[Claim]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    not_measured: Sequence[str] = ()  # what there was no time for
 
 
-def in_turns(sides: Mapping[str, Side], rounds: int, *, warm_up: bool = True) -> dict[str, list[float]]:
-    """Each side's seconds in each of `rounds` rounds, after one warm-up round that is not counted."""
+def in_turns(
+    sides: Mapping[str, Side], rounds: int, *, warm_up: bool = True, ends: Callable[[], bool] = lambda: False
+) -> dict[str, list[float]]:
+    """Each side's seconds in each of `rounds` rounds, after one warm-up round that is not counted.
+
+    Once it `ends`, there are no more rounds than the first.
+    """
     if warm_up:
         for side in sides.values():
             side()
-    timed = [{name: side() for name, side in sides.items()} for _ in range(rounds)]
+    timed: list[dict[str, float]] = []
+    while len(timed) < rounds and not (timed and ends()):
+        timed.append({name: side() for name, side in sides.items()})
     return {name: [one[name] for one in timed] for name in sides}
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from benchmarks import rows
 from benchmarks.arithmetic import Peak, backbone_flops, peak_memory_gb, reset_peak_memory
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
+from benchmarks.deadline import Deadline
 from benchmarks.features import AIM as AIM_OVER_FORWARD
 from benchmarks.features import forward_seconds, record_batches, stage_seconds
 from pipeline.artifacts.feature_writer import num_positions
@@ -32,9 +33,11 @@ SAMPLE_TOKENS = 131_072  # whose states are written alone
 
 
 def measure_features(
-    model: PreTrainedModel, tasks: Sequence[ShardTask], made: Sequence[rows.Row], size: Size
+    model: PreTrainedModel, tasks: Sequence[ShardTask], made: Sequence[rows.Row], size: Size, ends: Deadline
 ) -> Result:
     """Peak, bare forward, whole stage and writing alone, in turns."""
+    if ends():
+        return Result([], {}, ["features: shares of the peak, and writing"])
     reset_peak_memory(size.device)
     # The worker passes its target to the engine, which also accepts a loaded model.
     worker = Worker(model, FeaturesConfig(tokens_per_batch=size.batch_tokens), gpus=int(size.device.type == "cuda"))
@@ -49,7 +52,7 @@ def measure_features(
             "whole stage": lambda: stage_seconds(worker, tasks),
             "writing": writing.run,
         }
-        seconds = in_turns(sides, size.rounds)
+        seconds = in_turns(sides, size.rounds, ends=ends)
 
     lengths = [len(row["input_ids"]) for row in made]
     num_positions = sum(len(span) for row in made for span in spans_of(row["spans"]))

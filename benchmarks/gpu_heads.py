@@ -19,6 +19,7 @@ from transformers import MistralConfig
 from benchmarks import rows
 from benchmarks.arithmetic import peak_memory_gb, reset_peak_memory, synchronize
 from benchmarks.claims import Claim, Result
+from benchmarks.deadline import Deadline
 from pipeline.config import MedusaConfig, TrainConfig
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.sizes import target_sizes
@@ -43,17 +44,22 @@ KINDS: dict[str, dict[str, Any]] = {
 PLANNED_WITHIN = 1.1  # of the bytes that a step takes
 
 
-def measure_heads(tasks: Sequence[ShardTask], directory: Path, size: Size) -> Result:
+def measure_heads(tasks: Sequence[ShardTask], directory: Path, size: Size, ends: Deadline) -> Result:
     """Each kind at each size of vocabulary, one after another."""
     claims: list[Claim] = []
+    missing: list[str] = []
     for vocabulary in size.vocabularies:
         target = _matrices_alone(size, vocabulary, directory / f"target-{vocabulary}")
         for name, heads in KINDS.items():
+            what = f"{NUM_HEADS} {name} heads, V = {vocabulary:,}"
+            if ends():
+                missing.append(f"speed, memory and checkpoint of {what}")
+                continue
             settings = TrainConfig(**heads, num_heads=NUM_HEADS, batch_tokens=size.batch_tokens, epochs=100, lr=1e-3)
             spec = rows.train_spec(target, settings, directory / f"{name}-{vocabulary}", tasks, size.device)
-            claims += _measured(spec, f"{NUM_HEADS} {name} heads, V = {vocabulary:,}", size)
+            claims += _measured(spec, what, size)
             shutil.rmtree(spec.path)
-    return Result(claims, {"batch_tokens": size.batch_tokens, "steps": STEPS})
+    return Result(claims, {"batch_tokens": size.batch_tokens, "steps": STEPS}, missing)
 
 
 def _measured(spec: TrainSpec, what: str, size: Size) -> list[Claim]:

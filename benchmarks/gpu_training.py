@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from benchmarks import rows
 from benchmarks.arithmetic import Peak, peak_memory_gb, reset_peak_memory, synchronize, training_flops
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
+from benchmarks.deadline import Deadline
 from pipeline.artifacts.generated_rows import spans_of
 from pipeline.config import MedusaConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED, head_labels
@@ -35,9 +36,16 @@ NUM_HEADS = 5
 
 
 def measure_training(
-    target: TargetSpec, tasks: Sequence[ShardTask], made: Sequence[rows.Row], directory: Path, size: Size
+    target: TargetSpec,
+    tasks: Sequence[ShardTask],
+    made: Sequence[rows.Row],
+    directory: Path,
+    size: Size,
+    ends: Deadline,
 ) -> Result:
     """Peak, reading alone, untied and tied heads, in turns."""
+    if ends():
+        return Result([], {}, ["training: shares of the peak, and reading"])
     kinds: tuple[Kind, ...] = ("untied", "tied")
     trainings = {kind: Training(_spec(target, tasks, directory, size, kind), size) for kind in kinds}
     spec = trainings["untied"].spec
@@ -45,7 +53,7 @@ def measure_training(
     reading = ReadingAlone(spec, size)
     peak.run(), reading.run()  # warm; a training leaves its own first steps out
     sides = {"peak": peak.run, "reading": reading.run} | {kind: each.run for kind, each in trainings.items()}
-    seconds = in_turns(sides, size.rounds, warm_up=False)
+    seconds = in_turns(sides, size.rounds, warm_up=False, ends=ends)
 
     peaks, reads = rates(peak.flops, seconds["peak"]), rates(reading.num_positions, seconds["reading"])
     labels_per_position = _labels_per_position(made)

@@ -26,6 +26,7 @@ def write_result(directory: Path, name: str, result: Result, seconds: float, pea
     content = {
         "benchmark": name,
         "claims": claims,
+        "not_measured": list(result.not_measured),
         "facts": dict(result.facts),
         "seconds": round(seconds, 1),
         "peak_memory_gb": round(peak_memory_gb, 2),
@@ -71,6 +72,8 @@ def write_table(directory: Path, names: dict[str, str]) -> None:
         for path in [*files, *sorted(directory.glob(f"{name}-*.json"))]:
             ran.append(content := json.loads(path.read_text(encoding="utf-8")))
             lines += [_table_row(content["benchmark"], claim) for claim in content["claims"]]
+            missing = content.get("not_measured", ())
+            lines += [f"| {content['benchmark']} | {what} | not measured | | | |" for what in missing]
     lines += [
         "",
         "## Where",

@@ -84,6 +84,8 @@ def keep(name: str, result: Result, seconds: float, *, tiny: bool = False) -> No
     memory = _peak_memory_gb()
     for claim in result.claims:
         print(f"{name}: {one_line(claim)}")
+    for what in result.not_measured:
+        print(f"{name}: {what}: not measured, its time was over")
     print(f"{name}: {seconds:.0f} s, {memory:.1f} GB{' (tiny: figures mean nothing)' if tiny else ''}", flush=True)
     if not tiny:
         write_result(DIRECTORY, name, result, seconds, memory)

@@ -1,0 +1,61 @@
+"""The GPU's benchmark ends in a bounded time, and says what it did not measure."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.claims import Claim, Result, in_turns
+from benchmarks.deadline import deadlines
+from benchmarks.results import write_result, write_table
+
+PARTS = ("features", "decoding", "training", "heads")
+
+
+def test_a_part_has_its_share_and_what_those_before_it_left():
+    clock = itertools.count().__next__  # a second for every look
+    first, second = deadlines({"first": 3, "second": 2}, clock).values()
+    assert [first() for _ in range(4)] == [False, False, True, True]
+    assert second(), "5 seconds after the start"
+    assert deadlines({"one": 8}, lambda: 0.0)["one"].halfway().at == 4
+
+
+def test_rounds_end_with_the_deadline_but_not_before_the_first():
+    calls = []
+    sides = {name: (lambda name=name: calls.append(name) or 1.0) for name in "ab"}
+    assert in_turns(sides, 5, ends=lambda: len(calls) >= 6) == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+    assert in_turns(sides, 5, ends=lambda: True) == {"a": [1.0], "b": [1.0]}
+
+
+def test_all_shares_together_are_ten_minutes():
+    assert sum(gpu.FULL.seconds.values()) <= 600 and tuple(gpu.FULL.seconds) == PARTS
+
+
+def test_without_time_nothing_is_measured_and_all_of_it_is_said():
+    ages = itertools.count(step=10_000).__next__
+    result = gpu.measure(tiny=True, clock=lambda: float(ages()))
+    assert not result.claims
+    kinds = len(gpu.TINY.vocabularies) * 4
+    assert [what.split(":")[0] for what in result.not_measured[:3]] == list(PARTS[:3])
+    assert len(result.not_measured) == 3 + kinds
+
+
+@pytest.mark.slow
+def test_a_part_that_is_late_leaves_out_what_it_does_not_reach(monkeypatch):
+    """The clock stands until decoding looks a second time; then its time is over, and the others' too."""
+    looks = iter([0.0, 1.0, 1.0, 1.0, 1.0])
+    result = gpu.measure(tiny=True, clock=lambda: next(looks, 10_000.0))
+    measured = [claim.what for claim in result.claims]
+    assert any(what.startswith("features") for what in measured)
+    nodes = [what for what in measured if what.startswith("overhead")]
+    late = [what for what in result.not_measured if what.startswith("overhead")]
+    assert len(nodes) >= 1 and len(nodes) + len(late) == 2 * len(gpu.TINY.tree_nodes) and late
+    assert not any(what.startswith("training") for what in measured)
+
+
+def test_the_table_says_what_was_not_measured(tmp_path):
+    write_result(tmp_path, "gpu", Result([Claim("a claim", 0.5)], {}, ["another claim"]), 1.0, 0.5)
+    write_table(tmp_path, {"gpu": "never read"})
+    assert "| gpu | another claim | not measured | | | |" in (tmp_path / "README.md").read_text()
