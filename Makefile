@@ -14,6 +14,8 @@ LOCK := requirements-$(ACCELERATOR).lock
 STAMP := $(VENV)/.installed-$(ACCELERATOR)
 OTHER := $(filter-out $(ACCELERATOR),$(INSTALLED))
 
+unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes would compile the same files
+
 TESTS := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: help install demo test lint check bench format clean

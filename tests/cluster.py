@@ -2,14 +2,16 @@
 
 These tests run first, so that one worker of pytest-xdist has them all; a test that does not ask for the cluster finds
 none. The other slow tests run meanwhile on the other workers, and what is fast comes last, so that all end together.
+Those that load vLLM into their own process ask for `vllm_here`: one worker has them all, and imports it once.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from itertools import groupby
-from typing import TypeVar
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeVar
 
 import pytest
 
@@ -23,6 +25,20 @@ def ray_cluster() -> None:
     """A cluster of this machine's cores, two at least: whoever asks for this fixture finds it."""
 
 
+@pytest.fixture(scope="session")
+def vllm_here() -> None:
+    """This process loads vLLM, which takes eleven seconds: what needs its engines had better run here, too."""
+
+
+def work_here(monkeypatch: pytest.MonkeyPatch, module: ModuleType, work: Callable[..., Any]) -> None:
+    """What `module` would do in a process of its own it does in this one."""
+
+    def here(name: str, tasks: list[Any], *_: object) -> list[Any]:
+        return [work(task, lambda **progress: None) for task in tasks]
+
+    monkeypatch.setattr(module, "in_own_process", here)
+
+
 @pytest.hookimpl(trylast=True)  # once those that are not asked for are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -30,8 +46,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = [item for item in items if not _wants_cluster(item)]
     slow = [item for item in others if item.get_closest_marker("slow")]
     fast = [item for item in others if not item.get_closest_marker("slow")]
-    files = [list(file) for _, file in groupby(slow, key=lambda item: item.path)]
-    items[:] = dealt(clustered, files, fast, workers)
+    files: dict[object, list[pytest.Item]] = {}
+    for item in slow:
+        files.setdefault("vllm" if "vllm_here" in getattr(item, "fixturenames", ()) else item.path, []).append(item)
+    items[:] = dealt(clustered, [*files.values()], fast, workers)
 
 
 def dealt(clustered: list[Test], slow: list[list[Test]], fast: list[Test], workers: int) -> list[Test]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from pathlib import Path
 
 import pytest
 
@@ -34,10 +36,25 @@ register_random(TORCHS_GENERATOR)
 pytest_plugins = ["tests.flows.tiny", "tests.cluster"]
 
 
+SEEN: set[Path] = set()  # files of which a test has run
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """What a test or its fixtures draw does not depend on the tests before it."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What a test or its fixtures draw does not depend on the tests before it.
+
+    And what stands before a file's tests, such as torch and thousands of tests, is nothing that a collection of garbage
+    looks through each time: it would take half a second.
+    """
     torch.manual_seed(0)
+    if item.path not in SEEN:
+        SEEN.add(item.path)
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries tell of what is left at the end
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import runpy
+import sys
+
 import pytest
 
 from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.targets import vllm_decode, vllm_load, vllm_step_times
 from pipeline.targets.own_process import in_own_process
 
 WORK = """
@@ -61,3 +66,21 @@ def test_an_interrupt_ends_the_other_process_too(work, tmp_path):
     pid = (tmp_path / "pid").read_text()
     with pytest.raises(FileNotFoundError):
         open(f"/proc/{pid}/stat").close()
+
+
+@pytest.mark.parametrize(
+    ("module", "task"),
+    [
+        (vllm_decode, {"prompts": [], "max_new_tokens": 1, "repeats": 1, "at_once": None, "engine_args": {}}),
+        (vllm_load, {"prompts": [], "max_new_tokens": 1, "repeats": 1, "levels": [1], "engine_args": {}}),
+        (vllm_step_times, {"prompts": [], "engines": [{}]}),
+    ],
+)
+def test_each_module_of_vllm_s_does_its_tasks_as_a_program_too(module, task, tmp_path, monkeypatch):
+    task_file, result_file = tmp_path / "task.json", tmp_path / "result.json"
+    task_file.write_text(json.dumps([{**task, "spec": {"model": str(tmp_path)}, "gpus": 0}]))
+    monkeypatch.setattr(sys, "argv", ["", str(task_file), str(result_file)])
+    monkeypatch.delitem(sys.modules, module.__name__)
+    runpy.run_module(module.__name__, run_name="__main__")
+    found = json.loads(result_file.read_text())
+    assert found["error"] == "ConfigError" and str(tmp_path) in found["args"][0], "its target has no configuration"

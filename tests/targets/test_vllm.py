@@ -1,4 +1,7 @@
-"""Real vLLM, in process, one engine of each kind; the decode check in a process of its own."""
+"""Real vLLM in this process, whose import takes longer than an engine's start.
+
+In processes of their own are the decode check, a server, and engines that know nothing of this project.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,19 @@ from pipeline.export.layout import ExportLayout, read_layout
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
+from pipeline.targets import vllm_decode, vllm_load, vllm_step_times
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
 from pipeline.targets.transformers_features import TransformersFeatureEngine
 from pipeline.targets.transformers_generation import TransformersGenerationEngine
-from pipeline.targets.vllm_decode import decode_in_vllm, vllm_decode_check
+from pipeline.targets.vllm_decode import vllm_decode_check
 from pipeline.targets.vllm_engine import VLLMGenerationEngine, engine_arguments
 from pipeline.targets.vllm_features import VLLMFeatureEngine
-from pipeline.targets.vllm_load import serve_under_load
-from pipeline.targets.vllm_step_times import step_times
+from tests.cluster import work_here
 from tests.heads.pruning import pruned
 from tests.targets.conftest import CONTEXT, EOS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_here")]
 
 Engine = VLLMGenerationEngine | TransformersGenerationEngine
 Texts = dict[str, Completion]
@@ -266,27 +269,34 @@ def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: 
     assert 3.5 < accelerated["acceleration_rate"] <= 4
 
 
-def test_a_cell_that_is_always_right_accepts_more_than_it_was_trained_for(counting_target, tmp_path: Path) -> None:
+def test_a_cell_that_is_always_right_accepts_more_than_it_was_trained_for(
+    counting_target: TargetSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work_here(monkeypatch, vllm_decode, vllm_decode.decode)
     export = exported(counting_target, right_cell(counting_target), "expanded", tmp_path)
     apart = {"speculative_config": RecurrentHeads.speculative_config(str(export), 5)}
-    (result,) = decode_in_vllm(counting_target, [apart], PROMPTS, 33)
+    (result,) = vllm_decode.decode_in_vllm(counting_target, [apart], PROMPTS, 33)
     assert result["token_ids"] == [[ids[-1] + 1 + step for step in range(33)] for ids in PROMPTS]
     assert 5 < result["acceleration_rate"] <= 6
 
-    plain, drafting = step_times(counting_target, [{}, apart], [[100], [7, 7, 250]])
+    work_here(monkeypatch, vllm_step_times, vllm_step_times.measure)
+    monkeypatch.setattr(vllm_step_times, "MAX_ROUNDS", vllm_step_times.MIN_ROUNDS)  # a figure that nobody reads
+    plain, drafting = vllm_step_times.step_times(counting_target, [{}, apart], [[100], [7, 7, 250]])
     assert plain.seconds > 0 and drafting.seconds > 0, "both engines live in one process"
 
 
 def test_a_server_with_heads_that_are_always_right_answers_as_many_tokens_in_fewer_steps(
-    counting_target: TargetSpec, export: Path
+    counting_target: TargetSpec, export: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    work_here(monkeypatch, vllm_load, vllm_load.measure)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # vLLM's default, which starts faster
     alone = read_layout(export).engine_args(export, counting_target.model)
-    plain, with_heads = serve_under_load(counting_target, [{}, alone], PROMPTS, (1, 2), 33)
-    for before, after, level in zip(plain, with_heads, (1, 2), strict=True):
-        assert before["num_tokens"] == after["num_tokens"] == 33 * max(3, 2 * level), "prompts repeat"
-        assert before["acceleration_rate"] is None and 3.5 < after["acceleration_rate"] <= 4
-        assert len(after["ttft"]) == len(after["tpot"]) == max(3, 2 * level)
-        assert after["requests"] == level
+    (found,) = vllm_load.serve_under_load(counting_target, [alone], PROMPTS, (1, 2), 33)
+    for at_level, level in zip(found, (1, 2), strict=True):
+        assert at_level["num_tokens"] == 33 * max(3, 2 * level), "prompts repeat"
+        assert 3.5 < at_level["acceleration_rate"] <= 4, "the counting target alone takes 33 steps"
+        assert len(at_level["ttft"]) == len(at_level["tpot"]) == max(3, 2 * level)
+        assert at_level["requests"] == level
 
 
 # --- what cannot start
