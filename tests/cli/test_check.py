@@ -44,8 +44,9 @@ def test_an_export_and_its_pickle_alone_are_measured_alike(checked, finished_run
     assert len((tmp_path / "found" / "answers" / "medusa.jsonl").read_text().splitlines()) == 3
 
 
-def test_an_export_drafts_as_many_tokens_as_asked(checked, finished_run, monkeypatch):
-    export, asked = finished_run.latest("export").path, []
+def asked_of_vllm(monkeypatch) -> list[dict]:
+    """What vLLM would be told of the heads, in its place."""
+    asked: list[dict] = []
 
     def served(request, progress):
         asked.append(dict(request.speculative_config))
@@ -53,6 +54,11 @@ def test_an_export_drafts_as_many_tokens_as_asked(checked, finished_run, monkeyp
         return {"vllm": {"acceleration_rate": 1.5, "accepted_per_position": [0.5], "greedy_match": match}}
 
     monkeypatch.setattr("pipeline.evaluation.any_heads.check_served", served)
+    return asked
+
+
+def test_an_export_drafts_as_many_tokens_as_asked(checked, finished_run, monkeypatch):
+    export, asked = finished_run.latest("export").path, asked_of_vllm(monkeypatch)
     assert checked(export, "--engine", "vllm", "--draft-tokens", 2).code == 0
     assert asked == [{"method": "medusa", "model": str(export.resolve()), "num_speculative_tokens": 2}]
     refused = checked(export, "--draft-tokens", 4)
@@ -97,11 +103,18 @@ def test_what_cannot_be_measured_is_one_paragraph(checked, tmp_path, change, cod
     assert ended.code == code and says in one_paragraph(ended.err)
 
 
-def test_attention_is_refused_natively_before_anything_is_decoded(checked, tmp_path):
+def test_attention_is_refused_natively_before_anything_is_decoded_and_vllm_gets_the_original(
+    checked, command, tiny_target, tiny_seeds, tmp_path, monkeypatch
+):
+    asked = asked_of_vllm(monkeypatch)
     attention = {"layers.0.self_attn.o_proj.weight": torch.ones(64, 64)}
     save_file({"fc.weight": torch.zeros(64, 128)} | attention, Path(tmp_path, "model.safetensors"))
     ended = checked(tmp_path)
-    assert ended.code == 3 and "--engine vllm" in one_paragraph(ended.err)
+    assert ended.code == 3 and "--engine vllm" in one_paragraph(ended.err) and not asked
+    words = ("--prompts", tiny_seeds, "--number", 3, "--max-new-tokens", 12, "--engine", "vllm", "--draft-tokens", 3)
+    served = command("check", tmp_path, "--target", tiny_target, *words)
+    assert served.code == 0 and "an EAGLE-1 model with attention" in served.out
+    assert asked == [{"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}]
 
 
 def test_a_target_that_an_engine_cannot_read_is_refused_before_anything_is_loaded(command, tmp_path, tiny_target):
