@@ -114,7 +114,10 @@ class Trial:
         ended, problems, before, after = self._give(name)
         problems += changes(before, after, "by a command that only reads")
         truth = self.reference.said[name]
-        if not self.believed and not self.is_config:
+        of_its_own = (
+            name == "push" and self.case.path == "report.json"
+        )  # of which the card is made, whose size is shown
+        if not self.believed and not self.is_config and not of_its_own:
             told = ended
             if self.case.mutation.name == "link":
                 told = by_its_name(ended, self.detail, Path(self.case.path).name)

@@ -80,7 +80,8 @@ class StageDirectory(ShardFolder):
             raise DataError("A link leads out of the stage's directory.", str(link), fix)
         self.create(identity)
         self.lock.share()
-        self._sweep()
+        for folder in SHARD_FOLDERS:
+            sweep_temporary(self.path / folder)
 
     def create(self, identity: Identity) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -144,13 +145,11 @@ class StageDirectory(ShardFolder):
     def finish(self, summary: Summary, upstream: dict[str, str]) -> None:
         """Write DONE.json: the summary, what it was made from, and the facts of every file that counts.
 
-        From then on others may hold the directory too. Shards are not read: their notes have their sha256. What a lost
-        worker left half written goes.
+        From then on others may hold the directory too. Shards are not read: their notes have their sha256.
 
         Raises:
             DataError: A file that is no whole shard of this stage lies among its shards.
         """
-        self._sweep()
         receipts = [receipt for _, receipt in sorted(self.receipts().items())]
         self._require_own_shards({self.shard_path(receipt.index) for receipt in receipts})
         known = {self.shard_path(receipt.index): receipt.note.file for receipt in receipts if receipt.note}
@@ -159,10 +158,6 @@ class StageDirectory(ShardFolder):
         Done(self.stage, self.fingerprint, upstream, receipts, files, summary).write(self.path)
         if "lock" in self.__dict__:
             self.lock.share()  # other runs may read it while this one goes on
-
-    def _sweep(self) -> None:
-        for folder in SHARD_FOLDERS:
-            sweep_temporary(self.path / folder)
 
     def _require_own_shards(self, ours: Collection[Path]) -> None:
         if foreign := [path for path in self.shards() if path not in ours]:

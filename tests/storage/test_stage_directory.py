@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.errors import DataError, EnvironmentFault
-from pipeline.storage.atomic import atomic_path, sweep_temporary, temporary_beside, write_json
+from pipeline.storage.atomic import atomic_path, sweep_temporary, write_json
 from pipeline.storage.fingerprint import FileDigests, fingerprint, ids_digest
 from pipeline.storage.locks import Lock
 from pipeline.storage.shards import ShardWriter
@@ -88,16 +88,6 @@ def test_a_finished_stage_is_current_until_a_file_or_its_upstream_changes(pair):
     down.shard_path(0).write_bytes(b"")
     assert down.misfits() and down.examine() == [down.shard_path(0)]
     assert "damaged" in down.verify()[0]
-
-
-def test_what_a_lost_worker_left_half_written_goes_when_the_stage_is_done(pair):
-    up, down = pair
-    do(down, up, range(3))
-    left = [temporary_beside(down.shard_path(1)), temporary_beside(down.quarantine_path(1))]
-    for path in left:
-        path.write_bytes(b"half of it")
-    down.finish({}, {"seeds": up.content})
-    assert not [path for path in left if path.exists()] and down.verify() == [] and len(down.shards()) == 3
 
 
 def test_results_of_other_upstream_content_are_dropped_but_shards_are_kept(pair):
