@@ -155,13 +155,17 @@ def print_memory(console: Console, budgets: Collection[StageBudget]) -> None:
     console.print(table)
     for budget in budgets:
         if budget.fits and not budget.fits_at_once:
-            say(console, f"{budget.stage} makes its batches smaller until they fit.")
+            say(console, f"{budget.stage} {budget.otherwise}.")
         if budget.whole and budget.whole != budget.memory:
             what = "splits heads, gradients and optimizer over its workers"
             say(
                 console,
                 f"{budget.stage} {what} (train.shard_heads); whole it would take {budget.whole.total / GIB:.1f} GiB.",
             )
+    on_host = [f"{budget.stage} {budget.on_host / GIB:.1f}" for budget in budgets if budget.on_host > 0.05 * GIB]
+    if on_host:
+        said = "Of its machine's own memory a worker takes besides, at most, in GiB"
+        say(console, f"{said}: {', '.join(on_host)} (states that wait to be written; heads that are whole at first).")
     if any(budget.device.memory is None for budget in budgets):
         say(console, "What the cluster's devices have is not known from here: give placement.gpu_memory_gb.")
 

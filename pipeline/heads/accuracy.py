@@ -20,6 +20,7 @@ from pipeline.heads.kind import Heads
 from pipeline.heads.shape import HeadsShape
 
 MISS = 255  # the token is not among the guesses
+RANKED_BYTES = 256 << 20  # of logits at a time
 NO_LABEL = 254  # the span ends before it
 
 
@@ -47,7 +48,7 @@ class Score(NamedTuple):
 
 @torch.no_grad()
 def score(
-    heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, top: int, *, chunk_bytes: int = 256 << 20
+    heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, top: int, *, chunk_bytes: int = RANKED_BYTES
 ) -> Score:
     """The heads' loss, and how many labels are among each one's first 1, 2, … `top` guesses; see `Heads.states`.
 
@@ -68,7 +69,7 @@ def score(
 
 @torch.no_grad()
 def label_ranks(
-    heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, top: int, *, chunk_bytes: int = 256 << 20
+    heads: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor, top: int, *, chunk_bytes: int = RANKED_BYTES
 ) -> Tensor:
     """Where each label stands among its head's guesses, uint8 [K, N], 0 for the best; or `MISS` or `NO_LABEL`."""
     ranks_KN = torch.full(labels_KN.shape, NO_LABEL, dtype=torch.uint8, device=hidden_ND.device)

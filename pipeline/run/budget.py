@@ -12,20 +12,28 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.artifacts.feature_writer import BACKLOG_BYTES
 from pipeline.config import Config
+from pipeline.config.training import Bits
+from pipeline.errors import EnvironmentFault
+from pipeline.evaluation.served_model import served_model
 from pipeline.execution.device_memory import GIB, Device, Memory, gpu_memory, machine_memory, num_gpus
 from pipeline.heads.shape import head_kind
+from pipeline.run.placements import OF_ENGINE
+from pipeline.run.tree_settings import MEASURED_SIZES, times_trees
 from pipeline.targets.sizes import TargetSizes, forward_bytes, target_sizes
 from pipeline.targets.spec import resolve
 from pipeline.targets.transformers_generation import MAX_BATCH_TOKENS
 from pipeline.targets.vllm_engine import CPU_KV_CACHE_BYTES
-from pipeline.training.memory import HeadsSizes, StepSizes, splits_heads
+from pipeline.training.memory import FP32, HeadsSizes, StepSizes, held_out_rows, splits_heads
 from pipeline.training.methods import method_of
 
-PLACED = {"generate", "features", "train", "check"}
+PLACED = {"generate", "features", "train", "calibrate", "check"}
+WITHIN = {"timing": "calibrate", "served copy": "check"}  # rows of their own, by the stage of the flow
 VLLM_SHARE = 0.92  # of a GPU: vLLM's own default of gpu_memory_utilization
 VLLM_BATCH_TOKENS = 8192  # of a forward, its own default for most cards
 TYPICAL_TOKENS = 4096
+SHORT_TOKENS = 512  # of prompts that are no long documents
 MANY_POSITIONS = 10**8  # where their number is not known: batches are then the largest that the rule makes
 
 
@@ -42,11 +50,13 @@ class StageBudget:
     device: Device
     on_device: int  # workers that share it: without GPUs, all of the machine's
     whole: Memory | None = None  # where workers split what trains: what one would take that has all of it
+    otherwise: str = "makes its batches smaller until they fit"  # where `least` alone fits
+    on_host: float = 0  # bytes at most of the machine's own memory, besides
 
     @property
     def placed(self) -> str:
         """The stage of the flow that does this."""
-        return self.stage if self.stage in PLACED else "train"
+        return WITHIN.get(self.stage, self.stage if self.stage in PLACED else "train")
 
     @property
     def fits(self) -> bool:
@@ -117,7 +127,7 @@ class _Stages:
         self.context = min(sizes.context, config.target.max_tokens or sizes.context)
         self.kind, self.method = head_kind(config.train.heads), method_of(config.train)
         shape = self.kind.shape_of(config.train, sizes.hidden_size, sizes.vocab_size).drafting(config.train.draft_vocab)
-        self.heads = HeadsSizes.of(self.kind, shape)
+        self.heads, self.depth = HeadsSizes.of(self.kind, shape), shape.max_depth
 
     def all(self, positions: int | None) -> Iterator[StageBudget]:
         config = self.config
@@ -126,8 +136,14 @@ class _Stages:
         if "features" not in self.method.skipped(config.train) or self.method.tunes_backbone:
             yield self.features()
         yield from self.train(positions or MANY_POSITIONS)
+        if not config.calibrate.data:
+            yield self.calibrate()
+        if times_trees(config):
+            yield self.timing()
         if "native" in config.check.engines:
-            yield self.check()
+            yield self.check("check", self.sizes, config.target.quantization)
+            if copy := self._copy_sizes():
+                yield self.check("served copy", copy)
 
     def generate(self) -> StageBudget:
         settings = self.config.generate
@@ -143,9 +159,8 @@ class _Stages:
             return self._served("features", settings.engine_args)
         weights = self._weights("features")
         batches = (max(settings.tokens_per_batch, one), one)
-        return self._budget(
-            "features", *(Memory(weights, activations=forward_bytes(self.sizes, each)) for each in batches)
-        )
+        found = (Memory(weights, activations=forward_bytes(self.sizes, each)) for each in batches)
+        return replace(self._budget("features", *found), on_host=BACKLOG_BYTES)
 
     def train(self, positions: int) -> Iterator[StageBudget]:
         train, workers = self.config.train, self.machine.workers("train")
@@ -157,18 +172,48 @@ class _Stages:
             )
             whole = learner.memory(step)
             memory = learner.memory(replace(step, split=splits_heads(learner.memory, step, device.room)))
-            yield StageBudget(name or "train", memory, memory, device, 1 if device.on_gpu else workers, whole)
+            on_host = FP32 * self.heads.weights if device.on_gpu else 0  # they start there, whole
+            found = StageBudget(name or "train", memory, memory, device, 1 if device.on_gpu else workers, whole)
+            yield replace(found, on_host=on_host)
 
-    def check(self) -> StageBudget:
-        """The target and its heads, a cache for each side, and one prompt at a time."""
+    def calibrate(self) -> StageBudget:
+        """The heads in fp32, and one held-out conversation at a time."""
+        memory = held_out_rows(self.heads, self.depth, min(self.context, TYPICAL_TOKENS))
+        return StageBudget("calibrate", memory, memory, self.machine.device("train"), 1)
+
+    def timing(self) -> StageBudget:
+        """The target and its heads, and a cache for plain decoding and for every tree that is timed."""
+        sizes, bits, caches = self.sizes, self.config.target.quantization, 1 + len(MEASURED_SIZES)
+        longest, short = min(self.context, TYPICAL_TOKENS), min(self.context, SHORT_TOKENS)
+        found, least = (self._natively("timing", sizes, bits, tokens, caches) for tokens in (longest, short))
+        return replace(found, least=least.memory, otherwise="fits if held-out prompts are short")
+
+    def check(self, stage: str, sizes: TargetSizes, quantization: Bits | None = None) -> StageBudget:
+        """The target, or the copy that will be served, and its heads, a cache for each side, one prompt at a time."""
         tokens = min(self.context, TYPICAL_TOKENS) + self.config.check.max_new_tokens
-        both = Memory(
-            weights=self._weights("features"),
-            heads=self.heads.weights * self.sizes.itemsize,
-            activations=forward_bytes(self.sizes, tokens),
-            cache=2 * tokens * self.sizes.cached_bytes / max(1, self.machine.gpus("features")),
+        return self._natively(stage, sizes, quantization, tokens, 2)
+
+    def _natively(
+        self, stage: str, sizes: TargetSizes, quantization: Bits | None, tokens: int, caches: int
+    ) -> StageBudget:
+        section = OF_ENGINE["native"]
+        gpus = max(1, self.machine.gpus(section))
+        memory = Memory(
+            weights=sizes.weight_bytes(quantization) / gpus,
+            heads=self.heads.weights * sizes.itemsize,
+            activations=forward_bytes(sizes, tokens),
+            cache=caches * tokens * sizes.cached_bytes / gpus,
         )
-        return StageBudget("check", both, both, self.machine.device("features"), 1)
+        return StageBudget(stage, memory, memory, self.machine.device(section), 1)
+
+    def _copy_sizes(self) -> TargetSizes | None:
+        """Those of `check.served_model`; None without one, and where it cannot be looked at now."""
+        on_gpu = self.machine.on_gpu(OF_ENGINE["native"])
+        try:
+            copy = served_model(self.config, resolve(self.config.target, on_gpu=on_gpu), on_gpu=on_gpu)
+        except EnvironmentFault:  # the Hub cannot be reached: said elsewhere
+            return None
+        return target_sizes(copy) if copy else None
 
     def _decoding(self, stage: str, tokens: int) -> Memory:
         cache = tokens * self.sizes.cached_bytes / max(1, self.machine.gpus(stage))

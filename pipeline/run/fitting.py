@@ -96,12 +96,13 @@ def _fitting(config: Config, sizes: TargetSizes, stage: str, group: Group, posit
 
 def _smaller(config: Config, stage: str, sizes: TargetSizes, *, on_gpu: bool) -> Iterator[Group]:
     """Groups of settings that make a stage smaller; within a group those first that cost least."""
-    placed = OF_ENGINE["native"] if stage == "check" else stage
+    placed = OF_ENGINE["native"] if stage in ("check", "timing", "served copy") else stage
     if placed in ("generate", "features"):
         if on_gpu:
             yield [{f"placement.{placed}.gpus_per_worker": number} for number in (2, 4, 8)]
         engine = {f"{stage}.engine": "transformers"} if stage == placed else {}
-        yield [{"target.quantization": bits, **engine} for bits in ("8bit", "4bit")]
+        if stage != "served copy":
+            yield [{"target.quantization": bits, **engine} for bits in ("8bit", "4bit")]
         yield [{"target.max_tokens": number} for number in (32768, 8192, 4096) if number < sizes.context]
         return
     kind, method = head_kind(config.train.heads), method_of(config.train)

@@ -19,13 +19,12 @@ from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.execution.progress import ProgressReporter
 from pipeline.run.context import Context
 from pipeline.run.placements import OF_ENGINE
-from pipeline.run.tree_settings import dynamic_tree, times_trees
+from pipeline.run.tree_settings import MEASURED_SIZES, dynamic_tree, times_trees
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import context_length
 from pipeline.training.evaluation import SPLIT
 
 TIMED_EXPORT = "timed"  # the heads as vLLM reads them, while it is timed
-MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # with the root powers of two, which matrix products are fastest at
 
 
 def costs_in_vllm(

@@ -14,6 +14,8 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.export.layout import MAX_NUM_HEADS
 from pipeline.heads.shape import head_kind, max_depth
 
+MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # with the root powers of two, which matrix products are fastest at
+
 
 def check_tree(config: Config) -> None:
     """Raise ConfigError where more is asked of the heads than they can propose, or the tree cannot be read."""

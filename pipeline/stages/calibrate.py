@@ -44,8 +44,8 @@ from pipeline.report.formatting import with_error
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_files
 from pipeline.run.stage import Stage
-from pipeline.run.timing import MEASURED_SIZES, TIMED_EXPORT, costs_in_vllm, native_overheads
-from pipeline.run.tree_settings import dynamic_tree, most_draft_tokens, read_choices, times_chain
+from pipeline.run.timing import TIMED_EXPORT, costs_in_vllm, native_overheads
+from pipeline.run.tree_settings import MEASURED_SIZES, dynamic_tree, most_draft_tokens, read_choices, times_chain
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.evaluation import held_out_places, held_out_ranks

@@ -18,6 +18,7 @@ import torch
 from pipeline.config import TrainConfig
 from pipeline.config.training import Bits
 from pipeline.execution.device_memory import Memory
+from pipeline.heads.accuracy import RANKED_BYTES
 from pipeline.heads.loss_chunks import block_rows, chunk_bytes_on, rows_at_a_time
 from pipeline.targets.sizes import TargetSizes
 from pipeline.training.feature_batches import BATCHES_AHEAD
@@ -157,6 +158,16 @@ def heads_logits(step: StepSizes, num_positions: int, *, teacher: bool) -> float
     if trains and width < FP32:
         matrix_rows += min(heads.vocab_size, block_rows(heads.hidden_size, dtype, step.chunk_bytes))
     return logits + states + matrix_rows * heads.hidden_size * width
+
+
+def held_out_rows(heads: HeadsSizes, depth: int, num_positions: int) -> Memory:
+    """Calibration on a held-out conversation: the heads in fp32, their states, a chunk of logits and the next one.
+
+    `depth` is how many tokens they propose.
+    """
+    states = num_positions * heads.hidden_size * (1 + depth)
+    logits = min(RANKED_BYTES, FP32 * heads.vocab_size * num_positions)
+    return Memory(heads=FP32 * heads.weights, activations=FP32 * states + 2 * logits)
 
 
 def tuned_step(step: StepSizes) -> Memory:

@@ -9,12 +9,13 @@ import torch
 
 from pipeline.config import MedusaConfig, TrainConfig
 from pipeline.execution.device_memory import Memory
+from pipeline.heads.accuracy import label_ranks
 from pipeline.heads.shape import head_kind
 from pipeline.heads.soft_labels import TargetHead
 from pipeline.targets.sizes import TargetSizes
 from pipeline.training.feature_batches import BATCHES_AHEAD, Batch
 from pipeline.training.heads_only import HeadsLearner
-from pipeline.training.memory import HeadsSizes, StepSizes
+from pipeline.training.memory import HeadsSizes, StepSizes, held_out_rows
 from pipeline.training.recipe import heads_recipe
 from pipeline.training.sharded_heads import shard_heads
 from pipeline.training.task import Workers
@@ -101,3 +102,18 @@ def test_a_step_of_split_heads_of_a_70b_target_takes_what_is_planned(on_fake_cud
     settings = TrainConfig(num_heads=K, precision="bf16", **KINDS[kind])
     found, planned = step_of(settings, "70B", workers, split=True)
     assert planned.total == pytest.approx(found, rel=0.1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", ["untied", "recurrent"])
+def test_calibration_on_a_held_out_conversation_takes_what_is_planned(on_fake_cuda, kind, shape):
+    hidden_size, vocab_size = SHAPES[shape]
+    settings, num_positions = TrainConfig(num_heads=K, **KINDS[kind]), 2048
+    heads = head_kind(settings.heads)
+    module = heads(heads.shape_of(settings, hidden_size, vocab_size), device=torch.device("cuda", 0))
+    hidden_ND = torch.empty(num_positions, hidden_size, device="cuda")
+    labels_KN = torch.zeros(module.shape.max_depth, num_positions, dtype=torch.int64, device="cuda")
+    with Ledger([*module.parameters(), hidden_ND, labels_KN]) as ledger:
+        label_ranks(module, hidden_ND, labels_KN[0], labels_KN, 10)
+    planned = held_out_rows(HeadsSizes.of(heads, module.shape), module.shape.max_depth, num_positions)
+    assert planned.total == pytest.approx(ledger.peak["cuda:0"], rel=0.1)

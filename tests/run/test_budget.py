@@ -124,6 +124,35 @@ def test_as_many_workers_as_there_is_room_for_split_heads_over_the_gpus_of_this_
     assert budget_of(here, "train").memory != expected
 
 
+def test_calibrate_and_a_served_copy_have_rows_and_the_host_s_memory_is_said(planned, make_config):
+    """Heads in fp32 on train's GPU; nine caches beside the target; a copy in 4 bits of a target in 16."""
+    copy = planned("7B").target.model
+    config = json.loads((Path(copy) / "config.json").read_text())
+    served = Path(copy).parent / "served"
+    served.mkdir()
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (served / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    planning = planned("7B", check__served_model=str(served), calibrate__nodes="auto")
+    weights = 5 * 4096 * (4096 + 1 + 32000)
+    assert budget_of(planning, "calibrate").memory.heads == 4 * weights
+    check, timing = (budget_of(planning, stage).memory for stage in ("check", "timing"))
+    assert timing.heads == check.heads == 2 * weights and timing.cache > 4 * check.cache
+    of_copy = budget_of(planning, "served copy")
+    assert 0.25 * check.weights < of_copy.memory.weights < 0.4 * check.weights
+    placed = {stage: budget_of(planning, stage).placed for stage in ("calibrate", "timing", "served copy", "train")}
+    assert placed == {"calibrate": "calibrate", "timing": "calibrate", "served copy": "check", "train": "train"}
+    assert budget_of(planning, "features").on_host == 2 * GIB and budget_of(planning, "train").on_host == 4 * weights
+    stages = {each.stage for each in budgets(planned("7B", calibrate__nodes=15), sizes_of(planning))}
+    assert not stages & {"timing", "served copy"}, "nothing is timed or copied"
+
+
+def test_timing_is_refused_only_where_short_prompts_would_not_fit_either(planned):
+    config = planned("8B", placement__gpu_memory_gb=24, calibrate__nodes="auto")
+    timing = budget_of(config, "timing")
+    assert timing.fits and not timing.fits_at_once and "prompts are short" in timing.otherwise
+    assert not budget_of(planned("8B", placement__gpu_memory_gb=20, calibrate__nodes="auto"), "timing").fits
+
+
 def test_each_thing_that_would_fit_does(planned):
     """Also of Medusa-2, where no single setting helps but to split layers over eight workers, and heads with them."""
     joint = {"train__method": "medusa-2", "placement__features": {"gpus_per_worker": 8}}
