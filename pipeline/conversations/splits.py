@@ -56,3 +56,8 @@ def split_rows(rows: Iterable[Row], holdout: float) -> Iterator[Split]:
 def _unit_hash(row_id: str) -> float:
     """An id's place in [0, 1)."""
     return int.from_bytes(hashlib.sha256(b"split:" + row_id.encode()).digest()[:8], "big") / 2**64
+
+
+def other_holdout(fewest: str) -> str:
+    """What to do with `seeds.holdout` where this split has too few rows."""
+    return f"{'lower' if fewest == 'train' else 'raise'} seeds.holdout"

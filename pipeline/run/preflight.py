@@ -21,6 +21,7 @@ from pipeline.export.layout import check_formats, check_num_heads
 from pipeline.export.upload import check_repo_id
 from pipeline.heads.shape import head_kind
 from pipeline.run.card_limits import require_own_cards
+from pipeline.run.lengths import require_labels, require_room
 from pipeline.run.placements import OF_ENGINE
 from pipeline.run.tree_settings import check_tree
 from pipeline.storage.run_directory import finished_before
@@ -49,10 +50,12 @@ def check_config(config: Config, stages: Collection[str] | None = None, *, notes
     shape = kind.shape_of(config.train, 1, 1)  # whatever the target's sizes
     check_tree(config)
     check_formats(kind, shape, config.export.formats)
+    require_labels(config, stages)
     _check_sources(config)
     if set(stages or ("all",)) != {"seeds"}:  # which need no target yet
         with _noted(notes):
             _check_target(config)
+            require_room(config, stages)
         with _noted(notes):
             _check_driver(config)
         with _noted(notes):

@@ -18,6 +18,7 @@ from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Reason, RejectedRow, RowRejected, SpecialTokens
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
 from pipeline.conversations.requests import Sampling
+from pipeline.conversations.splits import other_holdout
 from pipeline.errors import DataError
 from pipeline.execution.shard_progress import ShardProgress
 from pipeline.run.context import Context
@@ -74,7 +75,7 @@ def require_enough(summary: Summary, stage: StageDirectory) -> None:
         counts = ", ".join(f"{split} {summary[f'{split}_rows']:.0f}" for split in SPLITS)
         reasons = ", ".join(f"{reason} {count}" for reason, count in summary["reasons"].items()) or "none"
         what = f"Too few rows are left to {fewest}: {counts}; quarantined: {reasons}."
-        fix = "Read the quarantine files there: correct the seeds, name more of them, or raise seeds.holdout."
+        fix = f"Read the quarantine files there: correct the seeds, name more of them, or {other_holdout(fewest)}."
         raise DataError(what, str(stage.path), fix)
 
 

@@ -20,7 +20,7 @@ from pipeline.conversations.conversation import Conversation, Reason, RejectedRo
 from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
 from pipeline.conversations.mixing import mixed
 from pipeline.conversations.readers import SourceReader, read_questions, source_readers
-from pipeline.conversations.splits import MIN_HELD_OUT, Row, Split, in_shards, split_rows
+from pipeline.conversations.splits import MIN_HELD_OUT, Row, Split, in_shards, other_holdout, split_rows
 from pipeline.conversations.tool_turns import uses_tools
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter
@@ -112,7 +112,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     totals.check_quarantine(NAME, str(stage.path), context.config.limits.max_quarantine_fraction, final=True)
     summary = totals.summary() | {"sources": _sources(readers)}
     _say(context, summary)
-    _require_enough(summary, stage)
+    require_enough(summary, stage)
     return summary
 
 
@@ -199,14 +199,15 @@ def _write_shard(stage: StageDirectory, index: int, chunk: list[Split]) -> Recei
         return writer.commit(NAME, [row.id for row, _ in chunk], counts)
 
 
-def _require_enough(summary: Summary, stage: StageDirectory) -> None:
-    fewest = min(summary.get(f"{split}_rows", 0) for split in SPLITS)
-    if fewest < MIN_HELD_OUT:
+def require_enough(summary: Summary, stage: StageDirectory) -> None:
+    fewest = min(SPLITS, key=lambda split: summary.get(f"{split}_rows", 0))
+    if summary.get(f"{fewest}_rows", 0) < MIN_HELD_OUT:
+        or_else = f", or {other_holdout(fewest)}" if summary["rows"] >= len(SPLITS) * MIN_HELD_OUT else ""
         raise DataError(
             f"{summary['rows']} usable conversations are too few: training, calibration and the check need at least "
             f"{MIN_HELD_OUT} rows each.",
             str(stage.path),
-            "Name more or larger sources in seeds.sources, or raise seeds.holdout.",
+            f"Name more or larger sources in seeds.sources{or_else}.",
         )
 
 

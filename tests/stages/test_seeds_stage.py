@@ -7,6 +7,7 @@ import json
 import math
 from collections import Counter
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.flow import run_flow
 from pipeline.report.tables import tables
 from pipeline.run.reporting import assemble
+from pipeline.stages.seeds import require_enough
 from pipeline.storage.shards import read_rows
 from tests.flows.tiny import save_seeds
 
@@ -136,8 +138,22 @@ def test_too_few_rows_for_three_splits_are_refused(make_config, tmp_path, number
         _, kept, _ = run_seeds(config)
         assert Counter(row["split"] for row in kept) == {"train": 8, "calibrate": 8, "check": 8}
     else:
-        with pytest.raises(DataError, match="23 usable conversations are too few"):
+        with pytest.raises(DataError, match=r"23 usable conversations are too few.*seeds\.sources\)?\.$"):
             run_seeds(config)
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        ({"train": 4, "calibrate": 18, "check": 18}, r"or lower seeds\.holdout"),
+        ({"train": 26, "calibrate": 9, "check": 5}, r"or raise seeds\.holdout"),
+        ({"train": 7, "calibrate": 8, "check": 8}, r"seeds\.sources\.$"),
+    ],
+)
+def test_the_advice_on_the_held_out_share_points_to_the_split_that_has_too_few(rows, says):
+    summary = {"rows": sum(rows.values())} | {f"{split}_rows": number for split, number in rows.items()}
+    with pytest.raises(DataError, match=says):
+        require_enough(summary, SimpleNamespace(path="seeds"))
 
 
 def test_fewer_seeds_than_before_leave_no_stray_shard(make_config, tmp_path):
