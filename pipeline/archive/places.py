@@ -73,6 +73,8 @@ class Place:
         with self.errors():
             if local or not isinstance(self.system, fs.S3FileSystem):
                 self.system.create_dir(path.rpartition("/")[0], recursive=True)
+            if local:  # a link in its place would be written through
+                Path(f"{path}.tmp").unlink(missing_ok=True)
             with self.system.open_output_stream(f"{path}.tmp" if local else path) as file:
                 for block in blocks:
                     file.write(block)

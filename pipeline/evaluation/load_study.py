@@ -77,7 +77,7 @@ def _figures(measured: Mapping[str, Any], limits: LatencyLimits) -> dict[str, An
 
 def stops_paying_at(rows: Sequence[Mapping[str, Any]]) -> int | None:
     """The least measured number of requests at which the server is slower with the heads; None where there is none."""
-    return next((row["requests"] for row in rows if row["speedup"] < 1), None)
+    return next((row["requests"] for row in rows if not row["speedup"] >= 1), None)
 
 
 def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -85,11 +85,14 @@ def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
     levels, stops = [row["requests"] for row in rows], stops_paying_at(rows)
     if stops is None:
         return f"Served by vLLM, the heads pay up to {levels[-1]} requests at once, the most that were tried."
-    slower = [row["requests"] for row in rows if row["speedup"] < 1]
+    slower = [row["requests"] for row in rows if not row["speedup"] >= 1]
     faster = [level for level in levels if level > stops and level not in slower]
-    beyond = f"they are slower at {_listed(slower)}" + (f", and faster again at {_listed(faster)}" if faster else "")
-    paid = levels[: levels.index(stops)]
-    return f"Served by vLLM, the heads {f'pay up to {paid[-1]} requests at once' if paid else 'do not pay'}; {beyond}."
+    beyond = f"they are slower at {_listed(slower)}"
+    if paid := levels[: levels.index(stops)]:
+        again = f", and faster again at {_listed(faster)}" if faster else ""
+        return f"Served by vLLM, the heads pay up to {paid[-1]} requests at once; {beyond}{again}."
+    pay = f"pay at {_listed(faster)} requests at once alone" if faster else "do not pay"
+    return f"Served by vLLM, the heads {pay}; {beyond}."
 
 
 def _listed(levels: Sequence[int]) -> str:

@@ -156,7 +156,7 @@ class _Stages:
     def features(self) -> StageBudget:
         settings, one = self.config.features, min(self.context, TYPICAL_TOKENS)
         if settings.engine == "vllm":
-            return self._served("features", settings.engine_args)
+            return replace(self._served("features", settings.engine_args), on_host=BACKLOG_BYTES)
         weights = self._weights("features")
         batches = (max(settings.tokens_per_batch, one), one)
         found = (Memory(weights, activations=forward_bytes(self.sizes, each)) for each in batches)

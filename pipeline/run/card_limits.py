@@ -82,11 +82,13 @@ def _on_gpu(config: Config, stages: Collection[str] | None) -> dict[str, set[str
 
 def _read_by_vllm(config: Config, on_gpu: Mapping[str, Collection[str]]) -> Iterator[tuple[str, TargetSpec]]:
     """The models that vLLM loads on a GPU, each with the key that names it."""
-    writes = config.generate.engine == "vllm" and config.generate.mode != "passthrough"
+    on_vllm = config.generate.engine == "vllm"
+    writes = on_vllm and config.generate.mode != "passthrough" and "generate" in on_gpu
+    answers = on_vllm and config.calibrate.data is not None and "generate" in on_gpu.get("calibrate", ())
     in_check = "vllm" in config.check.engines and OF_ENGINE["vllm"] in on_gpu.get("check", ())
     in_calibrate = times_chain(config) and OF_ENGINE["vllm"] in on_gpu.get("calibrate", ())
     computes = config.features.engine == "vllm" and on_gpu.keys() & {"features", "tuned-features"}
-    if in_check or in_calibrate or computes or (writes and "generate" in on_gpu):
+    if in_check or in_calibrate or computes or writes or answers:
         target = resolve(config.target, on_gpu=True)
         yield "target.model", target
         if in_check and (copy := served_model(config, target, on_gpu=True)):

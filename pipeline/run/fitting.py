@@ -89,8 +89,10 @@ def _fitting(config: Config, sizes: TargetSizes, stage: str, group: Group, posit
             refused = "vllm" in changed.check.engines and not_served(changed)
         except ConfigError:
             continue
-        if budget and budget.fits and not refused:
-            words = " ".join(f"{key}={_word(value)}" for key, value in change.items())
+        words = " ".join(f"{key}={_word(value)}" for key, value in change.items())
+        if budget is None and stage == "timing":
+            yield f"{words} (without timing)"
+        elif budget and budget.fits and not refused:
             yield f"{words} ({budget.least.total / GIB:.1f} GiB)"
 
 
@@ -106,15 +108,20 @@ def _smaller(config: Config, stage: str, sizes: TargetSizes, *, on_gpu: bool) ->
         yield [{"target.max_tokens": number} for number in (32768, 8192, 4096) if number < sizes.context]
         return
     kind, method = head_kind(config.train.heads), method_of(config.train)
-    yield [{"train.optimizer": "adamw-8bit"}]
-    if on_gpu:
+    if stage == "timing":
+        yield [{"calibrate.nodes": 63}]  # as the paper's trees have: nothing is timed
+    trains = stage not in ("calibrate", "timing", "check", "served copy")
+    if trains:
+        yield [{"train.optimizer": "adamw-8bit"}]
+    if trains and on_gpu:
         yield [{"train.shard_heads": True, "placement.train.workers": number} for number in (2, 4, 8)]
     yield from ([change] for change in kind.smaller)
     yield from ([{"train.heads": name}] for name in KINDS if name != config.train.heads)
     yield from method.smaller
     drafted = [{"train.draft_vocab": size} for size in (65536, 32768, 16384) if size < sizes.vocab_size]
     yield [*drafted, *({**change, "check.engines": ["native"]} for change in drafted)]  # vLLM serves not every kind's
-    yield [{"train.batch_tokens": size} for size in (8192, 4096, 2048)]
+    if trains:
+        yield [{"train.batch_tokens": size} for size in (8192, 4096, 2048)]
 
 
 def _with(config: Config, changes: Changes) -> Config:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from pipeline.config import Config
 from pipeline.run.tree_settings import times_chain, times_trees
 from pipeline.storage.run_directory import finished_before
+from pipeline.training.methods import method_of
 
 OF_ENGINE = {"native": "features", "vllm": "generate"}  # of the check
 
@@ -40,4 +41,6 @@ def sections_of(config: Config, stages: Iterable[str]) -> set[str]:
 def unfinished(config: Config, stages: Collection[str] | None = None) -> list[str]:
     """Those with workers of these stages, or of all, that have no finished result in the store, which may be kept."""
     store = config.run.store or config.run.directory
-    return [name for name in _OF_STAGE if (stages is None or name in stages) and not finished_before(store, name)]
+    possible = _OF_STAGE.keys() - (set() if method_of(config.train).tunes_backbone else {"tuned-features"})
+    asked = [name for name in _OF_STAGE if name in (possible if stages is None else stages)]
+    return [name for name in asked if not finished_before(store, name)]

@@ -212,7 +212,8 @@ def one_look_at_the_hub(*models: str | None) -> Iterator[None]:
     before = constants.HF_HUB_OFFLINE
     if not before and not all(model is None or is_local(model) for model in models):
         try:
-            get_session().head(constants.ENDPOINT, timeout=FIRST_LOOK)
+            model = next(model for model in models if model and not is_local(model))
+            get_session().head(f"{constants.ENDPOINT}/api/models/{model}", timeout=FIRST_LOOK)  # whatever it answers
         except Exception:  # no network, no such host, an endpoint that is no URL
             constants.HF_HUB_OFFLINE = True  # which it reads at each request
     try:

@@ -152,19 +152,26 @@ class RunningEngine:
         self._before["set_num_threads"](number)
 
     def close(self) -> None:
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
-        gc.collect()
-        self._clean_up()
+        try:
+            self.llm.llm_engine.engine_core.shutdown()
+        finally:
+            del self.llm
+            gc.collect()
+            self._clean_up()
 
     def _clean_up(self) -> None:
-        import torch
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-        cleanup_dist_env_and_memory()
         type(self)._num_open -= 1
-        if self._num_open:
-            return
+        try:
+            cleanup_dist_env_and_memory()
+        finally:
+            if not self._num_open:
+                self._restore()
+
+    def _restore(self) -> None:
+        import torch
+
         torch.set_num_threads = self._before["set_num_threads"]
         for name, value in self._before["environment"].items():
             if value is None:

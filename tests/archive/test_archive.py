@@ -287,6 +287,17 @@ def test_an_archive_is_not_written_through_a_link(copied_run, archived, tmp_path
     assert not list(outside.iterdir())
 
 
+def test_what_is_half_copied_is_not_written_through_a_link_either(tmp_path):
+    place, outside = open_place(str(tmp_path / "archive")), tmp_path / "outside.txt"
+    (tmp_path / "archive" / "objects").mkdir(parents=True)
+    outside.write_text("somebody's")
+    (tmp_path / "archive" / "objects" / "x.tmp").symlink_to(outside)
+    place.write("objects/x", iter([b"ours"]))
+    assert outside.read_text() == "somebody's"
+    found = tmp_path / "archive" / "objects" / "x"
+    assert found.read_bytes() == b"ours" and not found.is_symlink()
+
+
 @pytest.mark.parametrize(
     "how", ["damaged record", "no description", "foreign description", "linked", "gone", "of another stage"]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -75,6 +76,8 @@ def test_heads_stop_paying_at_the_first_load_at_which_the_server_is_slower_with_
             (1.3, 1.2, 0.9, 0.9, 0.8, 1.1),
             "up to 2 requests at once; they are slower at 4, 8 and 16, and faster again at 32.",
         ),
+        ((0.9, 1.1, 1.2, 0.8), "the heads pay at 2 and 4 requests at once alone; they are slower at 1 and 8."),
+        ((1.2, math.nan, 1.1), "pay up to 1 requests at once; they are slower at 2, and faster again at 4."),
         ((0.9, 0.8), "the heads do not pay; they are slower at 1 and 2."),
     ],
 )

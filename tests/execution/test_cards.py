@@ -137,6 +137,17 @@ def test_quantized_weights_are_refused_where_vllm_may_get_a_card_too_old_for_the
     without = {f"placement__{stage}": {"gpus_per_worker": 0} for stage in ("generate", "features")}
     require_formats(make_config(tmp_path, **HALF, target__model=fp8, check__engines=["vllm"], **without), [V100])
     require_formats(serving, [V100], ["train"])
+    answering = make_config(
+        tmp_path,
+        **HALF,
+        target__model=fp8,
+        check__engines=["native"],
+        calibrate__data="questions.jsonl",
+        generate__engine="vllm",
+        calibrate__draft_tokens=1,
+    )
+    with pytest.raises(EnvironmentFault, match="which vLLM reads on GPUs"):
+        require_formats(answering, [V100], ["calibrate"])
     monkeypatch.setattr(card_limits, "visible_cards", lambda: (V100,))
     notes: list[str] = []
     check_config(serving, notes=notes)
@@ -259,7 +270,12 @@ def finish(config, *stages: str) -> None:
 
 @pytest.mark.parametrize(
     ("left", "section", "refused"),
-    [("check", "features", True), ("check", "generate", False), ("calibrate", "features", True), ("export", "", False)],
+    [
+        ("check", "features", True),
+        ("check", "generate", False),
+        ("calibrate", "features", True),
+        ("export", "features", False),
+    ],
 )
 def test_cards_are_looked_at_for_what_is_left_to_run_whatever_else_its_section_places(
     left, section, refused, make_config, tmp_path, monkeypatch
@@ -268,7 +284,8 @@ def test_cards_are_looked_at_for_what_is_left_to_run_whatever_else_its_section_p
     given = {
         f"placement__{name}": {"gpus_per_worker": int(name == section)} for name in ("generate", "features", "train")
     }
-    config = make_config(tmp_path, target__dtype="bfloat16", check__engines=["native"], **given)
+    timing = {"calibrate__nodes": "auto"}  # where native decoding works
+    config = make_config(tmp_path, target__dtype="bfloat16", check__engines=["native"], **timing, **given)
     finish(config, *({"generate", "features", "train", "calibrate", "check"} - {left}))
     monkeypatch.setattr(card_limits, "visible_cards", lambda: (V100,))
     notes: list[str] = []

@@ -142,6 +142,8 @@ def test_calibrate_and_a_served_copy_have_rows_and_the_host_s_memory_is_said(pla
     placed = {stage: budget_of(planning, stage).placed for stage in ("calibrate", "timing", "served copy", "train")}
     assert placed == {"calibrate": "calibrate", "timing": "calibrate", "served copy": "check", "train": "train"}
     assert budget_of(planning, "features").on_host == 2 * GIB and budget_of(planning, "train").on_host == 4 * weights
+    in_vllm = planned("7B", features__engine="vllm")
+    assert budget_of(in_vllm, "features").on_host == 2 * GIB, "whichever engine computes"
     stages = {each.stage for each in budgets(planned("7B", calibrate__nodes=15), sizes_of(planning))}
     assert not stages & {"timing", "served copy"}, "nothing is timed or copied"
 
@@ -150,7 +152,11 @@ def test_timing_is_refused_only_where_short_prompts_would_not_fit_either(planned
     config = planned("8B", placement__gpu_memory_gb=24, calibrate__nodes="auto")
     timing = budget_of(config, "timing")
     assert timing.fits and not timing.fits_at_once and "prompts are short" in timing.otherwise
-    assert not budget_of(planned("8B", placement__gpu_memory_gb=20, calibrate__nodes="auto"), "timing").fits
+    small = planned("8B", placement__gpu_memory_gb=20, calibrate__nodes="auto")
+    assert not budget_of(small, "timing").fits
+    offers = what_fits(small, sizes_of(small), budget_of(small, "timing"))
+    assert offers.startswith("calibrate.nodes=63 (without timing)"), "the target stays what it is"
+    assert "train.optimizer" not in offers and "batch_tokens" not in offers, "of which timing takes nothing"
 
 
 def test_each_thing_that_would_fit_does(planned):

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 from pipeline.config import TargetConfig
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets.loading import load_causal_lm, verify_tap
-from pipeline.targets.quantization import format_of
+from pipeline.targets.quantization import format_of, rounding_of
 from pipeline.targets.quantized import in_engine, require_readable
 from pipeline.targets.sizes import target_sizes
 from pipeline.targets.spec import TargetSpec, model_config, resolve
@@ -103,3 +104,18 @@ def test_vllm_is_started_in_a_dtype_that_the_copy_s_kernels_have(claims):
     assert (
         engine_arguments(claims(quant_method="compressed-tensors", format="int-quantized"), {}, 0)["dtype"] == "float32"
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "rounding"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_compute_dtype": "bfloat16"}, "8bit"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_compute_dtype": "float32"}, "4bit"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "4bit"),
+        ({"quant_method": "fbgemm_fp8"}, "8bit"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "8bit"),
+        ({"quant_method": "gptq", "bits": 4}, None),
+    ],
+)
+def test_layers_that_multiply_in_fewer_bits_than_the_target_s_are_told_by_their_settings(settings, rounding):
+    assert rounding_of(PretrainedConfig(quantization_config=settings)) == rounding

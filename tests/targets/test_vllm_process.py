@@ -25,7 +25,9 @@ def engines(monkeypatch):
         core = SimpleNamespace(shutdown=lambda: None)
         return SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
 
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")  # so that it is put back whatever a test leaves
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    monkeypatch.setattr(RunningEngine, "_num_open", 0)
     monkeypatch.setattr(torch, "set_num_threads", used.append)
     for name in ("require_lm_head", "require_gpus"):
         monkeypatch.setattr(vllm_engine, name, lambda asked: None)
@@ -36,6 +38,19 @@ def engines(monkeypatch):
     for name, module in (("vllm", ModuleType("vllm")), ("vllm.distributed", ModuleType("d")), (state.__name__, state)):
         monkeypatch.setitem(sys.modules, name, module)
     return lambda: RunningEngine(TargetSpec("nowhere"), {}, 0), used
+
+
+def test_an_engine_that_does_not_end_well_leaves_the_process_as_it_was_all_the_same(engines):
+    start, _ = engines
+    own, engine = torch.set_num_threads, start()
+
+    def fails():
+        raise RuntimeError("the engine core is gone")
+
+    engine.llm.llm_engine.engine_core.shutdown = fails
+    with pytest.raises(RuntimeError, match="is gone"):
+        engine.close()
+    assert torch.set_num_threads == own and "LOCAL_WORLD_SIZE" not in os.environ
 
 
 @pytest.mark.parametrize("first_closed", [0, 1])
