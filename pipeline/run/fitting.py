@@ -99,6 +99,8 @@ def _fitting(config: Config, sizes: TargetSizes, stage: str, group: Group, posit
 def _smaller(config: Config, stage: str, sizes: TargetSizes, *, on_gpu: bool) -> Iterator[Group]:
     """Groups of settings that make a stage smaller; within a group those first that cost least."""
     placed = OF_ENGINE["native"] if stage in ("check", "timing", "served copy") else stage
+    if stage == "timing":
+        yield [{"calibrate.nodes": 63}]  # as many as the paper's tree has: nothing is timed
     if placed in ("generate", "features"):
         if on_gpu:
             yield [{f"placement.{placed}.gpus_per_worker": number} for number in (2, 4, 8)]
@@ -108,9 +110,7 @@ def _smaller(config: Config, stage: str, sizes: TargetSizes, *, on_gpu: bool) ->
         yield [{"target.max_tokens": number} for number in (32768, 8192, 4096) if number < sizes.context]
         return
     kind, method = head_kind(config.train.heads), method_of(config.train)
-    if stage == "timing":
-        yield [{"calibrate.nodes": 63}]  # as the paper's trees have: nothing is timed
-    trains = stage not in ("calibrate", "timing", "check", "served copy")
+    trains = stage != "calibrate"  # which has neither batches nor an optimizer
     if trains:
         yield [{"train.optimizer": "adamw-8bit"}]
     if trains and on_gpu:

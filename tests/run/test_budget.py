@@ -156,7 +156,9 @@ def test_timing_is_refused_only_where_short_prompts_would_not_fit_either(planned
     assert not budget_of(small, "timing").fits
     offers = what_fits(small, sizes_of(small), budget_of(small, "timing"))
     assert offers.startswith("calibrate.nodes=63 (without timing)"), "the target stays what it is"
-    assert "train.optimizer" not in offers and "batch_tokens" not in offers, "of which timing takes nothing"
+    large = planned("70B", placement__gpu_memory_gb=20)
+    offers = what_fits(large, sizes_of(large), budget_of(large, "calibrate"))
+    assert offers and not any(key in offers for key in ("optimizer", "batch_tokens", "shard_heads")), "it has none"
 
 
 def test_each_thing_that_would_fit_does(planned):
