@@ -205,7 +205,7 @@ def test_a_hub_that_does_not_answer_is_asked_once(command, config_file, monkeypa
     monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: asked.append("waits"))
     ended = command("plan", config_file, "target.model=nobody/nothing")
     assert ended.code == 0 and "nobody/nothing can be neither read nor fetched now" in " ".join(ended.out.split())
-    assert asked == ["http://127.0.0.1:1"] and constants.HF_HUB_OFFLINE is False
+    assert asked == ["http://127.0.0.1:1/api/models/nobody/nothing"] and constants.HF_HUB_OFFLINE is False
     assert command("plan", config_file).code == 0 and len(asked) == 1, "a directory"
 
 
