@@ -156,7 +156,8 @@ def _require_whole_records(run: RunDirectory, names: Collection[str]) -> None:
 def _files(run: RunDirectory, stages: Mapping[str, Collection[str]]) -> dict[str, tuple[Path, FileFacts | None]]:
     """The files that count, by their name in the archive, with what DONE.json says of them.
 
-    Links that no stage has made, such as Weights & Biases' to its logs, do not count.
+    Links that no stage has made, such as Weights & Biases' to its logs, do not count, nor do shards that the record of
+    a finished stage does not name.
     """
     found: dict[str, tuple[Path, FileFacts | None]] = {
         name: (run.path / name, None) for name in REPORTS if (run.path / name).is_file()
@@ -167,6 +168,8 @@ def _files(run: RunDirectory, stages: Mapping[str, Collection[str]]) -> dict[str
         left_out = {*BOOKKEEPING} - KEPT_BOOKKEEPING | {*(stages.get(stage.stage, ()) if done else ())}
         for path in stage.path.rglob("*"):
             name = path.relative_to(stage.path)
+            if done and name.parts[0] == "shards" and name.as_posix() not in written:
+                continue
             if path.is_file() and path.suffix != ".tmp" and not left_out & set(name.parts):
                 if path.is_symlink():
                     if name.as_posix() not in written:

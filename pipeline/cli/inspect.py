@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,16 +39,14 @@ def inspect(
             raise ConfigError(f"There is no stage '{stage}'.", "inspect", f"The stages are {', '.join(STAGES)}.")
         raise ConfigError(f"This run has not reached {stage} yet.", str(run.path), "See `medusa-distill status`.")
     console = Console(highlight=False)
-    if not directory.shards():
+    shards = _shards(directory)
+    if not shards:
         if directory.done is None:
             what = f"There is no summary of {stage}: it is not finished, or its DONE.json cannot be read."
             raise DataError(what, str(directory.path), "The same `run` finishes or makes it anew.")
-        if directory.done.shards:
-            what = f"The rows of {stage} are missing: its shards are not where they were written."
-            raise DataError(what, str(directory.path), "The same `run` makes them anew.")
         console.print_json(data=directory.summary)
         return
-    found = _find(directory, row)
+    found = _find(shards, row)
     where = visible(f"  split {found.get('split')}  {directory.path.name}")
     console.print(Text.assemble((visible(found["id"]), "bold"), where))
     if "input_ids" not in found:
@@ -58,7 +57,7 @@ def inspect(
         return
     console.print(coloured(TokenRow.of(found), _tokenizer(run, config)))
     if "positions" in found:
-        footer = read_footer(directory.shards()[0])
+        footer = read_footer(shards[0])
         stored = "" if footer["precision"] == "native" else f" in {footer['precision']}"
         size = f"{footer['hidden_size']} × {footer['dtype']}{stored}"
         console.print(f"{len(found['positions'])} positions of {size}, {footer['tap']}", style="dim")
@@ -87,14 +86,28 @@ def _tokenizer(run: RunDirectory, config: Config) -> Any:
         return load_tokenizer(TargetSpec(str(export.path)))
 
 
-def _find(directory: StageDirectory, row: str | None) -> Row:
+def _shards(directory: StageDirectory) -> list[Path]:
+    """The shards in order: those that a finished stage's record names, and no other.
+
+    Raises:
+        DataError: One of them is missing, so that rows would have other numbers.
+    """
+    if not directory.done:
+        return directory.shards()
+    written = [directory.path / name for name in sorted(directory.done.files) if name.endswith(".parquet")]
+    if missing := next((path for path in written if not path.is_file()), None):
+        what = f"Rows of {directory.stage} are missing: a shard is not where it was written."
+        raise DataError(what, str(missing), "The same `run` makes it anew.")
+    return written
+
+
+def _find(shards: Sequence[Path], row: str | None) -> Row:
     wanted = row or "0"
     number = 0
-    for path in directory.shards():
+    for path in shards:
         for candidate in read_rows(path):
             if candidate["id"] == wanted or (wanted.isdecimal() and number == int(wanted)):
                 return candidate
             number += 1
-    raise ConfigError(
-        f"There is no row '{wanted}' among the {number} rows.", str(directory.path), "Give an id or a number from 0."
-    )
+    where = str(shards[0].parent.parent)
+    raise ConfigError(f"There is no row '{wanted}' among the {number} rows.", where, "Give an id or a number from 0.")

@@ -7,7 +7,6 @@ too, so that self-talk works; see train_target.py.
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -24,7 +23,7 @@ from pipeline.demo.train_target import ReportStep, train
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter, print_stage
 from pipeline.report.formatting import duration
-from pipeline.storage.atomic import atomic_directory, read_json, write_json
+from pipeline.storage.atomic import atomic_directory, read_json, remove, write_json
 from pipeline.storage.run_directory import RunDirectory
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def ensure_demo_target(run: RunDirectory, config: Config) -> None:
     mark = read_json(directory / MARK)
     if directory.exists() and (mark is None or mark["made_from"] == made_from):
         return
-    shutil.rmtree(directory, ignore_errors=True)
+    remove(directory)
     console = Console()
     logging.disable_progress_bar()
     with Meter(console, "target", NUM_STEPS, unit="steps") as meter:

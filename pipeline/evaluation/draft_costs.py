@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,6 +20,7 @@ from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import write_export
 from pipeline.export.layout import ExportLayout
+from pipeline.storage.atomic import remove
 from pipeline.targets.spec import TargetSpec, context_length, load_tokenizer, model_config
 from pipeline.targets.vllm_step_times import NUM_NEW_TOKENS, StepTime, step_times
 
@@ -101,7 +101,7 @@ def draft_costs(
         return None
     room, directory = context_length(target), Path(scratch)
     few = [list(ids[-max(1, room - NUM_NEW_TOKENS - most - 1) :]) for ids in prompts[:NUM_PROMPTS]]
-    shutil.rmtree(directory, ignore_errors=True)  # what a killed run left
+    remove(directory)  # what a killed run left
     try:
         layout = _write(target, Path(heads), directory)
         numbers = sorted({1, most})
@@ -116,7 +116,7 @@ def draft_costs(
             told=progress.report if progress else None,
         )
     finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        remove(directory)
     return StepCosts.of_times(plain, dict(zip(numbers, found, strict=True)))
 
 

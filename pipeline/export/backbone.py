@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.export.layout import CONFIG_FILE
-from pipeline.storage.atomic import atomic_directory, files_in, read_json
+from pipeline.storage.atomic import atomic_directory, files_in, read_json, remove
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,7 +38,7 @@ def write_backbone(
     """
     from transformers import GenerationConfig
 
-    shutil.rmtree(directory, ignore_errors=True)
+    remove(directory)
     model.generation_config = GenerationConfig()  # the target's is copied: saving refuses some that loading accepts
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
@@ -56,7 +56,7 @@ def is_made_of(directory: Path, made_of: dict[str, Any]) -> bool:
 
 def link_backbone(source: Path, directory: Path, files: Iterable[str]) -> list[Path]:
     """Copy these files of the backbone, by hard links where the file system has them; returns the copies."""
-    shutil.rmtree(directory, ignore_errors=True)
+    remove(directory)
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         for file in files:
             (partial / file).parent.mkdir(parents=True, exist_ok=True)

@@ -51,7 +51,7 @@ def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
     `last` at the end, and whoever owns it says when it is whole. There is one writer at a time.
     """
     partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
+    remove(partial)  # what a killed process left
     try:
         partial.mkdir(parents=True)
         yield partial
@@ -74,6 +74,17 @@ def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
 def files_in(directory: Path) -> list[Path]:
     """Every file below `directory`, relative to it, by name."""
     return sorted(path.relative_to(directory) for path in directory.rglob("*") if path.is_file())
+
+
+def remove(path: Path) -> None:
+    """Remove what stands there, of whatever kind: a directory with all that is in it, but of a link the link alone.
+
+    `shutil.rmtree` would wait for ever at a named pipe, and leave a link where it is.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def is_text(name: str) -> bool:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import DataError
-from pipeline.storage.atomic import disk_errors, is_text, links_in, read_json, sweep_temporary, write_json
+from pipeline.storage.atomic import disk_errors, is_text, links_in, read_json, remove, sweep_temporary, write_json
 from pipeline.storage.checksums import FileFacts
 from pipeline.storage.description import Description
 from pipeline.storage.done import Done, Identity, Summary
@@ -214,7 +213,7 @@ class StageDirectory(ShardFolder):
             if path.parent.name in ("shards", "quarantine"):
                 self.drop_shard(self.path / "shards" / f"{path.stem}.parquet")
             elif path.parent.name in self.parts:
-                shutil.rmtree(path.parent, ignore_errors=True)
+                remove(path.parent)
                 for other in self._lasting_files():
                     if str(other.relative_to(self.path)) not in named:
                         other.unlink(missing_ok=True)
@@ -252,7 +251,7 @@ class StageDirectory(ShardFolder):
         """Remove what was made; what the directory is for stays."""
         for path in self.path.iterdir():
             if path.name not in ("stage.json", "lock", *keep):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                remove(path)
 
     def _lasting_files(self) -> list[Path]:
         """Every file but bookkeeping, scratch, what an orphan of a killed run is still writing, and names that are no

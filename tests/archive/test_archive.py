@@ -169,6 +169,16 @@ def test_links_of_another_program_are_left_out_and_one_in_the_place_of_a_file_is
         store_run(copied_run, open_place(bucket.address("mine")))
 
 
+def test_a_shard_that_no_record_names_is_left_out(copied_run, tmp_path):
+    stage = latest(copied_run, "generate")
+    shutil.copy(stage.shards()[0], stage.path / "shards" / "step-abc.parquet")
+    assert stage.verify(), "which verify calls damaged"
+    store_run(copied_run, open_place(f"file://{tmp_path}/store"))
+    restore_run(open_place(f"file://{tmp_path}/store"), tmp_path / "restored")
+    restored = RunDirectory.open(tmp_path / "restored")[0]
+    assert not [problem for stage in restored.stages().values() for problem in stage.verify()]
+
+
 def test_what_does_not_arrive_as_it_was_sent_is_noticed(copied_run, bucket, monkeypatch):
     monkeypatch.setattr(storing, "BLOCK", 64)
     place = open_place(bucket.address("mine"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from rich.console import Console
@@ -64,6 +65,17 @@ def test_inspect_shows_no_empty_summary_for_one_that_cannot_be_read(command, cop
     (copied_run.latest("calibrate").path / "DONE.json").write_text("{")
     ended = command("inspect", copied_run.path, "calibrate")
     assert ended.code == 3 and "DONE.json cannot be read" in one_paragraph(ended.err) and not ended.out
+
+
+def test_inspect_counts_the_rows_of_the_shards_that_were_written_and_of_no_other(command, copied_run):
+    said = command("inspect", copied_run.path, "generate", 0).out
+    first = copied_run.latest("generate").shards()[0]
+    shutil.copy(first, first.with_name("00000-copy.parquet"))
+    shutil.copy(copied_run.latest("generate").shards()[-1], first.with_name("!.parquet"))  # sorted, it is the first
+    assert command("inspect", copied_run.path, "generate", 0).out == said
+    first.rename(first.with_name("00000.PARQUET"))
+    ended = command("inspect", copied_run.path, "generate", 0)
+    assert ended.code == 3 and "Rows of generate are missing" in one_paragraph(ended.err) and not ended.out
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.errors import DataError, EnvironmentFault
-from pipeline.storage.atomic import atomic_directory, atomic_path, disk_errors
+from pipeline.storage.atomic import atomic_directory, atomic_path, disk_errors, remove
 
 
 @pytest.mark.parametrize(
@@ -70,3 +70,20 @@ def test_weights_are_as_readable_as_the_umask_allows_and_not_their_owner_s_alone
         save_file({"a": torch.zeros(1)}, partial / "model.safetensors")
     files = [tmp_path / name for name in ("plain", "heads.safetensors", "export/model.safetensors")]
     assert len({path.stat().st_mode for path in files}) == 1
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link to a directory", "dangling link", "named pipe", "nothing"])
+def test_whatever_stands_there_is_removed_and_what_a_link_leads_to_is_left(tmp_path, kind):
+    there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").write_text("kept")
+    if kind == "file":
+        there.write_text("content")
+    elif kind == "directory":
+        (there / "of" / "folders").mkdir(parents=True)
+    elif kind == "named pipe":
+        os.mkfifo(there)  # which nobody writes: opening it would not end
+    elif kind != "nothing":
+        there.symlink_to(elsewhere if kind == "link to a directory" else tmp_path / "gone")
+    remove(there)
+    assert not os.path.lexists(there) and (elsewhere / "kept").read_text() == "kept"
