@@ -1,8 +1,9 @@
-"""One Ray cluster for all tests that ask for it, as runs share one that RAY_ADDRESS names: a start costs ten seconds.
+"""A Ray cluster for the tests that ask for it, as runs share one that RAY_ADDRESS names: a start costs ten seconds.
 
-These tests run first, so that one worker of pytest-xdist has them all; a test that does not ask for the cluster finds
-none. The other slow tests run meanwhile on the other workers, and what is fast comes last, so that all end together.
-Those that load vLLM into their own process ask for `vllm_here`: one worker has them all, and imports it once.
+These tests run first: one worker of pytest-xdist has them all, or two with a cluster each where there are more than
+two, since they wait more than they compute. A test that does not ask for the cluster finds none. The other slow tests
+run meanwhile on the other workers, and what is fast comes last, so that all end together. Those that load vLLM into
+their own process ask for `vllm_here`: one worker has them all, and imports it once.
 """
 
 from __future__ import annotations
@@ -42,22 +43,29 @@ def work_here(monkeypatch: pytest.MonkeyPatch, module: ModuleType, work: Callabl
 @pytest.hookimpl(trylast=True)  # once those that are not asked for are gone
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    clustered = [item for item in items if _wants_cluster(item)]
-    others = [item for item in items if not _wants_cluster(item)]
-    slow = [item for item in others if item.get_closest_marker("slow")]
-    fast = [item for item in others if not item.get_closest_marker("slow")]
-    files: dict[object, list[pytest.Item]] = {}
-    for item in slow:
-        files.setdefault("vllm" if "vllm_here" in getattr(item, "fixturenames", ()) else item.path, []).append(item)
-    items[:] = dealt(clustered, [*files.values()], fast, workers)
+    clustered: dict[object, list[pytest.Item]] = {}
+    slow: dict[object, list[pytest.Item]] = {}
+    fast: list[pytest.Item] = []
+    for item in items:
+        if _wants_cluster(item):
+            clustered.setdefault(item.path, []).append(item)
+        elif item.get_closest_marker("slow"):
+            ours = "vllm_here" in getattr(item, "fixturenames", ())
+            slow.setdefault("vllm" if ours else item.path, []).append(item)
+        else:
+            fast.append(item)
+    items[:] = dealt([*clustered.values()], [*slow.values()], fast, workers)
 
 
-def dealt(clustered: list[Test], slow: list[list[Test]], fast: list[Test], workers: int) -> list[Test]:
-    """An order whose first share, as pytest-xdist deals them, begins with the cluster's tests, and each other one with
-    slow tests; those of a file stay together. Every share ends with fast tests, which idle workers take over."""
-    hands: list[list[Test]] = [[*clustered], *([] for _ in range(workers - 1))]
-    for file in sorted(slow, key=len, reverse=True):
-        min(hands[1:] or hands, key=len).extend(file)
+def dealt(clustered: list[list[Test]], slow: list[list[Test]], fast: list[Test], workers: int) -> list[Test]:
+    """An order whose first share, as pytest-xdist deals them, begins with tests of a cluster, the second too where
+    there are more than two, and each other one with slow tests; those of a file stay together. Every share ends with
+    fast tests, which idle workers take over."""
+    hands: list[list[Test]] = [[] for _ in range(workers)]
+    clusters = 2 if workers > 2 else 1
+    for files, takers in ((clustered, hands[:clusters]), (slow, hands[clusters:] or hands)):
+        for file in sorted(files, key=len, reverse=True):
+            min(takers, key=len).extend(file)
     left, rest = sum(map(len, hands)) + len(fast), iter(fast)
     for turn, hand in enumerate(hands):
         share = left // (workers - turn)

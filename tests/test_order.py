@@ -41,20 +41,25 @@ def shares(order: list[str], workers: int) -> list[list[str]]:
     return [node.share for node in nodes]
 
 
-SLOW = st.lists(st.integers(1, 5), max_size=8)
+FILES = st.lists(st.integers(1, 5), max_size=8)
 
 
 @settings(max_examples=40)
-@given(num_clustered=st.integers(0, 9), sizes=SLOW, num_fast=st.integers(0, 400), workers=st.integers(1, 5))
-def test_no_test_is_lost_and_every_worker_begins_with_what_is_slow(num_clustered, sizes, num_fast, workers):
-    clustered, fast = [f"c{i}" for i in range(num_clustered)], [f"f{i}" for i in range(num_fast)]
-    slow = [[f"s{file}.{i}" for i in range(size)] for file, size in enumerate(sizes)]
-    order = dealt(clustered, slow, fast, workers)
-    assert sorted(order) == sorted([*clustered, *(test for file in slow for test in file), *fast])
-    assert all("".join(file) in "".join(order) for file in slow), "tests of a file share what it makes"
-    if num_fast < 5 * (num_clustered + sum(sizes)):
+@given(clustered=FILES, slow=FILES, num_fast=st.integers(0, 400), workers=st.integers(1, 5))
+def test_no_test_is_lost_and_every_worker_begins_with_what_is_slow(clustered, slow, num_fast, workers):
+    of_cluster, of_slow = (
+        [[f"{kind}{file}.{i}" for i in range(size)] for file, size in enumerate(sizes)]
+        for kind, sizes in (("c", clustered), ("s", slow))
+    )
+    fast = [f"f{i}" for i in range(num_fast)]
+    order = dealt(of_cluster, of_slow, fast, workers)
+    assert sorted(order) == sorted([*(test for file in (*of_cluster, *of_slow) for test in file), *fast])
+    assert all("".join(file) in "".join(order) for file in (*of_cluster, *of_slow)), "a file stays together"
+    if num_fast < 5 * (sum(clustered) + sum(slow)):
         return  # too few fast ones to even the shares out
+    clusters = 2 if workers > 2 else 1
     for turn, share in enumerate(shares(order, workers)):
         kinds = [test[0] for test in share]
-        assert kinds == sorted(kinds, key="csf".index) and ("c" not in kinds or turn == 0)
-        assert turn == 0 or "s" in kinds or len(sizes) < workers - 1
+        assert kinds == sorted(kinds, key="csf".index) and ("c" not in kinds or turn < clusters)
+        assert "c" in kinds or turn >= clusters or len(clustered) <= turn
+        assert "s" in kinds or turn < clusters or len(slow) < workers - clusters

@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 from pipeline.config import CheckConfig
 from pipeline.errors import DataError
 from pipeline.evaluation.any_heads import measure_heads
+from pipeline.targets import vllm_decode
 from pipeline.targets.spec import TargetSpec, model_config
+from tests.cluster import work_here
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_here")]
 
 # D hidden size, H size of an attention head
 
@@ -51,7 +53,8 @@ def with_attention(target: TargetSpec, directory: Path) -> Path:
     return directory
 
 
-def test_eagle_1_with_attention_is_measured_in_vllm_and_refused_natively(counting_target, tmp_path):
+def test_eagle_1_with_attention_is_measured_in_vllm_and_refused_natively(counting_target, tmp_path, monkeypatch):
+    work_here(monkeypatch, vllm_decode, vllm_decode.decode)
     heads = with_attention(counting_target, tmp_path)
     template = "{% for message in messages %}{{ message.content }}w3{% endfor %}"
     target = dataclasses.replace(counting_target, chat_template=template)
