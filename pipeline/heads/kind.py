@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from pipeline.errors import ConfigError, DataError
 from pipeline.heads.draft_vocabulary import TOKEN_MAP, DraftVocabulary
 from pipeline.heads.export_format import EXPANDED, ExportFormat
-from pipeline.heads.losses import SplitRows, summed_cross_entropy
+from pipeline.heads.losses import summed_cross_entropy
 from pipeline.heads.proposal_tree import ProposalTree
 from pipeline.heads.shape import HeadsShape, require_shapes
 from pipeline.heads.soft_labels import Teacher
+from pipeline.heads.split_rows import SplitRows
 
 if TYPE_CHECKING:
     from pipeline.config import TrainConfig

@@ -52,6 +52,17 @@ class SoftLabels(NamedTuple):
         return self._replace(states_C=self.states_C[rows])
 
 
+class Chunk(NamedTuple):
+    """Rows [C] of the flattened [K·N] that one lm_head reads, and which of the target's states teach them.
+
+    The head is None where one lm_head reads the rows of all heads.
+    """
+
+    head: int | None
+    rows_C: Tensor
+    taught_by: tuple[int, Tensor] | None = None  # the first state of a buffer of them, and each row's place in it
+
+
 class Taught:
     """The chunks of rows that have soft labels, and the target's distributions, one chunk of its states at a time."""
 
@@ -60,10 +71,8 @@ class Taught:
         self.p_buffer = logits_buffer.new_empty(logits_buffer.shape, dtype=exact)
         self.held: int | None = None  # the first state of those in the buffer
 
-    def chunks(
-        self, taught_KN: Tensor, rows_KN: Tensor, *, shared: bool
-    ) -> Iterator[tuple[int | None, Tensor, SoftLabels]]:
-        """Those of a loss with soft labels. Each distribution is computed once for all heads of a call."""
+    def chunks(self, taught_KN: Tensor, rows_KN: Tensor, *, shared: bool) -> Iterator[Chunk]:
+        """Those of a loss with soft labels, by the states that teach them."""
         teacher, num_rows, num_lm_heads = self.teacher, len(self.logits_buffer), 1 if shared else len(taught_KN)
         rows = taught_KN.flatten().nonzero()[:, 0]
         of_teacher = rows_KN.flatten()[rows]
@@ -75,12 +84,17 @@ class Taught:
         found = zip(rows[order].split(counts), of_teacher[order].split(counts), strict=True)
         for group, (rows_of_group, teachers_of_group) in enumerate(found):
             start = group // num_lm_heads * num_rows
-            p_MV = self._distributions(start)
             for rows_C, teachers_C in zip(
                 rows_of_group.split(num_rows), teachers_of_group.split(num_rows), strict=True
             ):
-                soft = SoftLabels(teacher.share, p_MV, teachers_C - start)
-                yield None if shared else group % num_lm_heads, rows_C, soft
+                yield Chunk(None if shared else group % num_lm_heads, rows_C, (start, teachers_C - start))
+
+    def soft_labels(self, first: int, states_C: Tensor) -> SoftLabels:
+        """What a chunk's rows learn; overwrites the buffer of logits unless these states were the last ones asked for.
+
+        So each distribution is computed once for all heads of a call.
+        """
+        return SoftLabels(self.teacher.share, self._distributions(first), states_C)
 
     def _distributions(self, start: int) -> Tensor:
         """The target's p [M, V] at the states from `start` on, as many as the buffer holds."""

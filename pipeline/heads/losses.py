@@ -8,41 +8,34 @@ large, and the [V, D] sum of gradients is read and written seldom. Backward then
 second derivative. Softmax and sums are in fp32 (fp64 for fp64), matrix products in the dtype of the hidden states
 (fp16's range is too small).
 
-Where each worker holds a part of every lm_head's rows, one lm_head at a time is whole: its gradient is summed over the
-workers as soon as its last chunk is done. The numbers are those of whole ones, in the same order.
+Where each worker holds a part of every lm_head's rows, one lm_head at a time is whole. Its gradient never is where one
+chunk has all of its rows: blocks of it are computed, each while the one before is summed over the workers. With more
+chunks it is whole until the last, whose blocks are. The numbers are those of whole ones, in the same order.
 
 Letters: N rows (positions), C rows of a chunk, S of a slice, D hidden size, V vocabulary, B and R of its rows, K heads.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.heads.loss_chunks import SoftLabels, Taught, block_rows, chunk_bytes_on, rows_at_a_time, rows_by_lm_head
+from pipeline.heads.loss_chunks import (
+    Chunk,
+    SoftLabels,
+    Taught,
+    block_rows,
+    chunk_bytes_on,
+    rows_at_a_time,
+    rows_by_lm_head,
+)
 from pipeline.heads.soft_labels import Teacher
-
-
-class SplitRows(Protocol):
-    """How the rows of a parameter, its last dimension but one, are split over workers; each calls alike."""
-
-    num_rows: int
-
-    def whole(self, part: Tensor) -> Tensor:
-        """All rows [..., V, D], of this worker's part [..., R, D] and the others'."""
-
-    def zeros(self, part: Tensor) -> Tensor:
-        """Room for a gradient of all rows of a part [R, D], in the part's dtype: at least V rows."""
-
-    def summed(self, total: Tensor, place: int = 0, out: Tensor | None = None) -> Tensor | None:
-        """This worker's part of the sum of `total`, as of `zeros`, over all workers; in `out` where that is given.
-
-        None while micro-batches accumulate, each `place` for itself. What `total` held is lost.
-        """
+from pipeline.heads.split_rows import SplitRows
 
 
 def summed_cross_entropy(
@@ -143,70 +136,78 @@ class _Walk:
 
     def lm_heads(self, lm_head: Tensor) -> Tensor | None:
         """Of all heads, whose lm_heads are [K, V, D] or one [V, D]; returns its gradient."""
-        grad_lm_head = torch.zeros_like(lm_head) if self.wants_lm_head else None
-        self._heads(slice(None), lm_head, grad_lm_head)
-        return grad_lm_head
+        gradient = torch.zeros_like(lm_head) if self.wants_lm_head else None
+        for chunk in self._chunks(slice(None), shared=lm_head.dim() == 2):
+            weight_VD = (lm_head if chunk.head is None else lm_head[chunk.head]).to(self.hidden_KND.dtype)
+            factors = self._chunk(slice(None), chunk, weight_VD)
+            del weight_VD  # before the next chunk's is made
+            if gradient is not None:
+                _add_product(gradient if chunk.head is None else gradient[chunk.head], *factors, self.block_rows)
+        return gradient
 
     def split_lm_heads(self, lm_head: Tensor, split: SplitRows) -> Tensor | None:
         """Of all heads, one after another, of parts [K, R, D] or [R, D]; returns the weighed gradient's part."""
-        if lm_head.dim() == 2:
-            return self._split_lm_head(None, lm_head, split)
         gradient = torch.empty_like(lm_head) if self.wants_lm_head else None
-        for head, part_RD in enumerate(lm_head):
-            out_RD = None if gradient is None else gradient[head]
-            if self._split_lm_head(head, part_RD, split, out_RD) is None:
-                gradient = None  # micro-batches accumulate, in `split`
-        return gradient
+        dtype, are_summed = self.hidden_KND.dtype, []
+        for head, part_RD in enumerate(lm_head) if lm_head.dim() == 3 else [(None, lm_head)]:
+            blocks = self._gradient_blocks(head, split.whole(part_RD, dtype))
+            if gradient is None:
+                deque(blocks, maxlen=0)  # losses and the states' gradient alone
+            else:
+                are_summed.append(split.summed(blocks, gradient if head is None else gradient[head], head or 0))
+        return None if None in are_summed else gradient  # micro-batches accumulate, in `split`
 
-    def _split_lm_head(
-        self, head: int | None, part_RD: Tensor, split: SplitRows, out_RD: Tensor | None = None
-    ) -> Tensor | None:
-        """The gradient's part of one lm_head: that of a head, or of all where it is None; in `out_RD` if given."""
-        heads, lm_head = slice(None) if head is None else slice(head, head + 1), part_RD.to(self.hidden_KND.dtype)
-        lm_head, total = split.whole(lm_head), split.zeros(part_RD) if self.wants_lm_head else None
-        total_VD = None if total is None else total[: split.num_rows]
-        if head is not None:
-            lm_head, total_VD = lm_head[None], None if total_VD is None else total_VD[None]
-        self._heads(heads, lm_head, total_VD)
-        del lm_head
-        if total is None:
-            return None
-        return split.summed(total if head is None else total.mul_(self.weights_K[head]), head or 0, out_RD)
+    def _gradient_blocks(self, head: int | None, weight_VD: Tensor) -> Iterator[Tensor]:
+        """Of one lm_head, that of a head or of all: its weighed gradient, some of its V rows at a time, in order."""
+        heads, exact = slice(None) if head is None else slice(head, head + 1), self.losses_KN.dtype
+        chunks = [chunk for chunk in self._chunks(heads, shared=head is None) if len(chunk.rows_C)]
+        (num_rows, size), total_VD, factors = weight_VD.shape, None, None
+        for number, chunk in enumerate(chunks, 1):
+            factors = self._chunk(heads, chunk, weight_VD)
+            if self.wants_lm_head and number < len(chunks):
+                total_VD = weight_VD.new_zeros(num_rows, size, dtype=exact) if total_VD is None else total_VD
+                _add_product(total_VD, *factors, self.block_rows)
+        weight_RD = weight_VD[:0]
+        del weight_VD
+        # What is added in its own dtype is one product, as in whole lm_heads: its bits may depend on how it is cut.
+        step = num_rows if weight_RD.dtype == exact else self.block_rows
+        for start in range(0, num_rows if self.wants_lm_head else 0, step):
+            rows = slice(start, min(start + step, num_rows))
+            block_BD = weight_RD.new_zeros(rows.stop - start, size, dtype=exact) if total_VD is None else total_VD[rows]
+            if factors is not None:
+                _add_product(block_BD, factors[0][:, rows], factors[1], step)
+            yield block_BD if head is None else block_BD.mul_(self.weights_K[head])
+            del block_BD  # before the next one is made
 
-    def _heads(self, heads: slice, lm_head: Tensor, grad_lm_head: Tensor | None) -> None:
-        """Of these heads, with their lm_heads alone, in any dtype; adds to the gradient."""
-        dtype, labels_KN = self.hidden_KND.dtype, self.labels_KN[heads]
-        flat_hidden, flat_labels = self.hidden_KND[heads].reshape(-1, self.hidden_KND.shape[2]), labels_KN.flatten()
-        flat_losses = self.losses_KN[heads].view(-1)
-        grad_hidden = None if self.grad_hidden_KND is None else self.grad_hidden_KND[heads].view_as(flat_hidden)
+    def _chunk(self, heads: slice, chunk: Chunk, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses and the states' gradient of a chunk of these heads.
+
+        Returns what the lm_head's gradient is the product of, the logits' gradient [C, V], until the next chunk, and
+        states [C, D]; weighed for a shared lm_head.
+        """
+        rows_C, dtype, num_positions = chunk.rows_C, self.hidden_KND.dtype, self.labels_KN.shape[1]
+        soft = self.taught.soft_labels(*chunk.taught_by) if self.taught and chunk.taught_by else None
+        labels_C1 = self.labels_KN[heads].flatten()[rows_C, None]
+        hidden_CD = self.hidden_KND[heads].reshape(-1, self.hidden_KND.shape[2])[rows_C]
+        logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=self.logits_buffer[: len(rows_C)])
+        flat_losses, wants = self.losses_KN[heads].view(-1), self.wants_hidden or self.wants_lm_head
         slice_rows = self.scratch.shape[1]
-        for head, rows_C, soft in self._chunks(heads, shared=lm_head.dim() == 2):
-            weight_VD = (lm_head if head is None else lm_head[head]).to(dtype)
-            hidden_CD, labels_C1 = flat_hidden[rows_C], flat_labels[rows_C, None]
-            logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=self.logits_buffer[: len(rows_C)])
-            for start in range(0, len(rows_C), slice_rows):
-                part = slice(start, start + slice_rows)
-                flat_losses[rows_C[part]] = _to_gradient(
-                    logits_CV[part],
-                    labels_C1[part],
-                    self.scratch,
-                    soft and soft.part(part),
-                    wants_gradient=self.wants_hidden or self.wants_lm_head,
-                )
-            if grad_hidden is not None:
-                grad_hidden[rows_C] = logits_CV @ weight_VD
-            if grad_lm_head is not None and head is not None:
-                _add_product(grad_lm_head[head], logits_CV, hidden_CD, self.block_rows)
-            elif grad_lm_head is not None:
-                weights_C = self.weights_K[rows_C // labels_KN.shape[1]]
-                _add_product(grad_lm_head, logits_CV, (hidden_CD * weights_C[:, None]).to(dtype), self.block_rows)
-            del weight_VD  # before the next chunk's is made
+        for start in range(0, len(rows_C), slice_rows):
+            part = slice(start, start + slice_rows)
+            soft_S = soft and soft.part(part)
+            losses_S = _to_gradient(logits_CV[part], labels_C1[part], self.scratch, soft_S, wants_gradient=wants)
+            flat_losses[rows_C[part]] = losses_S
+        if self.grad_hidden_KND is not None:
+            self.grad_hidden_KND[heads].view(-1, hidden_CD.shape[1])[rows_C] = logits_CV @ weight_VD
+        if chunk.head is None and self.wants_lm_head:
+            weights_C = self.weights_K[rows_C // num_positions]
+            hidden_CD = (hidden_CD * weights_C[:, None]).to(dtype)
+        return logits_CV, hidden_CD
 
-    def _chunks(self, heads: slice, *, shared: bool) -> Iterator[tuple[int | None, Tensor, SoftLabels | None]]:
-        """The labelled rows of the flattened [K·N], at most a buffer's at a time: (head, rows [C], soft labels).
+    def _chunks(self, heads: slice, *, shared: bool) -> Iterator[Chunk]:
+        """The labelled rows of these heads' flattened [K·N], at most a buffer's at a time.
 
-        The head is None where one lm_head reads the rows of all heads. Rows of which the teacher has no state come
-        last.
+        Rows of which the teacher has no state come last.
         """
         labels_KN = self.labels_KN[heads]
         if self.taught is not None:
@@ -215,7 +216,7 @@ class _Walk:
             labels_KN = labels_KN.masked_fill(taught_KN, IGNORED)
         for head, rows in rows_by_lm_head(labels_KN, shared=shared):
             for rows_C in rows.split(len(self.logits_buffer)):
-                yield head, rows_C, None
+                yield Chunk(head, rows_C)
 
 
 def _to_gradient(

@@ -114,7 +114,7 @@ def cached_step(step: StepSizes) -> Memory:
         activations=batches + matrix,
     )
     in_loss = resident.plus(
-        gradients=lm_head_gradients(step),
+        gradients=lm_head_gradients(step, num_positions, teacher=teacher),
         activations=heads_states(step, num_positions) + heads_logits(step, num_positions, teacher=teacher),
     )
     at_the_end = resident.plus(gradients=FP32 * heads.trained / step.parts)
@@ -128,13 +128,14 @@ def heads_bytes(step: StepSizes) -> float:
     return FP32 * (frozen + heads.trained / step.parts + whole)
 
 
-def lm_head_gradients(step: StepSizes) -> float:
-    """What the loss holds of the lm_heads' gradients: all; or one that is whole, beside a worker's part of each."""
+def lm_head_gradients(step: StepSizes, num_positions: int, *, teacher: bool) -> float:
+    """What the loss holds of the lm_heads' gradients: all; or a worker's part of each, and one that is whole where its
+    rows are more than a chunk."""
     heads, one = step.heads, step.heads.vocab_size * step.heads.hidden_size
     if not step.split or not heads.trained_lm_head:
         return FP32 * heads.trained_lm_head
-    parts = heads.trained_lm_head / step.parts if heads.trained_lm_head > one else 0  # a single one's comes after it
-    return FP32 * (one + parts)
+    rows, of_one, _ = _chunk(step, num_positions, teacher=teacher)
+    return FP32 * (heads.trained_lm_head / step.parts + (one if rows < of_one else 0))
 
 
 def heads_states(step: StepSizes, num_positions: int) -> float:
@@ -147,17 +148,28 @@ def heads_states(step: StepSizes, num_positions: int) -> float:
 
 def heads_logits(step: StepSizes, num_positions: int, *, teacher: bool) -> float:
     """A chunk's logits and states, the copy of an lm_head that products read and what they make (heads/losses.py)."""
-    heads, width = step.heads, step.product_bytes
-    dtype, held = torch.bfloat16 if width < FP32 else torch.float32, 2 if teacher else 1
-    of_one = heads.num_heads // heads.num_lm_heads * num_positions  # the rows that one lm_head reads
-    rows, slice_rows = rows_at_a_time(heads.vocab_size, dtype, held, of_one, step.chunk_bytes)
+    heads, width, held = step.heads, step.product_bytes, 2 if teacher else 1
+    rows, of_one, slice_rows = _chunk(step, num_positions, teacher=teacher)
     logits = heads.vocab_size * (rows * (width + (held - 1) * FP32) + slice_rows * held * FP32)
     states = 2 * rows * heads.hidden_size * width
-    trains = heads.trained_lm_head > 0
-    matrix_rows = heads.vocab_size if width < FP32 or (step.split and trains) else 0  # rounded, or whole of a part
-    if trains and width < FP32:
-        matrix_rows += min(heads.vocab_size, block_rows(heads.hidden_size, dtype, step.chunk_bytes))
-    return logits + states + matrix_rows * heads.hidden_size * width
+    trains, rounds = heads.trained_lm_head > 0, width < FP32
+    matrix_rows = heads.vocab_size if rounds or (step.split and trains) else 0  # rounded, or whole of a part
+    product_rows = 0
+    if trains and rounds:
+        product_rows = min(heads.vocab_size, block_rows(heads.hidden_size, torch.bfloat16, step.chunk_bytes))
+    matrices = width * (matrix_rows + product_rows)
+    if step.split and trains and rows == of_one:  # blocks of the gradient, when the lm_head is no longer needed
+        blocks = product_rows * (2 * FP32 + width) if rounds else heads.vocab_size * FP32
+        matrices = max(width * matrix_rows, blocks)
+    return logits + states + matrices * heads.hidden_size
+
+
+def _chunk(step: StepSizes, num_positions: int, *, teacher: bool) -> tuple[int, int, int]:
+    """The rows of a chunk of the loss, those that one lm_head reads in all, and those of a slice."""
+    heads, dtype = step.heads, torch.bfloat16 if step.product_bytes < FP32 else torch.float32
+    of_one = heads.num_heads // heads.num_lm_heads * num_positions
+    rows, slice_rows = rows_at_a_time(heads.vocab_size, dtype, 2 if teacher else 1, of_one, step.chunk_bytes)
+    return rows, of_one, slice_rows
 
 
 def held_out_rows(heads: HeadsSizes, depth: int, num_positions: int) -> Memory:
@@ -187,10 +199,12 @@ def tuned_step(step: StepSizes) -> Memory:
     sequences = step.recipe.batch_sequences or 1
     accumulated = FP32 * trained if -(-sequences // step.workers) > settings.micro_batch else 0
     kept, one_layer = _backbone_states(step, num_positions, lora)
-    logits = heads_logits(step, num_positions, teacher=step.settings.soft_labels > 0)
+    teacher = step.settings.soft_labels > 0
+    logits = heads_logits(step, num_positions, teacher=teacher)
+    of_lm_heads = lm_head_gradients(step, num_positions, teacher=teacher)
     divergence = step.chunk_bytes + width * num_positions * heads.hidden_size
     in_loss = resident.plus(
-        gradients=lm_head_gradients(step) + FP32 * settings.lora_rank * target.vocab_size + accumulated,
+        gradients=of_lm_heads + FP32 * settings.lora_rank * target.vocab_size + accumulated,
         activations=kept + heads_states(step, num_positions) + max(logits, divergence),
     )
     of_heads = FP32 * heads.trained if accumulated else FP32 * heads.trained / step.parts

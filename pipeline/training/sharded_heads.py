@@ -2,8 +2,9 @@
 
 A parameter is whole for as long as it is read: an lm_head one head at a time within the loss (`heads/losses.py`), the
 others while the heads' states are computed and what backward keeps of them. Their gradients are summed over the workers
-part by part. A kind of heads knows nothing of it: what is split are its named parameters of two dimensions or more, by
-the last but one. The weights are those of whole heads: on a CPU, with two workers, bit for bit.
+part by part, an lm_head's by blocks of its rows, each while the next one is computed. A kind of heads knows nothing of
+it: what is split are its named parameters of two dimensions or more, by the last but one. The weights are those of
+whole heads: on a CPU, with two workers, bit for bit.
 
 Micro-batches that accumulate do so whole, as they do in whole heads, and are summed over the workers in the last: any
 other order of sums would round otherwise.
@@ -13,14 +14,32 @@ Letters: N workers, R rows of a part, V rows of all, D columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import Work
 
 from pipeline.heads.kind import Heads
 from pipeline.training.task import Workers
+
+
+class _Sum(NamedTuple):
+    """Rows that are summed on one worker; where they go on this one, None if it is another."""
+
+    work: Work
+    rows: Tensor
+    to: Tensor | None
+
+
+def _finish(sums: Iterable[_Sum]) -> None:
+    for each in sums:
+        each.work.wait()
+        if each.to is not None:
+            each.to.copy_(each.rows)
 
 
 class RowsOverWorkers:
@@ -40,36 +59,54 @@ class RowsOverWorkers:
         found[..., : mine.shape[-2], :] = mine
         return found
 
-    def whole(self, part: Tensor) -> Tensor:
-        """All rows [..., V, D], of this worker's part [..., R, D] and the others'."""
-        parts = self.workers.gather(part)
+    def whole(self, part: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """All rows [..., V, D], of this worker's part [..., R, D] and the others', in a dtype."""
+        parts = self.workers.gather(part, dtype)
         return parts.movedim(0, -3).flatten(-3, -2)[..., : self.num_rows, :]
 
-    def zeros(self, part: Tensor) -> Tensor:
-        """Room for a gradient of all rows of a part [R, D]: [N·R, D]."""
-        return part.new_zeros(self.workers.world_size * self.rows_each, part.shape[-1])
+    def summed(self, blocks: Iterable[Tensor], out: Tensor, place: int = 0) -> Tensor | None:
+        """This worker's part of a sum over all workers, to `out` [R, D]; of blocks of its V rows, in order.
 
-    def padded(self, whole: Tensor) -> Tensor:
-        """[..., N·R, D] of [..., V, D], filled up with zeros."""
-        missing = self.workers.world_size * self.rows_each - self.num_rows
-        return nn.functional.pad(whole, (0, 0, 0, missing)) if missing else whole
-
-    def summed(self, total: Tensor, place: int = 0, out: Tensor | None = None) -> Tensor | None:
-        """This worker's part [..., R, D] of the sum of `total` [..., N·R, D] over all, in `out` where that is given.
-
-        None while they accumulate. What `total` held is lost.
+        A block is summed while the next one is made, and what it held is lost. None while micro-batches accumulate,
+        each `place` for itself.
         """
-        if (held := self._held.pop(place, None)) is not None:
-            total = held.add_(total)
+        held, start, in_flight = self._held.pop(place, None), 0, deque[list[_Sum]]()
+        if held is None and self.accumulates:
+            held = out.new_zeros(self.num_rows, out.shape[-1])
+        for block in blocks:
+            total = block if held is None else held[start : start + len(block)].add_(block)
+            if not self.accumulates:
+                in_flight.append(self._begin(total, start, out))
+            if len(in_flight) > 1:
+                _finish(in_flight.popleft())
+            start += len(block)
+            del block, total  # what is in flight is all that is held while the next one is made
         if self.accumulates:
-            self._held[place] = total
+            assert held is not None
+            self._held[place] = held
             return None
-        if out is None:
-            out = total.new_empty(*total.shape[:-2], self.rows_each, total.shape[-1])
-        matrices, parts = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (total, out))
-        for matrix, part in zip(matrices, parts, strict=True):  # of a stack one at a time: none is copied
-            self.workers.sum_parts(matrix.unflatten(0, (-1, self.rows_each)), part)
+        for begun in in_flight:
+            _finish(begun)
+        out[max(0, self.num_rows - self.workers.rank * self.rows_each) :] = 0
         return out
+
+    def summed_stack(self, wholes: Tensor, part: Tensor) -> Tensor | None:
+        """The same of a stack of matrices [..., V, D], one at a time, of the shape of `part` [..., R, D]."""
+        found = torch.empty_like(part)
+        matrices = zip(*(tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (wholes, found)), strict=True)
+        sums = [self.summed([whole], out, place) for place, (whole, out) in enumerate(matrices)]
+        return None if None in sums else found
+
+    def _begin(self, block: Tensor, start: int, out: Tensor) -> list[_Sum]:
+        """Begin to sum rows from `start` on, each on the worker that has it."""
+        found, first = [], start
+        while first < start + len(block):
+            owner, place = divmod(first, self.rows_each)
+            rows = block[first - start : first - start + self.rows_each - place]
+            mine = out[place : place + len(rows)] if owner == self.workers.rank else None
+            found.append(_Sum(self.workers.sum_to(owner, rows), rows, mine))
+            first += len(rows)
+        return found
 
     def all_rows(self, row_values: Tensor) -> Tensor:
         """A number for each row of all [..., V], of those for the part's [..., R]."""
@@ -107,7 +144,7 @@ class ShardedHeads:
         def hand_on(weight: Tensor) -> None:
             assert weight.grad is not None, "it was accumulated a moment ago"
             gradient, weight.grad = weight.grad, None
-            part.grad = rows.summed(rows.padded(gradient))
+            part.grad = rows.summed_stack(gradient, part)
 
         whole.register_post_accumulate_grad_hook(hand_on)
         return whole

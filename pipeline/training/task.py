@@ -98,24 +98,25 @@ class Workers:
         self.sum_all([tensor])
         return tensor
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Every worker's tensor of this shape, [N, ...]."""
-        tensor = tensor.contiguous()
-        found = tensor.new_empty(self.world_size, *tensor.shape)
-        dist.all_gather_single(found.flatten(), tensor.flatten())
+    def gather(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Every worker's tensor of this shape, [N, ...], in a dtype."""
+        found = tensor.new_empty(self.world_size, *tensor.shape, dtype=dtype or tensor.dtype)
+        mine = found[self.rank].copy_(tensor)
+        if tensor.device.type == "cpu":  # gloo would gather into a copy as large as all of them
+            for work in [dist.broadcast(each, src=rank, async_op=True) for rank, each in enumerate(found)]:
+                work.wait()
+        else:
+            dist.all_gather_single(found.flatten(), mine.flatten())
         return found
 
-    def sum_parts(self, tensors: Tensor, out: Tensor) -> None:
-        """Of [N, ...] on every worker, the sum over all of this worker's own, to `out`.
+    def sum_to(self, rank: int, tensor: Tensor) -> dist.Work:
+        """Begin to sum a contiguous tensor over all workers, in place on this one of them; the others' is lost.
 
-        Both are contiguous, and what `tensors` held is lost. With two workers the same bits as of a sum of all.
+        Every worker begins such sums in one order. With two workers the same bits as of a sum of all.
         """
-        if tensors.device.type == "cpu":  # gloo would first copy all of them; it sums each in place
-            for rank, tensor in enumerate(tensors):
-                dist.reduce(tensor, dst=rank)
-            out.copy_(tensors[self.rank])
-        else:
-            dist.reduce_scatter_single(out.view(-1), tensors.view(-1))
+        work = dist.reduce(tensor, dst=rank, async_op=True)
+        assert work is not None, "every worker is in the group"
+        return work
 
     def firsts(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """The first worker's numbers, on every worker."""

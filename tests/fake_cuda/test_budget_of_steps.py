@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -56,11 +57,11 @@ def batch_of(hidden_size: int, num_positions: int) -> Batch:
 class OneOfMany(Workers):
     """Whose parts are all that it is given: shapes are those of many workers."""
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.new_empty(self.world_size, *tensor.shape)
+    def gather(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return tensor.new_empty(self.world_size, *tensor.shape, dtype=dtype or tensor.dtype)
 
-    def sum_parts(self, tensors: torch.Tensor, out: torch.Tensor) -> None:
-        out.zero_()
+    def sum_to(self, rank: int, tensor: torch.Tensor) -> Any:
+        return SimpleNamespace(wait=lambda: None)
 
 
 def step_of(settings: TrainConfig, shape: str, workers: int, split: bool) -> tuple[float, Memory]:

@@ -16,7 +16,7 @@ from tests.training.two_workers import train_as_two
 
 RECIPES: dict[str, dict[str, Any]] = {
     "untied": {"heads": "medusa", "soft_labels": 0.5, "max_grad_norm": 0.05, "weight_decay": 0.1},
-    "uneven": {"heads": "medusa", "draft_vocab": 23, "num_heads": 2},
+    "uneven": {"heads": "medusa", "draft_vocab": 23, "num_heads": 2, "precision": "bf16"},
     "8-bit": {"heads": "medusa", "optimizer": "adamw-8bit", "noise": 0.1},
     "shared": {"heads": "medusa", "lm_head": "shared", "soft_labels": 0.5, "max_grad_norm": 0.1},
     "recurrent": {"heads": "recurrent", "soft_labels": 0.5, "max_grad_norm": 0.1, "precision": "bf16"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,11 +109,11 @@ def test_a_step_from_the_cache_takes_what_is_planned_for_it(target, kind, precis
 class OneOfTwo(Workers):
     """Whose other worker has the same."""
 
-    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack([tensor, tensor])
+    def gather(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return tensor.new_empty(2, *tensor.shape, dtype=dtype or tensor.dtype).copy_(tensor)
 
-    def sum_parts(self, tensors: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(tensors[0])
+    def sum_to(self, rank: int, tensor: torch.Tensor) -> Any:
+        return SimpleNamespace(wait=lambda: None)
 
 
 def test_a_worker_of_two_takes_what_is_planned_for_split_heads_and_at_most_six_tenths_of_whole_ones(
