@@ -9,8 +9,8 @@ again, which mends it or refuses, and `restore`. No command is left out. Finding
 
 - a traceback, an exit code that does not fit, more or less than one paragraph on stderr, control characters, a hang;
 - 0 where what was said, or what the run holds afterwards, is not what the untampered run has;
-- after `push` with 0 other files on the Hub than the untampered run's, byte for byte, its card included (that is made
-  of report.json: where this was tampered with the card is not compared), or anything there after another code;
+- after `push` with 0 other files on the Hub than the untampered run's, byte for byte, its card included, or anything
+  there after another code;
 - `archive` with 0 of a run that `verify` calls damaged; `restore` with 0 of anything but what was archived;
 - a file outside of the run that was written or deleted, or any file by a command that only reads;
 - a whole shard that is gone after a `run` that refused.

@@ -114,10 +114,7 @@ class Trial:
         ended, problems, before, after = self._give(name)
         problems += changes(before, after, "by a command that only reads")
         truth = self.reference.said[name]
-        of_its_own = (
-            name == "push" and self.case.path == "report.json"
-        )  # of which the card is made, whose size is shown
-        if not self.believed and not self.is_config and not of_its_own:
+        if not self.believed and not self.is_config:
             told = ended
             if self.case.mutation.name == "link":
                 told = by_its_name(ended, self.detail, Path(self.case.path).name)
@@ -139,7 +136,7 @@ class Trial:
         kept = self._but(before, OF_A_PUSH), self._but(after, OF_A_PUSH)
         problems += changes(*kept, "in the run, by a push")
         if not self.believed:
-            card = {"README.md"} if self.is_config or self.case.path == "report.json" else set()
+            card = {"README.md"} if self.is_config else set()  # it shows the configuration
             problems += judge_published(ended, self.ground.published(), self.reference.published, but=card)
         self._note(ended, problems)
 

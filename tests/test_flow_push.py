@@ -18,6 +18,7 @@ from pipeline.cli.app import app, main
 from pipeline.cli.ending import ends_well
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
+from pipeline.run.reporting import current_report
 from tests.export.hub_stand_in import TOKEN, hub_on_loopback, take_for_the_hub
 from tests.flows.tiny import stages_run
 from tests.forks import FORKS, PATIENCE
@@ -118,10 +119,27 @@ def test_the_push_command_pushes_a_finished_run_once(copied_run, hub):
     assert hub.repositories["me/other"].private
 
 
-def test_a_report_that_holds_no_text_makes_a_card_all_the_same(copied_run, hub):
-    report = copied_run.path / "report.json"
+def test_the_card_is_made_of_the_stages_records_whatever_somebody_has_made_of_the_report(copied_run, hub):
+    def card() -> bytes:
+        push_again(copied_run)
+        return hub.repositories["me/heads"].files["README.md"]
+
+    made, report = card(), copied_run.path / "report.json"
     found = json.loads(report.read_text())
-    report.write_text(json.dumps(found | {"hardware": found["hardware"] | {"cpu": "a \ud800 of mine"}}))
+    found["check"]["native"]["acceleration_rate"] = 9.87
+    del found["tree"]["chain"][0]["draft_tokens"]
+    report.write_text(json.dumps(found))
+    assert card() == made and b"9.87" not in made
+    report.unlink()
+    assert card() == made
+
+
+def test_a_name_that_is_no_text_makes_a_card_all_the_same(copied_run, hub, monkeypatch):
+    def odd(context):
+        report, extras = current_report(context)
+        return report | {"hardware": report["hardware"] | {"cpu": "a \ud800 of mine"}}, extras
+
+    monkeypatch.setattr("pipeline.stages.push.current_report", odd)
     push_run(copied_run.path, repo_id="me/heads", base_model="owner/target", dataset="me/said")
     assert b"a ? of mine" in hub.repositories["me/heads"].files["README.md"]
 

@@ -80,7 +80,7 @@ def test_a_hard_link_outside_is_not_written_through(copied_run, make_config, tmp
 def test_no_summary_is_shown_in_place_of_rows_that_are_gone(copied_run):
     stage = latest(copied_run, "seeds").path
     (stage / "shards").rename(stage / "elsewhere")
-    with pytest.raises(DataError, match="rows of seeds are missing"):
+    with pytest.raises(DataError, match="Rows of seeds are missing"):
         inspect(copied_run.path, "seeds")
 
 
@@ -191,6 +191,17 @@ def test_a_run_s_own_run_yaml_means_that_run_whatever_lies_in_it(copied_run, tmp
     assert run.path == copied_run.path and stages_run(run) == []
     assert {link.name: os.readlink(link) for link in links.iterdir() if link.is_symlink()} == before
     assert [path.name for path in elsewhere.rglob("*")] == ["calibrate"]
+
+
+@pytest.mark.parametrize("relative", [True, False])
+def test_a_run_s_own_run_yaml_means_that_run_where_it_is_a_link_too(copied_run, tmp_path, relative):
+    elsewhere, own = tmp_path / "elsewhere", copied_run.path / "run.yaml"
+    elsewhere.mkdir()
+    shutil.move(own, elsewhere / "linked.yaml")
+    own.symlink_to(os.path.relpath(elsewhere / "linked.yaml", own.parent) if relative else elsewhere / "linked.yaml")
+    run = run_again(load_config(own))
+    assert run.path == copied_run.path and stages_run(run) == []
+    assert [path.name for path in elsewhere.iterdir()] == ["linked.yaml"]
 
 
 @pytest.mark.parametrize("name", ["features", "calibrate"])

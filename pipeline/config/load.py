@@ -57,9 +57,10 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(
             "The configuration is not a mapping of sections.", str(file), "See configs/demo.yaml for one."
         )
-    settings = _resolve(settings, path.resolve().parent)
-    beside = path.resolve().parent
-    if path.name == RUN_FILE and any(os.path.lexists(beside / mark) for mark in RUN_MARKS):
+    beside = path.parent.resolve()  # of a link too: a run's own file means this run, wherever its text lies
+    is_own = path.name == RUN_FILE and any(os.path.lexists(beside / mark) for mark in RUN_MARKS)
+    settings = _resolve(settings, beside if is_own else path.resolve().parent)
+    if is_own:
         _place_in(settings, beside)
     for word in overrides:
         _override(settings, word, Path.cwd())

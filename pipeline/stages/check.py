@@ -21,6 +21,7 @@ from pipeline.conversations.readers import read_questions
 from pipeline.errors import CheckFailed
 from pipeline.evaluation.limits import failures
 from pipeline.evaluation.references import exact_match, read_references
+from pipeline.execution.hardware import versions
 from pipeline.execution.progress import ProgressReporter
 from pipeline.run.check_engines import (
     assistant_of,
@@ -42,7 +43,7 @@ from pipeline.targets.spec import weight_files
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 14
+VERSION = 15
 
 LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}
 
@@ -101,7 +102,7 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     if isinstance(settings.prompts, Path):
         result["exact_match"] = exact_match(read_answers(stage.path), read_references(settings.prompts))
     forget_parts(stage)
-    return result | {"passed": not failures_of(result, context.config)}
+    return result | {"versions": versions(), "passed": not failures_of(result, context.config)}
 
 
 def conclude(context: Context, stage: StageDirectory) -> None:

@@ -22,8 +22,9 @@ from pipeline.export.parcel import Parcel, Push
 from pipeline.heads.shape import head_kind
 from pipeline.report.formatting import visible
 from pipeline.run.context import Context
+from pipeline.run.reporting import current_report
 from pipeline.run.stage import Stage
-from pipeline.storage.atomic import read_json, write_json
+from pipeline.storage.atomic import write_json
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
@@ -60,7 +61,8 @@ def _summary(receipt: dict[str, Any]) -> dict[str, Any]:
 
 
 def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None) -> dict[str, Any]:
-    """Send what is asked for with fresh cards; a dry run touches no network and returns what would go.
+    """Send what is asked for with fresh cards, made of the stages' records and not of report.json, which anybody may
+    have edited; a dry run touches no network and returns what would go.
 
     Returns:
         The heads' receipt, with the data set's under `data_set` and a tuned backbone's under `backbone`.
@@ -71,7 +73,7 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
     original = settings.base_model or (None if is_local(target) else target)
     plan = Push(
         "",
-        report=read_json(context.run.path / "report.json"),
+        report=current_report(context)[0],
         recipe=context.config.model_dump(mode="json"),
         base_model=original,
         private=settings.private,

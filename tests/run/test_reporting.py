@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 from rich.console import Console
@@ -38,6 +39,13 @@ def test_the_report_s_hardware_is_the_worker_s_that_decoded(copied_run, make_con
 def test_a_check_that_does_not_say_where_it_ran_leaves_this_machine(copied_run, make_config, tmp_path):
     edit_summary(copied_run, "check", hardware=None)
     assert assemble(copied_run, make_config(tmp_path))[0]["hardware"] == hardware()
+
+
+def test_versions_are_those_of_the_check_and_not_of_who_reports_later(copied_run, make_config, tmp_path, monkeypatch):
+    before = assemble(copied_run, make_config(tmp_path))[0]["versions"]
+    assert before["torch"] == version("torch")
+    monkeypatch.setattr("pipeline.run.reporting.versions", lambda: {"torch": "99"})
+    assert assemble(copied_run, make_config(tmp_path))[0]["versions"] == before
 
 
 def where(**arguments: object) -> dict:
