@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -66,6 +67,16 @@ def test_an_installation_that_fails_shows_what_pip_said(tmp_path):
     lock.write_text("no-such-package-of-anybody==1.0\n")
     ended = install(lock, "--no-index")
     assert ended.returncode != 0 and "No matching distribution found for no-such-package-of-anybody" in ended.stderr
+
+
+@pytest.mark.skipif(not Path(sys.prefix, ".installed-cpu").is_file(), reason="not the environment of `make install`")
+def test_the_readme_says_how_large_the_installation_is():
+    """Within a tenth: what is compiled on first use is a part of it."""
+    said = re.search(r"The installation takes .* and ([0-9.]+) GB of disk", (ROOT / "README.md").read_text())
+    assert said
+    files = (os.path.join(folder, file) for folder, _, names in os.walk(sys.prefix) for file in names)
+    taken = sum(os.lstat(file).st_blocks * 512 for file in files) / 1e9
+    assert taken == pytest.approx(float(said[1]), rel=0.1)
 
 
 @pytest.mark.parametrize(
