@@ -22,6 +22,7 @@ from pipeline.run.context import Context
 from pipeline.run.estimate import estimate
 from pipeline.run.fitting import check_memory
 from pipeline.run.preflight import check_config, unread_settings
+from pipeline.run.records import require_records
 from pipeline.run.stage import Stage
 from pipeline.run.stage_status import stage_statuses
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
@@ -208,6 +209,7 @@ def _take_finished(context: Context, stages: Sequence[str]) -> None:
     check.require_passed(checked, context.config)
     if checked.done and checked.done.upstream.get("export") != exported.content:
         raise CheckFailed("The check has not seen these heads.", str(exported.path), fix)
+    require_records(context.run)
 
 
 def _positions(config: Config) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFaul
 from pipeline.flow import push_run, run_flow
 from pipeline.run.reporting import current_report
 from tests.export.hub_stand_in import TOKEN, hub_on_loopback, take_for_the_hub
-from tests.flows.tiny import stages_run
+from tests.flows.tiny import latest, stages_run
 from tests.forks import FORKS, PATIENCE
 
 HUB_IDS = {"push__repo_id": "me/heads", "push__base_model": "owner/target"}
@@ -132,6 +133,45 @@ def test_the_card_is_made_of_the_stages_records_whatever_somebody_has_made_of_th
     assert card() == made and b"9.87" not in made
     report.unlink()
     assert card() == made
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("calibrate", lambda link: (link / "stage.json").write_text("{")),
+        ("generate", lambda link: (link / "DONE.json").write_text("")),
+        ("seeds", lambda link: shutil.rmtree(link.resolve())),
+        ("train", lambda link: link.unlink()),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_nothing_is_pushed_where_a_record_that_the_card_is_made_of_is_gone_or_damaged(
+    copied_run, make_config, tmp_path, hub, name, damage
+):
+    damage(copied_run.path / "latest" / name)
+    for dry_run in (True, False):
+        with pytest.raises(DataError, match=f"Of the stage {name} there is no whole record.*Run the same"):
+            push_again(copied_run, dry_run=dry_run)
+    assert hub.requests == []
+    run_again(make_config(tmp_path))
+    assert push_again(copied_run)["repo"] == "me/heads"
+
+
+def test_a_stage_that_was_made_anew_since_the_check_is_not_said_to_be_of_these_heads(
+    copied_run, make_config, tmp_path, hub
+):
+    run_again(make_config(tmp_path, train__lr=0.002), until="train")
+    with pytest.raises(DataError, match="stage train is not the one from which these heads were made"):
+        push_again(copied_run)
+    assert hub.requests == []
+
+
+def test_a_cache_that_was_deleted_to_make_room_is_not_missed(copied_run, hub):
+    push_again(copied_run)
+    card = hub.repositories["me/heads"].files["README.md"]
+    shutil.rmtree(latest(copied_run, "features").path)
+    push_again(copied_run)
+    assert hub.repositories["me/heads"].files["README.md"] == card
 
 
 def test_a_name_that_is_no_text_makes_a_card_all_the_same(copied_run, hub, monkeypatch):

@@ -154,6 +154,7 @@ def _shared(
         "exact_match": card_facts.matching_references(report),
         "draft_lengths": card_facts.by_draft_length(report),
         "tops": card_facts.tops(report),
+        "fingerprints": card_facts.fingerprints(report),
     }
 
 

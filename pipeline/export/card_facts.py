@@ -27,10 +27,17 @@ TRAIN_SETTINGS = (
     "heads", "method", "num_heads", "draft_vocab", "decay", "roles", "lr", "epochs", "batch_tokens", "warmup_steps",
     "optimizer", "weight_decay", "max_grad_norm", "precision",
 )  # fmt: skip
+CACHES = ("features", "tuned-features")  # stages that may be deleted to make room: no figure of a card is theirs
 BACKBONE_SETTINGS = (
     "recipe", "loss", "schedule", "lambda_0", "lr", "lora_rank", "lora_alpha", "lora_dropout", "sequence_length",
     "batch_sequences", "quantization",
 )  # fmt: skip
+
+
+def fingerprints(report: Mapping[str, Any]) -> dict[str, str]:
+    """Those of the stages that the figures come from."""
+    found = (report.get("run") or {}).get("fingerprints") or {}
+    return {name: value for name, value in found.items() if name not in CACHES}
 
 
 def public(model: str | None) -> str | None:
