@@ -46,7 +46,9 @@ SMALLER = {
         [],
         ["train.optimizer=adamw-8bit"],
         ["train.medusa.lm_head=shared"],
+        ["train.medusa.lm_head=shared", "export.formats=[shared]"],
         ["train.medusa.lm_head=shared", "train.optimizer=adamw-8bit"],
+        ["train.medusa.lm_head=shared", "export.formats=[shared]", "train.optimizer=adamw-8bit"],
         ["train.medusa.lm_head=tied"],
         ["train.medusa.lm_head=tied", "train.optimizer=adamw-8bit", "train.batch_tokens=4096"],
     ],
@@ -123,7 +125,8 @@ def _decoding(gpus: int) -> Iterator[list[str]]:
     for span in (span for span in (1, 2, 4, 8) if span <= gpus):
         stages = ("generate", "features") if span > 1 else ()
         yield [f"placement.{stage}.gpus_per_worker={span}" for stage in stages]
-    yield from ([f"target.quantization={bits}", "generate.engine=transformers"] for bits in ("8bit", "4bit"))
+    natively = ["generate.engine=transformers", "check.engines=[native]"]  # vLLM has no bitsandbytes
+    yield from ([f"target.quantization={bits}", *natively] for bits in ("8bit", "4bit"))
 
 
 def misfits(config: str, target: Path, gb: int, words: list[str]) -> set[str]:

@@ -20,9 +20,9 @@ from pipeline.training.methods import method_of
 from pipeline.training.recipe import few_steps
 
 if TYPE_CHECKING:
-    from pipeline.run.budget import StageBudget
     from pipeline.run.estimate import RunSize
     from pipeline.run.rates import Rates
+    from pipeline.run.stage_budget import StageBudget
     from pipeline.run.stage_status import StageStatus
     from pipeline.targets.sizes import TargetSizes
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 from pipeline.artifacts.feature_writer import BACKLOG_BYTES
@@ -18,8 +19,10 @@ from pipeline.config.training import Bits
 from pipeline.errors import EnvironmentFault
 from pipeline.evaluation.served_model import served_model
 from pipeline.execution.device_memory import GIB, Device, Memory, gpu_memory, machine_memory, num_gpus
+from pipeline.heads.export_format import export_format
 from pipeline.heads.shape import head_kind
 from pipeline.run.placements import OF_ENGINE
+from pipeline.run.stage_budget import StageBudget
 from pipeline.run.tree_settings import MEASURED_SIZES, times_trees
 from pipeline.targets.sizes import TargetSizes, forward_bytes, target_sizes
 from pipeline.targets.spec import resolve
@@ -28,44 +31,11 @@ from pipeline.targets.vllm_engine import CPU_KV_CACHE_BYTES
 from pipeline.training.memory import FP32, HeadsSizes, StepSizes, held_out_rows, splits_heads
 from pipeline.training.methods import method_of
 
-PLACED = {"generate", "features", "train", "calibrate", "check"}
-WITHIN = {"timing": "calibrate", "served copy": "check"}  # rows of their own, by the stage of the flow
 VLLM_SHARE = 0.92  # of a GPU: vLLM's own default of gpu_memory_utilization
 VLLM_BATCH_TOKENS = 8192  # of a forward, its own default for most cards
 TYPICAL_TOKENS = 4096
 SHORT_TOKENS = 512  # of prompts that are no long documents
 MANY_POSITIONS = 10**8  # where their number is not known: batches are then the largest that the rule makes
-
-
-@dataclass(frozen=True)
-class StageBudget:
-    """One stage's worker on one of its devices.
-
-    `least` is what it can do with: engines halve their batches where memory runs out, training does not.
-    """
-
-    stage: str
-    memory: Memory
-    least: Memory
-    device: Device
-    on_device: int  # workers that share it: without GPUs, all of the machine's
-    whole: Memory | None = None  # where workers split what trains: what one would take that has all of it
-    otherwise: str = "makes its batches smaller until they fit"  # where `least` alone fits
-    on_host: float = 0  # bytes at most of the machine's own memory, besides
-
-    @property
-    def placed(self) -> str:
-        """The stage of the flow that does this."""
-        return WITHIN.get(self.stage, self.stage if self.stage in PLACED else "train")
-
-    @property
-    def fits(self) -> bool:
-        return self.device.room is None or self.least.total * self.on_device <= self.device.room
-
-    @property
-    def fits_at_once(self) -> bool:
-        """Whether it fits without smaller batches."""
-        return self.device.room is None or self.memory.total * self.on_device <= self.device.room
 
 
 def sizes_of(config: Config) -> TargetSizes | None:
@@ -127,7 +97,7 @@ class _Stages:
         self.context = min(sizes.context, config.target.max_tokens or sizes.context)
         self.kind, self.method = head_kind(config.train.heads), method_of(config.train)
         shape = self.kind.shape_of(config.train, sizes.hidden_size, sizes.vocab_size).drafting(config.train.draft_vocab)
-        self.heads, self.depth = HeadsSizes.of(self.kind, shape), shape.max_depth
+        self.shape, self.heads, self.depth = shape, HeadsSizes.of(self.kind, shape), shape.max_depth
 
     def all(self, positions: int | None) -> Iterator[StageBudget]:
         config = self.config
@@ -142,13 +112,17 @@ class _Stages:
             yield self.timing()
         if "native" in config.check.engines:
             yield self.check("check", self.sizes, config.target.quantization)
-            if copy := self._copy_sizes():
+            if copy := self._copy_sizes("native"):
                 yield self.check("served copy", copy)
+        if "vllm" in config.check.engines:
+            yield self.in_vllm("vLLM check", self.sizes)
+            if copy := self._copy_sizes("vllm"):
+                yield self.in_vllm("vLLM copy", copy)
 
     def generate(self) -> StageBudget:
         settings = self.config.generate
         if settings.engine == "vllm":
-            return self._served("generate", settings.engine_args)
+            return self._generating("generate", settings.engine_args)
         tokens = int(settings.engine_args.get("max_batch_tokens", MAX_BATCH_TOKENS))
         one = min(self.context, TYPICAL_TOKENS)
         return self._budget("generate", *(self._decoding("generate", each) for each in (max(tokens, one), one)))
@@ -156,7 +130,7 @@ class _Stages:
     def features(self) -> StageBudget:
         settings, one = self.config.features, min(self.context, TYPICAL_TOKENS)
         if settings.engine == "vllm":
-            return replace(self._served("features", settings.engine_args), on_host=BACKLOG_BYTES)
+            return replace(self._generating("features", settings.engine_args), on_host=BACKLOG_BYTES)
         weights = self._weights("features")
         batches = (max(settings.tokens_per_batch, one), one)
         found = (Memory(weights, activations=forward_bytes(self.sizes, each)) for each in batches)
@@ -193,6 +167,26 @@ class _Stages:
         tokens = min(self.context, TYPICAL_TOKENS) + self.config.check.max_new_tokens
         return self._natively(stage, sizes, quantization, tokens, 2)
 
+    def in_vllm(self, stage: str, sizes: TargetSizes) -> StageBudget:
+        """The target, or its copy, with the heads as the export has them; plain vLLM comes before it and takes less.
+
+        Of heads, too, vLLM splits what has a row for each token over the GPUs, and nothing else.
+        """
+        section, config = OF_ENGINE["vllm"], self.config
+        gpus, longest = max(1, self.machine.gpus(section)), min(self.context, TYPICAL_TOKENS)
+        stored = self.kind.shapes(self.shape, export_format(config.export.formats[0])).values()
+        by_token = sum(prod(each) for each in stored if each[0] == self.shape.target_vocab_size)
+        numbers = sum(map(prod, stored)) - by_token * (1 - 1 / gpus)
+        weights = sizes.weight_bytes() / gpus
+        return self._served(
+            stage,
+            section,
+            sizes,
+            Memory(weights, heads=numbers * sizes.itemsize),
+            {},
+            longest + config.check.max_new_tokens,
+        )
+
     def _natively(
         self, stage: str, sizes: TargetSizes, quantization: Bits | None, tokens: int, caches: int
     ) -> StageBudget:
@@ -206,9 +200,9 @@ class _Stages:
         )
         return StageBudget(stage, memory, memory, self.machine.device(section), 1)
 
-    def _copy_sizes(self) -> TargetSizes | None:
+    def _copy_sizes(self, engine: str) -> TargetSizes | None:
         """Those of `check.served_model`; None without one, and where it cannot be looked at now."""
-        on_gpu = self.machine.on_gpu(OF_ENGINE["native"])
+        on_gpu = self.machine.on_gpu(OF_ENGINE[engine])
         try:
             copy = served_model(self.config, resolve(self.config.target, on_gpu=on_gpu), on_gpu=on_gpu)
         except EnvironmentFault:  # the Hub cannot be reached: said elsewhere
@@ -220,17 +214,28 @@ class _Stages:
         activations = forward_bytes(self.sizes, min(tokens, TYPICAL_TOKENS))
         return Memory(self._weights(stage), activations=activations, cache=cache)
 
-    def _served(self, stage: str, engine_args: dict[str, Any]) -> StageBudget:
-        """vLLM: of its share of the card, keys and values get what is left, and need at least one conversation."""
-        device, gpus = self.machine.device(stage), max(1, self.machine.gpus(stage))
-        tokens = int(engine_args.get("max_num_batched_tokens") or VLLM_BATCH_TOKENS)
-        activations = forward_bytes(self.sizes, min(tokens, self.context)) / gpus
+    def _generating(self, stage: str, engine_args: dict[str, Any]) -> StageBudget:
         longest = int(engine_args.get("max_model_len") or self.context)
-        one = self.sizes.conversation_bytes(longest, tokens) / gpus
-        least = Memory(self._weights(stage), activations=activations, cache=one)
+        return self._served(stage, stage, self.sizes, Memory(self._weights(stage)), engine_args, longest)
+
+    def _served(
+        self,
+        stage: str,
+        section: str,
+        sizes: TargetSizes,
+        loaded: Memory,
+        engine_args: dict[str, Any],
+        longest: int,
+    ) -> StageBudget:
+        """vLLM: of its share of the card, keys and values get what is left, and need at least one conversation."""
+        device, gpus = self.machine.device(section), max(1, self.machine.gpus(section))
+        tokens = int(engine_args.get("max_num_batched_tokens") or VLLM_BATCH_TOKENS)
+        activations = forward_bytes(sizes, min(tokens, self.context)) / gpus
+        least = loaded.plus(activations=activations, cache=sizes.conversation_bytes(longest, tokens) / gpus)
         if not device.on_gpu:
-            least = replace(least, cache=max(CPU_KV_CACHE_BYTES, 2 * longest * self.sizes.cached_bytes))
-            return self._budget(stage, least, least)
+            least = replace(least, cache=max(CPU_KV_CACHE_BYTES, 2 * longest * sizes.cached_bytes))
+            workers = self.machine.workers(section) if stage == section else 1
+            return StageBudget(stage, least, least, device, workers)
         device = replace(device, share=float(engine_args.get("gpu_memory_utilization", VLLM_SHARE)))
         left = 0.0 if device.room is None else device.room - least.total
         return StageBudget(stage, least.plus(cache=max(0.0, left)), least, device, on_device=1)

@@ -11,14 +11,17 @@ from pipeline.config.load import validate
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.device_memory import GIB
 from pipeline.heads.shape import KINDS, head_kind
-from pipeline.run.budget import PLACED, StageBudget, budgets, sizes_of
+from pipeline.run.budget import budgets, sizes_of
 from pipeline.run.placements import OF_ENGINE, unfinished
 from pipeline.run.preflight import not_served
+from pipeline.run.stage_budget import PLACED, StageBudget
 from pipeline.targets.sizes import TargetSizes
 from pipeline.training.methods import method_of
 
 Changes = dict[str, Any]  # settings by key
 Group = Sequence[Changes]
+
+LEFT_OUT = {"timing": "timing", "vLLM check": "vLLM", "vLLM copy": "vLLM"}  # rows that a setting spares
 
 
 def check_memory(config: Config, stages: Collection[str], positions: Callable[[], int | None] = lambda: None) -> None:
@@ -90,8 +93,8 @@ def _fitting(config: Config, sizes: TargetSizes, stage: str, group: Group, posit
         except ConfigError:
             continue
         words = " ".join(f"{key}={_word(value)}" for key, value in change.items())
-        if budget is None and stage == "timing":
-            yield f"{words} (without timing)"
+        if budget is None and stage in LEFT_OUT:
+            yield f"{words} (without {LEFT_OUT[stage]})"
         elif budget and budget.fits and not refused:
             yield f"{words} ({budget.least.total / GIB:.1f} GiB)"
 
@@ -101,12 +104,14 @@ def _smaller(config: Config, stage: str, sizes: TargetSizes, *, on_gpu: bool) ->
     placed = OF_ENGINE["native"] if stage in ("check", "timing", "served copy") else stage
     if stage == "timing":
         yield [{"calibrate.nodes": 63}]  # as many as the paper's tree has: nothing is timed
+    if stage in ("vLLM check", "vLLM copy"):
+        yield from _smaller_in_vllm(config, on_gpu=on_gpu)
+        return
     if placed in ("generate", "features"):
         if on_gpu:
             yield [{f"placement.{placed}.gpus_per_worker": number} for number in (2, 4, 8)]
-        engine = {f"{stage}.engine": "transformers"} if stage == placed else {}
         if stage != "served copy":
-            yield [{"target.quantization": bits, **engine} for bits in ("8bit", "4bit")]
+            yield [{"target.quantization": bits, **_without_vllm(config)} for bits in ("8bit", "4bit")]
         yield [{"target.max_tokens": number} for number in (32768, 8192, 4096) if number < sizes.context]
         return
     kind, method = head_kind(config.train.heads), method_of(config.train)
@@ -122,6 +127,24 @@ def _smaller(config: Config, stage: str, sizes: TargetSizes, *, on_gpu: bool) ->
     yield [*drafted, *({**change, "check.engines": ["native"]} for change in drafted)]  # vLLM serves not every kind's
     if trains:
         yield [{"train.batch_tokens": size} for size in (8192, 4096, 2048)]
+
+
+def _smaller_in_vllm(config: Config, *, on_gpu: bool) -> Iterator[Group]:
+    """Of the check in vLLM: its share of a card is fixed, and what it holds are weights and heads."""
+    if on_gpu:
+        yield [{f"placement.{OF_ENGINE['vllm']}.gpus_per_worker": number} for number in (2, 4, 8)]
+    yield from ([{**change, "export.formats": ["shared"]}] for change in head_kind(config.train.heads).smaller)
+    yield [{"train.heads": name} for name in KINDS if name != config.train.heads]
+    yield [{"check.engines": ["native"]}]
+
+
+def _without_vllm(config: Config) -> Changes:
+    """What leaves vLLM out, which loads no target in 8 or 4 bit, wherever it is asked for."""
+    found: Changes = {}
+    for stage in ("generate", "features"):
+        if getattr(config, stage).engine == "vllm":
+            found[f"{stage}.engine"] = "transformers"
+    return found | ({"check.engines": ["native"]} if "vllm" in config.check.engines else {})
 
 
 def _with(config: Config, changes: Changes) -> Config:

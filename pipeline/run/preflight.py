@@ -13,7 +13,6 @@ from pipeline.artifacts.quantized_states import stored_dtype
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
 from pipeline.conversations.readers import source_readers
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.evaluation.served_model import require_served_model
 from pipeline.execution.device_memory import unusable_driver
 from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.export.hub import repositories
@@ -22,11 +21,10 @@ from pipeline.export.upload import check_repo_id
 from pipeline.heads.shape import head_kind
 from pipeline.run.card_limits import require_own_cards
 from pipeline.run.lengths import require_labels, require_room
-from pipeline.run.placements import OF_ENGINE
+from pipeline.run.readable_targets import check_quantization, check_readers
 from pipeline.run.tree_settings import check_tree
 from pipeline.storage.run_directory import finished_before
 from pipeline.targets.files import is_local
-from pipeline.targets.quantized import require_readable
 from pipeline.targets.spec import TargetSpec, model_config, resolve
 from pipeline.training.methods import method_of
 from pipeline.training.trackers import require_trackers
@@ -50,6 +48,7 @@ def check_config(config: Config, stages: Collection[str] | None = None, *, notes
     shape = kind.shape_of(config.train, 1, 1)  # whatever the target's sizes
     check_tree(config)
     check_formats(kind, shape, config.export.formats)
+    check_quantization(config)
     require_labels(config, stages)
     _check_sources(config)
     if set(stages or ("all",)) != {"seeds"}:  # which need no target yet
@@ -61,7 +60,7 @@ def check_config(config: Config, stages: Collection[str] | None = None, *, notes
         with _noted(notes):
             require_own_cards(config, stages)
         with _noted(notes):
-            _check_readers(config)
+            check_readers(config)
     if stages is None or "train" in stages:
         with _noted(notes):
             method.check(config)
@@ -156,25 +155,6 @@ def _check_target(config: Config) -> None:
     _check_vocabulary(config)
     if "vllm" in config.check.engines and (reason := not_served(config)):
         raise ConfigError(reason, "check.engines", "Set check.engines to [native].")
-
-
-def _check_readers(config: Config) -> None:
-    """Refuse a quantized target, or a copy of it, that an engine cannot read here; a cluster's workers decide."""
-    if os.environ.get("RAY_ADDRESS") or not (is_local(config.target.model) or config.check.served_model):
-        return
-    target, on_gpu = resolve(config.target), {part: _has_gpus(config, part) for part in OF_ENGINE.values()}
-    engines: list[tuple[str, str]] = [(config.generate.engine, "generate"), (config.features.engine, "features")]
-    engines += [(engine, OF_ENGINE[engine]) for engine in config.check.engines]
-    for engine, part in dict.fromkeys(engines):
-        require_readable(target, engine, on_gpu=on_gpu[part], where="target.model")
-    require_served_model(config, target, on_gpu={engine: on_gpu[part] for engine, part in OF_ENGINE.items()})
-
-
-def _has_gpus(config: Config, part: str) -> bool:
-    """Whether the workers of a part have GPUs, of those that this machine has."""
-    import torch
-
-    return torch.cuda.is_available() and getattr(config.placement, part).gpus_per_worker != 0
 
 
 def _check_vocabulary(config: Config) -> None:

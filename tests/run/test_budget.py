@@ -13,8 +13,9 @@ from pipeline.config import Config
 from pipeline.errors import EnvironmentFault
 from pipeline.execution import device_memory
 from pipeline.execution.device_memory import GIB, machine_memory, unusable_driver
-from pipeline.run.budget import StageBudget, budgets, sizes_of
+from pipeline.run.budget import budgets, sizes_of
 from pipeline.run.fitting import check_memory, require_fit, what_fits
+from pipeline.run.stage_budget import StageBudget
 from pipeline.targets.sizes import forward_bytes
 from tests.fake_cuda.ledger import Ledger
 
@@ -139,6 +140,9 @@ def test_calibrate_and_a_served_copy_have_rows_and_the_host_s_memory_is_said(pla
     assert timing.heads == check.heads == 2 * weights and timing.cache > 4 * check.cache
     of_copy = budget_of(planning, "served copy")
     assert 0.25 * check.weights < of_copy.memory.weights < 0.4 * check.weights
+    in_vllm = planned("7B", check__served_model=str(served), check__engines=["vllm"])
+    assert budget_of(in_vllm, "vLLM copy").memory.weights == of_copy.memory.weights
+    assert budget_of(in_vllm, "vLLM copy").memory.heads == check.heads
     placed = {stage: budget_of(planning, stage).placed for stage in ("calibrate", "timing", "served copy", "train")}
     assert placed == {"calibrate": "calibrate", "timing": "calibrate", "served copy": "check", "train": "train"}
     assert budget_of(planning, "features").on_host == 2 * GIB and budget_of(planning, "train").on_host == 4 * weights
@@ -146,6 +150,52 @@ def test_calibrate_and_a_served_copy_have_rows_and_the_host_s_memory_is_said(pla
     assert budget_of(in_vllm, "features").on_host == 2 * GIB, "whichever engine computes"
     stages = {each.stage for each in budgets(planned("7B", calibrate__nodes=15), sizes_of(planning))}
     assert not stages & {"timing", "served copy"}, "nothing is timed or copied"
+
+
+HEADS_IN_VLLM = {  # numbers of 7B heads as the export stores them: those with a row for each token, and the others
+    "untied": ({}, 5 * 32000 * 4096, 5 * 4096 * 4097),
+    "tied": ({"train__medusa": {"lm_head": "tied"}}, 5 * 32000 * 4096, 5 * 4096 * 4097),
+    "stored once": (
+        {"train__medusa": {"lm_head": "tied"}, "export__formats": ["shared"]}, 32000 * 4096, 5 * 4096 * 4097
+    ),
+    "recurrent": ({"train__heads": "recurrent"}, 0, 14 * 4096**2 + 4096 + 2 * 4096 * 512 + 2 * 4096 * 64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("heads", HEADS_IN_VLLM)
+def test_the_check_in_vllm_has_a_row_of_its_share_of_the_card(planned, heads):
+    """0.92 of it and 1 GiB less, of which keys and values get what is left; over two GPUs halves, but for blocks."""
+    changes, by_token, others = HEADS_IN_VLLM[heads]
+    changes = changes | {"check__engines": ["vllm"], "check__max_new_tokens": 32}
+    one = budget_of(planned("7B", **changes), "vLLM check")
+    two = budget_of(planned("7B", **changes, placement__generate={"gpus_per_worker": 2}), "vLLM check")
+    assert one.memory.heads == 2 * (by_token + others)
+    assert two.memory.heads == pytest.approx(2 * (by_token / 2 + others))
+    for gpus, found in ((1, one), (2, two)):
+        assert found.memory.weights == pytest.approx(7.24e9 * 2 / gpus, rel=0.002)
+        assert found.memory.total == pytest.approx(0.92 * 80 * GIB - GIB) and found.fits and found.placed == "check"
+        assert found.least.cache == 2 * 32 * 8 * 128 * 2 * (4096 + 32) / gpus, "a prompt and an answer"
+
+
+def test_a_target_whose_check_in_vllm_cannot_fit_is_refused_with_what_would(planned):
+    """16 GB of weights fit on a GPU of 19 GB beside recurrent heads, and not beside five lm_heads of 128k tokens."""
+    usual = {"check__engines": ["vllm"], "check__max_new_tokens": 32, "placement__gpu_memory_gb": 22}
+    fitting, found = planned("8B", **usual, train__heads="recurrent"), planned("8B", **usual)
+    assert budget_of(fitting, "vLLM check").fits and not budget_of(found, "vLLM check").fits
+    with pytest.raises(EnvironmentFault, match=r"vLLM check takes .* of 19\.2 GiB") as refused:
+        require_fit(found, sizes_of(found), [budget_of(found, "vLLM check")])
+    assert refused.value.exit_code == 4
+    offered = str(refused.value).partition("vLLM check: ")[2].split(" or ")
+    assert [offer.partition(" (")[0] for offer in offered] == [
+        "placement.generate.gpus_per_worker=2",
+        "train.medusa.lm_head=shared export.formats=[shared]",
+        "train.medusa.lm_head=tied export.formats=[shared]",
+        "train.heads=recurrent",
+        "check.engines=[native]",
+    ]
+    assert "(without vLLM)" in offered[-1]
+    natively = {each.stage for each in budgets(planned("8B"), sizes_of(found))}
+    assert "vLLM check" not in natively and "check" in natively
 
 
 def test_timing_is_refused_only_where_short_prompts_would_not_fit_either(planned):

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.ray_executor import SUBMITTED_JOB
-from pipeline.run import preflight
+from pipeline.run import readable_targets
 from pipeline.run.preflight import check_config, unread_settings
 from tests.flows.tiny import save_target
 
@@ -82,6 +82,27 @@ def test_it_is_refused_and_the_key_is_named(make_config, tmp_path, changes, key)
 )
 def test_it_is_allowed(make_config, tmp_path, changes):
     check_config(make_config(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "fix"),
+    [
+        ({"generate__engine": "vllm"}, "Set generate.engine=transformers;"),
+        ({"features__engine": "vllm"}, "Set features.engine=transformers;"),
+        ({"check__engines": ["native", "vllm"]}, r"Set check.engines=\[native\];"),
+    ],
+)
+def test_a_target_in_8_bit_is_refused_to_vllm_before_anything_is_made(make_config, tmp_path, changes, fix):
+    """The check would otherwise find out after everything else."""
+    with pytest.raises(ConfigError, match=rf"target\.quantization = 8bit.*{fix}"):
+        check_config(make_config(tmp_path, target__quantization="8bit", **changes))
+    check_config(make_config(tmp_path, **changes))
+
+
+def test_an_engine_that_is_told_otherwise_or_never_asked_may_have_a_target_in_8_bit(make_config, tmp_path):
+    quantized = {"target__quantization": "8bit", "generate__engine": "vllm"}
+    check_config(make_config(tmp_path, **quantized, generate__engine_args={"quantization": "fp8"}))
+    check_config(make_config(tmp_path, **quantized, generate__mode="passthrough"))
 
 
 def test_keys_that_the_chosen_kind_and_method_never_read_are_warned_of(make_config, tmp_path):
@@ -166,7 +187,7 @@ def test_replies_that_the_seeds_bring_need_no_engine(make_config, tmp_path, monk
 
 
 def test_looking_for_a_package_does_not_import_it(make_settings, tmp_path):
-    settings = make_settings(tmp_path, generate__engine="vllm", target__quantization="4bit")
+    settings = make_settings(tmp_path, generate__engine="vllm", train__optimizer="adamw-8bit")
     script = (
         "import json, sys; from pipeline.config.load import validate; from pipeline.run.preflight import *;"
         "check_config(validate(json.loads(sys.argv[1]), 'test'));"
@@ -228,13 +249,13 @@ def test_workers_without_gpus_read_a_quantized_target_on_the_cpu_also_where_a_gp
     def readable(spec, engine, *, on_gpu, where):
         asked.add((where, engine, on_gpu))
 
-    for module in ("pipeline.run.preflight", "pipeline.evaluation.served_model"):
+    for module in ("pipeline.run.readable_targets", "pipeline.evaluation.served_model"):
         monkeypatch.setattr(f"{module}.require_readable", readable)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     copy = shutil.copytree(tiny_target, tmp_path / "copy")
     placed = {"placement__features": {"gpus_per_worker": 0}, "generate__engine": "vllm"}
     checked = {"check__engines": ["native", "vllm"], "check__served_model": str(copy)}
-    preflight._check_readers(make_config(tmp_path, **placed, **checked))
+    readable_targets.check_readers(make_config(tmp_path, **placed, **checked))
     of_each = {("transformers", False), ("native", False), ("vllm", True)}
     assert asked == {("target.model", *one) for one in of_each} | {
         ("check.served_model", "native", False),
