@@ -37,7 +37,8 @@ PATIENCE = 60  # seconds until a command counts as hung
 MEMORY = 16 * 1024**3  # bytes of address space of one command
 STAGES = ("seeds", "generate", "features", "tuned-features", "train", "calibrate", "check")
 SUMMARIES = tuple(f"inspect {stage}" for stage in STAGES)
-READERS = ("plan", "status", "verify", "chat", "push", "compare", "check", *SUMMARIES, "keys")
+MOST_ASKED = ("plan", "status", "verify", "chat", "push", "compare", "check")  # each reads more than one stage
+READERS = (*MOST_ASKED, *SUMMARIES, "keys")
 PUSHED = ["--repo-id", "me/heads", "--base-model", "owner/target"]
 BRIEFLY = ["--engine", "native", "--number", "2", "--max-new-tokens", "6", "--repeats", "1"]
 SETTINGS: dict[str, Any] = {
@@ -81,6 +82,7 @@ class Ground:
 
     def __init__(self, place: Path, hub: HubStandIn):
         self.place, self.case, self.hub = place, place / "case", hub
+        self.name = ""  # of the run whose copy is in `case/`
         self.processes = multiprocessing.get_context("forkserver")
         self.processes.set_forkserver_preload(IMPORTS)
         (place / "shared").mkdir()
@@ -115,9 +117,8 @@ class Ground:
         self._whole("archive")
         archive = shutil.copytree(self.archive, self.place / f"{name}-archive")
         self._whole("publish")
-        records = [
-            (link.resolve(), json.loads((link / "DONE.json").read_text())) for link in (path / "latest").iterdir()
-        ]
+        stages = [link.resolve() for link in (path / "latest").iterdir()]
+        records = [(stage, json.loads((stage / "DONE.json").read_text())) for stage in stages]
         counted = {str((stage / file).relative_to(path)) for stage, done in records for file in done["files"]}
         sums = {file: digest(path / file) for file in sorted(counted)}
         return Reference(path, archive, said, sums, checked, self.published())
@@ -135,7 +136,8 @@ class Ground:
     def prepare(self, name: str, run: Path | None = None, root: str = "runs") -> None:
         """An empty ground, or one with a copy of a run; beside it is what nobody may touch."""
         shutil.rmtree(self.case, ignore_errors=True)
-        self.hub.repositories.clear(), self.hub.lfs.clear()
+        self.hub.repositories.clear()
+        self.hub.lfs.clear()
         self.name = name
         (self.case / "tmp").mkdir(parents=True)
         (self.outside / "shards").mkdir(parents=True)

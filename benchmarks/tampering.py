@@ -34,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +61,14 @@ def tamper(
     only: Sequence[int] = (),
     minutes: float = math.inf,
     part: tuple[int, int] = (0, 1),
+    stop: Path | None = None,
 ) -> Record:
     """Tamper so many times, at most for so long, and record what is found.
 
     Args:
         only: Repeats these cases.
         part: (i, n) takes the i-th of each n cases.
+        stop: No case begins once this file exists.
     """
     record, ends = Record(seed), time.monotonic() + 60 * minutes
     place = Path(tempfile.mkdtemp(prefix="tampering-")).resolve()
@@ -76,7 +78,7 @@ def tamper(
             references = {name: ground.reference(name) for name in runs}
             for case in cases(references, number, seed):
                 mine = case.number in only if only else case.number % part[1] == part[0]
-                if mine and time.monotonic() < ends:
+                if mine and time.monotonic() < ends and not (stop and stop.exists()):
                     ground.prepare(case.run, references[case.run].path)
                     Trial(case, ground, references[case.run], record).take()
                     if record.cases % 100 == 0:
@@ -89,9 +91,15 @@ def tamper(
 
 
 def tamper_side_by_side(number: int, workers: int, **how: Any) -> Record:
-    """`tamper` in so many processes, each with runs of its own."""
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        parts = [pool.submit(tamper, number, part=(index, workers), **how) for index in range(workers)]
+    """`tamper` in so many processes, each with runs of its own; interrupted, each ends with the case that it is at."""
+    processes = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as place, ProcessPoolExecutor(workers, processes, _end_well) as pool:
+        stop = Path(place, "stop")
+        parts = [pool.submit(tamper, number, part=(index, workers), stop=stop, **how) for index in range(workers)]
+        try:
+            wait(parts)
+        except KeyboardInterrupt:
+            stop.touch()
         records = [part.result() for part in parts]
     whole = Record(records[0].seed)
     for record in records:
@@ -100,6 +108,11 @@ def tamper_side_by_side(number: int, workers: int, **how: Any) -> Record:
         whole.endings.update(record.endings)
         whole.findings += record.findings
     return whole
+
+
+def _end_well() -> None:
+    """A TERM interrupts this process as ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def cases(references: dict[str, Reference], number: int, seed: int) -> Iterator[Case]:
@@ -141,16 +154,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=2_000)
     parser.add_argument("--minutes", type=float, default=math.inf, help="no case begins later")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=1, help="processes; a TERM ends the run of one with its result")
+    parser.add_argument("--workers", type=int, default=1, help="processes; a TERM ends them with their result")
     parser.add_argument("--only", type=int, nargs="+", help="repeat these cases alone; the result is not kept")
     parser.add_argument("--try", action="store_true", dest="trial", help="the result is not kept")
     asked, began = parser.parse_args(arguments), time.perf_counter()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    _end_well()
     how: dict[str, Any] = {"seed": asked.seed, "minutes": asked.minutes}
     if asked.workers > 1 and not asked.only:
         record = tamper_side_by_side(asked.cases, asked.workers, **how)
     else:
         record = tamper(asked.cases, only=asked.only or (), **how)
+    if not record.cases:
+        sys.exit("The end came before the first case: nothing was tampered with.")
     kept = not asked.trial and asked.only is None
     keep("tampering", result_of(record), time.perf_counter() - began, tiny=not kept)
     return min(1, len(record.findings))

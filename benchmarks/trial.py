@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ground import READERS, Ground, Reference
+from benchmarks.ground import MOST_ASKED, READERS, Ground, Reference
 from benchmarks.mutations import Mutation
 from benchmarks.outlets import (
     figures_of_check,
@@ -35,7 +35,6 @@ from benchmarks.verdicts import (
     whole_shards,
 )
 
-MOST_ASKED = READERS[:7]  # each reads more than one stage
 RECORDS = ("DONE.json", "stage.json", "latest")
 OF_A_PUSH = ("push", "push-", "lock", "events.jsonl", "digests.json", "stage.json")  # what it may write in a run
 
@@ -122,9 +121,8 @@ class Trial:
             if name == "compare":
                 problems += judge_compared(ended, truth)
         if name == "check":
-            whole = not any("export-" in part for part in Path(self.case.path).parts) and not self.case.path.startswith(
-                "latest"
-            )
+            of_export = any("export-" in part for part in Path(self.case.path).parts)
+            whole = not of_export and not self.case.path.startswith("latest")
             found = figures_of_check(self.ground.case / "tmp" / "checked")
             problems += judge_checked(ended, found, self.reference.checked, damaged=not whole)
         self._note(ended, problems)

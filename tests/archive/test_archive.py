@@ -260,8 +260,9 @@ def test_what_an_archive_has_lost_is_sent_again(copied_run, archived, tmp_path, 
         lost.unlink()
     if how == "pipe":
         os.mkfifo(lost)
-    with pytest.raises(DataError, match=r"heads\.safetensors is (missing from|damaged in) the archive"):
+    with pytest.raises(DataError, match=r"heads\.safetensors is (missing from|damaged in) the archive") as caught:
         restore_run(place, tmp_path / "half")
+    assert ("Delete verified/" in caught.value.fix) == ("damaged" in str(caught.value)), "what is missing has no mark"
     assert store_run(copied_run, place).num_sent == 1 and lost.read_bytes() == whole
     restore_run(place, tmp_path / "back")
     assert content(tmp_path / "back") == content(copied_run.path)
