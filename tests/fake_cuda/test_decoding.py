@@ -6,6 +6,8 @@ What the host reads is made up: of every tree a path is accepted that has to be 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -113,19 +115,37 @@ def test_every_kind_of_head_and_a_target_over_two_cards(kind, on_fake_cuda):
         assert "cuda:0 -> cuda:1" in on_fake_cuda.transfers
 
 
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "not recorded"])
 @pytest.mark.parametrize("tree", TREES)
-def test_a_recorded_step_copies_no_key_of_the_cache(tree, on_fake_cuda):
+def test_a_step_copies_no_key_of_the_cache(tree, is_recorded, on_fake_cuda):
     """Of grouped queries, with and without a tree: 4,096 slots that a step would otherwise expand twofold."""
     sizes = SIZES | {"num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 256}
     config = LlamaConfig(**sizes, max_position_embeddings=4096)
     with torch.device("cuda"):
         target = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    graphs = FakeGraphs(on_fake_cuda)
+    graphs = FakeGraphs(on_fake_cuda) if is_recorded else None
     decoder = Decoder(target, heads_on("cuda", "untied"), TREES[tree], eos_token_ids=(), graph_capture=graphs)
     on_fake_cuda.answer = accepts_two
     steps = decoder.stream([3] * 4000, 12)
     next(steps), next(steps)
-    with Ledger() as ledger:
+    with Ledger() as ledger, masks_of_attention() as masks:
         next(steps)
     keys = 2 * 4096 * 256 * 2  # bytes of a layer's
     assert ledger.peak["cuda:0"] < keys
+    assert masks == [None] if tree == "plain" and not is_recorded else masks[0] is not None
+
+
+@contextmanager
+def masks_of_attention() -> Iterator[list[torch.Tensor | None]]:
+    """The masks that torch's attention is given meanwhile."""
+    found: list[torch.Tensor | None] = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(*tensors, attn_mask=None, **settings):
+        found.append(attn_mask)
+        return attention(*tensors, attn_mask=attn_mask, **settings)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+        patch.setattr("pipeline.decoding.grouped_attention.scaled_dot_product_attention", noted)
+        yield found
