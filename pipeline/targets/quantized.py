@@ -53,8 +53,8 @@ def require_readable(spec: TargetSpec, engine: str, *, on_gpu: bool, where: str)
     except Exception as error:  # each format has errors of its own
         if settings.get("quant_method") in VLLM_ALONE:
             fix = (
-                "Its packages are not in the lock files, since they do not go with vLLM's torch: leave it to vLLM, "
-                "check.engines: [vllm], engine: vllm, or name a compressed-tensors copy."
+                "Its packages are not in the lock files, since they do not go with vLLM's torch: leave it to vLLM "
+                "(check.engines: [vllm], engine: vllm; `check HEADS --engine vllm`), or name a compressed-tensors copy."
             )
         else:
             fix = (

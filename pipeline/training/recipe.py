@@ -131,8 +131,11 @@ def few_steps(recipes: Sequence[Recipe]) -> str | None:
     fewest = min(recipes, key=lambda recipe: recipe.total_steps)
     if fewest.total_steps >= FEW_STEPS:
         return None
+    ways = ["give more seeds", f"raise train.epochs from {fewest.epochs}"]
+    if fewest.batch_tokens > MIN_BATCH:
+        settings = "train.batch_tokens, or of Medusa-2 train.backbone.batch_sequences"
+        ways.append(f"take smaller batches than {fewest.batch_tokens:,} positions ({settings})")
     return (
         f"{fewest.total_steps:,} optimizer steps are too few: heads of less than {FEW_STEPS} guess hardly better than "
-        f"untrained ones. Give more seeds, raise train.epochs from {fewest.epochs}, or take smaller batches than "
-        f"{fewest.batch_tokens:,} positions: train.batch_tokens, or of Medusa-2 train.backbone.batch_sequences."
+        f"untrained ones. What helps: {', or '.join(ways)}."
     )

@@ -91,7 +91,7 @@ def test_a_reader_that_is_not_installed_is_named(claims, monkeypatch, quantizati
 
     monkeypatch.setattr("transformers.quantizers.AutoHfQuantizer.from_config", lacking)
     spec = claims(**quantization)
-    with pytest.raises(EnvironmentFault, match=r"\(4 bits\).*gptqmodel.*not in the lock files.*engine: vllm"):
+    with pytest.raises(EnvironmentFault, match=r"\(4 bits\).*gptqmodel.*not in the lock files.*HEADS --engine vllm"):
         require_readable(spec, "native", on_gpu=False, where="target.model")
     require_readable(spec, "vllm", on_gpu=False, where="target.model")
     assert in_engine(spec, "vllm", on_gpu=False).dtype == "bfloat16"

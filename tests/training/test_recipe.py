@@ -68,12 +68,14 @@ def test_a_kind_may_learn_faster_unless_the_rate_is_given():
 
 
 @pytest.mark.parametrize(("steps", "warned"), [(FEW_STEPS - 1, True), (FEW_STEPS, False)])
-def test_too_few_steps_of_any_phase_are_told_with_what_to_do(steps, warned):
-    settings = TrainConfig(epochs=1, batch_tokens=10)
-    said = few_steps([heads_recipe(settings, 10 * many, 64) for many in (steps, 1000)])
+@pytest.mark.parametrize("batch", [MIN_BATCH, 2 * MIN_BATCH])
+def test_too_few_steps_of_any_phase_are_told_with_what_to_do(steps, warned, batch):
+    settings = TrainConfig(epochs=1, batch_tokens=batch)
+    said = few_steps([heads_recipe(settings, batch * many, 64) for many in (steps, 1000)])
     assert bool(said) == warned
     if said:
-        assert f"{steps} optimizer steps" in said and "train.epochs" in said and "train.batch_tokens" in said
+        assert f"{steps} optimizer steps" in said and "train.epochs" in said
+        assert ("train.batch_tokens" in said) == (batch > MIN_BATCH), "smaller ones gain nothing"
 
 
 def test_the_rule_s_version_is_in_the_fingerprint_where_it_is_used():
