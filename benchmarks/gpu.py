@@ -5,9 +5,10 @@
 
 A target of Mistral-7B's shape with random bf16 weights, made on the card. Measured, in turns with the peak (products of
 large random matrices, in the same dtype): the features stage's whole worker; `train` from the shards that it
-wrote; and writing and reading those shards alone. Native decoding, plain and with trees of several sizes. Then a step
-of every kind of head with vocabularies of 32,000 and 128,256 tokens, its memory beside what `plan` says, and a
-checkpoint. Each part has its share of the time, and what it does not reach is said as not measured.
+wrote; and writing and reading those shards alone. Native decoding, plain and with trees of several sizes, of one text
+and of several at once. Then a step of every kind of head with vocabularies of 32,000 and 128,256 tokens, its memory
+beside what `plan` says, and a checkpoint. Each part has its share of the time, and what it does not reach is said as
+not measured.
 """
 
 from __future__ import annotations
@@ -59,8 +60,10 @@ class Size:
     prompt_tokens: int = 512
     new_tokens: int = 48
     vocabularies: tuple[int, ...] = (32_000, 128_256)
+    batches: tuple[int, ...] = (4, 16)  # texts that are decoded at once
+    batch_nodes: tuple[int, ...] = (16, 64)
     seconds: Mapping[str, float] = field(
-        default_factory=lambda: {"features": 150, "decoding": 160, "training": 120, "heads": 150}
+        default_factory=lambda: {"features": 140, "decoding": 150, "batches": 40, "training": 120, "heads": 140}
     )
 
 
@@ -82,11 +85,14 @@ TINY = Size(
     prompt_tokens=12,
     new_tokens=8,
     vocabularies=(256, 300),
+    batches=(2,),
+    batch_nodes=(2,),
 )
 
 
 def measure(*, tiny: bool = False, clock: Callable[[], float] = perf_counter) -> Result:
     """Features, decoding, then training, for which the backbone is freed."""
+    from benchmarks.gpu_batches import measure_batches
     from benchmarks.gpu_decoding import measure_decoding
     from benchmarks.gpu_features import measure_features
     from benchmarks.gpu_heads import measure_heads
@@ -102,6 +108,7 @@ def measure(*, tiny: bool = False, clock: Callable[[], float] = perf_counter) ->
         target = lm_head_alone(model, directory / "target")
         parts = [measure_features(model, tasks, made, size, ends["features"])]
         parts.append(measure_decoding(model, size, ends["decoding"]))
+        parts.append(measure_batches(model, size, ends["batches"]))
         del model
         parts.append(measure_training(target, tasks, made, directory, size, ends["training"]))
         parts.append(measure_heads(tasks, directory, size, ends["heads"]))

@@ -121,7 +121,7 @@ class _Walk:
         shared: bool,  # whether one lm_head reads the rows of all heads
         chunk_bytes: int,
     ):
-        self.hidden_KND, self.labels_KN, self.weights_K = hidden_KND, labels_KN, weights_K
+        self.hidden_KND, self.labels_KN, self.weights_K = hidden_KND.contiguous(), labels_KN, weights_K
         self.wants_hidden, self.wants_lm_head = wants
         dtype, exact = hidden_KND.dtype, torch.float64 if hidden_KND.dtype == torch.float64 else torch.float32
         self.losses_KN = torch.zeros(labels_KN.shape, dtype=exact, device=hidden_KND.device)

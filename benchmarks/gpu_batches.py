@@ -1,0 +1,63 @@
+"""Native decoding of several texts at once on a GPU: what a step with a tree takes over a plain one, by batch and tree.
+
+As in gpu_decoding.py heads and target are random, so hardly a guess is accepted, and the overhead is that of trained
+heads. A batch multiplies the rows that a tree verifies: the larger it is, the less of the GPU is idle, and the smaller
+the tree that pays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.claims import Claim, Result, in_turns, ratio
+from benchmarks.deadline import Deadline
+from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
+from pipeline.decoding.decoder import Decoder, plain_decoder
+from pipeline.decoding.tree import greedy_tree
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.targets.loading import lm_head_weight
+
+if TYPE_CHECKING:
+    from benchmarks.gpu import Size
+
+
+def measure_batches(model: PreTrainedModel, size: Size, ends: Deadline) -> Result:
+    """Each batch plainly and with each tree, in turns; tied heads, which take no memory of their own."""
+    claims: list[Claim] = []
+    missing: list[str] = []
+    text = model.config.get_text_config()
+    shape = MedusaShape(text.hidden_size, text.vocab_size, NUM_HEADS, lm_head="tied")
+    heads = MedusaHeads.from_lm_head(shape, lm_head_weight(model))
+    generator = torch.Generator().manual_seed(0)
+    for num_texts in size.batches:
+        prompts = torch.randint(2, text.vocab_size, (num_texts, size.prompt_tokens), generator=generator).tolist()
+        for num_nodes in size.batch_nodes:
+            what = f"overhead, {num_texts} texts at once, {num_nodes} nodes, tied heads"
+            if ends():
+                missing.append(what)
+                continue
+            decoders = {
+                "plain": plain_decoder(model, eos_token_ids=()),
+                "Medusa": Decoder(model, heads, greedy_tree(ACCURACY_KR, num_nodes), eos_token_ids=()),
+            }
+            sides = {name: _step(decoder, prompts, size.new_tokens) for name, decoder in decoders.items()}
+            seconds = in_turns(sides, size.rounds, ends=ends)  # the warm-up captures each width that texts grow to
+            told = {f"{name}, ms per step": 1e3 * median(found) for name, found in seconds.items()}
+            claims.append(ratio(what, seconds["Medusa"], seconds["plain"], told))
+    return Result(claims, {"prompt_tokens": size.prompt_tokens, "new_tokens": size.new_tokens}, missing)
+
+
+def _step(decoder: Decoder, prompts: list[list[int]], new_tokens: int) -> Callable[[], float]:
+    """Decodes all prompts as one batch; returns the seconds of a step."""
+
+    def seconds() -> float:
+        decoded = decoder.generate_batch(prompts, new_tokens)
+        longest = max(decoded, key=lambda one: one.num_steps)
+        return longest.seconds / longest.num_steps
+
+    return seconds
