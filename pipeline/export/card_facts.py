@@ -13,7 +13,7 @@ from pipeline.config import SeedSource
 from pipeline.conversations.readers import name_sources
 from pipeline.export.card_metadata import HUB
 from pipeline.export.card_text import expected, number, with_error
-from pipeline.report.facts import disturbed
+from pipeline.report.facts import STAGES, disturbed
 from pipeline.report.formatting import escaped
 
 MEASURES = (
@@ -37,7 +37,7 @@ BACKBONE_SETTINGS = (
 def fingerprints(report: Mapping[str, Any]) -> dict[str, str]:
     """Those of the stages that the figures come from."""
     found = (report.get("run") or {}).get("fingerprints") or {}
-    return {name: value for name, value in found.items() if name not in CACHES}
+    return {name: found[name] for name in STAGES if name in found and name not in CACHES}
 
 
 def public(model: str | None) -> str | None:

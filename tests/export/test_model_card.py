@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard
 
 from pipeline.config.load import load_config
 from pipeline.export.card import model_card
+from pipeline.export.card_facts import fingerprints
 from pipeline.export.card_metadata import Licence, licence_of
 from pipeline.flow import STAGES
 from pipeline.heads.medusa import MedusaHeads
@@ -67,6 +68,12 @@ def card_of(report=REPORT, recipe=RECIPE, base_model="owner/target", repo_id="me
 def table_under(card: str, heading: str) -> list[list[str]]:
     section = card.split(f"## {heading}\n")[1].split("\n## ")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+
+
+def test_fingerprints_stand_in_the_order_of_the_stages_and_none_is_of_a_cache():
+    found = {"train": "1", "features": "2", "tuned-features": "3", "seeds": "4", "check": "5"}
+    told = fingerprints({"run": {"fingerprints": found}})
+    assert list(told.items()) == [("seeds", "4"), ("train", "1"), ("check", "5")]
 
 
 def test_the_front_matter_is_what_the_hub_reads():
