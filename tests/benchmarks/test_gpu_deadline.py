@@ -10,15 +10,18 @@ from benchmarks import gpu
 from benchmarks.claims import Claim, Result, in_turns
 from benchmarks.deadline import deadlines
 from benchmarks.results import write_result, write_table
+from pipeline.decoding.decoder import Decoder
 
 PARTS = ("features", "decoding", "batches", "training", "heads")
 
 
 def test_a_part_has_its_share_and_what_those_before_it_left():
-    clock = itertools.count().__next__  # a second for every look
-    first, second = deadlines({"first": 3, "second": 2}, clock).values()
-    assert [first() for _ in range(4)] == [False, False, True, True]
-    assert second(), "5 seconds after the start"
+    now = [0.0]
+    first, second = deadlines({"first": 3, "second": 2}, lambda: now[0]).values()
+    passed = []
+    for now[0] in (0.0, 2.9, 3.0, 4.9, 5.0):
+        passed.append((first(), second()))
+    assert passed == [(False, False), (False, False), (True, False), (True, False), (True, True)]
     assert deadlines({"one": 8}, lambda: 0.0)["one"].halfway().at == 4
 
 
@@ -45,9 +48,15 @@ def test_without_time_nothing_is_measured_and_all_of_it_is_said():
 
 @pytest.mark.slow
 def test_a_part_that_is_late_leaves_out_what_it_does_not_reach(monkeypatch):
-    """The clock stands until decoding looks a second time; then its time is over, and the others' too."""
-    looks = iter([0.0, 1.0, 1.0, 1.0, 1.0])
-    result = gpu.measure(tiny=True, clock=lambda: next(looks, 10_000.0))
+    """The clock stands until a text was decoded plainly and with one tree; then all time is over."""
+    decoded, generate = [], Decoder.generate
+
+    def counted(*arguments, **options):
+        decoded.append(1)
+        return generate(*arguments, **options)
+
+    monkeypatch.setattr(Decoder, "generate", counted)
+    result = gpu.measure(tiny=True, clock=lambda: 0.0 if len(decoded) < 2 else 10_000.0)
     measured = [claim.what for claim in result.claims]
     assert any(what.startswith("features") for what in measured)
     nodes = [what for what in measured if what.startswith("overhead")]
