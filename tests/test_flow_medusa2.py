@@ -270,6 +270,16 @@ def test_what_is_damaged_of_a_backbone_or_its_states_is_made_again_and_nothing_i
         assert path.read_bytes() == whole
 
 
+def test_a_file_that_somebody_left_beside_what_was_trained_changes_no_later_stage(run, make_config, tmp_path):
+    config = make_config(tmp_path, **JOINT)
+    links = {link.name: link.readlink().name for link in run.links()}
+    record = latest(run, "train").path / "DONE.json"
+    record.rename(record.with_name("DONE.json.bak"))
+    again = run_again(config)
+    assert stages_run(again)[0] == "train"
+    assert {link.name: link.readlink().name for link in again.links()} == links
+
+
 def test_two_stages_train_from_both_and_calibrate_with_the_tuned_backbone(make_config, tmp_path):
     run = run_again(make_config(tmp_path, **JOINT, train__backbone__recipe="two-stage"), until="export")
     assert stages_run(run) == ["seeds", "generate", "features", "train", "tuned-features", "calibrate", "export"]

@@ -137,9 +137,12 @@ def _require_own_folders(run: RunDirectory) -> None:
 
 
 def _require_whole_records(run: RunDirectory, names: Collection[str]) -> None:
-    """Raise DataError where a stage is gone, or its record cannot be read: nobody can say which files count."""
+    """Raise DataError where there is no stage, or one is gone, or its record cannot be read: nobody can say which files
+    count."""
     fix = "Run the same configuration again: what is damaged is made anew."
     found = run.stages()
+    if not found:
+        raise DataError("This run has no stage: there is nothing to archive.", str(run.path / "latest"), fix)
     if gone := next((link for link in run.links() if link.name in names and link.name not in found), None):
         raise DataError(f"The directory of {gone.name} is missing, or of another stage.", str(gone), fix)
     for name, stage in found.items():

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from pipeline.errors import CheckFailed
+from pipeline.errors import CheckFailed, ConfigError
 from pipeline.execution.progress import print_stage
 from pipeline.storage.run_directory import RunDirectory
 
@@ -21,6 +21,9 @@ def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such
     console = Console(highlight=False)
     damaged: list[str] = []
     found = run.stages()
+    if not run.links():
+        fix = "See `medusa-distill status`. The same `run` links again what lies there, and makes what does not."
+        raise ConfigError("This run has no stage: there is nothing to verify.", str(run.path / "latest"), fix)
     for link in run.links():
         if link.name in STAGES and link.name not in found:
             damaged.append(f"{link.name}: {link.readlink().name} is missing, or no stage of this name")

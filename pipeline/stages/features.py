@@ -21,10 +21,12 @@ from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
 from pipeline.artifacts.generated_rows import TOKEN_COLUMNS, TokenRow
 from pipeline.config import FeaturesConfig
 from pipeline.execution.shard_progress import ShardProgress
+from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
 from pipeline.run.stage import Stage, reads
 from pipeline.storage.done import Identity, Summary
+from pipeline.storage.fingerprint import fingerprint
 from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import Codec
 from pipeline.storage.stage_directory import StageDirectory
@@ -168,8 +170,10 @@ def identity(context: Context) -> Identity:
 
 
 def tuned_identity(context: Context) -> Identity:
-    """The engine, how states are stored, and the content of the backbone, which no shard names."""
-    return {**engine_identity(context.config.features), "backbone": context.upstream["train"].content}
+    """The engine, how states are stored, and the backbone's files, which no shard names."""
+    files = context.upstream["train"].files_below(BACKBONE_DIRECTORY)
+    content = fingerprint({name: facts.sha256 for name, facts in files.items()})
+    return {**engine_identity(context.config.features), "backbone": content}
 
 
 def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summary:

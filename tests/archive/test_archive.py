@@ -16,6 +16,7 @@ from pipeline.archive.places import open_place
 from pipeline.archive.restoring import restore_run
 from pipeline.archive.storing import store_run
 from pipeline.cli.app import app
+from pipeline.cli.verify import verify
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.storage.checksums import sha256_of
 from pipeline.storage.run_directory import RunDirectory
@@ -332,6 +333,14 @@ def test_a_run_of_which_nobody_can_say_which_files_count_is_not_archived(copied_
     refused = CliRunner().invoke(app, ["archive", str(copied_run.path), str(tmp_path / "archive")])
     assert isinstance(refused.exception, DataError) and "train" in str(refused.exception)
     assert not (tmp_path / "archive" / MANIFEST).exists()
+
+
+def test_a_run_whose_links_are_gone_is_neither_archived_nor_said_to_be_whole(copied_run, tmp_path):
+    shutil.rmtree(copied_run.path / "latest")
+    with pytest.raises(DataError, match="has no stage: there is nothing to archive"):
+        store_run(copied_run, open_place(f"file://{tmp_path}/store"))
+    with pytest.raises(ConfigError, match="has no stage: there is nothing to verify"):
+        verify(copied_run.path)
 
 
 def test_nothing_is_locked_through_a_link_in_the_place_of_a_stage(copied_run, tmp_path):
