@@ -30,7 +30,7 @@ TIMED_EXPORT = "timed"  # the heads as vLLM reads them, while it is timed
 def costs_in_vllm(
     context: Context, stage: StageDirectory, features: StageDirectory, most: int, progress: ProgressReporter
 ) -> StepCosts | None:
-    """What vLLM's own steps take, one request at a time; None where it is not installed."""
+    """What vLLM's own steps take, one request at a time; None without vLLM, or room in the context for a step."""
     placement = context.placement(OF_ENGINE["vllm"])
     arguments = {
         "target": context.backbone("train"),
