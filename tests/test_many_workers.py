@@ -45,18 +45,11 @@ class Featurer(Together, features.Worker):
     pass
 
 
-@pytest.fixture(scope="module")
-def four_cpus():
-    """A cluster with room for four workers, however many cores there are."""
-    ray = pytest.importorskip("ray")
-    ray.init("local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=128 * 1024**2)
-    yield
-    ray.shutdown()
-
-
-def test_many_workers_make_the_rows_that_one_process_makes(four_cpus, finished_run, make_config, tmp_path, monkeypatch):
-    """Three share four shards; that one does so through Ray: tests/test_flow_ray.py."""
-    workers = 3
+def test_two_workers_make_the_rows_that_one_process_makes(
+    ray_cluster, finished_run, make_config, tmp_path, monkeypatch
+):
+    """Two share four shards; that one does so through Ray: tests/test_flow_ray.py."""
+    workers = 2
     monkeypatch.setattr(generate, "Worker", Generator)
     monkeypatch.setattr(features, "Worker", Featurer)
     placement = {f"placement__{stage}": {"workers": workers} for stage in ("generate", "features")}

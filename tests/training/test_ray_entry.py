@@ -39,7 +39,7 @@ def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(
 
     (tmp_path / "run").mkdir()
     alone, together = (
-        make_spec(name, epochs=20, checkpoint_every=1, shard_heads=split)
+        make_spec(name, epochs=8, checkpoint_every=1, shard_heads=split)
         for name, split in (("run/alone", False), ("run/together", True))
     )
     expected = train(alone)
