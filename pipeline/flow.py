@@ -184,32 +184,34 @@ def push_run(path: Path, *, dry_run: bool = False, console: Console | None = Non
     console = console or Console()
     if not config.push.asks_for_something:
         raise ConfigError("There is no repository to push to.", "push.repo_id", "Give --repo-id USER/NAME.")
-    context = Context(config, run, console, "inline")
-    _take_finished(context, push.STAGE.upstream(config))
     if dry_run:
-        receipt = push.push(context, dry_run=True)
+        receipt = push.push(_finished(run, config, console), dry_run=True)
         push.print_dry_run(console, receipt)
         return receipt
     with run.locked():
+        context = _finished(run, config, console)
         try:
             return advance(context, push.STAGE).summary
         finally:
             context.close()
 
 
-def _take_finished(context: Context, stages: Sequence[str]) -> None:
-    """Take a run's finished stages as they lie, a passed check of this very export among them."""
-    fix = f"Run it: medusa-distill run {context.run.path / 'run.yaml'}"
-    for name in stages:
-        stage = context.run.latest(name)
+def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
+    """A run's finished stages as they lie, a passed check of this very export among them, with the configuration that
+    they were made by: run.yaml may have changed since."""
+    fix = f"Run it: medusa-distill run {run.path / 'run.yaml'}"
+    found = {}
+    for name in push.STAGE.upstream(config):
+        stage = run.latest(name)
         if stage is None or not stage.done:
-            raise ConfigError(f"This run has no finished {name} stage.", str(context.run.path), fix)
-        context.upstream[name] = stage
-    exported, checked = context.upstream["export"], context.upstream["check"]
-    check.require_passed(checked, context.config)
+            raise ConfigError(f"This run has no finished {name} stage.", str(run.path), fix)
+        found[name] = stage
+    exported, checked = found["export"], found["check"]
+    check.require_passed(checked, config)
     if checked.done and checked.done.upstream.get("export") != exported.content:
         raise CheckFailed("The check has not seen these heads.", str(exported.path), fix)
-    require_records(context.run)
+    require_records(run)
+    return Context(check.configuration(checked, config), run, console, "inline", upstream=found)
 
 
 def _positions(config: Config) -> int | None:

@@ -19,9 +19,9 @@ from pipeline.cli.app import app, main
 from pipeline.cli.ending import ends_well
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
-from pipeline.run.reporting import current_report
+from pipeline.run.reporting import assemble
 from tests.export.hub_stand_in import TOKEN, hub_on_loopback, take_for_the_hub
-from tests.flows.tiny import latest, stages_run
+from tests.flows.tiny import edit_summary, latest, stages_run
 from tests.forks import FORKS, PATIENCE
 
 HUB_IDS = {"push__repo_id": "me/heads", "push__base_model": "owner/target"}
@@ -166,6 +166,38 @@ def test_a_stage_that_was_made_anew_since_the_check_is_not_said_to_be_of_these_h
     assert hub.requests == []
 
 
+def test_a_card_s_recipe_is_that_of_the_heads_whatever_run_yaml_has_become(copied_run, make_config, tmp_path, hub):
+    def card() -> str:
+        push_again(copied_run)
+        return hub.repositories["me/heads"].files["README.md"].decode()
+
+    made = card()
+    run_again(make_config(tmp_path, train__lr=0.0025), until="features")
+    assert "lr: 0.0025" in (copied_run.path / "run.yaml").read_text()
+    assert card() == made and "0.0025" not in made
+    edit_summary(copied_run, "check", configuration=None)
+    with pytest.raises(DataError, match="does not say by which configuration"):
+        push_again(copied_run)
+
+
+def test_limits_are_those_of_run_yaml_as_it_is_now(copied_run, hub):
+    settings = copied_run.path / "run.yaml"
+    settings.write_text(settings.read_text().replace("min_acceleration_rate: 1.0", "min_acceleration_rate: 99.0"))
+    with pytest.raises(CheckFailed, match=r"below check.min_acceleration_rate = 99"):
+        push_again(copied_run)
+
+
+def test_the_commit_of_a_hub_target_is_that_of_the_check_and_a_dry_run_does_not_ask_for_todays(copied_run, hub):
+    """As where a branch has moved since."""
+    settings = latest(copied_run, "check").summary["configuration"]
+    settings["target"] |= {"model": "owner/target", "revision": "main"}
+    edit_summary(copied_run, "check", configuration=settings, target_revision="c0ffee")
+    push_again(copied_run, dry_run=True)
+    assert hub.requests == []
+    push_again(copied_run)
+    assert "revision: c0ffee" in hub.repositories["me/heads"].files["README.md"].decode()
+
+
 def test_a_cache_that_was_deleted_to_make_room_is_not_missed(copied_run, hub):
     push_again(copied_run)
     card = hub.repositories["me/heads"].files["README.md"]
@@ -175,11 +207,11 @@ def test_a_cache_that_was_deleted_to_make_room_is_not_missed(copied_run, hub):
 
 
 def test_a_name_that_is_no_text_makes_a_card_all_the_same(copied_run, hub, monkeypatch):
-    def odd(context):
-        report, extras = current_report(context)
+    def odd(run, config):
+        report, extras = assemble(run, config)
         return report | {"hardware": report["hardware"] | {"cpu": "a \ud800 of mine"}}, extras
 
-    monkeypatch.setattr("pipeline.stages.push.current_report", odd)
+    monkeypatch.setattr("pipeline.stages.push.assemble", odd)
     push_run(copied_run.path, repo_id="me/heads", base_model="owner/target", dataset="me/said")
     assert b"a ? of mine" in hub.repositories["me/heads"].files["README.md"]
 

@@ -19,7 +19,6 @@ from pipeline.storage.atomic import disk_errors, temporary_beside
 from pipeline.storage.checksums import FileFacts, sha256_of
 
 LAST = "run.yaml"
-AGAIN = "the run again from where it lies, or restore another copy"
 
 
 def restore_run(place: Place, directory: Path, show: Show = lambda done, total, sent: None) -> Stored:
@@ -78,15 +77,19 @@ def _fetch(place: Place, name: str, facts: FileFacts, path: Path) -> None:
                     file.write(block)
             except EnvironmentFault as fault:
                 if isinstance(fault.__cause__, FileNotFoundError):
-                    fix = f"What was restored is kept. Archive {AGAIN}."
+                    fix = (
+                        "What was restored is kept. Archive the run again from where it lies, or restore another copy."
+                    )
                     raise DataError(f"{name} is missing from the archive.", place.address, fix) from None
                 raise
             file.flush()
             os.fsync(file.fileno())
         if digest.hexdigest() != facts.sha256:
             mark = f"{VERIFIED}/{facts.sha256}"
-            said = f"Delete {mark} there, which says that this file has arrived, and archive {AGAIN}."
-            fix = f"What was restored is kept. {said}"
+            fix = (
+                f"What was restored is kept. Delete {mark} there, which says that this file has arrived, and archive "
+                "the run again from where it lies; or restore another copy."
+            )
             raise DataError(f"{name} is damaged in the archive.", place.address, fix)
         os.utime(temporary, ns=(facts.mtime_ns, facts.mtime_ns))  # so that `run` need not read it again
         os.replace(temporary, path)

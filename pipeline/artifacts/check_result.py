@@ -62,7 +62,9 @@ class CheckResult:
     exact_match: Sequence[Mapping[str, Any]] = ()  # by category, where questions have references
     contaminated_rows: int | None = None  # training rows that hold one of the file's questions
     hardware: Mapping[str, Any] | None = None  # of the machine that decoded
-    versions: Mapping[str, str] | None = None  # of the packages then
+    versions: Mapping[str, str] | None = None  # of its packages
+    configuration: Mapping[str, Any] | None = None  # of the run then
+    target_revision: str | None = None  # the commit of a target from the Hub
 
     @classmethod
     def of(cls, summary: Mapping[str, Any]) -> CheckResult:

@@ -94,7 +94,7 @@ def _shards(directory: StageDirectory) -> list[Path]:
     """
     if not directory.done:
         return directory.shards()
-    written = [directory.path / name for name in sorted(directory.done.files) if name.endswith(".parquet")]
+    written = [directory.path / name for name in sorted(directory.done.files) if name.startswith("shards/")]
     if missing := next((path for path in written if not path.is_file()), None):
         what = f"Rows of {directory.stage} are missing: a shard is not where it was written."
         raise DataError(what, str(missing), "The same `run` makes it anew.")

@@ -21,7 +21,7 @@ def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such
     console = Console(highlight=False)
     damaged: list[str] = []
     found = run.stages()
-    if not run.links():
+    if not any(link.name in STAGES for link in run.links()):
         fix = "See `medusa-distill status`. The same `run` links again what lies there, and makes what does not."
         raise ConfigError("This run has no stage: there is nothing to verify.", str(run.path / "latest"), fix)
     for link in run.links():

@@ -13,6 +13,7 @@ from pipeline.artifacts.check_result import CheckResult
 from pipeline.config import CheckConfig, Config
 from pipeline.training.methods import method_of
 
+LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}  # in `check`
 LEAST_SHORTFALL = 0.1  # tokens per step
 LEAST_LEARNED = 0.1  # of the tokens that guessing by frequency misses
 

@@ -21,9 +21,9 @@ def hardware() -> dict[str, Any]:
     return {"cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)), "memory_gb": round(memory / 1e9), "gpus": gpus}
 
 
-def with_hardware(function: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
-    """The function's result with its `hardware`; for an executor's `call`."""
-    return {**function(**arguments), "hardware": hardware()}
+def with_surroundings(function: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
+    """The function's result with the `hardware` and `versions` that it was made on; for an executor's `call`."""
+    return {**function(**arguments), "hardware": hardware(), "versions": versions()}
 
 
 def versions() -> dict[str, str]:

@@ -28,7 +28,7 @@ from pipeline.evaluation.prompts import (
 )
 from pipeline.evaluation.served import chain_promise, check_served
 from pipeline.evaluation.served_model import check_on_served_model, served_model
-from pipeline.execution.hardware import with_hardware
+from pipeline.execution.hardware import with_surroundings
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout
@@ -69,7 +69,7 @@ def natively(
 
     def decode() -> dict[str, Any]:
         arguments = {"function": check_native, "request": request}
-        found = context.executor.call(with_hardware, arguments, context.placement(OF_ENGINE["native"]), progress)
+        found = context.executor.call(with_surroundings, arguments, context.placement(OF_ENGINE["native"]), progress)
         answers = found.pop("answers")
         write_answers(stage.path, answers)
         if isinstance(request.settings.prompts, Path):
@@ -90,7 +90,7 @@ def in_vllm(
     placement = context.placement(OF_ENGINE["vllm"])
     call, arguments = context.executor.call, {"request": replace(request, gpus=placement.gpus)}
     decoding = {"function": check_served, **arguments}
-    served = kept_part(stage, VLLM, lambda: call(with_hardware, decoding, placement, progress))
+    served = kept_part(stage, VLLM, lambda: call(with_surroundings, decoding, placement, progress))
     under_load: dict[str, Any] = {}
     if "load" in request.settings.studies:
         under_load = kept_part(stage, LOAD, lambda: call(load_study, arguments, placement, progress))
@@ -133,7 +133,7 @@ def on_served_model(
         placement = context.placement(OF_ENGINE[engine])
         asked = replace(request, gpus=placement.gpus)
         arguments = {"function": check_on_served_model, "request": asked, "spec": copy, "engine": engine}
-        one = context.executor.call(with_hardware, arguments, placement, progress)
+        one = context.executor.call(with_surroundings, arguments, placement, progress)
         found["differing"] += one["differing"]
         found |= {"model": one["model"], "format": one["format"], engine: one["figures"] | {"dtype": one["dtype"]}}
     return found

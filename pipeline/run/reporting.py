@@ -20,7 +20,6 @@ from pipeline.report.terminal import print_report
 from pipeline.run.context import Context
 from pipeline.storage.atomic import write_text
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.targets.files import is_local
 from pipeline.training.methods import method_of
 from pipeline.training.metrics import FILE as METRICS_FILE
 from pipeline.training.metrics import read_curves
@@ -50,7 +49,7 @@ SUMMARY_KEYS = (
 
 def publish_report(context: Context) -> dict[str, Any]:
     """Write report.json, .md and .html into the run, renew the export's model card, and print the report."""
-    report, extras = current_report(context)
+    report, extras = assemble(context.run, context.config)
     for name, text in report_texts(report, extras).items():
         write_text(context.run.path / name, text)
     if export := context.run.latest("export"):
@@ -59,25 +58,18 @@ def publish_report(context: Context) -> dict[str, Any]:
     return report
 
 
-def current_report(context: Context) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `assemble` makes of the run as its stages' records have it now; of a Hub target with its commit, the
-    `target_revision`."""
-    report, extras = assemble(context.run, context.config)
-    if not is_local(context.config.target.model):
-        report["target_revision"] = context.target.revision
-    return report, extras
-
-
 def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The content of report.json, and data for the drawings; partial for an unfinished run, and without some stages.
+    """The content of report.json, and data for the drawings, made of the stages' records; partial for an unfinished
+    run, and without some stages.
 
-    Speeds, hardware and versions are the check's.
+    Speeds, hardware, versions and a Hub target's commit, the `target_revision`, are the check's.
     """
     found = {name: stage for name, stage in run.stages().items() if stage.done and name not in without}
     summaries = {name: stage.summary for name, stage in found.items()}
     checked = CheckResult.of(summaries.get("check", {}))
     report: dict[str, Any] = {
         "target": config.target.model,
+        **({"target_revision": checked.target_revision} if checked.target_revision else {}),
         "method": config.train.method,
         "num_heads": config.train.num_heads,
         "drafter": drafter(config.train),

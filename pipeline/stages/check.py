@@ -16,12 +16,12 @@ from pathlib import Path
 from pipeline.artifacts.check_result import CheckResult, read_answers
 from pipeline.artifacts.generated_rows import num_contaminated
 from pipeline.config import Config
+from pipeline.config.load import validate
 from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.readers import read_questions
-from pipeline.errors import CheckFailed
-from pipeline.evaluation.limits import failures
+from pipeline.errors import CheckFailed, DataError
+from pipeline.evaluation.limits import LIMITS, failures
 from pipeline.evaluation.references import exact_match, read_references
-from pipeline.execution.hardware import versions
 from pipeline.execution.progress import ProgressReporter
 from pipeline.run.check_engines import (
     assistant_of,
@@ -39,13 +39,12 @@ from pipeline.run.reporting import publish_report
 from pipeline.run.stage import Stage
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
+from pipeline.targets.files import is_local
 from pipeline.targets.spec import weight_files
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 15
-
-LIMITS = {"min_acceleration_rate", "require_learning", "max_tie_share"}
+VERSION = 16
 
 
 def upstream(config: Config) -> tuple[str, ...]:
@@ -86,7 +85,8 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     if "vllm" in settings.engines:
         served = in_vllm(context, stage, request, result.get("native", {}).get("chain"), progress)
         differing = result.get("differing", []) + served.pop("differing")
-        result = {"hardware": served["hardware"], **result, "vllm": served["vllm"], "differing": differing}
+        surroundings = {name: served[name] for name in ("hardware", "versions")}
+        result = {**surroundings, **result, "vllm": served["vllm"], "differing": differing}
     if isinstance(settings.prompts, Path):
         questions = CheckQuestions(read_questions(settings.prompts))
         result["contaminated_rows"] = num_contaminated(context.upstream["generate"].shards(), questions)
@@ -102,7 +102,14 @@ def _decode_and_judge(context: Context, stage: StageDirectory, progress: Progres
     if isinstance(settings.prompts, Path):
         result["exact_match"] = exact_match(read_answers(stage.path), read_references(settings.prompts))
     forget_parts(stage)
-    return result | {"versions": versions(), "passed": not failures_of(result, context.config)}
+    return result | made_of(context) | {"passed": not failures_of(result, context.config)}
+
+
+def made_of(context: Context) -> Summary:
+    """What reproduces the figures: the configuration, and a Hub target's commit."""
+    target = context.target
+    commit = {} if is_local(target.model) else {"target_revision": target.revision}
+    return {"configuration": context.config.model_dump(mode="json"), **commit}
 
 
 def conclude(context: Context, stage: StageDirectory) -> None:
@@ -125,6 +132,28 @@ def require_passed(stage: StageDirectory, config: Config) -> None:
             "where few tree sizes were timed, calibrate again with --fresh calibrate."
         )
         raise CheckFailed(f"The check failed: {reasons}.", str(stage.path), fix)
+
+
+def configuration(stage: StageDirectory, now: Config) -> Config:
+    """What the finished check and all before it were made by; limits, `run` and `push` are those of `now`.
+
+    Raises:
+        DataError: The check's record does not say it.
+    """
+    made_by = CheckResult.of(stage.summary).configuration
+    if made_by is None:
+        fix = "Run the same configuration again."
+        raise DataError("The check does not say by which configuration it was made.", str(stage.path), fix)
+    found = validate(dict(made_by), str(stage.path))
+    limits = {name: getattr(now.check, name) for name in LIMITS}
+    backbone = found.train.backbone.model_copy(update={"max_kl": now.train.backbone.max_kl})
+    parts = {
+        "run": now.run,
+        "train": found.train.model_copy(update={"backbone": backbone}),
+        "check": found.check.model_copy(update=limits),
+        "push": now.push,
+    }
+    return found.model_copy(update=parts)
 
 
 def one_line(summary: Summary) -> str:

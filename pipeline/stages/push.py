@@ -22,7 +22,7 @@ from pipeline.export.parcel import Parcel, Push
 from pipeline.heads.shape import head_kind
 from pipeline.report.formatting import visible
 from pipeline.run.context import Context
-from pipeline.run.reporting import current_report
+from pipeline.run.reporting import assemble
 from pipeline.run.stage import Stage
 from pipeline.storage.atomic import write_json
 from pipeline.storage.done import Identity, Summary
@@ -62,7 +62,7 @@ def _summary(receipt: dict[str, Any]) -> dict[str, Any]:
 
 def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None) -> dict[str, Any]:
     """Send what is asked for with fresh cards, made of the stages' records and not of report.json, which anybody may
-    have edited; a dry run touches no network and returns what would go.
+    have edited, nor of the Hub as it is now; a dry run touches no network and returns what would go.
 
     Returns:
         The heads' receipt, with the data set's under `data_set` and a tuned backbone's under `backbone`.
@@ -71,14 +71,15 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
     kind = head_kind(context.config.train.heads)
     to = repositories(settings, kind, target, tuned=method_of(context.config.train).tunes_backbone)
     original = settings.base_model or (None if is_local(target) else target)
+    report, _ = assemble(context.run, context.config)
     plan = Push(
         "",
-        report=current_report(context)[0],
+        report=report,
         recipe=context.config.model_dump(mode="json"),
         base_model=original,
         private=settings.private,
         dry_run=dry_run,
-        licence=_licence(context, online=not dry_run),
+        licence=_licence(context.config, report.get("target_revision"), online=not dry_run),
         data_set=to.data_set,
     )
     models = _models(context, plan, to) if to.heads else {}  # nothing is sent where one of them is refused
@@ -106,11 +107,11 @@ def _models(context: Context, plan: Push, to: Repositories) -> dict[str, Parcel]
     return {"backbone": prepared, "heads": prepare_export(export, heads, checked)}
 
 
-def _licence(context: Context, *, online: bool) -> Licence | None:
+def _licence(config: Config, revision: str | None, *, online: bool) -> Licence | None:
     """What the cards declare: `push.license`, or what the target's own card states."""
-    if chosen := context.config.push.license:
+    if chosen := config.push.license:
         return Licence(chosen)
-    return licence_of(context.target.model, context.target.revision, online=online)
+    return licence_of(config.target.model, revision, online=online)
 
 
 def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:

@@ -335,8 +335,12 @@ def test_a_run_of_which_nobody_can_say_which_files_count_is_not_archived(copied_
     assert not (tmp_path / "archive" / MANIFEST).exists()
 
 
-def test_a_run_whose_links_are_gone_is_neither_archived_nor_said_to_be_whole(copied_run, tmp_path):
+@pytest.mark.parametrize("other", [False, True], ids=["", "but for one to something else"])
+def test_a_run_whose_links_are_gone_is_neither_archived_nor_said_to_be_whole(copied_run, tmp_path, other):
     shutil.rmtree(copied_run.path / "latest")
+    if other:
+        (copied_run.path / "latest").mkdir()
+        (copied_run.path / "latest" / "other").symlink_to(tmp_path)
     with pytest.raises(DataError, match="has no stage: there is nothing to archive"):
         store_run(copied_run, open_place(f"file://{tmp_path}/store"))
     with pytest.raises(ConfigError, match="has no stage: there is nothing to verify"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -97,6 +98,18 @@ def test_an_engine_that_fails_leaves_nothing_behind(asked, tmp_path):
     with pytest.raises(EnvironmentFault):
         ask([[5, 6]])
     assert not (tmp_path / "timed").exists()
+
+
+def test_a_file_that_the_engine_still_holds_costs_no_time_that_was_taken(asked, tmp_path, monkeypatch):
+    """As on NFS, where it leaves a file of another name."""
+
+    def remove(directory):
+        if directory.exists():
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(directory))
+
+    ask, _ = asked
+    monkeypatch.setattr(module, "remove", remove)
+    assert ask([[5, 6]]).spread == 0.02 and (tmp_path / "timed").exists()
 
 
 def test_without_vllm_there_is_nothing_to_ask(asked, monkeypatch):

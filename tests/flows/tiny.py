@@ -12,6 +12,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,14 @@ def run_again(config: Config, **options: object) -> RunDirectory:
     from pipeline.flow import run_flow
 
     return run_flow(config, executor="inline", console=Console(quiet=True), **options)
+
+
+def edit_summary(run: RunDirectory, name: str, **changes: object) -> None:
+    """Change what a finished stage's record says; None takes it out."""
+    made = latest(run, name)
+    assert made.done
+    kept = {key: value for key, value in (made.summary | changes).items() if value is not None}
+    replace(made.done, summary=kept).write(made.path)
 
 
 def latest(run: RunDirectory, name: str) -> StageDirectory:
