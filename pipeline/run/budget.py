@@ -17,11 +17,11 @@ from pipeline.artifacts.feature_writer import BACKLOG_BYTES
 from pipeline.config import Config
 from pipeline.config.training import Bits
 from pipeline.errors import EnvironmentFault
-from pipeline.evaluation.served_model import served_model
 from pipeline.execution.device_memory import GIB, Device, Memory, gpu_memory, machine_memory, num_gpus
 from pipeline.heads.export_format import export_format
 from pipeline.heads.shape import head_kind
 from pipeline.run.placements import OF_ENGINE
+from pipeline.run.served_copy import served_model
 from pipeline.run.stage_budget import StageBudget
 from pipeline.run.tree_settings import MEASURED_SIZES, times_trees
 from pipeline.targets.sizes import TargetSizes, forward_bytes, target_sizes

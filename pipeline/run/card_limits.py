@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.errors import EnvironmentFault
-from pipeline.evaluation.served_model import WHERE, served_model
 from pipeline.execution.cards import Card, counted, visible_cards
 from pipeline.run.placements import OF_ENGINE, sections_of, unfinished
+from pipeline.run.served_copy import WHERE, served_model
 from pipeline.run.tree_settings import times_chain
 from pipeline.targets.quantization import format_of
 from pipeline.targets.spec import TargetSpec, model_config, resolve

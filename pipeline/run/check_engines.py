@@ -27,7 +27,7 @@ from pipeline.evaluation.prompts import (
     with_room_for,
 )
 from pipeline.evaluation.served import chain_promise, check_served
-from pipeline.evaluation.served_model import check_on_served_model, served_model
+from pipeline.evaluation.served_model import check_on_served_model
 from pipeline.execution.hardware import with_surroundings
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
@@ -35,6 +35,7 @@ from pipeline.export.layout import read_layout
 from pipeline.run.context import Context
 from pipeline.run.placements import OF_ENGINE
 from pipeline.run.preflight import resolve_assistant
+from pipeline.run.served_copy import served_model
 from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, context_length

@@ -6,8 +6,8 @@ import os
 
 from pipeline.config import Config, FeaturesConfig, GenerateConfig
 from pipeline.errors import ConfigError
-from pipeline.evaluation.served_model import require_served_model
 from pipeline.run.placements import OF_ENGINE
+from pipeline.run.served_copy import require_served_model
 from pipeline.targets.files import is_local
 from pipeline.targets.quantized import require_readable
 from pipeline.targets.spec import resolve

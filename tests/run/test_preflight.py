@@ -249,7 +249,7 @@ def test_workers_without_gpus_read_a_quantized_target_on_the_cpu_also_where_a_gp
     def readable(spec, engine, *, on_gpu, where):
         asked.add((where, engine, on_gpu))
 
-    for module in ("pipeline.run.readable_targets", "pipeline.evaluation.served_model"):
+    for module in ("pipeline.run.readable_targets", "pipeline.run.served_copy"):
         monkeypatch.setattr(f"{module}.require_readable", readable)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     copy = shutil.copytree(tiny_target, tmp_path / "copy")
