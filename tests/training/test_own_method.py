@@ -5,8 +5,11 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 from rich.console import Console
+from safetensors.torch import load_file
 
+from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.flow import run_flow
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.training import ray_entry
@@ -40,6 +43,7 @@ def curve_of(run: RunDirectory) -> list[tuple[int, float, float]]:
 def test_a_method_of_our_own_trains_on_two_workers_of_which_one_is_killed_as_on_one(
     ray_cluster, finished_run, copied_run, make_config, tmp_path, monkeypatch
 ):
+    """The two have a part of the heads each, and of their checkpoints."""
     monkeypatch.setitem(METHODS, FixedRate.name, FixedRate())
     changes = {"train__method": FixedRate.name, "train__lr": 3e-3, "train__epochs": 4, "train__checkpoint_every": 1}
     cut_before(copied_run, "train")
@@ -47,7 +51,7 @@ def test_a_method_of_our_own_trains_on_two_workers_of_which_one_is_killed_as_on_
     whole = run_again(make_config(tmp_path, run__name="whole", **changes), until="train")
     assert stages_run(whole) == ["train"]
     monkeypatch.setattr(ray_entry, "train_on_ray", train_and_be_killed)
-    config = make_config(tmp_path, placement__train={"workers": 2}, **changes)
+    config = make_config(tmp_path, placement__train={"workers": 2}, train__shard_heads=True, **changes)
     run = run_flow(config, until="train", executor="ray", console=Console(quiet=True))
 
     processes = (tmp_path / "trainer.txt").read_text().split()
@@ -62,5 +66,12 @@ def test_a_method_of_our_own_trains_on_two_workers_of_which_one_is_killed_as_on_
     # Sums of float32 in another order: 1e-7 at each of the dozen steps, with room for it to grow from step to step.
     assert [loss for *_, loss in found] == pytest.approx([loss for *_, loss in expected], rel=1e-5)
     assert found[-1][-1] < found[0][-1]
+    made, reference = latest(run, "train"), latest(whole, "train")
+    assert {name: made.summary[name] for name in ("steps", "tokens")} == {
+        name: reference.summary[name] for name in ("steps", "tokens")
+    }
+    ours, theirs = (load_file(stage.path / HEADS_FILE) for stage in (made, reference))
+    assert all(torch.allclose(ours[name], tensor, atol=1e-4) for name, tensor in theirs.items())
+    assert not (made.path / "ray").exists()
     assert stages_run(run) == ["train"] and latest(run, "train").path != latest(finished_run, "train").path
     assert latest(run, "train").verify() == []

@@ -12,36 +12,29 @@ from safetensors.torch import load_file
 from pipeline.errors import ConfigError, DataError
 from pipeline.execution.placement import Placement
 from pipeline.execution.progress import Progress, ProgressReporter
-from pipeline.training.metrics import read_metrics
 from pipeline.training.phases import count_steps, train
 from pipeline.training.task import TrainSpec
-from tests.faults.workers import STEPS_BEFORE_DEATH, train_and_be_killed
 
 pytest.importorskip("ray")
 
 
-def train_through_ray(spec: TrainSpec, workers: int, show=None, entry=None):
+def train_through_ray(spec: TrainSpec, workers: int, show):
     """As the train stage does: Ray Train starts the workers from a Ray task, and this process shows their progress."""
     from pipeline.execution.ray_executor import RayExecutor
     from pipeline.training.ray_entry import train_on_ray
 
     arguments = {"spec": spec, "placement": Placement(workers, 1, 0), "max_failures": 3}
     progress = ProgressReporter(spec.path / "progress.tmp", show)
-    return RayExecutor().call(entry or train_on_ray, arguments, Placement(1, 0, 0), progress)
+    return RayExecutor().call(train_on_ray, arguments, Placement(1, 0, 0), progress)
 
 
 @pytest.mark.slow
-def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(
-    ray_cluster, make_spec, monkeypatch, tmp_path
-):
-    """The two have a part of the heads each, and of their checkpoints."""
+def test_two_workers_train_heads_first_and_then_the_backbone_with_them(ray_cluster, make_tuning, monkeypatch):
+    """The second stage with the backbone split over them. Of a worker's death: tests/training/test_own_method.py."""
     from pipeline.training import ray_entry
 
-    (tmp_path / "run").mkdir()
-    alone, together = (
-        make_spec(name, epochs=8, checkpoint_every=1, shard_heads=split)
-        for name, split in (("run/alone", False), ("run/together", True))
-    )
+    settings = {"recipe": "two-stage", "epochs": 2, "lora_dropout": 0.3}
+    alone, together = make_tuning("one", **settings), make_tuning("two", shard=True, **settings)
     expected = train(alone)
     shown, threads = [], set(threading.enumerate())
 
@@ -49,36 +42,14 @@ def test_ray_train_restarts_a_killed_worker_and_two_follow_the_curve_of_one(
         shown.append((now.done, now.total))
         assert set(threading.enumerate()) <= threads  # one that waits in Ray ends the process when Ray is shut down
 
-    found = train_through_ray(together, 2, show, train_and_be_killed)
-    processes = (tmp_path / "trainer.txt").read_text().split()
-    before, after = STEPS_BEFORE_DEATH + 1, len(processes) - STEPS_BEFORE_DEATH - 1
-    assert processes[:before] == processes[:1] * before and processes[0] not in processes[before:]
-    assert 0 < after < expected["steps"], "it did not begin again"
-    assert found["steps"] == expected["steps"] == shown[-1][1] and found["tokens"] == expected["tokens"]
-    assert found["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-2)
-    assert [line["step"] for line in read_metrics(together.path)] == list(range(expected["steps"] + 1))
-    ours, theirs = load_file(together.heads_path), load_file(alone.heads_path)
-    assert all(torch.allclose(ours[name], tensor, atol=0.02) for name, tensor in theirs.items())
-    assert not (together.path / "ray").exists()
-    monkeypatch.delattr(ray_entry, "TorchTrainer")  # a finished run called again starts nothing
-    assert ray_entry.train_on_ray(together, Placement(2, 1, 0), max_failures=3) == found
-
-
-@pytest.mark.slow
-def test_two_workers_train_heads_first_and_then_the_backbone_with_them(ray_cluster, make_tuning):
-    """The second stage with the backbone split over them."""
-    from pipeline.training.ray_entry import train_on_ray
-
-    settings = {"recipe": "two-stage", "epochs": 2, "lora_dropout": 0.3}
-    alone, together = make_tuning("one", **settings), make_tuning("two", shard=True, **settings)
-    expected, shown = train(alone), []
-    found = train_through_ray(together, 2, lambda now: shown.append((now.done, now.total)))
+    found = train_through_ray(together, 2, show)
     assert shown[-1] == (count_steps(together), count_steps(together)) and shown == sorted(shown)
     assert found["final_loss"] == pytest.approx(expected["final_loss"], rel=1e-2)
     assert found["drift"]["kl"] == pytest.approx(expected["drift"]["kl"], rel=0.05)
     adapters = [load_file(spec.adapter_path / "adapter_model.safetensors") for spec in (together, alone)]
     assert all(torch.allclose(adapters[0][name], tensor, atol=0.01) for name, tensor in adapters[1].items())
-    assert train_on_ray(together, Placement(2, 1, 0), max_failures=3) == found  # which starts nothing
+    monkeypatch.delattr(ray_entry, "TorchTrainer")  # a finished run called again starts nothing
+    assert ray_entry.train_on_ray(together, Placement(2, 1, 0), max_failures=3) == found
 
 
 def test_bad_data_is_refused_before_workers_start(make_spec):
