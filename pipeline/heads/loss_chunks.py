@@ -53,41 +53,50 @@ class SoftLabels(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows [C] of the flattened [K·N] that one lm_head reads, and which of the target's states teach them.
+    """Rows [C] of the flattened [K·N] that one lm_head reads, and which of the target's states teach the first of them.
 
     The head is None where one lm_head reads the rows of all heads.
     """
 
     head: int | None
     rows_C: Tensor
-    taught_by: tuple[int, Tensor] | None = None  # the first state of a buffer of them, and each row's place in it
+    taught_by: tuple[int, Tensor] | None = None  # the first state of a buffer of them, each taught row's place in it
+
+    def slices(self, size: int) -> Iterator[tuple[slice, bool]]:
+        """At most so many of its rows at a time, and whether the target's states teach them."""
+        num_taught = len(self.taught_by[1]) if self.taught_by else 0
+        for first, end, is_taught in ((0, num_taught, True), (num_taught, len(self.rows_C), False)):
+            for start in range(first, end, size):
+                yield slice(start, min(start + size, end)), is_taught
 
 
 class Taught:
-    """The chunks of rows that have soft labels, and the target's distributions, one chunk of its states at a time."""
+    """The chunks of a loss with soft labels, and the target's distributions, one chunk of its states at a time."""
 
     def __init__(self, teacher: Teacher, logits_buffer: Tensor, exact: torch.dtype):
         self.teacher, self.rows_KN, self.logits_buffer = teacher, teacher.rows_KN, logits_buffer
         self.p_buffer = logits_buffer.new_empty(logits_buffer.shape, dtype=exact)
         self.held: int | None = None  # the first state of those in the buffer
 
-    def chunks(self, taught_KN: Tensor, rows_KN: Tensor, *, shared: bool) -> Iterator[Chunk]:
-        """Those of a loss with soft labels, by the states that teach them."""
-        teacher, num_rows, num_lm_heads = self.teacher, len(self.logits_buffer), 1 if shared else len(taught_KN)
-        rows = taught_KN.flatten().nonzero()[:, 0]
+    def chunks(self, labels_KN: Tensor, rows_KN: Tensor, *, shared: bool) -> Iterator[Chunk]:
+        """Labelled rows by the states that teach them; those that none does share the last states' chunk."""
+        num_rows, num_lm_heads = len(self.logits_buffer), 1 if shared else len(labels_KN)
+        num_blocks = max(1, -(-len(self.teacher.states_MD) // num_rows))
+        rows = (labels_KN.flatten() != IGNORED).nonzero()[:, 0]
         of_teacher = rows_KN.flatten()[rows]
-        groups = of_teacher // num_rows * num_lm_heads
-        groups += 0 if shared else rows // taught_KN.shape[1]
-        num_groups = -(-len(teacher.states_MD) // num_rows) * num_lm_heads
-        counts = groups.bincount(minlength=num_groups).tolist()
-        order = groups.argsort(stable=True)
-        found = zip(rows[order].split(counts), of_teacher[order].split(counts), strict=True)
-        for group, (rows_of_group, teachers_of_group) in enumerate(found):
-            start = group // num_lm_heads * num_rows
-            for rows_C, teachers_C in zip(
-                rows_of_group.split(num_rows), teachers_of_group.split(num_rows), strict=True
-            ):
-                yield Chunk(None if shared else group % num_lm_heads, rows_C, (start, teachers_C - start))
+        is_untaught = of_teacher < 0
+        groups = (of_teacher // num_rows).masked_fill(is_untaught, num_blocks - 1) * num_lm_heads
+        groups += 0 if shared else rows // labels_KN.shape[1]
+        order = (2 * groups + is_untaught).argsort(stable=True)  # a group's taught rows first
+        counts = (2 * groups + is_untaught).bincount(minlength=2 * num_blocks * num_lm_heads).view(-1, 2).tolist()
+        sizes = [taught + untaught for taught, untaught in counts]
+        found = zip(rows[order].split(sizes), of_teacher[order].split(sizes), counts, strict=True)
+        for group, (rows_of_group, teachers_of_group, (num_taught, _)) in enumerate(found):
+            head, first = None if shared else group % num_lm_heads, group // num_lm_heads * num_rows
+            for start in range(0, len(rows_of_group), num_rows):
+                teachers_C = teachers_of_group[start : min(start + num_rows, num_taught)]
+                taught_by = (first, teachers_C - first) if len(teachers_C) else None
+                yield Chunk(head, rows_of_group[start : start + num_rows], taught_by)
 
     def soft_labels(self, first: int, states_C: Tensor) -> SoftLabels:
         """What a chunk's rows learn; overwrites the buffer of logits unless these states were the last ones asked for.
@@ -108,11 +117,10 @@ class Taught:
         return p_MV
 
 
-def rows_by_lm_head(labels_KN: Tensor, *, shared: bool) -> Iterator[tuple[int | None, Tensor]]:
-    """The labelled rows of the flattened [K·N], grouped by the lm_head that reads them: per head, or all at once."""
+def labelled_chunks(labels_KN: Tensor, num_rows: int, *, shared: bool) -> Iterator[Chunk]:
+    """The labelled rows of the flattened [K·N] by the lm_head that reads them: per head, or all at once."""
     rows = (labels_KN.flatten() != IGNORED).nonzero()[:, 0]
-    if shared:
-        yield None, rows
-        return
-    counts = (labels_KN != IGNORED).sum(1).tolist()
-    yield from enumerate(rows.split(counts))
+    counts = [len(rows)] if shared else (labels_KN != IGNORED).sum(1).tolist()
+    for head, rows_of_one in enumerate(rows.split(counts)):
+        for start in range(0, len(rows_of_one), num_rows):
+            yield Chunk(None if shared else head, rows_of_one[start : start + num_rows])

@@ -24,15 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.conversations.spans import IGNORED
 from pipeline.heads.loss_chunks import (
     Chunk,
     SoftLabels,
     Taught,
     block_rows,
     chunk_bytes_on,
+    labelled_chunks,
     rows_at_a_time,
-    rows_by_lm_head,
 )
 from pipeline.heads.soft_labels import Teacher
 from pipeline.heads.split_rows import SplitRows
@@ -148,36 +147,45 @@ class _Walk:
     def split_lm_heads(self, lm_head: Tensor, split: SplitRows) -> Tensor | None:
         """Of all heads, one after another, of parts [K, R, D] or [R, D]; returns the weighed gradient's part."""
         gradient = torch.empty_like(lm_head) if self.wants_lm_head else None
-        dtype, are_summed = self.hidden_KND.dtype, []
+        dtype, parts = self.hidden_KND.dtype, []
         for head, part_RD in enumerate(lm_head) if lm_head.dim() == 3 else [(None, lm_head)]:
             blocks = self._gradient_blocks(head, split.whole(part_RD, dtype))
             if gradient is None:
                 deque(blocks, maxlen=0)  # losses and the states' gradient alone
             else:
-                are_summed.append(split.summed(blocks, gradient if head is None else gradient[head], head or 0))
-        return None if None in are_summed else gradient  # micro-batches accumulate, in `split`
+                parts.append(split.summed(blocks, gradient if head is None else gradient[head], head or 0))
+        return None if None in parts else gradient  # micro-batches accumulate, in `split`
 
     def _gradient_blocks(self, head: int | None, weight_VD: Tensor) -> Iterator[Tensor]:
         """Of one lm_head, that of a head or of all: its weighed gradient, some of its V rows at a time, in order."""
-        heads, exact = slice(None) if head is None else slice(head, head + 1), self.losses_KN.dtype
-        chunks = [chunk for chunk in self._chunks(heads, shared=head is None) if len(chunk.rows_C)]
-        (num_rows, size), total_VD, factors = weight_VD.shape, None, None
-        for number, chunk in enumerate(chunks, 1):
-            factors = self._chunk(heads, chunk, weight_VD)
-            if self.wants_lm_head and number < len(chunks):
-                total_VD = weight_VD.new_zeros(num_rows, size, dtype=exact) if total_VD is None else total_VD
-                _add_product(total_VD, *factors, self.block_rows)
-        weight_RD = weight_VD[:0]
+        (num_rows, size), dtype, exact = weight_VD.shape, self.hidden_KND.dtype, self.losses_KN.dtype
+        total_VD, factors = self._all_but_the_last_product(head, weight_VD)
         del weight_VD
         # What is added in its own dtype is one product, as in whole lm_heads: its bits may depend on how it is cut.
-        step = num_rows if weight_RD.dtype == exact else self.block_rows
+        step = num_rows if dtype == exact else self.block_rows
         for start in range(0, num_rows if self.wants_lm_head else 0, step):
             rows = slice(start, min(start + step, num_rows))
-            block_BD = weight_RD.new_zeros(rows.stop - start, size, dtype=exact) if total_VD is None else total_VD[rows]
+            block_BD = self.losses_KN.new_zeros(rows.stop - start, size) if total_VD is None else total_VD[rows]
             if factors is not None:
                 _add_product(block_BD, factors[0][:, rows], factors[1], step)
             yield block_BD if head is None else block_BD.mul_(self.weights_K[head])
             del block_BD  # before the next one is made
+
+    def _all_but_the_last_product(
+        self, head: int | None, weight_VD: Tensor
+    ) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+        """Of one lm_head's gradient: the sum [V, D] over all chunks but the last, and what to multiply of that one.
+
+        None where there is no such chunk.
+        """
+        total_VD, factors = None, None
+        heads = slice(None) if head is None else slice(head, head + 1)
+        for chunk in self._chunks(heads, shared=head is None):
+            if factors is not None and self.wants_lm_head:  # those of the chunk before, whose logits' place is needed
+                total_VD = self.losses_KN.new_zeros(weight_VD.shape) if total_VD is None else total_VD
+                _add_product(total_VD, *factors, self.block_rows)
+            factors = self._chunk(heads, chunk, weight_VD)
+        return total_VD, factors
 
     def _chunk(self, heads: slice, chunk: Chunk, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
         """Losses and the states' gradient of a chunk of these heads.
@@ -191,10 +199,8 @@ class _Walk:
         hidden_CD = self.hidden_KND[heads].reshape(-1, self.hidden_KND.shape[2])[rows_C]
         logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=self.logits_buffer[: len(rows_C)])
         flat_losses, wants = self.losses_KN[heads].view(-1), self.wants_hidden or self.wants_lm_head
-        slice_rows = self.scratch.shape[1]
-        for start in range(0, len(rows_C), slice_rows):
-            part = slice(start, start + slice_rows)
-            soft_S = soft and soft.part(part)
+        for part, is_taught in chunk.slices(self.scratch.shape[1]):
+            soft_S = soft.part(part) if soft and is_taught else None
             losses_S = _to_gradient(logits_CV[part], labels_C1[part], self.scratch, soft_S, wants_gradient=wants)
             flat_losses[rows_C[part]] = losses_S
         if self.grad_hidden_KND is not None:
@@ -205,18 +211,10 @@ class _Walk:
         return logits_CV, hidden_CD
 
     def _chunks(self, heads: slice, *, shared: bool) -> Iterator[Chunk]:
-        """The labelled rows of these heads' flattened [K·N], at most a buffer's at a time.
-
-        Rows of which the teacher has no state come last.
-        """
-        labels_KN = self.labels_KN[heads]
-        if self.taught is not None:
-            taught_KN = (labels_KN != IGNORED) & (self.taught.rows_KN[heads] >= 0)
-            yield from self.taught.chunks(taught_KN, self.taught.rows_KN[heads], shared=shared)
-            labels_KN = labels_KN.masked_fill(taught_KN, IGNORED)
-        for head, rows in rows_by_lm_head(labels_KN, shared=shared):
-            for rows_C in rows.split(len(self.logits_buffer)):
-                yield Chunk(head, rows_C)
+        """The labelled rows of these heads' flattened [K·N], at most a buffer's at a time."""
+        if self.taught is None:
+            return labelled_chunks(self.labels_KN[heads], len(self.logits_buffer), shared=shared)
+        return self.taught.chunks(self.labels_KN[heads], self.taught.rows_KN[heads], shared=shared)
 
 
 def _to_gradient(

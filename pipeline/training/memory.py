@@ -134,7 +134,7 @@ def lm_head_gradients(step: StepSizes, num_positions: int, *, teacher: bool) -> 
     heads, one = step.heads, step.heads.vocab_size * step.heads.hidden_size
     if not step.split or not heads.trained_lm_head:
         return FP32 * heads.trained_lm_head
-    rows, of_one, _ = _chunk(step, num_positions, teacher=teacher)
+    rows, of_one, _ = _chunk_sizes(step, num_positions, teacher=teacher)
     return FP32 * (heads.trained_lm_head / step.parts + (one if rows < of_one else 0))
 
 
@@ -149,7 +149,7 @@ def heads_states(step: StepSizes, num_positions: int) -> float:
 def heads_logits(step: StepSizes, num_positions: int, *, teacher: bool) -> float:
     """A chunk's logits and states, the copy of an lm_head that products read and what they make (heads/losses.py)."""
     heads, width, held = step.heads, step.product_bytes, 2 if teacher else 1
-    rows, of_one, slice_rows = _chunk(step, num_positions, teacher=teacher)
+    rows, of_one, slice_rows = _chunk_sizes(step, num_positions, teacher=teacher)
     logits = heads.vocab_size * (rows * (width + (held - 1) * FP32) + slice_rows * held * FP32)
     states = 2 * rows * heads.hidden_size * width
     trains, rounds = heads.trained_lm_head > 0, width < FP32
@@ -164,7 +164,7 @@ def heads_logits(step: StepSizes, num_positions: int, *, teacher: bool) -> float
     return logits + states + matrices * heads.hidden_size
 
 
-def _chunk(step: StepSizes, num_positions: int, *, teacher: bool) -> tuple[int, int, int]:
+def _chunk_sizes(step: StepSizes, num_positions: int, *, teacher: bool) -> tuple[int, int, int]:
     """The rows of a chunk of the loss, those that one lm_head reads in all, and those of a slice."""
     heads, dtype = step.heads, torch.bfloat16 if step.product_bytes < FP32 else torch.float32
     of_one = heads.num_heads // heads.num_lm_heads * num_positions

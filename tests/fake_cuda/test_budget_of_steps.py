@@ -57,6 +57,7 @@ def batch_of(hidden_size: int, num_positions: int) -> Batch:
     states = [torch.empty(num_positions, hidden_size, dtype=torch.bfloat16, device=device) for _ in range(2)]
     tokens_N = torch.arange(num_positions).remainder(1000)
     rows_KN = torch.arange(num_positions).expand(K, -1).contiguous()
+    rows_KN[:, -1] = -1  # a text that is cut off there
     integers = (tokens_N, tokens_N.expand(K, -1).contiguous(), rows_KN)
     next_N, labels_KN, teacher_KN = (tensor.to(device) for tensor in integers)
     return Batch(states[0], next_N, labels_KN, states[1], teacher_KN)

@@ -43,7 +43,8 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, soft: bool):
     labels = torch.randint(V, (K, N), generator=generator)
     labels[torch.rand(K, N, generator=generator) < 0.3] = IGNORED
     labels[2] = IGNORED
-    rows = torch.randint(-1, N, (K, N), generator=generator)
+    rows = torch.randint(N, (K, N), generator=generator)
+    rows[:, ::4] = -1
     teacher = Teacher(TargetHead(draw(V, D)), draw(N, D), rows, 0.5) if soft else None
     return draw(*shape, R, D).float(), draw(K, N, D), labels, teacher
 
@@ -74,13 +75,15 @@ def test_a_part_of_the_gradient_is_that_of_whole_lm_heads(shape, dtype, chunk_by
     assert not of_part[..., mine.shape[-2] :, :].any(), "rows that fill up the last part"
 
 
-def test_no_gradient_of_a_split_lm_head_is_whole_where_one_chunk_has_its_rows():
-    part, hidden, labels, _ = case((K,), torch.bfloat16, soft=False)
+@pytest.mark.parametrize("soft", [False, True])
+def test_no_gradient_of_a_split_lm_head_is_whole_where_one_chunk_has_its_rows(soft):
+    """With soft labels, also of rows that no state teaches."""
+    part, hidden, labels, teacher = case((K,), torch.bfloat16, soft)
     part, rows = part.requires_grad_(), RowsOverWorkers(V, OneOfSome(0, 2))
     largest = []
     for chunk_bytes in (ONE_CHUNK, SEVERAL_CHUNKS):
         with Sizes() as made:
-            summed_cross_entropy(hidden, part, labels, weights_K=WEIGHTS, split=rows, chunk_bytes=chunk_bytes)
+            summed_cross_entropy(hidden, part, labels, teacher, WEIGHTS, split=rows, chunk_bytes=chunk_bytes)
         largest.append(max(numel for numel, dtype in made.shapes if dtype is torch.float32))
     assert largest[0] < V * D <= largest[1]
 

@@ -134,8 +134,11 @@ def test_a_worker_of_two_takes_what_is_planned_for_split_heads_and_at_most_six_t
     assert found[True] <= 0.6 * found[False]
 
 
-@pytest.mark.parametrize(("checkpointing", "num_sequences"), [(True, 2), (False, 1)])
-def test_a_step_of_the_backbone_takes_what_is_planned_for_it(target, checkpointing, num_sequences):
+@pytest.mark.parametrize(
+    ("checkpointing", "num_sequences", "split"), [(True, 2, False), (False, 1, False), (True, 1, True)]
+)
+def test_a_step_of_the_backbone_takes_what_is_planned_for_it(target, checkpointing, num_sequences, split):
+    """On a text that is cut at the sequence's length, so that no state teaches its last labels."""
     tuned = BackboneConfig(sequence_length=N, gradient_checkpointing=checkpointing, batch_sequences=num_sequences)
     settings = TrainConfig(
         method="medusa-2", heads="medusa", num_heads=K, precision="bf16", soft_labels=0.5, backbone=tuned
@@ -144,7 +147,13 @@ def test_a_step_of_the_backbone_takes_what_is_planned_for_it(target, checkpointi
     learner.settings, learner.dtype = tuned, torch.bfloat16
     learner.backbone = Backbone(target, tuned, CPU, torch.bfloat16)
     learner.modules["backbone"] = learner.backbone
-    text = Text(np.random.default_rng(0).integers(V, size=N + 1, dtype=np.int32), (Span(1, N + 1, "assistant"),), N)
+    sizes = HeadsSizes.of(type(learner.heads), learner.heads.shape)
+    if split:
+        learner.sharded = shard_heads(learner.heads, OneOfTwo(0, 2))
+    tokens = np.random.default_rng(0).integers(V, size=N + 10, dtype=np.int32)
+    text = Text(tokens, (Span(1, N + 10, "assistant"),), N)
     batches = [MicroBatch(assemble_texts([[text]], K), seed) for seed in range(num_sequences)]
+    assert (batches[0].texts.teacher_KN < 0).any() and (batches[0].texts.labels_KN[:, -1] >= 0).any()
     learner._heads_weight = lambda step: 0.01
-    assert expected(learner, target) == pytest.approx(peak_of(learner, batches), rel=0.1)
+    step = StepSizes(settings, sizes, target_sizes(target), learner.recipe, 1 + split, False, split=split)
+    assert BackboneLearner.memory(step).total == pytest.approx(peak_of(learner, batches), rel=0.1)
