@@ -15,14 +15,17 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.readout import Forward
 from pipeline.decoding.steps import BatchState, TreeSteps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Uncaptured steps of each kind: the first one selects kernels, the last one is the rehearsal, and a rare kind is not
 # worth a capture.

@@ -18,11 +18,10 @@ from __future__ import annotations
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from pipeline.decoding.acceptance import AcceptanceRule, greedy_acceptance
 from pipeline.decoding.cache import TreeCache, num_cached_layers
@@ -34,6 +33,9 @@ from pipeline.decoding.readout import Forward, check_pair, reading
 from pipeline.decoding.steps import BatchState, TreeSteps
 from pipeline.decoding.tree import Choices, Tree
 from pipeline.heads.kind import Heads
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)

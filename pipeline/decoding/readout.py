@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache
 
-from pipeline.decoding.grouped_attention import GroupedRows
 from pipeline.decoding.masks import Masks
 from pipeline.errors import ConfigError
 from pipeline.heads.kind import Heads
 from pipeline.targets.loading import input_device, lm_head_inputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _TREE_ATTENTION = ("sdpa", "eager")
 
@@ -37,6 +39,8 @@ class Forward(Protocol):
 @contextmanager
 def reading(model: PreTrainedModel) -> Iterator[Forward]:
     """The model's forward with its hidden states; the hook is removed when the context ends."""
+    from pipeline.decoding.grouped_attention import GroupedRows  # transformers' models: only who runs one waits
+
     can_select, attention = _can_select_logits(model), GroupedRows(model)
     with lm_head_inputs(model) as seen:
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.dynamic_tree import DynamicTree
@@ -22,6 +21,9 @@ from pipeline.decoding.readout import last_positions
 from pipeline.evaluation.prompts import Prompt
 from pipeline.heads.accuracy import label_ranks
 from pipeline.heads.kind import Heads
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class AnswerStates(NamedTuple):

@@ -18,11 +18,10 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.config import CheckConfig
 from pipeline.conversations.repetition import distinct_n
@@ -31,6 +30,9 @@ from pipeline.decoding.decoder import Decoded
 from pipeline.decoding.readout import last_positions
 from pipeline.evaluation.prompts import Prompt
 from pipeline.targets.spec import TargetSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NUM_SAMPLES = 2  # decoded answers that the report shows
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from time import perf_counter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from pipeline.config import BaselineName
@@ -25,6 +25,9 @@ from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import Decode, Pass, categories_of, code_of_others, pace_beside
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NUM_LOOKED_UP = 10  # guesses per step, as in transformers' guide
 

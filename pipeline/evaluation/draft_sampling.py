@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from time import perf_counter
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache
 
 from pipeline.decoding.decoder import Decoded
 from pipeline.evaluation.speed import code_of_others
 from pipeline.targets.loading import input_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 NUM_DRAFTED = 5  # per step, as in both papers' experiments
 

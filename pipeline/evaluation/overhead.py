@@ -14,10 +14,9 @@ import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.decoding.decoder import Decoder, plain_decoder
@@ -27,6 +26,9 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.heads.kind import Heads
 from pipeline.targets.loading import input_device, load_causal_lm
 from pipeline.targets.spec import TargetSpec, context_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Name = TypeVar("Name", bound=Hashable)
 NUM_STEPS, NUM_PROMPTS = 8, 6

@@ -12,9 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
@@ -25,6 +23,9 @@ from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_causal_lm
 from pipeline.targets.quantized import in_engine
 from pipeline.targets.vllm_decode import vllm_decode_check
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def check_served(request: CheckRequest, progress: ProgressReporter | None = None) -> dict[str, Any]:
