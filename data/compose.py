@@ -108,7 +108,8 @@ def take_turns(topics: list[list[Any]]) -> list[Any]:
 
 def compose() -> dict[str, str]:
     """Both files' content by name: the first half of each topic in ShareGPT form, the second in UltraChat form."""
-    topics = {path.stem: yaml.safe_load(path.read_text("utf-8")) for path in sorted((HERE / "topics").glob("*.yaml"))}
+    files = sorted((HERE / "topics").glob("*.yaml"))
+    topics = {file.stem: yaml.CSafeLoader(file.read_text("utf-8")).get_single_data() for file in files}
     rows = [list(compose_topic(name, topic)) for name, topic in topics.items()]
     files = {
         "seeds.sharegpt.jsonl": [as_sharegpt(*row) for row in take_turns([each[: len(each) // 2] for each in rows])],

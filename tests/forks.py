@@ -4,7 +4,29 @@ and not the six to eight that their imports take."""
 from __future__ import annotations
 
 import multiprocessing
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["pipeline.cli.app", "pipeline.flow", "transformers.models.llama.modeling_llama"])
 PATIENCE = 120  # seconds
+
+
+def in_a_fork(function: Callable[..., Any], *arguments: Any) -> tuple[int | None, str]:
+    """Call it in a process of its own; how that ended, and all that it said."""
+    with tempfile.TemporaryDirectory() as directory:
+        said = Path(directory) / "said"
+        process = FORKS.Process(target=_call, args=(said, function, *arguments))
+        process.start()
+        process.join(PATIENCE)
+        return process.exitcode, said.read_text()
+
+
+def _call(said: Path, function: Callable[..., Any], *arguments: Any) -> None:
+    file = os.open(said, os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    function(*arguments)

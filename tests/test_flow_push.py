@@ -6,8 +6,6 @@ import hashlib
 import json
 import shutil
 import signal
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -15,12 +13,12 @@ from huggingface_hub import ModelCard
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from pipeline.cli.app import app, main
+from pipeline.cli.app import app
 from pipeline.cli.ending import ends_well
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.flow import push_run, run_flow
 from pipeline.run.reporting import assemble
-from tests.export.hub_stand_in import TOKEN, hub_on_loopback, take_for_the_hub
+from tests.export.hub_stand_in import TOKEN, hub_on_loopback, push_to
 from tests.flows.tiny import edit_summary, latest, stages_run
 from tests.forks import FORKS, PATIENCE
 
@@ -286,13 +284,6 @@ def test_a_hub_that_fails_is_tried_again_by_the_same_command(copied_run, make_co
     assert TOKEN not in str(caught.value)
     hub.failures = {}
     assert stages_run(run_again(config)) == ["push"]
-
-
-def push_to(endpoint: str, config: Path) -> None:
-    """Run the command line in this process with the Hub at `endpoint`."""
-    take_for_the_hub(pytest.MonkeyPatch(), endpoint, config.parent)
-    sys.argv = ["medusa-distill", "run", str(config), "--executor", "inline"]
-    main()
 
 
 @pytest.mark.slow

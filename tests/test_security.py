@@ -24,8 +24,9 @@ from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFaul
 from pipeline.flow import run_flow
 from pipeline.redact import redacted
 from pipeline.storage.shards import read_rows
-from tests.export.hub_stand_in import TOKEN, HubStandIn
+from tests.export.hub_stand_in import TOKEN, HubStandIn, push_to
 from tests.flows.tiny import SHARDED, latest, run_again, stages_run
+from tests.forks import in_a_fork
 
 pytest_plugins = ["tests.flows.failing"]
 
@@ -205,9 +206,8 @@ def test_a_setting_that_holds_a_secret_is_refused_before_it_is_written_and_not_r
     assert not any(secret in str(caught.value) for secret in SECRETS) and not (tmp_path / "run").exists()
 
 
-def everything_said_and_written(ended: subprocess.CompletedProcess[bytes], run: Path) -> bytes:
-    files = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
-    return b"\n".join([ended.stdout, ended.stderr, *files])
+def everything_written(run: Path) -> bytes:
+    return b"\n".join(path.read_bytes() for path in run.rglob("*") if path.is_file())
 
 
 def test_a_secret_in_a_worker_s_traceback_is_no_secret_in_the_events(copied_run, monkeypatch):
@@ -229,15 +229,16 @@ def test_no_secret_is_in_what_a_run_says_or_writes(copied_run, make_settings, tm
     def run(endpoint: str, code: int) -> bytes:
         ended = subprocess.run(line, env=environment | {"HF_ENDPOINT": endpoint}, cwd=ROOT, capture_output=True)
         assert ended.returncode == code, ended.stderr.decode()
-        return everything_said_and_written(ended, copied_run.path)
+        return b"\n".join([ended.stdout, ended.stderr, everything_written(copied_run.path)])
 
     with HubStandIn() as hub:
         said = run(hub.endpoint.replace("//", f"//me:{SECRETS[1]}@"), 4)
         hub.failures = {"POST /api/models/me/heads/commit": 400}
         said += run(hub.endpoint, 4)
         hub.failures = {}
-        said += run(hub.endpoint, 0)
-        assert "me/heads" in hub.repositories
+        code, pushed = in_a_fork(push_to, hub.endpoint, tmp_path / "push.yaml")
+        assert code == 0 and "me/heads" in hub.repositories
+        said += pushed.encode() + everything_written(copied_run.path)
         said += b"\n".join(hub.repositories["me/heads"].files.values())
     assert b"answered 400" in said and b"answered 401" in said and b"Traceback" in said
     told = [line for line in said.splitlines() if TOKEN.encode() in line or SECRETS[1].encode() in line]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from urllib.parse import unquote, urlsplit
 import huggingface_hub.constants
 import pytest
 from huggingface_hub import DatasetCard, ModelCard, close_session
+
+from pipeline.cli.app import main
 
 TOKEN = "hf_standInTokenThatMayWrite"
 
@@ -91,6 +94,13 @@ def take_for_the_hub(monkeypatch: pytest.MonkeyPatch, endpoint: str, tmp_path: P
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     close_session()
+
+
+def push_to(endpoint: str, config: Path) -> None:
+    """Run the command line in this process with the Hub at `endpoint`."""
+    take_for_the_hub(pytest.MonkeyPatch(), endpoint, config.parent)
+    sys.argv = ["medusa-distill", "run", str(config), "--executor", "inline"]
+    main()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 
 import pytest
 
+from pipeline.config.load import validate
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.ray_executor import SUBMITTED_JOB
 from pipeline.run import readable_targets
 from pipeline.run.preflight import check_config, unread_settings
 from tests.flows.tiny import save_target
+from tests.forks import in_a_fork
 
 HUB = {"target__model": "owner/model"}
 MEDUSA_2 = {"train__method": "medusa-2"}
@@ -186,15 +187,14 @@ def test_replies_that_the_seeds_bring_need_no_engine(make_config, tmp_path, monk
     check_config(make_config(tmp_path, generate__engine="vllm", generate__mode="passthrough"))
 
 
+def look_for_packages(settings: dict) -> None:
+    check_config(validate(settings, "test"))
+    print([name for name in ("vllm", "bitsandbytes") if name in sys.modules])
+
+
 def test_looking_for_a_package_does_not_import_it(make_settings, tmp_path):
     settings = make_settings(tmp_path, generate__engine="vllm", train__optimizer="adamw-8bit")
-    script = (
-        "import json, sys; from pipeline.config.load import validate; from pipeline.run.preflight import *;"
-        "check_config(validate(json.loads(sys.argv[1]), 'test'));"
-        "print([name for name in ('vllm', 'bitsandbytes') if name in sys.modules])"
-    )
-    said = subprocess.run([sys.executable, "-c", script, json.dumps(settings)], capture_output=True, text=True)
-    assert said.stdout.strip() == "[]", said.stderr
+    assert in_a_fork(look_for_packages, settings) == (0, "[]\n")
 
 
 @pytest.mark.parametrize(

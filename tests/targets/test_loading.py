@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets import loading
 from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_gpus, verify_tap
 from pipeline.targets.spec import TargetSpec, weight_files
+from tests.forks import in_a_fork
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that must be missing")
 
@@ -65,11 +65,7 @@ def test_on_a_cpu_weights_in_their_own_dtype_are_the_file_s_own_pages(random_tar
 @pytest.mark.slow
 def test_quantizing_on_a_cpu_says_nothing_of_kernels_that_are_missing() -> None:
     pytest.importorskip("bitsandbytes")
-    script = (
-        "from pipeline.targets import loading, spec; loading._quantization(spec.TargetSpec('any', quantization='4bit'))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+    assert in_a_fork(loading._quantization, TargetSpec("any", quantization="4bit")) == (0, "")
 
 
 def test_a_repository_of_pickled_weights_loads_the_same_tensors(random_target: TargetSpec, pickled: Path) -> None:
