@@ -16,7 +16,8 @@ OTHER := $(filter-out $(ACCELERATOR),$(INSTALLED))
 
 unexport PYTHONDONTWRITEBYTECODE  # hundreds of processes would compile the same files
 
-TESTS := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
+# Compiled once, and not by every process for itself.
+TESTS := $(BIN)/python -m compileall -q -j 0 pipeline benchmarks flows && $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal
 
 .PHONY: help install demo test lint check bench format clean
 

@@ -8,6 +8,8 @@ their own process ask for `vllm_here`: one worker has them all, and imports it o
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import logging
 import os
 from collections.abc import Callable
@@ -28,7 +30,15 @@ def ray_cluster() -> None:
 
 @pytest.fixture(scope="session")
 def vllm_here() -> None:
-    """This process loads vLLM, which takes eleven seconds: what needs its engines had better run here, too."""
+    """This process loads vLLM, which takes eleven seconds: what needs its engines had better run here, too.
+
+    No collection of garbage looks through it, of which the end of each engine begins four.
+    """
+    if importlib.util.find_spec("vllm"):
+        from vllm import LLM  # noqa: F401
+
+        gc.collect()
+        gc.freeze()
 
 
 def work_here(monkeypatch: pytest.MonkeyPatch, module: ModuleType, work: Callable[..., Any]) -> None:

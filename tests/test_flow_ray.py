@@ -1,4 +1,8 @@
-"""Through Ray and Ray Train the flow makes what it makes in one process, and stops as politely."""
+"""Through Ray and Ray Train the flow makes what it makes in one process, and stops as politely.
+
+However many workers share the work, the rows are the same. Training's loss is, but for the order of its sums:
+tests/training/test_own_method.py.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,28 @@ from safetensors.torch import load_file
 
 from pipeline.cli.app import main
 from pipeline.flow import run_flow
+from pipeline.stages import features
+from pipeline.storage.receipts import Receipt
 from pipeline.storage.run_directory import RunDirectory
+from pipeline.storage.tasks import ShardTask
 from tests.flows.tiny import SHARDED, contents, last_events, run_again, shards_made, stages_run
 from tests.forks import FORKS, PATIENCE
+
+WORKERS = 2
+
+
+class Together(features.Worker):
+    """A worker that begins once as many as there are to be have come, each in its own process."""
+
+    def __call__(self, task: ShardTask) -> Receipt:
+        come = Path(task.shard).parents[2] / "come"
+        come.mkdir(exist_ok=True)
+        (come / str(os.getpid())).touch()
+        patience = time.monotonic() + 600
+        while len(list(come.iterdir())) < WORKERS:
+            assert time.monotonic() < patience, "some workers never came"
+            time.sleep(0.02)
+        return super().__call__(task)
 
 
 def stop_when(happened: Callable[[], bool], config: Path, sent: int, cluster: str = "") -> tuple[int, str]:
@@ -42,6 +65,7 @@ def stop_when(happened: Callable[[], bool], config: Path, sent: int, cluster: st
 def run_in_a_session(config: Path, said: Path, cluster: str) -> None:
     """The command line as a terminal runs it; what it says on stderr goes to `said`."""
     os.setsid()
+    features.Worker = Together
     if cluster:
         os.environ["RAY_ADDRESS"] = cluster
     os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT), 2)
@@ -56,7 +80,8 @@ def test_a_ray_run_is_stopped_by_sigterm_and_by_ctrl_c_and_goes_on_to_what_the_i
 ):
     import ray
 
-    changes = {"train__checkpoint_every": 1, "train__epochs": 30}
+    workers = {f"placement__{stage}": {"workers": WORKERS} for stage in ("generate", "features")}
+    changes = {"train__checkpoint_every": 1, "train__epochs": 30, **workers}
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(make_settings(tmp_path, **changes)))
     run = RunDirectory(tmp_path / "run")
@@ -85,6 +110,7 @@ def test_a_ray_run_is_stopped_by_sigterm_and_by_ctrl_c_and_goes_on_to_what_the_i
     run = run_flow(config, console=Console(quiet=True))
     assert stages_run(run) == ["train", "calibrate", "export", "check"]
     reference = run_again(make_config(tmp_path, run__name="reference", **changes), until="train")
+    assert len(list((run.path / "come").iterdir())) == WORKERS
     assert contents(run, *SHARDED) == contents(finished_run, *SHARDED)
     ours, theirs = (load_file(of.path / "latest/train/heads.safetensors") for of in (run, reference))
     assert all(torch.allclose(ours[name], tensor, atol=1e-5) for name, tensor in theirs.items())

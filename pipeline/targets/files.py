@@ -184,7 +184,9 @@ def hub_errors(model: str, revision: str | None) -> Iterator[None]:
     """Translate the Hub client's errors into ours; what it logs of its retries is not shown."""
     from huggingface_hub import errors as hub
 
-    logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)  # which our errors say
+    client = logging.getLogger("huggingface_hub.utils._http")
+    if client.level != logging.ERROR:  # what it warns of our errors say
+        client.setLevel(logging.ERROR)
     at = f" at revision {revision}" if revision else ""
     try:
         yield
