@@ -1,6 +1,6 @@
 """A Ray worker is killed in generation, in features: another goes on, and the result is the same.
 
-In training: tests/training/test_own_method.py.
+In training: tests/test_flow_ray.py.
 """
 
 from __future__ import annotations

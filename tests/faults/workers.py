@@ -20,6 +20,7 @@ from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
 from tests.faults.processes import at, die, lose_node
 from tests.forks import PATIENCE
 
+WORKERS = 2  # that share a stage's work
 MIDDLE = 1  # the shard in which a worker is killed once
 STEPS_BEFORE_DEATH = 2
 
@@ -46,6 +47,19 @@ class Stand:
     def close(self) -> None:
         if self._real is not None:
             self._real.close()
+
+
+class Together(Stand):
+    """A worker that begins once as many as there are to be have come, each in its own process."""
+
+    def before(self, task: ShardTask) -> None:
+        come = events_of(task).with_name("come")
+        come.mkdir(exist_ok=True)
+        (come / str(os.getpid())).touch()
+        patience = time.monotonic() + PATIENCE
+        while len(list(come.iterdir())) < WORKERS:
+            assert time.monotonic() < patience, "some workers never came"
+            time.sleep(0.02)
 
 
 class Copying(Stand):

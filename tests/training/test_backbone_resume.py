@@ -82,14 +82,16 @@ def test_the_size_of_a_forward_changes_the_curve_by_rounding_alone(make_tuning):
 
 
 @pytest.mark.slow
-def test_two_workers_follow_the_curve_of_one(make_tuning, tmp_path):
+def test_two_workers_follow_the_curve_of_one_through_both_stages(make_tuning, tmp_path):
     """The second worker is another process; they meet over gloo. In most steps it has one sequence more."""
-    alone, together = (
-        make_tuning(name, lora_dropout=0.3, epochs=2, batch_sequences=3) for name in ("alone", "together")
-    )
+    settings = {"recipe": "two-stage", "lora_dropout": 0.3, "epochs": 2, "batch_sequences": 3}
+    alone, together = make_tuning("alone", **settings), make_tuning("together", **settings)
     train(alone)
     train_as_two(train, together, tmp_path)
-    for one, two in zip(read_metrics(alone.path), read_metrics(together.path), strict=True):
+    phases = (
+        zip(*map(read_metrics, (alone.path / name, together.path / name)), strict=True) for name in ("heads-first", ".")
+    )
+    for one, two in (pair for lines in phases for pair in lines):
         assert one["step"] == two["step"] and one.get("tokens") == two.get("tokens")
         assert two.get("loss", 0) == pytest.approx(one.get("loss", 0), rel=1e-3)
         if "drift" in one:
