@@ -8,11 +8,11 @@ import os
 import pickle
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import yaml
 from rich.console import Console
@@ -217,28 +217,31 @@ def test_a_secret_in_a_worker_s_traceback_is_no_secret_in_the_events(copied_run,
     assert json.loads(line)["shard"] == 3 and not any(secret in line for secret in SECRETS)
 
 
+def push_talkatively(endpoint: str, config: Path) -> None:
+    """As with HF_DEBUG=1, which huggingface_hub reads when it is imported."""
+    os.environ |= {"HF_ENDPOINT": endpoint, "MEDUSA_DISTILL_TRACEBACK": "1"}
+    huggingface_hub.constants.HF_DEBUG = True
+    huggingface_hub.logging.set_verbosity_debug()
+    push_to(endpoint, config)
+
+
 @pytest.mark.slow
 def test_no_secret_is_in_what_a_run_says_or_writes(copied_run, make_settings, tmp_path):
     """A Hub that quotes the token, a mirror whose address has a password, and the push that succeeds at last."""
     settings = make_settings(tmp_path, push__repo_id="me/heads", push__base_model="owner/target")
     (tmp_path / "push.yaml").write_text(yaml.safe_dump(settings))
-    line = [sys.executable, "-m", "pipeline.cli", "run", str(tmp_path / "push.yaml"), "--executor", "inline"]
-    quiet = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "HF_HOME": str(tmp_path)}
-    environment = {**os.environ, **quiet, "HF_TOKEN": TOKEN, "MEDUSA_DISTILL_TRACEBACK": "1", "HF_DEBUG": "1"}
 
-    def run(endpoint: str, code: int) -> bytes:
-        ended = subprocess.run(line, env=environment | {"HF_ENDPOINT": endpoint}, cwd=ROOT, capture_output=True)
-        assert ended.returncode == code, ended.stderr.decode()
-        return b"\n".join([ended.stdout, ended.stderr, everything_written(copied_run.path)])
+    def push(endpoint: str, code: int) -> bytes:
+        ended, printed = in_a_fork(push_talkatively, endpoint, tmp_path / "push.yaml")
+        assert ended == code, printed
+        return printed.encode() + b"\n" + everything_written(copied_run.path)
 
     with HubStandIn() as hub:
-        said = run(hub.endpoint.replace("//", f"//me:{SECRETS[1]}@"), 4)
+        said = push(hub.endpoint.replace("//", f"//me:{SECRETS[1]}@"), 4)
         hub.failures = {"POST /api/models/me/heads/commit": 400}
-        said += run(hub.endpoint, 4)
+        said += push(hub.endpoint, 4)
         hub.failures = {}
-        code, pushed = in_a_fork(push_to, hub.endpoint, tmp_path / "push.yaml")
-        assert code == 0 and "me/heads" in hub.repositories
-        said += pushed.encode() + everything_written(copied_run.path)
+        said += push(hub.endpoint, 0)
         said += b"\n".join(hub.repositories["me/heads"].files.values())
     assert b"answered 400" in said and b"answered 401" in said and b"Traceback" in said
     told = [line for line in said.splitlines() if TOKEN.encode() in line or SECRETS[1].encode() in line]
