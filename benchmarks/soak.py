@@ -67,7 +67,7 @@ class Record:
 
 def measure(*, tiny: bool = False) -> Result:
     """Ten minutes with 20,000 conversations."""
-    record = soak(minutes=0.1, conversations=400) if tiny else soak(minutes=10, conversations=20_000)
+    record = soak(minutes=0.04, conversations=200) if tiny else soak(minutes=10, conversations=20_000)
     return result_of(record)
 
 

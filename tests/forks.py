@@ -4,6 +4,7 @@ and not the six to eight that their imports take."""
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import tempfile
 from collections.abc import Callable
@@ -13,6 +14,11 @@ from typing import Any
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["pipeline.cli.app", "pipeline.flow", "transformers.models.llama.modeling_llama"])
 PATIENCE = 120  # seconds
+
+
+def serve_forks() -> None:
+    """Start the server, of which a process has one: whatever else asks for forks from now on has its imports, too."""
+    multiprocessing.forkserver.ensure_running()
 
 
 def in_a_fork(function: Callable[..., Any], *arguments: Any) -> tuple[int | None, str]:

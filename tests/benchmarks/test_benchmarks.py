@@ -19,6 +19,7 @@ from pipeline.errors import ConfigError
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.targets import vllm_decode
 from tests.cluster import work_here
+from tests.forks import serve_forks
 from tests.heads.plain_loss import plain_summed_cross_entropy
 
 ON_RAY, ON_VLLM = "scheduling", ("generate", "serving")
@@ -26,8 +27,9 @@ ON_RAY, ON_VLLM = "scheduling", ("generate", "serving")
 
 @pytest.fixture(scope="module")
 def tiny_result(tmp_path_factory):
-    """What a benchmark measures at a tiny size, each measured once."""
+    """What a benchmark measures at a tiny size, each measured once; its processes come from the tests' own server."""
     found: dict[str, Result] = {}
+    serve_forks()
 
     def measure(name: str) -> Result:
         threads = torch.get_num_threads()
