@@ -15,6 +15,7 @@ user message that is empty or has no answer is dropped.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -38,6 +39,7 @@ class DialogueSettings:
         seed: The run's seed.
         ends_at_flaws: Whether a degenerate loop or an empty answer ends the conversation, as training data needs; a
             benchmark continues.
+        answers_last: Whether the target answers the last question, too; who only asks what it is asked need not wait.
         special_tokens: Special tokens in the text of the seed: written as text, kept as control tokens, or the
             conversation rejected.
     """
@@ -49,6 +51,7 @@ class DialogueSettings:
     on_truncated: Literal["keep", "drop-turn", "quarantine"] = "keep"
     seed: int = 0
     ends_at_flaws: bool = True
+    answers_last: bool = True
     special_tokens: SpecialTokens = "escape"
 
 
@@ -64,7 +67,11 @@ def require_both_sides(template: ChatTemplate, mode: str) -> None:
 
 
 class Dialogue:
-    """One conversation's state; `cut_at_tools` says that the template cannot render the functions that it calls.
+    """One conversation's state.
+
+    Attributes:
+        cut_at_tools: The template cannot render the functions that it calls.
+        prompts: What the target was given before each text, and at last before one that is not asked for.
 
     Raises:
         ConfigError: Self-talk with a template in which no token ends a user's text.
@@ -76,7 +83,8 @@ class Dialogue:
         self._template = template.keeping_special_tokens() if settings.special_tokens == "keep" else template
         if conversation.tools:
             self._template = self._template.offering(conversation.tools)
-        self._turns = iter(self._usable_turns())
+        self._turns = deque(self._usable_turns())
+        self.prompts: list[list[int]] = []
         self._seed_answer: str | None = None
         self._writer: Literal["user", "assistant"] = "assistant"
         self._builder: RowBuilder | None = None  # the conversation so far
@@ -110,6 +118,11 @@ class Dialogue:
             self._num_answers += 1
         if self._settings.mode == "self-talk":
             self._writer = "user" if self._writer == "assistant" else "assistant"
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether there is a question that the target has to answer."""
+        return len(self._turns) > (0 if self._settings.answers_last else 1)
 
     def rows(self) -> list[GeneratedRow]:
         """The finished rows.
@@ -172,6 +185,10 @@ class Dialogue:
             self._ending = ending
             return None
         settings, sampling = self._settings, self._settings.sampling
+        self.prompts.append(builder.ids)
+        if not (settings.answers_last or self._turns):
+            self._ending = RowRejected(Reason.NOTHING_GENERATED, "The last question is not to be answered.")
+            return None
         turn, self._num_requests, self._pending = self._num_requests, self._num_requests + 1, builder
         return Request(
             id=f"{self._conversation.id}/{turn}",
@@ -194,9 +211,9 @@ class Dialogue:
             if template.rewrites_history(builder.messages[:-1], builder.messages[-1:]):
                 return RowBuilder.opening(template, builder.messages, self._num_answers)
             return builder.read(template.role_footer(builder.messages[:-1], builder.ended))
-        turn = next(self._turns, None)
-        if turn is None:
+        if not self._turns:
             raise RowRejected(Reason.NOTHING_GENERATED, "The seed has no question, or for passthrough no answer.")
+        turn = self._turns.popleft()
         self._seed_answer = turn.answer
         if builder is None:
             return RowBuilder.opening(template, (*self._conversation.system, *turn.asked), self._num_answers)

@@ -127,15 +127,15 @@ def question_prompts(
     gpus: int,
     progress: ProgressReporter | None = None,
 ) -> Prompts:
-    """The prompt of every turn, with the target's own answers to the turns before it.
+    """The prompt of every turn, with the target's own answers to the turns before it; the last is not answered.
 
     The answers are greedy, or sampled as the acceptance rule samples, and as long as those that are measured. Prompts
     that do not fit, and turns that the chat template rejects, are skipped and counted.
 
     Args:
-        engine: The engine that answers; it takes all questions at once.
+        engine: The engine that answers; it takes all questions at once, and is not started where each has one turn.
     """
-    target, dialogues = _conversed(target, questions, settings, engine, gpus, progress)
+    target, dialogues = _conversed(target, questions, settings, engine, gpus, progress, answers_last=False)
     kept = _asked(questions, dialogues, context_length(target) - settings.max_new_tokens)
     return Prompts(kept, _num_turns(questions) - len(kept))
 
@@ -155,13 +155,11 @@ def _asked(questions: Sequence[Conversation], dialogues: Sequence[Dialogue], roo
     """The prompts that dialogues ended up asking and that are no longer than `room`."""
     kept: list[Prompt] = []
     for question, name, dialogue in zip(questions, question_ids(questions), dialogues, strict=True):
-        with contextlib.suppress(RowRejected):  # it has no answer
-            asked = [row.input_ids[: span.start] for row in dialogue.rows() for span in row.spans]
-            kept += [
-                Prompt(f"{question.id}/{turn}", ids, question.category, name, turn)
-                for turn, ids in enumerate(asked)
-                if len(ids) <= room
-            ]
+        kept += [
+            Prompt(f"{question.id}/{turn}", ids, question.category, name, turn)
+            for turn, ids in enumerate(dialogue.prompts)
+            if len(ids) <= room
+        ]
     return kept
 
 
@@ -190,15 +188,23 @@ def _conversed(
     engine: EngineName,
     gpus: int,
     progress: ProgressReporter | None,
+    *,
+    answers_last: bool = True,
 ) -> tuple[TargetSpec, list[Dialogue]]:
-    """The questions, all answered, and the target with the context that they were given."""
+    """The questions, answered, and the target with the context that they were given."""
     template, sampling = load_chat_template(target, load_tokenizer(target)), _as_measured(target, settings)
     longest = max((_most_tokens(question, template, settings.max_new_tokens) for question in questions), default=1)
     target = replace(target, max_tokens=min(context_length(target), longest))
-    replay = DialogueSettings("replay", sampling, context_length(target), ends_at_flaws=False)
+    replay = DialogueSettings(
+        "replay", sampling, context_length(target), ends_at_flaws=False, answers_last=answers_last
+    )
     dialogues = [Dialogue(question, template, replay) for question in questions]
+    if not any(dialogue.needs_answers for dialogue in dialogues):
+        converse(dialogues, None)
+        return target, dialogues
     progress = progress or ProgressReporter()
-    progress.begin("the prompts of later turns", _num_turns(questions), unit="answers")
+    num_answers = _num_turns(questions) - (0 if answers_last else len(questions))
+    progress.begin("the prompts of later turns", num_answers, unit="answers")
     running = make_generation_engine(engine, target, {}, gpus)
     try:
         converse(dialogues, Counted(running, progress))

@@ -104,14 +104,16 @@ def test_what_cannot_be_measured_is_one_paragraph(checked, tmp_path, change, cod
 
 
 def test_attention_is_refused_natively_before_anything_is_decoded_and_vllm_gets_the_original(
-    checked, command, tiny_target, tiny_seeds, tmp_path, monkeypatch
+    checked, command, tiny_target, tmp_path, monkeypatch
 ):
     asked = asked_of_vllm(monkeypatch)
     attention = {"layers.0.self_attn.o_proj.weight": torch.ones(64, 64)}
     save_file({"fc.weight": torch.zeros(64, 128)} | attention, Path(tmp_path, "model.safetensors"))
     ended = checked(tmp_path)
     assert ended.code == 3 and "--engine vllm" in one_paragraph(ended.err) and not asked
-    words = ("--prompts", tiny_seeds, "--number", 3, "--max-new-tokens", 12, "--engine", "vllm", "--draft-tokens", 3)
+    questions = tmp_path / "questions.jsonl"  # of one turn: nothing has to be written before they are asked
+    questions.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in ("red", "why cat", "how")))
+    words = ("--prompts", questions, "--max-new-tokens", 12, "--engine", "vllm", "--draft-tokens", 3)
     served = command("check", tmp_path, "--target", tiny_target, *words)
     assert served.code == 0 and "an EAGLE-1 model with attention" in served.out
     assert asked == [{"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}]

@@ -157,8 +157,25 @@ def test_engines_are_given_the_context_that_the_questions_need_and_no_more(ask, 
     longest = max(len(prompt.ids) for prompt in found.kept)
     assert longest + 16 <= given[0].max_tokens < 192
     assert with_room_for(given[0], found.kept, 18).max_tokens == longest + 18
-    ask(write(tmp_path / "q.jsonl", {"turns": ["moon " * 400]}), max_new_tokens=16)
+    ask(write(tmp_path / "q.jsonl", {"turns": ["moon " * 400, "how?"]}), max_new_tokens=16)
     assert given[1].max_tokens == 192
+
+
+def test_nobody_answers_a_last_question_and_no_engine_starts_for_questions_of_one_turn(ask, tmp_path, monkeypatch):
+    asked, make = [], prompts.make_generation_engine
+
+    def counted(*arguments):
+        engine = make(*arguments)
+        add = engine.add
+        engine.add = lambda request: (asked.append(request.prompt_ids), add(request))[1]
+        return engine
+
+    monkeypatch.setattr(prompts, "make_generation_engine", counted)
+    found = ask(write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["why?", "how?", "what?"]}))
+    assert asked == [prompt.ids for prompt in found.kept[1:3]] and len(found.kept) == 4
+    monkeypatch.setattr(prompts, "make_generation_engine", None)
+    alone = ask(write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["how?"]}))
+    assert [prompt.ids for prompt in alone.kept][:1] == [found.kept[0].ids] and len(alone.kept) == 2
 
 
 def test_sampled_rules_ask_on_with_sampled_answers(ask, tmp_path):

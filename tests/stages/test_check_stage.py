@@ -200,7 +200,7 @@ def test_while_it_decodes_a_line_now_and_then_says_how_far_it_is(copied_run, mak
     config = make_config(tmp_path, **asking, check__repeats=2, check__studies=["heads"])
     run = run_flow(config, executor="inline", console=Console(file=out, width=200))
     lines = [line for line in out.getvalue().splitlines() if line.startswith("check: ")]
-    assert any(re.fullmatch(r"check: \d of 8 answers, .+, the prompts of later turns", line) for line in lines)
+    assert any(re.fullmatch(r"check: \d of 4 answers, .+, the prompts of later turns", line) for line in lines)
     holding = sum(any(message["content"] == trained for message in row["messages"]) for row in rows)
     assert run.latest("check").summary["contaminated_rows"] == holding >= 1
     assert f"{holding} training rows hold a question of the check" in " ".join(out.getvalue().split())
