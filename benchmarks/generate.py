@@ -43,7 +43,7 @@ def measure(*, tiny: bool = False) -> Result:
     with tempfile.TemporaryDirectory() as temporary:
         target = targets.random_demo_target(Path(temporary))
         template = ChatTemplate(load_tokenizer(target))
-        conversations = _conversations(6 if tiny else NUM_CONVERSATIONS, rng)
+        conversations = _conversations(2 if tiny else NUM_CONVERSATIONS, rng)
         lengths = {
             f"{each.id}/{turn}": min(MOST_TOKENS, 1 + int(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA)))
             for each in conversations

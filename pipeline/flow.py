@@ -71,16 +71,16 @@ def run_flow(
     console = console or Console(stderr=False)
     wanted = wanted_stages(config, stages, until, fresh)
     check_executor(executor)
-    check_config(config, wanted)
+    check_config(config, wanted, fresh=fresh)
     for warning in unread_settings(config):
         console.print(f"[yellow]![/] {warning}", highlight=False, soft_wrap=True)
-    check_memory(config, wanted, lambda: _positions(config))
+    check_memory(config, wanted, lambda: _positions(config), fresh)
     run = RunDirectory.create(config)
     with disk_errors(run.path), run.locked():
         run.write_config(config)
         context = Context(config, run, console, executor)
         try:
-            context.check_placements(wanted)
+            context.check_placements(wanted, fresh)
             for name, stage in STAGES.items():
                 if stage.skipped(config) is not None:
                     run.unlink_latest(name)

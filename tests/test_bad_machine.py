@@ -16,10 +16,11 @@ import yaml
 
 from pipeline.cli.app import app
 from pipeline.cli.ending import ends_well
+from pipeline.errors import EnvironmentFault
 from pipeline.flow import STAGES
 from pipeline.storage.run_directory import RunDirectory
 from tests.flows.failing import committed
-from tests.flows.tiny import SHARDED, contents, stages_run
+from tests.flows.tiny import SHARDED, contents, latest, run_again, stages_run
 
 pytest_plugins = ["tests.flows.failing"]
 
@@ -123,6 +124,19 @@ def test_a_gpu_that_is_not_there(intact, run_fails, monkeypatch, stage):
     changed = {"generate": "generate.temperature=0.6", "features": "features.codec=lz4", "train": "train.lr=0.5"}
     said = run_fails(4, f"placement.{stage}.gpus_per_worker=1", changed[stage])
     assert "GPU" in said and f"placement.{stage}" in said
+
+
+def test_a_result_that_cannot_be_made_here_again_is_not_thrown_away(copied_run, make_config, tmp_path, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    config = make_config(tmp_path, placement__train={"gpus_per_worker": 1})
+    trained = latest(copied_run, "train").path / "heads.safetensors"
+    before = trained.read_bytes()
+    assert stages_run(run_again(config)) == []
+    with pytest.raises(EnvironmentFault, match=r"placement\.train"):
+        run_again(config, fresh="train")
+    assert trained.read_bytes() == before
 
 
 @pytest.mark.parametrize(

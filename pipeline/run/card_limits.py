@@ -95,10 +95,10 @@ def _read_by_vllm(config: Config, on_gpu: Mapping[str, Collection[str]]) -> Iter
             yield WHERE, copy
 
 
-def require_own_cards(config: Config, stages: Collection[str] | None = None) -> None:
-    """Refuse what this machine's GPUs lack, unless a cluster's decide; stages with a finished result may be kept."""
+def require_own_cards(config: Config, stages: Collection[str] | None = None, fresh: str | None = None) -> None:
+    """Refuse what this machine's GPUs lack, unless a cluster's decide; a stage's finished result may be kept."""
     if not os.environ.get("RAY_ADDRESS"):
-        require_cards(config, visible_cards(), unfinished(config, stages))
+        require_cards(config, visible_cards(), unfinished(config, stages, fresh))
 
 
 @dataclass(frozen=True)

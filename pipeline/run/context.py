@@ -125,15 +125,15 @@ class Context:
         """The workers of `stage`; raises `EnvironmentFault` when the cluster can never fit them."""
         return place(stage, getattr(self.config.placement, stage), self.executor.resources())
 
-    def check_placements(self, stages: Collection[str]) -> None:
+    def check_placements(self, stages: Collection[str], fresh: str | None = None) -> None:
         """Refuse workers that can never be placed, or whose GPUs lack what they compute; say GPUs of several kinds.
 
-        A stage with a finished result in the store is not checked, since it may be kept.
+        A stage with a finished result in the store is not checked, since it may be kept, except `fresh`.
 
         Raises:
             EnvironmentFault: The sum, spelled out.
         """
-        missing = unfinished(self.config, stages)
+        missing = unfinished(self.config, stages, fresh)
         if not missing:
             return
         ray = sys.modules.get("ray")

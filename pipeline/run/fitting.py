@@ -24,10 +24,15 @@ Group = Sequence[Changes]
 LEFT_OUT = {"timing": "timing", "vLLM check": "vLLM", "vLLM copy": "vLLM"}  # rows that a setting spares
 
 
-def check_memory(config: Config, stages: Collection[str], positions: Callable[[], int | None] = lambda: None) -> None:
+def check_memory(
+    config: Config,
+    stages: Collection[str],
+    positions: Callable[[], int | None] = lambda: None,
+    fresh: str | None = None,
+) -> None:
     """Refuse a run of which a stage cannot fit into memory, as far as that is known here.
 
-    A stage with a finished result in the store is not checked, since it may be kept.
+    A stage with a finished result in the store is not checked, since it may be kept, except `fresh`.
 
     Args:
         positions: Counts those to train on, None where nobody knows; called only where the largest batches, which few
@@ -36,7 +41,7 @@ def check_memory(config: Config, stages: Collection[str], positions: Callable[[]
     Raises:
         EnvironmentFault: See `require_fit`.
     """
-    open_stages = set(unfinished(config, stages))
+    open_stages = set(unfinished(config, stages, fresh))
     if not open_stages & PLACED or (sizes := sizes_of(config)) is None:
         return
     if all(budget.fits for budget in budgets(config, sizes) if budget.placed in open_stages):

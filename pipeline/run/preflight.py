@@ -21,22 +21,29 @@ from pipeline.export.upload import check_repo_id
 from pipeline.heads.shape import head_kind
 from pipeline.run.card_limits import require_own_cards
 from pipeline.run.lengths import require_labels, require_room
+from pipeline.run.placements import may_be_kept
 from pipeline.run.readable_targets import check_quantization, check_readers
 from pipeline.run.tree_settings import check_tree
-from pipeline.storage.run_directory import finished_before
 from pipeline.targets.files import is_local
 from pipeline.targets.spec import TargetSpec, model_config, resolve
 from pipeline.training.methods import method_of
 from pipeline.training.trackers import require_trackers
 
 
-def check_config(config: Config, stages: Collection[str] | None = None, *, notes: list[str] | None = None) -> None:
+def check_config(
+    config: Config,
+    stages: Collection[str] | None = None,
+    *,
+    notes: list[str] | None = None,
+    fresh: str | None = None,
+) -> None:
     """Check settings that a later stage would fail on.
 
     Args:
         stages: Those to run, None for all.
         notes: Where it is given, what only this machine lacks (a package, a driver, the Hub) is noted there and not
             refused: a plan may be of a run elsewhere.
+        fresh: The one of them whose finished result is not kept.
 
     Raises:
         ConfigError: With the key.
@@ -58,7 +65,7 @@ def check_config(config: Config, stages: Collection[str] | None = None, *, notes
         with _noted(notes):
             _check_driver(config)
         with _noted(notes):
-            require_own_cards(config, stages)
+            require_own_cards(config, stages, fresh)
         with _noted(notes):
             check_readers(config)
     if stages is None or "train" in stages:
@@ -76,10 +83,10 @@ def check_config(config: Config, stages: Collection[str] | None = None, *, notes
         _check_lasting(config)
     if not os.environ.get("RAY_ADDRESS"):  # on a cluster the workers' packages decide
         with _noted(notes):
-            _check_packages(config, stages)
+            _check_packages(config, stages, fresh)
         if stages is None or "train" in stages:
             with _noted(notes):
-                _check_trackers(config)
+                _check_trackers(config, fresh)
 
 
 @contextlib.contextmanager
@@ -200,22 +207,21 @@ def _check_push(push: PushConfig, target: str, heads: str, *, tuned: bool) -> No
         raise ConfigError("Nobody else can load heads for a target that is only here.", "push.base_model", fix)
 
 
-def _check_packages(config: Config, stages: Collection[str] | None) -> None:
+def _check_packages(config: Config, stages: Collection[str] | None, fresh: str | None) -> None:
     """Check that the packages that the settings need are installed, without importing them.
 
     Stages with a finished result in the store are not checked, since they may have run on another machine.
     """
-    store = config.run.store or config.run.directory
     for stage, package, key, fix in _needed_packages(config):
         installed = sys.modules.get(package) or importlib.util.find_spec(package)
-        if (stages is None or stage in stages) and not installed and not finished_before(store, stage):
+        if (stages is None or stage in stages) and not installed and not may_be_kept(config, stage, fresh):
             name = {"vllm": "vLLM"}.get(package, package)
             raise EnvironmentFault(f"{name} is not installed here, and {stage} needs it.", key, fix)
 
 
-def _check_trackers(config: Config) -> None:
+def _check_trackers(config: Config, fresh: str | None) -> None:
     """Check that trackers are there and take points, unless a finished training may be kept."""
-    if not finished_before(config.run.store or config.run.directory, "train"):
+    if not may_be_kept(config, "train", fresh):
         require_trackers(config.train.report_to)
 
 
