@@ -61,7 +61,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Two workers more than cores that this process may use, since engines and clusters are waited for; each takes one
-    to two GB of memory, and an engine two more."""
+    """One worker more than cores that this process may use, since engines and clusters are waited for; each takes one
+    to two GB of memory, an engine two more, and twenty seconds for its imports."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(1, min(len(os.sched_getaffinity(0)) + 2, memory // (4 * 10**9), 8))
+    return max(1, min(len(os.sched_getaffinity(0)) + 1, memory // (4 * 10**9), 8))
