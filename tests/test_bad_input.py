@@ -173,6 +173,7 @@ def test_a_target_s_file_of_another_form_is_refused_in_one_paragraph_that_names_
     assert str(target) in said or "target.model" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["[]", '"x"', "5", "null", '{"stage": [], "identity": {"upstream": 5}}', "[" * 9999])
 def test_a_record_of_another_form_is_damage_that_a_run_mends_and_no_command_breaks_on(
     copied_run, make_config, tmp_path, text

@@ -52,6 +52,7 @@ def fill_up(directory: Path, left: int) -> None:
         file.truncate(file.tell() - left)
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
 @pytest.mark.parametrize(

@@ -258,6 +258,7 @@ def change_a_word(seeds: Path) -> None:
         file.write(data.replace(b"moon", b"noon", 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changed", "redone"), [("weights", STAGES[1:]), ("seeds", STAGES), ("times alone", [])])
 def test_what_changes_behind_the_same_path_is_noticed_also_when_its_time_is_set_back(
     copied_run, make_config, tmp_path, tiny_target, tiny_seeds, changed, redone

@@ -19,6 +19,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", CHANGES)
 def test_the_expected_rate_is_decoding_s_own_and_the_export_says_how_the_tree_grows(
     copied_run, make_config, tmp_path, kind

@@ -90,6 +90,7 @@ def test_a_captured_step_replayed_writes_what_transformers_writes(family, pair, 
         assert tape.replayed > again.num_steps > 10, "what the first text has captured must serve the second"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "tree",

@@ -60,12 +60,14 @@ def p_of_texts(model, heads, rule, temperature: float, num_texts: int) -> tuple[
     return chi_square_p([counts[text] for text in law], list(law.values())), kept
 
 
+@pytest.mark.slow
 def test_texts_have_the_targets_own_distribution(tiny):
     p, kept = p_of_texts(*tiny, RejectionSampling(0.8), 0.8, 1_000)
     assert p > 1e-3
     assert kept[2] > 200, "guesses must have been accepted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [TypicalAcceptance(0.8, samples=True), NucleusAcceptance(0.8, 0.999)])
 def test_the_other_rules_change_the_distribution(rule, tiny):
     """What makes the test above one that can fail."""
@@ -73,6 +75,7 @@ def test_the_other_rules_change_the_distribution(rule, tiny):
     assert p < 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.9)])
 def test_rejection_sampling_writes_what_plain_sampling_writes(family, temperature, top_p, target_of, fitted_heads):

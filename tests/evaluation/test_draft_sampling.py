@@ -14,6 +14,7 @@ from pipeline.evaluation.speed import CannotDecode
 DRAWS = 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_next_token_is_distributed_as_the_target_s_whatever_the_draft_s(seed):
     generator = torch.Generator().manual_seed(seed)

@@ -88,6 +88,7 @@ def test_one_new_token_leaves_nothing_to_measure(check, next_tokens):
         check([ids for ids, _ in next_tokens[:2]], max_new_tokens=1)
 
 
+@pytest.mark.slow
 def test_heads_that_disagree_slow_it_down_and_change_no_token(check, next_tokens, finished_run, monkeypatch):
     from pipeline.evaluation import native
 
@@ -105,6 +106,7 @@ def test_heads_that_disagree_slow_it_down_and_change_no_token(check, next_tokens
     assert texts[:2] == texts[2:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [1, 5, 11], ids=["in its warm-up", "half-way", "in the second repetition"])
 @pytest.mark.parametrize("rule", [{}, {"acceptance": "typical", "temperature": 0.8}], ids=["greedy", "typical"])
 def test_a_baseline_that_fails_is_named_and_spoils_nothing_for_the_others(check, next_tokens, monkeypatch, asked, rule):
@@ -136,6 +138,7 @@ def test_a_baseline_that_fails_is_named_and_spoils_nothing_for_the_others(check,
     assert calls.count("prompt-lookup") == last, "it is not asked again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

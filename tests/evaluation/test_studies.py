@@ -87,6 +87,7 @@ def test_the_ladder_of_trees_goes_from_plain_decoding_to_the_export_s_tree(plain
         assert row["speedup"] == pytest.approx(row["acceleration_rate"] / row["overhead"], rel=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 10, 24])
 @pytest.mark.parametrize("eos", [(), tuple(range(300))[::7]], ids=["cut", "ended"])
 def test_a_walk_through_plain_text_finds_the_very_rate_that_decoding_with_the_tree_has(

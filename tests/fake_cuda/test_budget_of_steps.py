@@ -100,6 +100,7 @@ def step_of(settings: TrainConfig, shape: str, workers: int, split: bool) -> tup
     return ledger.peak["cuda:0"] + ahead, HeadsLearner.memory(step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_at_real_sizes_takes_what_is_planned(on_fake_cuda, shape, kind):
@@ -109,6 +110,7 @@ def test_a_step_at_real_sizes_takes_what_is_planned(on_fake_cuda, shape, kind):
     assert planned.total == pytest.approx(found, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [4, 8])  # whose rows are two chunks, and one
 @pytest.mark.parametrize("kind", ["untied", "shared", "recurrent"])
 def test_a_step_of_split_heads_of_a_70b_target_takes_what_is_planned(on_fake_cuda, kind, workers):

@@ -85,6 +85,7 @@ def recorded(seen: Observer, target: PreTrainedModel, heads: Heads, tree, rule: 
     assert graphs.num_captured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_every_rule_in_a_recorded_batch(rule, on_fake_cuda):
     target, heads = target_on("cuda"), heads_on("cuda", "untied")
@@ -92,6 +93,7 @@ def test_every_rule_in_a_recorded_batch(rule, on_fake_cuda):
         recorded(on_fake_cuda, target, heads, tree, rule, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [RULES[0], RULES[-1]], ids=["greedy", "sampled"])
 def test_one_text_recorded_and_texts_that_are_not(rule, on_fake_cuda):
     target, heads = target_on("cuda"), heads_on("cuda", "untied")
@@ -102,6 +104,7 @@ def test_one_text_recorded_and_texts_that_are_not(rule, on_fake_cuda):
         check_decoding(on_fake_cuda, decoder, rule, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_head_and_a_target_over_two_cards(kind, on_fake_cuda):
     """Of which the second has the last layers, and the heads are on either."""

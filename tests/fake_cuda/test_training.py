@@ -56,6 +56,7 @@ def cached(settings: TrainConfig, size: int, vocab: int, num_positions: int) -> 
     return learner, Batch(hidden_ND, labels_KN[0], labels_KN, torch.empty_like(hidden_ND), rows_KN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_of_heads_waits_as_often_for_many_positions_as_for_few(kind, on_fake_cuda):
     waits = []

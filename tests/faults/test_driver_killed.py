@@ -22,6 +22,7 @@ DEATHS = [  # when it comes, at which file, and the shards that are committed by
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_driver_killed_at_any_step_of_a_commit_loses_nothing_and_makes_nothing_twice(
     finished_run, copied_run, make_settings, make_config, tmp_path, name

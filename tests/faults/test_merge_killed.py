@@ -21,6 +21,7 @@ JOINT = {
 DEATHS = [("renamed", "heads.safetensors", False), ("rename", "backbone", False), ("renamed", "backbone", True)]
 
 
+@pytest.mark.slow
 def test_a_merge_that_is_killed_is_whole_or_absent_and_done_again_from_the_same_adapter(
     make_settings, make_config, tmp_path
 ):

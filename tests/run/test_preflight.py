@@ -192,6 +192,7 @@ def look_for_packages(settings: dict) -> None:
     print([name for name in ("vllm", "bitsandbytes") if name in sys.modules])
 
 
+@pytest.mark.slow
 def test_looking_for_a_package_does_not_import_it(make_settings, tmp_path):
     settings = make_settings(tmp_path, generate__engine="vllm", train__optimizer="adamw-8bit")
     assert in_a_fork(look_for_packages, settings) == (0, "[]\n")

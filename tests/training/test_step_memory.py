@@ -134,6 +134,7 @@ def test_a_worker_of_two_takes_what_is_planned_for_split_heads_and_at_most_six_t
     assert found[True] <= 0.6 * found[False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("checkpointing", "num_sequences", "split"), [(True, 2, False), (False, 1, False), (True, 1, True)]
 )
