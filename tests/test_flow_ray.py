@@ -178,7 +178,8 @@ def test_a_ray_run_that_is_stopped_and_loses_a_worker_in_training_ends_with_what
     assert done == total and call.shown == sorted(call.shown)
     assert call.threads <= call.threads_before  # one that waits in Ray ends the process when Ray is shut down
     processes = (tmp_path / "trainer.txt").read_text().split()
-    before = STEPS_BEFORE_DEATH + 1
+    before, after = STEPS_BEFORE_DEATH + 1, len(processes) - STEPS_BEFORE_DEATH - 1
+    assert 0 < after < total, "it did not begin again"
     assert processes[:before] == processes[:1] * before and processes[0] not in processes[before:]
     deaths = [event for event in last_events(run) if event["event"] == "worker-died"]
     assert {event["stage"] for event in deaths} == {"train"} and len(deaths) <= 2, "the other fails with its neighbour"

@@ -39,7 +39,7 @@ class DialogueSettings:
         seed: The run's seed.
         ends_at_flaws: Whether a degenerate loop or an empty answer ends the conversation, as training data needs; a
             benchmark continues.
-        answers_last: Whether the target answers the last question, too; who only asks what it is asked need not wait.
+        answers_last: Whether the target answers the last question, too; whoever only reads the prompts needs no answer.
         special_tokens: Special tokens in the text of the seed: written as text, kept as control tokens, or the
             conversation rejected.
     """
@@ -71,7 +71,6 @@ class Dialogue:
 
     Attributes:
         cut_at_tools: The template cannot render the functions that it calls.
-        prompts: What the target was given before each text, and at last before one that is not asked for.
 
     Raises:
         ConfigError: Self-talk with a template in which no token ends a user's text.
@@ -84,7 +83,7 @@ class Dialogue:
         if conversation.tools:
             self._template = self._template.offering(conversation.tools)
         self._turns = deque(self._usable_turns())
-        self.prompts: list[list[int]] = []
+        self._unanswered: list[list[int]] = []  # the last prompt, where `answers_last` is not set
         self._seed_answer: str | None = None
         self._writer: Literal["user", "assistant"] = "assistant"
         self._builder: RowBuilder | None = None  # the conversation so far
@@ -123,6 +122,11 @@ class Dialogue:
     def needs_answers(self) -> bool:
         """Whether there is a question that the target has to answer."""
         return len(self._turns) > (0 if self._settings.answers_last else 1)
+
+    def prompts(self) -> list[list[int]]:
+        """What the target was given before each answer, and before one that it was not asked for."""
+        rows = self._rows.values()
+        return [builder.ids[: span.start] for builder in rows for span in builder.spans] + self._unanswered
 
     def rows(self) -> list[GeneratedRow]:
         """The finished rows.
@@ -185,8 +189,8 @@ class Dialogue:
             self._ending = ending
             return None
         settings, sampling = self._settings, self._settings.sampling
-        self.prompts.append(builder.ids)
         if not (settings.answers_last or self._turns):
+            self._unanswered = [builder.ids]
             self._ending = RowRejected(Reason.NOTHING_GENERATED, "The last question is not to be answered.")
             return None
         turn, self._num_requests, self._pending = self._num_requests, self._num_requests + 1, builder

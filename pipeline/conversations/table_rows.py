@@ -37,12 +37,19 @@ def delimited_rows(file: io.BufferedReader, path: Path, named: Collection[str], 
     """The records of a CSV or TSV file under its first line's names; the delimiter most frequent in that line counts.
 
     A record with another number of fields than the header is refused alone.
+
+    Raises:
+        DataError: The first line is no header.
     """
     csv.field_size_limit(byte_rows.MAX_ROW_BYTES)
     texts = _Texts(file)
     first = next(texts, "").removeprefix("\ufeff")
     delimiter = max(delimiters, key=first.count)
-    header = next(csv.reader([first], delimiter=delimiter), [])
+    try:
+        header = next(csv.reader([first], delimiter=delimiter), [])
+    except csv.Error as error:  # a lone carriage return, as old line ends are, or a name above the limit
+        fix = "Write the names of the columns in one line, and end lines with a line feed."
+        raise DataError(f"The first line names no columns: {error}.", str(path), fix) from error
     require_columns(named, header, str(path))
     records = csv.reader(texts, delimiter=delimiter)
     while True:

@@ -157,7 +157,7 @@ def _asked(questions: Sequence[Conversation], dialogues: Sequence[Dialogue], roo
     for question, name, dialogue in zip(questions, question_ids(questions), dialogues, strict=True):
         kept += [
             Prompt(f"{question.id}/{turn}", ids, question.category, name, turn)
-            for turn, ids in enumerate(dialogue.prompts)
+            for turn, ids in enumerate(dialogue.prompts())
             if len(ids) <= room
         ]
     return kept

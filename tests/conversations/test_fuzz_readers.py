@@ -94,6 +94,13 @@ def test_a_mutated_dump_has_the_rows_that_its_bytes_say(seed, tmp_path):
     assert outcomes.total() <= fuzz_seeds.expected(file).rows or fuzz_seeds.expected(file).breaks_off
 
 
+def test_a_table_whose_lines_end_as_no_reader_s_do_is_refused_by_name(tmp_path):
+    path = tmp_path / "old.csv"
+    path.write_bytes(b"prompt,note\rwhy?,a\rhow?,b\r")
+    rows, refusal = read(path)
+    assert rows == [] and str(path) in refusal and "names no columns" in refusal and "line feed" in refusal
+
+
 def test_a_line_that_is_cut_down_to_its_brace_costs_itself_alone(tmp_path):
     lines = [json.dumps({"prompt": f"why {number}?"}) for number in range(6)]
     for broken in (0, 3, 5):
