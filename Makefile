@@ -36,7 +36,7 @@ $(STAMP): $(LOCK) pyproject.toml
 demo: install       ## the main job, end to end, with a small target that it trains first (METHOD=medusa-1 or medusa-2, HEADS=medusa or recurrent)
 	$(BIN)/python flows/demo.py "$(DEMO)"
 
-test: install       ## all tests (WORKERS=auto is two processes more than cores, WORKERS=0 none but this one)
+test: install       ## all tests (WORKERS=auto is one process more than cores, WORKERS=0 none but this one)
 	$(TESTS)
 
 lint: install       ## ruff and types

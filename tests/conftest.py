@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from gc import freeze, unfreeze  # as they are before a test replaces them
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch  # after its threads are set: OpenMP reads their number once, when torch is loaded
 from hypothesis import register_random, settings
 
+gc.disable()  # until the tests are collected: of what they import nothing is garbage, and looking takes six seconds
 settings.register_profile("untimed", deadline=None)  # a busy machine is not a failure
 settings.load_profile("untimed")
 
@@ -42,6 +44,10 @@ pytest_plugins = ["tests.flows.tiny", "tests.cluster"]
 SEEN: set[Path] = set()  # files of which a test has run
 
 
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What a test or its fixtures draw does not depend on the tests before it.
@@ -53,11 +59,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.path not in SEEN:
         SEEN.add(item.path)
         gc.collect()
-        gc.freeze()
+        freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # libraries tell of what is left at the end
+    unfreeze()  # libraries tell of what is left at the end
 
 
 def pytest_xdist_auto_num_workers() -> int:

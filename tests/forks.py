@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["pipeline.cli.app", "pipeline.flow", "transformers.models.llama.modeling_llama"])
+FORKS.set_forkserver_preload(
+    ["pipeline.cli.app", "pipeline.flow", "transformers.models.llama.modeling_llama", "tests.frozen"]
+)
 PATIENCE = 120  # seconds
 
 

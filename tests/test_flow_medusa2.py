@@ -27,7 +27,7 @@ from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_chat_template, load_tokenizer
 from tests.cli.tables import line_of
 from tests.export.hub_stand_in import hub_on_loopback
-from tests.flows.tiny import CONTEXT, latest, run_again, stages_run, token_rows
+from tests.flows.tiny import CONTEXT, NEW_TOKENS, latest, run_again, stages_run, token_rows
 from tests.targets.adapters import logits_with_adapter_on
 
 JOINT = {
@@ -152,13 +152,13 @@ def test_the_check_decodes_with_the_tuned_backbone(joint_run, tiny_target):
     match = native["greedy_match"]
     assert match["identical"] + match["ties"] == match["sequences"] == 4
     tokenizer = load_tokenizer(TargetSpec(str(tiny_target)))
-    asked = held_out_prompts(token_rows(latest(joint_run, "generate")), 4, CONTEXT - 12).kept
+    asked = held_out_prompts(token_rows(latest(joint_run, "generate")), 4, CONTEXT - NEW_TOKENS).kept
     written = (latest(joint_run, "check").path / "answers/plain.jsonl").read_text().splitlines()
     answers = {line["question_id"]: line["choices"][0]["turns"][0] for line in map(json.loads, written)}
     assert answers.keys() == {prompt.id for prompt in asked}
 
     def texts(directory: Path) -> dict[str, str]:
-        ids = {prompt.id: greedy(directory, prompt.ids, 12) for prompt in asked}
+        ids = {prompt.id: greedy(directory, prompt.ids, NEW_TOKENS) for prompt in asked}
         return {name: tokenizer.decode(each, skip_special_tokens=True).strip() for name, each in ids.items()}
 
     assert answers == texts(backbone_of(joint_run)) != texts(tiny_target)
@@ -205,7 +205,7 @@ def test_the_original_answers_a_file_of_questions_beside_the_tuned_one(run, make
     spec = TargetSpec(str(tiny_target))
     template, tokenizer = load_chat_template(spec), load_tokenizer(spec)
     for row, line in zip(rows, answers["original"], strict=True):
-        ids = greedy(tiny_target, template.opening([Message("user", row["turns"][0])]), 12)
+        ids = greedy(tiny_target, template.opening([Message("user", row["turns"][0])]), NEW_TOKENS)
         first = tokenizer.decode(ids, skip_special_tokens=True).strip()
         assert line["choices"][0]["turns"][0] == first and len(line["choices"][0]["turns"]) == 2
     texts = {method: [line["choices"][0]["turns"] for line in lines] for method, lines in answers.items()}

@@ -28,6 +28,7 @@ STAGES = ["seeds", "generate", "features", "train", "calibrate", "export", "chec
 SHARDED = ("seeds", "generate", "features")
 NUM_SEEDS, ROWS_PER_SHARD = 40, 10
 CONTEXT = 192
+NEW_TOKENS = 6  # of an answer to a question of the check
 TEMPLATE = (
     "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
@@ -173,7 +174,7 @@ def make_settings(tiny_target: Path, tiny_seeds: Path) -> Callable[..., dict[str
             "calibrate": {"nodes": 8},
             "check": {
                 "prompts": 8,
-                "max_new_tokens": 12,
+                "max_new_tokens": NEW_TOKENS,
                 "engines": ["native"],
                 "repeats": 1,
                 "baselines": [],

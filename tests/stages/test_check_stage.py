@@ -19,7 +19,7 @@ from pipeline.run.context import Context
 from pipeline.stages import check
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
-from tests.flows.tiny import last_events, stages_run
+from tests.flows.tiny import NEW_TOKENS, last_events, stages_run
 from tests.targets.quantized_copies import compressed
 
 
@@ -87,7 +87,7 @@ def test_a_file_of_questions_is_asked_instead_of_held_out_rows(copied_run, make_
     questions.write_text(json.dumps(rows[0]) + "\n")
     assert run_again(config).latest("check").summary["native"]["prompts"] == 2, "its content counts"
     questions.write_text(json.dumps(rows[5]) + "\n")
-    with pytest.raises(DataError, match="No question leaves room for 12 tokens"):
+    with pytest.raises(DataError, match=f"No question leaves room for {NEW_TOKENS} tokens"):
         run_again(config)
 
 

@@ -196,8 +196,11 @@ def exported(counting_target: TargetSpec, heads: Heads, format: str, directory: 
 
 
 SERVE_ALONE = """
-import json, os, sys
+import gc, json, os, sys
 from vllm import LLM, SamplingParams
+
+gc.collect()
+gc.freeze()  # no collection that an engine asks for looks through vLLM
 
 def serve(export):
     llm = LLM(model=export, dtype="float32", max_model_len=128, enforce_eager=True, disable_log_stats=False)
