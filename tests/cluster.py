@@ -1,7 +1,7 @@
 """A Ray cluster for the tests that ask for it, as runs share one that RAY_ADDRESS names: a start costs ten seconds.
 
 These tests run first: one worker of pytest-xdist has them all, or two with a cluster each where there are more than
-two, since they wait more than they compute. A test that does not ask for the cluster finds none. The other slow tests
+three, since they wait more than they compute. A test that does not ask for the cluster finds none. The other slow tests
 run meanwhile on the other workers, and what is fast comes last, so that all end together. Those that load vLLM into
 their own process ask for `vllm_here`: one worker has them all, and imports it once.
 """
@@ -71,10 +71,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def dealt(clustered: list[list[Test]], slow: list[list[Test]], fast: list[Test], workers: int) -> list[Test]:
     """An order whose first share, as pytest-xdist deals them, begins with tests of a cluster, the second too where
-    there are more than two, and each other one with slow tests; those of a file stay together. Every share ends with
+    there are more than three, and each other one with slow tests; those of a file stay together. Every share ends with
     fast tests, which idle workers take over."""
     hands: list[list[Test]] = [[] for _ in range(workers)]
-    clusters = 2 if workers > 2 else 1
+    clusters = 2 if workers > 3 else 1
     for files, takers in ((clustered, hands[:clusters]), (slow, hands[clusters:] or hands)):
         for file in sorted(files, key=len, reverse=True):
             min(takers, key=len).extend(file)

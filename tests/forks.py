@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(
-    ["pipeline.cli.app", "pipeline.flow", "transformers.models.llama.modeling_llama", "tests.frozen"]
-)
+LOADED = [
+    *("pipeline.cli.app", "pipeline.flow", "transformers.models.llama.modeling_llama"),
+    *("pandas", "torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_svg", "tests.frozen"),
+]
+FORKS.set_forkserver_preload(LOADED)
 PATIENCE = 120  # seconds
 
 

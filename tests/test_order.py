@@ -57,7 +57,7 @@ def test_no_test_is_lost_and_every_worker_begins_with_what_is_slow(clustered, sl
     assert all("".join(file) in "".join(order) for file in (*of_cluster, *of_slow)), "a file stays together"
     if num_fast < 5 * (sum(clustered) + sum(slow)):
         return  # too few fast ones to even the shares out
-    clusters = 2 if workers > 2 else 1
+    clusters = 2 if workers > 3 else 1
     for turn, share in enumerate(shares(order, workers)):
         kinds = [test[0] for test in share]
         assert kinds == sorted(kinds, key="csf".index) and ("c" not in kinds or turn < clusters)

@@ -35,6 +35,7 @@ def tiny_result(tmp_path_factory):
         threads = torch.get_num_threads()
         with pytest.MonkeyPatch.context() as patched:  # a random target of its shape, trained or not
             patched.setattr("benchmarks.targets.DEMO_TARGET", tmp_path_factory.mktemp(name))
+            patched.setattr("pipeline.report.html.drawings", lambda *_: {})
             found[name] = found.get(name) or importlib.import_module(f"benchmarks.{name}").measure(tiny=True)
         torch.set_num_threads(threads)
         return found[name]

@@ -6,9 +6,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub
@@ -16,9 +15,13 @@ import pytest
 import torch
 from huggingface_hub import constants
 
+from pipeline.cli.app import main
 from pipeline.storage.shards import read_rows
+from pipeline.targets.spec import TargetSpec, weight_files
 from tests.cli.hub_to_read import REPOSITORY, HubToRead, serve
 from tests.cli.tables import STAGES, line_of, one_paragraph, states
+from tests.export.hub_stand_in import take_for_the_hub
+from tests.forks import in_a_fork
 
 
 @pytest.fixture(autouse=True)
@@ -215,39 +218,26 @@ def hub(tiny_target: Path) -> Iterator[HubToRead]:
         yield served
 
 
-@pytest.fixture
-def elsewhere(hub: HubToRead, tmp_path: Path) -> Callable[..., str]:
-    """Run a Python process whose Hub is the stand-in and whose cache is empty at first."""
-    home = tmp_path / "hf"
-    environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
-
-    def run(*words: object) -> str:
-        line = [sys.executable, *map(str, words)]
-        ended = subprocess.run(line, env=environment, capture_output=True, text=True)
-        assert ended.returncode == 0, ended.stderr
-        return ended.stdout
-
-    return run
-
-
-DOWNLOADED_THEN_PLANNED = """
-from pipeline.targets.spec import TargetSpec, weight_files
-weight_files(TargetSpec("owner/model"))
-from pipeline.cli.app import main
-main()
-"""
+def plan_elsewhere(endpoint: str, config: Path, downloaded: bool) -> None:
+    """On a machine whose cache has nothing, or the weights alone."""
+    take_for_the_hub(pytest.MonkeyPatch(), endpoint, config.parent)
+    constants.HF_HUB_CACHE = str(config.parent / "cache")
+    if downloaded:
+        weight_files(TargetSpec(REPOSITORY))
+    sys.argv = ["medusa-distill", "plan", str(config), f"target.model={REPOSITORY}"]
+    main()
 
 
 @pytest.mark.slow
-def test_plan_downloads_no_weights(config_file, hub, elsewhere):
-    plan = ("-m", "pipeline.cli", "plan", config_file, f"target.model={REPOSITORY}")
-    out = elsewhere(*plan)
+def test_plan_downloads_no_weights(config_file, hub):
+    code, out = in_a_fork(plan_elsewhere, hub.endpoint, config_file, False)
+    assert code == 0, out
     assert set(hub.fetched) == {"config.json"}
     assert f"The target {REPOSITORY} is not on this machine yet" in line_of("generate", out)
     assert states(out)["seeds"] == states(out)["generate"] == "run"
     assert "of 256 bytes each" in out and "assumed" not in out, "its configuration says how large a state is"
 
     hub.fetched.clear()
-    known = elsewhere("-c", DOWNLOADED_THEN_PLANNED, *plan[2:])
-    assert "never run" in line_of("generate", known), "now its content is known"
+    code, known = in_a_fork(plan_elsewhere, hub.endpoint, config_file, True)
+    assert code == 0 and "never run" in line_of("generate", known), "now its content is known"
     assert "model.safetensors" in hub.fetched and len(hub.fetched) == len({*hub.fetched}), "nothing came twice"

@@ -66,11 +66,11 @@ def accepts_two(found: torch.Tensor) -> list:
 
 
 def check_decoding(seen: Observer, decoder: Decoder, rule: AcceptanceRule, batch: int) -> None:
-    """Four steps: the host waits once for each and for each prefill, and fetches nothing else."""
+    """Three steps: the host waits once for each and for each prefill, and fetches nothing else."""
     seen.answer = accepts_two
     seen.downloads.clear(), seen.waits.clear()
     generators = [torch.Generator("cuda") for _ in range(batch)]
-    forwards = itertools.islice(decoder.stream_batch(PROMPTS[-batch:], 99, rule, generators), batch + 4)
+    forwards = itertools.islice(decoder.stream_batch(PROMPTS[-batch:], 99, rule, generators), batch + 3)
     assert seen.waits == ["tolist"] * len(list(forwards)) and not seen.downloads
 
 
