@@ -59,6 +59,7 @@ def test_a_head_count_that_the_export_cannot_carry(intact, run_fails):
     assert stages_run(intact)[0] == "seeds", "nothing was started"
 
 
+@pytest.mark.slow
 def test_a_parquet_shard_from_another_run(intact, run_fails, make_settings, tmp_path, capsys):
     run_fails(1, "check.min_acceleration_rate=9", "generate.temperature=1.5", "run.name=other")
     other = RunDirectory(tmp_path / "other")

@@ -39,6 +39,7 @@ def test_a_signal_keeps_what_was_committed_and_the_same_command_continues(
     assert contents(run, "seeds", "generate") == contents(finished_run, "seeds", "generate")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["generate", "features"])
 def test_an_interrupted_run_goes_on_with_the_pending_shards_and_ends_with_the_same_content(
     finished_run, make_config, tmp_path, monkeypatch, name

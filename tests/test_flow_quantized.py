@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.flows.tiny import STAGES, latest, run_again
 from tests.targets.quantized_copies import compressed
 
 
+@pytest.mark.slow
 def test_heads_of_a_quantized_target_keep_its_text(make_config, tmp_path, tiny_target, tiny_seeds):
     copy = compressed(tiny_target, tmp_path / "copy", "int8")
     few = {"seeds__sources": [{"path": str(tiny_seeds), "limit": 30}], "generate__rounds": 1}

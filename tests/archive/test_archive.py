@@ -46,6 +46,7 @@ def content(run: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["s3", "file"])
 def test_a_run_goes_to_an_object_store_and_comes_back_and_everything_is_kept(
     copied_run, bucket, make_config, tmp_path, kind
@@ -108,6 +109,7 @@ def test_what_has_arrived_is_not_sent_again_and_an_unfinished_object_does_not_co
     assert bucket.puts == [f"mine/{MANIFEST}"], "nothing but the manifest"
 
 
+@pytest.mark.slow
 def test_a_large_file_goes_in_parts(copied_run, bucket):
     big = os.urandom(23 * 1024**2)
     (copied_run.path / "report.html").write_bytes(big)

@@ -138,6 +138,7 @@ def test_status_tells_partial_from_stale_from_never_run(command, copied_run):
     assert "3/4" in line_of("generate", command("status", copied_run.path).out)
 
 
+@pytest.mark.slow
 def test_a_run_reads_as_it_lies_copied_elsewhere_without_its_target_and_seeds(
     command, make_config, tmp_path, tiny_target, tiny_seeds
 ):

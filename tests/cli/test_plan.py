@@ -165,6 +165,7 @@ def test_plan_of_a_target_without_weights_says_gib_and_refuses_what_cannot_fit(c
     assert command("plan", config_file, *words, "train.optimizer=adamw-8bit").code == 0
 
 
+@pytest.mark.slow
 def test_plan_knows_hours_from_an_earlier_run_here_or_measures_and_leaves_nothing(
     command, config_file, copied_run, tmp_path, monkeypatch
 ):

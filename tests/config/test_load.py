@@ -168,6 +168,7 @@ def test_a_chat_template_may_be_a_path_or_the_text_itself(file):
         load_config(file, ["target.chat_template=absent.jinja"])
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     lr=st.floats(1e-8, 1.0),

@@ -111,6 +111,7 @@ def test_a_line_that_is_cut_down_to_its_brace_costs_itself_alone(tmp_path):
         assert not refusal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("array", [True, False], ids=["array", "lines"])
 def test_a_row_that_is_nested_without_end_costs_itself_alone_and_little_memory(tmp_path, array):
     """The path to every level, kept as text, would be 20 GB of a row of 90 kB."""

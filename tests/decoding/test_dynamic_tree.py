@@ -186,6 +186,7 @@ def test_a_true_token_s_place_is_that_of_its_node_among_all_that_are_proposed(tr
         assert found.dtype == torch.int16 and found.tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 def test_the_walk_by_places_takes_the_very_steps_of_the_decoder_whatever_the_tree_s_size(
     target_of, continuation, fitted_heads
 ):

@@ -43,6 +43,7 @@ def test_the_readme_s_python_runs(place, finished_run, monkeypatch, capsys):
     assert asked[0].train.num_heads == 4 and capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_python_of_its_page_runs_from_top_to_bottom(place, finished_run):
     names: dict = {}
     for number, block in enumerate(python_blocks("docs/python.md")):

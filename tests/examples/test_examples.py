@@ -32,11 +32,13 @@ def config_file(tmp_path, make_settings):
     return path
 
 
+@pytest.mark.slow
 def test_distil(example, config_file):
     said = example("distil", config_file, "--inline", "train.num_heads=2")
     assert "acceleration rate" in said and "serve it: vllm serve" in said
 
 
+@pytest.mark.slow
 def test_sweep_recipes_caches_the_states_once(example, config_file, tmp_path):
     said = example("sweep_recipes", config_file, tmp_path / "store")
     assert [line.split()[0] for line in said.splitlines() if line.startswith(("as-", "fewer", "even"))] == [

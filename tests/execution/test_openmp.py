@@ -37,6 +37,7 @@ def test_torch_s_openmp_has_understood_how_long_to_spin(said, understood):
     assert said == {} or found["gomp_spincount"] != OPENMP["GOMP_SPINCOUNT"]
 
 
+@pytest.mark.slow
 def test_the_tests_compute_with_one_thread_unless_told_otherwise():
     """Each worker of pytest-xdist has its own: more of them than cores wait for each other."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

@@ -153,6 +153,7 @@ def tuning_learner_of(settings: TrainConfig, config: LlamaConfig) -> BackboneLea
     return learner
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["7B", "70B"])
 def test_a_step_of_heads_and_backbone_at_real_sizes_takes_what_is_planned(on_fake_cuda, tmp_path, shape):
     """Of one of the target's layers, without checkpointing: what every further one would add is the same."""

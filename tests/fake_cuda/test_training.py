@@ -71,6 +71,7 @@ def test_a_step_of_heads_waits_as_often_for_many_positions_as_for_few(kind, on_f
     assert waits[0] == waits[1] and len(waits[1]) < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["kl", "ce"])
 def test_a_step_of_heads_and_backbone(loss, on_fake_cuda):
     """Two packed sequences that accumulate: gradients on the device, and no number read in between."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -25,6 +26,7 @@ def most_written(run: RunDirectory, number: int) -> list[int]:
     return sorted(sorted(range(300), key=lambda token: (-counts[token], token))[:number])
 
 
+@pytest.mark.slow
 def test_a_draft_vocabulary_through_the_whole_flow(make_config, tmp_path):
     run = run_again(make_config(tmp_path, train__draft_vocab=40, calibrate__tree="dynamic"))
     trained = load_file(latest(run, "train").path / "heads.safetensors")
@@ -58,6 +60,7 @@ def test_the_whole_flow_changes_no_token(make_config, tmp_path):
     assert native["acceleration_rate"] > 1
 
 
+@pytest.mark.slow
 def test_with_a_tuned_backbone_the_cell_is_measured_with_the_matrices_that_it_is_served_with(make_config, tmp_path):
     """Of a draft vocabulary with the rows of the tokens that the target has written most often."""
     backbone = {"sequence_length": 128, "batch_sequences": 2, "lora_rank": 4, "loss": "ce", "lr": 1e-2}

@@ -50,6 +50,7 @@ def test_values_and_gradients_equal_the_definition(lm_heads: str, num_rows: int,
     torch.testing.assert_close(summed(summed_cross_entropy, *case(lm_heads, share=share), **settings), expected)
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_any_labels_and_any_rows_of_the_teacher(data):
     """Also where no position has a teacher, or no head a label."""

@@ -53,6 +53,7 @@ def test_vllm_is_refused_for_a_kind_that_it_does_not_serve_before_anything_is_ma
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_another_kind_learns_with_its_backbone_too(make_config, tmp_path, monkeypatch):
     """Kind and method do not know each other."""
     monkeypatch.setitem(KINDS, "linear", LinearHeads)

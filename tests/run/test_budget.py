@@ -125,6 +125,7 @@ def test_as_many_workers_as_there_is_room_for_split_heads_over_the_gpus_of_this_
     assert budget_of(here, "train").memory != expected
 
 
+@pytest.mark.slow
 def test_calibrate_and_a_served_copy_have_rows_and_the_host_s_memory_is_said(planned, make_config):
     """Heads in fp32 on train's GPU; nine caches beside the target; a copy in 4 bits of a target in 16."""
     copy = planned("7B").target.model

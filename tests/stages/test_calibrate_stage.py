@@ -178,6 +178,7 @@ def test_the_tree_that_is_used_is_searched_on_all_held_out_text(finished_run):
     assert min(map(score, chosen)) >= max(map(score, children)) - 1e-12
 
 
+@pytest.mark.slow
 def test_auto_measures_what_trees_cost_here_and_takes_the_size_that_promises_the_highest_speedup(
     copied_run, make_config, tmp_path, monkeypatch
 ):
@@ -263,6 +264,7 @@ def test_a_tree_is_taken_by_its_name_cut_where_the_heads_end_and_an_unknown_name
         run_again(make_config(tmp_path, calibrate__choices="vicuna_7b_stage2"))
 
 
+@pytest.mark.slow
 def test_a_file_of_its_own_is_answered_by_the_target_and_judges_in_place_of_held_out_rows(
     copied_run, make_config, tmp_path, tiny_target
 ):

@@ -49,6 +49,7 @@ def test_a_failed_check_is_finished_reported_and_says_no_again_and_another_limit
     push_run(run.path, repo_id="me/heads", private=False, base_model="owner/target", dry_run=True)
 
 
+@pytest.mark.slow
 def test_a_file_of_questions_is_asked_instead_of_held_out_rows(copied_run, make_config, tmp_path):
     questions = tmp_path / "questions.jsonl"
     rows = [{"question_id": n, "category": f"c{n % 2}", "turns": [f"why {n}?", "how?"]} for n in range(5)]
@@ -107,6 +108,7 @@ def test_prompts_that_leave_no_room_are_skipped_and_when_none_is_left_it_says_so
         run_again(make_config(tmp_path, check__max_new_tokens=190))
 
 
+@pytest.mark.slow
 def test_an_assistant_is_named_and_its_content_counts(copied_run, make_config, tmp_path, tiny_target):
     with pytest.raises(ConfigError, match="come together"):
         make_config(tmp_path, check__baselines=["assistant"])
@@ -126,6 +128,7 @@ def test_an_assistant_is_named_and_its_content_counts(copied_run, make_config, t
     assert run_again(config).latest("check").fingerprint == first.fingerprint
 
 
+@pytest.mark.slow
 def test_typical_acceptance_is_measured_and_greedy_decoding_compared_all_the_same(copied_run, make_config, tmp_path):
     rule = {"check__acceptance": "typical", "check__temperature": 0.7, "check__studies": ["heads"]}
     native = run_again(make_config(tmp_path, **rule, check__repeats=2)).latest("check").summary["native"]
@@ -209,6 +212,7 @@ def test_while_it_decodes_a_line_now_and_then_says_how_far_it_is(copied_run, mak
     assert "progress.tmp" not in {path.name for path in run.latest("check").path.iterdir()}
 
 
+@pytest.mark.slow
 def test_heads_are_checked_on_the_copy_that_will_be_served_too(copied_run, make_config, tmp_path, tiny_target):
     copy = compressed(tiny_target, tmp_path / "copy", "int8")
     run = run_again(make_config(tmp_path, check__served_model=str(copy)))

@@ -52,6 +52,7 @@ def test_the_best_state_is_written_not_the_last(make_spec, one_in_the_middle_is_
         assert torch.equal(tensors[f"modules/heads.{name}"], weight), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_resume_before_at_and_after_the_best_state_ends_with_it(make_spec, one_in_the_middle_is_best, after):
     whole, broken = (

@@ -111,6 +111,7 @@ def test_the_first_loss_is_that_of_the_target_s_own_prediction(make_tuning):
     assert first["heads_weight"] == 0.2 and len(first["head_losses"]) == 3
 
 
+@pytest.mark.slow
 def test_heads_learn_and_the_backbone_stays_near_itself_by_kl_and_leaves_by_hard_labels(make_tuning):
     kept, left = (make_tuning(loss, backbone_loss=loss, epochs=8, lambda_0=0.05) for loss in ("kl", "ce"))
     summaries = [train(spec) for spec in (kept, left)]
@@ -210,6 +211,7 @@ def test_two_stages_are_medusa1_and_then_both_together(make_tuning, monkeypatch)
     assert train(spec) == summary  # what is finished is not begun again
 
 
+@pytest.mark.slow
 def test_bf16_products_stay_close_to_fp32_and_what_is_trained_stays_fp32(make_tuning):
     full, half = (make_tuning(name, precision=name) for name in ("fp32", "bf16"))
     expected, found = train(full), train(half)

@@ -45,8 +45,12 @@ def test_training_starts_at_the_targets_own_prediction(make_spec):
     assert first["head_losses"] == pytest.approx([float(loss) for loss in losses], rel=1e-5)
 
 
-@pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
-@pytest.mark.parametrize("num_layers", [1, 2])
+OTHER_FORMS = [("untied", 1), ("untied", 2), ("shared", 1), ("tied", 1), ("tied", 2)]
+
+
+@pytest.mark.parametrize(
+    ("lm_head", "num_layers"), [("shared", 2), *(pytest.param(*form, marks=pytest.mark.slow) for form in OTHER_FORMS)]
+)
 def test_heads_learn_what_can_be_learned(make_spec, lm_head, num_layers):
     spec = make_spec(epochs=24, lm_head=lm_head, num_layers=num_layers)
     summary = train(spec)

@@ -28,6 +28,7 @@ MEDUSA_2 = {
 }
 
 
+@pytest.mark.slow
 def test_a_run_with_a_four_bit_copy_publishes_whole_weights_that_decode_exactly(
     make_config, tmp_path, tiny_target, monkeypatch
 ):

@@ -36,6 +36,7 @@ def requantized(shard: str, path: Path, precision) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "recurrent"])
 def test_heads_of_both_kinds_learn_from_8_bits_what_they_learn_from_all(make_spec, shards, tmp_path, kind):
     settings = {"heads": kind, "epochs": 5, "soft_labels": 0.3}

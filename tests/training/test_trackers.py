@@ -93,6 +93,7 @@ def in_wandb(directory: Path) -> tuple[list[int], dict, str]:
     return steps, final, said
 
 
+@pytest.mark.slow
 def test_every_tracker_has_every_step_once_after_a_resume_with_name_configuration_and_final_figures(
     make_spec, tmp_path, offline, caplog
 ):
