@@ -83,6 +83,7 @@ def test_a_seed_file_that_is_no_conversation_data(intact, run_fails, tmp_path):
     assert "price" in said and "Expected" in said
 
 
+@pytest.mark.slow
 def test_a_conversation_longer_than_the_context_is_quarantined_and_the_run_goes_on(tmp_path, make_config, tiny_seeds):
     from rich.console import Console
 

@@ -50,6 +50,7 @@ def install(lock: Path, *options: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_an_installation_says_how_far_it_is(tmp_path):
     """Here of packages that are there already, in the words of the pip that is there."""
     packages = ["pip", "numpy", "rich", "typer"]
@@ -62,6 +63,7 @@ def test_an_installation_says_how_far_it_is(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_an_installation_that_fails_shows_what_pip_said(tmp_path):
     lock = tmp_path / "one.lock"
     lock.write_text("no-such-package-of-anybody==1.0\n")
@@ -69,6 +71,7 @@ def test_an_installation_that_fails_shows_what_pip_said(tmp_path):
     assert ended.returncode != 0 and "No matching distribution found for no-such-package-of-anybody" in ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path(sys.prefix, ".installed-cpu").is_file(), reason="not the environment of `make install`")
 def test_the_readme_says_how_large_the_installation_is():
     """Within a tenth: what is compiled on first use is a part of it."""

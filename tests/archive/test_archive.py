@@ -87,6 +87,7 @@ def test_a_run_with_a_store_of_its_own_is_restored_as_one_directory_that_runs_wh
     assert stages_run(run_again(config)) == []
 
 
+@pytest.mark.slow
 def test_what_has_arrived_is_not_sent_again_and_an_unfinished_object_does_not_count(copied_run, bucket):
     place, sent = open_place(bucket.address("mine")), []
     bucket.fail = lambda method, key: method == "PUT" and len(bucket.puts) >= 25
@@ -119,6 +120,7 @@ def test_a_large_file_goes_in_parts(copied_run, bucket):
     assert (copied_run.path.parent / "back" / "report.html").read_bytes() == big
 
 
+@pytest.mark.slow
 def test_the_archive_of_another_run_and_a_folder_of_other_things_are_left_alone(copied_run, bucket, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(copied_run.path, other, symlinks=True)
@@ -197,6 +199,7 @@ def test_what_does_not_arrive_as_it_was_sent_is_noticed(copied_run, bucket, monk
     assert not [key for key in bucket.objects if "/verified/" in key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["flipped", "missing"])
 def test_a_damaged_archive_is_told_and_what_was_restored_is_kept(copied_run, bucket, tmp_path, how):
     place, back = open_place(bucket.address("mine")), tmp_path / "back"

@@ -80,6 +80,7 @@ def test_verify_of_a_half_done_run_names_the_file_that_is_not_whole(command, hal
     assert re.findall(r"\S+\.(?:parquet|jsonl)", one_paragraph(ended.err)) == [str(bad)]
 
 
+@pytest.mark.slow
 def test_verify_names_a_stage_whose_directory_is_gone_and_run_makes_it_again(command, copied_run, config_file):
     gone = latest(copied_run, "check").path
     shutil.rmtree(gone)
@@ -98,6 +99,7 @@ def test_plan_of_a_half_done_run_says_what_is_pending_and_what_is_on_the_disk(co
     assert re.search(rf"of which {re.escape(size(cached))} are on the disk; {free}", out)
 
 
+@pytest.mark.slow
 def test_plan_and_status_of_a_damaged_run_name_the_file_and_only_what_it_costs(command, damaged, config_file):
     out = command("plan", config_file).out
     assert states(out) == dict.fromkeys(STAGES, "kept") | dict.fromkeys(("generate", "calibrate"), "run")

@@ -119,6 +119,7 @@ def test_a_cache_that_moves_makes_captures_void(pair, continuation):
     assert tape.replayed and tape.rehearsed, "steps on a new cache are warmed up anew"
 
 
+@pytest.mark.slow
 def test_after_one_pass_nothing_is_captured_any_more(pair, monkeypatch):
     model, heads = pair("llama")
     tape = Tape()

@@ -103,6 +103,7 @@ def test_an_end_token_inside_a_sampled_path_ends_the_text_there(position, target
     assert decoded.finished == "stop" and sum(decoded.accepted) == len(decoded.token_ids) - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["typical", "nucleus", "rejection"])
 def test_the_first_token_is_the_rules_own_choice(name, target_of):
     """Also where it is the only one, and without a tree."""

@@ -183,6 +183,7 @@ def timed(monkeypatch):
     return measure
 
 
+@pytest.mark.slow
 def test_a_step_is_timed_without_the_prefill(timed):
     found = timed(Machine(0, 0, 0), (1, 0.01), (4, 0.02))
     assert [time.seconds for time in found] == pytest.approx([0.01, 0.02])

@@ -72,6 +72,7 @@ def check(finished_run, tiny_target):
     return run
 
 
+@pytest.mark.slow
 def test_answers_that_end_with_their_first_token_take_no_step_and_spoil_nothing(check, next_tokens):
     ending = [ids for ids, token in next_tokens if token in EOS]
     going_on = [ids for ids, token in next_tokens if token not in EOS]

@@ -119,6 +119,7 @@ def test_a_step_of_split_heads_of_a_70b_target_takes_what_is_planned(on_fake_cud
     assert planned.total == pytest.approx(found, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", ["untied", "recurrent"])
 def test_calibration_on_a_held_out_conversation_takes_what_is_planned(on_fake_cuda, kind, shape):

@@ -118,6 +118,7 @@ def test_every_kind_of_head_and_a_target_over_two_cards(kind, on_fake_cuda):
         assert "cuda:0 -> cuda:1" in on_fake_cuda.transfers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "not recorded"])
 @pytest.mark.parametrize("tree", TREES)
 def test_a_step_copies_no_key_of_the_cache(tree, is_recorded, on_fake_cuda):

@@ -50,6 +50,7 @@ def test_every_method_has_a_row_and_plain_decoding_is_the_measure(measured):
     assert table.note.endswith("prompt lookup failed: its cache <b>cannot</b> be cropped.")
 
 
+@pytest.mark.slow
 def test_the_page_has_them_and_escapes_what_a_model_s_code_said(measured, extras):
     text = page(measured, extras)
     assert ">generate" in text and "&lt;b&gt;cannot" in text and "<b>cannot" not in text

@@ -114,6 +114,7 @@ def test_bars_are_drawn_to_the_scale_of_the_largest_speedup_and_plain_decoding_h
     assert text.count('<u style="left:40.0%">') == 2
 
 
+@pytest.mark.slow
 def test_the_same_report_gives_the_same_bytes(report, extras):
     assert page(report, extras) == page(report, extras)
 

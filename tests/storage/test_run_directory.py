@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from pipeline.config import Config
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
@@ -29,6 +31,7 @@ def files(run: RunDirectory) -> set[str]:
     return {str(path.relative_to(run.path)) for path in run.path.rglob("*") if not path.is_dir()}
 
 
+@pytest.mark.slow
 def test_leftovers_of_killed_drivers_are_removed_and_nothing_else(tmp_path):
     config = Config.model_validate(
         {"run": {"name": "some", "root": tmp_path}, "target": {"model": "any"}, "seeds": {"sources": [{"path": "x"}]}}

@@ -33,7 +33,7 @@ def same(one: TrainSpec, other: TrainSpec) -> bool:
         pytest.param(1, "adamw", marks=pytest.mark.slow),
         (3, "adamw"),
         pytest.param(5, "adamw", marks=pytest.mark.slow),
-        (5, "adamw-8bit"),
+        pytest.param(5, "adamw-8bit", marks=pytest.mark.slow),
     ],
 )
 def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_tuning, stop, optimizer):

@@ -183,6 +183,7 @@ def test_heads_weight_and_learning_rates_follow_their_schedules(make_tuning):
     assert next(line for line in read_metrics(other.path) if line["step"] == 1)["backbone_lr"] == 1e-5
 
 
+@pytest.mark.slow
 def test_two_stages_are_medusa1_and_then_both_together(make_tuning, monkeypatch):
     spec = make_tuning(recipe="two-stage")
     shown, weights, alive = [], [], []
@@ -221,6 +222,7 @@ def test_bf16_products_stay_close_to_fp32_and_what_is_trained_stays_fp32(make_tu
         assert {tensor.dtype for tensor in load_file(file).values()} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_target_in_half_precision_trains_an_fp32_adapter_from_no_drift(make_tuning, precision):
     spec = make_tuning(precision=precision, lora_dropout=0.0)

@@ -101,6 +101,7 @@ def test_workers_run_equally_many_batches_of_which_some_hold_nothing(make, micro
     assert (0 in numbers) is (micro_batch == 1)
 
 
+@pytest.mark.slow
 def test_one_worker_has_nothing_to_split(make):
     whole, alone = make("whole", epochs=1), make("alone", epochs=1, shard=True, shard_heads=True)
     for spec in (whole, alone):

@@ -167,6 +167,7 @@ def test_a_tracker_that_is_not_there_or_not_logged_in_is_refused_before_anything
     assert len(notes) == 1 and "trackio" in notes[0]
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_no_more_does_not_keep_the_heads_from_being_written(tmp_path, offline, monkeypatch):
     import wandb
 

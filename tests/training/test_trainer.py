@@ -42,7 +42,9 @@ RECIPES = [
 ]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=str)
+@pytest.mark.parametrize(
+    "recipe", [RECIPES[0], *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in RECIPES[1:])], ids=str
+)
 def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_spec, recipe):
     whole = make_spec("whole", **recipe)
     expected = train(whole)
