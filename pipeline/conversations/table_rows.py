@@ -58,8 +58,9 @@ def delimited_rows(file: io.BufferedReader, path: Path, named: Collection[str], 
             record = next(records)
         except StopIteration:
             return
-        except csv.Error:  # a field above the limit
-            yield TOO_LONG
+        except csv.Error as error:
+            told = Unreadable(RowRejected(Reason.BROKEN_ROW, f"It is no record: {error}."), "")
+            yield TOO_LONG if "field larger" in str(error) else told
             continue
         if texts.cut:
             yield TOO_LONG

@@ -153,6 +153,13 @@ def test_bad_bytes_and_fields_without_an_end_cost_their_records_alone(tmp_path, 
     assert [getattr(row, "reason", None) for row in read(tmp_path / "b.csv")][:2] == [None, Reason.TOO_LONG]
 
 
+def test_a_carriage_return_within_a_record_costs_that_record_alone_and_is_not_called_too_long(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b"prompt,note\nwhy?,a\nho\rw?,b\nand?,c\n")
+    rows = read(tmp_path / "a.csv")
+    assert [getattr(row, "reason", None) for row in rows] == [None, Reason.BROKEN_ROW, None]
+    assert "new-line character" in rows[1].detail
+
+
 def test_a_csv_without_a_header_says_that_its_first_line_was_taken_for_one(tmp_path):
     (tmp_path / "a.csv").write_text("why is the sky blue?\nwho are you?\n")
     with pytest.raises(DataError, match=r"`why is the sky blue\?`.*first line was taken for the names"):
