@@ -45,7 +45,10 @@ SETTINGS: dict[str, Any] = {
     "generate": {"engine": "transformers", "max_new_tokens": 16, "rounds": 2},
     "train": {"heads": "medusa", "num_heads": 3, "epochs": 1, "batch_tokens": 256, "warmup_steps": 1, "lr": 1e-2},
     "calibrate": {"nodes": 8},
-    "check": {"prompts": 8, "max_new_tokens": 12, "engines": ["native"], "baselines": [], "require_learning": False},
+    "check": {
+        **{"prompts": 8, "max_new_tokens": 6, "engines": ["native"], "repeats": 1, "baselines": []},
+        "require_learning": False,
+    },
     "limits": {"min_free_disk_gb": 0},
 }
 BACKBONE = {"sequence_length": 96, "batch_sequences": 4, "lora_rank": 4, "lr": 0.01, "max_kl": 50.0}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -44,10 +45,11 @@ def vllm_here() -> None:
 
 
 def work_here(monkeypatch: pytest.MonkeyPatch, module: ModuleType, work: Callable[..., Any]) -> None:
-    """What `module` would do in a process of its own it does in this one."""
+    """What `module` would do in a process of its own it does in this one; tasks and results are JSON all the same."""
 
-    def here(name: str, tasks: list[Any], *_: object) -> list[Any]:
-        return [work(task, lambda **progress: None) for task in tasks]
+    def here(name: str, tasks: list[Any], told: Callable[..., None] | None = None, *_: object) -> list[Any]:
+        tell = told or (lambda **progress: None)
+        return [json.loads(json.dumps(work(json.loads(json.dumps(task)), tell))) for task in tasks]
 
     monkeypatch.setattr(module, "in_own_process", here)
 

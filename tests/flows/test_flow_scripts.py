@@ -56,7 +56,8 @@ def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
             "generate.max_new_tokens=16",
             "check.engines=[native]",
             "check.require_learning=false",  # of a random target
-            "check.max_new_tokens=12",
+            "check.max_new_tokens=6",
+            "check.repeats=1",
             "limits.min_free_disk_gb=0",
         ]
         monkeypatch.setattr(sys, "argv", [name, *first, *small, *(word for word in words if "=" in word)])

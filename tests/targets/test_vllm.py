@@ -1,6 +1,6 @@
 """Real vLLM in this process, whose import takes longer than an engine's start.
 
-In processes of their own are the decode check, a server, and engines that know nothing of this project.
+In processes of their own are a server, and engines that know nothing of this project.
 """
 
 from __future__ import annotations
@@ -249,7 +249,10 @@ def test_vllm_serves_target_and_heads_of_an_export_alone(counting_target: Target
     assert 1.4 < one_lm_head < 1.6 and 3.5 < cell <= 4
 
 
-def test_heads_that_are_always_right_accept_everything_in_vllm(counting_target: TargetSpec, export: Path) -> None:
+def test_heads_that_are_always_right_accept_everything_in_vllm(
+    counting_target: TargetSpec, export: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work_here(monkeypatch, vllm_decode, vllm_decode.decode)
     prompts = [[100], [7, 7, 250], [300, 2, 17], [500]]
     alone = read_layout(export).engine_args(export, counting_target.model)
     assert alone == {"model": str(export)}, "the engine reads from the export which target and how many tokens"
