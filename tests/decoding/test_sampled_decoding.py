@@ -20,7 +20,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 OTHERS = ("mistral-window", "qwen2-tied-mixed-windows", "gemma2-both-windows")
 FAMILIES = ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in OTHERS)]
 TREE = ((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1))
-TINY_VOCAB, NUM_TOKENS = 4, 3
+TINY_VOCAB, NUM_TOKENS, AT_ONCE = 4, 3, 50
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -51,11 +51,12 @@ def law_of_texts(model, prompt: list[int], temperature: float) -> dict[tuple[int
 def p_of_texts(model, heads, rule, temperature: float, num_texts: int) -> tuple[float, Counter[int]]:
     """The chi-square test over all texts, and how many tokens the steps kept."""
     decoder = Decoder(model, heads, ((0,), (1,), (0, 0), (1, 1)), eos_token_ids=())
-    counts, kept, generator = Counter(), Counter(), seeded(2)
-    for _ in range(num_texts):
-        decoded = decoder.generate([1, 2], NUM_TOKENS, rule, generator)
-        counts[tuple(decoded.token_ids)] += 1
-        kept.update(decoded.accepted)
+    counts, kept = Counter(), Counter()
+    for first in range(0, num_texts, AT_ONCE):
+        generators = [seeded(seed) for seed in range(first, first + AT_ONCE)]
+        for decoded in decoder.generate_batch([[1, 2]] * AT_ONCE, NUM_TOKENS, rule, generators):
+            counts[tuple(decoded.token_ids)] += 1
+            kept.update(decoded.accepted)
     law = law_of_texts(model, [1, 2], temperature)
     return chi_square_p([counts[text] for text in law], list(law.values())), kept
 
