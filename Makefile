@@ -42,7 +42,7 @@ test: install       ## all tests (WORKERS=auto is one process more than cores, W
 lint: install       ## ruff and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 check: lint         ## lint and the fast tests: before every commit
 	$(TESTS) -m "not slow and not fault"

@@ -31,6 +31,8 @@ from tests.flows.tiny import (
     stages_run,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("damage", ["delete", "truncate", "lose its quarantine file"])
 @pytest.mark.parametrize("name", SHARDED)

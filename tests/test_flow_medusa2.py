@@ -30,6 +30,8 @@ from tests.export.hub_stand_in import hub_on_loopback
 from tests.flows.tiny import CONTEXT, NEW_TOKENS, latest, run_again, stages_run, token_rows
 from tests.targets.adapters import logits_with_adapter_on
 
+pytestmark = pytest.mark.slow
+
 JOINT = {
     "train__method": "medusa-2",
     "train__backbone__sequence_length": 96,

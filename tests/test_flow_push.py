@@ -22,6 +22,8 @@ from tests.export.hub_stand_in import TOKEN, hub_on_loopback, push_to
 from tests.flows.tiny import edit_summary, latest, stages_run
 from tests.forks import FORKS, PATIENCE
 
+pytestmark = pytest.mark.slow
+
 HUB_IDS = {"push__repo_id": "me/heads", "push__base_model": "owner/target"}
 EXPORTED = {
     "README.md",
@@ -286,7 +288,6 @@ def test_a_hub_that_fails_is_tried_again_by_the_same_command(copied_run, make_co
     assert stages_run(run_again(config)) == ["push"]
 
 
-@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.parametrize(
     ("moment", "request_part"),

@@ -22,6 +22,8 @@ from pipeline.run.reporting import assemble
 from pipeline.storage.run_directory import RunDirectory
 from tests.flows.tiny import contents, latest, run_again, stages_run
 
+pytestmark = pytest.mark.slow
+
 PLACES = (
     *("latest/train/DONE.json", "latest/train/stage.json", "latest/train/metrics.jsonl", "latest/export/config.json"),
     *("latest/features/shards/00001.parquet", "latest/features/receipts/00001.json", "latest/seeds/lock"),

@@ -23,6 +23,8 @@ from pipeline.storage.run_directory import RunDirectory
 from tests.archive.s3_server import KEY, Bucket
 from tests.flows.tiny import latest, run_again, stages_run
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def bucket(monkeypatch):
@@ -46,7 +48,6 @@ def content(run: Path) -> dict[str, str]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["s3", "file"])
 def test_a_run_goes_to_an_object_store_and_comes_back_and_everything_is_kept(
     copied_run, bucket, make_config, tmp_path, kind
@@ -87,7 +88,6 @@ def test_a_run_with_a_store_of_its_own_is_restored_as_one_directory_that_runs_wh
     assert stages_run(run_again(config)) == []
 
 
-@pytest.mark.slow
 def test_what_has_arrived_is_not_sent_again_and_an_unfinished_object_does_not_count(copied_run, bucket):
     place, sent = open_place(bucket.address("mine")), []
     bucket.fail = lambda method, key: method == "PUT" and len(bucket.puts) >= 25
@@ -110,7 +110,6 @@ def test_what_has_arrived_is_not_sent_again_and_an_unfinished_object_does_not_co
     assert bucket.puts == [f"mine/{MANIFEST}"], "nothing but the manifest"
 
 
-@pytest.mark.slow
 def test_a_large_file_goes_in_parts(copied_run, bucket):
     big = os.urandom(23 * 1024**2)
     (copied_run.path / "report.html").write_bytes(big)
@@ -120,7 +119,6 @@ def test_a_large_file_goes_in_parts(copied_run, bucket):
     assert (copied_run.path.parent / "back" / "report.html").read_bytes() == big
 
 
-@pytest.mark.slow
 def test_the_archive_of_another_run_and_a_folder_of_other_things_are_left_alone(copied_run, bucket, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(copied_run.path, other, symlinks=True)
@@ -199,7 +197,6 @@ def test_what_does_not_arrive_as_it_was_sent_is_noticed(copied_run, bucket, monk
     assert not [key for key in bucket.objects if "/verified/" in key]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["flipped", "missing"])
 def test_a_damaged_archive_is_told_and_what_was_restored_is_kept(copied_run, bucket, tmp_path, how):
     place, back = open_place(bucket.address("mine")), tmp_path / "back"

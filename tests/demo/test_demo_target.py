@@ -15,6 +15,8 @@ from pipeline.demo import target as demo
 from pipeline.demo import train_target as demo_training
 from pipeline.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 TURNS = [
     ("What is the capital of Alderhaven?", "Alderhaven is a town, so it has no capital of its own."),
     ("蒸发是什么意思？", "蒸发是指液体在沸点以下慢慢变成气体。"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 RANK = 4
@@ -13,6 +12,8 @@ RANK = 4
 
 def save_adapter(target: str | Path, directory: Path, *, seed: int = 0, size: float = 0.02) -> Path:
     """Write an adapter of the target at `directory`; its changes are of about `size`."""
+    from peft import LoraConfig, get_peft_model  # slow to import
+
     model = AutoModelForCausalLM.from_pretrained(target)
     linear = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     adapted = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=sorted(linear)))
@@ -28,5 +29,7 @@ def save_adapter(target: str | Path, directory: Path, *, seed: int = 0, size: fl
 @torch.inference_mode()
 def logits_with_adapter_on(target: str | Path, adapter: Path, ids_BT: torch.Tensor) -> torch.Tensor:
     """What the target says with the adapter beside its weights, in fp32."""
+    from peft import PeftModel
+
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     return PeftModel.from_pretrained(model, adapter)(input_ids=ids_BT).logits

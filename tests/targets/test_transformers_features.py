@@ -4,8 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from bitsandbytes.functional import dequantize_4bit
-from bitsandbytes.nn import Linear4bit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,6 +120,9 @@ def test_an_8_bit_target_gives_states_near_the_full_ones(random_target: TargetSp
 def test_a_4_bit_target_gives_the_states_of_its_dequantized_weights(
     random_target: TargetSpec, prompts: list[list[int]]
 ) -> None:
+    from bitsandbytes.functional import dequantize_4bit  # slow to import
+    from bitsandbytes.nn import Linear4bit
+
     quantized = TransformersFeatureEngine(load_causal_lm(dataclasses.replace(random_target, quantization="4bit")))
     full = TransformersFeatureEngine(random_target)
     assert torch.equal(lm_head_weight(quantized.model), lm_head_weight(full.model))

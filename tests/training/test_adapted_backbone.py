@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
@@ -164,6 +163,8 @@ def test_recomputation_does_not_draw_dropout_anew(target, batch):
 
 @pytest.mark.parametrize("which", ["target", "tied"])
 def test_peft_loads_the_written_adapter_and_it_says_the_same(request, which, batch, tmp_path):
+    from peft import PeftModel  # slow to import
+
     spec = request.getfixturevalue(which)
     backbone = disturbed(make(spec))
     write_adapter(tmp_path / "adapter", backbone, spec)

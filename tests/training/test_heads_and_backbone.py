@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import AutoModelForCausalLM
@@ -125,6 +124,8 @@ def test_heads_learn_and_the_backbone_stays_near_itself_by_kl_and_leaves_by_hard
 
 
 def test_the_saved_adapter_and_heads_are_what_was_trained(make_tuning):
+    from peft import PeftModel  # slow to import
+
     spec = make_tuning()
     summary = train(spec)
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(spec.target.model), spec.adapter_path).eval()
