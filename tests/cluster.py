@@ -2,8 +2,8 @@
 
 These tests run first: one worker of pytest-xdist has them all, or two with a cluster each where there are more than
 three, since they wait more than they compute. A test that does not ask for the cluster finds none. The other slow tests
-run meanwhile on the other workers, and what is fast comes last, so that all end together. Those that load vLLM into
-their own process ask for `vllm_here`: one worker has them all, and imports it once.
+run meanwhile on the other workers, the longest first, and what is fast comes last, so that all end together. Those that
+load vLLM into their own process ask for `vllm_here`: one worker has them all, and imports it once.
 """
 
 from __future__ import annotations
@@ -59,26 +59,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     clustered: dict[object, list[pytest.Item]] = {}
     slow: dict[object, list[pytest.Item]] = {}
+    vllm: list[pytest.Item] = []
     fast: list[pytest.Item] = []
     for item in items:
         if _wants_cluster(item):
             clustered.setdefault(item.path, []).append(item)
+        elif "vllm_here" in getattr(item, "fixturenames", ()):
+            vllm.append(item)
         elif item.get_closest_marker("slow"):
-            ours = "vllm_here" in getattr(item, "fixturenames", ())
-            slow.setdefault("vllm" if ours else item.path, []).append(item)
+            slow.setdefault(item.path, []).append(item)
         else:
             fast.append(item)
-    items[:] = dealt([*clustered.values()], [*slow.values()], fast, workers)
+    longest_first = sorted(slow.values(), key=len)  # a file of one test has a long one
+    items[:] = dealt([*clustered.values()], [vllm, *longest_first], fast, workers)
 
 
 def dealt(clustered: list[list[Test]], slow: list[list[Test]], fast: list[Test], workers: int) -> list[Test]:
     """An order whose first share, as pytest-xdist deals them, begins with tests of a cluster, the second too where
-    there are more than three, and each other one with slow tests; those of a file stay together. Every share ends with
-    fast tests, which idle workers take over."""
+    there are more than three, and each other one with slow tests, whose files keep their order; those of a file stay
+    together. Every share ends with fast tests, which idle workers take over."""
     hands: list[list[Test]] = [[] for _ in range(workers)]
     clusters = 2 if workers > 3 else 1
     for files, takers in ((clustered, hands[:clusters]), (slow, hands[clusters:] or hands)):
-        for file in sorted(files, key=len, reverse=True):
+        for file in files:
             min(takers, key=len).extend(file)
     left, rest = sum(map(len, hands)) + len(fast), iter(fast)
     for turn, hand in enumerate(hands):
