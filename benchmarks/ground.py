@@ -46,7 +46,11 @@ SETTINGS: dict[str, Any] = {
     "train": {"heads": "medusa", "num_heads": 3, "epochs": 1, "batch_tokens": 256, "warmup_steps": 1, "lr": 1e-2},
     "calibrate": {"nodes": 8},
     "check": {
-        **{"prompts": 8, "max_new_tokens": 6, "engines": ["native"], "repeats": 1, "baselines": []},
+        "prompts": 8,
+        "max_new_tokens": 6,
+        "engines": ["native"],
+        "repeats": 1,
+        "baselines": [],
         "require_learning": False,
     },
     "limits": {"min_free_disk_gb": 0},

@@ -33,8 +33,8 @@ def ray_cluster() -> None:
 def vllm_here() -> None:
     """This process loads vLLM, which takes eleven seconds: what needs its engines had better run here, too.
 
-    No collection of garbage looks through it, of which an engine asks for nine. It would begin to, as an engine's end
-    makes everything that is frozen collectable again: here that does nothing.
+    It is frozen: each engine asks for nine collections of garbage, which would look through all of it. The end of an
+    engine would unfreeze it for the next one, so from now on nobody freezes or unfreezes anything through `gc`.
     """
     if importlib.util.find_spec("vllm"):
         from vllm import LLM  # noqa: F401

@@ -59,8 +59,8 @@ def delimited_rows(file: io.BufferedReader, path: Path, named: Collection[str], 
         except StopIteration:
             return
         except csv.Error as error:
-            told = Unreadable(RowRejected(Reason.BROKEN_ROW, f"It is no record: {error}."), "")
-            yield TOO_LONG if "field larger" in str(error) else told
+            broken = Unreadable(RowRejected(Reason.BROKEN_ROW, f"It is no record: {error}."), "")
+            yield TOO_LONG if str(error).startswith("field larger than field limit") else broken
             continue
         if texts.cut:
             yield TOO_LONG
