@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.endings import Ended, digest, tree_of
 from benchmarks.outlets import Published, figures_of_check
-from benchmarks.verdicts import Ended, digest, tree_of
 from tests.export.hub_stand_in import HubStandIn, take_for_the_hub
 from tests.flows.tiny import merged, save_seeds, save_target
 

@@ -11,13 +11,13 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.verdicts import NATIVE, SEVERAL, Ended, digest
+from benchmarks.endings import NATIVE, SEVERAL, Ended, digest
 
 Published = Mapping[str, Mapping[str, bytes]]  # files by name, by repository
 NOT_KNOWN = ("-", "not run")  # cells of a run that is not as far
 
 
-def judge_published(ended: Ended, found: Published, wanted: Published, *, but: Collection[str] = ()) -> list[str]:
+def published_problems(ended: Ended, found: Published, wanted: Published, *, but: Collection[str] = ()) -> list[str]:
     """After a push: with 0 what the untampered run's left on the Hub, byte for byte; otherwise nothing is visible.
 
     `but` names files that may differ: the card, where the report that it tells of was tampered with.
@@ -47,7 +47,7 @@ def figures_of_check(out: Path) -> dict[str, Any]:
     return {"native": {key: native.get(key) for key in NATIVE}, "answers": turns}
 
 
-def judge_checked(ended: Ended, found: Mapping[str, Any], wanted: Mapping[str, Any], *, damaged: bool) -> list[str]:
+def checked_problems(ended: Ended, found: Mapping[str, Any], wanted: Mapping[str, Any], *, damaged: bool) -> list[str]:
     """After `check`: any heads decode the target's own text; heads that are as they were reach the rates they had."""
     if ended.code:
         return [] if damaged or ended.code != 1 else ["fails heads that are as they were"]
@@ -56,7 +56,7 @@ def judge_checked(ended: Ended, found: Mapping[str, Any], wanted: Mapping[str, A
     return [] if damaged or found == wanted else ["ends with 0, but the rates differ"]
 
 
-def judge_compared(ended: Ended, before: Ended) -> list[str]:
+def compared_problems(ended: Ended, before: Ended) -> list[str]:
     """After `compare`: the other run's column is as it was; this one's too, or says what is not known, and why."""
     if ended.code:
         return []
@@ -77,7 +77,7 @@ def _cells(table: str) -> dict[str, list[str]]:
     return {row[0]: row[1:] for row in rows if len(row) > 2}
 
 
-def judge_copied(run: Path, restored: Path, counted: Mapping[str, str], *, some: bool) -> list[str]:
+def copied_problems(run: Path, restored: Path, counted: Mapping[str, str], *, some: bool) -> list[str]:
     """What was restored: each file is as it was made or as it lies in the run; none that is whole is left out.
 
     `some` may be left out: stages that the run does not name any more.
@@ -92,11 +92,11 @@ def judge_copied(run: Path, restored: Path, counted: Mapping[str, str], *, some:
     return problems
 
 
-def judge_half(run: Path, restored: Path) -> list[str]:
+def half_restored_problems(run: Path, restored: Path) -> list[str]:
     """After a `restore` that refused: what was restored is as it was archived, and is no run."""
     if (restored / "run.yaml").exists():
         return ["refuses, and what it leaves is a run"]
-    return judge_copied(run, restored, {}, some=True)
+    return copied_problems(run, restored, {}, some=True)
 
 
 def _files(place: Path) -> list[str]:

@@ -12,27 +12,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ground import MOST_ASKED, READERS, Ground, Reference
-from benchmarks.mutations import Mutation
-from benchmarks.outlets import (
-    figures_of_check,
-    judge_checked,
-    judge_compared,
-    judge_copied,
-    judge_half,
-    judge_published,
-)
-from benchmarks.verdicts import (
+from benchmarks.endings import (
     Ended,
     Tree,
     by_its_name,
     changes,
     digest,
-    judge_ending,
-    judge_result,
-    judge_said,
+    ending_problems,
+    output_problems,
+    result_problems,
     tree_of,
     whole_shards,
+)
+from benchmarks.ground import MOST_ASKED, READERS, Ground, Reference
+from benchmarks.mutations import Mutation
+from benchmarks.outlets import (
+    checked_problems,
+    compared_problems,
+    copied_problems,
+    figures_of_check,
+    half_restored_problems,
+    published_problems,
 )
 
 RECORDS = ("DONE.json", "stage.json", "latest")
@@ -104,7 +104,7 @@ class Trial:
         ended = self.ground.command(name, drawn=self.rng.random() < 0.1)
         self.record.commands += 1
         self.record.endings[f"{name.partition(' ')[0]} {ended.code}"] += 1
-        problems = judge_ending(ended, is_config=self.is_config)
+        problems = ending_problems(ended, is_config=self.is_config)
         problems += changes(outside, self.ground.untouchable(), "outside of the run")
         return ended, problems, inside, tree_of(self.ground.run)
 
@@ -117,14 +117,14 @@ class Trial:
             told = ended
             if self.case.mutation.name == "link":
                 told = by_its_name(ended, self.detail, Path(self.case.path).name)
-            problems += judge_said(name, told, truth, self.case.mutation.kind, damaged=self.damaged)
+            problems += output_problems(name, told, truth, self.case.mutation.kind, damaged=self.damaged)
             if name == "compare":
-                problems += judge_compared(ended, truth)
+                problems += compared_problems(ended, truth)
         if name == "check":
             of_export = any("export-" in part for part in Path(self.case.path).parts)
             whole = not of_export and not self.case.path.startswith("latest")
             found = figures_of_check(self.ground.case / "tmp" / "checked")
-            problems += judge_checked(ended, found, self.reference.checked, damaged=not whole)
+            problems += checked_problems(ended, found, self.reference.checked, damaged=not whole)
         self._note(ended, problems)
         return ended
 
@@ -135,7 +135,7 @@ class Trial:
         problems += changes(*kept, "in the run, by a push")
         if not self.believed:
             card = {"README.md"} if self.is_config else set()  # it shows the configuration
-            problems += judge_published(ended, self.ground.published(), self.reference.published, but=card)
+            problems += published_problems(ended, self.ground.published(), self.reference.published, but=card)
         self._note(ended, problems)
 
     def _archive(self) -> None:
@@ -159,12 +159,12 @@ class Trial:
         ended, problems, before, after = self._give("restore")
         problems += changes(before, after, "in the run, by a restore")
         if ended.code:
-            problems += judge_half(self.ground.run, self.ground.restored)
+            problems += half_restored_problems(self.ground.run, self.ground.restored)
         else:
             verified, more, *_ = self._give("verify-restored")
             problems += more + (["restores what verify calls damaged"] if verified.code else [])
             if not linked:
-                problems += judge_copied(self.ground.run, self.ground.restored, self.reference.counted, some=some)
+                problems += copied_problems(self.ground.run, self.ground.restored, self.reference.counted, some=some)
         self._note(ended, problems)
         return ended
 
@@ -190,7 +190,7 @@ class Trial:
         unread = self.case.mutation.name == "flip_unnoticed" or is_log
         if not self.believed and not (self.is_config and name == "run-own"):
             run, truth = self.ground.run, self.reference.path
-            problems += judge_result(ended, run, truth, self.case.path, whole=whole, unread=unread)
+            problems += result_problems(ended, run, truth, self.case.path, whole=whole, unread=unread)
         self._note(ended, problems)
         if ended.code == 0:
             self.record.commands += 1

@@ -81,7 +81,7 @@ def write_answers(directory: Path, answers: Mapping[str, Iterable[Mapping[str, A
         write_text(directory / "answers" / f"{method}.jsonl", text)
 
 
-def write_judged(directory: Path, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+def write_model_answers(directory: Path, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Write each method's answers, in FastChat's schema, to `model_answer/MODEL.jsonl`, as its judge looks for them."""
     for lines in filter(None, answers.values()):
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

@@ -69,9 +69,9 @@ def survey(path: Path, finding: Callable[[Path], str | None]) -> Survey:
     if not path.is_dir():
         raise ConfigError("There is no such seed file or directory.", str(path), _advice(path))
     found = sorted(_walk(path, "", {}), key=lambda entry: entry[0])
-    judged = [(name, why or finding(path / name)) for name, why in found]
-    skipped = [SkippedFile(name, why) for name, why in judged if why]
-    files = [path / name for name, why in judged if not why]
+    reasons = [(name, why or finding(path / name)) for name, why in found]
+    skipped = [SkippedFile(name, why) for name, why in reasons if why]
+    files = [path / name for name, why in reasons if not why]
     if not files:
         first = f"; skipped were {_first(skipped)}" if skipped else ", and nothing else"
         what = f"The directory holds no seed files: found none of {', '.join(SUFFIXES)} with conversations{first}."

@@ -172,7 +172,7 @@ def answer_lines(
     return list(lines.values())
 
 
-def judged_line(question_id: int | str, model_id: str, turns: list[str]) -> dict[str, Any]:
+def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> dict[str, Any]:
     """A model's answer to one question in FastChat's model-answer schema, which its judge reads, and nothing else."""
     return {
         "question_id": question_id,
@@ -183,9 +183,9 @@ def judged_line(question_id: int | str, model_id: str, turns: list[str]) -> dict
     }
 
 
-def judged_lines(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def model_answers(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Lines of `answer_lines` in FastChat's model-answer schema."""
-    return [judged_line(line["question_id"], line["model_id"], line["choices"][0]["turns"]) for line in lines]
+    return [model_answer(line["question_id"], line["model_id"], line["choices"][0]["turns"]) for line in lines]
 
 
 def _answer_id(model_id: str, question_id: int | str) -> str:

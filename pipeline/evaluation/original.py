@@ -21,7 +21,7 @@ from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation
 from pipeline.decoding.readout import last_positions
-from pipeline.evaluation.answers import judged_line
+from pipeline.evaluation.answers import model_answer
 from pipeline.evaluation.prompts import answered_questions
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.loading import load_causal_lm
@@ -125,6 +125,6 @@ def _answers(request: OriginalRequest, progress: ProgressReporter | None) -> lis
         request.original, request.questions, request.settings, "transformers", request.gpus, progress
     )
     return [
-        judged_line(question, name, [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in turns])
+        model_answer(question, name, [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in turns])
         for question, turns in answered
     ]

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.artifacts.check_result import write_answers, write_judged
+from pipeline.artifacts.check_result import write_answers, write_model_answers
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.conversations.readers import read_questions
 from pipeline.errors import DataError
-from pipeline.evaluation.answers import judged_lines
+from pipeline.evaluation.answers import model_answers
 from pipeline.evaluation.load_study import load_study
 from pipeline.evaluation.native import check_native
 from pipeline.evaluation.original import OriginalRequest, beside_the_original
@@ -74,7 +74,7 @@ def natively(
         answers = found.pop("answers")
         write_answers(stage.path, answers)
         if isinstance(request.settings.prompts, Path):
-            write_judged(stage.path, {name: judged_lines(lines) for name, lines in answers.items()})
+            write_model_answers(stage.path, {name: model_answers(lines) for name, lines in answers.items()})
         return dict(found)
 
     return kept_part(stage, NATIVE, decode)
@@ -155,7 +155,7 @@ def drift_of_published(context: Context, stage: StageDirectory, progress: Progre
         Path(context.config.target.model).name,
     )
     found = context.executor.call(beside_the_original, {"request": request}, placement, progress)
-    write_judged(stage.path, found["answers"])
+    write_model_answers(stage.path, found["answers"])
     return found["drift"]
 
 

@@ -1,4 +1,4 @@
-"""Whether the stages of a run are the ones that its check has judged, by their records."""
+"""Whether the stages of a run are the ones that its check has read, by their records."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
         "heads": summaries.get("calibrate", {}).get("heads", []),
         "tree": summaries.get("calibrate", {}).get("tree", {}),
         **({"export": {"vllm": summaries["export"]["vllm"]}} if "export" in summaries else {}),
-        "check": _judged(checked, config) if checked.engines else {},
+        "check": _check_figures(checked, config) if checked.engines else {},
         **({"served_model": dict(checked.served_model)} if checked.served_model else {}),
         "target_text": checked.target_text,
         "quarantine": {name: summary["reasons"] for name, summary in summaries.items() if summary.get("reasons")},
@@ -103,7 +103,7 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
     return report, extras
 
 
-def _judged(checked: CheckResult, config: Config) -> dict[str, Any]:
+def _check_figures(checked: CheckResult, config: Config) -> dict[str, Any]:
     """The check's result under the limits of this configuration."""
     found = failures(checked, config)
     figures = {name: engine.figures for name, engine in checked.engines.items()}

@@ -71,12 +71,12 @@ def identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
-    """Decode with every engine that is asked for and judge the results."""
+    """Decode with every engine that is asked for and compare the results."""
     with context.progress(stage, "prompts") as progress:
-        return _decode_and_judge(context, stage, progress)
+        return _decode_and_compare(context, stage, progress)
 
 
-def _decode_and_judge(context: Context, stage: StageDirectory, progress: ProgressReporter) -> Summary:
+def _decode_and_compare(context: Context, stage: StageDirectory, progress: ProgressReporter) -> Summary:
     settings, (request, skipped) = context.config.check, check_request(context, progress)
     result: Summary = {"skipped_prompts": skipped}
     if "native" in settings.engines:
@@ -113,7 +113,7 @@ def made_of(context: Context) -> Summary:
 
 
 def conclude(context: Context, stage: StageDirectory) -> None:
-    """Publish the report, then judge what was found by the limits of this configuration."""
+    """Publish the report, then hold what was found against the limits of this configuration."""
     publish_report(context)
     require_passed(stage, context.config)
 

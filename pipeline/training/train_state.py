@@ -21,7 +21,7 @@ class TrainState:
     best_loss: float | None = None  # held out; see `Learner.held_out_loss`
     stale: int = 0  # evaluations since then
 
-    def judge(self, evaluation: dict[str, Any], loss: float | None) -> bool:
+    def record_evaluation(self, evaluation: dict[str, Any], loss: float | None) -> bool:
         """Take note of an evaluation; whether this is the best state so far."""
         if loss is not None and self.best_loss is not None and not loss < self.best_loss:
             self.stale += 1

@@ -137,7 +137,7 @@ class Trainer:
         """Figures on held-out text; the weights are kept where they are the best so far."""
         with self.learner.heads_whole():
             figures = self.learner.evaluate()
-        if state.judge(figures, self.learner.held_out_loss(figures)) and self._keeps:
+        if state.record_evaluation(figures, self.learner.held_out_loss(figures)) and self._keeps:
             self.best = {name: weight.detach().to("cpu", copy=True) for name, weight in self.trained.items()}
         return figures
 

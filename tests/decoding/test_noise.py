@@ -54,15 +54,15 @@ def truncated(logits, temperature: float, top_p: float) -> list[list[float]]:
     return scores.softmax(-1).tolist()
 
 
-def verdicts(rule, tree, logits, tokens, seed: int) -> Counter[tuple[int, int]]:
+def outcomes(rule, tree, logits, tokens, seed: int) -> Counter[tuple[int, int]]:
     noise = gumbel((NUM_SAMPLES, tree.max_depth + 1, VOCAB), seed)
     found = rule.accept(logits.expand(NUM_SAMPLES, -1, -1), tokens.expand(NUM_SAMPLES, -1), tree, noise)
     return Counter(zip(found.row.tolist(), found.next_token.tolist(), strict=True))
 
 
 def p_value(found: Counter, law: dict) -> float:
-    outcomes = sorted(found.keys() | law.keys())
-    return chi_square_p([found[each] for each in outcomes], [law.get(each, 0.0) for each in outcomes])
+    support = sorted(found.keys() | law.keys())
+    return chi_square_p([found[each] for each in support], [law.get(each, 0.0) for each in support])
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -70,7 +70,7 @@ def p_value(found: Counter, law: dict) -> float:
 def test_rejection_has_the_law_of_trying_the_children_one_after_another(name, temperature, top_p):
     tree, logits, tokens = random_step(11, TREES[name], spread=1.0)
     law = law_of_rejection(tree, truncated(logits, temperature, top_p), tokens)
-    found = verdicts(RejectionSampling(temperature, top_p), tree, logits, tokens, seed=5)
+    found = outcomes(RejectionSampling(temperature, top_p), tree, logits, tokens, seed=5)
     assert p_value(found, law) > DOUBT
 
 
@@ -105,7 +105,7 @@ class ForgetsTheTemperature(RejectionSampling):
 def test_the_test_sees_what_does_not_keep_the_distribution(wrong):
     tree, logits, tokens = random_step(11, TREES["ragged"], spread=1.0)
     law = law_of_rejection(tree, truncated(logits, 1.0, 1.0), tokens)
-    assert p_value(verdicts(wrong, tree, logits, tokens, seed=5), law) < 1e-9
+    assert p_value(outcomes(wrong, tree, logits, tokens, seed=5), law) < 1e-9
 
 
 def test_rejection_draws_the_same_text_whatever_the_tree():

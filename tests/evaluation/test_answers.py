@@ -177,7 +177,10 @@ def test_4_bit_layers_are_as_coarse_as_bfloat16_on_a_cpu_alone_and_8_bit_ones_an
 
 
 def test_the_tolerance_of_bitsandbytes_covers_what_its_rounding_makes_of_one_forward_and_many(tiny_target):
-    """The same positions at once, and one after another from the cache; in float32 they are equal up to 1e-4."""
+    """The same positions at once, and one after another from the cache; in float32 they are equal up to 1e-4.
+
+    8-bit layers round on every CPU; 4-bit ones only where bitsandbytes multiplies them in bfloat16, with AVX-512.
+    """
     largest = {}
     for bits in (None, "8bit", "4bit"):
         spec = TargetSpec(str(tiny_target), quantization=bits)
@@ -190,4 +193,4 @@ def test_the_tolerance_of_bitsandbytes_covers_what_its_rounding_makes_of_one_for
                 cache, steps = step.past_key_values, [*steps, step.logits[0].double()]
         largest[bits] = float((torch.cat(steps) - at_once).abs().max())
         assert largest[bits] < tie_tolerance(spec, CheckConfig(), on_gpu=False)
-    assert min(largest["8bit"], largest["4bit"]) > tie_tolerance(TargetSpec("x"), CheckConfig(), on_gpu=False)
+    assert largest["8bit"] > tie_tolerance(TargetSpec("x"), CheckConfig(), on_gpu=False)

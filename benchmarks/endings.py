@@ -66,7 +66,7 @@ def changes(before: Tree, after: Tree, where: str) -> list[str]:
     ]
 
 
-def judge_ending(ended: Ended, *, is_config: bool) -> list[str]:
+def ending_problems(ended: Ended, *, is_config: bool) -> list[str]:
     """An exit code that fits, one paragraph where it is not 0, nothing that a terminal obeys."""
     name, said = ended.line[0], ended.stdout + ended.stderr
     if ended.code is None:
@@ -92,7 +92,7 @@ def by_its_name(ended: Ended, goal: str, link: str) -> Ended:
     return replace(ended, stdout=ended.stdout.replace(goal, link))
 
 
-def judge_said(name: str, ended: Ended, before: Ended, kind: str, *, damaged: bool) -> list[str]:
+def output_problems(name: str, ended: Ended, before: Ended, kind: str, *, damaged: bool) -> list[str]:
     """What a command that only reads says, against what it said before; `damaged`: a counted file has other bytes."""
     if kind == "times" and ended.code != before.code:
         return ["refuses a file with another time"]
@@ -115,7 +115,7 @@ def whole_shards(run: Path, reference: Path) -> list[str]:
     return sorted(name for name in wanted if name.endswith(".parquet") and digest(run / name) == wanted[name])
 
 
-def judge_result(
+def result_problems(
     ended: Ended, run: Path, reference: Path, path: str, *, whole: Sequence[str], unread: bool
 ) -> list[str]:
     """After `run`: with 0 the results of the untampered run; otherwise each shard is whole that was so before it.
