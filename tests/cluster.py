@@ -11,7 +11,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
-import logging
 import os
 from collections.abc import Callable
 from types import ModuleType
@@ -108,12 +107,9 @@ def _wants_cluster(item: pytest.Item) -> bool:
 
 
 def _start() -> None:
-    ray = pytest.importorskip("ray")
-    from pipeline.execution.ray_executor import OBJECT_STORE_BYTES, own_signals, without_stderr, worker_environment
+    pytest.importorskip("ray")
+    from pipeline.execution.ray_executor import own_signals, start_cluster, without_stderr
 
-    settings = {"object_store_memory": OBJECT_STORE_BYTES, "include_dashboard": False, "log_to_driver": False}
-    environment = {"env_vars": worker_environment()}
-    cpus = max(2, len(os.sched_getaffinity(0)))
     with without_stderr(), own_signals():
-        started = ray.init("local", num_cpus=cpus, runtime_env=environment, logging_level=logging.ERROR, **settings)
+        started = start_cluster(max(2, len(os.sched_getaffinity(0))))
     STARTED.append(started)

@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pipeline import OPENMP
@@ -29,10 +29,11 @@ from pipeline.storage.tasks import ShardTask
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in a submitted job's entry point
 WORKER_ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
 OBJECT_STORE_BYTES = 256 * 1024**2  # tasks and receipts only
+QUIET: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
 
 
 def worker_environment() -> dict[str, str]:
-    """Environment variables of the workers, without those that a submitted job sets itself: Ray refuses both."""
+    """Variables of workers on a cluster that stands, without those that a submitted job sets: Ray refuses both."""
     job = json.loads(os.environ.get(SUBMITTED_JOB) or "{}").get("runtime_env") or {}
     ours = WORKER_ENVIRONMENT | {name: os.environ[name] for name in OPENMP if name in os.environ}
     return {name: value for name, value in ours.items() if name not in job.get("env_vars", {})}
@@ -58,12 +59,6 @@ class RayExecutor:
         self.watch = self._watched()
 
     def _start(self) -> None:
-        quiet: dict[str, Any] = {
-            "logging_level": logging.ERROR,
-            "log_to_driver": False,
-            "runtime_env": {"env_vars": worker_environment()},
-        }
-        local = {"num_cpus": len(os.sched_getaffinity(0)), "object_store_memory": OBJECT_STORE_BYTES}
         self._ray._private.worker.print_to_stdstream = say_nothing  # of dead workers, which events.jsonl has
         address = os.environ.get("RAY_ADDRESS")
         if address:
@@ -71,9 +66,9 @@ class RayExecutor:
         try:
             with without_stderr(), own_signals():
                 if address:
-                    self._ray.init(**quiet)
+                    self._ray.init(**QUIET, runtime_env={"env_vars": worker_environment()})
                 else:
-                    self._ray.init("local", include_dashboard=False, **local, **quiet)
+                    start_cluster(len(os.sched_getaffinity(0)))
                     self._guard = AgentGuard.of_own_cluster()
         except Exception as error:
             raise start_error(error, address) from None
@@ -145,6 +140,20 @@ class RayExecutor:
             self._guard.close()
 
 
+def start_cluster(num_cpus: int) -> Any:
+    """A cluster of this process's own, whose workers inherit their variables; what `ray.init` returns.
+
+    With a runtime environment instead, Ray would not use the workers that it starts with the cluster, and would import
+    itself twice in every other one.
+    """
+    import ray
+
+    with environment(WORKER_ENVIRONMENT):
+        return ray.init(
+            "local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **QUIET
+        )
+
+
 def resolved(address: str) -> str | None:
     """The host and port of a cluster that RAY_ADDRESS names; None where it says `auto` and Ray finds none here."""
     from ray._private.services import find_bootstrap_address, find_gcs_addresses
@@ -182,6 +191,19 @@ def last_line(error: Exception) -> str:
     """The last line of an error's text, after Ray's own frames."""
     said = str(error).strip().splitlines() or [repr(error)]
     return said[-1].strip().rstrip(".")
+
+
+@contextlib.contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Variables that processes which are started meanwhile inherit."""
+    kept = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]
+        os.environ.update(kept)
 
 
 @contextlib.contextmanager

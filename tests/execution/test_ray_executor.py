@@ -177,7 +177,10 @@ def test_workers_find_our_environment_but_for_what_a_submitted_job_says_itself(m
 
 
 @pytest.mark.slow
-def test_ray_does_the_same_in_other_processes_outlives_their_death_and_keeps_our_signal_handlers(tmp_path):
+def test_ray_does_the_same_in_other_processes_outlives_their_death_and_keeps_our_signal_handlers(tmp_path, monkeypatch):
+    for name in WORKER_ENVIRONMENT:
+        monkeypatch.setenv(name, "ours")
+
     def ours(signum: int, frame: object) -> None: ...
 
     before = {name: signal.signal(name, ours) for name in (signal.SIGTERM, signal.SIGINT)}
@@ -186,6 +189,8 @@ def test_ray_does_the_same_in_other_processes_outlives_their_death_and_keeps_our
         assert {signal.getsignal(name) for name in before} == {ours}
         assert executor.resources().cpus == len(os.sched_getaffinity(0))
         outcomes_are_as_promised(executor, tmp_path)
+        assert executor.call(variables, {"names": list(WORKER_ENVIRONMENT)}, ONE) == WORKER_ENVIRONMENT
+        assert {os.environ[name] for name in WORKER_ENVIRONMENT} == {"ours"}
         with pytest.raises(EnvironmentFault) as caught:
             executor.call(die, {}, ONE)
         assert "\n" not in str(caught.value)
@@ -194,6 +199,10 @@ def test_ray_does_the_same_in_other_processes_outlives_their_death_and_keeps_our
         executor.close()
         for name, handler in before.items():
             signal.signal(name, handler)
+
+
+def variables(names: list[str]) -> dict[str, str]:
+    return {name: os.environ[name] for name in names}
 
 
 def deaths_are_outlived(executor, root) -> None:
