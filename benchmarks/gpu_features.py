@@ -45,7 +45,7 @@ def measure_features(
     memory = peak_memory_gb(size.device)
     peak = Peak(size.device, torch.bfloat16, size.peak_size)
     with tempfile.TemporaryDirectory() as place:
-        writing = WritingAlone(worker, made, Path(place) / "alone.parquet")
+        writing = WritingAlone(worker, made, Path(place) / "shards" / "alone.parquet")
         sides = {
             "peak": peak.run,
             "bare forward": lambda: forward_seconds(worker, batches),

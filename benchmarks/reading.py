@@ -35,7 +35,7 @@ def measure(*, tiny: bool = False) -> Result:
     for hidden_size, dtype in ((32, torch.float32),) if tiny else CASES:
         with tempfile.TemporaryDirectory() as temporary:
             num_rows = 8 if tiny else (512 << 20) // (hidden_size * dtype.itemsize * 384)
-            path = Path(temporary) / "00000.parquet"
+            path = Path(temporary) / "shards" / "00000.parquet"
             made = rows.equal_rows(num_rows, num_turns=2, per_turn=256, vocab_size=VOCAB_SIZE)
             hidden, states = _hidden(made, hidden_size, dtype), StateFormat(dtype, hidden_size)
             positions = rows.write_features(path, [TokenRow.of(row) for row in made], hidden, states)

@@ -46,7 +46,8 @@ def measure(*, tiny: bool = False) -> Result:
     few = [torch.randn(ROW_TOKENS, states.hidden_size, generator=generator).to(states.dtype) for _ in range(8)]
     hidden = [few[index % len(few)] for index in range(len(made))]
     with tempfile.TemporaryDirectory() as place:
-        path, backlog = Path(place) / "00000.parquet", Backlog(2 * ROW_GROUP_BYTES)
+        path, backlog = Path(place) / "shards" / "00000.parquet", Backlog(2 * ROW_GROUP_BYTES)
+        path.parent.mkdir()
         sides = {
             "before": _Side(lambda: write_as_before(path, made, hidden, states), path),
             "none": _Side(lambda: rows.write_features(path, made, hidden, states, "none", backlog), path),

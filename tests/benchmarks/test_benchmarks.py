@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
+import tempfile
 
 import pytest
 import torch
@@ -27,16 +29,21 @@ ON_RAY, ON_VLLM = "scheduling", ("generate", "serving")
 
 @pytest.fixture(scope="module")
 def tiny_result(tmp_path_factory):
-    """What a benchmark measures at a tiny size, each measured once; its processes come from the tests' own server."""
+    """What a benchmark measures at a tiny size, each measured once; its processes come from the tests' own server.
+
+    It leaves nothing behind where temporary files are.
+    """
     found: dict[str, Result] = {}
     serve_forks()
 
     def measure(name: str) -> Result:
         threads = torch.get_num_threads()
-        with pytest.MonkeyPatch.context() as patched:  # a random target of its shape, trained or not
-            patched.setattr("benchmarks.targets.DEMO_TARGET", tmp_path_factory.mktemp(name))
+        with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as place:
+            patched.setattr("tempfile.tempdir", place)
+            patched.setattr("benchmarks.targets.DEMO_TARGET", tmp_path_factory.mktemp(name))  # random, trained or not
             patched.setattr("pipeline.report.html.drawings", lambda *_: {})
             found[name] = found.get(name) or importlib.import_module(f"benchmarks.{name}").measure(tiny=True)
+            assert os.listdir(place) == []
         torch.set_num_threads(threads)
         return found[name]
 

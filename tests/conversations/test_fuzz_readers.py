@@ -134,7 +134,7 @@ def test_the_fuzzer_reads_as_many_rows_as_it_is_told(capsys):
 
 
 @pytest.mark.parametrize("defect", ["loses", "repeats", "crashes"])
-def test_the_fuzzer_finds_a_reader_that_loses_repeats_or_crashes(monkeypatch, capsys, defect):
+def test_the_fuzzer_finds_a_reader_that_loses_repeats_or_crashes(monkeypatch, tmp_path, capsys, defect):
     real = readers.read_row
 
     def crashing(row, id, *more):
@@ -149,6 +149,7 @@ def test_the_fuzzer_finds_a_reader_that_loses_repeats_or_crashes(monkeypatch, ca
     lines_of = byte_rows.lines
     place = (readers, "read_row", crashing) if defect == "crashes" else (byte_rows, "lines", losing)
     monkeypatch.setattr(*place)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert fuzz_seeds.main(["--rows", "2000"]) == 1
     assert "kept as" in capsys.readouterr().out
 
