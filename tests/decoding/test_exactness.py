@@ -54,6 +54,7 @@ def test_fifty_prompts_are_answered_token_for_token(family, target_of, fitted_he
     assert min(kept[length] for length in (1, 2, 3, 4)) >= 5, "the prompts must see paths of every length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_float32_answers_differ_at_ties_alone(family, target_of, fitted_heads, answers):
     exact = target_of(family)

@@ -190,6 +190,7 @@ def test_a_step_is_timed_without_the_prefill(timed):
     assert [time.spread for time in found] == pytest.approx([0, 0])
 
 
+@pytest.mark.slow
 def test_texts_without_a_step_are_not_timed(timed):
     """Prompts that leave room for the prefill's own token alone."""
     plain, drafting = StepTime(0.01, 0.0), *timed(Machine(0, 0, 0), (1, 0.01), prompts=[[5] * 99])

@@ -203,6 +203,7 @@ def test_a_server_that_never_answers_is_ended(tiny_target, stand_in, monkeypatch
         pass
 
 
+@pytest.mark.slow
 def test_the_server_ends_when_whoever_started_it_is_gone(tmp_path):
     """Killed, so that nothing of it can tell the server; here a module that sleeps stands for vLLM's."""
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(60)")

@@ -165,6 +165,7 @@ def test_heads_are_used_up_to_each_depth_of_the_tree(model, finished_run, prompt
         assert row["acceleration_rate"] == pytest.approx(acceleration_rate(decoded), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_dynamic_tree_stands_beside_the_static_one_of_its_size_and_is_cut_at_each_depth(
     model, finished_run, prompts, calibration
 ):

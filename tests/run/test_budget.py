@@ -290,6 +290,7 @@ def test_a_conversation_in_sliding_windows_takes_what_vllm_keeps_of_it(make_conf
     assert "target.max_tokens=" in offered, "the shorter a conversation may be, the less has to fit"
 
 
+@pytest.mark.slow
 def test_a_forward_takes_what_is_planned_for_it(planned):
     """Counted while a model of two layers of a tenth of the size runs, all of whose operations are real."""
     shape = {"hidden_size": 256, "intermediate_size": 896, "num_attention_heads": 4, "num_key_value_heads": 1}

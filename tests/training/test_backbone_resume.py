@@ -52,6 +52,7 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_t
         assert line | {"tokens_per_second": 0} == other | {"tokens_per_second": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [-1, 3])
 def test_a_run_of_two_stages_resumes_in_either(make_tuning, late):
     whole, broken = (make_tuning(name, recipe="two-stage", epochs=2, batch_tokens=150) for name in ("whole", "broken"))

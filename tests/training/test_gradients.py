@@ -52,6 +52,7 @@ def sum_as_one_of_two(spec: TrainSpec, workers: Workers) -> None:
     (spec.path / f"{workers.rank}.json").write_text(json.dumps(found))
 
 
+@pytest.mark.slow
 def test_gradients_are_summed_during_the_last_backward_alone_and_alike_on_both_workers(make_spec, tmp_path):
     train_as_two(sum_as_one_of_two, spec := make_spec(), tmp_path)
     first, second = (json.loads((spec.path / f"{rank}.json").read_text()) for rank in range(2))

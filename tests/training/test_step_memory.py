@@ -86,8 +86,8 @@ def expected(learner, target: TargetSpec) -> float:
     "kind",
     [
         {"heads": "medusa", "medusa": MedusaConfig(lm_head="untied")},
-        {"heads": "medusa", "medusa": MedusaConfig(lm_head="tied", num_layers=2)},
-        {"heads": "medusa", "medusa": MedusaConfig(lm_head="shared")},
+        pytest.param({"heads": "medusa", "medusa": MedusaConfig(lm_head="tied", num_layers=2)}, marks=pytest.mark.slow),
+        pytest.param({"heads": "medusa", "medusa": MedusaConfig(lm_head="shared")}, marks=pytest.mark.slow),
         {"heads": "recurrent"},
     ],
 )
