@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from pipeline.conversations.conversation import Conversation, Message
+from pipeline.conversations.splits import opening
 from pipeline.storage.shards import Row, read_rows
 
 SPLITS = ("train", "calibrate", "check")
@@ -57,3 +59,16 @@ def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
     """The conversations of one split, in order."""
     for path in shards:
         yield from (SeedRow.of(row).conversation for row in read_rows(path) if row["split"] == split)
+
+
+def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:
+    """The first questions, normalised, that open conversations of more than one split."""
+    split_of: dict[bytes, str] = {}
+    found: dict[str, None] = {}
+    for path in shards:
+        for row in map(SeedRow.of, read_rows(path)):
+            question = opening(row.conversation)
+            digest = hashlib.sha256(question.encode()).digest()
+            if split_of.setdefault(digest, row.split) != row.split:
+                found[question] = None
+    return list(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated
 
 import typer
@@ -14,7 +15,11 @@ from pipeline.storage.run_directory import RunDirectory
 
 
 def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")]) -> None:
-    """Compare every shard's and weight file's size and sha256 with DONE.json; exit 1 names what is damaged."""
+    """Compare every shard's and weight file's size and sha256 with DONE.json; exit 1 names what is damaged.
+
+    Also checks that no question opens conversations of two splits.
+    """
+    from pipeline.artifacts.seed_rows import questions_in_two_splits
     from pipeline.flow import STAGES  # torch and transformers: --help does not wait for them
 
     run, _ = RunDirectory.open(run_dir)
@@ -39,3 +44,14 @@ def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such
             str(run.path),
             "Delete these files and run the same configuration again: they are made anew, a log by --fresh STAGE.",
         )
+    seeds = found.get("seeds")
+    if seeds is None or not seeds.done:
+        return
+    if shared := questions_in_two_splits(seeds.shards()):
+        raise CheckFailed(
+            f'{len(shared)} questions open conversations of two splits, "{shorten(shared[0], 100)}" among them: '
+            "held-out prompts are not new.",
+            str(seeds.path),
+            "Run the same configuration again: the seeds are split by their first question.",
+        )
+    print_stage(console, "[green]ok[/]     ", "splits", "no question opens conversations of two")

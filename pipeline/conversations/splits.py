@@ -1,19 +1,25 @@
-"""The split of every conversation (train, calibrate, check), and how many make a shard."""
+"""The split of every conversation (train, calibrate, check), and how many make a shard.
+
+Conversations that open with the same question are one group, and a group is never divided: a held-out prompt is new.
+Questions are the same where they differ in case, punctuation and white space alone.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, TypeAlias
 
 from pipeline.conversations.conversation import Conversation, RejectedRow
+from pipeline.conversations.duplicates import plain
 
 Row: TypeAlias = Conversation | RejectedRow
 Split: TypeAlias = tuple[Row, str]
 
 MIN_HELD_OUT = 8
-SMALL_SET = 4096  # up to here the held-out rows are counted out exactly, so that small sets have enough of them
+SMALL_SET = 4096  # up to here held-out rows are counted exactly, so that small sets have enough of them
 NUM_SHARDS = 8  # of a small set: an interruption costs a part of the work, and eight workers have one each
 FEWEST_IN_SHARD, MOST_IN_SHARD = 16, SMALL_SET // NUM_SHARDS
 
@@ -35,27 +41,101 @@ def in_shards(rows: Iterable[Split], rows_per_shard: int | Literal["auto"]) -> I
 
 
 def split_rows(rows: Iterable[Row], holdout: float) -> Iterator[Split]:
-    """Give every conversation its split: half of `holdout` calibrates, half checks, by the hash of the id.
+    """Give every conversation its split, by the hash of its first question: half of `holdout` calibrates, half checks.
 
-    A set of up to `SMALL_SET` rows holds out exactly the smallest hashes, at least 8 for each; in a larger one a
-    row's own hash decides, and the rows need not be held in memory.
+    A set of up to `SMALL_SET` rows is counted out, see `count_out`. In a larger one the hash alone decides, and the
+    rows need not be held in memory. The split of a rejected row is never read.
     """
     stream = iter(rows)
     head = list(itertools.islice(stream, SMALL_SET))
-    beyond = next(stream, None)
-    hashes = sorted(_unit_hash(row.id) for row in head if isinstance(row, Conversation))
-    low, high = holdout / 2, holdout
-    if beyond is None and hashes:
-        each = min(max(MIN_HELD_OUT, round(len(hashes) * holdout / 2)), len(hashes) // 2)
-        low, high = hashes[each - 1] if each else -1.0, hashes[2 * each - 1] if each else -1.0
-    for row in itertools.chain(head, [] if beyond is None else [beyond], stream):
-        place = _unit_hash(row.id)
-        yield row, "calibrate" if place <= low else "check" if place <= high else "train"
+    beyond = list(itertools.islice(stream, 1))
+    held_out: Mapping[str, str] | None = None
+    if not beyond:
+        held_out = count_out(Counter(opening(row) for row in head if isinstance(row, Conversation)), holdout)
+    for row in itertools.chain(head, beyond, stream):
+        if isinstance(row, RejectedRow):
+            yield row, "train"
+        elif held_out is None:
+            yield row, _split_by_hash(opening(row), holdout)
+        else:
+            yield row, held_out.get(opening(row), "train")
 
 
-def _unit_hash(row_id: str) -> float:
-    """An id's place in [0, 1)."""
-    return int.from_bytes(hashlib.sha256(b"split:" + row_id.encode()).digest()[:8], "big") / 2**64
+def opening(conversation: Conversation) -> str:
+    """The conversation's first question, normalised."""
+    return plain(conversation.turns[0].asked[0].content)
+
+
+def count_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str, str]:
+    """The groups that are held out, each with its split: calibrate or check.
+
+    Each split takes groups in the order of their hashes, as long as they fit into what it is to have (see
+    `held_out_rows`). Where that leaves it fewer than 8 rows, it takes the smallest groups besides. The largest group is
+    always trained on, and calibrate leaves a group to check.
+
+    Args:
+        group_sizes: The number of conversations by their normalised first question.
+    """
+    if not group_sizes:
+        return {}
+    in_order = sorted(group_sizes, key=_unit_hash)
+    largest = max(reversed(in_order), key=group_sizes.__getitem__)
+    left = [question for question in in_order if question != largest]
+    num_rows = sum(group_sizes.values())
+    each = min(held_out_rows(num_rows, holdout), (num_rows - group_sizes[largest]) // 2)
+    splits: dict[str, str] = {}
+    for split in ("calibrate", "check"):
+        taken = 0
+        for question in left:
+            if taken + group_sizes[question] <= each:
+                splits[question] = split
+                taken += group_sizes[question]
+        left = [question for question in left if question not in splits]
+        left_to_check = 1 if split == "calibrate" else 0
+        while taken < min(each, MIN_HELD_OUT) and len(left) > left_to_check:
+            smallest = min(left, key=group_sizes.__getitem__)
+            left.remove(smallest)
+            splits[smallest] = split
+            taken += group_sizes[smallest]
+    return splits
+
+
+def held_out_rows(num_rows: int, holdout: float) -> int:
+    """How many of so many conversations calibrate, and as many check, where no two open alike."""
+    each = round(num_rows * holdout / 2)
+    if num_rows > SMALL_SET:
+        return each
+    return min(max(MIN_HELD_OUT, each), num_rows // 2)
+
+
+def _split_by_hash(question: str, holdout: float) -> str:
+    place = _unit_hash(question)
+    if place <= holdout / 2:
+        return "calibrate"
+    if place <= holdout:
+        return "check"
+    return "train"
+
+
+def _unit_hash(question: str) -> float:
+    """A question's place in [0, 1)."""
+    return int.from_bytes(hashlib.sha256(b"split:" + question.encode()).digest()[:8], "big") / 2**64
+
+
+class Openings:
+    """Counts the conversations that open with the same question, and knows the most frequent question."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[bytes] = Counter()
+        self.question = ""
+        self.rows = 0
+
+    def add(self, conversation: Conversation) -> None:
+        digest = hashlib.sha256(opening(conversation).encode()).digest()[:8]
+        self._counts[digest] += 1
+        if self._counts[digest] > self.rows:
+            self.question = conversation.turns[0].asked[0].content
+            self.rows = self._counts[digest]
 
 
 def other_holdout(fewest: str) -> str:

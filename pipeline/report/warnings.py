@@ -15,7 +15,8 @@ ENOUGH_COVERAGE = 0.9  # of held-out text by the draft vocabulary
 
 def warnings(report: dict) -> tuple[str, ...]:
     """What a reader should notice although the check passed."""
-    found = list(pick(report, "train", "warnings") or [])
+    found = list(pick(report, "seeds", "warnings") or [])
+    found += pick(report, "train", "warnings") or []
     if pick(report, "train", "best_step") == 0:
         found.append(
             f"None of {count(pick(report, 'train', 'steps'))} steps lowered the held-out loss: what is written is the "

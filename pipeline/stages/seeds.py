@@ -2,9 +2,9 @@
 
 Promises: every row of every source is accounted for; ids are `source:row`; of rows of which generation reads the same
 (the answers do not count where the target writes its own) only the first is kept; `split` (train | calibrate | check)
-comes from the id's hash, so that a row's split does not depend on its neighbours beyond the guarantee of 8 held-out
-rows each. Shards are as large as `seeds.rows_per_shard` says, by default by the number of rows alone. Reads and writes
-on the driver: this is text, minutes at most.
+comes from the hash of the first question, so that no question opens conversations of two splits, with at least 8
+held-out rows each. Shards are as large as `seeds.rows_per_shard` says, by default by the number of rows alone. Reads
+and writes on the driver: this is text, minutes at most.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from pipeline.artifacts.seed_rows import SEEDS, SPLITS, SeedRow
@@ -20,7 +21,16 @@ from pipeline.conversations.conversation import Conversation, Reason, RejectedRo
 from pipeline.conversations.duplicates import CheckQuestions, Deduplicator
 from pipeline.conversations.mixing import mixed
 from pipeline.conversations.readers import SourceReader, read_questions, source_readers
-from pipeline.conversations.splits import MIN_HELD_OUT, Row, Split, in_shards, other_holdout, split_rows
+from pipeline.conversations.splits import (
+    MIN_HELD_OUT,
+    Openings,
+    Row,
+    Split,
+    held_out_rows,
+    in_shards,
+    other_holdout,
+    split_rows,
+)
 from pipeline.conversations.tool_turns import uses_tools
 from pipeline.errors import DataError
 from pipeline.execution.progress import Meter
@@ -36,10 +46,11 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.totals import StageTotals
 
 NAME = "seeds"
-VERSION = 3
+VERSION = 4
 
 MOST_LINES = 8  # of files that are named in the terminal
 ROWS_BETWEEN_REPORTS = 100
+LONGEST_QUESTION = 200  # characters of a question that a message repeats
 
 
 def identity(context: Context) -> Identity:
@@ -101,8 +112,9 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     settings = context.config.seeds
     receipts: dict[int, Receipt] = {}
     readers = source_readers(settings)
+    openings = Openings()
     with context.meter(NAME, 0, unit="conversations") as meter:
-        rows = split_rows(_counted(_read(context, readers), meter), settings.holdout)
+        rows = split_rows(_counted(_read(context, readers), meter, openings), settings.holdout)
         for index, chunk in enumerate(in_shards(rows, settings.rows_per_shard)):
             made = receipts[index] = _write_shard(stage, index, chunk)
             counts = {"rows": made.num_rows, "quarantined": made.num_quarantined}
@@ -112,7 +124,9 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     totals.check_quarantine(NAME, str(stage.path), context.config.limits.max_quarantine_fraction, final=True)
     summary = totals.summary() | {"sources": _sources(readers)}
     _say(context, summary)
-    require_enough(summary, stage)
+    if too_alike := require_enough(summary, str(stage.path), settings.holdout, openings):
+        summary["warnings"] = [too_alike]
+        _print(context, f"{NAME}: {too_alike}")
     return summary
 
 
@@ -136,11 +150,15 @@ def _say(context: Context, summary: Summary) -> None:
         told = told if len(told) > 1 or source["skipped"] else []
         told = [*_first(told), *_first([f"skipped {file['name']}: {file['why']}" for file in source["skipped"]])]
         for line in told:
-            context.console.print(visible(f"{NAME}: {line}"), markup=False, highlight=False, soft_wrap=True)
+            _print(context, f"{NAME}: {line}")
     if number := summary.get("reasons", {}).get(Reason.CONTAMINATED):
         line = f"{NAME}: {number:,} conversations hold a question of check.prompts and are left out; "
         line += "seeds.decontaminate=false keeps them."
-        context.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        _print(context, line)
+
+
+def _print(context: Context, line: str) -> None:
+    context.console.print(visible(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def _first(lines: list[str]) -> list[str]:
@@ -175,9 +193,11 @@ def _questions(context: Context) -> Path | None:
     return prompts
 
 
-def _counted(rows: Iterable[Row], meter: Meter) -> Iterator[Row]:
-    """The rows, shown as they are read."""
+def _counted(rows: Iterable[Row], meter: Meter, openings: Openings) -> Iterator[Row]:
+    """The rows, shown as they are read; their first questions are counted."""
     for number, row in enumerate(rows, 1):
+        if isinstance(row, Conversation):
+            openings.add(row)
         if number % ROWS_BETWEEN_REPORTS == 0:
             meter.update(number)
         yield row
@@ -199,16 +219,38 @@ def _write_shard(stage: StageDirectory, index: int, chunk: list[Split]) -> Recei
         return writer.commit(NAME, [row.id for row, _ in chunk], counts)
 
 
-def require_enough(summary: Summary, stage: StageDirectory) -> None:
-    fewest = min(SPLITS, key=lambda split: summary.get(f"{split}_rows", 0))
-    if summary.get(f"{fewest}_rows", 0) < MIN_HELD_OUT:
-        or_else = f", or {other_holdout(fewest)}" if summary["rows"] >= len(SPLITS) * MIN_HELD_OUT else ""
-        raise DataError(
-            f"{summary['rows']} usable conversations are too few: training, calibration and the check need at least "
-            f"{MIN_HELD_OUT} rows each.",
-            str(stage.path),
-            f"Name more or larger sources in seeds.sources{or_else}.",
-        )
+def require_enough(summary: Summary, where: str, holdout: float, openings: Openings) -> str | None:
+    """Check that every split has its 8 rows.
+
+    Returns:
+        A warning where a split has fewer than 8, since too many conversations open alike; None where all have enough.
+
+    Raises:
+        DataError: There are too few rows, or a split has none.
+    """
+    num_rows = int(summary["rows"])
+    rows_of = {split: int(summary.get(f"{split}_rows", 0)) for split in SPLITS}
+    fewest = min(SPLITS, key=rows_of.__getitem__)
+    if rows_of[fewest] >= MIN_HELD_OUT:
+        return None
+    held_out = held_out_rows(num_rows, holdout)
+    enough_if_all_differed = min(held_out, num_rows - 2 * held_out) >= MIN_HELD_OUT
+    if not enough_if_all_differed or openings.rows == 1:
+        fix = "Name more or larger sources in seeds.sources"
+        if num_rows >= len(SPLITS) * MIN_HELD_OUT:
+            fix += f", or {other_holdout(fewest)}"
+        what = f"{num_rows} usable conversations are too few: training, calibration and the check need at least "
+        raise DataError(f"{what}{MIN_HELD_OUT} rows each.", where, f"{fix}.")
+    question = shorten(openings.question, LONGEST_QUESTION)
+    counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
+    too_alike = (
+        f'"{question}" opens {openings.rows:,} of {num_rows:,} conversations. Conversations that open alike are in '
+        f"one split, so that the splits are {counts}."
+    )
+    if rows_of[fewest] == 0:
+        fix = "Name sources in seeds.sources whose conversations open with different questions."
+        raise DataError(too_alike, where, fix)
+    return too_alike
 
 
 STAGE = Stage(NAME, VERSION, reads(), identity, run, one_line, sharded=True)

@@ -191,7 +191,7 @@ def test_a_directory_that_is_no_run_is_named(command, tmp_path, name):
 def test_verify_of_a_whole_run_is_ok(command, finished_run):
     ended = command("verify", finished_run.path)
     assert ended.code == 0
-    assert [line.split()[:2] for line in ended.out.splitlines()] == [["ok", name] for name in STAGES]
+    assert [line.split()[:2] for line in ended.out.splitlines()] == [["ok", name] for name in (*STAGES, "splits")]
 
 
 def test_verify_names_what_is_damaged_and_its_advice_mends_it(command, copied_run, config_file):

@@ -1,4 +1,4 @@
-"""Every seed is kept once or quarantined, and has a split that nothing but its id decides."""
+"""Every seed is kept once or quarantined, and its first question alone decides its split."""
 
 from __future__ import annotations
 
@@ -7,27 +7,32 @@ import json
 import math
 from collections import Counter
 from io import StringIO
-from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from typer.testing import CliRunner
 
+from pipeline.cli.app import app
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
-from pipeline.conversations.duplicates import CheckQuestions
-from pipeline.conversations.splits import in_shards, split_rows
-from pipeline.errors import ConfigError, DataError
+from pipeline.conversations.duplicates import CheckQuestions, plain
+from pipeline.conversations.splits import Openings, in_shards, split_rows
+from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.flow import run_flow
 from pipeline.report.tables import tables
+from pipeline.report.warnings import warnings
 from pipeline.run.reporting import assemble
 from pipeline.stages.seeds import require_enough
 from pipeline.storage.shards import read_rows
+from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import save_seeds
 
 
-def conversation(name: str) -> Conversation:
-    return Conversation(name, (Message("user", "hello"),))
+def conversation(name: str, question: str | None = None) -> Conversation:
+    return Conversation(name, (Message("user", question or name),))
 
 
 def refused(name: str) -> RejectedRow:
@@ -40,8 +45,9 @@ def splits(rows, holdout: float) -> dict[str, str]:
 
 
 def place(name: str) -> float:
-    """An id's place in [0, 1), calculated anew."""
-    return int(hashlib.sha256(f"split:{name}".encode()).hexdigest()[:16], 16) / 16**16
+    """The place in [0, 1) of a question of letters, digits and colons, calculated anew."""
+    normalised = name.lower().replace(":", " ")
+    return int(hashlib.sha256(f"split:{normalised}".encode()).hexdigest()[:16], 16) / 16**16
 
 
 @given(number=st.integers(24, 400), holdout=st.floats(0.001, 0.6))
@@ -52,12 +58,40 @@ def test_a_small_set_holds_out_at_least_eight_rows_each_and_exactly_the_fraction
 
 
 @given(number=st.integers(0, 80), bad=st.sets(st.integers(0, 79)), seed=st.randoms(use_true_random=False))
-def test_a_split_depends_on_the_ids_and_not_on_their_order_or_on_refused_rows(number, bad, seed):
+def test_splits_ignore_the_order_and_refused_rows(number, bad, seed):
     rows = [conversation(f"s:{i}") for i in range(number)]
     expected = splits(rows, 0.2)
     mixed = [*rows, *(refused(f"bad:{i}") for i in bad)]
     seed.shuffle(mixed)
     assert splits(mixed, 0.2) == expected
+
+
+OPENINGS = st.lists(st.sampled_from(["hi", "Hi!", "HI", "hello", "who?", "why", *"abcdefghijklmnop"]), max_size=120)
+
+
+@given(openings=OPENINGS, holdout=st.floats(0.001, 0.99), limit=st.sampled_from([64, 4096]))
+def test_no_question_opens_conversations_of_two_splits(openings, holdout, limit):
+    rows = [conversation(f"s:{i}", question) for i, question in enumerate(openings)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pipeline.conversations.splits.SMALL_SET", limit)
+        found = splits(rows, holdout)
+    of_question: dict[str, set[str]] = {}
+    for row, question in zip(rows, openings, strict=True):
+        of_question.setdefault(question.lower().strip("!?"), set()).add(found[row.id])
+    assert all(len(each) == 1 for each in of_question.values())
+
+
+@given(openings=OPENINGS, holdout=st.floats(0.001, 0.5))
+def test_three_questions_are_enough_for_every_split_to_have_a_row(openings, holdout):
+    found = splits([conversation(f"s:{i}", question) for i, question in enumerate(openings)], holdout)
+    num_questions = len({question.lower().strip("!?") for question in openings})
+    assert num_questions < 3 or set(found.values()) == {"train", "calibrate", "check"}
+
+
+def test_a_question_of_a_fifth_of_all_rows_leaves_the_counts_exact():
+    rows = [conversation(f"s:{i}", "hi" if i % 5 == 0 else None) for i in range(400)]
+    counts = Counter(splits(rows, 0.1).values())
+    assert counts == {"train": 360, "calibrate": 20, "check": 20}
 
 
 @given(number=st.integers(65, 300), holdout=st.floats(0.01, 0.9))
@@ -81,6 +115,46 @@ def test_shards_are_sized_by_what_is_there(number):
     assert [len(shard) for shard in in_shards(range(number), 100)] == [
         min(100, number - first) for first in range(0, number, 100)
     ]
+
+
+def save_openings(path, openings: list[str]):
+    """A file of conversations with these first questions; the second one tells them apart."""
+    rows = [[question, "Yes.", f"And number {i}?"] for i, question in enumerate(openings)]
+    path.write_text("".join(json.dumps({"data": row}) + "\n" for row in rows))
+    return path
+
+
+def test_questions_that_are_too_frequent_are_named_and_the_run_goes_on(make_config, tmp_path):
+    path = save_openings(tmp_path / "seeds.jsonl", ["hi"] * 30 + [f"q{i}" for i in range(10)])
+    stage, kept, _ = run_seeds(make_config(tmp_path, seeds__sources=[{"path": str(path)}]))
+    assert Counter(row["split"] for row in kept) == {"train": 30, "calibrate": 5, "check": 5}
+    (warning,) = stage.summary["warnings"]
+    assert '"hi" opens 30 of 40' in warning
+    report = {"seeds": {"warnings": [warning]}}
+    assert warning in warnings(report)
+
+
+def test_conversations_that_all_open_alike_are_refused(make_config, tmp_path):
+    path = save_openings(tmp_path / "seeds.jsonl", ["Hi there"] * 40)
+    with pytest.raises(DataError, match='"Hi there" opens 40 of 40'):
+        run_seeds(make_config(tmp_path, seeds__sources=[{"path": str(path)}]))
+
+
+def test_verify_names_a_question_that_opens_two_splits(make_config, tmp_path):
+    config = make_config(tmp_path)
+    stage, _, _ = run_seeds(config)
+    assert CliRunner().invoke(app, ["verify", str(config.run.directory)]).exit_code == 0
+    path = stage.shard_path(0)
+    table = pq.read_table(path)
+    other = ["check" if split == "train" else "train" for split in table["split"].to_pylist()]
+    doubled = table.set_column(table.schema.get_field_index("split"), "split", pa.array(other))
+    both = pa.concat_tables([table, doubled])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StageDirectory, "verify", lambda self: [])
+        pq.write_table(both, path)
+        result = CliRunner().invoke(app, ["verify", str(config.run.directory)])
+    assert isinstance(result.exception, CheckFailed)
+    assert plain(table["messages"][0].as_py()[0]["content"]) in str(result.exception)
 
 
 def test_a_large_set_is_streamed(monkeypatch):
@@ -152,8 +226,10 @@ def test_too_few_rows_for_three_splits_are_refused(make_config, tmp_path, number
 )
 def test_the_advice_on_the_held_out_share_points_to_the_split_that_has_too_few(rows, says):
     summary = {"rows": sum(rows.values())} | {f"{split}_rows": number for split, number in rows.items()}
+    openings = Openings()
+    openings.add(conversation("s:0"))
     with pytest.raises(DataError, match=says):
-        require_enough(summary, SimpleNamespace(path="seeds"))
+        require_enough(summary, "seeds", 0.1, openings)
 
 
 def test_fewer_seeds_than_before_leave_no_stray_shard(make_config, tmp_path):
