@@ -129,7 +129,7 @@ class Run:
             ConfigError: This is no tree over the run's heads.
         """
         settings = self.config
-        states, _ = flow.STAGES["calibrate"].upstream(settings)
+        states, *_ = flow.STAGES["calibrate"].upstream(settings)
         features, heads = self._stage(states), self._stage("train").path / HEADS_FILE
         top, given = settings.calibrate.top, load_tree(tree)
         chosen = check_tree(given, max_depth(settings.train), given.top if isinstance(given, DynamicTree) else top)

@@ -91,6 +91,16 @@ class FeatureRow:
     next_N: npt.NDArray[np.int32]  # the tokens that follow the learnable positions
     labels_KN: npt.NDArray[np.int32]  # at the learnable positions alone
 
+    def answers(self) -> list[npt.NDArray[np.int32]]:
+        """The token ids of every span with something to learn, in order."""
+        # A span's last state has nothing to learn: where one is left out, the next span begins.
+        first = np.flatnonzero(np.diff(self.learnable.numpy(), prepend=-2) != 1)
+        answers = []
+        for start, stop in itertools.pairwise([*first.tolist(), len(self.next_N)]):
+            last_token = self.labels_KN[0, stop - 1 : stop]
+            answers.append(np.concatenate([self.next_N[start:stop], last_token]))
+        return answers
+
     def teachers(self, start: int, stop: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
         """What the target predicted the labels at learnable positions [start, stop) from: states [M, D], rows [K, N].
 

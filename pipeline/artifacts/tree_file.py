@@ -17,7 +17,7 @@ from pipeline.errors import DataError
 from pipeline.storage.atomic import read_file, write_json
 
 TREE_FILE = "tree.json"
-Figures = dict[str, float | None]
+Figures = dict[str, Any]
 
 FIGURES = (
     "node_shares", "accuracies", "expected_acceleration_rate", "expected_standard_error", "num_speculative_tokens",

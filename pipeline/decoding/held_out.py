@@ -24,12 +24,14 @@ from pipeline.heads.accuracy import NO_LABEL
 class HeldOutRanks:
     """Ranks uint8 [K, N] of the tokens at t+2+k, the first position of each span, and each span's conversation.
 
-    `starts` ascend from 0; spans of one conversation are adjacent and have the same number in `conversations`.
+    `starts` ascend from 0; spans of one conversation are adjacent and have the same number in `conversations`. `seen`
+    says of each span whether it is an answer that the target has also written in a training row.
     """
 
     ranks_KN: npt.NDArray[np.uint8]
     starts: npt.NDArray[np.int64]
     conversations: npt.NDArray[np.int64]
+    seen: npt.NDArray[np.bool_]
 
     def __len__(self) -> int:
         return self.ranks_KN.shape[1]
@@ -39,14 +41,19 @@ class HeldOutRanks:
 
         Not every other span: where each conversation has two, one half would hold first answers only.
         """
-        lengths = np.diff(self.starts, append=len(self))
         _, place = np.unique(self.conversations, return_inverse=True)
-        return self._of(lengths, place % 2 == 0), self._of(lengths, place % 2 == 1)
+        return self._of(place % 2 == 0), self._of(place % 2 == 1)
 
-    def _of(self, lengths: npt.NDArray[np.int64], chosen: npt.NDArray[np.bool_]) -> HeldOutRanks:
+    def new(self) -> HeldOutRanks:
+        """The spans that the target has not written in training rows."""
+        return self._of(~self.seen)
+
+    def _of(self, chosen: npt.NDArray[np.bool_]) -> HeldOutRanks:
+        lengths = np.diff(self.starts, append=len(self))
         kept = lengths[chosen]
         ranks_KN = self.ranks_KN[:, np.repeat(chosen, lengths)]
-        return HeldOutRanks(ranks_KN, np.cumsum(kept) - kept, self.conversations[chosen])
+        starts = np.cumsum(kept) - kept
+        return HeldOutRanks(ranks_KN, starts, self.conversations[chosen], self.seen[chosen])
 
     def hits(self, top: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """How often each head's r-th guess is right, [K, R], and the number of labels, [K]."""
@@ -61,15 +68,18 @@ class HeldOutPlaces:
     places_KN: npt.NDArray[np.int16]
     starts: npt.NDArray[np.int64]
     conversations: npt.NDArray[np.int64]
+    seen: npt.NDArray[np.bool_]
 
     def walk(self, num_nodes: int) -> Walk:
         """Greedy decoding with a dynamic tree of so many nodes, had it written the held-out text."""
-        return walk_by((self.places_KN < num_nodes).cumprod(0).sum(0), self.starts, self.conversations)
+        lengths_N = (self.places_KN < num_nodes).cumprod(0).sum(0)
+        return walk_by(lengths_N, self.starts, self.conversations, self.seen)
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The steps of decoding: where each begins, how many guesses it adds, and whose conversation it is in.
+    """The steps of decoding: where each begins, how many guesses it adds, whose conversation it is in, and whether
+    its answer is one that the target has also written in a training row.
 
     A step adds its guesses and one token of the target's own.
     """
@@ -77,6 +87,7 @@ class Walk:
     places_S: npt.NDArray[np.int64]
     kept_S: npt.NDArray[np.int64]
     conversations_S: npt.NDArray[np.int64]
+    seen_S: npt.NDArray[np.bool_]
 
     @property
     def acceleration_rate(self) -> float:
@@ -87,6 +98,11 @@ class Walk:
         """The acceleration rate and its standard error, by conversations."""
         _, owner_S = np.unique(self.conversations_S, return_inverse=True)
         return estimated_rate(np.bincount(owner_S, self.kept_S + 1), np.bincount(owner_S))
+
+    def new(self) -> Walk:
+        """The steps in answers that the target has not written in training rows."""
+        new_S = ~self.seen_S
+        return Walk(self.places_S[new_S], self.kept_S[new_S], self.conversations_S[new_S], self.seen_S[new_S])
 
     def depth_shares(self) -> list[float]:
         """The share of steps that add at least 1, 2, … guesses: 1 and their sum are the acceleration rate."""
@@ -115,11 +131,14 @@ def walk(ranks: HeldOutRanks, choices: Choices) -> Walk:
 
     See `walk_by`.
     """
-    return walk_by(accepted_lengths(ranks, choices), ranks.starts, ranks.conversations)
+    return walk_by(accepted_lengths(ranks, choices), ranks.starts, ranks.conversations, ranks.seen)
 
 
 def walk_by(
-    lengths_N: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], conversations: npt.NDArray[np.int64]
+    lengths_N: npt.NDArray[np.int64],
+    starts: npt.NDArray[np.int64],
+    conversations: npt.NDArray[np.int64],
+    seen: npt.NDArray[np.bool_],
 ) -> Walk:
     """Greedy decoding, had it accepted so many guesses at each position; spans as of `HeldOutRanks`.
 
@@ -138,8 +157,13 @@ def walk_by(
             kept.append(min(stride[place], stop - place) - 1)
             place += stride[place]
         num_steps.append(len(places) - before)
-    conversations_S = np.repeat(conversations, np.array(num_steps, np.int64))
-    return Walk(np.array(places, np.int64), np.array(kept, np.int64), conversations_S)
+    repeats = np.array(num_steps, np.int64)
+    return Walk(
+        np.array(places, np.int64),
+        np.array(kept, np.int64),
+        np.repeat(conversations, repeats),
+        np.repeat(seen, repeats),
+    )
 
 
 def simulated_acceleration_rate(ranks: HeldOutRanks, choices: Choices) -> float:

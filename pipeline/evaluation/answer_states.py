@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.artifacts.seen_answers import SeenAnswers
 from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
@@ -29,21 +30,30 @@ if TYPE_CHECKING:
 class AnswerStates(NamedTuple):
     """Where steps of an answer may begin: the states that the heads read, the next tokens, and those after them.
 
-    The turns of one question are one `conversation`.
+    The turns of one question are one `conversation`. `seen`: whether the target has written the answer in a training
+    row as well.
     """
 
     conversation: int | str
+    seen: bool
     hidden_ND: Tensor
     next_N: Tensor
     labels_KN: Tensor
 
 
 def answer_states(
-    model: PreTrainedModel, heads: Heads, prompts: Sequence[Prompt], answers: Sequence[list[int]]
+    model: PreTrainedModel,
+    heads: Heads,
+    prompts: Sequence[Prompt],
+    answers: Sequence[list[int]],
+    trained: SeenAnswers | None = None,
 ) -> Iterator[AnswerStates]:
     """The states of every answer that takes a step, by one forward each, on the heads' device.
 
     An answer's first token comes from the prefill: steps begin there and at each later token but the last.
+
+    Args:
+        trained: The answers in training rows; None where they are not known, and none counts as seen.
     """
     num_heads, device = heads.shape.max_depth, heads.device
     for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -56,7 +66,8 @@ def answer_states(
         states_TD, _ = last_positions(model, prompt.ids + answer[:-1], len(answer))
         conversation = f"prompt {number}" if prompt.question_id is None else prompt.question_id
         next_N = torch.tensor(answer[:-1], device=device)
-        yield AnswerStates(conversation, states_TD[:-1].to(device), next_N, labels_KN.to(device))
+        seen = trained is not None and answer in trained
+        yield AnswerStates(conversation, seen, states_TD[:-1].to(device), next_N, labels_KN.to(device))
 
 
 def guess_ranks(heads: Heads, states: Iterable[AnswerStates], top: int) -> HeldOutRanks:
@@ -76,14 +87,18 @@ def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree
 @torch.inference_mode()
 def _measured(
     heads: Heads, states: Iterable[AnswerStates], measure: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """What is measured [K, N], answers end to end, where each begins, and its conversation's number."""
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """What is measured [K, N], answers end to end; of each answer its start, its conversation's number, and whether it
+    is seen."""
     parts_KN: list[npt.NDArray[Any]] = []
-    owners: list[int | str] = []
-    for conversation, *row in states:
-        parts_KN.append(measure(*row).cpu().numpy())
-        owners.append(conversation)
+    numbers: dict[int | str, int] = {}
+    conversations: list[int] = []
+    seen: list[bool] = []
+    for answer in states:
+        parts_KN.append(measure(answer.hidden_ND, answer.next_N, answer.labels_KN).cpu().numpy())
+        conversations.append(numbers.setdefault(answer.conversation, len(numbers)))
+        seen.append(answer.seen)
     found_KN = np.concatenate(parts_KN or [np.empty((heads.shape.max_depth, 0), np.uint8)], axis=1)
-    numbers = {owner: number for number, owner in enumerate(dict.fromkeys(owners))}
     lengths = [part.shape[1] for part in parts_KN]
-    return found_KN, np.cumsum([0, *lengths])[:-1], np.array([numbers[owner] for owner in owners], np.int64)
+    starts = np.cumsum([0, *lengths])[:-1]
+    return found_KN, starts, np.array(conversations, np.int64), np.array(seen, np.bool_)

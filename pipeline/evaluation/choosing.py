@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pipeline.artifacts.seen_answers import ENOUGH_NEW
 from pipeline.artifacts.tree_file import Figures, Search
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks, Walk, walk
@@ -96,12 +97,29 @@ def chains(most: int) -> dict[int, tuple[TreePath, ...]]:
 
 def chosen_chain(ranks: HeldOutRanks, most: int, default: int, overheads: Overheads) -> tuple[int, list[Figures]]:
     """How many tokens to draft, and the figures of each number up to `most`; without overheads `default`."""
-    expected = {num_tokens: walk(ranks, chain).estimate() for num_tokens, chain in chains(most).items()}
+    walks = {num_tokens: walk(ranks, chain) for num_tokens, chain in chains(most).items()}
     timed = {num_tokens: cost for num_tokens, cost in overheads.items() if np.isfinite(cost)}
-    num_tokens = fastest({number: expected[number].rate for number in timed}, timed) if timed else default
-    return num_tokens, [
-        {"draft_tokens": number} | promise(estimate, timed.get(number)) for number, estimate in expected.items()
-    ]
+    num_tokens = default
+    if timed:
+        num_tokens = fastest({number: walks[number].acceleration_rate for number in timed}, timed)
+    figures: list[Figures] = []
+    for number, walked in walks.items():
+        row: Figures = {"draft_tokens": number}
+        row |= promise(walked.estimate(), timed.get(number))
+        row["new"] = promise_on_new(ranks, walked)
+        figures.append(row)
+    return num_tokens, figures
+
+
+def promise_on_new(text: HeldOutRanks | HeldOutPlaces, walked: Walk) -> Figures:
+    """The expected rate on answers that the target has not written in training rows, and their number.
+
+    Fewer than `ENOUGH_NEW` answers have no rate.
+    """
+    num_new = int((~text.seen).sum())
+    if num_new < ENOUGH_NEW:
+        return {"answers": num_new}
+    return {"answers": num_new, **promise(walked.new().estimate())}
 
 
 def promise(expected: Estimate, overhead: float | None = None) -> Figures:

@@ -39,6 +39,7 @@ from pipeline.evaluation.speed import (
     decode_by,
     pace_beside,
     speed,
+    speed_on_new_answers,
     steps_by_accepted_length,
     take_turns,
 )
@@ -204,6 +205,8 @@ def native_figures(
         ),
         "baselines": beside + [{"name": name, "failed": reason} for name, reason in measured.failed.items()],
     }
+    if request.trained is not None:
+        figures |= speed_on_new_answers(first[ACCELERATED], request.trained.answers())
     if settings.acceptance != "greedy":
         figures["log_likelihood"] = _log_likelihoods(request, methods, measured)
     return figures

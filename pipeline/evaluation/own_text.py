@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pipeline.artifacts.seen_answers import TrainingText
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.config import GenerateConfig
 from pipeline.conversations.conversation import Conversation, RowRejected
@@ -78,20 +79,22 @@ def measured_on_answers(
     top: int,
     tree: DynamicTree | None,
     gpus: int,
+    trained: TrainingText,
     progress: ProgressReporter | None = None,
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
     """The ranks of the answers' tokens among the heads' guesses, and their places in a dynamic tree.
 
-    The states are those of the target that wrote the answers.
+    The states are those of the target that wrote the answers; `trained` has its answers in training rows.
     """
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
     prompts, texts = zip(*answers, strict=True)
     progress = progress or ProgressReporter()
+    seen = trained.answers()
 
     def states(part: str) -> Iterator[AnswerStates]:
         progress.begin(part, len(texts), unit="answers")
-        for text, found in zip(texts, answer_states(model, module, prompts, texts), strict=True):
+        for text, found in zip(texts, answer_states(model, module, prompts, texts, seen), strict=True):
             yield found
             progress.advance(tokens=len(text))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.artifacts.generated_rows import TokenRow
+from pipeline.artifacts.seen_answers import TrainingText
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import CheckConfig
 from pipeline.conversations.conversation import Conversation, RowRejected
@@ -66,6 +67,7 @@ class CheckRequest:
         name: The target's in the files of answers: `NAME-plain` and `NAME-KIND`.
         assistant: The model behind the baseline of that name.
         calibration: What calibrate found, for the studies.
+        trained: The target's answers in training rows; None where they are not known.
         speculative_config: How vLLM is told to draft, where the heads are not an export of ours.
     """
 
@@ -78,6 +80,7 @@ class CheckRequest:
     name: str = "target"
     assistant: TargetSpec | None = None
     calibration: Calibration | None = None
+    trained: TrainingText | None = None
     speculative_config: Mapping[str, Any] | None = None
 
 

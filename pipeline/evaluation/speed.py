@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from pipeline.artifacts.seen_answers import ENOUGH_NEW, SeenAnswers
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
 from pipeline.decoding.standard_error import estimated_rate
@@ -132,6 +133,29 @@ def speed(passes: Sequence[Pass]) -> dict[str, float | None]:
 
 def _standard_error(answers: Sequence[Decoded]) -> float:
     return estimated_rate([sum(one.accepted) for one in answers], [one.num_steps for one in answers]).standard_error
+
+
+def speed_on_new_answers(answers: Sequence[Decoded], trained: SeenAnswers) -> dict[str, Any]:
+    """The share of answers that the target has also written in training rows, and the rate of the others."""
+    seen = [answer.token_ids in trained for answer in answers]
+    tokens = [sum(answer.accepted) for answer in answers]
+    return rate_on_new_answers(seen, tokens, [answer.num_steps for answer in answers])
+
+
+def rate_on_new_answers(seen: Sequence[bool], tokens: Sequence[int], steps: Sequence[int]) -> dict[str, Any]:
+    """The share of seen answers; `new`: the number of the others, and their rate where there are enough.
+
+    Args:
+        seen: Whether the target has written the answer in a training row, too.
+        tokens, steps: The tokens of each answer that steps kept, and its steps.
+    """
+    chosen = [index for index, is_seen in enumerate(seen) if not is_seen]
+    new: dict[str, Any] = {"answers": len(chosen)}
+    if len(chosen) >= ENOUGH_NEW:
+        found = estimated_rate([tokens[index] for index in chosen], [steps[index] for index in chosen])
+        new["acceleration_rate"] = rounded(found.rate)
+        new["standard_error"] = rounded(found.standard_error)
+    return {"seen_share": round(sum(seen) / len(seen), 4), "new": new}
 
 
 def pace_beside(passes: Sequence[Pass], method: str) -> dict[str, float | None]:

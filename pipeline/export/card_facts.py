@@ -13,7 +13,7 @@ from pipeline.config import SeedSource
 from pipeline.conversations.readers import name_sources
 from pipeline.export.card_metadata import HUB
 from pipeline.export.card_text import expected, number, with_error
-from pipeline.report.facts import STAGES, disturbed
+from pipeline.report.facts import STAGES, disturbed, has_seen_answers, on_new_answers
 from pipeline.report.formatting import escaped
 
 MEASURES = (
@@ -82,6 +82,17 @@ def results(report: Mapping[str, Any]) -> list[list[str]]:
     rows = [
         ["acceleration rate (tokens per target forward)", *(measured(part) for part in parts)],
         ["predicted on held-out text", *map(expected, promises)],
+    ]
+    if has_seen_answers(dict(report)):
+        rows += [
+            [
+                "answers that are in the training text as well",
+                *(number(part.get("seen_share"), ".0%") for part in parts),
+            ],
+            ["acceleration rate on the other answers", *map(on_new_answers, parts)],
+            ["predicted on other held-out answers", *(expected(part.get("new") or {}) for part in promises)],
+        ]
+    rows += [
         *([label, *(number(part.get(key), spec) for part in parts)] for label, key, spec in MEASURES),
         ["greedy sequences identical", *(matched(part.get("greedy_match")) for part in parts)],
     ]

@@ -8,7 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pipeline.report.facts import Table, expected_rate, identical, pick
+from pipeline.report.facts import (
+    Table,
+    expected_rate,
+    has_seen_answers,
+    identical,
+    measured_rate,
+    on_new_answers,
+    pick,
+)
 from pipeline.report.formatting import (
     UNKNOWN,
     count,
@@ -20,7 +28,6 @@ from pipeline.report.formatting import (
     ratio,
     show,
     times,
-    with_error,
 )
 
 NOTE = (
@@ -148,11 +155,23 @@ def check_table(report: dict) -> Table:
         ("prompts", "prompts", count),
         ("prompts skipped", "skipped_prompts", count),
     )
-    rows = [(label, *(word(part.get(key)) for part in engines.values())) for label, key, word in facts]
-    rates = [with_error(part.get("acceleration_rate"), part.get("standard_error")) for part in engines.values()]
-    rows = [("acceleration rate", *rates), ("expected", *map(expected_rate, promises)), *rows]
-    rows.insert(6, ("greedy ties", *map(_ties, engines.values())))
-    rows.insert(-3, ("acceptance", *map(_rule, engines.values())))
+    rows = [
+        ("acceleration rate", *map(measured_rate, engines.values())),
+        ("expected", *map(expected_rate, promises)),
+    ]
+    if has_seen_answers(report):
+        new_promises = [pick(promise, "new") for promise in promises]
+        rows += [
+            ("answers seen in training", *(percent(part.get("seen_share")) for part in engines.values())),
+            ("acceleration rate on new answers", *map(on_new_answers, engines.values())),
+            ("expected on new answers", *map(expected_rate, new_promises)),
+        ]
+    for label, key, word in facts:
+        rows.append((label, *(word(part.get(key)) for part in engines.values())))
+        if key == "greedy_match":
+            rows.append(("greedy ties", *map(_ties, engines.values())))
+        if key == "export_alone":
+            rows.append(("acceptance", *map(_rule, engines.values())))
     known = tuple(row for row in rows if any(cell != UNKNOWN for cell in row[1:]))
     labels = {"native": "native", "vllm": "vLLM"}
     return Table("Check", ("", *(labels.get(name, name) for name in engines)), known)
@@ -165,18 +184,12 @@ def served_model_table(report: dict) -> Table:
     rows = []
     for name in (name for name in labels if name in copy):
         found, on_target = copy[name], pick(report, "check", name)
-        rates = [
-            with_error(pick(each, "acceleration_rate"), pick(each, "standard_error")) for each in (on_target, found)
-        ]
+        rates = [measured_rate(each) for each in (on_target, found)]
         rest = times(pick(found, "speedup")), rate(pick(found, "tokens_per_second")), _identical(found["greedy_match"])
         rows.append((labels[name], *rates, *rest))
     note = f"{copy.get('model')}, {copy.get('format')}; its greedy text against itself alone." if rows else ""
     columns = ("", "rate on the target", "rate on the copy", "speedup", "tokens/s", "greedy identical")
     return Table("Served model", columns, tuple(rows), note)
-
-
-def _measured(engine: Any) -> str:
-    return with_error(pick(engine, "acceleration_rate"), pick(engine, "standard_error"))
 
 
 def _runners(by_side: Any) -> str:

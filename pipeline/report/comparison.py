@@ -7,8 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report.facts import Table, check_outcome, disturbed, expected_rate, pick
-from pipeline.report.formatting import UNKNOWN, duration, percent, rate, times, with_error
+from pipeline.report.facts import (
+    Table,
+    check_outcome,
+    disturbed,
+    expected_rate,
+    measured_rate,
+    on_new_answers,
+    pick,
+)
+from pipeline.report.formatting import UNKNOWN, duration, percent, rate, times
 
 NO_RECIPE = {"run", "placement", "limits", "push"}  # sections that no result depends on
 LONGEST = 40  # characters of a setting
@@ -68,7 +76,17 @@ def _differs(key: str, recipes: Sequence[Mapping[str, str]]) -> bool:
 def _reached(engine: str) -> Callable[[ComparedRun], str]:
     def cell(run: ComparedRun) -> str:
         figures = pick(run.report, "check", engine)
-        return with_error(pick(figures, "acceleration_rate"), pick(figures, "standard_error")) if figures else UNKNOWN
+        return measured_rate(figures) if figures else UNKNOWN
+
+    return cell
+
+
+def _on_new_answers(engine: str) -> Callable[[ComparedRun], str]:
+    """The rate on new answers; unknown where no answer of the run is seen."""
+
+    def cell(run: ComparedRun) -> str:
+        figures = pick(run.report, "check", engine)
+        return on_new_answers(figures) if pick(figures, "seen_share") else UNKNOWN
 
     return cell
 
@@ -97,11 +115,13 @@ FIGURES: dict[str, Callable[[ComparedRun], str]] = {
     "head 0's first guess right": _first_head,
     "expected acceleration rate": lambda run: expected_rate(pick(run.report, "tree")),
     "acceleration rate, native": _reached("native"),
+    "on new answers, native": _on_new_answers("native"),
     "overhead, native": _of_time("native", "overhead"),
     "speedup, native": _of_time("native", "speedup"),
     "tokens/s with heads, native": lambda run: rate(pick(run.report, "check", "native", "tokens_per_second")),
     "tokens/s plain, native": lambda run: rate(pick(run.report, "check", "native", "baseline_tokens_per_second")),
     "acceleration rate, vLLM": _reached("vllm"),
+    "on new answers, vLLM": _on_new_answers("vllm"),
     "speedup, vLLM": _of_time("vllm", "speedup"),
     "heads": _heads,
     "training": lambda run: duration(pick(run.report, "seconds_by_stage", "train")),

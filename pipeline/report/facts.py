@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report.formatting import NOT_RUN, UNKNOWN, count, rate, ratio, signed_percent, times, with_error
+from pipeline.report.formatting import NOT_RUN, UNKNOWN, count, percent, rate, ratio, signed_percent, times, with_error
 
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
@@ -94,6 +94,29 @@ def expected_rate(promise: Any) -> str:
     return with_error(pick(promise, "expected_acceleration_rate"), pick(promise, "expected_standard_error"))
 
 
+def measured_rate(engine: Any) -> str:
+    """The measured acceleration rate with its standard error."""
+    return with_error(pick(engine, "acceleration_rate"), pick(engine, "standard_error"))
+
+
+def on_new_answers(part: Any) -> str:
+    """The rate on answers that the target has not written in training rows, of an engine or of the tree's promise."""
+    new = pick(part, "new")
+    if new is None:
+        return UNKNOWN
+    if "expected_acceleration_rate" in new and "acceleration_rate" not in new:
+        return expected_rate(new)
+    if "acceleration_rate" in new:
+        return measured_rate(new)
+    return f"only {count(new['answers'])} new answers"
+
+
+def has_seen_answers(report: dict) -> bool:
+    """Whether any held-out answer is one that the target has also written in a training row."""
+    parts = (pick(report, "tree"), pick(report, "check", "native"), pick(report, "check", "vllm"))
+    return any(pick(part, "seen_share") for part in parts)
+
+
 def title(report: dict) -> str:
     """The title line."""
     return f"Heads for {pick(report, 'target') or 'an unnamed target'}"
@@ -137,7 +160,7 @@ def headline(report: dict) -> list[Figure]:
         (
             native,
             "Acceleration rate",
-            with_error(pick(native, "acceleration_rate"), pick(native, "standard_error")),
+            measured_rate(native),
             f"tokens per target forward, with the tree{expected}",
         ),
         (native, "Overhead", overhead, f"seconds of a step with heads over a plain one{doubt}"),
@@ -146,7 +169,7 @@ def headline(report: dict) -> list[Figure]:
         (
             vllm,
             "vLLM acceleration rate",
-            with_error(pick(vllm, "acceleration_rate"), pick(vllm, "standard_error")),
+            measured_rate(vllm),
             _vllm_note(vllm),
         ),
         (text, "Target's own text", ratio(pick(text, "distinct_4")), entropy if text else "distinct-4, mean entropy"),
@@ -154,7 +177,23 @@ def headline(report: dict) -> list[Figure]:
         (native, "Tokens/s, with heads", rate(pick(native, "tokens_per_second")), "the target with its heads"),
     )
     found = [Figure(label, value if part else NOT_RUN, note) for part, label, value, note in figures]
-    return found[:1] + _searched_over_stock(native) + found[1:]
+    return found[:1] + _on_new_answers(report) + _searched_over_stock(native) + found[1:]
+
+
+def _on_new_answers(report: dict) -> list[Figure]:
+    """Each engine's rate on new answers alone; nothing where no answer is seen."""
+    figures = []
+    promises = {"native": pick(report, "tree"), "vllm": pick(report, "check", "vllm")}
+    for name, label in (("native", "On new answers"), ("vllm", "On new answers, vLLM")):
+        engine = pick(report, "check", name)
+        if not pick(engine, "seen_share"):
+            continue
+        expected = expected_rate(pick(promises[name], "new"))
+        note = f"{percent(engine['seen_share'])} of the answers are in the training text as well"
+        if expected != UNKNOWN:
+            note += f"; {expected} expected"
+        figures.append(Figure(label, on_new_answers(engine), note))
+    return figures
 
 
 def _searched_over_stock(native: Any) -> list[Figure]:

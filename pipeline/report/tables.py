@@ -68,11 +68,21 @@ def heads_table(report: dict) -> Table:
     """Top-k accuracy of every head on held-out rows; head k predicts the token at t+2+k."""
     heads = pick(report, "heads") or []
     ranks = sorted({int(key[3:]) for head in heads for key in head if key[:3] == "top" and key[3:].isdecimal()})
-    rows = tuple(
-        (str(k), f"t+{k + 2}", *(percent(head.get(f"top{rank}")) for rank in ranks)) for k, head in enumerate(heads)
-    )
+    columns = ["head", "predicts", *(f"top-{rank}" for rank in ranks)]
+    on_new = bool(pick(report, "tree", "seen_share"))
+    if on_new:
+        columns += ["top-1, new answers", "top-5, new answers"]
+    rows = []
+    for k, head in enumerate(heads):
+        row = [str(k), f"t+{k + 2}", *(percent(head.get(f"top{rank}")) for rank in ranks)]
+        if on_new:
+            row += [percent(pick(head, "new", "top1")), percent(pick(head, "new", "top5"))]
+        rows.append(tuple(row))
     note = f"Accuracy on {pick(report, 'tree', 'text') or 'held-out rows'}."
-    return Table("Heads", ("head", "predicts", *(f"top-{rank}" for rank in ranks)), rows, note, words=(0, 1))
+    if on_new:
+        seen = percent(pick(report, "tree", "seen_share"))
+        note += f" {seen} of the answers are in the training text as well; the new ones stand apart."
+    return Table("Heads", tuple(columns), tuple(rows), note, words=(0, 1))
 
 
 def tree_table(report: dict, extras: dict) -> Table:

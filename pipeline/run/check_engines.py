@@ -11,6 +11,7 @@ from typing import Any
 
 from pipeline.artifacts.check_result import write_answers, write_model_answers
 from pipeline.artifacts.generated_rows import read_token_rows
+from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.tree_file import read_calibration
 from pipeline.conversations.readers import read_questions
 from pipeline.errors import DataError
@@ -59,6 +60,7 @@ def check_request(context: Context, progress: ProgressReporter) -> tuple[CheckRe
         name=Path(context.config.target.model).name,
         assistant=assistant_of(context),
         calibration=read_calibration(context.upstream["calibrate"].path),
+        trained=training_text(context.upstream["generate"]),
     )
     return request, prompts.skipped
 

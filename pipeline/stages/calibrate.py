@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.artifacts.seen_answers import ENOUGH_NEW, training_text
 from pipeline.artifacts.trained_heads import HEADS_FILE
 from pipeline.artifacts.tree_file import Calibration
 from pipeline.config import Config
@@ -37,9 +38,12 @@ from pipeline.evaluation.choosing import (
     chosen_chain,
     given_tree,
     promise,
+    promise_on_new,
 )
 from pipeline.evaluation.own_text import measured_on_answers, written_answers
+from pipeline.evaluation.speed import rounded
 from pipeline.execution.progress import ProgressReporter
+from pipeline.report.facts import expected_rate
 from pipeline.report.formatting import with_error
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_files
@@ -52,14 +56,15 @@ from pipeline.training.evaluation import held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
-VERSION = 10
+VERSION = 11
 
 REPORTED_TOPS = 5
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The states that the heads are measured on: the cached ones, or those of the tuned backbone."""
-    return ("tuned-features" if method_of(config.train).tunes_backbone else "features", "train")
+    """The states that the heads are measured on, cached or of the tuned backbone; and the training rows' answers."""
+    states = "tuned-features" if method_of(config.train).tunes_backbone else "features"
+    return (states, "train", "generate")
 
 
 def identity(context: Context) -> Identity:
@@ -107,6 +112,9 @@ def _measure_and_choose(context: Context, stage: StageDirectory, progress: Progr
     num_tokens, chain = chosen_chain(ranks, most, fixed, costs.overheads(most) if costs else chain_overheads)
     estimate = tree.walked.estimate()
     expected = promise(estimate)
+    judged: HeldOutRanks | HeldOutPlaces = ranks
+    if tree.dynamic and places:
+        judged = places
     Calibration(
         tree.choices,
         tree.node_shares,
@@ -120,10 +128,13 @@ def _measure_and_choose(context: Context, stage: StageDirectory, progress: Progr
         tree.dynamic,
     ).write(stage.path)
     return {
-        "heads": [_head(hits, int(count)) for hits, count in zip(hits_KR.cumsum(1).tolist(), trained_K, strict=False)],
+        "heads": _accuracies(ranks, settings.top, context.config.train.num_heads),
         "tree": {
             **_tree_facts(tree, "calibrate.data" if settings.data else "held-out rows"),
             **expected,
+            "answers": len(judged.seen),
+            "seen_share": rounded(float(judged.seen.mean())),
+            "new": promise_on_new(judged, tree.walked),
             "num_speculative_tokens": num_tokens,
             "chain": chain,
             **({"chain_costs": costs.to_json()} if costs else {}),
@@ -131,6 +142,18 @@ def _measure_and_choose(context: Context, stage: StageDirectory, progress: Progr
         "positions": int(counts_K.max()),
         "conversations": num_conversations,
     }
+
+
+def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[dict[str, Any]]:
+    """Each trained head's accuracies, and those on new answers alone where there are enough."""
+    hits_KR, counts_K = ranks.hits(top)
+    heads = [_head(hits_R, int(count)) for hits_R, count in zip(hits_KR, counts_K, strict=True)]
+    new = ranks.new()
+    if len(new.starts) >= ENOUGH_NEW:
+        new_hits_KR, new_counts_K = new.hits(top)
+        for head, hits_R, count in zip(heads, new_hits_KR, new_counts_K, strict=True):
+            head["new"] = _head(hits_R, int(count))
+    return heads[:num_heads]  # a kind may propose deeper
 
 
 def _require_labels(trained_K: np.ndarray, num_conversations: int, where: str) -> None:
@@ -189,6 +212,7 @@ def _on_held_out_rows(
         "heads": str(context.upstream["train"].path / HEADS_FILE),
         "roles": context.config.train.roles,
         "device": "cuda" if placement.gpus else "cpu",
+        "trained": training_text(context.upstream["generate"]),
     }
     ranks = context.executor.call(held_out_ranks, where | {"top": context.config.calibrate.top}, placement, progress)
     return ranks, context.executor.call(held_out_places, where | {"tree": tree}, placement, progress) if tree else None
@@ -216,6 +240,7 @@ def _on_answers(
         "top": settings.top,
         "tree": tree,
         "gpus": reads.gpus,
+        "trained": training_text(context.upstream["generate"]),
     }
     return context.executor.call(measured_on_answers, arguments, reads, progress)
 
@@ -225,13 +250,18 @@ def one_line(summary: Summary) -> str:
     accuracies = " ".join(f"{head['top1']:.0%}" for head in summary["heads"])
     rate = with_error(tree["expected_acceleration_rate"], tree["expected_standard_error"])
     words = "a dynamic tree" if tree.get("dynamic") else "a tree"
-    return f"top-1 {accuracies}; {words} of {tree['nodes']} nodes, expected acceleration rate {rate}"
+    line = f"top-1 {accuracies}; {words} of {tree['nodes']} nodes, expected acceleration rate {rate}"
+    if tree["seen_share"]:
+        line += f", {expected_rate(tree['new'])} on new answers"
+    return line
 
 
-def _head(hits_R: list[int], count: int) -> dict[str, Any]:
+def _head(hits_R: np.ndarray, count: int) -> dict[str, Any]:
     """top1 to top5 and how many labels they were measured on."""
-    tops = {f"top{rank + 1}": round(hits / count, 4) for rank, hits in enumerate(hits_R[:REPORTED_TOPS])}
-    return {**tops, "labels": count}
+    found: dict[str, Any] = {"labels": count}
+    for rank, hits in enumerate(hits_R.cumsum()[:REPORTED_TOPS].tolist()):
+        found[f"top{rank + 1}"] = rounded(hits / count) if count else None
+    return found
 
 
 STAGE = Stage(

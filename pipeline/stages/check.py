@@ -23,6 +23,7 @@ from pipeline.errors import CheckFailed, DataError
 from pipeline.evaluation.limits import LIMITS, failures
 from pipeline.evaluation.references import exact_match, read_references
 from pipeline.execution.progress import ProgressReporter
+from pipeline.report.facts import on_new_answers
 from pipeline.run.check_engines import (
     assistant_of,
     check_request,
@@ -44,7 +45,7 @@ from pipeline.targets.spec import weight_files
 from pipeline.training.methods import method_of
 
 NAME = "check"
-VERSION = 16
+VERSION = 17
 
 
 def upstream(config: Config) -> tuple[str, ...]:
@@ -159,11 +160,12 @@ def configuration(stage: StageDirectory, now: Config) -> Config:
 def one_line(summary: Summary) -> str:
     parts = []
     for name, engine in CheckResult.of(summary).engines.items():
-        rate, identical = f"{engine.acceleration_rate:.2f}", f"{engine.identical}/{engine.sequences} identical"
-        speed = (
-            f"native: acceleration rate {rate}, speedup {engine.speedup:.2f}x" if name == "native" else f"vLLM: {rate}"
-        )
-        parts.append(f"{speed}, {identical}")
+        line = f"vLLM: {engine.acceleration_rate:.2f}"
+        if name == "native":
+            line = f"native: acceleration rate {engine.acceleration_rate:.2f}, speedup {engine.speedup:.2f}x"
+        if engine.figures.get("seen_share"):
+            line += f", on new answers {on_new_answers(engine.figures)}"
+        parts.append(f"{line}, {engine.identical}/{engine.sequences} identical")
     return "; ".join(parts)
 
 

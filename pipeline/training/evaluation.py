@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.artifacts.feature_rows import FeatureRows
+from pipeline.artifacts.seen_answers import SeenAnswers, TrainingText
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.conversation import Role
 from pipeline.decoding.dynamic_tree import DynamicTree
@@ -91,6 +92,7 @@ def held_out_ranks(
     roles: Collection[Role],
     top: int,
     device: str,
+    trained: TrainingText | None = None,
     progress: ProgressReporter | None = None,
 ) -> HeldOutRanks:
     """Where the tokens of held-out rows stand among trained heads' first `top` guesses.
@@ -98,6 +100,7 @@ def held_out_ranks(
     Args:
         shards, fingerprint, roles: As in `FeatureRows`.
         heads: Path of the trained heads.
+        trained: The training rows' answers; None where they are not known, and none counts as seen.
 
     At most about `MAX_POSITIONS` positions are looked at, of rows from all over the data, in fp32 on `device`.
     """
@@ -105,7 +108,8 @@ def held_out_ranks(
     def ranks(module: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
         return label_ranks(module, hidden_ND, next_N, labels_KN, top)
 
-    return HeldOutRanks(*_held_out(shards, fingerprint, heads, roles, device, MAX_POSITIONS, ranks, progress))
+    found = _held_out(shards, fingerprint, heads, roles, device, MAX_POSITIONS, ranks, trained, progress)
+    return HeldOutRanks(*found)
 
 
 def held_out_places(
@@ -115,13 +119,14 @@ def held_out_places(
     roles: Collection[Role],
     tree: DynamicTree,
     device: str,
+    trained: TrainingText | None = None,
     progress: ProgressReporter | None = None,
 ) -> HeldOutPlaces:
     """Where the tokens of held-out rows stand among the nodes that a dynamic tree proposes, whatever its size.
 
     As `held_out_ranks`, of at most about `GROWN_POSITIONS` positions.
     """
-    found = _held_out(shards, fingerprint, heads, roles, device, GROWN_POSITIONS, tree.places, progress)
+    found = _held_out(shards, fingerprint, heads, roles, device, GROWN_POSITIONS, tree.places, trained, progress)
     return HeldOutPlaces(*found)
 
 
@@ -133,9 +138,11 @@ def _held_out(
     device: str,
     limit: int,
     measure: Callable[[Heads, Tensor, Tensor, Tensor], Tensor],
+    trained: TrainingText | None,
     progress: ProgressReporter | None,
-) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """What is measured [K, N] of the heads at held-out positions, each span's first one, and its conversation.
+) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """What is measured [K, N] of the heads at held-out positions; of each span its first one, its conversation, and
+    whether it is seen.
 
     `measure` is given the heads, the states, the next tokens and the labels of one row.
     """
@@ -151,6 +158,8 @@ def _held_out(
     )
     parts_KN: list[npt.NDArray[Any]] = []
     starts, conversations = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    seen: list[bool] = []
+    seen_answers = SeenAnswers() if trained is None else trained.answers()
     num_positions = 0
     lengths = rows.lengths(SPLIT)
     places = [(group, int(row)) for group, found in enumerate(lengths) for row in np.flatnonzero(found)]
@@ -165,13 +174,15 @@ def _held_out(
             hidden_ND = row.hidden_ND[row.learnable].to(device, torch.float32)
             next_N = torch.from_numpy(row.next_N).to(device, torch.int64)
             parts_KN.append(measure(module, hidden_ND, next_N, labels_KN).cpu().numpy())
-            # A span's last state has nothing to learn: where one is left out, the next span begins.
-            starts.append(num_positions + np.flatnonzero(np.diff(row.learnable.numpy(), prepend=-2) != 1))
-            conversations.append(np.full(len(starts[-1]), len(conversations)))
+            answers = row.answers()
+            num_learnable = [len(answer) - 1 for answer in answers]
+            starts.append(num_positions + np.cumsum([0, *num_learnable])[:-1])
+            conversations.append(np.full(len(answers), len(conversations)))
+            seen += [answer in seen_answers for answer in answers]
             num_positions += len(row.learnable)
             progress.advance(tokens=len(row.learnable))
     found_KN = np.concatenate(parts_KN or [np.empty((shape.max_depth, 0), np.uint8)], axis=1)
-    return found_KN, np.concatenate(starts), np.concatenate(conversations)
+    return found_KN, np.concatenate(starts), np.concatenate(conversations), np.array(seen, np.bool_)
 
 
 def _sample(sizes: Sequence[int], limit: int) -> list[int]:

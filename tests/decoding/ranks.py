@@ -20,9 +20,10 @@ def held_out(draw, num_heads: int = 3, top: int = 3, least: int = 1) -> HeldOutR
             columns.append([rank if place + head < length else NO_LABEL for head, rank in enumerate(ranks)])
     starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
     conversations = np.sort(draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths))))
-    return HeldOutRanks(np.array(columns, np.uint8).T, starts, conversations)
+    seen = np.array(draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths))))
+    return HeldOutRanks(np.array(columns, np.uint8).T, starts, conversations, seen)
 
 
 def of(ranks_KN: np.ndarray, starts: np.ndarray) -> HeldOutRanks:
     """Spans that are a conversation each."""
-    return HeldOutRanks(ranks_KN, starts, np.arange(len(starts)))
+    return HeldOutRanks(ranks_KN, starts, np.arange(len(starts)), np.zeros(len(starts), bool))

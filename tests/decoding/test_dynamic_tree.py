@@ -201,7 +201,7 @@ def test_the_walk_by_places_takes_the_very_steps_of_the_decoder_whatever_the_tre
         labels = [[text[t + 1 + k] if t + 1 + k < 40 else IGNORED for t in range(39)] for k in range(3)]
         roots = hidden_TD[len(prompt) - 1 :][:39], torch.tensor(text[:39])
         parts.append(DynamicTree(1, 3, 4).places(heads, *roots, torch.tensor(labels)).numpy())
-    places = HeldOutPlaces(np.concatenate(parts, axis=1), np.array([0, 39, 78]), np.arange(3))
+    places = HeldOutPlaces(np.concatenate(parts, axis=1), np.array([0, 39, 78]), np.arange(3), np.zeros(3, bool))
     rates = []
     for num_nodes in (1, 3, 9, 36):
         decoder = Decoder(model, heads, DynamicTree(num_nodes, 3, 4), eos_token_ids=())

@@ -67,7 +67,7 @@ def test_ranks_say_of_every_label_where_it_stands_and_give_the_hits_that_the_sco
             continue
         rank = int((logits_KNV[k, n] > logits_KNV[k, n, labels[k, n]]).sum())
         assert ranks_KN[k, n] == (rank if rank < 5 else MISS)
-    alone_KR, counts_K = HeldOutRanks(ranks_KN, np.array([0]), np.array([0])).hits(5)
+    alone_KR, counts_K = HeldOutRanks(ranks_KN, np.array([0]), np.array([0]), np.array([False])).hits(5)
     found = score(heads, hidden, NEXT, labels, 5)
     assert alone_KR.cumsum(1).tolist() == found.hits_KR.tolist() and counts_K.tolist() == found.counts_K.tolist()
 

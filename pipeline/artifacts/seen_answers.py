@@ -1,0 +1,68 @@
+"""Held-out answers that the target has also written in a training row.
+
+A new prompt may have an old answer. Heads have then learned the answer by heart, and rates on it are too high to say
+anything of new text. An answer is *seen* where its tokens, or its first 32 tokens, are those of an answer in the split
+`train`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.artifacts.generated_rows import read_token_rows
+from pipeline.storage.shard_folder import ShardFolder
+
+PREFIX = 32  # tokens
+ENOUGH_NEW = 8  # answers; figures of fewer say nothing
+
+Tokens = Sequence[int] | npt.NDArray[np.integer]
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """Where the target's answers in training rows lie: the generate stage's shards and its fingerprint."""
+
+    shards: tuple[str, ...]
+    fingerprint: str
+
+    def answers(self) -> SeenAnswers:
+        """Read all answers of the split `train`; about 200 bytes of memory for each."""
+        seen = SeenAnswers()
+        for row in read_token_rows(self.shards, self.fingerprint):
+            if row.split == "train":
+                for span in row.spans:
+                    seen.add(row.input_ids[span.start : span.end])
+        return seen
+
+
+def training_text(generated: ShardFolder) -> TrainingText:
+    """The training rows' answers in a generate stage's directory."""
+    return TrainingText(tuple(map(str, generated.shards())), generated.fingerprint)
+
+
+class SeenAnswers:
+    """A set of answers, found as a whole or by their first 32 tokens."""
+
+    def __init__(self) -> None:
+        self._whole: set[bytes] = set()
+        self._beginnings: set[bytes] = set()
+
+    def add(self, answer: Tokens) -> None:
+        self._whole.add(_digest(answer))
+        if len(answer) >= PREFIX:
+            self._beginnings.add(_digest(answer[:PREFIX]))
+
+    def __contains__(self, answer: Tokens) -> bool:
+        if _digest(answer) in self._whole:
+            return True
+        return len(answer) >= PREFIX and _digest(answer[:PREFIX]) in self._beginnings
+
+
+def _digest(tokens: Tokens) -> bytes:
+    data = np.asarray(tokens, np.int32).tobytes()
+    return hashlib.blake2b(data, digest_size=8).digest()
