@@ -122,3 +122,18 @@ def test_the_walk_foretells_what_the_decoder_does(target_of, continuation, fitte
     assert [one.token_ids for one in decoded] == texts
     assert simulated_acceleration_rate(ranks, choices) == pytest.approx(acceleration_rate(decoded))
     assert acceleration_rate(decoded) > 1.2, "the case must see guesses accepted"
+
+
+@settings(max_examples=60, deadline=None)
+@given(ranks=held_out(), num_nodes=st.integers(1, 12))
+def test_the_steps_in_new_answers_are_a_walk_through_these_alone(ranks, num_nodes):
+    choices, _ = joint_tree(ranks, num_nodes)
+    steps = walk(ranks, choices).new()
+    lengths = np.diff(ranks.starts, append=len(ranks))
+    kept = []
+    for start, length, seen in zip(ranks.starts, lengths, ranks.seen, strict=True):
+        if not seen:
+            alone = of(ranks.ranks_KN[:, start : start + length], np.array([0]))
+            kept += walk(alone, choices).kept_S.tolist()
+    assert steps.kept_S.tolist() == kept
+    assert len(ranks.new()) == sum(lengths[~ranks.seen])

@@ -266,3 +266,21 @@ def test_the_shared_format_tells_which_engines_cannot_load_it(num_layers, tgi):
 def test_the_card_says_who_wrote_the_training_text(mode, said):
     recipe = RECIPE | {"generate": RECIPE["generate"] | {"mode": mode}}
     assert said in card_of(recipe=recipe)
+
+
+def test_the_card_has_rates_and_accuracies_on_new_answers():
+    new = {"answers": 24, "acceleration_rate": 1.71, "standard_error": 0.05}
+    promise = {"answers": 30, "expected_acceleration_rate": 1.83, "expected_standard_error": 0.06}
+    native = REPORT["check"]["native"] | {"seen_share": 0.25, "new": new}
+    heads = [head | {"new": {"top1": 0.444, "top5": 0.666}} for head in REPORT["heads"]]
+    report = REPORT | {
+        "heads": heads,
+        "tree": REPORT["tree"] | {"seen_share": 0.2, "new": promise},
+        "check": REPORT["check"] | {"native": native},
+    }
+    text = card_of(report)
+    assert "1.71 ± 0.05" in text and "1.83 ± 0.06" in text
+    rows = table_under(text, "Accuracy of the heads")
+    assert [row[-2:] for row in rows[2:]] == [["44.4%", "66.6%"]] * len(heads)
+    assert len({len(row) for row in rows}) == 1
+    assert "44.4%" not in card_of() and "new |" not in card_of()

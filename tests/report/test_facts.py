@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pipeline.report.check_tables import check_table
 from pipeline.report.facts import headline
-from pipeline.report.tables import chain_table, sizes_table, tree_table
+from pipeline.report.tables import chain_table, heads_table, sizes_table, tree_table
 from pipeline.report.warnings import warnings
 
 
@@ -156,3 +157,48 @@ def test_the_headline_says_what_the_search_gained_over_the_stock_tree(report):
     (figure,) = [figure for figure in headline(report) if figure.label == "Search over stock tree"]
     assert figure.value == "+12.5%"
     assert figure.note.endswith("stock tree 2.00, searched tree of the same size 2.25, used tree 1.90")
+
+
+def with_seen_answers(report, num_new: int) -> None:
+    """32 answers of the check, of which so many are new, and 40 of calibration, of which ten are seen."""
+    report["tree"] |= {"expected_acceleration_rate": 4.0, "expected_standard_error": 0.2, "seen_share": 0.25}
+    report["tree"]["new"] = {"answers": 30, "expected_acceleration_rate": 2.0, "expected_standard_error": 0.1}
+    new = {"answers": num_new}
+    if num_new >= 8:
+        new |= {"acceleration_rate": 2.1, "standard_error": 0.1}
+    native = {"acceleration_rate": 2.3, "standard_error": 0.1, "seen_share": 1 - num_new / 32, "new": new}
+    report["check"]["native"] |= native
+
+
+def test_the_rate_on_new_answers_stands_beside_the_rate_on_all(report):
+    assert [figure.label for figure in headline(report)].count("On new answers") == 0
+    with_seen_answers(report, 24)
+    first, second = headline(report)[:2]
+    assert first.value == "2.30 ± 0.10"
+    assert (second.label, second.value) == ("On new answers", "2.10 ± 0.10")
+    assert "25" in second.note and "2.00 ± 0.10" in second.note
+    rows = {row[0]: row[1] for row in check_table(report).rows}
+    assert rows["acceleration rate on new answers"] == "2.10 ± 0.10"
+    assert rows["expected on new answers"] == "2.00 ± 0.10"
+
+
+def test_expected_and_measured_are_compared_on_new_answers(report):
+    """On all answers they are 1.7 apart, since more of calibration's are seen; on new ones they agree."""
+    with_seen_answers(report, 24)
+    assert not warnings(report)
+    report["check"]["native"]["new"]["acceleration_rate"] = 3.0
+    assert len(warnings(report)) == 1
+
+
+def test_too_few_new_answers_have_no_rate(report):
+    with_seen_answers(report, 7)
+    assert headline(report)[1].value == "only 7 new answers"
+
+
+def test_accuracies_on_new_answers_have_columns_of_their_own(report):
+    assert len(heads_table(report).columns) == 2 + 5
+    with_seen_answers(report, 24)
+    for head in report["heads"]:
+        head["new"] = {"top1": 0.125, "top5": 0.375}
+    table = heads_table(report)
+    assert all(row[-2:] == ("12.5%", "37.5%") for row in table.rows)
