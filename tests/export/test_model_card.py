@@ -113,6 +113,20 @@ def test_the_licence_is_what_the_target_s_own_card_states(link, tmp_path, hub, m
     )
 
 
+def test_the_licence_is_that_of_the_commit_that_was_read(tmp_path, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    first, second = (
+        f"---\nlicense: other\nlicense_name: {name}\nlicense_link: LICENSE\n---\n# A model\n".encode()
+        for name in ("first", "second")
+    )
+    repository = Repository(private=False, commits=[{"README.md": first}, {"README.md": second}])
+    hub.repositories["owner/target"] = repository
+    commit = repository.shas[0]
+    expected = Licence("other", "first", f"https://huggingface.co/owner/target/blob/{commit}/LICENSE")
+    for online in (True, False):
+        assert licence_of("owner/target", commit, online=online) == expected
+
+
 @pytest.mark.parametrize("card", [None, "no front matter", "---\nlicense: [mit, apache-2.0]\n---\n", "---\n: [\n---\n"])
 def test_a_target_without_a_readable_licence_declares_none(card, tmp_path):
     if card is not None:
