@@ -101,7 +101,7 @@ def test_a_repository_needs_owner_and_name(export, hub, repo_id):
     assert hub.requests == []
 
 
-@pytest.mark.parametrize("gone", ["medusa_lm_head.safetensors", "config.json"])
+@pytest.mark.parametrize("gone", ["medusa_lm_head.safetensors", "config.json", "medusa_choices.json"])
 def test_a_directory_that_is_no_export_is_refused(export, hub, gone):
     (export / gone).unlink()
     with pytest.raises(DataError, match=gone):

@@ -205,6 +205,11 @@ def test_the_vllm_command_can_be_pasted_into_a_shell():
     assert json.loads(words[4]) == {"method": "medusa", "model": "me/heads", "num_speculative_tokens": 3}
 
 
+def test_the_vllm_command_drafts_as_many_tokens_as_were_chosen():
+    card = card_of(REPORT | {"tree": REPORT["tree"] | {"num_speculative_tokens": 2}})
+    assert re.findall(r'"num_speculative_tokens": (\d+)', card) == ["2"]
+
+
 def test_the_kind_says_what_its_heads_are_and_which_other_engines_load_them():
     card = card_of()
     assert "# Medusa heads for owner/target" in card and "guesses the token at t+2+k.\nThe target verifies" in card
