@@ -22,6 +22,7 @@ from rich.console import Console
 from pipeline.errors import EnvironmentFault, Interrupted, MedusaDistillError
 from pipeline.redact import keep_out_of_logs, redacted
 from pipeline.report.formatting import visible
+from pipeline.storage.atomic import disk_fault
 
 UNEXPECTED = 70  # EX_SOFTWARE of sysexits.h
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -59,6 +60,8 @@ def _print_error(error: BaseException) -> int:
             return code
     elif isinstance(error, MedusaDistillError):
         said, code = str(error), error.exit_code
+    elif fault := disk_fault(error):
+        said, code = str(fault), fault.exit_code
     else:
         said, code = _unexpected(error), UNEXPECTED
     if code == 128 + signal.SIGPIPE:  # as with `| head`: whoever stopped reading knows

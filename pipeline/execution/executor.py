@@ -57,10 +57,10 @@ class LazyWorker:
 
     def run(self, task: ShardTask, upcoming: ShardTask | None = None) -> Outcome:
         try:
-            self._worker = self._worker or self._make(**self._arguments)
-            if expect := getattr(self._worker, "expect", None):
-                expect(upcoming if task.rows is None else None)  # a trial of single rows runs alone
             with disk_errors(Path(task.shard)):
+                self._worker = self._worker or self._make(**self._arguments)
+                if expect := getattr(self._worker, "expect", None):
+                    expect(upcoming if task.rows is None else None)  # a trial of single rows runs alone
                 receipt = self._worker(task)
             if progress := self._arguments.get("progress"):
                 progress.end(task)

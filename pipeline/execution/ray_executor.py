@@ -24,6 +24,7 @@ from pipeline.execution.executor import Outcome, ShardWorker, with_progress
 from pipeline.execution.placement import Placement, Resources
 from pipeline.execution.progress import SECONDS_BETWEEN_REPORTS, ProgressReporter
 from pipeline.execution.shard_progress import ShardProgress
+from pipeline.storage.atomic import disk_errors
 from pipeline.storage.tasks import ShardTask
 
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in a submitted job's entry point
@@ -241,6 +242,8 @@ def run_and_carry_errors(
 ) -> tuple[Any, MedusaDistillError | None]:
     """Return (result, error): errors meant for the user cross process borders as values, not wrapped in Ray's own."""
     try:
-        return function(**arguments), None
+        with disk_errors():
+            result = function(**arguments)
     except MedusaDistillError as error:
         return None, error
+    return result, None

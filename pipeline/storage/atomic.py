@@ -11,6 +11,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import stat
 import uuid
@@ -20,10 +21,15 @@ from typing import Any
 
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 
-DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT}
+FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the last one of `ulimit -f` and of FAT32
+FAILED_ERRORS = {errno.EIO, errno.ESTALE}
 ACCESS_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS}
 UMASK = os.umask(0)  # which can only be read by setting it
 os.umask(UMASK)
+RUST_NUMBER = re.compile(r"\(os error (\d+)\)")  # safetensors and tokenizers give no other
+SHORT_WRITE = re.compile(  # numpy and torch.save do not say why
+    r"\d+ requested and \d+ written|unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing"
+)
 NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
 
@@ -124,32 +130,69 @@ def _make_readable(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def disk_errors(path: Path) -> Iterator[None]:
-    """Turn "no space left", "no access" and "is a directory" of any library into an EnvironmentFault.
-
-    Some libraries report a full disk by exceptions other than OSError.
-    """
+def disk_errors(path: Path | None = None) -> Iterator[None]:
+    """Turn what the file system refuses, as any library reports it, into the error that `disk_fault` makes of it."""
     try:
         yield
     except MedusaDistillError:
         raise
     except Exception as error:
-        if getattr(error, "errno", None) in DISK_ERRORS or "No space left" in str(error):
-            raise EnvironmentFault(
-                "The disk is full.",
-                str(path),
-                "Free some space and run the same command again: it continues where it stopped.",
-            ) from error
-        if getattr(error, "errno", None) in ACCESS_ERRORS:
-            raise EnvironmentFault(
-                f"A file cannot be opened or written: {error}.",
-                str(path),
-                "Give this user access to it, or set run.root to a place of its own; the same command then continues.",
-            ) from error
-        if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
-            what = f"A directory stands where a file belongs, or the other way round: {error}."
-            raise EnvironmentFault(what, str(path), "Remove it, then run the same command again.") from error
-        raise
+        fault = disk_fault(error, path)
+        if fault is None:
+            raise
+        raise fault from error
+
+
+def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFault | None:
+    """The error for a user where the file system refused something; None for any other error.
+
+    Args:
+        path: What was written or read; by default the file that the error names.
+    """
+    where = str(path or getattr(error, "filename", None) or "the file system")
+    again = "run the same command again: it continues where it stopped."
+    number = _full_error(error) or _error_number(error)
+    if number == errno.EFBIG:
+        what = "The disk is full for this file: it has reached the largest size that is allowed (`ulimit -f`)."
+        return EnvironmentFault(what, where, f"Raise this limit and {again}")
+    if number in FULL_ERRORS:
+        return EnvironmentFault("The disk is full.", where, f"Free some space and {again}")
+    if number in FAILED_ERRORS:
+        fix = f"Repair the disk or its connection (`dmesg` says more) and {again}"
+        return EnvironmentFault(f"The file system fails: {error}.", where, fix)
+    if number in ACCESS_ERRORS:
+        fix = "Give this user access to it, or set run.root to a place of its own; the same command then continues."
+        return EnvironmentFault(f"A file cannot be opened or written: {error}.", where, fix)
+    if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
+        what = f"A directory stands where a file belongs, or the other way round: {error}."
+        return EnvironmentFault(what, where, "Remove it, then run the same command again.")
+    return None
+
+
+def _full_error(error: BaseException) -> int | None:
+    """The number of a full disk that an error, or one that led to it, has met."""
+    seen: list[BaseException] = []  # an error may name itself as its cause
+    found: BaseException | None = error
+    while found is not None and found not in seen:
+        number = _error_number(found)
+        if number in FULL_ERRORS:
+            return number
+        seen.append(found)
+        found = found.__cause__ if found.__suppress_context__ else found.__context__
+    return None
+
+
+def _error_number(error: BaseException) -> int | None:
+    """The system's number of an error, also where a library kept only its text."""
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno
+    said = str(error)
+    if match := RUST_NUMBER.search(said):
+        return int(match[1])
+    for number in (*FULL_ERRORS, *FAILED_ERRORS, errno.EROFS):
+        if os.strerror(number) in said:
+            return number
+    return errno.ENOSPC if SHORT_WRITE.search(said) else None
 
 
 def write_json(path: Path, data: Any) -> None:

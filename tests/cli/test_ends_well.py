@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -75,6 +76,13 @@ def test_a_defect_is_one_paragraph_with_a_code_of_its_own_and_its_traceback_is_k
     )
     assert str(kept) in said and "Traceback" not in said
     assert "Traceback" in kept.read_text() and "s3cr3t" not in kept.read_text() + said
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO])
+def test_what_a_file_system_refuses_is_no_defect(number, capsys):
+    assert ends_well(raising(OSError(number, os.strerror(number), "somewhere/file"))) == EnvironmentFault.exit_code
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "somewhere/file" in said
 
 
 SAYS_A_MARK = (

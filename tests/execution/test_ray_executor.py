@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -53,6 +55,34 @@ class NotToBeMade:
 
     def __call__(self, task: ShardTask) -> Receipt:
         raise AssertionError("it was never made")
+
+
+class OnAFullDisk:
+    """A worker whose constructor finds no room, such as for what an engine compiles."""
+
+    def __init__(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def __call__(self, task: ShardTask) -> Receipt:
+        raise AssertionError("it was never made")
+
+
+class Limited:
+    """A worker whose files may have no byte."""
+
+    def __call__(self, task: ShardTask) -> Receipt:
+        raise AssertionError(f"it has written {write_with_a_limit(task.shard)}")
+
+
+def write_with_a_limit(path: str) -> str:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    Path(path).parent.mkdir(exist_ok=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        Path(path).write_text("text")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return path
 
 
 class Mortal:
@@ -113,6 +143,9 @@ def outcomes_are_as_promised(executor, root) -> None:
     assert progress_is_shown(executor, root)
     (failed,) = executor.map(NotToBeMade, {}, tasks(1, root), ONE, 60)
     assert isinstance(failed.error, EnvironmentFault) and failed.error.what == "No engine."
+    for worker in (OnAFullDisk, Limited):
+        (failed,) = executor.map(worker, {}, tasks(1, root), ONE, 60)
+        assert isinstance(failed.error, EnvironmentFault) and "disk is full" in failed.error.what
     assert executor.call(add, {"one": 1, "other": 2}, ONE) == 3
     with pytest.raises(ConfigError, match="Say yes"):
         executor.call(refuse, {}, ONE)
@@ -214,6 +247,8 @@ def test_ray_does_the_same_in_other_processes_outlives_their_death_and_keeps_our
         outcomes_are_as_promised(executor, tmp_path)
         assert executor.call(variables, {"names": list(WORKER_ENVIRONMENT)}, ONE) == WORKER_ENVIRONMENT
         assert {os.environ[name] for name in WORKER_ENVIRONMENT} == {"ours"}
+        with pytest.raises(EnvironmentFault, match="disk is full"):
+            executor.call(write_with_a_limit, {"path": str(tmp_path / "file")}, ONE)
         with pytest.raises(EnvironmentFault) as caught:
             executor.call(die, {}, ONE)
         assert "\n" not in str(caught.value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import resource
-import signal
 from pathlib import Path
 
 import pytest
@@ -140,13 +139,11 @@ def test_a_full_disk_is_an_environment_fault_and_leaves_the_old_export_whole(tmp
 def small_files():
     """No file of this process may grow beyond 200 bytes: smaller than the weights, larger than the tokenizer."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 
 
 def test_weights_that_cannot_be_written_are_an_environment_fault(tmp_path):

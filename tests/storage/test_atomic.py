@@ -4,14 +4,45 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.storage.atomic import atomic_directory, atomic_path, disk_errors, remove, write_text
+from tests.forks import in_a_fork
+
+LIMIT = 4096  # bytes of a file
+MANY = np.arange(2 * LIMIT)
+
+
+def pickle_into(path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(torch.from_numpy(MANY), file)
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "python": lambda path: path.write_bytes(bytes(2 * LIMIT)),
+    "safetensors": lambda path: save_file({"a": torch.from_numpy(MANY)}, path),
+    "tokenizers": lambda path: Tokenizer(WordLevel({str(i): i for i in range(LIMIT)}, unk_token="0")).save(str(path)),
+    "pyarrow": lambda path: pq.write_table(pa.table({"a": MANY}), path),
+    "numpy": lambda path: np.save(path, MANY),
+    "torch": lambda path: torch.save(torch.from_numpy(MANY), path),
+    "torch, an open file": pickle_into,
+    "torch, the older format": lambda path: torch.save(
+        torch.from_numpy(MANY), path, _use_new_zipfile_serialization=False
+    ),
+}
 
 
 @pytest.mark.parametrize(
@@ -19,6 +50,9 @@ from pipeline.storage.atomic import atomic_directory, atomic_path, disk_errors, 
     [
         (errno.ENOSPC, "disk is full"),
         (errno.EDQUOT, "disk is full"),
+        (errno.EFBIG, "disk is full"),
+        (errno.EIO, "fails"),
+        (errno.ESTALE, "fails"),
         (errno.EACCES, "cannot be opened or written"),
         (errno.EISDIR, "stands where a file belongs"),
         (errno.EROFS, "cannot be opened or written"),
@@ -28,6 +62,43 @@ def test_a_refusal_of_the_disk_is_one_readable_error(code, said, tmp_path):
     with pytest.raises(EnvironmentFault, match=said) as error, disk_errors(tmp_path):
         raise OSError(code, os.strerror(code), str(tmp_path / "events.jsonl"))
     assert error.value.exit_code == 4 and str(tmp_path) in str(error.value)
+
+
+def write_beyond_the_limit(writer: str, path: Path) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, LIMIT))
+    with pytest.raises(EnvironmentFault, match="disk is full") as error, disk_errors(path):
+        WRITERS[writer](path)
+    assert error.value.exit_code == 4 and str(path) in str(error.value)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_file_size_limit_is_a_full_disk_to_every_library(writer, tmp_path):
+    ended, said = in_a_fork(write_beyond_the_limit, writer, tmp_path / "file")
+    assert ended == 0, said
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_without_an_errno_is_recognised(code, tmp_path):
+    from_rust = SafetensorError(f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})")
+    from_cpp = RuntimeError(f"write(): fd 3 failed with {os.strerror(code)}")
+    for error in (from_rust, from_cpp, OSError(str(from_rust))):
+        with pytest.raises(EnvironmentFault, match="disk is full"), disk_errors(tmp_path):
+            raise error
+
+
+def test_a_full_disk_behind_another_error_is_recognised(tmp_path):
+    with pytest.raises(EnvironmentFault, match="disk is full"), disk_errors(tmp_path):
+        try:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        except OSError as error:
+            raise RuntimeError("The data set cannot be made.") from error
+
+
+def test_an_error_that_is_its_own_cause_passes_as_it_is(tmp_path):
+    error = ValueError("no")
+    with pytest.raises(ValueError, match="no"), disk_errors(tmp_path):
+        raise error from error
 
 
 def test_other_errors_pass_as_they_are(tmp_path):
