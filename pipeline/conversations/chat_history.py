@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.conversations.conversation import Message, Reason, RowRejected, encodable
+from pipeline.conversations.conversation import Message, Reason, RowRejected, utf8_text
 from pipeline.conversations.row_builder import RowBuilder
 from pipeline.conversations.template import ChatTemplate
 
@@ -27,9 +27,10 @@ class Chat:
         """The ids up to where the answer begins, and whether earlier turns were dropped to make room.
 
         Raises:
-            RowRejected: The question alone is too long, or the template rejects it; the history is unchanged.
+            RowRejected: The question alone is too long or undecodable, or the template rejects it; the history is
+                unchanged.
         """
-        message, builder = Message("user", encodable(question)), self._builder
+        message, builder = Message("user", utf8_text(question, "the question")), self._builder
         asked = builder.asked(self._template, [message]) if builder else None
         forgets = asked is not None and len(asked.ids) > self._room
         if asked is None or forgets:

@@ -7,6 +7,7 @@ Each row of each stage is either kept or quarantined with one of the reasons bel
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal
@@ -17,6 +18,7 @@ Mode = Literal["replay", "self-talk", "passthrough"]  # how a conversation is ge
 SpecialTokens = Literal["escape", "keep", "quarantine"]  # what becomes of special tokens in a seed's text
 
 UNDECODABLE_MARK = "\ufdd0"  # replaces bytes that are not UTF-8; a code point reserved for internal use
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class Reason(StrEnum):
     """Why a row was quarantined, in any stage."""
 
     # In the seeds.
-    UNDECODABLE = "undecodable"  # bytes that are not UTF-8
+    UNDECODABLE = "undecodable"  # bytes that are not UTF-8, or half of a surrogate pair
     BROKEN_JSON = "broken-json"
     BROKEN_ROW = "broken-row"  # of a CSV: not as many fields as its header names
     UNKNOWN_FORMAT = "unknown-format"
@@ -137,12 +139,41 @@ class RejectedRow:
         return cls(id, rejected.reason, encodable(rejected.detail), storable(row))
 
 
-def encodable(text: str) -> str:
-    """The text as valid UTF-8: lone surrogates and undecodable bytes become U+FFFD."""
+def utf8_text(text: str, what: str) -> str:
+    """The text with surrogate pairs joined, as UTF-8 can hold it.
+
+    Args:
+        what: What the text is, as a detail names it: "a turn".
+
+    Raises:
+        RowRejected: It has half of a surrogate pair, or bytes that are not UTF-8.
+    """
     if text.isascii():
         return text
-    paired = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return paired.replace(UNDECODABLE_MARK, "\ufffd")
+    if UNDECODABLE_MARK in text:
+        raise RowRejected(Reason.UNDECODABLE, f"There are bytes that are not UTF-8 in {what}.")
+    paired = _paired(text)
+    if half := SURROGATE.search(paired):
+        place, escape = half.start() + 1, encodable(half[0])
+        detail = f"Character {place:,} of {what} is half of a surrogate pair: {escape}."
+        raise RowRejected(Reason.UNDECODABLE, detail)
+    return paired
+
+
+def encodable(text: str) -> str:
+    """The text made valid UTF-8, for records.
+
+    Half of a surrogate pair becomes its escape `\\udXXX`, and undecodable bytes become U+FFFD.
+    """
+    if text.isascii():
+        return text
+    escaped = _paired(text).encode("utf-8", "backslashreplace").decode()
+    return escaped.replace(UNDECODABLE_MARK, "\ufffd")
+
+
+def _paired(text: str) -> str:
+    """The text with the two halves of each surrogate pair joined to one character."""
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
 
 
 def storable(value: Any, depth: int = 32) -> Any:

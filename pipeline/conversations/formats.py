@@ -26,6 +26,7 @@ from pipeline.conversations.conversation import (
     Role,
     RowRejected,
     encodable,
+    utf8_text,
 )
 from pipeline.conversations.message_text import clean_text, joined_parts
 from pipeline.conversations.repair import ToolPolicy, repair
@@ -69,10 +70,11 @@ def read_row(row: Any, id: str, settings: RowSettings) -> Conversation | Rejecte
         messages = repair(form.turns(found), settings.max_characters, settings.tools)
         fields = found if isinstance(found, dict) else {}
         tools = definitions_of(fields) if settings.tools == "context" else None
+        source_id = next((name for key in ID_KEYS if (name := _name(fields.get(key), key))), None)
+        category = _name(fields.get("category"), "category")
     except RowRejected as rejected:
         return RejectedRow.of(id, rejected, row)
-    source_id = next((name for key in ID_KEYS if (name := _name(fields.get(key)))), None)
-    return Conversation(id, messages, source_id, _name(fields.get("category")), tools)
+    return Conversation(id, messages, source_id, category, tools)
 
 
 def named(row: Any, columns: Mapping[str, str]) -> dict[str, Any]:
@@ -233,8 +235,8 @@ def _with_system(row: Any, turns: list[Message]) -> list[Message]:
     return turns if has_one or not prompt else [_said("system", prompt), *turns]
 
 
-def _name(value: Any) -> str | None:
+def _name(value: Any, key: str) -> str | None:
     """An id or a category as a string, if it is one."""
     if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
         return None
-    return encodable(str(value))
+    return utf8_text(str(value), f"`{key}`")

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.conversations.conversation import UNDECODABLE_MARK, Reason, RowRejected, encodable
+from pipeline.conversations.conversation import Reason, RowRejected, utf8_text
 
 
 def clean_text(text: Any) -> str:
     """A turn's text without byte order marks, NULs and surrounding white space.
 
     Raises:
-        RowRejected: It is not a string, or it has undecodable bytes.
+        RowRejected: It is not a string, or it is undecodable.
     """
     if not isinstance(text, str):
         raise RowRejected(Reason.NOT_TEXT, f"A turn's text is a {type(text).__name__}.")
-    if UNDECODABLE_MARK in text:
-        raise RowRejected(Reason.UNDECODABLE, "A turn has bytes that are not UTF-8.")
     # Leading white space of the first line is kept: it may be the indentation of code.
-    return encodable(text).replace("\0", "").lstrip("\ufeff\r\n").rstrip()
+    return utf8_text(text, "a turn").replace("\0", "").lstrip("\ufeff\r\n").rstrip()
 
 
 def joined_parts(content: Any) -> Any:

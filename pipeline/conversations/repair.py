@@ -1,6 +1,6 @@
 """A dump's turns as a conversation's messages.
 
-Turns are repaired where their meaning is clear: byte order marks, NULs, lone surrogates and white space around a text;
+Turns are repaired where their meaning is clear: byte order marks, NULs and white space around a text;
 empty or repeated system prompts; answers before the first question; an empty last answer; a user's message that is
 repeated or split in two. Nothing is guessed: two different consecutive answers mean that a question is missing, and the
 row is rejected; so is a function's result that no call asks for.

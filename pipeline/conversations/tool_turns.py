@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pipeline.conversations.conversation import Message, Reason, RowRejected, encodable, storable
+from pipeline.conversations.conversation import Message, Reason, RowRejected, storable, utf8_text
 
 MOST_LEVELS = 64
 CALLING_ROLES = ("function_call", "tool_call")  # of ShareGPT: the turn's text is the call
@@ -72,9 +72,13 @@ def definitions_of(row: dict[str, Any]) -> str | None:
 
 
 def _json(value: Any) -> str:
-    """A value as JSON in UTF-8; levels below `MOST_LEVELS` would be more than a template can take."""
+    """A value as JSON in UTF-8; levels below `MOST_LEVELS` would be more than a template can take.
+
+    Raises:
+        RowRejected: It is no JSON, nested too deeply, or undecodable.
+    """
     try:
-        text = encodable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+        text = utf8_text(json.dumps(value, ensure_ascii=False, allow_nan=False), "a function's call or definition")
         if storable(value, MOST_LEVELS) == json.loads(text):
             return text
     except (ValueError, TypeError, RecursionError):

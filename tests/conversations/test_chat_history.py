@@ -66,3 +66,10 @@ def test_a_question_that_is_too_long_is_refused_and_changes_nothing(tokenizer, t
         chat.ask("stone " * 40)
     prompt, forgets = chat.ask("how")
     assert not forgets and prompt == rendered(tokenizer, ("user", "why"), ("assistant", ""), ("user", "how"))
+
+
+def test_half_a_surrogate_pair_cannot_be_asked(tokenizer, template):
+    chat = Chat(template, room=100)
+    with pytest.raises(RowRejected, match="undecodable"):
+        chat.ask("why \ud83d")
+    assert chat.ask("how") == (rendered(tokenizer, ("user", "how")), False)

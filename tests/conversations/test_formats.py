@@ -6,6 +6,7 @@ import copy
 import datetime
 import itertools
 import json
+import re
 
 import pytest
 from hypothesis import given
@@ -139,9 +140,9 @@ def test_what_is_plainly_meant_is_mended(turns, repaired):
     assert [content for _, content in contents(read(sharegpt(*turns)))] == repaired
 
 
-@pytest.mark.parametrize(("text", "stored"), [("\ud83d\ude00", "😀"), ("a\ud83d", "a�"), ("\udc00b", "�b")])
-def test_surrogates_are_joined_or_replaced_so_that_every_text_is_utf8(text, stored):
-    assert contents(read(text)) == [("user", stored)]
+def test_the_two_halves_of_a_surrogate_pair_are_joined():
+    row = {"id": "\ud83d\ude00", "category": "\ud83d\ude00", "prompt": "\ud83d\ude00"}
+    assert read(row) == Conversation("seeds:0", (Message("user", "😀"),), "😀", "😀")
 
 
 # RejectedRow: the meaning is not plain.
@@ -180,6 +181,46 @@ def test_what_is_not_plain_is_refused_with_its_reason_and_row(row, reason):
     assert outcome.detail
 
 
+def calling(**changes):
+    function = {"name": "f", "arguments": "{}"} | changes
+    call = {"role": "assistant", "tool_calls": [{"function": function}]}
+    return {"messages": [{"role": "user", "content": "Hello?"}, call, {"role": "tool", "content": "7"}]}
+
+
+HOLDERS = {
+    "a prompt": lambda text: text,
+    "a question": lambda text: sharegpt(("human", text), B),
+    "an answer": lambda text: sharegpt(A, ("gpt", text)),
+    "a part of a text": lambda text: {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
+    "a system prompt": lambda text: {"system": text, "prompt": "Hello?"},
+    "an input": lambda text: {"instruction": "Hello?", "input": text},
+    "a function's name": lambda text: calling(name=text),
+    "a function's arguments": lambda text: calling(arguments=json.dumps({"x": text})),
+    "a function's result": lambda text: {"messages": [*calling()["messages"][:2], {"role": "tool", "content": text}]},
+    "an offered function": lambda text: {"prompt": "Hello?", "tools": [{"name": "f", "description": text}]},
+    "an id": lambda text: {"id": text, "prompt": "Hello?"},
+    "a category": lambda text: {"category": text, "prompt": "Hello?"},
+}
+
+
+@pytest.mark.parametrize("text", ["a\ud83d", "\udc00b", "\ude00\ud83d", "\ufdd0"])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_half_a_surrogate_pair_is_undecodable_wherever_it_stands(holder, text):
+    assert isinstance(read(HOLDERS[holder]("text")), Conversation)
+    outcome = read(HOLDERS[holder](text))
+    assert isinstance(outcome, RejectedRow) and outcome.reason is Reason.UNDECODABLE
+
+
+def test_the_detail_names_the_character_that_is_half_a_pair():
+    """An emoji is one character before it, and not two."""
+    assert re.search(r"\b4\b", read("a😀b\ud83dc").detail)
+
+
+def test_a_quarantined_row_shows_half_a_surrogate_pair_as_its_escape():
+    outcome = read({"prompt": "why \ud83d?"})
+    assert outcome.row == {"prompt": "why \\ud83d?"}
+
+
 def test_a_named_form_refuses_rows_of_another():
     outcome = read(SAME_DIALOGUE["ultrachat"], "sharegpt")
     assert (outcome.reason, "`conversations`" in outcome.detail) == (Reason.UNKNOWN_FORMAT, True)
@@ -197,7 +238,7 @@ def test_a_refused_row_is_storable_whatever_a_data_set_holds():
         deep = [deep]
     row = {"a\ud800": float("nan"), 3: datetime.date(2024, 1, 1), "deep": deep, "bytes": b"\xff", "big": 10**30}
     line = json.dumps(read(row).row, ensure_ascii=False, allow_nan=False).encode()
-    assert set(json.loads(line)) == {"a�", "3", "deep", "bytes", "big"}
+    assert set(json.loads(line)) == {"a\\ud800", "3", "deep", "bytes", "big"}
 
 
 def test_a_conversation_is_refused_the_second_time_across_sources_and_the_first_is_named():

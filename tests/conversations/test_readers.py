@@ -116,6 +116,14 @@ def test_undecodable_bytes_cost_one_row_of_an_array_or_a_text_file_too(name, tmp
     assert [getattr(outcome, "reason", None) for outcome in outcomes] == [None, Reason.UNDECODABLE, None]
 
 
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+def test_half_a_surrogate_pair_costs_its_row_alone(name, tmp_path):
+    rows = ['"first"', '"sec\\ud83dond"', '"thi\\ud83d\\ude00rd"']
+    data = f"[{','.join(rows)}]" if name == "a.json" else "\n".join(rows)
+    outcomes = read(written(tmp_path / name, data))
+    assert [getattr(outcome, "reason", None) for outcome in outcomes] == [None, Reason.UNDECODABLE, None]
+
+
 @pytest.mark.parametrize("line", ["{broken", '{"conversations": [', "1" * 5000, "[" * 100_000], ids=range(4))
 def test_a_broken_line_of_jsonl_is_quarantined_alone_with_its_text(line, tmp_path):
     outcomes = read(written(tmp_path / "a.jsonl", f'"first"\n{line}\n"third"'))

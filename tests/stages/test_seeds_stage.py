@@ -205,6 +205,15 @@ def test_every_row_of_a_dirty_file_is_accounted_for(make_config, tmp_path):
     assert sum(stage.summary[f"{split}_rows"] for split in ("train", "calibrate", "check")) == len(kept)
 
 
+def test_half_a_surrogate_pair_is_quarantined_in_valid_utf8(make_config, tmp_path):
+    path = save_seeds(tmp_path / "seeds.jsonl")
+    path.write_text(path.read_text() + json.dumps({"prompt": "why \ud83d?"}) + "\n")
+    stage, kept, quarantined = run_seeds(make_config(tmp_path, seeds__sources=[{"path": str(path)}]))
+    assert [(row["id"], row["reason"]) for row in quarantined] == [("seeds:40", "undecodable")]
+    assert json.dumps(quarantined, ensure_ascii=False).encode() and "\\ud83d" in quarantined[0]["row"]["prompt"]
+    assert len(kept) == 40 and stage.summary["reasons"] == {"undecodable": 1}
+
+
 @pytest.mark.parametrize(("number", "enough"), [(23, False), (24, True)])
 def test_too_few_rows_for_three_splits_are_refused(make_config, tmp_path, number, enough):
     config = make_config(tmp_path, seeds__sources=[{"path": str(save_seeds(tmp_path / "few.jsonl", number))}])
