@@ -156,6 +156,8 @@ def test_few_seeds(run_fails, tmp_path):
         ("config.json", "[]"),
         ("config.json", "{"),
         ("generation_config.json", {"eos_token_id": "1"}),
+        ("generation_config.json", {"eos_token_id": []}),
+        ("generation_config.json", {"eos_token_id": [1, 300]}),
         ("tokenizer.json", "{}"),
         ("model.safetensors.index.json", {"weight_map": {"lm_head.weight": "../others.safetensors"}}),
     ],

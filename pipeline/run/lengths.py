@@ -25,14 +25,15 @@ def require_labels(config: Config, stages: Collection[str] | None) -> None:
 
 
 def require_room(config: Config, stages: Collection[str] | None) -> None:
-    """Raise ConfigError where what the check decodes leaves no token of the target's context to a prompt.
+    """Raise ConfigError for a target that no stage can use, or whose context what the check decodes would fill.
 
     A target that cannot be reached now is asked again when the run needs it.
     """
-    if not _wanted("check", stages):
-        return
     try:
-        context = context_length(with_room(resolve(config.target), config.check))
+        target = resolve(config.target)
+        if not _wanted("check", stages):
+            return
+        context = context_length(with_room(target, config.check))
     except EnvironmentFault:
         return
     if config.check.max_new_tokens >= context:

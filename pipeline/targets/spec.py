@@ -82,6 +82,7 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
         fix = "Leave target.quantization unset for a checkpoint that is quantized already."
         raise ConfigError(f"The target {target.model} is quantized already.", "target.quantization", fix)
     context_length(spec, config)
+    _stated_eos_ids(spec, config)
     dtype = target.dtype if target.dtype != "auto" else _own_dtype(config, on_gpu)
     return replace(spec, dtype=dtype, rounding=rounding_of(config))
 
@@ -165,17 +166,39 @@ def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> 
 
 
 def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
-    """The sorted ids that end a text: generation_config's, else the model's, else the tokenizer's; may be empty."""
-    for name in ("generation_config.json", "config.json"):
-        value = files.read_json(spec.model, spec.revision, name).get("eos_token_id")
-        if value is not None:
-            ids = value if isinstance(value, list) else [value]
-            if not all(isinstance(id, int) for id in ids):
-                what = f"The target's eos_token_id is {str(value)[:40]}, neither a token id nor a list of them."
-                raise ConfigError(what, f"{spec.model}, {name}", "Correct it there.")
-            return tuple(sorted(set(ids)))
+    """The sorted ids that end a text: generation_config's, else the model's, else the tokenizer's; may be empty.
+
+    Raises:
+        ConfigError: One of the first two holds something else than tokens of the vocabulary.
+    """
+    stated = _stated_eos_ids(spec, model_config(spec))
+    if stated is not None:
+        return stated
     value = load_tokenizer(spec).eos_token_id
     return () if value is None else (value,)
+
+
+def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ...] | None:
+    """The sorted end-of-sequence ids in generation_config.json or config.json; None where neither has any."""
+    vocab_size = getattr(config.get_text_config(), "vocab_size", None)
+    for name in ("generation_config.json", "config.json"):
+        value = files.read_json(spec.model, spec.revision, name).get("eos_token_id")
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        if not ids or not all(_is_token(id, vocab_size) for id in ids):
+            tokens = f"a token id from 0 to {vocab_size - 1}" if vocab_size else "a token id"
+            what = f"The target's eos_token_id is {str(value)[:40]}, neither {tokens} nor a list of such ids."
+            raise ConfigError(what, f"eos_token_id in {spec.model}, {name}", "Correct it there.")
+        return tuple(sorted(set(ids)))
+    return None
+
+
+def _is_token(id: Any, vocab_size: int | None) -> bool:
+    """Whether a value is an id of the vocabulary, whose size may be unknown."""
+    if not isinstance(id, int) or isinstance(id, bool):
+        return False
+    return id >= 0 and (vocab_size is None or id < vocab_size)
 
 
 def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:

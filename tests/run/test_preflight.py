@@ -234,6 +234,27 @@ def test_a_plan_notes_an_assistant_that_only_this_machine_cannot_reach(make_conf
     assert "owner/model" in " ".join(notes)
 
 
+@pytest.mark.parametrize("stages", [None, {"seeds", "generate"}], ids=["all", "until generate"])
+def test_a_target_that_ends_at_no_token_is_refused_before_anything_starts(make_config, tmp_path, tiny_target, stages):
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    config = make_config(tmp_path / "runs", target__model=str(target))
+    check_config(config, stages)
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [True]}))
+    with pytest.raises(ConfigError, match=r"eos_token_id.*generation_config\.json"):
+        check_config(config, stages)
+
+
+def test_a_target_on_the_hub_is_looked_at_before_its_first_stage(make_config, tmp_path, monkeypatch):
+    def refuse(target: object) -> None:
+        raise ConfigError("It is no target.", "target.model")
+
+    monkeypatch.setattr("pipeline.run.lengths.resolve", refuse)
+    config = make_config(tmp_path, **HUB)
+    check_config(config, {"seeds"})
+    with pytest.raises(ConfigError, match=r"target\.model"):
+        check_config(config, {"seeds", "generate"})
+
+
 def test_a_served_model_of_another_vocabulary_is_refused_before_anything_starts(make_config, tmp_path):
     other = save_target(tmp_path / "other", vocab_size=320)
     with pytest.raises(ConfigError, match=r"vocabulary of 320.*one of 300.*check\.served_model"):

@@ -11,7 +11,7 @@ import httpx
 import pytest
 from huggingface_hub import errors as hub
 from huggingface_hub.utils import _http
-from transformers import AutoConfig, BertConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import AutoConfig, BertConfig, Gemma3Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
 
 from pipeline.config import TargetConfig
 from pipeline.errors import ConfigError, EnvironmentFault
@@ -25,7 +25,7 @@ from pipeline.targets.spec import (
     resolve,
     weight_files,
 )
-from tests.targets.conftest import CONTEXT, EOS
+from tests.targets.conftest import CONTEXT, EOS, VOCAB_SIZE
 
 
 @pytest.fixture
@@ -47,6 +47,43 @@ def test_the_eos_set_falls_back_to_the_model_and_then_to_the_tokenizer(copied: P
     assert eos_token_ids(TargetSpec(str(copied))) == (2,)
     edit(copied / "config.json", eos_token_id=None)
     assert eos_token_ids(TargetSpec(str(copied))) == (3,)
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[], True, [True], [2, False], -1, [2, -1], 2.0, [2.5], "2", ["2"], [None], [[2]], {}, VOCAB_SIZE, [2, VOCAB_SIZE]],
+    ids=str,
+)
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_end_ids_that_are_no_tokens_are_refused(copied: Path, file: str, ids: object) -> None:
+    if file == "config.json":
+        (copied / "generation_config.json").unlink()
+    edit(copied / file, eos_token_id=ids)
+    for use in (lambda: eos_token_ids(TargetSpec(str(copied))), lambda: resolve(TargetConfig(model=str(copied)))):
+        with pytest.raises(ConfigError, match=f"eos_token_id.*{file}"):
+            use()
+
+
+def test_the_last_token_of_the_vocabulary_may_end_a_text(copied: Path) -> None:
+    edit(copied / "generation_config.json", eos_token_id=[VOCAB_SIZE - 1, 0, 0])
+    assert eos_token_ids(TargetSpec(str(copied))) == (0, VOCAB_SIZE - 1)
+
+
+def test_an_end_that_generation_config_leaves_open_is_the_model_s(copied: Path) -> None:
+    edit(copied / "generation_config.json", eos_token_id=None)
+    assert eos_token_ids(TargetSpec(str(copied))) == (2,)
+
+
+def test_end_ids_of_a_nested_configuration_are_held_against_the_text_vocabulary(copied: Path) -> None:
+    text = Gemma3TextConfig(vocab_size=VOCAB_SIZE + 8, num_hidden_layers=1)
+    Gemma3Config(text_config=text.to_dict(), eos_token_id=[2, VOCAB_SIZE + 7]).save_pretrained(copied)
+    (copied / "generation_config.json").unlink()
+    assert eos_token_ids(TargetSpec(str(copied))) == (2, VOCAB_SIZE + 7)
+    edit(copied / "config.json", eos_token_id=VOCAB_SIZE + 8)
+    with pytest.raises(ConfigError, match="eos_token_id"):
+        eos_token_ids(TargetSpec(str(copied)))
+    edit(copied / "config.json", eos_token_id=None)
+    assert eos_token_ids(TargetSpec(str(copied))) == (3,), "the tokenizer's"
 
 
 def test_dtype_auto_is_float32_on_a_cpu_and_the_models_own_on_a_gpu(copied: Path) -> None:
