@@ -22,7 +22,7 @@ from typing import Any
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 
 FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the last one of `ulimit -f` and of FAT32
-FAILED_ERRORS = {errno.EIO, errno.ESTALE}
+FAILED_ERRORS = {errno.EIO, errno.ESTALE}  # of a disk, or of a network file system whose server has lost the file
 ACCESS_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS}
 UMASK = os.umask(0)  # which can only be read by setting it
 os.umask(UMASK)
@@ -226,10 +226,14 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any | None:
-    """The file's JSON, or None where it is absent or damaged."""
+    """The file's JSON, or None where it is absent or damaged; raises OSError where the file system fails."""
     try:
         return json.loads(read_file(path).decode())
-    except (OSError, ValueError, RecursionError):
+    except (ValueError, RecursionError):
+        return None
+    except OSError as error:
+        if error.errno in FAILED_ERRORS:
+            raise
         return None
 
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from pipeline.errors import DataError, EnvironmentFault
-from pipeline.storage.atomic import atomic_directory, atomic_path, disk_errors, remove, write_text
+from pipeline.storage.atomic import atomic_directory, atomic_path, disk_errors, read_json, remove, write_text
 from tests.forks import in_a_fork
 
 LIMIT = 4096  # bytes of a file
@@ -106,6 +106,13 @@ def test_other_errors_pass_as_they_are(tmp_path):
         with pytest.raises(type(other)) as error, disk_errors(tmp_path):
             raise other
         assert error.value is other
+
+
+def test_a_record_that_the_disk_does_not_give_back_is_not_absent(tmp_path):
+    """Its stage would be made again; the address 0 of a process is what cannot be read without a broken disk."""
+    with pytest.raises(EnvironmentFault, match="fails"), disk_errors(tmp_path):
+        read_json(Path("/proc/self/mem"))
+    assert read_json(tmp_path / "absent.json") is None and read_json(tmp_path) is None
 
 
 def test_a_directory_whose_writing_was_interrupted_is_absent(tmp_path):

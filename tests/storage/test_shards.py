@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.conversations.conversation import Reason, RejectedRow
 from pipeline.errors import DamagedShard
-from pipeline.storage.receipts import read_receipt
+from pipeline.storage.receipts import note_path, read_receipt
 from pipeline.storage.shards import ShardWriter, open_shard, read_rows
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
@@ -114,6 +114,15 @@ def test_a_truncated_or_foreign_file_has_no_receipt(tmp_path):
     assert read_receipt(path) is None
     pq.write_table(pa.table({"id": ["x"]}), path)
     assert read_receipt(path) is None
+
+
+def test_a_note_that_the_disk_does_not_give_back_is_not_absent(tmp_path):
+    """Its shard would be called another run's; the address 0 of a process is what no disk gives back."""
+    path, _ = write(tmp_path, [row("a")])
+    note_path(path).unlink()
+    note_path(path).symlink_to("/proc/self/mem")
+    with pytest.raises(OSError, match="Input/output error"):
+        read_receipt(path)
 
 
 def test_a_flipped_bit_in_a_page_is_noticed_when_it_is_read(tmp_path):
