@@ -17,6 +17,7 @@ from benchmarks.claims import Claim, Result
 from benchmarks.ladder import DEMO, FEW
 from pipeline.api.runs import Run, open_run, run_flow
 from pipeline.config.load import load_config
+from pipeline.decoding.standard_error import rate_of_answers
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.export.layout import read_layout
 from pipeline.targets.spec import TargetSpec, context_length, resolve
@@ -66,7 +67,7 @@ def _compared(
         same = sum(one == other for one, other in zip(found["token_ids"], plain["token_ids"], strict=True))
         sides = speed | {
             f"{name}, tokens/s": found["tokens_per_second"],
-            "acceleration rate": found["acceleration_rate"],
+            "acceleration rate": rate_of_answers(found["accepted"], range(len(prompts))).rate,
             f"of {len(prompts)} texts the same": same,
         }
         what = f"vLLM with {name} heads over plain, {at_once} at once"

@@ -21,7 +21,7 @@ Figures = dict[str, Any]
 
 FIGURES = (
     "node_shares", "accuracies", "expected_acceleration_rate", "expected_standard_error", "num_speculative_tokens",
-    "chain", "num_conversations",
+    "chain",
 )  # fmt: skip
 FIX = "Give a JSON list of paths, such as [[0], [0, 0], [1]]."
 
@@ -48,7 +48,6 @@ class Calibration:
     expected_standard_error: float | None
     num_speculative_tokens: int  # of the chain that an engine such as vLLM drafts
     chain: list[Figures]  # of 1, 2, … draft tokens: the expected rate, and the overhead where it was timed
-    num_conversations: int
     search: Search | None = None  # None of a user's own tree
     dynamic: DynamicTree | None = None
 

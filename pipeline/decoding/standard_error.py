@@ -9,6 +9,8 @@ Letters: C conversations, B resamples.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +25,21 @@ class Estimate:
 
     rate: float
     standard_error: float
+
+
+def rate_of_answers(accepted: Sequence[Sequence[int]], conversations: Sequence[Hashable]) -> Estimate:
+    """The acceleration rate of answers, and its standard error, in any engine.
+
+    Args:
+        accepted: Per answer, the number of tokens that each forward after the prefill adds, cut where the text ends.
+        conversations: Per answer, what stands for its conversation.
+    """
+    tokens: Counter[Hashable] = Counter()
+    steps: Counter[Hashable] = Counter()
+    for kept, conversation in zip(accepted, conversations, strict=True):
+        tokens[conversation] += sum(kept)
+        steps[conversation] += len(kept)
+    return estimated_rate(list(tokens.values()), list(steps.values()))
 
 
 def estimated_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 0) -> Estimate:

@@ -19,7 +19,7 @@ from pipeline.conversations.spans import IGNORED
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import HeldOutPlaces, HeldOutRanks
 from pipeline.decoding.readout import last_positions
-from pipeline.evaluation.prompts import Prompt
+from pipeline.evaluation.prompts import Prompt, conversations_of
 from pipeline.heads.accuracy import label_ranks
 from pipeline.heads.kind import Heads
 
@@ -56,7 +56,7 @@ def answer_states(
         trained: The answers in training rows; None where they are not known, and none counts as seen.
     """
     num_heads, device = heads.shape.max_depth, heads.device
-    for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+    for prompt, answer, conversation in zip(prompts, answers, conversations_of(prompts), strict=True):
         if len(answer) == 1:
             continue
         later_N = torch.tensor(answer[1:])
@@ -64,7 +64,6 @@ def answer_states(
         for head in range(min(num_heads, len(later_N))):
             labels_KN[head, : len(later_N) - head] = later_N[head:]
         states_TD, _ = last_positions(model, prompt.ids + answer[:-1], len(answer))
-        conversation = f"prompt {number}" if prompt.question_id is None else prompt.question_id
         next_N = torch.tensor(answer[:-1], device=device)
         seen = trained is not None and answer in trained
         yield AnswerStates(conversation, seen, states_TD[:-1].to(device), next_N, labels_KN.to(device))

@@ -88,7 +88,7 @@ def measure_heads(
         _require_engines(found, directory, target, settings)
         target = with_room(target, settings)
         prompts = _prompts(target, settings, gpus, num_prompts, progress)
-        target = with_room_for(target, prompts, settings.max_new_tokens + found.max_depth + 1)
+        target = with_room_for(target, prompts, settings.max_new_tokens, found.max_depth)
         request = CheckRequest(
             target,
             str(found.export or directory),
@@ -120,7 +120,6 @@ def _decoded(request: CheckRequest, progress: ProgressReporter | None) -> dict[s
         expected = {}
         if chain := result.get("native", {}).get("chain"):
             expected["same_text_acceleration_rate"] = chain["acceleration_rate"]
-            expected["standard_error"] = chain["standard_error"]
         in_vllm = in_engine(request.target, "vllm", on_gpu=request.gpus > 0)
         result["vllm"] = check_served(replace(request, target=in_vllm), progress)["vllm"] | expected
     return result

@@ -92,7 +92,8 @@ def draft_costs(
     Args:
         heads: Their file.
         most: The most tokens that they can draft.
-        prompts: Each is cut at its beginning where the context leaves too little room.
+        prompts: Each is cut at its beginning where the context leaves too little room: beyond it vLLM drafts nothing,
+            and its steps are shorter (see `vllm_decode`).
         scratch: A directory for the heads as vLLM reads them, which is removed.
 
     Raises:
@@ -101,7 +102,7 @@ def draft_costs(
     if not is_installed():
         return None
     room, directory = context_length(target), Path(scratch)
-    few = [list(ids[-max(1, room - NUM_NEW_TOKENS - most - 1) :]) for ids in prompts[:NUM_PROMPTS]]
+    few = [list(ids[-max(1, room - NUM_NEW_TOKENS - 2 * most) :]) for ids in prompts[:NUM_PROMPTS]]
     remove(directory)  # what a killed run left
     try:
         layout = _write(target, Path(heads), directory)

@@ -7,6 +7,9 @@ row holds, for plain decoding (`baseline_…`) and with the heads:
     tokens_per_second  of all requests together
     ttft_ms, tpot_ms   time to the first token, and per further token: p50, p90 and p99 over requests
     within_slo         the share of requests within both limits of `check.slo`, where there are any
+
+and with the heads `acceleration_rate`, over the drafts that the server counts (see `vllm_load`), not over the forwards
+of each request as the check has it.
 """
 
 from __future__ import annotations

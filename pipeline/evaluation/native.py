@@ -16,7 +16,6 @@ from typing import Any
 from pipeline.config import CheckConfig
 from pipeline.decoding.acceptance import AcceptanceRule, RejectionSampling, greedy_acceptance
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
-from pipeline.errors import ConfigError
 from pipeline.evaluation.answers import (
     GreedyMatch,
     answer_lines,
@@ -38,8 +37,9 @@ from pipeline.evaluation.speed import (
     by_category,
     decode_by,
     pace_beside,
+    rate_on_new_answers,
+    require_steps,
     speed,
-    speed_on_new_answers,
     steps_by_accepted_length,
     take_turns,
 )
@@ -157,9 +157,7 @@ def measure(
     else:
         passes = [take_turns(by_rule, prompts, progress=progress) for _ in range(settings.repeats)]
         greedy_passes = [take_turns(greedily, prompts, failed, progress)]
-    if not any(answer.num_steps for answer in passes[0][ACCELERATED]):
-        what = "Every answer ended with its first token, so that there is no step to measure."
-        raise ConfigError(what, "check.max_new_tokens", "Raise it, or check with other prompts.")
+    require_steps(answer.accepted for answer in passes[0][ACCELERATED])
     return Measurement(passes, greedy_passes, failed)
 
 
@@ -189,7 +187,7 @@ def native_figures(
         if name not in measured.failed
     ]
     figures = {
-        **speed(measured.passes),
+        **speed(request.prompts, measured.passes),
         "greedy_match": match.as_dict(),
         "tie_tolerance": _tolerance(request),
         **match.largest_gap(),
@@ -206,7 +204,9 @@ def native_figures(
         "baselines": beside + [{"name": name, "failed": reason} for name, reason in measured.failed.items()],
     }
     if request.trained is not None:
-        figures |= speed_on_new_answers(first[ACCELERATED], request.trained.answers())
+        answers = first[ACCELERATED]
+        accepted = [answer.accepted for answer in answers]
+        figures |= rate_on_new_answers(request.prompts, _texts(answers), accepted, request.trained.answers())
     if settings.acceptance != "greedy":
         figures["log_likelihood"] = _log_likelihoods(request, methods, measured)
     return figures

@@ -48,6 +48,14 @@ class Prompt:
     turn: int = 0
 
 
+def conversations_of(prompts: Sequence[Prompt]) -> list[int | str]:
+    """What stands for each prompt's conversation: the turns of one question are one, a held-out prompt is its own."""
+    return [
+        f"prompt {number}" if prompt.question_id is None else prompt.question_id
+        for number, prompt in enumerate(prompts)
+    ]
+
+
 @dataclass(frozen=True)
 class Prompts:
     """The prompts that fit, and how many did not."""
@@ -248,9 +256,12 @@ def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
         return target
 
 
-def with_room_for(target: TargetSpec, prompts: Sequence[Prompt], num_tokens: int) -> TargetSpec:
-    """The target with just the context that these prompts and `num_tokens` after each need: engines reserve it."""
-    longest = max(len(prompt.ids) for prompt in prompts) + num_tokens
+def with_room_for(target: TargetSpec, prompts: Sequence[Prompt], max_new_tokens: int, draft_tokens: int) -> TargetSpec:
+    """The target with just the context that the answers to these prompts need: engines reserve it.
+
+    vLLM goes on drafting only while the text, the drafted tokens that are being verified and as many new ones fit.
+    """
+    longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens + 2 * draft_tokens
     return replace(target, max_tokens=min(context_length(target), longest))
 
 

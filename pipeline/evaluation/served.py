@@ -4,20 +4,20 @@ vLLM is started as `vllm serve EXPORT` starts it, with the export as its only mo
 is checked; else with the two named apart.
 
 vLLM proposes the chain of the heads' top-1 guesses, never a tree, so its acceleration rate is lower than the native
-one.
+one. It is counted by the same rule: tokens kept over forwards of the target, after the prefill and its token.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.artifacts.tree_file import Calibration
+from pipeline.decoding.standard_error import rate_of_answers
 from pipeline.evaluation.answers import compare, tie_tolerance, top_2_gap
-from pipeline.evaluation.prompts import CheckRequest
-from pipeline.evaluation.speed import rounded
+from pipeline.evaluation.prompts import CheckRequest, conversations_of
+from pipeline.evaluation.speed import rate_on_new_answers, require_steps, rounded
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.layout import read_layout
 from pipeline.targets.loading import load_causal_lm
@@ -33,6 +33,9 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
 
     Returns:
         `vllm` of report.json, and the `differing` sequences that are not ties.
+
+    Raises:
+        ConfigError: No answer took a step.
     """
     settings, prompts, gpus = request.settings, request.prompts, request.gpus
     target = in_engine(request.target, "vllm", on_gpu=gpus > 0)  # in whose dtype a tie is a tie
@@ -49,6 +52,8 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
         told=progress.report if progress else None,
     )
     plain, accelerated = decoded["plain"], decoded["accelerated"]
+    require_steps(accelerated["accepted"])
+    found = rate_of_answers(accelerated["accepted"], conversations_of(prompts))
 
     @functools.cache
     def model() -> PreTrainedModel:  # loaded only where sequences differ
@@ -57,13 +62,17 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     texts = plain["token_ids"], accelerated["token_ids"]
     tolerance = tie_tolerance(target, settings, on_gpu=gpus > 0)
     match = compare(prompts, *texts, lambda prefix: top_2_gap(model(), prefix), tolerance)
-    drafts = max(1, accelerated["num_drafts"])
+    on_new: dict[str, Any] = {}
+    if request.trained is not None:
+        seen = request.trained.answers()
+        on_new = rate_on_new_answers(prompts, accelerated["token_ids"], accelerated["accepted"], seen)
     return {
         "vllm": {
             "num_speculative_tokens": num_tokens,
             "export_alone": "model" in with_heads,
-            "acceleration_rate": round(accelerated["acceleration_rate"], 4),
-            "accepted_per_position": [round(count / drafts, 4) for count in accelerated["accepted_per_position"]],
+            "acceleration_rate": rounded(found.rate),
+            "standard_error": rounded(found.standard_error),
+            "accepted_per_position": accepted_per_position(accelerated["accepted"], num_tokens),
             "speedup": round(accelerated["tokens_per_second"] / plain["tokens_per_second"], 4),
             "tokens_per_second": round(accelerated["tokens_per_second"], 2),
             "baseline_tokens_per_second": round(plain["tokens_per_second"], 2),
@@ -71,9 +80,20 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
             "greedy_match": match.as_dict(),
             "tie_tolerance": tolerance,
             **match.largest_gap(),
+            **on_new,
         },
         "differing": match.differing,
     }
+
+
+def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) -> list[float]:
+    """The share of steps that keep at least 1, 2, … of `num_tokens` drafted tokens.
+
+    A step that adds n tokens counts as n - 1 kept drafts and one token of the target's own, so that 1 and the sum of
+    the shares are the acceleration rate. Where the text ends within a step, what lies beyond is not counted.
+    """
+    steps = [kept for answer in accepted for kept in answer]
+    return [round(sum(kept > depth for kept in steps) / len(steps), 4) for depth in range(1, num_tokens + 1)]
 
 
 def drafting(request: CheckRequest) -> tuple[dict[str, Any], int]:
@@ -84,22 +104,19 @@ def drafting(request: CheckRequest) -> tuple[dict[str, Any], int]:
     return layout.engine_args(request.export, request.target.model), layout.num_speculative_tokens
 
 
-def chain_promise(calibration: Calibration, chain: Mapping[str, Any] | None, num_prompts: int | None) -> dict[str, Any]:
+def chain_promise(calibration: Calibration, chain: Mapping[str, Any] | None, *, of_one_kind: bool) -> dict[str, Any]:
     """What the chain that vLLM drafts is expected to reach, for `vllm` of report.json.
 
     Args:
-        chain: `chain_figures` of the same answers, where native decoding has written them: they are then expected
-            exactly, up to ties, whatever the prompts' kind.
-        num_prompts: How many held-out prompts were asked; None for other questions, of which held-out text foretells
-            nothing. Without `chain` their rates are taken to scatter as held-out conversations' do.
+        chain: `chain_figures` of the same answers, where native decoding has written them: vLLM is expected to reach
+            its rate up to ties, whatever the prompts' kind.
+        of_one_kind: Whether the prompts are of the kind of calibration's text, which foretells nothing of others.
     """
     found: dict[str, Any] = {}
     if chain:
-        found |= {"same_text_acceleration_rate": chain["acceleration_rate"], "standard_error": chain["standard_error"]}
-    if num_prompts:
+        found["same_text_acceleration_rate"] = chain["acceleration_rate"]
+    if of_one_kind:
         promise = calibration.chain[calibration.num_speculative_tokens - 1]
-        found |= {key: value for key, value in promise.items() if key.startswith("expected_")}
-        found.pop("expected_speedup", None)
-        if not chain and (error := promise["expected_standard_error"]) is not None:
-            found["standard_error"] = rounded(error * math.sqrt(calibration.num_conversations / num_prompts))
+        found |= {key: promise[key] for key in ("expected_acceleration_rate", "expected_standard_error")}
+        found["new"] = promise["new"]
     return found

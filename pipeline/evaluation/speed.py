@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ import torch
 from pipeline.artifacts.seen_answers import ENOUGH_NEW, SeenAnswers
 from pipeline.decoding.acceptance import AcceptanceRule
 from pipeline.decoding.decoder import Decoded, Decoder, acceleration_rate
-from pipeline.decoding.standard_error import estimated_rate
-from pipeline.evaluation.prompts import Prompt
+from pipeline.decoding.standard_error import rate_of_answers
+from pipeline.errors import ConfigError
+from pipeline.evaluation.prompts import Prompt, conversations_of
 from pipeline.execution.progress import ProgressReporter
 
 Decode = Callable[[list[int], int], Decoded]  # (prompt, sampling seed)
@@ -116,13 +118,25 @@ class Pace:
         return {name: rounded(getattr(self, name), number) for name, number in digits.items()}
 
 
-def speed(passes: Sequence[Pass]) -> dict[str, float | None]:
+def require_steps(accepted: Iterable[Sequence[int]]) -> None:
+    """Refuse answers of which none took a step; `accepted` as in `Decoded`.
+
+    Raises:
+        ConfigError: There is no step.
+    """
+    if not any(accepted):
+        what = "Every answer ended with its first token, so that there is no step to measure."
+        raise ConfigError(what, "check.max_new_tokens", "Raise it, or check with other prompts.")
+
+
+def speed(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> dict[str, float | None]:
     """The figures with heads and those of plain decoding."""
     plain, accelerated = (Pace.of([one[method] for one in passes]) for method in (PLAIN, ACCELERATED))
     overhead = _ratio(accelerated.seconds_per_step, plain.seconds_per_step)
+    found = rate_of_answers([one.accepted for one in passes[0][ACCELERATED]], conversations_of(prompts))
     figures = {
         "acceleration_rate": rounded(accelerated.acceleration_rate),
-        "standard_error": rounded(_standard_error(passes[0][ACCELERATED])),
+        "standard_error": rounded(found.standard_error),
         "overhead": rounded(overhead),
         "speedup": rounded(_ratio(accelerated.acceleration_rate, overhead)),
     }
@@ -131,31 +145,30 @@ def speed(passes: Sequence[Pass]) -> dict[str, float | None]:
     return figures
 
 
-def _standard_error(answers: Sequence[Decoded]) -> float:
-    return estimated_rate([sum(one.accepted) for one in answers], [one.num_steps for one in answers]).standard_error
-
-
-def speed_on_new_answers(answers: Sequence[Decoded], trained: SeenAnswers) -> dict[str, Any]:
-    """The share of answers that the target has also written in training rows, and the rate of the others."""
-    seen = [answer.token_ids in trained for answer in answers]
-    tokens = [sum(answer.accepted) for answer in answers]
-    return rate_on_new_answers(seen, tokens, [answer.num_steps for answer in answers])
-
-
-def rate_on_new_answers(seen: Sequence[bool], tokens: Sequence[int], steps: Sequence[int]) -> dict[str, Any]:
-    """The share of seen answers; `new`: the number of the others, and their rate where there are enough.
+def rate_on_new_answers(
+    prompts: Sequence[Prompt],
+    answers: Sequence[Sequence[int]],
+    accepted: Sequence[Sequence[int]],
+    trained: SeenAnswers,
+) -> dict[str, Any]:
+    """The share of answers that the target has also written in training rows, and the rate of the others.
 
     Args:
-        seen: Whether the target has written the answer in a training row, too.
-        tokens, steps: The tokens of each answer that steps kept, and its steps.
+        answers: Token ids.
+        accepted: Per answer, the tokens that each step kept.
+
+    Returns:
+        {"seen_share", "new": {"answers": their number, "acceleration_rate", "standard_error"}}; no rate where the new
+        answers are fewer than `ENOUGH_NEW`.
     """
-    chosen = [index for index, is_seen in enumerate(seen) if not is_seen]
-    new: dict[str, Any] = {"answers": len(chosen)}
-    if len(chosen) >= ENOUGH_NEW:
-        found = estimated_rate([tokens[index] for index in chosen], [steps[index] for index in chosen])
+    is_new = [list(answer) not in trained for answer in answers]
+    new: dict[str, Any] = {"answers": sum(is_new)}
+    if sum(is_new) >= ENOUGH_NEW:
+        conversations = conversations_of(prompts)
+        found = rate_of_answers(list(compress(accepted, is_new)), list(compress(conversations, is_new)))
         new["acceleration_rate"] = rounded(found.rate)
         new["standard_error"] = rounded(found.standard_error)
-    return {"seen_share": round(sum(seen) / len(seen), 4), "new": new}
+    return {"seen_share": round(1 - sum(is_new) / len(is_new), 4), "new": new}
 
 
 def pace_beside(passes: Sequence[Pass], method: str) -> dict[str, float | None]:
@@ -173,7 +186,8 @@ def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[dict[
     keys = ("acceleration_rate", "speedup", "tokens_per_second", "baseline_tokens_per_second")
     rows = []
     for category, indices in categories_of(prompts).items():
-        figures = speed([{name: [done[i] for i in indices] for name, done in one.items()} for one in passes])
+        asked = [prompts[i] for i in indices]
+        figures = speed(asked, [{name: [done[i] for i in indices] for name, done in one.items()} for one in passes])
         rows.append({"category": category, "prompts": len(indices), **{key: figures[key] for key in keys}})
     return rows
 

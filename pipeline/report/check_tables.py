@@ -30,6 +30,10 @@ from pipeline.report.formatting import (
     times,
 )
 
+RATES = (
+    "Acceleration rates are tokens kept over forwards of the target, without the prefill and its token, in either "
+    "engine. Accepted per position: the share of vLLM's steps that keep at least 1, 2, … drafted tokens."
+)
 NOTE = (
     "Tokens per forward of the target and per second, time to the first token and per further one. Speedups are over "
     "plain decoding with the same engine; generate, prompt lookup and assistant are transformers' own; vLLM decodes "
@@ -105,9 +109,11 @@ STUDIES: dict[str, tuple[str, str, tuple[Column, ...], int]] = {  # title, note,
     "load": (
         "Study: load",
         "vLLM as a server, with so many requests at once; time to the first token and per further one in ms, p50 / "
-        "p90 / p99 of the requests. Client and server share the machine.",
+        "p90 / p99 of the requests. Client and server share the machine. Per step: the answers' tokens without the "
+        "first of each, over the drafts that the server counts; the check counts the forwards of each request instead.",
         (
             ("requests", "requests", count),
+            ("per step", "acceleration_rate", ratio),
             *_BOTH_RATES,
             ("to first, plain", "baseline_ttft_ms", _percentiles),
             ("to first, with heads", "ttft_ms", _percentiles),
@@ -174,7 +180,8 @@ def check_table(report: dict) -> Table:
             rows.append(("acceptance", *map(_rule, engines.values())))
     known = tuple(row for row in rows if any(cell != UNKNOWN for cell in row[1:]))
     labels = {"native": "native", "vllm": "vLLM"}
-    return Table("Check", ("", *(labels.get(name, name) for name in engines)), known)
+    note = RATES if "vllm" in engines else ""
+    return Table("Check", ("", *(labels.get(name, name) for name in engines)), known, note)
 
 
 def served_model_table(report: dict) -> Table:

@@ -43,7 +43,8 @@ def warnings(report: dict) -> tuple[str, ...]:
     if same_text is not None and served is not None and same_text - served > SAME_TEXT_GAP * (same_text - 1):
         found.append(
             f"vLLM's acceleration rate is {ratio(served)}, and the same chain reaches {ratio(same_text)} natively on "
-            "the same text: vLLM may compute the heads in another precision, or not as they were trained."
+            "the same text: vLLM may compute the heads in another precision or not as they were trained, or draft "
+            "nothing near the end of the context."
         )
     return tuple(found)
 

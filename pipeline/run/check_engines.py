@@ -49,9 +49,9 @@ def check_request(context: Context, progress: ProgressReporter) -> tuple[CheckRe
     settings, export = context.config.check, context.upstream["export"].path
     target = with_room(context.backbone("export"), settings)
     prompts = _prompts(context, target, progress)
-    drafted = read_layout(export).shape.max_depth  # vLLM drafts beyond the end
+    most = read_layout(export).shape.max_depth
     request = CheckRequest(
-        with_room_for(target, prompts.kept, settings.max_new_tokens + drafted + 1),
+        with_room_for(target, prompts.kept, settings.max_new_tokens, most),
         str(export),
         prompts.kept,
         settings,
@@ -99,8 +99,10 @@ def in_vllm(
         under_load = kept_part(stage, LOAD, lambda: call(load_study, arguments, placement, progress))
     of_one_kind = not isinstance(request.settings.prompts, Path) and context.config.calibrate.data is None
     assert request.calibration is not None
-    promise = chain_promise(request.calibration, chain, len(request.prompts) if of_one_kind else None)
-    return {**served, "vllm": served["vllm"] | promise | under_load}
+    promise = chain_promise(request.calibration, chain, of_one_kind=of_one_kind)
+    vllm = served["vllm"] | promise | under_load
+    vllm["new"] = promise.get("new", {}) | served["vllm"]["new"]
+    return {**served, "vllm": vllm}
 
 
 def kept_part(stage: StageDirectory, part: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:

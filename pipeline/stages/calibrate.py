@@ -123,7 +123,6 @@ def _measure_and_choose(context: Context, stage: StageDirectory, progress: Progr
         expected["expected_standard_error"],
         num_tokens,
         chain,
-        num_conversations,
         tree.search,
         tree.dynamic,
     ).write(stage.path)

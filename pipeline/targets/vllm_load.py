@@ -2,6 +2,9 @@
 
 Requests are sent and timed by the client of vLLM's own benchmark (`vllm bench serve`), as many at once as asked: the
 next one the moment that one has ended. Client and server share the machine.
+
+The client does not see a request's steps. The acceleration rate is the tokens of the answers without the first of each,
+which the prefill yields, over the drafts that the server has counted.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ def serve_under_load(
 
     Returns:
         Per server and level {"requests": at once, "seconds", "num_tokens", "ttft": seconds from each request to its
-        first token, "tpot": seconds per further token, None of an answer of one, "acceleration_rate": None plain}.
+        first token, "tpot": seconds per further token, None of an answer of one, "acceleration_rate": None without
+        drafts}.
 
     Raises:
         EnvironmentFault: The server cannot start, or requests fail.
@@ -113,14 +117,15 @@ async def _benchmark(
         reason = next(filter(None, found["errors"])).strip().splitlines()[-1]
         what = f"{found['failed']} of {len(samples)} requests to vLLM's server failed: {reason[:300]}"
         raise EnvironmentFault(what, "check.studies: load", "Take load out of check.studies.")
+    num_tokens, num_drafts = found["total_output_tokens"], found.get("spec_decode_num_drafts")
     answers = zip(found["ttfts"], found["latencies"], found["output_lens"], strict=True)
     return {
         "requests": level,
         "seconds": found["duration"],
-        "num_tokens": found["total_output_tokens"],
+        "num_tokens": num_tokens,
         "ttft": found["ttfts"],
         "tpot": [(latency - ttft) / (num - 1) if num > 1 else None for ttft, latency, num in answers],
-        "acceleration_rate": found.get("spec_decode_acceptance_length"),
+        "acceleration_rate": (num_tokens - len(samples)) / num_drafts if num_drafts else None,
     }
 
 

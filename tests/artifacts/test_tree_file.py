@@ -23,7 +23,6 @@ OWN = Calibration(
     expected_standard_error=None,
     num_speculative_tokens=1,
     chain=[{"draft_tokens": 1, "expected_acceleration_rate": 1.5, "expected_standard_error": 0.1}],
-    num_conversations=1,
 )
 SEARCHED = replace(OWN, expected_standard_error=0.2, search=SEARCH)
 DYNAMIC = replace(SEARCHED, dynamic=DynamicTree(2, 2, 3))

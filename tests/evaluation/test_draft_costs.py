@@ -19,7 +19,7 @@ from pipeline.evaluation.draft_costs import StepCosts, draft_costs
 from pipeline.export.layout import read_layout
 from pipeline.targets import vllm_step_times
 from pipeline.targets.spec import TargetSpec, context_length
-from pipeline.targets.vllm_step_times import StepTime
+from pipeline.targets.vllm_step_times import NUM_NEW_TOKENS, StepTime
 
 MILLISECONDS = st.floats(0.1, 500)
 
@@ -89,7 +89,7 @@ def test_prompts_leave_room_for_what_is_timed_and_keep_their_end(asked):
     ask, found = asked
     ask([list(range(200, 290)) * 9])
     (ids,) = found["prompts"]
-    assert ids[-1] == 289 and len(ids) + 3 < context_length(found["target"])
+    assert ids[-1] == 289 and len(ids) + NUM_NEW_TOKENS + 2 * 3 == context_length(found["target"])
 
 
 def test_an_engine_that_fails_leaves_nothing_behind(asked, tmp_path):

@@ -156,7 +156,7 @@ def test_engines_are_given_the_context_that_the_questions_need_and_no_more(ask, 
     assert len(found.kept) == 3 and found.skipped == 0
     longest = max(len(prompt.ids) for prompt in found.kept)
     assert longest + 16 <= given[0].max_tokens < 192
-    assert with_room_for(given[0], found.kept, 18).max_tokens == longest + 18
+    assert with_room_for(given[0], found.kept, 18, 3).max_tokens == longest + 18 + 2 * 3
     ask(write(tmp_path / "q.jsonl", {"turns": ["moon " * 400, "how?"]}), max_new_tokens=16)
     assert given[1].max_tokens == 192
 

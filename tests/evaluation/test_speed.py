@@ -17,16 +17,17 @@ def decoded(accepted: list[int], seconds: float, first: float = 0.1) -> Decoded:
     return Decoded(list(range(1 + sum(accepted))), "length", accepted, first, seconds)
 
 
+PROMPTS = [Prompt("a", [1]), Prompt("b", [1])]
 PLAIN = [decoded([1] * 8, 0.8), decoded([1] * 4, 0.4)]  # 12 steps of 0.1 s
 MEDUSA = [decoded([3, 1, 4], 0.6, first=0.2), decoded([2, 2], 0.4, first=0.3)]  # 12 tokens in 5 steps of 0.2 s
 SLOW = [decoded([3, 1, 4], 5.0, first=0.2), decoded([2, 2], 9.0, first=0.7)]
 
 
 def test_rates_are_pooled_over_sequences_and_seconds_are_medians_over_repetitions():
-    found = speed([{"plain": PLAIN, "accelerated": MEDUSA}, {"plain": PLAIN, "accelerated": SLOW}] * 2)
+    found = speed(PROMPTS, [{"plain": PLAIN, "accelerated": MEDUSA}, {"plain": PLAIN, "accelerated": SLOW}] * 2)
     assert found["acceleration_rate"] == pytest.approx(12 / 5)
     assert found["baseline_tokens_per_second"] == pytest.approx(10.0)
-    found = speed([{"plain": PLAIN, "accelerated": side} for side in (MEDUSA, SLOW, MEDUSA)])
+    found = speed(PROMPTS, [{"plain": PLAIN, "accelerated": side} for side in (MEDUSA, SLOW, MEDUSA)])
     # Of two answers, bootstrapped: 8/3, 4/2 or both, in 1, 1 and 2 of 4 draws, and widened by the square root of 2.
     draws = [8 / 3, 12 / 5, 12 / 5, 2.0]
     assert found == {

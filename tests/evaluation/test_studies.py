@@ -118,7 +118,7 @@ def test_the_chain_s_rate_on_the_answers_is_that_of_decoding_with_it(plain, medu
 
 
 def test_the_tree_of_the_stock_s_size_is_the_search_s_own_or_the_product_of_accuracies():
-    own = Calibration((), [], [[0.5, 0.1], [0.4, 0.2]], 1.0, None, 2, [], 9)
+    own = Calibration((), [], [[0.5, 0.1], [0.4, 0.2]], 1.0, None, 2, [])
     search = Search({}, [], judged=[], searched=((0,), (0, 0), (1,)))
     assert searched_tree(replace(own, search=search)) == ((0,), (0, 0), (1,))
     assert searched_tree(own) == ((0,), (0, 0), (1,), (0, 1), (1, 0), (1, 1))
