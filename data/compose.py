@@ -60,10 +60,12 @@ def fill(text: str, slots: dict[str, Any]) -> str:
 
 
 def choose_slots(topic: dict[str, Any], subject: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """The values of one conversation: a subject's own, one word of each kind, and the sums over them."""
-    slots = dict(subject) | {kind: rng.choice(words) for kind, words in topic.get("words", {}).items()}
+    """The values of one conversation: one word of each kind, the sums over them, and a subject's own."""
+    slots = {kind: rng.choice(words) for kind, words in topic.get("words", {}).items()}
     for name, (left, operation, right) in topic.get("sums", {}).items():
         slots[name] = OPERATIONS[operation](*(slots[side] if isinstance(side, str) else side for side in (left, right)))
+    for name, value in subject.items():
+        slots[name] = fill(value, slots) if isinstance(value, str) else value
     return slots
 
 
@@ -77,16 +79,26 @@ def compose_one(topic: dict[str, Any], subject: dict[str, Any], rng: random.Rand
     return (rng.choice(topic["system"]) if rng.random() < SYSTEM_SHARE else None), turns
 
 
+def beginning(answer: str) -> str:
+    """What no two answers share: 20 words, or 24 characters where there are no spaces."""
+    return " ".join(answer.split()[:20])[:120] if " " in answer else answer[:24]
+
+
 def compose_topic(name: str, topic: dict[str, Any]) -> Iterator[tuple[str, str, str | None, list[str]]]:
-    """Every conversation of a topic as (id, category, system prompt, turns): subjects in rotation, none twice."""
+    """Every conversation of a topic as (id, category, system prompt, turns): subjects in rotation, none twice.
+
+    No two open with the same question, and no two answers begin alike.
+    """
     rng = random.Random(name)
-    seen: set[tuple[str, ...]] = set()
-    while len(seen) < topic["conversations"]:
-        subject = topic["subjects"][len(seen) % len(topic["subjects"])]
+    number, used = 0, set[str]()
+    while number < topic["conversations"]:
+        subject = topic["subjects"][number % len(topic["subjects"])]
         system, turns = compose_one(topic, subject, rng)
-        if tuple(turns) not in seen:
-            yield f"{name}-{len(seen):03d}", topic["category"], system, turns
-            seen.add(tuple(turns))
+        new = {turns[0], *map(beginning, turns[1::2])}
+        if used.isdisjoint(new):
+            yield f"{name}-{number:03d}", topic["category"], system, turns
+            used |= new
+            number += 1
 
 
 def as_sharegpt(identifier: str, category: str, system: str | None, turns: list[str]) -> dict[str, Any]:
@@ -110,6 +122,9 @@ def compose() -> dict[str, str]:
     """Both files' content by name: the first half of each topic in ShareGPT form, the second in UltraChat form."""
     files = sorted((HERE / "topics").glob("*.yaml"))
     topics = {file.stem: yaml.CSafeLoader(file.read_text("utf-8")).get_single_data() for file in files}
+    shared = yaml.CSafeLoader((HERE / "words.yaml").read_text("utf-8")).get_single_data()
+    for topic in topics.values():
+        topic["words"] = shared[topic["language"]] | topic.get("words", {})
     rows = [list(compose_topic(name, topic)) for name, topic in topics.items()]
     files = {
         "seeds.sharegpt.jsonl": [as_sharegpt(*row) for row in take_turns([each[: len(each) // 2] for each in rows])],
