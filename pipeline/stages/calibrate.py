@@ -272,5 +272,4 @@ STAGE = Stage(
     run,
     one_line,
     scratch=(TIMED_EXPORT,),
-    to_resume=(TIMED_EXPORT,),
 )
