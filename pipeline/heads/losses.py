@@ -8,16 +8,11 @@ large, and the [V, D] sum of gradients is read and written seldom. Backward then
 second derivative. Softmax and sums are in fp32 (fp64 for fp64), matrix products in the dtype of the hidden states
 (fp16's range is too small).
 
-Where each worker holds a part of every lm_head's rows, one lm_head at a time is whole. Its gradient never is where one
-chunk has all of its rows: blocks of it are computed, each while the one before is summed over the workers. With more
-chunks it is whole until the last, whose blocks are. The numbers are those of whole ones, in the same order.
-
-Letters: N rows (positions), C rows of a chunk, S of a slice, D hidden size, V vocabulary, B and R of its rows, K heads.
+Letters: N rows (positions), C rows of a chunk, S of a slice, D hidden size, V vocabulary, B of its rows, K heads.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +29,6 @@ from pipeline.heads.loss_chunks import (
     rows_at_a_time,
 )
 from pipeline.heads.soft_labels import Teacher
-from pipeline.heads.split_rows import SplitRows
 
 
 def summed_cross_entropy(
@@ -44,7 +38,6 @@ def summed_cross_entropy(
     teacher: Teacher | None = None,
     weights_K: Tensor | None = None,
     *,
-    split: SplitRows | None = None,
     chunk_bytes: int | None = None,
 ) -> Tensor:
     """Each head's cross entropy, summed over its labels: [K], weighted by the caller (paper 2.2.1).
@@ -55,15 +48,13 @@ def summed_cross_entropy(
         labels_KN: int64, -100 where a head has nothing to learn.
         teacher: The target's distributions, of which the loss is a share; without it the labels are all.
         weights_K: What the caller weighs the sums by, exactly (else RuntimeError in backward); all 1 where it is left
-            out. Only the gradient of a shared lm_head that trains needs to know: it is one sum over all heads; and that
-            of a split one, which is summed over the workers here.
-        split: Where `lm_head` is this worker's part of its rows, how they are split.
+            out. Only the gradient of a shared lm_head that trains needs to know: it is one sum over all heads.
         chunk_bytes: Bounds the logits held at a time.
     """
     if weights_K is None:
         weights_K = torch.ones(len(labels_KN), device=hidden_KND.device)
     chunk_bytes = chunk_bytes or chunk_bytes_on(hidden_KND.device)
-    return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K, split, chunk_bytes)
+    return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K, chunk_bytes)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -75,15 +66,13 @@ class _SummedCrossEntropy(torch.autograd.Function):
         labels_KN: Tensor,
         teacher: Teacher | None,
         weights_K: Tensor,
-        split: SplitRows | None,
         chunk_bytes: int,
     ) -> Tensor:
-        ctx.weights_K, ctx.is_weighed = weights_K, lm_head.dim() == 2 or split is not None
-        vocab_size = split.num_rows if split else lm_head.shape[-2]
+        ctx.weights_K, ctx.is_weighed = weights_K, lm_head.dim() == 2
         with torch.autocast(hidden_KND.device.type, enabled=False):
             settings = {"wants": ctx.needs_input_grad[:2], "shared": lm_head.dim() == 2, "chunk_bytes": chunk_bytes}
-            walk = _Walk(hidden_KND, vocab_size, labels_KN, teacher, weights_K, **settings)
-            ctx.grad_lm_head = walk.split_lm_heads(lm_head, split) if split else walk.lm_heads(lm_head)
+            walk = _Walk(hidden_KND, lm_head.shape[-2], labels_KN, teacher, weights_K, **settings)
+            ctx.grad_lm_head = walk.lm_heads(lm_head)
         ctx.grad_hidden_KND = walk.grad_hidden_KND
         return walk.losses_KN.sum(1)
 
@@ -98,11 +87,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
         if ctx.needs_input_grad[1] and ctx.is_weighed:
             if not torch.equal(grad_sums_K, ctx.weights_K.to(grad_sums_K.dtype)):
                 raise RuntimeError(
-                    "with a shared or split lm_head that trains, weigh the sums by the weights that forward was told"
+                    "with a shared lm_head that trains, weigh the sums by the weights that forward was told"
                 )
         elif grad_lm_head is not None:
             grad_lm_head.mul_(grad_sums_K[:, None, None])
-        return grad_hidden_KND, grad_lm_head, None, None, None, None, None
+        return grad_hidden_KND, grad_lm_head, None, None, None, None
 
 
 class _Walk:
@@ -136,85 +125,42 @@ class _Walk:
     def lm_heads(self, lm_head: Tensor) -> Tensor | None:
         """Of all heads, whose lm_heads are [K, V, D] or one [V, D]; returns its gradient."""
         gradient = torch.zeros_like(lm_head) if self.wants_lm_head else None
-        for chunk in self._chunks(slice(None), shared=lm_head.dim() == 2):
+        for chunk in self._chunks(shared=lm_head.dim() == 2):
             weight_VD = (lm_head if chunk.head is None else lm_head[chunk.head]).to(self.hidden_KND.dtype)
-            factors = self._chunk(slice(None), chunk, weight_VD)
+            factors = self._chunk(chunk, weight_VD)
             del weight_VD  # before the next chunk's is made
             if gradient is not None:
                 _add_product(gradient if chunk.head is None else gradient[chunk.head], *factors, self.block_rows)
         return gradient
 
-    def split_lm_heads(self, lm_head: Tensor, split: SplitRows) -> Tensor | None:
-        """Of all heads, one after another, of parts [K, R, D] or [R, D]; returns the weighed gradient's part."""
-        gradient = torch.empty_like(lm_head) if self.wants_lm_head else None
-        dtype, parts = self.hidden_KND.dtype, []
-        for head, part_RD in enumerate(lm_head) if lm_head.dim() == 3 else [(None, lm_head)]:
-            blocks = self._gradient_blocks(head, split.whole(part_RD, dtype))
-            if gradient is None:
-                deque(blocks, maxlen=0)  # losses and the states' gradient alone
-            else:
-                parts.append(split.summed(blocks, gradient if head is None else gradient[head], head or 0))
-        return None if None in parts else gradient  # micro-batches accumulate, in `split`
-
-    def _gradient_blocks(self, head: int | None, weight_VD: Tensor) -> Iterator[Tensor]:
-        """Of one lm_head, that of a head or of all: its weighed gradient, some of its V rows at a time, in order."""
-        (num_rows, size), dtype, exact = weight_VD.shape, self.hidden_KND.dtype, self.losses_KN.dtype
-        total_VD, factors = self._all_but_the_last_product(head, weight_VD)
-        del weight_VD
-        # What is added in its own dtype is one product, as in whole lm_heads: its bits may depend on how it is cut.
-        step = num_rows if dtype == exact else self.block_rows
-        for start in range(0, num_rows if self.wants_lm_head else 0, step):
-            rows = slice(start, min(start + step, num_rows))
-            block_BD = self.losses_KN.new_zeros(rows.stop - start, size) if total_VD is None else total_VD[rows]
-            if factors is not None:
-                _add_product(block_BD, factors[0][:, rows], factors[1], step)
-            yield block_BD if head is None else block_BD.mul_(self.weights_K[head])
-            del block_BD  # before the next one is made
-
-    def _all_but_the_last_product(
-        self, head: int | None, weight_VD: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-        """Of one lm_head's gradient: the sum [V, D] over all chunks but the last, and what to multiply of that one.
-
-        None where there is no such chunk.
-        """
-        total_VD, factors = None, None
-        heads = slice(None) if head is None else slice(head, head + 1)
-        for chunk in self._chunks(heads, shared=head is None):
-            if factors is not None and self.wants_lm_head:  # those of the chunk before, whose logits' place is needed
-                total_VD = self.losses_KN.new_zeros(weight_VD.shape) if total_VD is None else total_VD
-                _add_product(total_VD, *factors, self.block_rows)
-            factors = self._chunk(heads, chunk, weight_VD)
-        return total_VD, factors
-
-    def _chunk(self, heads: slice, chunk: Chunk, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses and the states' gradient of a chunk of these heads.
+    def _chunk(self, chunk: Chunk, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses and the states' gradient of a chunk.
 
         Returns what the lm_head's gradient is the product of, the logits' gradient [C, V], until the next chunk, and
         states [C, D]; weighed for a shared lm_head.
         """
         rows_C, dtype, num_positions = chunk.rows_C, self.hidden_KND.dtype, self.labels_KN.shape[1]
         soft = self.taught.soft_labels(*chunk.taught_by) if self.taught and chunk.taught_by else None
-        labels_C1 = self.labels_KN[heads].flatten()[rows_C, None]
-        hidden_CD = self.hidden_KND[heads].reshape(-1, self.hidden_KND.shape[2])[rows_C]
+        labels_C1 = self.labels_KN.flatten()[rows_C, None]
+        hidden_CD = self.hidden_KND.view(-1, self.hidden_KND.shape[2])[rows_C]
         logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=self.logits_buffer[: len(rows_C)])
-        flat_losses, wants = self.losses_KN[heads].view(-1), self.wants_hidden or self.wants_lm_head
+        flat_losses, wants = self.losses_KN.view(-1), self.wants_hidden or self.wants_lm_head
         for part, is_taught in chunk.slices(self.scratch.shape[1]):
             soft_S = soft.part(part) if soft and is_taught else None
             losses_S = _to_gradient(logits_CV[part], labels_C1[part], self.scratch, soft_S, wants_gradient=wants)
             flat_losses[rows_C[part]] = losses_S
         if self.grad_hidden_KND is not None:
-            self.grad_hidden_KND[heads].view(-1, hidden_CD.shape[1])[rows_C] = logits_CV @ weight_VD
+            self.grad_hidden_KND.view(-1, hidden_CD.shape[1])[rows_C] = logits_CV @ weight_VD
         if chunk.head is None and self.wants_lm_head:
             weights_C = self.weights_K[rows_C // num_positions]
             hidden_CD = (hidden_CD * weights_C[:, None]).to(dtype)
         return logits_CV, hidden_CD
 
-    def _chunks(self, heads: slice, *, shared: bool) -> Iterator[Chunk]:
-        """The labelled rows of these heads' flattened [K·N], at most a buffer's at a time."""
+    def _chunks(self, *, shared: bool) -> Iterator[Chunk]:
+        """The labelled rows of the flattened [K·N], at most a buffer's at a time."""
         if self.taught is None:
-            return labelled_chunks(self.labels_KN[heads], len(self.logits_buffer), shared=shared)
-        return self.taught.chunks(self.labels_KN[heads], self.taught.rows_KN[heads], shared=shared)
+            return labelled_chunks(self.labels_KN, len(self.logits_buffer), shared=shared)
+        return self.taught.chunks(self.labels_KN, self.taught.rows_KN, shared=shared)
 
 
 def _to_gradient(

@@ -9,7 +9,6 @@ Letters as in the trainer: N positions of a micro-batch on one worker, K heads, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,17 +86,6 @@ class StepSizes:
     @property
     def chunk_bytes(self) -> int:
         return chunk_bytes_on(torch.device("cuda" if self.on_gpu else "cpu"))
-
-
-def splits_heads(memory: Callable[[StepSizes], Memory], step: StepSizes, room: float | None) -> bool:
-    """Whether each worker holds a part of the heads: `train.shard_heads`, where `auto` asks if they fit into `room`.
-
-    `memory` is the learner's, `room` that of each worker's GPU, None where it is not known.
-    """
-    asked = step.settings.shard_heads
-    if step.workers == 1 or asked != "auto":
-        return step.workers > 1 and asked is True
-    return step.on_gpu and room is not None and memory(step).total > room
 
 
 def cached_step(step: StepSizes) -> Memory:
