@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -51,6 +53,20 @@ def test_a_step_is_the_layer_that_vllm_runs():
     expected = layer(read, position_embeddings=rotary)
     expected = expected[0] if isinstance(expected, tuple) else expected
     torch.testing.assert_close(heads.step(hidden, tokens), expected, rtol=1e-5, atol=1e-5)  # its norm is in fp32
+
+
+def test_a_cell_of_another_trainer_keeps_its_own_norm_epsilon():
+    """Of states near zero the epsilon decides what the norm makes."""
+    shape, tensors = replace(SHAPE, norm_eps=1e-2), random_cell().named_tensors()
+    heads = RecurrentHeads.from_named_tensors(shape, tensors)
+    norm = nn.RMSNorm(SIZE, eps=1e-2, dtype=torch.float64)
+    norm.load_state_dict({"weight": heads.norm})
+    hidden, tokens = 0.01 * torch.randn(5, SIZE, dtype=torch.float64), torch.randint(VOCAB, (5,))
+    heads.embedding.data *= 0.01
+    z = linear(torch.cat((heads.embedding[tokens], hidden), -1), heads.fc)
+    x = norm(z)
+    expected = z + linear(silu(linear(x, heads.gate)) * linear(x, heads.up), heads.down)
+    torch.testing.assert_close(heads.step(hidden, tokens), expected)
 
 
 def test_the_first_prediction_is_the_target_s():
