@@ -68,8 +68,8 @@ class CalibrateConfig(Section):
     draft_tokens: PositiveInt | Literal["auto"] = Field(
         "auto",
         description="Tokens that vLLM drafts per step, a chain of first guesses: its num_speculative_tokens. auto: the "
-        "number with the highest speedup by the time of vLLM's own steps, one request at a time, chosen as nodes are; "
-        "all the heads where nodes is a number, choices is given or vLLM is not checked.",
+        "number with the highest speedup by native overheads, chosen as nodes are; all the heads where nodes is a "
+        "number or choices is given.",
     )
 
     @model_validator(mode="after")
