@@ -181,7 +181,7 @@ def test_auto_measures_what_trees_cost_here_and_takes_the_size_that_promises_the
         assert size["expected_speedup"] == pytest.approx(ratio, rel=1e-3)
 
     def costly(model, heads, trees, prompts, context, progress):
-        asked.extend(prompts)
+        asked[:] = prompts
         return {size: 1.0 + 100 * (size > 3) for size in trees}
 
     asked: list[list[int]] = []
