@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import BackboneConfig, MedusaConfig, TrainConfig
 from pipeline.conversations.spans import Span
-from pipeline.heads import loss_chunks
+from pipeline.heads import losses
 from pipeline.heads.shape import head_kind
 from pipeline.heads.soft_labels import TargetHead
 from pipeline.targets.sizes import target_sizes
@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def few_logits_at_a_time(monkeypatch):
-    monkeypatch.setitem(loss_chunks._CHUNK_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(losses.CHUNK_BYTES, "cpu", 1 << 20)
 
 
 @pytest.fixture(scope="module")
