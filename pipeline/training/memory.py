@@ -18,7 +18,7 @@ from pipeline.config import TrainConfig
 from pipeline.config.training import Bits
 from pipeline.execution.device_memory import Memory
 from pipeline.heads.accuracy import RANKED_BYTES
-from pipeline.heads.loss_chunks import block_rows, chunk_bytes_on, rows_at_a_time
+from pipeline.heads.losses import SLICES, chunk_bytes_on
 from pipeline.targets.sizes import TargetSizes
 from pipeline.training.feature_batches import BATCHES_AHEAD
 from pipeline.training.recipe import Recipe
@@ -86,6 +86,19 @@ class StepSizes:
     @property
     def chunk_bytes(self) -> int:
         return chunk_bytes_on(torch.device("cuda" if self.on_gpu else "cpu"))
+
+
+def rows_at_a_time(vocab_size: int, dtype: torch.dtype, held: int, num_rows: int, chunk_bytes: int) -> tuple[int, int]:
+    """The rows of a chunk and of a slice in heads/losses.py, where each logit of a slice has `held` exact numbers."""
+    exact_bytes = 8 if dtype == torch.float64 else 4
+    chunk = chunk_bytes // (vocab_size * (dtype.itemsize + (held - 1) * exact_bytes))
+    chunk = max(1, min(chunk, num_rows))
+    return chunk, min(chunk, max(1, chunk_bytes // SLICES // (vocab_size * exact_bytes * held)))
+
+
+def block_rows(hidden_size: int, dtype: torch.dtype, chunk_bytes: int) -> int:
+    """How many rows of an lm_head's gradient are multiplied at a time in heads/losses.py."""
+    return max(1, chunk_bytes // SLICES // (hidden_size * dtype.itemsize))
 
 
 def cached_step(step: StepSizes) -> Memory:
