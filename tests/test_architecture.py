@@ -13,7 +13,7 @@ FLOORS = (
     {"heads", "targets", "report"},
     {"decoding"},
     {"artifacts", "execution"},
-    {"export", "archive"},
+    {"export"},
     {"training"},
     {"evaluation", "demo"},
     {"run"},

@@ -28,7 +28,7 @@ from pipeline.targets.sizes import TargetSizes, forward_bytes, target_sizes
 from pipeline.targets.spec import resolve
 from pipeline.targets.transformers_generation import MAX_BATCH_TOKENS
 from pipeline.targets.vllm_engine import CPU_KV_CACHE_BYTES
-from pipeline.training.memory import FP32, HeadsSizes, StepSizes, held_out_rows, splits_heads
+from pipeline.training.memory import FP32, HeadsSizes, StepSizes, held_out_rows
 from pipeline.training.methods import method_of
 
 VLLM_SHARE = 0.92  # of a GPU: vLLM's own default of gpu_memory_utilization
@@ -145,7 +145,7 @@ class _Stages:
                 train, self.heads, self.sizes, recipe, workers, device.on_gpu, self.config.target.quantization
             )
             whole = learner.memory(step)
-            memory = learner.memory(replace(step, split=splits_heads(learner.memory, step, device.room)))
+            memory = whole
             on_host = FP32 * self.heads.weights if device.on_gpu else 0  # they start there, whole
             found = StageBudget(name or "train", memory, memory, device, 1 if device.on_gpu else workers, whole)
             yield replace(found, on_host=on_host)

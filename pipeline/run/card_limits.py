@@ -11,7 +11,6 @@ from pipeline.errors import EnvironmentFault
 from pipeline.execution.cards import Card, counted, visible_cards
 from pipeline.run.placements import OF_ENGINE, sections_of, unfinished
 from pipeline.run.served_copy import WHERE, served_model
-from pipeline.run.tree_settings import times_chain
 from pipeline.targets.quantization import format_of
 from pipeline.targets.spec import TargetSpec, model_config, resolve
 from pipeline.targets.vllm_capability import vllm_capability
@@ -86,9 +85,8 @@ def _read_by_vllm(config: Config, on_gpu: Mapping[str, Collection[str]]) -> Iter
     writes = on_vllm and config.generate.mode != "passthrough" and "generate" in on_gpu
     answers = on_vllm and config.calibrate.data is not None and "generate" in on_gpu.get("calibrate", ())
     in_check = "vllm" in config.check.engines and OF_ENGINE["vllm"] in on_gpu.get("check", ())
-    in_calibrate = times_chain(config) and OF_ENGINE["vllm"] in on_gpu.get("calibrate", ())
     computes = config.features.engine == "vllm" and on_gpu.keys() & {"features", "tuned-features"}
-    if in_check or in_calibrate or computes or writes or answers:
+    if in_check or computes or writes or answers:
         target = resolve(config.target, on_gpu=True)
         yield "target.model", target
         if in_check and (copy := served_model(config, target, on_gpu=True)):

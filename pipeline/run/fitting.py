@@ -123,8 +123,6 @@ def _smaller(config: Config, stage: str, sizes: TargetSizes, *, on_gpu: bool) ->
     trains = stage != "calibrate"  # which has neither batches nor an optimizer
     if trains:
         yield [{"train.optimizer": "adamw-8bit"}]
-    if trains and on_gpu:
-        yield [{"train.shard_heads": True, "placement.train.workers": number} for number in (2, 4, 8)]
     yield from ([change] for change in kind.smaller)
     yield from ([{"train.heads": name}] for name in KINDS if name != config.train.heads)
     yield from method.smaller

@@ -37,7 +37,6 @@ class Stage:
     scratch: tuple[str, ...] = ()  # files and folders in its directory that do not count once it is done
     parts: tuple[str, ...] = ()  # folders in it that are made again alone when one of their files is damaged
     may_link: tuple[str, ...] = ()  # folders of `scratch` in which another program keeps links of its own
-    to_resume: tuple[str, ...] = ()  # those of `scratch` that only an unfinished stage needs, and its archive
 
     def identity_of(self, context: Context) -> Identity:
         """Everything that the result depends on: code version, settings and their inputs, the stages before it."""

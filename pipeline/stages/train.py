@@ -130,7 +130,6 @@ STAGE = Stage(
     run,
     one_line,
     scratch=("checkpoints", "tensorboard", "wandb", TRACKING_FILE, "ray"),
-    to_resume=("checkpoints", "ray"),
     parts=(BACKBONE_DIRECTORY,),
     may_link=("wandb",),  # to its newest run and its logs
 )

@@ -53,8 +53,8 @@ class BackboneLearner(Learner):
 
     memory_fix = (
         "Lower train.backbone.micro_batch or train.backbone.sequence_length, or set "
-        "train.backbone.gradient_checkpointing: true, train.optimizer: adamw-8bit, train.shard_heads: true or "
-        "train.backbone.shard: true (several workers) or train.backbone.quantization: 4bit."
+        "train.backbone.gradient_checkpointing: true, train.optimizer: adamw-8bit, train.backbone.shard: true "
+        "(several workers) or train.backbone.quantization: 4bit."
     )
 
     def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
@@ -65,7 +65,7 @@ class BackboneLearner(Learner):
         held_out = num_positions(self.texts.get(SPLIT, ()))
         self.held_out_share = min(held_out, MAX_POSITIONS) / num_positions(self.texts["train"])
         self.backbone = Backbone(spec.trained_target, self.settings, device, self.dtype, workers)
-        self.take_heads(initial_heads(spec, heads_from))
+        self.heads = initial_heads(spec, heads_from).to(device)
         self.modules = {"heads": self.heads, "backbone": self.backbone}
         self.peak_lrs = {"heads": self.recipe.lr, "backbone": self.settings.peak_lr(self.recipe.lr)}
 

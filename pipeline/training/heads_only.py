@@ -46,16 +46,14 @@ class HeadsLearner(Learner):
         DataError: A shard is damaged or of another run or target, or there is nothing to learn.
     """
 
-    memory_fix = (
-        "Lower train.batch_tokens, or set train.optimizer: adamw-8bit or train.shard_heads: true (several workers)."
-    )
+    memory_fix = "Lower train.batch_tokens, or set train.optimizer: adamw-8bit."
 
     def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
         super().__init__(spec, workers, device, heads_from)
         self.rows = open_features(spec)
         self.recipe = recipe_of(spec, self.rows)
         self.held_out_share = min(num_positions(self.rows, SPLIT), MAX_POSITIONS) / num_positions(self.rows)
-        self.take_heads(initial_heads(spec, heads_from))
+        self.heads = initial_heads(spec, heads_from).to(device)
         self.modules, self.peak_lrs = {"heads": self.heads}, {"heads": self.recipe.lr}
         self.target_head = read_target_head(spec, device) if spec.settings.soft_labels else None
 

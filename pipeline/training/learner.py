@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,13 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
-from pipeline.execution.device_memory import Device, Memory
+from pipeline.execution.device_memory import Memory
 from pipeline.heads.kind import Heads
-from pipeline.targets.sizes import target_sizes
-from pipeline.training.memory import HeadsSizes, StepSizes, splits_heads
+from pipeline.training.memory import StepSizes
 from pipeline.training.optimizers import cosine_with_warmup
 from pipeline.training.recipe import Recipe
-from pipeline.training.sharded_heads import RowsOverWorkers, ShardedHeads, shard_heads
 from pipeline.training.task import TrainSpec, Workers, product_dtype
 
 
@@ -44,7 +41,6 @@ class Learner(ABC):
     peak_lrs: dict[str, float]  # of each module
     recipe: Recipe  # `auto` resolved, alike on every worker
     held_out_share: float  # positions of one evaluation over those of one epoch
-    sharded: ShardedHeads | None = None  # where each worker has a part of `heads`
 
     def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
         self.spec, self.workers, self.device = spec, workers, device
@@ -63,50 +59,6 @@ class Learner(ABC):
     @abstractmethod
     def memory(cls, step: StepSizes) -> Memory:
         """What a worker's step holds of its device's memory at the peak."""
-
-    def take_heads(self, heads: Heads) -> None:
-        """Train these, whole on the CPU: bring them to the device, or this worker's part of them.
-
-        `recipe` is known.
-        """
-        if self._splits_heads():
-            self.sharded = shard_heads(heads, self.workers)
-        self.heads = heads.to(self.device)
-
-    @property
-    def split_rows(self) -> dict[str, RowsOverWorkers]:
-        """How what trains is split over the workers, by its name in `modules`; what is whole on each is not in it."""
-        split = self.sharded.rows if self.sharded else {}
-        return {f"heads.{name}": rows for name, rows in split.items()}
-
-    @contextmanager
-    def heads_whole(self, *, more: bool = False) -> Iterator[None]:
-        """Within it losses and figures can be computed; `more` micro-batches of the same step follow."""
-        if self.sharded is None:
-            yield
-            return
-        self.sharded.accumulate(more)
-        with self.sharded.whole():
-            yield
-
-    def whole_heads(self) -> Heads:
-        """The heads to be written; every worker calls it, and the first gets all of them."""
-        return (self.sharded and self.sharded.collected()) or self.heads
-
-    def _splits_heads(self) -> bool:
-        """Whether each worker keeps a part, the same answer on every worker; see `splits_heads`."""
-        spec, workers, on_gpu = self.spec, self.workers, self.device.type == "cuda"
-        room, sizes = None, None
-        if on_gpu and spec.settings.shard_heads == "auto":
-            room = Device("its GPU", torch.cuda.get_device_properties(self.device).total_memory, on_gpu=True).room
-            sizes = target_sizes(spec.target)
-        if sizes is None:
-            return spec.settings.shard_heads is True and workers.world_size > 1
-        heads = HeadsSizes.of(spec.kind, spec.heads_shape)
-        bits = spec.target.quantization
-        step = StepSizes(spec.settings, heads, sizes, self.recipe, workers.world_size, on_gpu, bits)
-        wanted = splits_heads(self.memory, step, room)
-        return bool(workers.sum(torch.tensor(int(wanted), device=self.device)))
 
     @property
     def total_steps(self) -> int:

@@ -9,7 +9,6 @@ Letters as in the trainer: N positions of a micro-batch on one worker, K heads, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from pipeline.config import TrainConfig
 from pipeline.config.training import Bits
 from pipeline.execution.device_memory import Memory
 from pipeline.heads.accuracy import RANKED_BYTES
-from pipeline.heads.loss_chunks import block_rows, chunk_bytes_on, rows_at_a_time
+from pipeline.heads.losses import SLICES, chunk_bytes_on
 from pipeline.targets.sizes import TargetSizes
 from pipeline.training.feature_batches import BATCHES_AHEAD
 from pipeline.training.recipe import Recipe
@@ -89,15 +88,17 @@ class StepSizes:
         return chunk_bytes_on(torch.device("cuda" if self.on_gpu else "cpu"))
 
 
-def splits_heads(memory: Callable[[StepSizes], Memory], step: StepSizes, room: float | None) -> bool:
-    """Whether each worker holds a part of the heads: `train.shard_heads`, where `auto` asks if they fit into `room`.
+def rows_at_a_time(vocab_size: int, dtype: torch.dtype, held: int, num_rows: int, chunk_bytes: int) -> tuple[int, int]:
+    """The rows of a chunk and of a slice in heads/losses.py, where each logit of a slice has `held` exact numbers."""
+    exact_bytes = 8 if dtype == torch.float64 else 4
+    chunk = chunk_bytes // (vocab_size * (dtype.itemsize + (held - 1) * exact_bytes))
+    chunk = max(1, min(chunk, num_rows))
+    return chunk, min(chunk, max(1, chunk_bytes // SLICES // (vocab_size * exact_bytes * held)))
 
-    `memory` is the learner's, `room` that of each worker's GPU, None where it is not known.
-    """
-    asked = step.settings.shard_heads
-    if step.workers == 1 or asked != "auto":
-        return step.workers > 1 and asked is True
-    return step.on_gpu and room is not None and memory(step).total > room
+
+def block_rows(hidden_size: int, dtype: torch.dtype, chunk_bytes: int) -> int:
+    """How many rows of an lm_head's gradient are multiplied at a time in heads/losses.py."""
+    return max(1, chunk_bytes // SLICES // (hidden_size * dtype.itemsize))
 
 
 def cached_step(step: StepSizes) -> Memory:

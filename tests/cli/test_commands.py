@@ -235,3 +235,9 @@ def test_verify_names_what_is_damaged_and_its_advice_mends_it(command, copied_ru
     heads.unlink()
     assert command("run", config_file, "--executor", "inline").code == 0
     assert command("verify", copied_run.path).code == 0
+
+
+@pytest.mark.parametrize("name", ["archive", "restore"])
+def test_a_command_that_is_gone_is_refused(command, name):
+    ended = command(name, "runs/my-7b", "s3://my-bucket")
+    assert ended.code == 2 and name in one_paragraph(ended.err)

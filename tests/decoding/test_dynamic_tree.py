@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.decoding.acceptance import NucleusAcceptance, RejectionSampling, TypicalAcceptance, greedy_acceptance
+from pipeline.decoding.acceptance import RejectionSampling, TypicalAcceptance, greedy_acceptance
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import NEVER, PREFER_PARENT, DynamicTree, GrownTree, check_tree
 from pipeline.decoding.held_out import HeldOutPlaces
@@ -81,7 +81,6 @@ def test_the_most_probable_nodes_are_chosen_and_form_a_tree(tree: DynamicTree, s
         greedy_acceptance,
         TypicalAcceptance(0.8),
         TypicalAcceptance(0.8, samples=True),
-        NucleusAcceptance(0.9, 0.8),
         RejectionSampling(0.8),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ from pipeline.training.heads_and_backbone import BackboneLearner, MicroBatch
 from pipeline.training.heads_only import HeadsLearner
 from pipeline.training.memory import HeadsSizes, StepSizes, held_out_rows
 from pipeline.training.recipe import Recipe, heads_recipe
-from pipeline.training.sharded_heads import shard_heads
 from pipeline.training.task import Workers
 from pipeline.training.text_batches import Text, assemble_texts
 from pipeline.training.trainer import Trainer
@@ -63,16 +61,6 @@ def batch_of(hidden_size: int, num_positions: int) -> Batch:
     return Batch(states[0], next_N, labels_KN, states[1], teacher_KN)
 
 
-class OneOfMany(Workers):
-    """Whose parts are all that it is given: shapes are those of many workers."""
-
-    def gather(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return tensor.new_empty(self.world_size, *tensor.shape, dtype=dtype or tensor.dtype)
-
-    def sum_to(self, rank: int, tensor: torch.Tensor) -> Any:
-        return SimpleNamespace(wait=lambda: None)
-
-
 def held_after_a_step(trainer: Trainer) -> list[torch.Tensor]:
     """Weights, gradients and the optimizer's moments."""
     for weight in trainer.parameters:
@@ -82,13 +70,11 @@ def held_after_a_step(trainer: Trainer) -> list[torch.Tensor]:
     return [*trainer.modules.parameters(), *moments, *(weight.grad for weight in trainer.parameters)]
 
 
-def step_of(settings: TrainConfig, shape: str, workers: int, split: bool) -> tuple[float, Memory]:
+def step_of(settings: TrainConfig, shape: str, workers: int) -> tuple[float, Memory]:
     """The most bytes that one of so many workers holds in its second step, when the optimizer has its moments, and what
     is planned."""
     hidden_size, vocab_size = SHAPES[shape]
     learner = learner_of(settings, hidden_size, vocab_size)
-    if split:
-        learner.sharded = shard_heads(learner.heads, OneOfMany(0, workers))
     trainer, batch = Trainer(learner), batch_of(hidden_size, learner.recipe.batch_tokens // workers)
     ledger = Ledger([*held_after_a_step(trainer), *batch.tensors().values(), learner.target_head.weight_VD])
     with ledger:
@@ -96,7 +82,7 @@ def step_of(settings: TrainConfig, shape: str, workers: int, split: bool) -> tup
     ahead = BATCHES_AHEAD * sum(tensor.nbytes for tensor in batch.tensors().values())
     sizes = TargetSizes(*[0] * 4, hidden_size, vocab_size, *[0] * 7, itemsize=2)
     of_heads = HeadsSizes.of(type(learner.heads), learner.heads.shape)
-    step = StepSizes(settings, of_heads, sizes, learner.recipe, workers, on_gpu=True, split=split)
+    step = StepSizes(settings, of_heads, sizes, learner.recipe, workers, on_gpu=True)
     return ledger.peak["cuda:0"] + ahead, HeadsLearner.memory(step)
 
 
@@ -106,16 +92,7 @@ def step_of(settings: TrainConfig, shape: str, workers: int, split: bool) -> tup
 def test_a_step_at_real_sizes_takes_what_is_planned(on_fake_cuda, shape, kind):
     """Of one of sixteen workers, in bf16."""
     settings = TrainConfig(num_heads=K, precision="bf16", **KINDS[kind])
-    found, planned = step_of(settings, shape, WORKERS, split=False)
-    assert planned.total == pytest.approx(found, rel=0.1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [4, 8])  # whose rows are two chunks, and one
-@pytest.mark.parametrize("kind", ["untied", "shared", "recurrent"])
-def test_a_step_of_split_heads_of_a_70b_target_takes_what_is_planned(on_fake_cuda, kind, workers):
-    settings = TrainConfig(num_heads=K, precision="bf16", **KINDS[kind])
-    found, planned = step_of(settings, "70B", workers, split=True)
+    found, planned = step_of(settings, shape, WORKERS)
     assert planned.total == pytest.approx(found, rel=0.1)
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.targets import vllm_decode, vllm_load, vllm_step_times
+from pipeline.targets import vllm_decode, vllm_load
 from pipeline.targets.own_process import in_own_process
 
 WORK = """
@@ -92,7 +92,6 @@ def test_an_interrupt_ends_the_other_process_too(work, tmp_path):
     [
         (vllm_decode, {"prompts": [], "max_new_tokens": 1, "repeats": 1, "at_once": None, "engine_args": {}}),
         (vllm_load, {"prompts": [], "max_new_tokens": 1, "repeats": 1, "levels": [1], "engine_args": {}}),
-        (vllm_step_times, {"prompts": [], "engines": [{}]}),
     ],
 )
 def test_each_module_of_vllm_s_does_its_tasks_as_a_program_too(module, task, tmp_path, monkeypatch):

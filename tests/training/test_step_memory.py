@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.config import BackboneConfig, MedusaConfig, TrainConfig
 from pipeline.conversations.spans import Span
-from pipeline.heads import loss_chunks
+from pipeline.heads import losses
 from pipeline.heads.shape import head_kind
 from pipeline.heads.soft_labels import TargetHead
 from pipeline.targets.sizes import target_sizes
@@ -23,7 +22,6 @@ from pipeline.training.heads_and_backbone import BackboneLearner, MicroBatch
 from pipeline.training.heads_only import HeadsLearner
 from pipeline.training.memory import HeadsSizes, StepSizes
 from pipeline.training.recipe import Recipe
-from pipeline.training.sharded_heads import shard_heads
 from pipeline.training.task import Workers
 from pipeline.training.text_batches import Text, assemble_texts
 from pipeline.training.trainer import Trainer
@@ -35,7 +33,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def few_logits_at_a_time(monkeypatch):
-    monkeypatch.setitem(loss_chunks._CHUNK_BYTES, "cpu", 1 << 20)
+    monkeypatch.setitem(losses.CHUNK_BYTES, "cpu", 1 << 20)
 
 
 @pytest.fixture(scope="module")
@@ -106,39 +104,9 @@ def test_a_step_from_the_cache_takes_what_is_planned_for_it(target, kind, precis
     assert expected(learner, target) == pytest.approx(found, rel=0.1)
 
 
-class OneOfTwo(Workers):
-    """Whose other worker has the same."""
-
-    def gather(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return tensor.new_empty(2, *tensor.shape, dtype=dtype or tensor.dtype).copy_(tensor)
-
-    def sum_to(self, rank: int, tensor: torch.Tensor) -> Any:
-        return SimpleNamespace(wait=lambda: None)
-
-
-def test_a_worker_of_two_takes_what_is_planned_for_split_heads_and_at_most_six_tenths_of_whole_ones(
-    target, monkeypatch
-):
-    monkeypatch.setitem(loss_chunks._CHUNK_BYTES, "cpu", 1 << 18)
-    settings = TrainConfig(num_heads=5, precision="bf16", soft_labels=0.0, heads="medusa")
-    found = {}
-    for split in (False, True):
-        learner = learner_of(HeadsLearner, settings, target, Recipe(1, 1e-3, 0, 1, batch_tokens=64))
-        learner.target_head, sizes = None, HeadsSizes.of(type(learner.heads), learner.heads.shape)
-        if split:
-            learner.sharded = shard_heads(learner.heads, OneOfTwo(0, 2))
-        labels_KN = torch.randint(V, (5, 64))
-        found[split] = peak_of(learner, [Batch(torch.randn(64, D, dtype=torch.bfloat16), labels_KN[0], labels_KN)])
-        step = StepSizes(settings, sizes, target_sizes(target), learner.recipe, 1 + split, False, split=split)
-        assert type(learner).memory(step).total == pytest.approx(found[split], rel=0.1)
-    assert found[True] <= 0.6 * found[False]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("checkpointing", "num_sequences", "split"), [(True, 2, False), (False, 1, False), (True, 1, True)]
-)
-def test_a_step_of_the_backbone_takes_what_is_planned_for_it(target, checkpointing, num_sequences, split):
+@pytest.mark.parametrize(("checkpointing", "num_sequences"), [(True, 2), (False, 1)])
+def test_a_step_of_the_backbone_takes_what_is_planned_for_it(target, checkpointing, num_sequences):
     """On a text that is cut at the sequence's length, so that no state teaches its last labels."""
     tuned = BackboneConfig(sequence_length=N, gradient_checkpointing=checkpointing, batch_sequences=num_sequences)
     settings = TrainConfig(
@@ -149,12 +117,10 @@ def test_a_step_of_the_backbone_takes_what_is_planned_for_it(target, checkpointi
     learner.backbone = Backbone(target, tuned, CPU, torch.bfloat16)
     learner.modules["backbone"] = learner.backbone
     sizes = HeadsSizes.of(type(learner.heads), learner.heads.shape)
-    if split:
-        learner.sharded = shard_heads(learner.heads, OneOfTwo(0, 2))
     tokens = np.random.default_rng(0).integers(V, size=N + 10, dtype=np.int32)
     text = Text(tokens, (Span(1, N + 10, "assistant"),), N)
     batches = [MicroBatch(assemble_texts([[text]], K), seed) for seed in range(num_sequences)]
     assert (batches[0].texts.teacher_KN < 0).any() and (batches[0].texts.labels_KN[:, -1] >= 0).any()
     learner._heads_weight = lambda step: 0.01
-    step = StepSizes(settings, sizes, target_sizes(target), learner.recipe, 1 + split, False, split=split)
+    step = StepSizes(settings, sizes, target_sizes(target), learner.recipe, 1, False)
     assert BackboneLearner.memory(step).total == pytest.approx(peak_of(learner, batches), rel=0.1)
