@@ -12,7 +12,6 @@ from rich.text import Text
 
 from pipeline.config import Config, PlacementOf
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.cards import mixture, visible_cards
 from pipeline.execution.device_memory import GIB
 from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import most_workers, place
@@ -104,8 +103,6 @@ def print_workers(console: Console, config: Config) -> None:
         elsewhere = bool(os.environ.get("RAY_ADDRESS") or config.placement.gpu_memory_gb)
         said = _workers_elsewhere(wanted) if elsewhere else _workers(name, wanted)
         say(console, f"{name}: {said}")
-    if not os.environ.get("RAY_ADDRESS") and (told := mixture(visible_cards())):
-        warn(console, [told])
 
 
 def workers_of(config: Config) -> dict[str, int]:
