@@ -27,8 +27,7 @@ from pipeline.targets.engines import check_request
 from pipeline.targets.lm_head import require_lm_head
 from pipeline.targets.loading import require_gpus
 from pipeline.targets.quantized import in_engine
-from pipeline.targets.sizes import cached_numbers
-from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, model_config
+from pipeline.targets.spec import TargetSpec, cached_numbers, context_length, eos_token_ids, model_config
 
 if TYPE_CHECKING:
     from vllm import LLM

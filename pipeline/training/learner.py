@@ -15,10 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
-from pipeline.execution.device_memory import Device, Memory
 from pipeline.heads.kind import Heads
-from pipeline.targets.sizes import target_sizes
-from pipeline.training.memory import HeadsSizes, StepSizes, splits_heads
+from pipeline.training.memory import splits_heads
 from pipeline.training.optimizers import cosine_with_warmup
 from pipeline.training.recipe import Recipe
 from pipeline.training.sharded_heads import RowsOverWorkers, ShardedHeads, shard_heads
@@ -37,7 +35,10 @@ class Learner(ABC):
         heads_from: A file of heads to start from, those of the phase before.
     """
 
-    memory_fix: ClassVar[str]  # what to do where a GPU's memory is too small
+    tunes_backbone: ClassVar[bool] = False  # whether the backbone trains too, and so is on the device
+    saves_memory: ClassVar[
+        tuple[str, ...]
+    ]  # the settings with which a worker takes less memory, those first that help most
 
     heads: Heads
     modules: dict[str, nn.Module]  # what trains, on the device, by the name that checkpoints give it
@@ -59,17 +60,12 @@ class Learner(ABC):
     def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float) -> Recipe:
         """The recipe for so many target-written positions, before they are there; arguments as of `heads_recipe`."""
 
-    @classmethod
-    @abstractmethod
-    def memory(cls, step: StepSizes) -> Memory:
-        """What a worker's step holds of its device's memory at the peak."""
-
     def take_heads(self, heads: Heads) -> None:
         """Train these, whole on the CPU: bring them to the device, or this worker's part of them.
 
-        `recipe` is known.
+        A backbone that trains too is on the device already.
         """
-        if self._splits_heads():
+        if self._splits_heads(heads):
             self.sharded = shard_heads(heads, self.workers)
         self.heads = heads.to(self.device)
 
@@ -93,20 +89,15 @@ class Learner(ABC):
         """The heads to be written; every worker calls it, and the first gets all of them."""
         return (self.sharded and self.sharded.collected()) or self.heads
 
-    def _splits_heads(self) -> bool:
+    def _splits_heads(self, heads: Heads) -> bool:
         """Whether each worker keeps a part, the same answer on every worker; see `splits_heads`."""
-        spec, workers, on_gpu = self.spec, self.workers, self.device.type == "cuda"
-        room, sizes = None, None
-        if on_gpu and spec.settings.shard_heads == "auto":
-            room = Device("its GPU", torch.cuda.get_device_properties(self.device).total_memory, on_gpu=True).room
-            sizes = target_sizes(spec.target)
-        if sizes is None:
-            return spec.settings.shard_heads is True and workers.world_size > 1
-        heads = HeadsSizes.of(spec.kind, spec.heads_shape)
-        bits = spec.target.quantization
-        step = StepSizes(spec.settings, heads, sizes, self.recipe, workers.world_size, on_gpu, bits)
-        wanted = splits_heads(self.memory, step, room)
-        return bool(workers.sum(torch.tensor(int(wanted), device=self.device)))
+        num_trained = sum(weight.numel() for weight in heads.parameters() if weight.requires_grad)
+        left = None
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            left = total - torch.cuda.memory_allocated(self.device)
+        wanted = splits_heads(self.spec.settings, self.workers.world_size, num_trained, left)
+        return bool(self.workers.sum(torch.tensor(int(wanted), device=self.device)))
 
     @property
     def total_steps(self) -> int:
