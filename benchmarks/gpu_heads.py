@@ -23,7 +23,7 @@ from benchmarks.deadline import Deadline
 from pipeline.config import MedusaConfig, TrainConfig
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec
-from pipeline.training.checkpoints import Checkpoints, Saved
+from pipeline.training.checkpoints import Checkpoints
 from pipeline.training.heads_only import HeadsLearner
 from pipeline.training.task import TrainSpec, Workers
 from pipeline.training.train_state import TrainState
@@ -88,7 +88,7 @@ def _checkpoint(trainer: Trainer, what: str, size: Size) -> Claim:
         waited = perf_counter() - started
         checkpoints.wait()
         written = perf_counter() - started
-        stored = Saved(1).path(checkpoints.directory).stat().st_size / 1e9
+        stored = checkpoints.path(1).stat().st_size / 1e9
     sides = {"until on disk, s": written, "size, GB": stored}
     return Claim(f"a checkpoint of {what}: training waits", waited, unit="s", sides=sides)
 

@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.claims import Claim, Result, in_turns, speed_ratio
-from pipeline.heads.loss_chunks import chunk_bytes_on
-from pipeline.heads.losses import summed_cross_entropy
+from pipeline.heads.losses import chunk_bytes_on, summed_cross_entropy
 
 AIM = 1.2
 NUM_HEADS, VOCAB_SIZE, HIDDEN_SIZE, NUM_POSITIONS, ROUNDS = 2, 128_256, 64, 1024, 3

@@ -33,7 +33,6 @@ BENCHMARKS = {
     "serving": "both kinds in vLLM beside plain vLLM: `python -m benchmarks.run serving`, after both demos",
     "architectures": "families of models, kept or refused: `python -m benchmarks.run architectures`, 10 minutes",
     "medusa2": "a step of heads and backbone",
-    "sharded_heads": "heads split over two workers",
     "reading": "reading the cache",
     "decoding": "what a step with a tree costs",
     "scheduling": "what a shard costs besides its work",

@@ -43,7 +43,6 @@ TRAINING = {
     "train__method": FixedRate.name,
     "train__lr": 3e-3,
     "train__epochs": 10,
-    "train__shard_heads": True,
     "train__checkpoint_every": 1,
 }
 

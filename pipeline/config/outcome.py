@@ -10,8 +10,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from pipeline.config.section import Dtype, Section
 
 FormatName = Literal["expanded", "shared", "reference", "sglang"]
-BaselineName = Literal["generate", "prompt-lookup", "assistant", "assistant-sampling"]
-ASSISTED = {"assistant", "assistant-sampling"}
+BaselineName = Literal["generate", "prompt-lookup", "assistant"]
 StudyName = Literal["trees", "typical", "heads", "batch", "load"]
 
 
@@ -69,8 +68,8 @@ class CalibrateConfig(Section):
     draft_tokens: PositiveInt | Literal["auto"] = Field(
         "auto",
         description="Tokens that vLLM drafts per step, a chain of first guesses: its num_speculative_tokens. auto: the "
-        "number with the highest speedup by the time of vLLM's own steps, one request at a time, chosen as nodes are; "
-        "all the heads where nodes is a number, choices is given or vLLM is not checked.",
+        "number with the highest speedup by native overheads, chosen as nodes are; all the heads where nodes is a "
+        "number or choices is given.",
     )
 
     @model_validator(mode="after")
@@ -119,13 +118,13 @@ class CheckConfig(Section):
         None,
         description="Longest prompt and answer together. Default: the model's own context, whatever target.max_tokens.",
     )
-    acceptance: Literal["greedy", "typical", "nucleus", "rejection"] = Field(
+    acceptance: Literal["greedy", "typical", "rejection"] = Field(
         "greedy",
         description="Rule by which candidates are accepted. greedy and rejection keep the target's own text and "
-        "distribution; typical and nucleus accept more and alter it.",
+        "distribution; typical accepts more and alters it.",
     )
     temperature: float = Field(0.0, description="Temperature of the other rules; at 0 each is greedy.", ge=0)
-    top_p: float = Field(1.0, description="Nucleus of the nucleus rule (below 1) and of rejection.", gt=0, le=1)
+    top_p: float = Field(1.0, description="Nucleus that rejection samples from.", gt=0, le=1)
     first_token: Literal["greedy", "sampled"] = Field(
         "greedy", description="Typical acceptance: the token after the accepted ones; the paper's is greedy."
     )
@@ -137,8 +136,8 @@ class CheckConfig(Section):
     repeats: PositiveInt = Field(3, description="Timed repetitions; medians are reported.")
     baselines: tuple[BaselineName, ...] = Field(
         ("generate", "prompt-lookup"),
-        description="What is measured beside it: transformers' plain generate, its prompt lookup, a smaller model as "
-        "its assistant, and that model with speculative sampling, whose acceptance and draft length are reported.",
+        description="What is measured beside it: transformers' plain generate, its prompt lookup, and a smaller model "
+        "as its assistant.",
     )
     assistant_model: str | None = Field(
         None, description="Hub id or local directory of the assistant, a model with the target's vocabulary."
@@ -193,10 +192,8 @@ class CheckConfig(Section):
 
     @model_validator(mode="after")
     def assistant_is_named(self) -> CheckConfig:
-        if bool(ASSISTED & set(self.baselines)) != (self.assistant_model is not None):
-            raise ValueError(
-                "the baseline 'assistant' and check.assistant_model come together; 'assistant-sampling' takes it too"
-            )
+        if ("assistant" in self.baselines) != (self.assistant_model is not None):
+            raise ValueError("the baseline 'assistant' and check.assistant_model come together")
         return self
 
 

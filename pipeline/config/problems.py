@@ -30,6 +30,11 @@ KINDS = {
 }
 
 
+GONE_KEYS = {
+    "train.shard_heads": "use train.medusa.lm_head: shared, train.optimizer: adamw-8bit or train.heads: recurrent",
+}
+
+
 def problems(errors: Sequence[Any]) -> list[str]:
     """Each wrong key once, from `ValidationError.errors()`."""
     by_key: dict[str, list[Any]] = {}
@@ -49,6 +54,8 @@ def _location(error: Any) -> str:
 def _problem(location: str, errors: list[Any]) -> str:
     first = errors[0]
     if first["type"] == "extra_forbidden":
+        if location in GONE_KEYS:
+            return f"'{location}' is gone: {GONE_KEYS[location]}"
         near = nearest_key(first["loc"])
         return f"there is no key '{location}'" + (f"; did you mean '{near}'?" if near else "")
     if first["type"] == "missing":

@@ -142,11 +142,6 @@ class TrainConfig(Section):
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="auto: bf16 on a GPU, fp32 on a CPU. Master weights stay fp32."
     )
-    shard_heads: Literal["auto"] | bool = Field(
-        "auto",
-        description="Split heads, gradients and optimizer over the workers (each keeps its part): less memory on each. "
-        "The weights are the same. auto: where GPUs of several workers would not hold them whole.",
-    )
     checkpoint_minutes: float = Field(
         10.0,
         description="Minutes between checkpoints: what a kill costs at most. They are written in the background.",

@@ -2,7 +2,6 @@
 
     greedy     the target's most probable token: the text of greedy decoding
     typical    tokens probable enough for the target's entropy (paper 2.3.1): fastest, a different distribution
-    nucleus    tokens in the target's top-p nucleus: each could have been sampled, a different distribution
     rejection  the tokens that sampling from the target draws: exactly its distribution
 
 A rule works on the tree's rows, not on padded lists of candidates: a row is accepted when its token and the tokens of
@@ -21,9 +20,9 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.decoding.noise import draw, mass_ahead, upcast
+from pipeline.decoding.noise import draw, upcast
 
-RuleName = Literal["greedy", "typical", "nucleus", "rejection"]
+RuleName = Literal["greedy", "typical", "rejection"]
 
 
 class Acceptance(NamedTuple):
@@ -117,38 +116,6 @@ class TypicalAcceptance:
 
 
 @dataclass(frozen=True)
-class NucleusAcceptance:
-    """Keeps a token that lies in the target's nucleus at `top_p`, after `temperature`.
-
-    Of equally long candidates the most probable wins; the token after it is sampled from the nucleus. Nucleus sampling
-    could draw every token, but a candidate in the nucleus is kept however rarely sampling would draw it; `top_p` must
-    be below 1, where every candidate would be kept. (The rule that the authors' code calls nucleus samples a token per
-    candidate and keeps those that agree, which is closer to `RejectionSampling` with a top_p.)
-    """
-
-    temperature: float
-    top_p: float
-    samples = True
-
-    def __post_init__(self) -> None:
-        _check_temperature(self.temperature)
-        if not 0 < self.top_p < 1:
-            raise ValueError(f"a nucleus needs a top_p between 0 and 1, not {self.top_p}")
-
-    def choose(self, logits_V: Tensor, noise_V: Tensor | None = None) -> Tensor:
-        assert noise_V is not None
-        return draw(logits_V, noise_V, self.temperature, self.top_p)
-
-    def accept(self, logits_NV: Tensor, tokens_N: Tensor, tree: Rows, noise_TV: Tensor | None = None) -> Acceptance:
-        p_NV = (upcast(logits_NV) / self.temperature).softmax(-1)
-        parent_NV = tree.parent[..., None].expand_as(p_NV)
-        ahead_N = mass_ahead(p_NV.gather(-2, parent_NV), tokens_N)
-        log_p_N = _of_parents(p_NV, tokens_N, tree).log()
-        row = _most_probable_of_longest(ahead_N < self.top_p, log_p_N, tree)
-        return Acceptance(row, _choose_after(self, row, logits_NV, tree, noise_TV))
-
-
-@dataclass(frozen=True)
 class RejectionSampling:
     """Keeps exactly the target's distribution after `temperature` and `top_p`.
 
@@ -195,14 +162,14 @@ def acceptance_rule(
 ) -> AcceptanceRule:
     """The rule of that name; at temperature 0 every rule is greedy acceptance.
 
-    `eps`, `delta` and `first_token` belong to typical acceptance, `top_p` to nucleus (below 1) and rejection.
+    `eps`, `delta` and `first_token` belong to typical acceptance, `top_p` to rejection.
     ValueError when a number is out of range.
     """
     if name == "greedy" or temperature == 0:
         return greedy_acceptance
     if name == "typical":
         return TypicalAcceptance(temperature, eps, delta, samples=first_token == "sampled")
-    return (NucleusAcceptance if name == "nucleus" else RejectionSampling)(temperature, top_p)
+    return RejectionSampling(temperature, top_p)
 
 
 def _accepted(passes_N: Tensor, tree: Rows) -> Tensor:

@@ -62,14 +62,6 @@ def nucleus(logits_V: Tensor, top_p: float) -> Tensor:
     return torch.empty_like(p_V, dtype=torch.bool).scatter_(-1, ids_V, ahead_V < top_p)
 
 
-def mass_ahead(p_NV: Tensor, tokens_N: Tensor) -> Tensor:
-    """The probability [..., N] ahead of one token [..., N] of each distribution [..., N, V], without sorting any."""
-    p_N1, tokens_N1 = p_NV.gather(-1, tokens_N[..., None]), tokens_N[..., None]
-    ids_V = torch.arange(p_NV.shape[-1], device=p_NV.device)
-    is_ahead_NV = (p_NV > p_N1) | ((p_NV == p_N1) & (ids_V < tokens_N1))
-    return torch.where(is_ahead_NV, p_NV, 0.0).sum(-1)
-
-
 def upcast(logits_V: Tensor) -> Tensor:
     """Logits in at least float32: half precision is too coarse for probabilities."""
     return logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))

@@ -3,7 +3,6 @@
     generate       plain decoding with its dynamic cache
     prompt-lookup  guesses are the tokens that followed an earlier occurrence of the last tokens
     assistant      guesses come from a smaller model with the same vocabulary (`check.assistant_model`)
-    assistant-sampling   the same model, both sampled: speculative sampling, see draft_sampling.py
 
 A streamer records the tokens of each forward, so that they are counted and timed as in our own decoding.
 """
@@ -20,7 +19,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from pipeline.config import BaselineName
 from pipeline.decoding.decoder import Decoded
-from pipeline.evaluation.draft_sampling import DraftSampling
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import Decode, Pass, categories_of, code_of_others, pace_beside
 from pipeline.targets.loading import input_device, load_causal_lm
@@ -57,21 +55,15 @@ def baseline(
     eos_token_ids: tuple[int, ...],
     max_new_tokens: int,
     assistant: TargetSpec | None = None,
-    temperature: float = 0.0,
 ) -> Decode:
     """A greedy decoder of transformers; the model's own generation settings do not apply.
 
-    It raises `CannotDecode` where transformers cannot decode this target or prompt in this way. `assistant-sampling`
-    samples, at 1.0 where the check's `temperature` is 0.
+    It raises `CannotDecode` where transformers cannot decode this target or prompt in this way.
 
     Raises:
         ConfigError, EnvironmentFault: The assistant cannot be loaded.
     """
     device = input_device(model)
-    if name == "assistant-sampling":
-        assert assistant is not None, "CheckConfig asks for both or neither"
-        draft = load_causal_lm(assistant, device)
-        return DraftSampling(model, draft, eos_token_ids, max_new_tokens, temperature or 1.0)
     settings: dict[str, Any] = {"do_sample": False, "max_new_tokens": max_new_tokens}
     if eos_token_ids:
         settings |= {"eos_token_id": list(eos_token_ids), "pad_token_id": eos_token_ids[0]}
@@ -98,11 +90,6 @@ def baseline(
         return Decoded(token_ids, finished, accepted, first - start, last - first)
 
     return decode
-
-
-def drafting_facts(decode: Decode) -> dict[str, float]:
-    """What a baseline that samples has drafted and kept; empty of the greedy ones."""
-    return decode.facts if isinstance(decode, DraftSampling) else {}
 
 
 def beside_by_category(

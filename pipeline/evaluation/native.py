@@ -27,7 +27,7 @@ from pipeline.evaluation.answers import (
     tie_tolerance,
     top_2_gap,
 )
-from pipeline.evaluation.baselines import baseline, beside_by_category, drafting_facts
+from pipeline.evaluation.baselines import baseline, beside_by_category
 from pipeline.evaluation.overhead import fastest_threads
 from pipeline.evaluation.prompts import CheckRequest, Prompt, rule_of
 from pipeline.evaluation.speed import (
@@ -124,10 +124,7 @@ def load_methods(request: CheckRequest) -> DecodingMethods:
     return DecodingMethods(
         plain_decoder(model, eos_token_ids=eos, max_length=room),
         Decoder(model, heads, request.tree, eos_token_ids=eos, max_length=room),
-        {
-            kind: baseline(kind, model, eos, settings.max_new_tokens, request.assistant, settings.temperature)
-            for kind in settings.baselines
-        },
+        {kind: baseline(kind, model, eos, settings.max_new_tokens, request.assistant) for kind in settings.baselines},
     )
 
 
@@ -183,9 +180,9 @@ def native_figures(
         {
             "name": name,
             **pace_beside(measured.greedy_passes, name),
-            **(drafting_facts(decode) or {"greedy_match": greedy_match(request, methods, measured, name).as_dict()}),
+            "greedy_match": greedy_match(request, methods, measured, name).as_dict(),
         }
-        for name, decode in methods.baselines.items()
+        for name in methods.baselines
         if name not in measured.failed
     ]
     figures = {

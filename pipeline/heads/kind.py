@@ -31,7 +31,6 @@ from pipeline.heads.losses import summed_cross_entropy
 from pipeline.heads.proposal_tree import ProposalTree
 from pipeline.heads.shape import HeadsShape, require_shapes
 from pipeline.heads.soft_labels import Teacher
-from pipeline.heads.split_rows import SplitRows
 
 if TYPE_CHECKING:
     from pipeline.config import TrainConfig
@@ -71,7 +70,6 @@ class Heads(nn.Module, ABC):
 
     shape: HeadsShape
     lm_head: Tensor  # [K, V, D], or one [V, D] that all heads share
-    split_lm_head: SplitRows | None = None  # in training: how `lm_head`'s rows are split over workers, which each has
 
     def __init__(self, shape: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None):
         super().__init__()
@@ -125,13 +123,12 @@ class Heads(nn.Module, ABC):
         if torch.is_autocast_enabled(device):
             states_KND = states_KND.to(torch.get_autocast_dtype(device))
         teacher = self.vocabulary.teacher(teacher) if teacher else None
-        labels_KN, split = self.vocabulary.rows(labels_KN), self.split_lm_head
-        return summed_cross_entropy(states_KND, self.lm_head, labels_KN, teacher, weights_K, split=split)
+        labels_KN = self.vocabulary.rows(labels_KN)
+        return summed_cross_entropy(states_KND, self.lm_head, labels_KN, teacher, weights_K)
 
     def lm_head_of(self, head: int) -> Tensor:
         """The [V, D] matrix that turns this head's states into logits."""
-        lm_head = self.lm_head if self.lm_head.dim() == 2 else self.lm_head[head]
-        return lm_head if self.split_lm_head is None else self.split_lm_head.whole(lm_head)
+        return self.lm_head if self.lm_head.dim() == 2 else self.lm_head[head]
 
     # Decoding
 

@@ -1,40 +1,43 @@
 """Each head's cross entropy, without ever holding the [K, N, V] logits.
 
-At K = 5, V = 32,000 and 16,384 rows the logits alone would be 10 GB in fp32. Here the forward pass walks chunks of
-rows that carry a label, and computes loss and gradients of a chunk while its logits exist: one buffer of logits is all
-that is held beside the gradients themselves (two with soft labels: the target's distributions, computed once per chunk
-of its states and used by all heads). What needs logits in fp32 is computed by slices of the chunk: so the chunk can be
-large, and the [V, D] sum of gradients is read and written seldom. Backward then only scales: once per forward, no
-second derivative. Softmax and sums are in fp32 (fp64 for fp64), matrix products in the dtype of the hidden states
-(fp16's range is too small).
+At K = 5, V = 32,000 and 16,384 rows the logits alone would be 10 GB in fp32. Here the forward pass computes losses and
+gradients together, one chunk of rows after another. For each chunk:
 
-Where each worker holds a part of every lm_head's rows, one lm_head at a time is whole. Its gradient never is where one
-chunk has all of its rows: blocks of it are computed, each while the one before is summed over the workers. With more
-chunks it is whole until the last, whose blocks are. The numbers are those of whole ones, in the same order.
+    1. choose its rows: labelled ones that one lm_head reads and, with soft labels, that one block of states teaches
+    2. compute their logits, into a buffer that all chunks share
+    3. compute the losses and, in the logits' place, the gradient of the losses, by slices in fp32
+    4. multiply that gradient with the lm_head: the gradient of the hidden states
+    5. multiply it with the hidden states, and add the product to the gradient of the lm_head
 
-Letters: N rows (positions), C rows of a chunk, S of a slice, D hidden size, V vocabulary, B and R of its rows, K heads.
+Backward only scales: once per forward, no second derivative. A buffer of logits is all that is held beside the
+gradients. With soft labels there is a second one, of the target's distributions, which are computed once per block of
+its states and used by all heads. Softmax and sums are in fp32 (fp64 for fp64), matrix products in the dtype of the
+hidden states. fp16's range is too small.
+
+Letters: N rows (positions), C rows of a chunk, S of a slice, M states of the target, D hidden size, V vocabulary, B of
+its rows, K heads.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline.heads.loss_chunks import (
-    Chunk,
-    SoftLabels,
-    Taught,
-    block_rows,
-    chunk_bytes_on,
-    labelled_chunks,
-    rows_at_a_time,
-)
+from pipeline.conversations.spans import IGNORED
 from pipeline.heads.soft_labels import Teacher
-from pipeline.heads.split_rows import SplitRows
+
+# A GPU wants few, large products; a CPU wants a chunk whose fp32 slices stay in its cache.
+CHUNK_BYTES = {"cuda": 2 << 30, "cpu": 64 << 20}
+SLICES = 16  # a chunk's bytes over those of a slice, and of a block of a gradient's product
+
+
+def chunk_bytes_on(device: torch.device) -> int:
+    """How many bytes of logits to hold at a time."""
+    return CHUNK_BYTES.get(device.type, 1 << 30)
 
 
 def summed_cross_entropy(
@@ -44,7 +47,6 @@ def summed_cross_entropy(
     teacher: Teacher | None = None,
     weights_K: Tensor | None = None,
     *,
-    split: SplitRows | None = None,
     chunk_bytes: int | None = None,
 ) -> Tensor:
     """Each head's cross entropy, summed over its labels: [K], weighted by the caller (paper 2.2.1).
@@ -55,15 +57,15 @@ def summed_cross_entropy(
         labels_KN: int64, -100 where a head has nothing to learn.
         teacher: The target's distributions, of which the loss is a share; without it the labels are all.
         weights_K: What the caller weighs the sums by, exactly (else RuntimeError in backward); all 1 where it is left
-            out. Only the gradient of a shared lm_head that trains needs to know: it is one sum over all heads; and that
-            of a split one, which is summed over the workers here.
-        split: Where `lm_head` is this worker's part of its rows, how they are split.
+            out. Only the gradient of a shared lm_head that trains needs to know: it is one sum over all heads.
         chunk_bytes: Bounds the logits held at a time.
     """
+    device = hidden_KND.device
     if weights_K is None:
-        weights_K = torch.ones(len(labels_KN), device=hidden_KND.device)
-    chunk_bytes = chunk_bytes or chunk_bytes_on(hidden_KND.device)
-    return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K, split, chunk_bytes)
+        weights_K = torch.ones(len(labels_KN), device=device)
+    if chunk_bytes is None:
+        chunk_bytes = chunk_bytes_on(device)
+    return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K, chunk_bytes)
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -75,17 +77,22 @@ class _SummedCrossEntropy(torch.autograd.Function):
         labels_KN: Tensor,
         teacher: Teacher | None,
         weights_K: Tensor,
-        split: SplitRows | None,
         chunk_bytes: int,
     ) -> Tensor:
-        ctx.weights_K, ctx.is_weighed = weights_K, lm_head.dim() == 2 or split is not None
-        vocab_size = split.num_rows if split else lm_head.shape[-2]
+        wants_hidden, wants_lm_head, *_ = ctx.needs_input_grad
         with torch.autocast(hidden_KND.device.type, enabled=False):
-            settings = {"wants": ctx.needs_input_grad[:2], "shared": lm_head.dim() == 2, "chunk_bytes": chunk_bytes}
-            walk = _Walk(hidden_KND, vocab_size, labels_KN, teacher, weights_K, **settings)
-            ctx.grad_lm_head = walk.split_lm_heads(lm_head, split) if split else walk.lm_heads(lm_head)
-        ctx.grad_hidden_KND = walk.grad_hidden_KND
-        return walk.losses_KN.sum(1)
+            loss = _Loss(hidden_KND, lm_head, labels_KN, teacher, weights_K, chunk_bytes)
+            if wants_hidden:
+                loss.grad_hidden_KND = torch.zeros_like(loss.hidden_KND)
+            if wants_lm_head:
+                loss.grad_lm_head = torch.zeros_like(lm_head)
+            for chunk in loss.chunks():
+                loss.add(chunk)
+        ctx.grad_hidden_KND = loss.grad_hidden_KND
+        ctx.grad_lm_head = loss.grad_lm_head
+        ctx.weights_K = weights_K
+        ctx.is_shared = loss.is_shared
+        return loss.losses_KN.sum(1)
 
     @staticmethod
     def backward(ctx: Any, grad_sums_K: Tensor):
@@ -95,150 +102,195 @@ class _SummedCrossEntropy(torch.autograd.Function):
             raise RuntimeError("the loss's gradients were already consumed: run the forward pass again")
         if grad_hidden_KND is not None:
             grad_hidden_KND.mul_(grad_sums_K[:, None, None])
-        if ctx.needs_input_grad[1] and ctx.is_weighed:
-            if not torch.equal(grad_sums_K, ctx.weights_K.to(grad_sums_K.dtype)):
-                raise RuntimeError(
-                    "with a shared or split lm_head that trains, weigh the sums by the weights that forward was told"
-                )
-        elif grad_lm_head is not None:
+        if grad_lm_head is not None and not ctx.is_shared:
             grad_lm_head.mul_(grad_sums_K[:, None, None])
-        return grad_hidden_KND, grad_lm_head, None, None, None, None, None
+        if grad_lm_head is not None and ctx.is_shared:
+            if not torch.equal(grad_sums_K, ctx.weights_K.to(grad_sums_K.dtype)):
+                raise RuntimeError("with a shared lm_head that trains, weigh the sums by the weights given to forward")
+        return grad_hidden_KND, grad_lm_head, None, None, None, None
 
 
-class _Walk:
-    """Losses [K, N] and the gradients of the losses' plain sum, a shared lm_head's of the weighted one, by chunks."""
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows of the flattened [K·N] that one lm_head reads. The target's states teach the first of them."""
+
+    head: int | None  # None where one lm_head reads the rows of all heads
+    rows_C: Tensor
+    first_state: int = 0  # of the block of states that teaches
+    states: Tensor | None = None  # each taught row's state, counted from the block's first
+
+    @property
+    def num_taught(self) -> int:
+        return 0 if self.states is None else len(self.states)
+
+
+class _Loss:
+    """Losses [K, N], and the gradients of their sum; a shared lm_head's is of the weighted sum."""
 
     def __init__(
         self,
         hidden_KND: Tensor,
-        vocab_size: int,
+        lm_head: Tensor,
         labels_KN: Tensor,
         teacher: Teacher | None,
         weights_K: Tensor,
-        *,
-        wants: tuple[bool, ...],
-        shared: bool,  # whether one lm_head reads the rows of all heads
         chunk_bytes: int,
     ):
-        self.hidden_KND, self.labels_KN, self.weights_K = hidden_KND.contiguous(), labels_KN, weights_K
-        self.wants_hidden, self.wants_lm_head = wants
-        dtype, exact = hidden_KND.dtype, torch.float64 if hidden_KND.dtype == torch.float64 else torch.float32
+        self.hidden_KND = hidden_KND.contiguous()
+        self.lm_head, self.labels_KN = lm_head, labels_KN
+        self.teacher, self.weights_K = teacher, weights_K
+        self.is_shared = lm_head.dim() == 2
+        self.grad_hidden_KND: Tensor | None = None  # zeros, where it is wanted
+        self.grad_lm_head: Tensor | None = None
+
+        dtype, vocab_size = hidden_KND.dtype, lm_head.shape[-2]
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        bytes_per_logit, bytes_per_exact = dtype.itemsize, exact.itemsize
+        num_exact = 1  # numbers that a slice holds of each logit: log q, and with a teacher the target's p
+        most_rows = labels_KN.numel() if self.is_shared else labels_KN.shape[1]
+        if teacher is not None:
+            bytes_per_logit += exact.itemsize
+            num_exact = 2
+            most_rows = max(most_rows, min(len(teacher.states_MD), labels_KN.numel()))
+        self.chunk_rows = max(1, min(most_rows, chunk_bytes // (vocab_size * bytes_per_logit)))
+        slice_rows = max(1, chunk_bytes // SLICES // (vocab_size * bytes_per_exact * num_exact))
+        self.slice_rows = min(self.chunk_rows, slice_rows)
+        self.block_rows = max(1, chunk_bytes // SLICES // (hidden_KND.shape[2] * dtype.itemsize))
+
         self.losses_KN = torch.zeros(labels_KN.shape, dtype=exact, device=hidden_KND.device)
-        self.grad_hidden_KND = hidden_KND.new_zeros(hidden_KND.shape) if self.wants_hidden else None
-        held, num_states = (2, len(teacher.states_MD)) if teacher else (1, 0)
-        most = labels_KN.numel() if shared else max(labels_KN.shape[1], min(num_states, labels_KN.numel()))
-        num_rows, slice_rows = rows_at_a_time(vocab_size, dtype, held, most, chunk_bytes)
-        self.logits_buffer = hidden_KND.new_empty(num_rows, vocab_size)
-        self.scratch = self.logits_buffer.new_empty(held, slice_rows, vocab_size, dtype=exact)
-        self.taught = Taught(teacher, self.logits_buffer, exact) if teacher else None
-        self.block_rows = block_rows(hidden_KND.shape[2], dtype, chunk_bytes)
+        self.logits_buffer = hidden_KND.new_empty(self.chunk_rows, vocab_size)
+        self.scratch = self.logits_buffer.new_empty(num_exact, self.slice_rows, vocab_size, dtype=exact)
+        self.p_buffer: Tensor | None = None
+        self.block_in_buffer: int | None = None  # the first state of those whose p is in the buffer
+        if teacher is not None:
+            self.p_buffer = torch.empty_like(self.logits_buffer, dtype=exact)
 
-    def lm_heads(self, lm_head: Tensor) -> Tensor | None:
-        """Of all heads, whose lm_heads are [K, V, D] or one [V, D]; returns its gradient."""
-        gradient = torch.zeros_like(lm_head) if self.wants_lm_head else None
-        for chunk in self._chunks(slice(None), shared=lm_head.dim() == 2):
-            weight_VD = (lm_head if chunk.head is None else lm_head[chunk.head]).to(self.hidden_KND.dtype)
-            factors = self._chunk(slice(None), chunk, weight_VD)
-            del weight_VD  # before the next chunk's is made
-            if gradient is not None:
-                _add_product(gradient if chunk.head is None else gradient[chunk.head], *factors, self.block_rows)
-        return gradient
+    def chunks(self) -> Iterator[_Chunk]:
+        """The labelled rows by the lm_head that reads them, at most a buffer's at a time (pass 1)."""
+        rows = (self.labels_KN.flatten() != IGNORED).nonzero()[:, 0]
+        if self.teacher is not None:
+            yield from self._taught_chunks(rows, self.teacher)
+            return
+        counts = [len(rows)]
+        if not self.is_shared:
+            counts = (self.labels_KN != IGNORED).sum(1).tolist()
+        for head, rows_of_head in enumerate(rows.split(counts)):
+            for start in range(0, len(rows_of_head), self.chunk_rows):
+                rows_C = rows_of_head[start : start + self.chunk_rows]
+                yield _Chunk(None if self.is_shared else head, rows_C)
 
-    def split_lm_heads(self, lm_head: Tensor, split: SplitRows) -> Tensor | None:
-        """Of all heads, one after another, of parts [K, R, D] or [R, D]; returns the weighed gradient's part."""
-        gradient = torch.empty_like(lm_head) if self.wants_lm_head else None
-        dtype, parts = self.hidden_KND.dtype, []
-        for head, part_RD in enumerate(lm_head) if lm_head.dim() == 3 else [(None, lm_head)]:
-            blocks = self._gradient_blocks(head, split.whole(part_RD, dtype))
-            if gradient is None:
-                deque(blocks, maxlen=0)  # losses and the states' gradient alone
-            else:
-                parts.append(split.summed(blocks, gradient if head is None else gradient[head], head or 0))
-        return None if None in parts else gradient  # micro-batches accumulate, in `split`
+    def _taught_chunks(self, rows: Tensor, teacher: Teacher) -> Iterator[_Chunk]:
+        """The same by the block of states that teaches them; rows without a state are in the last block's chunks."""
+        block_size = self.chunk_rows
+        num_blocks = max(1, -(-len(teacher.states_MD) // block_size))
+        states = teacher.rows_KN.flatten()[rows]
+        is_untaught = states < 0
+        group = (states // block_size).masked_fill(is_untaught, num_blocks - 1)
+        num_lm_heads = 1
+        if not self.is_shared:
+            num_lm_heads = len(self.labels_KN)
+            group = group * num_lm_heads + rows // self.labels_KN.shape[1]
+        key = 2 * group + is_untaught  # the taught rows of a group come first
+        order = key.argsort(stable=True)
+        rows, states = rows[order], states[order]
+        counts = key.bincount(minlength=2 * num_blocks * num_lm_heads).view(-1, 2).tolist()
+        start = 0
+        for number, (num_taught, num_untaught) in enumerate(counts):
+            block, head = divmod(number, num_lm_heads)
+            end_taught, end = start + num_taught, start + num_taught + num_untaught
+            while start < end:
+                stop = min(start + self.chunk_rows, end)
+                taught = states[start : min(stop, end_taught)] - block * block_size
+                yield _Chunk(None if self.is_shared else head, rows[start:stop], block * block_size, taught)
+                start = stop
 
-    def _gradient_blocks(self, head: int | None, weight_VD: Tensor) -> Iterator[Tensor]:
-        """Of one lm_head, that of a head or of all: its weighed gradient, some of its V rows at a time, in order."""
-        (num_rows, size), dtype, exact = weight_VD.shape, self.hidden_KND.dtype, self.losses_KN.dtype
-        total_VD, factors = self._all_but_the_last_product(head, weight_VD)
-        del weight_VD
-        # What is added in its own dtype is one product, as in whole lm_heads: its bits may depend on how it is cut.
-        step = num_rows if dtype == exact else self.block_rows
-        for start in range(0, num_rows if self.wants_lm_head else 0, step):
-            rows = slice(start, min(start + step, num_rows))
-            block_BD = self.losses_KN.new_zeros(rows.stop - start, size) if total_VD is None else total_VD[rows]
-            if factors is not None:
-                _add_product(block_BD, factors[0][:, rows], factors[1], step)
-            yield block_BD if head is None else block_BD.mul_(self.weights_K[head])
-            del block_BD  # before the next one is made
+    def add(self, chunk: _Chunk) -> None:
+        """Compute the chunk's losses and add its gradients (passes 2 to 5)."""
+        rows_C, dtype = chunk.rows_C, self.hidden_KND.dtype
+        hidden_CD = self.hidden_KND.view(-1, self.hidden_KND.shape[2])[rows_C]
+        labels_C1 = self.labels_KN.flatten()[rows_C, None]
+        weight_VD = self.lm_head if chunk.head is None else self.lm_head[chunk.head]
+        weight_VD = weight_VD.to(dtype)
+        p_MV = None
+        if chunk.num_taught:
+            p_MV = self._target_distributions(chunk.first_state)  # uses the buffer of logits
 
-    def _all_but_the_last_product(
-        self, head: int | None, weight_VD: Tensor
-    ) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-        """Of one lm_head's gradient: the sum [V, D] over all chunks but the last, and what to multiply of that one.
-
-        None where there is no such chunk.
-        """
-        total_VD, factors = None, None
-        heads = slice(None) if head is None else slice(head, head + 1)
-        for chunk in self._chunks(heads, shared=head is None):
-            if factors is not None and self.wants_lm_head:  # those of the chunk before, whose logits' place is needed
-                total_VD = self.losses_KN.new_zeros(weight_VD.shape) if total_VD is None else total_VD
-                _add_product(total_VD, *factors, self.block_rows)
-            factors = self._chunk(heads, chunk, weight_VD)
-        return total_VD, factors
-
-    def _chunk(self, heads: slice, chunk: Chunk, weight_VD: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses and the states' gradient of a chunk of these heads.
-
-        Returns what the lm_head's gradient is the product of, the logits' gradient [C, V], until the next chunk, and
-        states [C, D]; weighed for a shared lm_head.
-        """
-        rows_C, dtype, num_positions = chunk.rows_C, self.hidden_KND.dtype, self.labels_KN.shape[1]
-        soft = self.taught.soft_labels(*chunk.taught_by) if self.taught and chunk.taught_by else None
-        labels_C1 = self.labels_KN[heads].flatten()[rows_C, None]
-        hidden_CD = self.hidden_KND[heads].reshape(-1, self.hidden_KND.shape[2])[rows_C]
         logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=self.logits_buffer[: len(rows_C)])
-        flat_losses, wants = self.losses_KN[heads].view(-1), self.wants_hidden or self.wants_lm_head
-        for part, is_taught in chunk.slices(self.scratch.shape[1]):
-            soft_S = soft.part(part) if soft and is_taught else None
-            losses_S = _to_gradient(logits_CV[part], labels_C1[part], self.scratch, soft_S, wants_gradient=wants)
-            flat_losses[rows_C[part]] = losses_S
+        flat_losses = self.losses_KN.view(-1)
+        for start, stop in self._slices(chunk):
+            logits_SV, labels_S1 = logits_CV[start:stop], labels_C1[start:stop]
+            if p_MV is None or chunk.states is None or start >= chunk.num_taught:
+                losses_S = self._hard_losses(logits_SV, labels_S1)
+            else:
+                losses_S = self._soft_losses(logits_SV, labels_S1, p_MV, chunk.states[start:stop])
+            flat_losses[rows_C[start:stop]] = losses_S
+
         if self.grad_hidden_KND is not None:
-            self.grad_hidden_KND[heads].view(-1, hidden_CD.shape[1])[rows_C] = logits_CV @ weight_VD
-        if chunk.head is None and self.wants_lm_head:
-            weights_C = self.weights_K[rows_C // num_positions]
+            self.grad_hidden_KND.view(-1, hidden_CD.shape[1])[rows_C] = logits_CV @ weight_VD
+        del weight_VD  # a copy where dtypes differ, which the product below need not lie beside
+        if self.grad_lm_head is None:
+            return
+        if chunk.head is None:
+            weights_C = self.weights_K[rows_C // self.labels_KN.shape[1]]
             hidden_CD = (hidden_CD * weights_C[:, None]).to(dtype)
-        return logits_CV, hidden_CD
+            _add_product(self.grad_lm_head, logits_CV, hidden_CD, self.block_rows)
+        else:
+            _add_product(self.grad_lm_head[chunk.head], logits_CV, hidden_CD, self.block_rows)
 
-    def _chunks(self, heads: slice, *, shared: bool) -> Iterator[Chunk]:
-        """The labelled rows of these heads' flattened [K·N], at most a buffer's at a time."""
-        if self.taught is None:
-            return labelled_chunks(self.labels_KN[heads], len(self.logits_buffer), shared=shared)
-        return self.taught.chunks(self.labels_KN[heads], self.taught.rows_KN[heads], shared=shared)
+    def _slices(self, chunk: _Chunk) -> Iterator[tuple[int, int]]:
+        """The slices of a chunk; none has both taught rows and others."""
+        for first, end in ((0, chunk.num_taught), (chunk.num_taught, len(chunk.rows_C))):
+            for start in range(first, end, self.slice_rows):
+                yield start, min(start + self.slice_rows, end)
 
+    def _target_distributions(self, first: int) -> Tensor:
+        """The target's p [M, V] at a block of its states; kept until another block is asked for."""
+        assert self.teacher is not None and self.p_buffer is not None
+        states_MD = self.teacher.states_MD[first : first + self.chunk_rows].to(self.logits_buffer.dtype)
+        p_MV = self.p_buffer[: len(states_MD)]
+        if self.block_in_buffer != first:
+            logits_MV = self.teacher.head.logits(states_MD, self.logits_buffer[: len(states_MD)])
+            torch.softmax(logits_MV, 1, dtype=p_MV.dtype, out=p_MV)
+            self.block_in_buffer = first
+        return p_MV
 
-def _to_gradient(
-    logits_SV: Tensor, labels_S1: Tensor, scratch: Tensor, soft: SoftLabels | None, *, wants_gradient: bool
-) -> Tensor:
-    """The losses [S] of these rows; turns their logits into the losses' gradient in place, rounded to their dtype last.
+    @property
+    def _wants_gradient(self) -> bool:
+        return self.grad_hidden_KND is not None or self.grad_lm_head is not None
 
-    d CE / d logits = q - onehot(label), with soft labels q - (1 - share) · onehot(label) - share · p. The label's entry
-    comes from log q: bf16(q) - 1 would be 0 for every confident head.
-    """
-    log_q_SV = torch.log_softmax(logits_SV, 1, dtype=scratch.dtype, out=scratch[0, : len(logits_SV)])
-    label_log_q_S1 = log_q_SV.gather(1, labels_S1)
-    losses_S, of_label_S1 = -label_log_q_S1[:, 0], torch.expm1(label_log_q_S1)
-    if soft is None:
-        if wants_gradient:
+    def _log_softmax(self, logits_SV: Tensor) -> Tensor:
+        out_SV = self.scratch[0, : len(logits_SV)]
+        return torch.log_softmax(logits_SV, 1, dtype=self.scratch.dtype, out=out_SV)
+
+    def _hard_losses(self, logits_SV: Tensor, labels_S1: Tensor) -> Tensor:
+        """Cross entropy [S] with the labels; puts its gradient q - onehot(label) in the logits' place.
+
+        The label's entry is expm1(log q): q - 1 in bf16 would be 0 for every confident head.
+        """
+        log_q_SV = self._log_softmax(logits_SV)
+        label_log_q_S1 = log_q_SV.gather(1, labels_S1)
+        if self._wants_gradient:
+            of_label_S1 = torch.expm1(label_log_q_S1)
             torch.exp(log_q_SV, out=logits_SV).scatter_(1, labels_S1, of_label_S1.to(logits_SV.dtype))
-        return losses_S
-    p_SV = torch.index_select(soft.p_MV, 0, soft.states_C, out=scratch[1, : len(logits_SV)])
-    soft_S = -torch.bmm(p_SV[:, None], log_q_SV[:, :, None])[:, 0, 0]
-    if wants_gradient:
-        of_label_S1 += soft.share * (1 - p_SV.gather(1, labels_S1))
-        gradient_SV = log_q_SV.exp_().sub_(p_SV, alpha=soft.share)
-        logits_SV.copy_(gradient_SV.scatter_(1, labels_S1, of_label_S1))
-    return torch.lerp(losses_S, soft_S, soft.share)
+        return -label_log_q_S1[:, 0]
+
+    def _soft_losses(self, logits_SV: Tensor, labels_S1: Tensor, p_MV: Tensor, states_S: Tensor) -> Tensor:
+        """The losses [S] with soft labels, of which `share` is the cross entropy with the target's p.
+
+        Puts the gradient q - (1 - share) · onehot(label) - share · p in the logits' place.
+        """
+        assert self.teacher is not None
+        share = self.teacher.share
+        log_q_SV = self._log_softmax(logits_SV)
+        label_log_q_S1 = log_q_SV.gather(1, labels_S1)
+        p_SV = torch.index_select(p_MV, 0, states_S, out=self.scratch[1, : len(logits_SV)])
+        soft_losses_S = -torch.bmm(p_SV[:, None], log_q_SV[:, :, None])[:, 0, 0]
+        if self._wants_gradient:
+            of_label_S1 = torch.expm1(label_log_q_S1)
+            of_label_S1 += share * (1 - p_SV.gather(1, labels_S1))
+            gradient_SV = log_q_SV.exp_().sub_(p_SV, alpha=share)
+            logits_SV.copy_(gradient_SV.scatter_(1, labels_S1, of_label_S1))
+        return torch.lerp(-label_log_q_S1[:, 0], soft_losses_S, share)
 
 
 def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor, num_rows: int) -> None:

@@ -68,7 +68,6 @@ _METHODS: tuple[Column, ...] = (
     ("per token", "time_per_output_token", duration),
     ("identical", "greedy_match", _identical),
 )
-_DRAFTING: tuple[Column, ...] = (("acceptance", "acceptance", percent), ("draft length", "draft_length", ratio))
 STUDIES: dict[str, tuple[str, str, tuple[Column, ...], int]] = {  # title, note, columns, number of text columns
     "trees": (
         "Study: trees",
@@ -239,12 +238,11 @@ def methods_table(report: dict) -> Table:
             other = {"acceleration_rate": "failed"}
         rows.append(other | {"name": name})
     rows += _both_sides(vllm, "vLLM ")
-    columns = _METHODS + (_DRAFTING if any("draft_length" in row for row in rows) else ())
     repeats = pick(native, "repeats") or 1
     medians = [f"Times are medians of {count(repeats)} repetitions"] if repeats > 1 else []
     if threads := on_threads(pick(native, "threads")):
         medians.append(f"Native steps are timed{threads}")
-    return filled("Methods", ". ".join([NOTE, *medians, *failed]).rstrip(".") + ".", columns, rows)
+    return filled("Methods", ". ".join([NOTE, *medians, *failed]).rstrip(".") + ".", _METHODS, rows)
 
 
 def _both_sides(engine: dict | None, prefix: str) -> list[dict[str, Any]]:

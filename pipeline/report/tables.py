@@ -23,7 +23,6 @@ from pipeline.report.formatting import (
     UNKNOWN,
     count,
     duration,
-    on_threads,
     pairs,
     percent,
     rate,
@@ -140,24 +139,15 @@ def chain_table(report: dict) -> Table:
     """The chain that vLLM drafts, by its number of tokens."""
     drafted = count(pick(report, "tree", "num_speculative_tokens"))
     rows = [row | {"rate": expected_rate(row)} for row in pick(report, "tree", "chain") or []]
-    timed, costs = any(row.get("overhead") for row in rows), pick(report, "tree", "chain_costs")
+    timed = any(row.get("overhead") for row in rows)
     rates = {row["draft_tokens"]: row.get("expected_acceleration_rate") or 0 for row in rows if row.get("draft_tokens")}
     note = f"What vLLM drafts: first guesses alone. {drafted} tokens are drafted"
     if timed:
-        by = _vllm_steps(costs) if costs else "by native overheads"
-        note += f", the fastest up to 5 % {by}; {count(max(rates, key=lambda n: rates[n]))} would accept most"
+        accepts_most = max(rates, key=lambda number: rates[number])
+        note += f", the fastest up to 5 % by native overheads; {count(accepts_most)} would accept most"
     note += "."
     columns = _PROMISED if timed else tuple(column for column in _PROMISED if column[1] == "rate")
     return filled("Chain", note, (("tokens", "draft_tokens", count), *columns), rows, words=())
-
-
-def _vllm_steps(costs: dict) -> str:
-    """vLLM's own times, how well they repeat, and that those between them were not measured."""
-    steps = [f"{step['draft_tokens']} drafted {step['ms']:.1f}" for step in costs["steps"]]
-    between = ", between them by a straight line" if len(steps) > 1 else ""
-    timed = f"plain {costs['plain_ms']:.1f}, {', '.join(steps)} (repeated within {percent(costs['spread'])})"
-    threads = on_threads(costs.get("threads"))
-    return f"by vLLM's own steps, one request at a time{threads}, in ms: {timed}{between}"
 
 
 def drift_table(report: dict) -> Table:

@@ -59,13 +59,6 @@ def _disturbed_timings(report: dict) -> list[str]:
                 f"acceleration rate of {ratio(pick(engine, 'acceleration_rate'))} is too high; `--fresh check` "
                 "measures again."
             )
-    costs = pick(report, "tree", "chain_costs")
-    if pick(costs, "settled") is False:
-        found.append(
-            f"vLLM's steps, timed again and again, never took the same twice: the two fastest rounds differ by "
-            f"{percent(pick(costs, 'spread'))}. Other work probably disturbed them, and the number of draft tokens may "
-            "not be the fastest; `--fresh calibrate` measures again."
-        )
     return found
 
 

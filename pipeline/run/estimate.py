@@ -22,7 +22,7 @@ from pipeline.conversations.mixing import mixed
 from pipeline.conversations.readers import source_readers
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.device_memory import GIB, gpu_memory, machine_memory, num_gpus
-from pipeline.heads.loss_chunks import chunk_bytes_on
+from pipeline.heads.losses import chunk_bytes_on
 from pipeline.heads.shape import head_kind
 from pipeline.run.placements import OF_ENGINE, unfinished
 from pipeline.storage.done import Summary
@@ -30,7 +30,6 @@ from pipeline.targets.quantization import quantization_of
 from pipeline.targets.spec import cached_numbers, context_length, model_config, resolve
 from pipeline.training.feature_batches import BATCHES_AHEAD
 from pipeline.training.learner import Learner
-from pipeline.training.memory import FP32, optimizer_bytes, splits_heads
 from pipeline.training.methods import method_of
 from pipeline.training.recipe import Recipe
 
@@ -41,6 +40,8 @@ FORWARD_TOKENS = 4096  # of a conversation, and of a forward
 HELD_IN_FORWARD = 14  # numbers of a token in a decoder layer of Llama's proportions, in multiples of D
 KEPT_FOR_BACKWARD = 36
 KEPT_BY_MATRICES = 1.75  # numbers that the heads keep of a position for backward, times matrices' numbers over D
+FP32 = 4  # bytes
+MOMENTS = {"adamw": 2 * FP32, "adamw-8bit": 2}  # bytes of a parameter's two moments
 BITS: dict[Bits, int] = {"8bit": 8, "4bit": 4}
 FOUR_BITS = ("'num_bits': 4", "'bits': 4", "'w_bit': 4", "'load_in_4bit': True")  # in a checkpoint's settings
 
@@ -307,19 +308,13 @@ def _training(
         matrices += target.vocab_size * hidden_size
     chunk = chunk_bytes_on(torch.device("cuda" if on.on_gpu else "cpu"))
     logits = min(chunk, num_positions * target.vocab_size * (width + FP32))
-    left = None
-    if on.on_gpu and on.device_bytes is not None:
-        left = on.device_bytes - on.weights
-    trained: float = heads.trained
-    if splits_heads(train, workers, heads.trained, left):
-        trained = heads.trained / workers
     return replace(
         on,
         name=name or "train",
         saves_memory=(*on.saves_memory, *learner.saves_memory),
-        heads=on.heads + FP32 * (heads.weights - heads.trained + trained),
-        gradients=on.gradients + FP32 * trained,
-        optimizer=on.optimizer + optimizer_bytes(train, trained),
+        heads=on.heads + FP32 * heads.weights,
+        gradients=on.gradients + FP32 * heads.trained,
+        optimizer=on.optimizer + MOMENTS[train.optimizer] * heads.trained,
         activations=on.activations + width * (num_positions * heads.kept + matrices) + logits,
     )
 
@@ -339,7 +334,7 @@ def _with_backbone(on: StageMemory, config: Config, target: TargetSizes, row_byt
         weights=weights,
         heads=FP32 * adapter,
         gradients=FP32 * adapter,
-        optimizer=optimizer_bytes(config.train, adapter),
+        optimizer=MOMENTS[config.train.optimizer] * adapter,
         activations=layers * target.hidden_size * row_bytes,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 
 from pipeline.config import Config
-from pipeline.run.tree_settings import times_chain, times_trees
+from pipeline.run.tree_settings import times_trees
 from pipeline.storage.run_directory import finished_before
 from pipeline.training.methods import method_of
 
@@ -15,8 +15,9 @@ OF_ENGINE = {"native": "features", "vllm": "generate"}  # of the check
 def _of_calibrate(config: Config) -> set[str]:
     """Accuracies by `train`'s workers, unless the target answers questions first; then timing."""
     on = {"generate", "features"} if config.calibrate.data else {"train"}
-    on |= {OF_ENGINE["native"]} if times_trees(config) else set()
-    return on | ({OF_ENGINE["vllm"]} if times_chain(config) else set())
+    if times_trees(config):
+        on.add(OF_ENGINE["native"])
+    return on
 
 
 def _of_check(config: Config) -> set[str]:

@@ -180,10 +180,8 @@ def _check_rule(check: CheckConfig) -> None:
     rule, wrong = check.acceptance, None
     if rule != "greedy" and check.temperature == 0:
         wrong = "temperature", f"At temperature 0 {rule} acceptance is greedy acceptance", "Raise it, or say greedy."
-    elif rule == "nucleus" and check.top_p == 1:
-        wrong = "top_p", "Nucleus acceptance would keep every guess", "Set it below 1, such as 0.9."
     elif rule in ("greedy", "typical") and check.top_p < 1:
-        wrong = "top_p", f"It is of no effect with {rule} acceptance", "Leave it at 1, or take nucleus or rejection."
+        wrong = "top_p", f"It is of no effect with {rule} acceptance", "Leave it at 1, or take rejection."
     elif rule != "typical" and check.first_token == "sampled":
         wrong = "first_token", f"It is of no effect with {rule} acceptance", "Leave it, or take typical."
     if wrong:

@@ -1,6 +1,6 @@
-"""What calibrate times: trees where the target decodes natively, and the chain's steps in vLLM.
+"""What calibrate times: trees and chains of several sizes, where the target decodes natively.
 
-Both on held-out prompts, one request at a time. The results decide and are kept; nothing is timed again on resume.
+On held-out prompts, one request at a time. The results decide and are kept; nothing is timed again on resume.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import Choices
 from pipeline.decoding.tree_search import CrossFit
 from pipeline.evaluation.choosing import Overheads
-from pipeline.evaluation.draft_costs import StepCosts, draft_costs
 from pipeline.evaluation.overhead import NUM_PROMPTS, NUM_STEPS, measure_overheads
 from pipeline.evaluation.prompts import held_out_prompts
 from pipeline.execution.progress import ProgressReporter
@@ -23,24 +22,6 @@ from pipeline.run.tree_settings import MEASURED_SIZES, dynamic_tree, times_trees
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import context_length
 from pipeline.training.evaluation import SPLIT
-
-TIMED_EXPORT = "timed"  # the heads as vLLM reads them, while it is timed
-
-
-def costs_in_vllm(
-    context: Context, stage: StageDirectory, features: StageDirectory, most: int, progress: ProgressReporter
-) -> StepCosts | None:
-    """What vLLM's own steps take, one request at a time; None without vLLM, or room in the context for a step."""
-    placement = context.placement(OF_ENGINE["vllm"])
-    arguments = {
-        "target": context.backbone("train"),
-        "heads": str(context.upstream["train"].path / HEADS_FILE),
-        "most": most,
-        "prompts": _prompts(context, features),
-        "scratch": str(stage.path / TIMED_EXPORT),
-        "gpus": placement.gpus,
-    }
-    return context.executor.call(draft_costs, arguments, placement, progress)
 
 
 def native_overheads(

@@ -93,6 +93,6 @@ def times_trees(config: Config) -> bool:
 
 
 def times_chain(config: Config) -> bool:
-    """Whether the chain's number of draft tokens is to be found by timing vLLM."""
-    served = "vllm" in config.check.engines and head_kind(config.train.heads).vllm_method
-    return bool(times_trees(config) and config.calibrate.draft_tokens == "auto" and served)
+    """Whether the chain's number of draft tokens is to be found by timing native decoding."""
+    is_served = head_kind(config.train.heads).vllm_method is not None
+    return times_trees(config) and config.calibrate.draft_tokens == "auto" and is_served

@@ -6,11 +6,11 @@ frequency of whole paths, on each half of the conversations; each half's trees a
 together give the expected rate with its standard error. The search with the higher rate is repeated on all of it. With
 `calibrate.nodes: auto` the size with the highest speedup is used, by the overhead of each size measured on this device;
 among sizes within 5 % of it the acceleration rate counts too. The number of draft tokens of the chain that vLLM serves
-is chosen by the same rule, by the time of vLLM's own steps. `calibrate.choices` gives a tree instead. A dynamic tree
+is chosen by the same rule, by native overheads. `calibrate.choices` gives a tree instead. A dynamic tree
 (`calibrate.tree`) is grown at held-out positions: one pass gives the rate of every size, and nothing is fitted. Where
 training tuned the backbone, the states are those of the `tuned-features` stage.
 
-Limits: one request is decoded at a time. Where vLLM is not installed, native overheads stand for those of its chain.
+Limits: one request is decoded at a time, and native overheads stand for those of the chain in vLLM.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from pipeline.report.formatting import with_error
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_files
 from pipeline.run.stage import Stage
-from pipeline.run.timing import TIMED_EXPORT, costs_in_vllm, native_overheads
+from pipeline.run.timing import native_overheads
 from pipeline.run.tree_settings import MEASURED_SIZES, dynamic_tree, most_draft_tokens, read_choices, times_chain
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
@@ -56,7 +56,7 @@ from pipeline.training.evaluation import held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
-VERSION = 11
+VERSION = 12
 
 REPORTED_TOPS = 5
 
@@ -103,13 +103,11 @@ def _measure_and_choose(context: Context, stage: StageDirectory, progress: Progr
     _require_labels(trained_K, num_conversations, str(settings.data or features.path))
     fits = _cross_fit(context, ranks)
     most = most_draft_tokens(context.config)
-    timed = times_chain(context.config)
-    costs = costs_in_vllm(context, stage, features, most, progress) if timed else None
-    natively = chains(most) if timed and costs is None else {}
-    tree_overheads, chain_overheads = native_overheads(context, features, fits, natively, progress)
+    timed_chains = chains(most) if times_chain(context.config) else {}
+    tree_overheads, chain_overheads = native_overheads(context, features, fits, timed_chains, progress)
     tree = _chosen(context.config, ranks, places, fits, tree_overheads)
     fixed = context.config.train.num_heads if settings.draft_tokens == "auto" else settings.draft_tokens
-    num_tokens, chain = chosen_chain(ranks, most, fixed, costs.overheads(most) if costs else chain_overheads)
+    num_tokens, chain = chosen_chain(ranks, most, fixed, chain_overheads)
     estimate = tree.walked.estimate()
     expected = promise(estimate)
     judged: HeldOutRanks | HeldOutPlaces = ranks
@@ -137,7 +135,6 @@ def _measure_and_choose(context: Context, stage: StageDirectory, progress: Progr
             "new": promise_on_new(judged, tree.walked),
             "num_speculative_tokens": num_tokens,
             "chain": chain,
-            **({"chain_costs": costs.to_json()} if costs else {}),
         },
         "positions": int(counts_K.max()),
         "conversations": num_conversations,
@@ -271,5 +268,4 @@ STAGE = Stage(
     identity,
     run,
     one_line,
-    scratch=(TIMED_EXPORT,),
 )

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline.heads.loss_chunks import chunk_bytes_on
+from pipeline.heads.losses import chunk_bytes_on
 
 
 class TunedHead(NamedTuple):

@@ -1,11 +1,10 @@
 """Checkpoints: safetensors files, whole or absent; nothing is ever unpickled.
 
 A checkpoint holds all that a resume needs to end with the same weights: named tensors (heads, optimizer) and, in its
-header, a JSON state (step, running sums) and a digest of all this and the file's name. It is one file, which the first
-worker writes; where heads are split over the workers each writes a file of its part, and a checkpoint is whole once all
-are. Training waits for a copy alone, of a GPU into pinned memory that all copies share; hashing and writing, for which
-30 GB of state take a minute, go on in the background. A damaged one (a digest disagrees) falls back to the one before.
-Another number of workers continues from it too.
+header, a JSON state (step, running sums) and a digest of all this and the file's name. The first worker writes it, and
+every worker reads it, however many there are. Training waits for a copy alone, of a GPU into pinned memory that all
+copies share; hashing and writing, for which 30 GB of state take a minute, go on in the background. A damaged checkpoint
+(its digest disagrees) falls back to the one before.
 """
 
 from __future__ import annotations
@@ -16,12 +15,10 @@ import json
 import logging
 import re
 import time
-from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,28 +27,12 @@ from torch import Tensor
 
 from pipeline.config import TrainConfig
 from pipeline.storage.atomic import atomic_path
-from pipeline.training.resplit import RowsOf, resplit
 from pipeline.training.task import Workers
 
 State = dict[str, Any]
 Content = tuple[dict[str, Tensor], State]
-FILE = re.compile(r"step-([0-9]{8,})(?:\.[0-9]+-of-([0-9]+))?\.safetensors")
+FILE = re.compile(r"step-([0-9]{8,})\.safetensors")
 log = logging.getLogger(__name__)
-
-
-class Saved(NamedTuple):
-    """A checkpoint: after this step, in so many files."""
-
-    step: int
-    parts: int = 1
-
-    def path(self, directory: Path, part: int = 0) -> Path:
-        """The file of one part."""
-        of = f".{part + 1}-of-{self.parts}" if self.parts > 1 else ""
-        return directory / f"step-{self.step:08d}{of}.safetensors"
-
-    def paths(self, directory: Path) -> list[Path]:
-        return [self.path(directory, part) for part in range(self.parts)]
 
 
 class Checkpoints:
@@ -59,17 +40,15 @@ class Checkpoints:
 
     Args:
         settings: How often they are due, and how many stay.
-        workers: Those that have a part each; none where the first has all.
     """
 
-    def __init__(self, directory: Path, settings: TrainConfig, workers: Workers | None = None):
+    def __init__(self, directory: Path, settings: TrainConfig):
         self.directory, self.settings = directory, settings
-        self.parts = workers or Workers()
         self._background = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
         self._saved = time.monotonic()
         self._room: dict[str, Tensor] = {}  # for copies, by name
-        self._verified: tuple[Saved, Content] | None = None
+        self._verified: tuple[int, Content] | None = None
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -79,11 +58,13 @@ class Checkpoints:
         if kind is None:
             self.wait()
 
-    def saved(self) -> list[Saved]:
-        """The checkpoints of which every file is there, newest first."""
-        names = (FILE.fullmatch(path.name) for path in self.directory.glob("step-*") if not path.is_dir())
-        found = Counter(Saved(int(match[1]), int(match[2] or 1)) for match in names if match)
-        return sorted((each for each, number in found.items() if number == each.parts), reverse=True)
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:08d}.safetensors"
+
+    def saved(self) -> list[int]:
+        """The steps of all checkpoints, newest first."""
+        names = [FILE.fullmatch(path.name) for path in self.directory.glob("step-*")]
+        return sorted((int(match[1]) for match in names if match), reverse=True)
 
     def due(self, step: int) -> bool:
         """Whether one is to be saved after this step: after so many steps, or after so long."""
@@ -94,15 +75,10 @@ class Checkpoints:
     def save(self, step: int, tensors: Mapping[str, Tensor], state: State) -> None:
         """Copy everything now and write it in the background; awaits (and reports) the write before it.
 
-        Of parts, every worker's write before it: checkpoints that this one makes superfluous are removed then.
-
         Raises:
             EnvironmentFault: The disk was full at the write before.
         """
         self.wait()
-        self.parts.wait()
-        if self.parts.world_size > 1:
-            self._forget(step)
         self._saved, self._verified = time.monotonic(), None
         copies = {name: self._copy(name, tensor.detach()) for name, tensor in tensors.items()}
         if any(tensor.is_cuda for tensor in tensors.values()):
@@ -115,52 +91,33 @@ class Checkpoints:
             self._writing.result()
         self._writing = None
 
-    def newest(self, workers: Workers | None = None, device: torch.device | None = None) -> Saved | None:
-        """The newest checkpoint that is whole, None without one.
+    def newest(self, workers: Workers, device: torch.device) -> int | None:
+        """The step of the newest checkpoint that is whole, None without one.
 
-        All `workers` go back to the same, of which the first knows. Each verifies the part that it will load; the
-        first, what is one file, or of another number of workers.
+        The first worker looks for it, and all go back to the same.
         """
-        workers, device = workers or Workers(), device or torch.device("cpu")
-        for candidate in self.saved() if workers.is_first else repeat(None):
-            found = Saved(*workers.firsts(candidate or (0, 0), device))
-            damaged = found.step and not self._verify(found, workers)
-            if not workers.sum(torch.tensor(int(damaged), device=device)):
-                break
-        else:
-            found = Saved(*workers.firsts((0, 0), device))
-            workers.sum(torch.tensor(0, device=device))
+        found = 0
         if workers.is_first:
-            self._forget_parts(found if found.step else None)
-        return found if found.step else None
+            found = self._newest_whole()
+        (step,) = workers.firsts([found], device)
+        return step or None
 
-    def load(self, saved: Saved, rows_of: RowsOf = lambda _name, _tensor: None) -> Content:
-        """The tensors, on the CPU, and the state of a checkpoint that `newest`, here or elsewhere, verified.
-
-        Args:
-            rows_of: How this worker holds a tensor; see `resplit`.
-
-        Raises:
-            EnvironmentFault: It is of another number of workers, and cannot be split anew.
-        """
+    def load(self, step: int) -> Content:
+        """The tensors, on the CPU, and the state of a checkpoint that `newest`, here or elsewhere, verified."""
         verified, self._verified = self._verified, None
-        if verified and verified[0] == saved:
+        if verified and verified[0] == step:
             return verified[1]
-        if saved.parts == self.parts.world_size:
-            found = read_checkpoint(saved.path(self.directory, self.parts.rank), verify=False)
-            assert found is not None, f"the checkpoint of step {saved.step} was whole a moment ago"
-            return found
-        return resplit(saved.paths(self.directory), rows_of)
+        found = read_checkpoint(self.path(step), verify=False)
+        assert found is not None, f"the checkpoint of step {step} was whole a moment ago"
+        return found
 
-    def _verify(self, saved: Saved, workers: Workers) -> bool:
-        """Whether what this worker verifies is whole; what it will load is kept."""
-        if saved.parts == self.parts.world_size:
-            if self.parts.world_size == 1 and not workers.is_first:
-                return True
-            found = read_checkpoint(saved.path(self.directory, self.parts.rank))
-            self._verified = (saved, found) if found else None
-            return found is not None
-        return not workers.is_first or all(map(read_checkpoint, saved.paths(self.directory)))
+    def _newest_whole(self) -> int:
+        for step in self.saved():
+            content = read_checkpoint(self.path(step))
+            if content:
+                self._verified = (step, content)
+                return step
+        return 0
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         """A copy on the CPU, where the last one of this name was; a GPU's has begun."""
@@ -172,43 +129,27 @@ class Checkpoints:
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: str) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        path = Saved(step, self.parts.world_size).path(self.directory, self.parts.rank)
+        path = self.path(step)
         with atomic_path(path) as temporary:
             save_file(tensors, temporary, {"state": state, "sha256": digest(tensors, state, path.name)})
-        if self.parts.world_size == 1:
-            self._forget(step)
+        self._forget(step)
 
     def _forget(self, step: int) -> None:
-        """Remove what is older than the newest to be kept, or newer than this step: damaged, or another history's.
-
-        Of parts, the first worker does, for all; every one has written its newest by then.
-        """
-        if not self.parts.is_first:
-            return
+        """Remove what is older than the newest to be kept, or newer than this step: damaged, or another history's."""
         saved = self.saved()
-        history = [each for each in saved if each.step <= step]
+        history = [each for each in saved if each <= step]
         for each in set(saved) - set(history[: self.settings.keep_checkpoints]):
-            for path in each.paths(self.directory):
-                path.unlink(missing_ok=True)
-
-    def _forget_parts(self, kept: Saved | None) -> None:
-        """Remove parts without the others, or newer than what is gone back to: those of two histories make no whole."""
-        history = {each for each in self.saved() if kept and each.step <= kept.step}
-        wanted = {path for each in history for path in each.paths(self.directory)}
-        for path in set(self.directory.glob("step-*-of-*.safetensors")) - wanted:
-            if path.is_symlink() or not path.is_dir():
-                path.unlink(missing_ok=True)
+            self.path(each).unlink(missing_ok=True)
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Content | None:
     """A checkpoint's tensors and state; None, with a warning, where it is damaged."""
     with contextlib.suppress(OSError, SafetensorError, KeyError, ValueError):
-        if path.is_file():  # a pipe would be waited for
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
-            if not verify or digest(tensors, metadata["state"], path.name) == metadata["sha256"]:
-                return tensors, json.loads(metadata["state"])
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
+        if not verify or digest(tensors, metadata["state"], path.name) == metadata["sha256"]:
+            return tensors, json.loads(metadata["state"])
     log.warning("The checkpoint %s is damaged: the one before it is used.", path)
     return None
 
@@ -216,7 +157,7 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Content | None:
 def digest(tensors: Mapping[str, Tensor], state: str, file: str) -> str:
     """The sha256 (hex) of names, dtypes, shapes and bytes of CPU tensors, of the state, and of the file's name.
 
-    The name has the step and the part: two files that changed places are not what they say.
+    The name has the step: two files that changed places are not what they say.
     """
     total = hashlib.sha256(f"{file}\n{state}".encode())
     for name in sorted(tensors):

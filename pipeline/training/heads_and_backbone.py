@@ -63,7 +63,7 @@ class BackboneLearner(Learner):
         held_out = num_positions(self.texts.get(SPLIT, ()))
         self.held_out_share = min(held_out, MAX_POSITIONS) / num_positions(self.texts["train"])
         self.backbone = Backbone(spec.trained_target, self.settings, device, self.dtype, workers)
-        self.take_heads(initial_heads(spec, heads_from))
+        self.heads = initial_heads(spec, heads_from).to(device)
         self.modules = {"heads": self.heads, "backbone": self.backbone}
         self.peak_lrs = {"heads": self.recipe.lr, "backbone": self.settings.peak_lr(self.recipe.lr)}
 

@@ -51,7 +51,7 @@ class HeadsLearner(Learner):
         self.rows = open_features(spec)
         self.recipe = recipe_of(spec, self.rows)
         self.held_out_share = min(num_positions(self.rows, SPLIT), MAX_POSITIONS) / num_positions(self.rows)
-        self.take_heads(initial_heads(spec, heads_from))
+        self.heads = initial_heads(spec, heads_from).to(device)
         self.modules, self.peak_lrs = {"heads": self.heads}, {"heads": self.recipe.lr}
         self.target_head = read_target_head(spec, device) if spec.settings.soft_labels else None
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,10 +15,8 @@ from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
 from pipeline.heads.kind import Heads
-from pipeline.training.memory import splits_heads
 from pipeline.training.optimizers import cosine_with_warmup
 from pipeline.training.recipe import Recipe
-from pipeline.training.sharded_heads import RowsOverWorkers, ShardedHeads, shard_heads
 from pipeline.training.task import TrainSpec, Workers, product_dtype
 
 
@@ -36,16 +33,13 @@ class Learner(ABC):
     """
 
     tunes_backbone: ClassVar[bool] = False  # whether the backbone trains too, and so is on the device
-    saves_memory: ClassVar[
-        tuple[str, ...]
-    ]  # the settings with which a worker takes less memory, those first that help most
+    saves_memory: ClassVar[tuple[str, ...]]  # settings with which a worker takes less, those first that help most
 
     heads: Heads
     modules: dict[str, nn.Module]  # what trains, on the device, by the name that checkpoints give it
     peak_lrs: dict[str, float]  # of each module
     recipe: Recipe  # `auto` resolved, alike on every worker
     held_out_share: float  # positions of one evaluation over those of one epoch
-    sharded: ShardedHeads | None = None  # where each worker has a part of `heads`
 
     def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
         self.spec, self.workers, self.device = spec, workers, device
@@ -59,45 +53,6 @@ class Learner(ABC):
     @abstractmethod
     def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float) -> Recipe:
         """The recipe for so many target-written positions, before they are there; arguments as of `heads_recipe`."""
-
-    def take_heads(self, heads: Heads) -> None:
-        """Train these, whole on the CPU: bring them to the device, or this worker's part of them.
-
-        A backbone that trains too is on the device already.
-        """
-        if self._splits_heads(heads):
-            self.sharded = shard_heads(heads, self.workers)
-        self.heads = heads.to(self.device)
-
-    @property
-    def split_rows(self) -> dict[str, RowsOverWorkers]:
-        """How what trains is split over the workers, by its name in `modules`; what is whole on each is not in it."""
-        split = self.sharded.rows if self.sharded else {}
-        return {f"heads.{name}": rows for name, rows in split.items()}
-
-    @contextmanager
-    def heads_whole(self, *, more: bool = False) -> Iterator[None]:
-        """Within it losses and figures can be computed; `more` micro-batches of the same step follow."""
-        if self.sharded is None:
-            yield
-            return
-        self.sharded.accumulate(more)
-        with self.sharded.whole():
-            yield
-
-    def whole_heads(self) -> Heads:
-        """The heads to be written; every worker calls it, and the first gets all of them."""
-        return (self.sharded and self.sharded.collected()) or self.heads
-
-    def _splits_heads(self, heads: Heads) -> bool:
-        """Whether each worker keeps a part, the same answer on every worker; see `splits_heads`."""
-        num_trained = sum(weight.numel() for weight in heads.parameters() if weight.requires_grad)
-        left = None
-        if self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            left = total - torch.cuda.memory_allocated(self.device)
-        wanted = splits_heads(self.spec.settings, self.workers.world_size, num_trained, left)
-        return bool(self.workers.sum(torch.tensor(int(wanted), device=self.device)))
 
     @property
     def total_steps(self) -> int:

@@ -19,7 +19,7 @@ from pipeline.training import recipe
 if TYPE_CHECKING:
     from pipeline.training.learner import Learner
 
-BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "report_to", "shard_heads"}
+BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "report_to"}
 
 
 class Package(NamedTuple):

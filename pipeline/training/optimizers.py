@@ -67,18 +67,6 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tenso
     return tensors, {name: value for name, value in leaves.items() if name not in tensors}
 
 
-def owners(optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> list[str]:
-    """The parameter, by name, that each of an optimizer's is, or is a view of; in the order of its state's indices."""
-    names = {weight.untyped_storage().data_ptr(): name for name, weight in parameters.items()}
-    found = (weight for group in optimizer.param_groups for weight in group["params"])
-    return [names[weight.untyped_storage().data_ptr()] for weight in found]
-
-
-def goes_by_row(name: str, tensor: Tensor) -> bool:
-    """Whether a tensor of a parameter's state has its rows, or numbers for each of them: an 8-bit moment's scales."""
-    return tensor.dim() > 1 or "absmax" in name
-
-
 def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
     """Put a state of `optimizer_tensors` back; learning rates and decays stay those of the settings."""
     state: dict[Any, Any] = {}

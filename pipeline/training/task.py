@@ -98,26 +98,6 @@ class Workers:
         self.sum_all([tensor])
         return tensor
 
-    def gather(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Every worker's tensor of this shape, [N, ...], in a dtype."""
-        found = tensor.new_empty(self.world_size, *tensor.shape, dtype=dtype or tensor.dtype)
-        mine = found[self.rank].copy_(tensor)
-        if tensor.device.type == "cpu":  # gloo would gather into a copy as large as all of them
-            for work in [dist.broadcast(each, src=rank, async_op=True) for rank, each in enumerate(found)]:
-                work.wait()
-        else:
-            dist.all_gather_single(found.flatten(), mine.flatten())
-        return found
-
-    def sum_to(self, rank: int, tensor: Tensor) -> dist.Work:
-        """Begin to sum a contiguous tensor over all workers, in place on this one of them; the others' is lost.
-
-        Every worker begins such sums in one order. With two workers the same bits as of a sum of all.
-        """
-        work = dist.reduce(tensor, dst=rank, async_op=True)
-        assert work is not None, "every worker is in the group"
-        return work
-
     def firsts(self, numbers: Sequence[int], device: torch.device) -> list[int]:
         """The first worker's numbers, on every worker."""
         mine = numbers if self.is_first else [0] * len(numbers)

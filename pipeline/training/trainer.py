@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from typing import Any
@@ -26,19 +26,9 @@ from pipeline.artifacts.trained_heads import write_heads
 from pipeline.errors import CheckFailed
 from pipeline.execution.progress import ProgressReporter
 from pipeline.training.checkpoints import Checkpoints
-from pipeline.training.gradients import GradientSum, clip_gradients
 from pipeline.training.learner import Learner
 from pipeline.training.metrics import MetricsLog
-from pipeline.training.optimizers import (
-    goes_by_row,
-    load_optimizer,
-    make_optimizer,
-    optimizer_tensors,
-    owners,
-    set_lr,
-    trained,
-)
-from pipeline.training.sharded_heads import RowsOverWorkers
+from pipeline.training.optimizers import load_optimizer, make_optimizer, optimizer_tensors, set_lr, trained
 from pipeline.training.train_state import TrainState
 
 
@@ -51,11 +41,7 @@ class Trainer:
         self.modules = nn.ModuleDict(learner.modules)
         self.trained = trained(self.modules)
         self.parameters = list(self.trained.values())
-        self.rows = learner.split_rows
-        whole = [weight for name, weight in _as_finished(learner.modules) if name not in self.rows]
-        self.gradients = GradientSum(whole, learner.workers)
-        self.owners = owners(self.optimizer, self.trained)
-        self.best: dict[str, Tensor] = {}  # the best state on held-out text, on the CPU; see `_keeps`
+        self.best: dict[str, Tensor] = {}  # the best state on held-out text, on the first worker's CPU
 
     def step(self, step: int, batches: Sequence[Any]) -> dict[str, Any]:
         """One optimizer step, of which this worker computes a share; returns the figures of the whole."""
@@ -66,18 +52,15 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         self.modules.train()
         sums_C = torch.zeros(len(counts_C), device=learner.device)
-        for left, batch in zip(reversed(range(len(batches))), batches, strict=True):
-            with learner.heads_whole(more=left > 0):
-                losses_C = learner.summed_losses(batch, weights_C)
-            if not left:
-                self.gradients.begin()
+        for batch in batches:
+            losses_C = learner.summed_losses(batch, weights_C)
             (weights_C * losses_C).sum().backward()
             sums_C += losses_C.detach()
         self.modules.eval()
 
-        self.gradients.finish()
         workers.sum(sums_C)
-        norm = self._clip()
+        workers.sum_all(self._gradients())
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.settings.max_grad_norm)
         scalars = torch.stack([(weights_C * sums_C).sum(), norm, counts_C[0]])
         loss, grad_norm, positions, *means = torch.cat([scalars, sums_C / counts_C]).tolist()
         share = learner.lr_share(step)
@@ -96,8 +79,7 @@ class Trainer:
         learner, spec, total = self.learner, self.learner.spec, self.learner.total_steps
         is_first = learner.workers.is_first
         with ExitStack() as stack:
-            parts = learner.workers if self.rows else None
-            checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", self.settings, parts))
+            checkpoints = stack.enter_context(Checkpoints(spec.path / "checkpoints", self.settings))
             state = self.resume(checkpoints)
             log = MetricsLog(spec.watched, state.step, self.settings.report_to) if is_first else None
             stack.enter_context(log or nullcontext())
@@ -117,7 +99,7 @@ class Trainer:
                     figures |= self.evaluate(state)
                 if log:
                     log.write(state.step, {"epoch": state.step / learner.steps_per_epoch, **figures})
-                if self._due(checkpoints, state.step):
+                if is_first and checkpoints.due(state.step):
                     self.save(checkpoints, state)
                 said = f"loss {figures['loss']:.3f}, {state.tokens_per_second:,.0f} positions/s"
                 progress.update(steps_before + state.step, said)
@@ -128,16 +110,14 @@ class Trainer:
             self.modules.load_state_dict(self.best, strict=False)  # what is frozen is not in it
         if is_first:
             learner.write()
-        heads = learner.whole_heads()
-        if is_first:
-            write_heads(spec.heads_path, heads, summary)  # last: where they are, training is finished
+            write_heads(spec.heads_path, learner.heads, summary)  # last: where they are, training is finished
         return summary
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
         """Figures on held-out text; the weights are kept where they are the best so far."""
-        with self.learner.heads_whole():
-            figures = self.learner.evaluate()
-        if state.record_evaluation(figures, self.learner.held_out_loss(figures)) and self._keeps:
+        figures = self.learner.evaluate()
+        is_best = state.record_evaluation(figures, self.learner.held_out_loss(figures))
+        if is_best and self.learner.workers.is_first:
             self.best = {name: weight.detach().to("cpu", copy=True) for name, weight in self.trained.items()}
         return figures
 
@@ -148,15 +128,15 @@ class Trainer:
         held |= {f"modules/{name}": tensor for name, tensor in self.trained.items()}
         if state.best_step != state.step:
             held |= {f"best/{name}": tensor for name, tensor in self.best.items()}
-        split = {name: rows.num_rows for name, tensor in held.items() if (rows := self._rows_of(name, tensor))}
-        checkpoints.save(state.step, held, {"train_state": asdict(state), "optimizer": numbers, "rows": split})
+        checkpoints.save(state.step, held, {"train_state": asdict(state), "optimizer": numbers})
 
     def resume(self, checkpoints: Checkpoints) -> TrainState:
         """Go back to the newest whole checkpoint, the same on every worker; a new state where there is none."""
         workers, device = self.learner.workers, self.learner.device
-        if not (saved := checkpoints.newest(workers, device)):
+        step = checkpoints.newest(workers, device)
+        if step is None:
             return TrainState()
-        tensors, state = checkpoints.load(saved, self._rows_of)
+        tensors, state = checkpoints.load(step)
         found: dict[str, dict[str, Tensor]] = {"modules": {}, "optimizer": {}, "best": {}}
         for name, tensor in tensors.items():
             part, _, rest = name.partition("/")
@@ -164,38 +144,18 @@ class Trainer:
         assert found["modules"].keys() == self.trained.keys(), "a checkpoint has what trains, all of it"
         self.modules.load_state_dict(found["modules"], strict=False)  # what is frozen is not in it
         load_optimizer(self.optimizer, found["optimizer"], state["optimizer"])
-        if self._keeps:
+        if workers.is_first:
             self.best = {name: tensor.cpu() for name, tensor in (found["best"] or found["modules"]).items()}
         return TrainState(**state["train_state"])
 
-    @property
-    def _keeps(self) -> bool:
-        """Whether this worker keeps something for the end: the first all, or each its part."""
-        return self.learner.workers.is_first or bool(self.rows)
-
-    def _due(self, checkpoints: Checkpoints, step: int) -> bool:
-        """Whether this worker saves now; parts are saved by the first worker's clock."""
-        if not self.rows:
-            return self.learner.workers.is_first and checkpoints.due(step)
-        return bool(self.learner.workers.firsts([checkpoints.due(step)], self.learner.device)[0])
-
-    def _rows_of(self, name: str, tensor: Tensor) -> RowsOverWorkers | None:
-        """How a checkpoint's tensor is split; None where it is whole."""
-        part, _, rest = name.partition("/")
-        if part == "optimizer":
-            index, _, leaf = rest.partition(".")
-            rest = self.owners[int(index)] if goes_by_row(leaf, tensor) else ""
-        return self.rows.get(rest)
-
-    def _clip(self) -> Tensor:
-        """Clip the gradients, which are all there; returns their norm over all workers."""
-        most = self.settings.max_grad_norm
-        for weight in self.parameters:  # of a part of which no forward has run
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        if self.learner.workers.world_size == 1:
-            return torch.nn.utils.clip_grad_norm_(self.parameters, most)
-        rows = self.rows
-        return clip_gradients(self.trained, most, lambda name, of: rows[name].all_rows(of) if name in rows else of)
+    def _gradients(self) -> list[Tensor]:
+        """The gradient of every parameter; zero where no forward has run, so that all workers sum the same ones."""
+        gradients = []
+        for weight in self.parameters:
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            gradients.append(weight.grad)
+        return gradients
 
     def _require_finite(self, loss: float, grad_norm: float, lr: float) -> None:
         """Raise CheckFailed where training has diverged; no later checkpoint is written."""
@@ -203,9 +163,3 @@ class Trainer:
             what = f"Training diverged: at a learning rate of {lr:.2g} the loss is {loss}, its gradient's norm "
             fix = "Lower train.lr, raise train.warmup_steps or set train.precision: fp32."
             raise CheckFailed(f"{what}{grad_norm}.", self.learner.spec.directory, fix)
-
-
-def _as_finished(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """What trains, by name, in about the order in which backward finishes it: heads before what they read."""
-    for name, module in modules.items():
-        yield from ((f"{name}.{of_module}", weight) for of_module, weight in reversed(trained(module).items()))

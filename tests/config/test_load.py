@@ -84,6 +84,7 @@ def test_a_hub_id_stays_a_hub_id(file):
         ("check.prompts=1.5", "'check.prompts': ask at least one held-out row, or name a file of questions, not 1.5"),
         ("check.prompts=true", "'check.prompts': ask at least one held-out row, or name a file of questions, not true"),
         ("train.lr=.inf", "'train.lr'"),
+        ("train.shard_heads=true", "'train.shard_heads' is gone"),
         ("generate.engine_args={hf_token: hf_abc}", "hf_token would be written to run.yaml"),
     ],
 )

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.decoding.acceptance import (
-    NucleusAcceptance,
     RejectionSampling,
     TypicalAcceptance,
     acceptance_rule,
@@ -61,20 +60,6 @@ def test_typical_is_the_papers_formula_over_every_candidate(situation):
     assert (sampled.row, sampled.next_token) == (row, (logits[row] / temperature + noise[tree.depth[row]]).argmax())
 
 
-@settings(deadline=None, max_examples=150)
-@given(situations, st.sampled_from([0.05, 0.5, 0.8, 0.95]))
-def test_nucleus_keeps_the_longest_candidate_within_the_nucleus(situation, top_p):
-    seed, choices, temperature = situation
-    tree, logits, tokens = random_step(seed, choices)
-    noise = gumbel((tree.max_depth + 1, VOCAB), seed)
-    accepted = NucleusAcceptance(temperature, top_p).accept(logits, tokens, tree, noise)
-
-    row = longest_candidate(tree, logits, tokens, temperature, lambda p, token: token in nucleus_of(p, top_p))
-    inside = nucleus_of(softmax(logits[row].tolist(), temperature), top_p)
-    perturbed = (logits[row] / temperature + noise[tree.depth[row]]).tolist()
-    assert (accepted.row, accepted.next_token) == (row, max(inside, key=lambda token: perturbed[token]))
-
-
 def longest_candidate(tree, logits, tokens, temperature, passes) -> int:
     """The last row of the longest candidate whose tokens all pass; of several, of the likeliest."""
     best = (0, 0.0, 0)  # length, log likelihood, row
@@ -95,16 +80,6 @@ def softmax(logits: list[float], temperature: float) -> list[float]:
     return [value / sum(exponentials) for value in exponentials]
 
 
-def nucleus_of(p: list[float], top_p: float) -> list[int]:
-    """Takes the likeliest tokens one by one until they hold top_p."""
-    taken: list[int] = []
-    for token in sorted(range(len(p)), key=lambda token: -p[token]):
-        taken.append(token)
-        if sum(p[each] for each in taken) >= top_p:
-            break
-    return taken
-
-
 def chain_step(best: list[int], tokens: list[int]) -> tuple[Tree, torch.Tensor, torch.Tensor]:
     """A chain of guesses under a target that is sure of `best`."""
     tree = Tree([(0,) * depth for depth in range(1, len(tokens))])
@@ -117,7 +92,6 @@ RULES = [
     greedy_acceptance,
     TypicalAcceptance(0.7),
     TypicalAcceptance(0.7, samples=True),
-    NucleusAcceptance(0.7, 0.9),
     RejectionSampling(0.7),
     RejectionSampling(0.7, 0.9),
 ]
@@ -192,34 +166,27 @@ def test_likelier_of_two_equally_long_candidates_wins():
 
 
 def test_temperature_zero_is_greedy_acceptance():
-    for name in ("typical", "nucleus", "rejection"):
+    for name in ("typical", "rejection"):
         assert acceptance_rule(name, 0.0, top_p=0.9) is acceptance_rule("greedy", 0.7) is greedy_acceptance
 
 
 def test_a_rule_is_made_by_its_name():
     assert acceptance_rule("typical", 0.7, 0.1, 0.2) == TypicalAcceptance(0.7, 0.1, 0.2)
     assert acceptance_rule("typical", 0.7, first_token="sampled") == TypicalAcceptance(0.7, 0.09, 0.3, samples=True)
-    assert acceptance_rule("nucleus", 0.7, top_p=0.9) == NucleusAcceptance(0.7, 0.9)
     assert acceptance_rule("rejection", 0.7, top_p=0.9) == RejectionSampling(0.7, 0.9)
     assert acceptance_rule("rejection", 0.7) == RejectionSampling(0.7, 1.0)
 
 
-@pytest.mark.parametrize("make", [TypicalAcceptance, lambda t: NucleusAcceptance(t, 0.9), RejectionSampling])
+@pytest.mark.parametrize("make", [TypicalAcceptance, RejectionSampling])
 def test_a_rule_of_chance_needs_a_temperature(make):
     with pytest.raises(ValueError, match="temperature"):
         make(0.0)
 
 
-@pytest.mark.parametrize("make", [lambda p: NucleusAcceptance(0.7, p), lambda p: RejectionSampling(0.7, p)])
 @pytest.mark.parametrize("top_p", [0.0, 1.1])
-def test_top_p_is_a_probability(make, top_p):
+def test_top_p_is_a_probability(top_p):
     with pytest.raises(ValueError, match="top_p"):
-        make(top_p)
-
-
-def test_a_nucleus_that_holds_everything_is_refused():
-    with pytest.raises(ValueError, match="top_p"):
-        NucleusAcceptance(0.7, 1.0)
+        RejectionSampling(0.7, top_p)
 
 
 def test_impossible_tokens_do_not_turn_the_entropy_into_nan():

@@ -17,6 +17,7 @@ from pipeline.decoding.cuda_graphs import graph_capture_for
 from pipeline.decoding.decoder import Decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import cartesian_tree
+from tests.decoding.conftest import CONTEXT
 from tests.decoding.test_acceptance import RULES
 from tests.decoding.test_batches import PROMPTS, seeded
 from tests.decoding.test_decoder import FAMILIES, PROMPT, SPARSE
@@ -88,6 +89,13 @@ def test_a_captured_step_replayed_writes_what_transformers_writes(family, pair, 
         first, again = decoder.generate(PROMPT, 36), decoder.generate(PROMPT, 36)
         assert first.token_ids == again.token_ids == expected
         assert tape.replayed > again.num_steps > 10, "what the first text has captured must serve the second"
+
+
+def test_captured_text_ends_with_the_context_of_a_position_table(pair, continuation):
+    model, heads = pair("gpt2-positions")
+    prompt, room = PROMPT * 11, CONTEXT - 11 * len(PROMPT)
+    decoder = Decoder(model, heads, SPARSE, eos_token_ids=(), graph_capture=Tape())
+    assert decoder.generate(prompt, 30).token_ids == continuation(model, prompt, room)
 
 
 @pytest.mark.slow

@@ -12,16 +12,17 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pipeline.conversations.spans import IGNORED
-from pipeline.decoding.acceptance import NucleusAcceptance, RejectionSampling, TypicalAcceptance, greedy_acceptance
+from pipeline.decoding.acceptance import RejectionSampling, TypicalAcceptance, greedy_acceptance
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.dynamic_tree import NEVER, PREFER_PARENT, DynamicTree, GrownTree, check_tree
 from pipeline.decoding.held_out import HeldOutPlaces
 from pipeline.decoding.masks import GrownMasks, TreeMasks
 from pipeline.decoding.tree import Tree
 from pipeline.errors import ConfigError
+from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from tests.decoding.conftest import PROMPT
 from tests.decoding.steps import gumbel, random_step, random_trees
-from tests.heads.test_recurrent import SIZE, random_cell
+from tests.heads.test_recurrent import SIZE, VOCAB, random_cell
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4)).flatmap(
     lambda sizes: st.builds(
@@ -80,7 +81,6 @@ def test_the_most_probable_nodes_are_chosen_and_form_a_tree(tree: DynamicTree, s
         greedy_acceptance,
         TypicalAcceptance(0.8),
         TypicalAcceptance(0.8, samples=True),
-        NucleusAcceptance(0.9, 0.8),
         RejectionSampling(0.8),
     ],
 )
@@ -184,6 +184,26 @@ def test_a_true_token_s_place_is_that_of_its_node_among_all_that_are_proposed(tr
     for chunk_bytes in (1, 1 << 30):
         found = tree.places(heads, hidden, tokens, labels, chunk_bytes=chunk_bytes)
         assert found.dtype == torch.int16 and found.tolist() == expected.tolist()
+
+
+def test_below_a_token_that_is_not_proposed_nothing_has_a_place():
+    """Not even the root's own child, one depth below where it is proposed."""
+    heads, tree = random_cell(), DynamicTree(1, 2, 2)
+    hidden, roots = torch.randn(3, SIZE, dtype=torch.float64), torch.tensor([4, 9, 4])
+    children_BC = tree.propose(heads, hidden, roots)[0][:, : tree.top]
+    missing = [min(set(range(VOCAB)) - set(children)) for children in children_BC.tolist()]
+    labels = torch.stack((torch.tensor(missing), children_BC[:, 0]))
+    assert tree.places(heads, hidden, roots, labels).eq(NEVER).all()
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 5])
+def test_of_certain_guesses_the_nodes_near_the_root_are_chosen(num_nodes):
+    """Each guess has probability one in fp32, so that a child is as probable as its parent."""
+    heads = MedusaHeads(MedusaShape(SIZE, VOCAB, 6))
+    heads.lm_head.data[:, 7] = 200.0
+    tree, _ = DynamicTree(num_nodes, 6, 3).grow(heads, torch.ones(2, SIZE), torch.tensor([4, 9]))
+    assert tree.depth.tolist() == [list(range(num_nodes + 1))] * 2
+    assert tree.parent.tolist() == [[0, *range(num_nodes)]] * 2
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from itertools import product
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.decoding.acceptance import NucleusAcceptance, RejectionSampling, TypicalAcceptance, acceptance_rule
+from pipeline.decoding.acceptance import RejectionSampling, TypicalAcceptance, acceptance_rule
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import cartesian_tree
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
@@ -69,10 +68,9 @@ def test_texts_have_the_targets_own_distribution(tiny):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [TypicalAcceptance(0.8, samples=True), NucleusAcceptance(0.8, 0.999)])
-def test_the_other_rules_change_the_distribution(rule, tiny):
-    """What makes the test above one that can fail."""
-    p, _ = p_of_texts(*tiny, rule, 0.8, 400)
+def test_typical_acceptance_changes_the_distribution(tiny):
+    """Shows that the test above can fail."""
+    p, _ = p_of_texts(*tiny, TypicalAcceptance(0.8, samples=True), 0.8, 400)
     assert p < 1e-9
 
 
@@ -105,7 +103,7 @@ def test_an_end_token_inside_a_sampled_path_ends_the_text_there(position, target
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["typical", "nucleus", "rejection"])
+@pytest.mark.parametrize("name", ["typical", "rejection"])
 def test_the_first_token_is_the_rules_own_choice(name, target_of):
     """Also where it is the only one, and without a tree."""
     model = target_of("llama")
@@ -127,25 +125,7 @@ def test_typical_with_a_greedy_first_token_needs_no_generator_and_starts_greedil
     assert plain.generate(PROMPT, 12, TypicalAcceptance(4.0)).token_ids == continuation(model, PROMPT, 12)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral-window"])
-def test_nucleus_decoding_keeps_to_the_nucleus(family, target_of, continuation, fitted_heads):
-    """Every token of the text lies in the nucleus that the target, reading it whole, has there."""
-    model = target_of(family)
-    heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3, known=0.3)
-    decoder = Decoder(model, heads, cartesian_tree((6, 3)), eos_token_ids=())
-    ahead_of, kept = [], Counter()
-    for seed in range(10):
-        decoded = decoder.generate(PROMPT, 24, NucleusAcceptance(2.0, 0.8), seeded(seed))
-        kept.update(decoded.accepted)
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([PROMPT + decoded.token_ids])).logits[0, len(PROMPT) - 1 : -1]
-        for p, token in zip((logits / 2.0).softmax(-1).tolist(), decoded.token_ids, strict=True):
-            ahead_of.append(math.fsum(each for each in p if each > p[token]))
-    assert max(ahead_of) < 0.8
-    assert max(ahead_of) > 0.5 and kept[2] + kept[3] > 10, "the case must see unlikely tokens and kept guesses"
-
-
-@pytest.mark.parametrize("name", ["nucleus", "rejection"])
-def test_a_rule_that_samples_needs_a_generator(name, target_of):
+def test_a_rule_that_samples_needs_a_generator(target_of):
+    rule = RejectionSampling(0.7, 0.9)
     with pytest.raises(ValueError, match="generator"):
-        plain_decoder(target_of("llama"), eos_token_ids=()).generate(PROMPT, 4, acceptance_rule(name, 0.7, top_p=0.9))
+        plain_decoder(target_of("llama"), eos_token_ids=()).generate(PROMPT, 4, rule)

@@ -145,7 +145,6 @@ def test_a_baseline_that_fails_is_named_and_spoils_nothing_for_the_others(check,
     [
         {"acceptance": "typical"},
         {"acceptance": "typical", "first_token": "sampled"},
-        {"acceptance": "nucleus", "top_p": 0.9},
         {"acceptance": "rejection", "top_p": 0.95},
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),

@@ -21,7 +21,6 @@ from pipeline.training.feature_batches import BATCHES_AHEAD, Batch
 from pipeline.training.heads_and_backbone import BackboneLearner, MicroBatch
 from pipeline.training.heads_only import HeadsLearner
 from pipeline.training.recipe import Recipe, heads_recipe
-from pipeline.training.sharded_heads import shard_heads
 from pipeline.training.task import Workers
 from pipeline.training.text_batches import Text, assemble_texts
 from pipeline.training.trainer import Trainer
@@ -39,9 +38,9 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def planned(make_config, tmp_path):
-    """`planned("7B", workers, **settings)`: a configuration whose target is a config.json of one layer."""
+    """`planned("7B", **settings)`: a configuration whose target is a config.json of one layer."""
 
-    def make(size: str, workers: int = 1, **settings: Any) -> Config:
+    def make(size: str, **settings: Any) -> Config:
         hidden_size, vocab_size = SIZES[size]
         target = LlamaConfig(
             hidden_size=hidden_size,
@@ -60,7 +59,6 @@ def planned(make_config, tmp_path):
             "train__batch_tokens": "auto",
             "train__precision": "bf16",
             "train__soft_labels": 0.5,
-            "placement__train": {"workers": workers},
         }
         return make_config(tmp_path, **usual | of_training | settings)
 
@@ -94,16 +92,6 @@ def batch_of(hidden_size: int, num_positions: int, num_heads: int) -> Batch:
     return Batch(states[0], next_N, labels_KN, states[1], teacher_KN)
 
 
-class OneOfMany(Workers):
-    """Whose parts are all that it is given: shapes are those of many workers."""
-
-    def gather(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return tensor.new_empty(self.world_size, *tensor.shape, dtype=dtype or tensor.dtype)
-
-    def sum_to(self, rank: int, tensor: torch.Tensor) -> Any:
-        return SimpleNamespace(wait=lambda: None)
-
-
 def held_after_a_step(trainer: Trainer) -> list[torch.Tensor]:
     """Weights, gradients and the optimizer's moments."""
     for weight in trainer.parameters:
@@ -113,12 +101,10 @@ def held_after_a_step(trainer: Trainer) -> list[torch.Tensor]:
     return [*trainer.modules.parameters(), *moments, *(weight.grad for weight in trainer.parameters)]
 
 
-def bytes_of_a_step(config: Config, hidden_size: int, vocab_size: int, workers: int) -> float:
-    """The most bytes that one worker holds in its second step, when the optimizer has its moments."""
+def bytes_of_a_step(config: Config, hidden_size: int, vocab_size: int) -> float:
+    """The most bytes that a worker holds in its second step, when the optimizer has its moments."""
     learner = learner_of(config.train, hidden_size, vocab_size)
-    if workers > 1:
-        learner.sharded = shard_heads(learner.heads, OneOfMany(0, workers))
-    batch = batch_of(hidden_size, learner.recipe.batch_tokens // workers, config.train.num_heads)
+    batch = batch_of(hidden_size, learner.recipe.batch_tokens, config.train.num_heads)
     trainer = Trainer(learner)
     ledger = Ledger([*held_after_a_step(trainer), *batch.tensors().values(), learner.target_head.weight_VD])
     with ledger:
@@ -133,14 +119,7 @@ def bytes_of_a_step(config: Config, hidden_size: int, vocab_size: int, workers: 
 )
 def test_a_step_takes_about_what_is_planned(planned, on_fake_cuda, kind, size):
     config = planned(size, **KINDS[kind])
-    found = bytes_of_a_step(config, *SIZES[size], workers=1)
-    assert estimate_of(config).total == pytest.approx(found, rel=WITHIN)
-
-
-@pytest.mark.slow
-def test_split_heads_take_about_what_is_planned(planned, on_fake_cuda):
-    config = planned("70B", workers=4, **KINDS["untied"])
-    found = bytes_of_a_step(config, *SIZES["70B"], workers=4)
+    found = bytes_of_a_step(config, *SIZES[size])
     assert estimate_of(config).total == pytest.approx(found, rel=WITHIN)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -55,6 +56,14 @@ def test_under_autocast_losses_stay_within_the_rounding_of_its_dtype():
     exact = score(heads, hidden, NEXT, labels, 5)
     torch.testing.assert_close(found.losses_K, exact.losses_K, rtol=2e-2, atol=0)
     assert not torch.equal(found.losses_K, exact.losses_K)
+
+
+def test_losses_of_heads_in_half_precision_are_in_fp32():
+    """Heads of zeros give each of 13 tokens the same logit, and log 13 is no number of bfloat16."""
+    heads = MedusaHeads(MedusaShape(SIZE, VOCAB, NUM_HEADS), dtype=torch.bfloat16)
+    labels = torch.zeros(NUM_HEADS, 1, dtype=torch.int64)
+    found = score(heads, torch.zeros(1, SIZE), NEXT[:1], labels, 5)
+    assert found.losses_K.tolist() == pytest.approx([math.log(VOCAB)] * NUM_HEADS, rel=1e-6)
 
 
 def test_ranks_say_of_every_label_where_it_stands_and_give_the_hits_that_the_score_counts():

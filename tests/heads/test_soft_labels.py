@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -39,6 +41,12 @@ def summed(compute, hidden, lm_head, labels, teacher, **settings):
     sums = compute(hidden, lm_head, labels, teacher, **settings)
     (WEIGHTS * sums).sum().backward()
     return [sums.detach(), *(each.grad for each in (hidden, lm_head) if each.requires_grad)]
+
+
+def test_logits_are_scaled_together_with_their_bias_and_then_capped():
+    """Bias 1 on a product of 2, scaled by 3: 9, of which a cap of 10 leaves 10 tanh 0.9."""
+    head = TargetHead(torch.full((1, 2), 0.5), torch.ones(1), scale=3.0, softcap=10.0)
+    assert head.logits(torch.tensor([[1.0, 3.0]])).item() == pytest.approx(10 * math.tanh(0.9))
 
 
 @pytest.mark.parametrize("lm_heads", ["untied", "tied", "shared"])

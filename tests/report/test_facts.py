@@ -120,15 +120,6 @@ def test_the_chain_is_shown_by_its_number_of_tokens_with_overheads_where_they_we
     table = chain_table(report)
     assert table.rows == (("1", "1.20x", "1.50 ± 0.10", "1.25x"),)
     assert table.note.endswith("1 tokens are drafted, the fastest up to 5 % by native overheads; 1 would accept most.")
-    rows.append({"draft_tokens": 2, "overhead": 2.0, "expected_acceleration_rate": 1.6, "expected_speedup": 0.8})
-    steps = [{"draft_tokens": 1, "ms": 4.8}, {"draft_tokens": 2, "ms": 8.0}]
-    costs = {"engine": "vllm", "plain_ms": 4.0, "steps": steps, "spread": 0.021, "settled": True, "threads": 2}
-    report["tree"]["chain_costs"] = costs
-    note = chain_table(report).note
-    assert "one request at a time on 2 CPU threads, in ms" in note
-    assert "plain 4.0, 1 drafted 4.8, 2 drafted 8.0 (repeated within 2.1%)" in note and note.endswith(
-        "; 2 would accept most."
-    )
     assert chain_table({"tree": {"nodes": 4}}).rows == ()
 
 
@@ -137,14 +128,6 @@ def test_a_training_that_gained_nothing_is_warned_of(report):
     assert any(said.startswith("None of 450 steps lowered the held-out loss") for said in warnings(report))
     report["train"]["best_step"] = 450
     assert not any("held-out loss" in said for said in warnings(report))
-
-
-def test_steps_of_vllm_that_never_repeated_are_warned_of(report):
-    report["tree"]["chain_costs"] = {"engine": "vllm", "plain_ms": 4.0, "steps": [], "spread": 0.4, "settled": False}
-    (said,) = [said for said in warnings(report) if "vLLM's steps" in said]
-    assert "40.0%" in said and "--fresh calibrate" in said
-    report["tree"]["chain_costs"]["settled"] = True
-    assert not any("vLLM's steps" in said for said in warnings(report))
 
 
 def test_the_headline_says_what_the_search_gained_over_the_stock_tree(report):

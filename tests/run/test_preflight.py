@@ -202,7 +202,6 @@ def test_looking_for_a_package_does_not_import_it(make_settings, tmp_path):
     ("changes", "says"),
     [
         ({"acceptance": "rejection"}, r"rejection acceptance is greedy.*check\.temperature"),
-        ({"acceptance": "nucleus", "temperature": 0.7}, r"every guess.*check\.top_p"),
         ({"acceptance": "typical", "temperature": 0.7, "top_p": 0.9}, r"no effect.*check\.top_p"),
         ({"acceptance": "rejection", "temperature": 0.7, "first_token": "sampled"}, r"no effect.*check\.first_token"),
     ],
@@ -213,7 +212,7 @@ def test_a_rule_with_numbers_that_it_cannot_use_is_refused(make_config, tmp_path
 
 
 def test_every_rule_has_numbers_that_it_takes(make_config, tmp_path):
-    for rule, more in {"typical": {"first_token": "sampled"}, "nucleus": {"top_p": 0.9}, "rejection": {}}.items():
+    for rule, more in {"typical": {"first_token": "sampled"}, "rejection": {"top_p": 0.9}}.items():
         changes = {"acceptance": rule, "temperature": 0.7, **more}
         check_config(make_config(tmp_path, **{f"check__{key}": value for key, value in changes.items()}))
 

@@ -12,7 +12,6 @@ from rich.console import Console
 from safetensors.numpy import load_file
 
 from pipeline.errors import ConfigError, DataError
-from pipeline.evaluation.draft_costs import StepCosts
 from pipeline.flow import run_flow
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec
@@ -132,28 +131,17 @@ def test_the_chain_of_every_length_is_foretold_from_all_held_out_text(finished_r
     assert summary["conversations"] == len(dialogues)
 
 
-def test_the_number_of_draft_tokens_is_the_fastest_where_vllm_serves_and_the_given_one_otherwise(
-    copied_run, make_config, tmp_path, monkeypatch
-):
-    def costs(target, heads, most, prompts, scratch, gpus, progress):
-        asked.append(most)
-        return found
+def test_the_chain_has_the_fastest_or_the_given_length(copied_run, make_config, tmp_path, monkeypatch):
+    def overheads(_, __, sizes, *more):
+        return {size: 50.0 if size == 3 else 2.0 for size in sizes}  # a third token costs more than it brings
 
-    asked: list = []
-    found = StepCosts(0.002, {1: 0.002, 3: 0.2})  # a third token costs more than it can bring
-    monkeypatch.setattr("pipeline.run.timing.draft_costs", costs)
-    monkeypatch.setattr("pipeline.evaluation.overhead.overhead_curve", lambda *asked: dict.fromkeys(asked[2], 2.0))
+    monkeypatch.setattr("pipeline.evaluation.overhead.overhead_curve", overheads)
     auto = {"calibrate__nodes": "auto", "check__engines": ["native", "vllm"]}
     tree = run_again(make_config(tmp_path, **auto)).latest("calibrate").summary["tree"]
-    assert asked == [3] and tree["num_speculative_tokens"] == 1
-    assert [row["overhead"] for row in tree["chain"]] == [1, 50.5, 100]
-    assert tree["chain_costs"]["plain_ms"] == 2 and [each["ms"] for each in tree["chain_costs"]["steps"]] == [2, 200]
-    found = None  # vLLM is not installed: native overheads stand for it
-    tree = run_again(make_config(tmp_path, **auto, calibrate__top=9)).latest("calibrate").summary["tree"]
-    assert [row["overhead"] for row in tree["chain"]] == [2, 2, 2] and "chain_costs" not in tree
-    asked.clear()
-    tree = run_again(make_config(tmp_path, **auto, calibrate__draft_tokens=1)).latest("calibrate").summary["tree"]
-    assert tree["num_speculative_tokens"] == 1 and not asked, "nothing is timed for a number that is given"
+    assert [row["overhead"] for row in tree["chain"]] == [2, 2, 50]
+    assert tree["num_speculative_tokens"] in (1, 2)
+    tree = run_again(make_config(tmp_path, **auto, calibrate__draft_tokens=3)).latest("calibrate").summary["tree"]
+    assert tree["num_speculative_tokens"] == 3
     run = run_again(make_config(tmp_path, calibrate__draft_tokens=2), until="export")
     config = json.loads((run.path / "latest/export/config.json").read_text())
     (proposal,) = config["speculators_config"]["proposal_methods"]
@@ -193,7 +181,7 @@ def test_auto_measures_what_trees_cost_here_and_takes_the_size_that_promises_the
         assert size["expected_speedup"] == pytest.approx(ratio, rel=1e-3)
 
     def costly(model, heads, trees, prompts, context, progress):
-        asked.extend(prompts)
+        asked[:] = prompts
         return {size: 1.0 + 100 * (size > 3) for size in trees}
 
     asked: list[list[int]] = []

@@ -120,9 +120,6 @@ def test_an_assistant_is_named_and_its_content_counts(copied_run, make_config, t
     first = run_again(config).latest("check")
     (row,) = first.summary["native"]["baselines"]
     assert row["greedy_match"]["identical"] == 8 and row["acceleration_rate"] >= 1.5, "it guesses as the target writes"
-    sampled = {"check__baselines": ["assistant", "assistant-sampling"], "check__assistant_model": str(assistant)}
-    _, drafted = run_again(make_config(tmp_path, **sampled)).latest("check").summary["native"]["baselines"]
-    assert drafted["acceptance"] > 0.9 and 1 < drafted["draft_length"] <= 5 and "greedy_match" not in drafted
     moved = assistant.rename(tmp_path / "elsewhere")
     config = make_config(tmp_path, check__baselines=["assistant"], check__assistant_model=str(moved))
     assert run_again(config).latest("check").fingerprint == first.fingerprint

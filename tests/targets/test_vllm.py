@@ -22,7 +22,7 @@ from pipeline.export.layout import ExportLayout, read_layout
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
-from pipeline.targets import vllm_decode, vllm_load, vllm_step_times
+from pipeline.targets import vllm_decode, vllm_load
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
 from pipeline.targets.transformers_features import TransformersFeatureEngine
@@ -284,11 +284,6 @@ def test_a_cell_that_is_always_right_accepts_more_than_it_was_trained_for(
     (result,) = vllm_decode.decode_in_vllm(counting_target, [apart], PROMPTS, 33)
     assert result["token_ids"] == [[ids[-1] + 1 + step for step in range(33)] for ids in PROMPTS]
     assert 5 < result["acceleration_rate"] <= 6
-
-    work_here(monkeypatch, vllm_step_times, vllm_step_times.measure)
-    monkeypatch.setattr(vllm_step_times, "MAX_ROUNDS", vllm_step_times.MIN_ROUNDS)  # a figure that nobody reads
-    plain, drafting = vllm_step_times.step_times(counting_target, [{}, apart], [[100], [7, 7, 250]])
-    assert plain.seconds > 0 and drafting.seconds > 0, "both engines live in one process"
 
 
 def test_a_server_with_heads_that_are_always_right_answers_as_many_tokens_in_fewer_steps(

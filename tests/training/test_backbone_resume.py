@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from pipeline.errors import DataError
 from pipeline.training.metrics import read_metrics
 from pipeline.training.phases import train
-from pipeline.training.task import TrainSpec
-from tests.training.trainings import Stopped, stop_at
+from pipeline.training.task import TrainSpec, Workers
+from tests.training.trainings import Stopped, stop_at, trainer_of
 from tests.training.two_workers import train_as_two
 
 
@@ -70,6 +70,20 @@ def test_dropout_differs_from_step_to_step_and_with_the_seed(make_tuning):
     for spec in specs:
         train(spec)
     assert not same(*specs)
+
+
+def seeds_of(spec: TrainSpec, workers: Workers, step: int) -> list[int]:
+    """The seeds of one worker's forwards in a step, without that of a forward of nothing."""
+    batches = trainer_of(spec, workers).learner.batches(step)
+    return [batch.seed for batch in batches if len(batch.texts.next_N)]
+
+
+def test_every_forward_draws_its_own_dropout_on_any_worker(make_tuning):
+    spec = make_tuning(micro_batch=1, batch_sequences=3)
+    alone = seeds_of(spec, Workers(), 0)
+    assert len(set(alone)) == len(alone) > 1
+    assert seeds_of(spec, Workers(0, 2), 0) + seeds_of(spec, Workers(1, 2), 0) == alone
+    assert set(alone).isdisjoint(seeds_of(spec, Workers(), 1))
 
 
 def test_the_size_of_a_forward_changes_the_curve_by_rounding_alone(make_tuning):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from pipeline.training.learner import Learner
 from pipeline.training.metrics import read_metrics
 from pipeline.training.phases import train
 from pipeline.training.task import TrainSpec
+from pipeline.training.train_state import TrainState
 from tests.training.trainings import Stopped, stop_at
 
 
@@ -72,6 +74,15 @@ def test_training_ends_after_so_many_evaluations_without_a_lower_loss(make_spec,
     summary = train(spec)
     later = [step for step in sorted(evaluations(spec)) if step > one_in_the_middle_is_best]
     assert len(later) == patience and summary["steps"] == later[-1]
+
+
+@pytest.mark.parametrize("loss", [1.0, 1.5, math.nan])
+def test_only_a_lower_loss_makes_a_later_state_the_best(loss):
+    state = TrainState()
+    assert state.record_evaluation({"at": 0}, 1.0)
+    state.advance(0.0, 1, 1.0)
+    assert not state.record_evaluation({"at": 1}, loss)
+    assert (state.best_step, state.best_loss, state.stale, state.evaluation) == (0, 1.0, 1, {"at": 0})
 
 
 def test_where_nothing_is_held_out_the_last_state_is_kept(make_spec, monkeypatch):

@@ -99,6 +99,16 @@ def test_a_sample_of_the_positions_is_enough_and_always_the_same(heads, make_spe
     assert one != whole
 
 
+@pytest.mark.parametrize("limit", [1, 20])
+def test_conversations_are_sampled_until_the_limit_is_reached(heads, make_spec, tmp_path, monkeypatch, limit):
+    spec, path = make_spec(), tmp_path / "heads.safetensors"
+    write_heads(path, heads, {})
+    monkeypatch.setattr(room, "MAX_POSITIONS", limit)
+    found = held_out_ranks(spec.shards, spec.fingerprint, str(path), ("assistant",), 5, "cpu")
+    longest = max(int(lengths.max(initial=0)) for lengths in open_features(spec).lengths("calibrate"))
+    assert limit <= len(found) < limit + longest
+
+
 def test_without_held_out_rows_there_are_no_figures(heads, make_spec, monkeypatch):
     monkeypatch.setattr(room, "SPLIT", "nothing")
     found = evaluate(heads, open_features(make_spec()), Workers(), batch_tokens=16, dtype=torch.float32)

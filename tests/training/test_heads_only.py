@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -9,13 +11,14 @@ from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.conversations.spans import IGNORED
 from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
 from pipeline.heads.medusa import MedusaHeads
+from pipeline.storage.shards import read_rows
 from pipeline.targets.lm_head import read_lm_head
 from pipeline.training.feature_batches import Batch
 from pipeline.training.heads_only import initial_heads, open_features
 from pipeline.training.metrics import read_metrics
 from pipeline.training.phases import train
 from pipeline.training.task import TrainSpec
-from tests.training.conftest import STATES
+from tests.training.conftest import STATES, V
 from tests.training.trainings import trainer_of
 
 
@@ -112,6 +115,17 @@ def test_a_head_without_labels_adds_nothing_and_does_not_move(make_spec):
     assert figures["head_losses"][2] == 0
     moved_K = heads.lm_head.ne(start.lm_head).flatten(1).any(1) & heads.block_weight[0].any((1, 2))
     assert moved_K.tolist() == [True, True, False]
+
+
+def test_draft_vocabulary_is_what_train_rows_hold_most_often(make_spec):
+    spec = make_spec(draft_vocab=10)
+    counts: Counter[int] = Counter()
+    for row in (row for path in spec.shards for row in read_rows(path)):
+        for span in row["spans"]:
+            if row["split"] == "train" and span["role"] == "assistant":
+                counts.update(row["input_ids"][span["start"] : span["end"]])
+    by_frequency = sorted(range(V), key=lambda token: (-counts[token], token))
+    assert initial_heads(spec).vocabulary.token_map.tolist() == sorted(by_frequency[:10])
 
 
 def test_every_position_with_a_label_is_learned_once_per_epoch(make_spec):

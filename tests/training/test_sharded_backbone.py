@@ -68,7 +68,7 @@ def held(backbone: nn.Module) -> int:
 
 @pytest.mark.slow
 def test_the_weights_are_those_of_whole_layers_and_each_worker_holds_half_of_them(make, tmp_path, layered):
-    whole, split = make("whole"), make("split", shard=True, shard_heads=True)
+    whole, split = make("whole"), make("split", shard=True)
     train_as_two(train_and_count, (whole, split), tmp_path)
     assert same(whole, split)
     for one, other in zip(read_metrics(whole.path), read_metrics(split.path), strict=True):
@@ -83,7 +83,7 @@ def test_the_weights_are_those_of_whole_layers_and_each_worker_holds_half_of_the
 @pytest.mark.slow
 def test_an_interrupted_training_of_split_layers_ends_with_the_weights_of_whole_ones(make, tmp_path):
     settings = {"gradient_checkpointing": True, "micro_batch": 2, "precision": "bf16"}
-    whole, broken = make("whole", **settings), make("broken", shard=True, shard_heads=True, **settings)
+    whole, broken = make("whole", **settings), make("broken", shard=True, **settings)
     whole, broken = (replace(spec, target=replace(spec.target, dtype="bfloat16")) for spec in (whole, broken))
     train_as_two(train_and_interrupt, (whole, broken), tmp_path)
     assert same(whole, broken)
@@ -103,7 +103,7 @@ def test_workers_run_equally_many_batches_of_which_some_hold_nothing(make, micro
 
 @pytest.mark.slow
 def test_one_worker_has_nothing_to_split(make):
-    whole, alone = make("whole", epochs=1), make("alone", epochs=1, shard=True, shard_heads=True)
+    whole, alone = make("whole", epochs=1), make("alone", epochs=1, shard=True)
     for spec in (whole, alone):
         train(spec)
     assert same(whole, alone)

@@ -189,6 +189,6 @@ def test_nothing_is_imported_that_is_not_asked_for():
     assert ended.stdout.strip() == "[]" and not Path(trackers.FILE).exists()
 
 
-def test_where_to_report_and_who_holds_which_part_change_no_fingerprint(make_spec):
-    told, not_told = make_spec("a", report_to=("trackio",)), make_spec("b", report_to=(), shard_heads=True)
+def test_where_to_report_changes_no_fingerprint(make_spec):
+    told, not_told = make_spec("a", report_to=("trackio",)), make_spec("b", report_to=())
     assert told.method.settings(told.settings, None) == not_told.method.settings(not_told.settings, None)
