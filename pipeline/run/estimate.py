@@ -290,12 +290,13 @@ def _training(
     """A step of training, at its peak in the loss."""
     train, workers, hidden_size = config.train, _workers_of(config, "train"), target.hidden_size
     on = _on("train", config, "train")
-    width = FP32
+    width, gradients = FP32, FP32 * heads.trained
     if train.precision == "bf16" or (train.precision == "auto" and on.on_gpu):
         width = 2
     if learner.tunes_backbone:
         num_positions = train.backbone.micro_batch * train.backbone.sequence_length
         on = _with_backbone(on, config, target, num_positions * width)
+        gradients *= 2  # those of a micro-batch, beside the sum of the ones before
     else:
         recipe = learner.expected_recipe(train, positions, hidden_size, head_kind(train.heads).lr_scale)
         num_positions = -(-recipe.batch_tokens // workers)
@@ -313,7 +314,7 @@ def _training(
         name=name or "train",
         saves_memory=(*on.saves_memory, *learner.saves_memory),
         heads=on.heads + FP32 * heads.weights,
-        gradients=on.gradients + FP32 * heads.trained,
+        gradients=on.gradients + gradients,
         optimizer=on.optimizer + MOMENTS[train.optimizer] * heads.trained,
         activations=on.activations + width * (num_positions * heads.kept + matrices) + logits,
     )

@@ -125,15 +125,15 @@ def test_a_step_takes_about_what_is_planned(planned, on_fake_cuda, kind, size):
 
 @pytest.mark.slow
 def test_a_step_of_heads_and_backbone_takes_about_what_is_planned(planned, on_fake_cuda):
-    """Of one of the target's layers: what every further one would add is the same."""
+    """Two micro-batches, of one of the target's layers: what every further layer would add is the same."""
     tuned = {"sequence_length": 2048, "batch_sequences": 1, "micro_batch": 1, "gradient_checkpointing": False}
-    config = planned("7B", **KINDS["recurrent"], train__method="medusa-2", train__backbone={**tuned, "recipe": "joint"})
+    config = planned("7B", **KINDS["untied"], train__method="medusa-2", train__backbone={**tuned, "recipe": "joint"})
     learner = tuning_learner_of(config.train, LlamaConfig.from_pretrained(config.target.model))
     text = Text(np.arange(2049, dtype=np.int32), (Span(1, 2049, "assistant"),), 2048)
     trainer, batch = Trainer(learner), MicroBatch(assemble_texts([[text]], config.train.num_heads), 0)
     ledger = Ledger(held_after_a_step(trainer))
     with ledger:
-        trainer.step(2, [batch])
+        trainer.step(2, [batch, batch])
     assert estimate_of(config).total == pytest.approx(ledger.peak["cuda:0"], rel=WITHIN)
 
 
