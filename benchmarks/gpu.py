@@ -7,8 +7,7 @@ A target of Mistral-7B's shape with random bf16 weights, made on the card. Measu
 large random matrices, in the same dtype): the features stage's whole worker; `train` from the shards that it
 wrote; and writing and reading those shards alone. Native decoding, plain and with trees of several sizes, of one text
 and of several at once. Then a step of every kind of head with vocabularies of 32,000 and 128,256 tokens, its memory
-beside what `plan` says, and a checkpoint. Each part has its share of the time, and what it does not reach is said as
-not measured.
+and a checkpoint. Each part has its share of the time, and what it does not reach is said as not measured.
 """
 
 from __future__ import annotations

@@ -19,8 +19,7 @@ from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import print_stage
 from pipeline.report.formatting import duration
 from pipeline.run.context import Context
-from pipeline.run.estimate import estimate
-from pipeline.run.fitting import check_memory
+from pipeline.run.estimate import check_memory, run_size
 from pipeline.run.preflight import check_config, unread_settings
 from pipeline.run.records import require_records
 from pipeline.run.stage import Stage
@@ -74,7 +73,7 @@ def run_flow(
     check_config(config, wanted, fresh=fresh)
     for warning in unread_settings(config):
         console.print(f"[yellow]![/] {warning}", highlight=False, soft_wrap=True)
-    check_memory(config, wanted, lambda: _positions(config), fresh)
+    check_memory(config, wanted, fresh, lambda: _count_positions(config))
     run = RunDirectory.create(config)
     with disk_errors(run.path), run.locked():
         run.write_config(config)
@@ -214,10 +213,10 @@ def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
     return Context(check.configuration(checked, config), run, console, "inline", upstream=found)
 
 
-def _positions(config: Config) -> int | None:
+def _count_positions(config: Config) -> int | None:
     """How many positions there will be to train on, as `plan` counts them."""
     statuses = stage_statuses(RunDirectory(config.run.directory, config.run.store), config, STAGES)
-    return estimate(config, statuses["seeds"].finished, statuses["generate"].finished).positions
+    return run_size(config, statuses["seeds"].finished, statuses["generate"].finished).positions
 
 
 def wanted_stages(

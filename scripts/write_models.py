@@ -1,34 +1,26 @@
 """Write the tables of docs/models.md: `python scripts/write_models.py`, from published sizes and `plan`'s arithmetic,
 and from what `python -m benchmarks.run architectures` has found.
-
-For each model and each room, the first change of settings with which every stage fits, of those that cost least first.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from pipeline.config import Config, TargetConfig  # noqa: E402
 from pipeline.config.load import load_config  # noqa: E402
 from pipeline.execution.device_memory import GIB  # noqa: E402
-from pipeline.run.budget import budgets  # noqa: E402
-from pipeline.targets.sizes import TargetSizes, target_sizes  # noqa: E402
-from pipeline.targets.spec import resolve  # noqa: E402
-from tests.models.published import BY_ID, Published  # noqa: E402
+from pipeline.run.estimate import StageMemory, memory_of_stages, target_sizes  # noqa: E402
+from tests.models.published import BY_ID  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 RESULT = ROOT / "benchmarks" / "results" / "architectures.json"
-ROOMS = {"one GPU of 24 GB": (1, 24), "one of 80 GB": (1, 80), "eight of 80 GB": (8, 80)}
+GPUS = (24, 48, 80)  # GB
 CONFIGS = {
     "llama-3.yaml": [name for name in BY_ID if "Llama-3" in name],
     "qwen2.5-7b.yaml": [name for name in BY_ID if "Qwen2.5" in name],
@@ -40,19 +32,6 @@ CONFIGS = {
     "phi-4.yaml": ["microsoft/phi-4"],
 }
 HEADS = {"recurrent": [], "medusa": ["train.heads=medusa"]}
-SMALLER = {
-    "recurrent": [[], ["train.optimizer=adamw-8bit"], ["train.optimizer=adamw-8bit", "train.batch_tokens=4096"]],
-    "medusa": [
-        [],
-        ["train.optimizer=adamw-8bit"],
-        ["train.medusa.lm_head=shared"],
-        ["train.medusa.lm_head=shared", "export.formats=[shared]"],
-        ["train.medusa.lm_head=shared", "train.optimizer=adamw-8bit"],
-        ["train.medusa.lm_head=shared", "export.formats=[shared]", "train.optimizer=adamw-8bit"],
-        ["train.medusa.lm_head=tied"],
-        ["train.medusa.lm_head=tied", "train.optimizer=adamw-8bit", "train.batch_tokens=4096"],
-    ],
-}
 
 
 def main() -> None:
@@ -81,73 +60,42 @@ def kept_table(families: dict[str, dict[str, str]]) -> str:
 
 def table() -> str:
     """One row per model and kind of heads."""
-    heading = ["model", "configuration", "heads", "weights", "training", *ROOMS]
+    heading = ["model", "configuration", "heads", "weights", "training", "fits as it is on one GPU of"]
     lines = [heading, ["---"] * len(heading)]
     with tempfile.TemporaryDirectory() as directory:
         for config, names in CONFIGS.items():
-            lines += itertools.chain.from_iterable(_rows(config, BY_ID[name], Path(directory)) for name in names)
+            for name in names:
+                target = BY_ID[name].write(Path(directory) / name)
+                lines += [row(config, name, target, heads) for heads in HEADS]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _rows(config: str, model: Published, directory: Path) -> Iterator[list[str]]:
-    target = model.write(directory / model.hub_id)
-    for heads, words in HEADS.items():
-        weights, training = sizes(config, target, words)
-        rooms = [_cell(fitting(config, target, heads, *room)) for room in ROOMS.values()]
-        link = f"[{config}](../configs/{config})"
-        yield [model.hub_id, link, heads, f"{weights:.0f} GiB", f"{training:.0f} GiB", *rooms]
+def row(config: str, name: str, target: Path, heads: str) -> list[str]:
+    """A model's sizes with a kind of heads, and the smallest GPU on which a run of it fits."""
+    found = {each.stage: each for each in memory(config, target, GPUS[-1], HEADS[heads])}
+    weights, training = (f"{size / GIB:.0f} GiB" for size in (found["features"].weights, found["train"].total))
+    link = f"[{config}](../configs/{config})"
+    return [name, link, heads, weights, training, smallest_gpu(config, target, HEADS[heads])]
 
 
-def _cell(words: list[str] | None) -> str:
-    if words is None:
-        return "no"
-    return " ".join(f"`{word}`" for word in words) or "as it is"
+def smallest_gpu(config: str, target: Path, words: Sequence[str]) -> str:
+    for gb in GPUS:
+        if fits(config, target, gb, words):
+            return f"{gb} GB"
+    return "–"
 
 
-def sizes(config: str, target: Path, words: list[str]) -> tuple[float, float]:
-    """GiB of the target's weights, and of a step of training, where nothing is made smaller."""
-    wanted = load_config(ROOT / "configs" / config, [f"target.model={target}", "placement.gpu_memory_gb=80", *words])
-    found = {budget.stage: budget for budget in budgets(wanted, known(wanted))}
-    return found["features"].memory.weights / GIB, found["train"].memory.total / GIB
+def fits(config: str, target: Path, gb: int, words: Sequence[str] = ()) -> bool:
+    """Whether every stage takes at most so much of a GPU."""
+    return all(each.fits(0) for each in memory(config, target, gb, words))
 
 
-def fitting(config: str, target: Path, heads: str, gpus: int, gb: int) -> list[str] | None:
-    """The overrides with which all stages fit on so many GPUs of this size; None where none of those tried does."""
-    for decoding, training in itertools.product(_decoding(gpus), SMALLER[heads]):
-        words = [*decoding, *training]
-        if not misfits(config, target, gb, HEADS[heads] + words):
-            return words
-    return None
-
-
-def _decoding(gpus: int) -> Iterator[list[str]]:
-    """Where the target decodes: on one GPU, on several for each worker, else in 8 or 4 bit."""
-    for span in (span for span in (1, 2, 4, 8) if span <= gpus):
-        stages = ("generate", "features") if span > 1 else ()
-        yield [f"placement.{stage}.gpus_per_worker={span}" for stage in stages]
-    natively = ["generate.engine=transformers", "check.engines=[native]"]  # vLLM has no bitsandbytes
-    yield from ([f"target.quantization={bits}", *natively] for bits in ("8bit", "4bit"))
-
-
-def misfits(config: str, target: Path, gb: int, words: list[str]) -> set[str]:
-    """The stages that do not fit."""
+def memory(config: str, target: Path, gb: int, words: Sequence[str] = ()) -> list[StageMemory]:
     places = [f"target.model={target}", f"placement.gpu_memory_gb={gb}"]
     wanted = load_config(ROOT / "configs" / config, [*places, *words])
-    return {budget.stage for budget in budgets(wanted, known(wanted)) if not budget.fits}
-
-
-@functools.cache
-def _sizes(target: str) -> TargetSizes:
-    """As a worker on a GPU loads it."""
-    found = target_sizes(resolve(TargetConfig(model=target), on_gpu=True))
-    assert found is not None, "a published config.json is enough"
-    return found
-
-
-def known(config: Config) -> TargetSizes:
-    """A target's sizes, counted once; its longest conversation is the configuration's."""
-    sizes = _sizes(config.target.model)
-    return replace(sizes, context=min(sizes.context, config.target.max_tokens or sizes.context))
+    sizes = target_sizes(wanted)
+    assert sizes is not None, "a published config.json is enough"
+    return memory_of_stages(wanted, sizes)
 
 
 if __name__ == "__main__":

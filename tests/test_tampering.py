@@ -17,7 +17,6 @@ from pipeline.errors import CheckFailed, DataError, EnvironmentFault, MedusaDist
 from pipeline.export.layout import read_layout
 from pipeline.export.weights import WeightsFile
 from pipeline.flow import push_run
-from pipeline.run.rates import rates_of_runs
 from pipeline.run.reporting import assemble
 from pipeline.storage.run_directory import RunDirectory
 from tests.flows.tiny import contents, latest, run_again, stages_run
@@ -55,18 +54,6 @@ def test_a_pipe_in_the_place_of_weights_is_never_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
     with pytest.raises(DataError, match="no file"):
         WeightsFile(tmp_path / name)
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "way", [os.mkfifo, lambda path: path.symlink_to("nothing"), lambda path: path.write_text(TYPES)]
-)
-def test_rates_are_not_taken_from_a_report_that_is_none(copied_run, make_config, tmp_path, way):
-    report = copied_run.path / "report.json"
-    assert set(rates_of_runs(make_config(tmp_path))) >= {"generate", "features"}
-    report.unlink()
-    way(report)
-    assert set(rates_of_runs(make_config(tmp_path))) <= {"features"}
 
 
 @pytest.mark.parametrize("place", ["events.jsonl", "lock", "latest/train/lock", "latest/train/metrics.jsonl"])

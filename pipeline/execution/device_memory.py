@@ -1,57 +1,13 @@
-"""What a worker holds of a device's memory at its peak, and what there is: a GPU's, or the machine's without one."""
+"""The memory of this machine and of its GPUs, and whether torch can use them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 GIB = 1 << 30
-UNSEEN = GIB  # of a GPU, outside of torch's count: CUDA's context and libraries
-FRAGMENTED = 0.03  # of a GPU: what an allocator holds and cannot use
-
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that one worker holds on one device at the moment when it holds most."""
-
-    weights: float = 0  # the target's
-    heads: float = 0  # with the adapter, where one trains
-    gradients: float = 0
-    optimizer: float = 0
-    activations: float = 0  # states, logits and batches
-    cache: float = 0  # keys and values
-
-    @property
-    def total(self) -> float:
-        return sum(self.parts().values())
-
-    def parts(self) -> dict[str, float]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def plus(self, **more: float) -> Memory:
-        """The same with more of some parts."""
-        return replace(self, **{name: getattr(self, name) + bytes_ for name, bytes_ in more.items()})
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a worker computes on. `memory` is in bytes, None where it is not known from here."""
-
-    name: str  # "its GPU", "this machine"
-    memory: float | None
-    on_gpu: bool
-    share: float = 1 - FRAGMENTED  # of a GPU: what may be used
-
-    @property
-    def room(self) -> float | None:
-        """What torch can use of it."""
-        if self.memory is None or not self.on_gpu:
-            return self.memory
-        return self.memory * self.share - UNSEEN
 
 
 def gpu_memory() -> float | None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from pipeline.errors import ConfigError, MedusaDistillError
-from pipeline.execution.cards import visible_cards
 from pipeline.execution.placement import Placement, Resources
 from pipeline.execution.progress import ProgressReporter
 from pipeline.execution.shard_progress import ShardProgress
@@ -91,7 +90,7 @@ class InlineExecutor:
         """What workers can be placed on."""
         import torch
 
-        return Resources(((len(os.sched_getaffinity(0)), torch.cuda.device_count()),), visible_cards())
+        return Resources(((len(os.sched_getaffinity(0)), torch.cuda.device_count()),))
 
     def map(
         self,

@@ -9,15 +9,13 @@ from dataclasses import dataclass
 
 from pipeline.config import PlacementOf
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.cards import Card
 
 
 @dataclass(frozen=True)
 class Resources:
-    """The resources of the machine or the cluster; `nodes` lists (cpus, gpus) of each node, `cards` all GPUs."""
+    """The resources of the machine or the cluster; `nodes` lists (cpus, gpus) of each node."""
 
     nodes: tuple[tuple[int, int], ...]
-    cards: tuple[Card, ...] = ()
 
     @property
     def cpus(self) -> int:

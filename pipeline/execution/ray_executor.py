@@ -18,7 +18,6 @@ from typing import Any
 from pipeline import OPENMP
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 from pipeline.execution.agent_guard import AgentGuard
-from pipeline.execution.cards import cards_of_node
 from pipeline.execution.cluster_watch import CLIENT, ClusterWatch, require_answer
 from pipeline.execution.executor import Outcome, ShardWorker, with_progress
 from pipeline.execution.placement import Placement, Resources
@@ -85,8 +84,7 @@ class RayExecutor:
         if self.watch:
             self.watch.settle()
         alive = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
-        sizes = tuple((int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in alive)
-        return Resources(sizes, tuple(card for node in alive for card in cards_of_node(node)))
+        return Resources(tuple((int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in alive))
 
     def map(
         self,

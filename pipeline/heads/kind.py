@@ -66,8 +66,7 @@ class Heads(nn.Module, ABC):
     card_about: ClassVar[str]  # Jinja of the model card: what these heads are, in a sentence or two
     card_engines: ClassVar[str] = ""  # Jinja of the model card: how other engines than vLLM serve them
     lr_scale: ClassVar[float] = 1.0  # what `train.lr: auto` multiplies the rule's learning rate by
-    smaller: ClassVar[tuple[dict[str, Any], ...]] = ()  # the kind's own settings, by key, that train fewer numbers
-    memory_fix: ClassVar[str] = ""  # which of the kind's own keys to set where a GPU's memory is too small
+    saves_memory: ClassVar[tuple[str, ...]] = ()  # settings of the kind's own with which training takes less memory
 
     shape: HeadsShape
     lm_head: Tensor  # [K, V, D], or one [V, D] that all heads share
@@ -92,14 +91,6 @@ class Heads(nn.Module, ABC):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
-
-    @classmethod
-    def kept_per_position(cls, shape: Any) -> int:
-        """How many numbers `states` keeps of each position for backward, the K states themselves included.
-
-        In the dtype of products; inputs and weights do not count. What a training takes of memory is planned with it.
-        """
-        return 2 * shape.num_heads * shape.hidden_size
 
     # Training and calibration
 

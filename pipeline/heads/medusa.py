@@ -72,8 +72,7 @@ class MedusaHeads(Heads):
     formats = (EXPANDED, SHARED, REFERENCE)
     weights_file = "medusa_lm_head.safetensors"
     choices_file = "medusa_choices.json"
-    smaller = ({"train.medusa.lm_head": "shared"}, {"train.medusa.lm_head": "tied"})
-    memory_fix = "With train.medusa.lm_head: shared, one lm_head is trained instead of K; with tied none."
+    saves_memory = ("train.medusa.lm_head: shared",)
 
     card_about = """\
 Each is {{ train.medusa.num_layers | default(1) }} residual block(s) and
@@ -130,11 +129,6 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> MedusaShape:
         own = settings.medusa
         return MedusaShape(hidden_size, vocab_size, settings.num_heads, own.num_layers, own.lm_head)
-
-    @classmethod
-    def kept_per_position(cls, shape: MedusaShape) -> int:
-        """Each block's product, which SiLU reads, and the sum that the next block or the lm_head reads."""
-        return 2 * shape.num_layers * shape.num_heads * shape.hidden_size
 
     @classmethod
     def initial(cls, shape: MedusaShape, target: TargetWeights) -> MedusaHeads:

@@ -84,7 +84,7 @@ class RecurrentHeads(Heads):
     lr_scale = 1.5  # measured: `python -m benchmarks.run recipe`
     vllm_method = "eagle"
     formats = (EXPANDED, SGLANG)
-    memory_fix = "A smaller train.recurrent.intermediate_size takes less."
+    saves_memory = ("a smaller train.recurrent.intermediate_size",)
     card_about = """\
 One recurrent cell drafts all tokens: it reads the target's last hidden state and the token that follows, guesses the
 next one with the target's own lm_head, and goes on from its own state and that guess. It is stored as vLLM's EAGLE-1
@@ -109,12 +109,6 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     def shape_of(cls, settings: TrainConfig, hidden_size: int, vocab_size: int) -> RecurrentShape:
         inner = settings.recurrent.intermediate_size or 4 * hidden_size
         return RecurrentShape(hidden_size, vocab_size, settings.num_heads, inner)
-
-    @classmethod
-    def kept_per_position(cls, shape: RecurrentShape) -> int:
-        """Of each step fc's input (2D), z, its norm and the next state (3D), and the MLP's four states (4I)."""
-        in_a_step = 5 * shape.hidden_size + 4 * shape.intermediate_size
-        return shape.num_heads * in_a_step
 
     @classmethod
     def initial(cls, shape: RecurrentShape, target: TargetWeights) -> RecurrentHeads:

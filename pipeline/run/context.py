@@ -11,15 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
 from pipeline.config import Config
-from pipeline.execution.cards import mixture
 from pipeline.execution.executor import Executor, InlineExecutor, make_executor
 from pipeline.execution.placement import Placement, place
 from pipeline.execution.progress import Meter, ProgressReporter
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.run.card_limits import require_cards
 from pipeline.run.placements import sections_of, unfinished
 from pipeline.storage.done import Identity
 from pipeline.storage.fingerprint import FileDigests
@@ -126,7 +123,7 @@ class Context:
         return place(stage, getattr(self.config.placement, stage), self.executor.resources())
 
     def check_placements(self, stages: Collection[str], fresh: str | None = None) -> None:
-        """Refuse workers that can never be placed, or whose GPUs lack what they compute; say GPUs of several kinds.
+        """Refuse workers that can never be placed.
 
         A stage with a finished result in the store is not checked, since it may be kept, except `fresh`.
 
@@ -141,14 +138,9 @@ class Context:
         on_cluster = self.executor_name == "ray" and cluster
         have = self.executor.resources() if on_cluster else InlineExecutor().resources()  # as Ray will find them here
         sections = sections_of(self.config, missing)
-        gpus = [
-            place(name, wanted, have).gpus
-            for name, wanted in self.config.placement.of_stages().items()
-            if name in sections
-        ]
-        require_cards(self.config, have.cards, missing)
-        if any(gpus) and (told := mixture(have.cards)):
-            self.console.print(f"[yellow]![/] {escape(told)}", highlight=False, soft_wrap=True)
+        for name, wanted in self.config.placement.of_stages().items():
+            if name in sections:
+                place(name, wanted, have)
 
     @contextlib.contextmanager
     def progress(self, stage: StageDirectory, unit: str) -> Iterator[ProgressReporter]:

@@ -19,7 +19,6 @@ from pipeline.export.hub import repositories
 from pipeline.export.layout import check_formats, check_num_heads
 from pipeline.export.upload import check_repo_id
 from pipeline.heads.shape import head_kind
-from pipeline.run.card_limits import require_own_cards
 from pipeline.run.lengths import require_labels, require_room
 from pipeline.run.placements import may_be_kept
 from pipeline.run.readable_targets import check_quantization, check_readers
@@ -64,8 +63,6 @@ def check_config(
             require_room(config, stages)
         with _noted(notes):
             _check_driver(config)
-        with _noted(notes):
-            require_own_cards(config, stages, fresh)
         with _noted(notes):
             check_readers(config)
     if stages is None or "train" in stages:

@@ -17,13 +17,15 @@ import torch
 
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets import files
-from pipeline.targets.spec import TargetSpec, first_lines
+from pipeline.targets.quantization import quantization_of
+from pipeline.targets.spec import TargetSpec, first_lines, model_config
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
 
 FEWER_BYTES = "Raise gpus_per_worker, or set target.quantization to 8bit or 4bit."
+OTHER_KERNELS = "Set target.dtype: float16, name a copy in another format, or run on a GPU that computes this one."
 
 
 def require_gpus(num_gpus: int) -> None:
@@ -43,7 +45,8 @@ def load_causal_lm(
 
     Raises:
         ConfigError: transformers cannot load it, or its files lack tensors, or hold others than the model has.
-        EnvironmentFault: The GPU is missing or too small, or the weights cannot be read.
+        EnvironmentFault: The GPU is missing, too small or lacks a kernel, a package is missing, or the
+            weights cannot be read.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -95,7 +98,17 @@ def _readable_errors(spec: TargetSpec, does_not_fit: EnvironmentFault) -> Iterat
         raise
     except Exception as error:  # whatever a family's code raises on weights that it does not expect
         what = f"transformers cannot load {spec.model}: {first_lines(error)}."
+        if _blames_the_machine(error, spec):
+            raise EnvironmentFault(what, files.WHERE, OTHER_KERNELS) from error
         raise ConfigError(what, files.WHERE, "Upgrade transformers, or fetch the target's files again.") from error
+
+
+def _blames_the_machine(error: Exception, spec: TargetSpec) -> bool:
+    """Whether a package or a GPU's kernel is missing: CUDA says so, or the quantizer of the target's format."""
+    if isinstance(error, ImportError | torch.AcceleratorError):
+        return True
+    is_quantized = spec.quantization or quantization_of(model_config(spec))
+    return bool(is_quantized) and isinstance(error, ValueError | RuntimeError)
 
 
 def _device_map(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
@@ -185,12 +198,17 @@ def verify_tap(model: PreTrainedModel) -> None:
 
     Raises:
         ConfigError: The states differ, or are not finite in the target's dtype.
+        EnvironmentFault: The device has no kernel for the target's dtype or format.
     """
     lm_head_weight(model)
     ids_BT = torch.arange(8, device=input_device(model))[None]
-    with lm_head_inputs(model) as read_by_head:
-        model(input_ids=ids_BT, use_cache=False)
-    tapped_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+    try:
+        with lm_head_inputs(model) as read_by_head:
+            model(input_ids=ids_BT, use_cache=False)
+        tapped_BTD = model.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+    except RuntimeError as error:
+        what = f"The target cannot compute here: {first_lines(error)}."
+        raise EnvironmentFault(what, files.WHERE, OTHER_KERNELS) from error
     if not torch.isfinite(tapped_BTD).all():
         fix = "float16 overflows in some models: set target.dtype to bfloat16."
         raise ConfigError(f"The target's states are not finite in {tapped_BTD.dtype}.", "target.dtype", fix)

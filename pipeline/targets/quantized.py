@@ -4,8 +4,8 @@ transformers says itself what a format needs (`validate_environment`): a package
 here, as of 0.32, since asking it would import it: it has no bitsandbytes. Without a GPU both decompress
 compressed-tensors (int8 and fp8); packed 4-bit weights and `quant_method: fp8` multiply in vLLM in 16 bits alone, the
 latter, in blocks, on CPUs with AMX. On a GPU without 8-bit floats (compute capability below 8.9) vLLM keeps FP8 weights
-and multiplies in 16 bits (its Marlin kernels, from 7.5 on), and transformers expands them to bfloat16. Which GPUs vLLM
-asks for is in vllm_capability.py.
+and multiplies in 16 bits (its Marlin kernels, from 7.5 on), and transformers expands them to bfloat16. vLLM refuses a
+GPU that is too old for a format when it starts.
 """
 
 from __future__ import annotations

@@ -165,6 +165,21 @@ def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> 
     return min(known)
 
 
+def cached_numbers(config: PretrainedConfig) -> int:
+    """Numbers of all layers' keys and values of one token.
+
+    With multi-head latent attention (DeepSeek's) a layer keeps one compressed vector and one rotated key for all heads.
+    """
+    text = config.get_text_config()
+    latent = getattr(text, "kv_lora_rank", None)
+    if latent:
+        return int(text.num_hidden_layers * (latent + text.qk_rope_head_dim))
+    num_heads = text.num_attention_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
+    return int(2 * text.num_hidden_layers * num_kv_heads * head_dim)
+
+
 def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
     """The sorted ids that end a text: generation_config's, else the model's, else the tokenizer's; may be empty.
 

@@ -27,8 +27,7 @@ from pipeline.targets.engines import check_request
 from pipeline.targets.lm_head import require_lm_head
 from pipeline.targets.loading import require_gpus
 from pipeline.targets.quantized import in_engine
-from pipeline.targets.sizes import cached_numbers
-from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, model_config
+from pipeline.targets.spec import TargetSpec, cached_numbers, context_length, eos_token_ids, model_config
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -138,7 +137,7 @@ class RunningEngine:
                 self.llm: LLM = vllm.LLM(**arguments)
         except Exception as error:
             self._clean_up()
-            raise _start_error(spec, error) from error
+            raise _start_error(spec, engine_args, error) from error
 
     @property
     def num_threads(self) -> int:
@@ -236,12 +235,13 @@ def import_vllm() -> Any:
         raise EnvironmentFault(f"vLLM is not importable: {_one_line(error)}.", "engine: vllm", fix) from error
 
 
-def _start_error(spec: TargetSpec, error: Exception) -> MedusaDistillError:
-    refused = isinstance(error, TypeError) and "unexpected keyword" in str(error)
-    if refused or isinstance(error, ValidationError):
-        return ConfigError(f"vLLM rejects an argument: {_one_line(error)}.", "engine_args", "Remove or correct it.")
-    fix = "Change what it names through engine_args, or use engine: transformers."
-    return EnvironmentFault(f"vLLM cannot start the target {spec.model}: {_one_line(error)}.", files.WHERE, fix)
+def _start_error(spec: TargetSpec, engine_args: Mapping[str, Any], error: Exception) -> MedusaDistillError:
+    """Blame an argument that vLLM names, else the machine: its GPU, memory or kernels."""
+    said = _one_line(error)
+    if isinstance(error, TypeError | ValidationError) and any(name in said for name in engine_args):
+        return ConfigError(f"vLLM rejects an argument: {said}.", "engine_args", "Remove or correct it.")
+    fix = "Change what it names through engine_args or target.dtype, or use engine: transformers."
+    return EnvironmentFault(f"vLLM cannot start the target {spec.model}: {said}.", files.WHERE, fix)
 
 
 def _one_line(error: Exception) -> str:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pipeline.config import TrainConfig
 from pipeline.errors import DataError
-from pipeline.execution.device_memory import Memory
 from pipeline.heads.soft_labels import TargetHead, Teacher
 from pipeline.training.adapted_backbone import Backbone, write_adapter
 from pipeline.training.backbone_losses import summed_divergence
@@ -28,7 +27,6 @@ from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, evaluate_tuned
 from pipeline.training.heads_only import head_weights, initial_heads
 from pipeline.training.input_noise import noisy
 from pipeline.training.learner import Learner
-from pipeline.training.memory import StepSizes, tuned_step
 from pipeline.training.optimizers import heads_weight
 from pipeline.training.recipe import Recipe, backbone_recipe
 from pipeline.training.task import TrainSpec, Workers, product_dtype
@@ -51,10 +49,10 @@ class BackboneLearner(Learner):
             measure on how far the backbone moves.
     """
 
-    memory_fix = (
-        "Lower train.backbone.micro_batch or train.backbone.sequence_length, or set "
-        "train.backbone.gradient_checkpointing: true, train.optimizer: adamw-8bit, train.backbone.shard: true "
-        "(several workers) or train.backbone.quantization: 4bit."
+    tunes_backbone = True
+    saves_memory = (
+        "train.backbone.quantization: 4bit",
+        "train.backbone.shard: true with several placement.train.workers",
     )
 
     def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
@@ -78,10 +76,6 @@ class BackboneLearner(Learner):
         """As if sequences held nothing but what the target writes: in truth there are some more steps."""
         sequences = -(-positions // settings.backbone.sequence_length)
         return backbone_recipe(settings, sequences, positions, hidden_size, lr_scale)
-
-    @classmethod
-    def memory(cls, step: StepSizes) -> Memory:
-        return tuned_step(step)
 
     def steps(self, first: int) -> Iterator[Sequence[MicroBatch]]:
         for step in range(first, self.total_steps):

@@ -23,7 +23,6 @@ from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.trained_heads import read_trained_heads
 from pipeline.config import TrainConfig
 from pipeline.errors import ConfigError, DataError
-from pipeline.execution.device_memory import Memory
 from pipeline.heads.draft_vocabulary import most_frequent
 from pipeline.heads.kind import Heads, TargetWeights
 from pipeline.heads.soft_labels import TargetHead, Teacher
@@ -33,7 +32,6 @@ from pipeline.training.evaluation import MAX_POSITIONS, SPLIT, evaluate
 from pipeline.training.feature_batches import Batch, load_batches
 from pipeline.training.input_noise import noisy
 from pipeline.training.learner import Learner
-from pipeline.training.memory import StepSizes, cached_step
 from pipeline.training.recipe import Recipe, heads_recipe
 from pipeline.training.task import TrainSpec, Workers, product_dtype
 
@@ -46,7 +44,7 @@ class HeadsLearner(Learner):
         DataError: A shard is damaged or of another run or target, or there is nothing to learn.
     """
 
-    memory_fix = "Lower train.batch_tokens, or set train.optimizer: adamw-8bit."
+    saves_memory = ("train.optimizer: adamw-8bit", "a smaller train.batch_tokens")
 
     def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
         super().__init__(spec, workers, device, heads_from)
@@ -64,10 +62,6 @@ class HeadsLearner(Learner):
     @classmethod
     def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float) -> Recipe:
         return heads_recipe(settings, positions, hidden_size, lr_scale)
-
-    @classmethod
-    def memory(cls, step: StepSizes) -> Memory:
-        return cached_step(step)
 
     def steps(self, first: int) -> Iterator[Sequence[Batch]]:
         workers = self.workers

@@ -14,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.config import TrainConfig
-from pipeline.execution.device_memory import Memory
 from pipeline.heads.kind import Heads
-from pipeline.training.memory import StepSizes
 from pipeline.training.optimizers import cosine_with_warmup
 from pipeline.training.recipe import Recipe
 from pipeline.training.task import TrainSpec, Workers, product_dtype
@@ -34,7 +32,8 @@ class Learner(ABC):
         heads_from: A file of heads to start from, those of the phase before.
     """
 
-    memory_fix: ClassVar[str]  # what to do where a GPU's memory is too small
+    tunes_backbone: ClassVar[bool] = False  # whether the backbone trains too, and so is on the device
+    saves_memory: ClassVar[tuple[str, ...]]  # settings with which a worker takes less, those first that help most
 
     heads: Heads
     modules: dict[str, nn.Module]  # what trains, on the device, by the name that checkpoints give it
@@ -54,11 +53,6 @@ class Learner(ABC):
     @abstractmethod
     def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float) -> Recipe:
         """The recipe for so many target-written positions, before they are there; arguments as of `heads_recipe`."""
-
-    @classmethod
-    @abstractmethod
-    def memory(cls, step: StepSizes) -> Memory:
-        """What a worker's step holds of its device's memory at the peak."""
 
     @property
     def total_steps(self) -> int:

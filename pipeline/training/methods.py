@@ -39,8 +39,6 @@ class Method(ABC):
     and the held-out states that calibrate reads are computed with it instead of taken from the features stage."""
     sections: ClassVar[tuple[str, ...]] = ()
     """The nested sections of `train` that belong to this method."""
-    smaller: ClassVar[tuple[list[dict[str, Any]], ...]] = ()
-    """Groups of settings by key, with which a worker takes less memory; in a group those first that cost least."""
 
     @abstractmethod
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
@@ -103,12 +101,6 @@ class HeadsAndBackbone(Method):
     name = "medusa-2"
     tunes_backbone = True
     sections = ("backbone",)
-    smaller = (
-        [{"train.backbone.gradient_checkpointing": True, "train.backbone.micro_batch": 1}],
-        [{"train.backbone.sequence_length": 1024}],
-        [{"train.backbone.quantization": bits} for bits in ("8bit", "4bit")],
-        [{"train.backbone.shard": True, "placement.train.workers": workers} for workers in (2, 4, 8)],
-    )
 
     def reads(self, train: TrainConfig) -> tuple[str, ...]:
         return ("generate",) if train.backbone.recipe == "joint" else ("features", "generate")

@@ -16,7 +16,7 @@ from pipeline.artifacts.trained_heads import read_summary
 from pipeline.execution.progress import ProgressReporter
 from pipeline.training.learner import Learner
 from pipeline.training.recipe import Recipe
-from pipeline.training.task import TrainSpec, Workers, choose_device, memory_errors
+from pipeline.training.task import TrainSpec, Workers, choose_device, gpu_errors
 from pipeline.training.trainer import Trainer
 
 
@@ -45,7 +45,7 @@ def train(spec: TrainSpec, workers: Workers | None = None, progress: ProgressRep
         if (summary := read_summary(of_phase.heads_path, of_phase.heads_shape)) is None:
             device = choose_device(spec)
             generators = [device] if device.type == "cuda" else []
-            with memory_errors(spec, learner.memory_fix), torch.random.fork_rng(generators):
+            with gpu_errors(spec, learner.saves_memory), torch.random.fork_rng(generators):
                 torch.manual_seed(spec.seed)  # every worker draws the same
                 steps_after = sum(later[number:])
                 summary = Trainer(learner(of_phase, workers, device, heads_from)).run(progress, done, steps_after)

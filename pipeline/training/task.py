@@ -17,7 +17,7 @@ from pipeline.config import TrainConfig
 from pipeline.errors import EnvironmentFault
 from pipeline.heads.kind import Heads
 from pipeline.heads.shape import HeadsShape
-from pipeline.targets.spec import TargetSpec
+from pipeline.targets.spec import TargetSpec, first_lines
 from pipeline.training.methods import Method
 from pipeline.training.trackers import Watched
 
@@ -129,13 +129,17 @@ def choose_device(spec: TrainSpec) -> torch.device:
 
 
 @contextlib.contextmanager
-def memory_errors(spec: TrainSpec, fix: str) -> Iterator[None]:
-    """Turn "out of memory" on a GPU into one readable error."""
+def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
+    """Turn "out of memory", and what a GPU has no kernel for, into one readable error."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         what = "The GPU's memory is too small for this training."
-        raise EnvironmentFault(what, spec.directory, f"{fix} {spec.kind.memory_fix}".strip()) from error
+        fix = f"What helps most: {', '.join([*spec.kind.saves_memory, *saves_memory])}."
+        raise EnvironmentFault(what, spec.directory, fix) from error
+    except torch.AcceleratorError as error:
+        what = f"The GPU cannot compute this training: {first_lines(error)}."
+        raise EnvironmentFault(what, spec.directory, "Set train.precision: fp32, or train on a newer GPU.") from error
 
 
 def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:

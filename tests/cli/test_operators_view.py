@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from pipeline.cli.plan_tables import size
+from pipeline.cli.plan import size
 from pipeline.flow import run_flow
 from pipeline.storage.shards import read_rows
 from tests.cli.tables import STAGES, line_of, one_paragraph, states

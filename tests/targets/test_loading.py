@@ -129,6 +129,41 @@ def test_what_a_quantizer_left_in_the_files_is_no_other_model(random_target, mon
     assert load_causal_lm(random_target) is model
 
 
+@pytest.mark.parametrize(
+    ("error", "format"),
+    [
+        (torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"), None),
+        (ImportError("Loading an FP8 quantized model requires accelerate"), None),
+        (ValueError("FP8 quantized models is only supported on GPUs with compute capability >= 9.0"), "fbgemm_fp8"),
+    ],
+)
+def test_what_this_machine_lacks_is_an_environment_fault(random_target, tmp_path, monkeypatch, error, format) -> None:
+    directory = Path(shutil.copytree(random_target.model, tmp_path / "copy"))
+    if format:
+        config = json.loads((directory / "config.json").read_text())
+        (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": format}}))
+
+    def refuse(*_, **__):
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(EnvironmentFault) as caught:
+        load_causal_lm(TargetSpec(str(directory)))
+    assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
+
+
+def test_a_first_forward_without_a_kernel_is_an_environment_fault(random_target, monkeypatch) -> None:
+    model = load_causal_lm(random_target)
+
+    def refuse(*_, **__):
+        raise RuntimeError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0")
+
+    monkeypatch.setattr(model.model, "forward", refuse)
+    with pytest.raises(EnvironmentFault) as caught:
+        verify_tap(model)
+    assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
+
+
 FREE = {0: 900_000, 1: 800_000, 2: 700_000, 3: 600_000}  # bytes
 
 

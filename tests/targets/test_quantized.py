@@ -12,10 +12,10 @@ from transformers import PretrainedConfig
 
 from pipeline.config import TargetConfig
 from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.run.estimate import target_sizes
 from pipeline.targets.loading import load_causal_lm, verify_tap
 from pipeline.targets.quantization import format_of, rounding_of
 from pipeline.targets.quantized import in_engine, require_readable
-from pipeline.targets.sizes import target_sizes
 from pipeline.targets.spec import TargetSpec, model_config, resolve
 from pipeline.targets.vllm_engine import engine_arguments
 from tests.targets.quantized_copies import by_bitsandbytes, compressed, finegrained_fp8
@@ -32,13 +32,15 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_copy_that_its_own_library_wrote_computes_nearly_what_the_target_does(tiny_target, tmp_path, name):
+def test_a_copy_that_its_own_library_wrote_computes_nearly_what_the_target_does(
+    tiny_target, make_config, tmp_path, name
+):
     write, described, distance = FORMATS[name]
     spec = TargetSpec(str(write(tiny_target, tmp_path)))
     assert format_of(model_config(spec)) == described
     rounding = {"packed": None, "bitsandbytes, 4 bits": "4bit"}.get(name, "8bit")  # of packed ones weights alone
     assert resolve(TargetConfig(model=spec.model)).rounding == rounding
-    sizes = target_sizes(spec)
+    sizes = target_sizes(make_config(tmp_path, target__model=spec.model))
     assert sizes and sizes.stored_bits == (4 if name in ("packed", "bitsandbytes, 4 bits") else 8)
     require_readable(spec, "native", on_gpu=False, where="target.model")
     model, full = load_causal_lm(spec), load_causal_lm(TargetSpec(str(tiny_target)))

@@ -9,15 +9,27 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from huggingface_hub import errors as hub
 from huggingface_hub.utils import _http
-from transformers import AutoConfig, BertConfig, Gemma3Config, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BertConfig,
+    DeepseekV3Config,
+    Gemma3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from pipeline.config import TargetConfig
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.targets.files import hub_errors
 from pipeline.targets.spec import (
     TargetSpec,
+    cached_numbers,
     context_length,
     eos_token_ids,
     load_tokenizer,
@@ -282,3 +294,30 @@ def test_a_masked_language_model_is_refused() -> None:
 )
 def test_attention_in_every_layer_is_accepted(config: LlamaConfig) -> None:
     require_verifiable(config)
+
+
+def test_latent_attention_caches_what_the_model_s_own_cache_holds() -> None:
+    """Counted after a forward of five tokens."""
+    config = DeepseekV3Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=8,
+        kv_lora_rank=24,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=12,
+        v_head_dim=12,
+        moe_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        pad_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.inference_mode():
+        layers = model(torch.zeros(1, 5, dtype=torch.long), use_cache=True).past_key_values.layers
+    assert cached_numbers(config) * 5 == sum(layer.keys.numel() + layer.values.numel() for layer in layers)

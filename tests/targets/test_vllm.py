@@ -34,6 +34,7 @@ from pipeline.targets.vllm_features import VLLMFeatureEngine
 from tests.cluster import work_here
 from tests.heads.pruning import pruned
 from tests.targets.conftest import CONTEXT, EOS
+from tests.targets.quantized_copies import compressed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_here")]
 
@@ -377,6 +378,18 @@ def test_an_argument_that_vllm_refuses_is_a_configuration_error(
 def test_an_engine_that_cannot_start_says_why(random_target: TargetSpec) -> None:
     with pytest.raises(EnvironmentFault, match="Available memory"):
         VLLMGenerationEngine(random_target, engine_args={"kv_cache_memory_bytes": 1 << 50})
+
+
+def test_a_gpu_that_vllm_finds_too_old_is_an_environment_fault(tiny_target, tmp_path, monkeypatch) -> None:
+    """A P100, of which vLLM's own check of the format says that it is not supported."""
+    from vllm.platforms import current_platform
+    from vllm.platforms.interface import DeviceCapability
+
+    copy = compressed(tiny_target, tmp_path, name="int8")
+    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(6, 0))
+    with pytest.raises(EnvironmentFault, match="is not supported for the current GPU") as caught:
+        VLLMGenerationEngine(TargetSpec(str(copy)))
+    assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
 
 
 def test_a_quantized_target_is_sent_to_transformers(random_target: TargetSpec) -> None:

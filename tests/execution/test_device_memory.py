@@ -1,0 +1,28 @@
+"""What this machine has of memory, and a driver that torch cannot use."""
+
+from __future__ import annotations
+
+import torch
+
+from pipeline.execution.device_memory import GIB, machine_memory, unusable_driver
+
+
+def test_a_container_s_limit_is_the_machine_s_memory(tmp_path):
+    limit, none = tmp_path / "memory.max", tmp_path / "unlimited"
+    limit.write_text("1073741824\n")
+    none.write_text("max\n")
+    assert machine_memory((str(limit), str(none), str(tmp_path / "absent"))) == GIB
+    assert machine_memory((str(none),)) > GIB
+
+
+def test_a_driver_that_torch_cannot_use_is_named_and_one_that_is_hidden_is_not(tmp_path, monkeypatch):
+    driver = tmp_path / "version"
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.57.02  Tue Jul 13\nGCC version: 9\n")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = unusable_driver({}, driver)
+    assert said and "470.57.02" in said and "13.0" in said and "\n" not in said
+    assert unusable_driver({"CUDA_VISIBLE_DEVICES": ""}, driver) is None
+    assert unusable_driver({}, tmp_path / "absent") is None
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert unusable_driver({}, driver) is None
