@@ -220,20 +220,27 @@ def open_file(path: Path) -> io.BufferedReader:
 
 
 def read_file(path: Path) -> bytes:
-    """The content of a regular file; raises as `open_file` does."""
-    with open_file(path) as file:
-        return file.read()
+    """The content of a regular file.
+
+    Raises:
+        EnvironmentFault: The file system fails, which says nothing of the file.
+        OSError: Anything else, as `open_file` does.
+    """
+    try:
+        with open_file(path) as file:
+            return file.read()
+    except OSError as error:
+        fault = disk_fault(error, path)
+        if fault is None or error.errno not in FAILED_ERRORS:
+            raise
+        raise fault from error
 
 
 def read_json(path: Path) -> Any | None:
-    """The file's JSON, or None where it is absent or damaged; raises OSError where the file system fails."""
+    """The file's JSON, or None where it is absent or damaged; raises as `read_file` where the file system fails."""
     try:
         return json.loads(read_file(path).decode())
-    except (ValueError, RecursionError):
-        return None
-    except OSError as error:
-        if error.errno in FAILED_ERRORS:
-            raise
+    except (OSError, ValueError, RecursionError):
         return None
 
 

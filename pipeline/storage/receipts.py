@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -53,7 +54,7 @@ def note_path(shard: str | Path) -> Path:
 def read_receipt(path: str | Path) -> Receipt | None:
     """The receipt in a shard's footer with the note that fits it, or None where there is no whole shard.
 
-    Raises OSError where the file system fails.
+    Raises OSError or EnvironmentFault where the file system fails.
     """
     if not Path(path).is_file():  # a pipe would be waited for
         return None
@@ -70,13 +71,10 @@ def read_receipt(path: str | Path) -> Receipt | None:
 
 
 def read_note(shard: str | Path) -> Note | None:
-    """The note beside a shard, or None where its writer was killed before it; raises as `read_receipt` does."""
-    try:
+    """The note beside a shard, or None where its writer was killed before it."""
+    with contextlib.suppress(OSError, ValidationError):
         return NOTE.validate_json(read_file(note_path(shard)), strict=True)
-    except (OSError, ValidationError) as error:
-        if getattr(error, "errno", None) in FAILED_ERRORS:
-            raise
-        return None
+    return None
 
 
 def write_note(shard: str | Path, note: Note) -> None:

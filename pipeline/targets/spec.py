@@ -6,6 +6,7 @@ What must be equal in every engine is decided here: `resolve` pins a Hub target 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import date
@@ -203,7 +204,7 @@ def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ..
         ids = value if isinstance(value, list) else [value]
         if not ids or not all(_is_token(id, vocab_size) for id in ids):
             tokens = f"a token id from 0 to {vocab_size - 1}" if vocab_size else "a token id"
-            what = f"The target's eos_token_id is {str(value)[:40]}, neither {tokens} nor a list of such ids."
+            what = f"The target's eos_token_id is {json.dumps(value)[:40]}, neither {tokens} nor a list of such ids."
             raise ConfigError(what, f"eos_token_id in {spec.model}, {name}", "Correct it there.")
         return tuple(sorted(set(ids)))
     return None

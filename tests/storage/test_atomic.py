@@ -110,7 +110,7 @@ def test_other_errors_pass_as_they_are(tmp_path):
 
 def test_a_record_that_the_disk_does_not_give_back_is_not_absent(tmp_path):
     """Its stage would be made again; the address 0 of a process is what cannot be read without a broken disk."""
-    with pytest.raises(EnvironmentFault, match="fails"), disk_errors(tmp_path):
+    with pytest.raises(EnvironmentFault, match="fails"):
         read_json(Path("/proc/self/mem"))
     assert read_json(tmp_path / "absent.json") is None and read_json(tmp_path) is None
 

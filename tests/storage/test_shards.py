@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.conversations.conversation import Reason, RejectedRow
-from pipeline.errors import DamagedShard
+from pipeline.errors import DamagedShard, EnvironmentFault
 from pipeline.storage.receipts import note_path, read_receipt
 from pipeline.storage.shards import ShardWriter, open_shard, read_rows
 
@@ -121,7 +121,7 @@ def test_a_note_that_the_disk_does_not_give_back_is_not_absent(tmp_path):
     path, _ = write(tmp_path, [row("a")])
     note_path(path).unlink()
     note_path(path).symlink_to("/proc/self/mem")
-    with pytest.raises(OSError, match="Input/output error"):
+    with pytest.raises(EnvironmentFault, match="Input/output error"):
         read_receipt(path)
 
 
