@@ -63,7 +63,6 @@ class CheckResult:
     contaminated_rows: int | None = None  # training rows that hold one of the file's questions
     hardware: Mapping[str, Any] | None = None  # of the machine that decoded
     versions: Mapping[str, str] | None = None  # of its packages
-    configuration: Mapping[str, Any] | None = None  # of the run then
     target_revision: str | None = None  # the commit of a target from the Hub
 
     @classmethod

@@ -36,7 +36,7 @@ def rates_of_runs(config: Config) -> dict[str, Rate]:
     """
     here, found = hardware(), {}
     trained = (config.train.method, drafter(config.train))
-    reports = [path for path in config.run.root.glob("*/report.json") if path.is_file()]
+    reports = config.run.root.glob("*/report.json")
     for path in sorted(reports, key=lambda path: path.stat().st_mtime):
         report = read_object(path)
         same = report.get("target") == config.target.model and report.get("hardware") == here
@@ -49,17 +49,13 @@ def rates_of_runs(config: Config) -> dict[str, Rate]:
 def rates_in(summaries: Mapping[str, Any], source: str) -> Iterator[tuple[str, Rate]]:
     """The rates in stages' summaries, or in a report; features' is of positions, not of all that is read."""
     for stage in TIMED:
-        summary = summaries.get(stage)
-        speed = summary.get("tokens_per_second") if isinstance(summary, dict) else None
-        if isinstance(summary, dict) and isinstance(speed, int | float) and speed > 0:
-            share = _share(summary.get("positions"), summary.get("tokens")) if stage == "features" else 1.0
-            yield stage, Rate(speed * share, source)
-
-
-def _share(positions: Any, tokens: Any) -> float:
-    """Positions of a token that is read; 1 where a report says something else than numbers."""
-    are_numbers = isinstance(positions, int | float) and isinstance(tokens, int | float)
-    return positions / tokens if are_numbers and tokens else 1.0
+        summary = summaries.get(stage) or {}
+        speed = summary.get("tokens_per_second")
+        if not speed:
+            continue
+        if stage == "features":
+            speed *= summary["positions"] / summary["tokens"]
+        yield stage, Rate(speed, source)
 
 
 def hours(stage: str, rate: Rate, figures: RunSize, workers: int) -> float | None:

@@ -56,7 +56,7 @@ from pipeline.training.evaluation import held_out_places, held_out_ranks
 from pipeline.training.methods import method_of
 
 NAME = "calibrate"
-VERSION = 11
+VERSION = 12
 
 REPORTED_TOPS = 5
 

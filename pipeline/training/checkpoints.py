@@ -1,11 +1,11 @@
 """Checkpoints: safetensors files, whole or absent; nothing is ever unpickled.
 
 A checkpoint holds all that a resume needs to end with the same weights: named tensors (heads, optimizer) and, in its
-header, a JSON state (step, running sums) and a digest of all this and the file's name. It is one file, which the first
-worker writes; where heads are split over the workers each writes a file of its part, and a checkpoint is whole once all
-are. Training waits for a copy alone, of a GPU into pinned memory that all copies share; hashing and writing, for which
-30 GB of state take a minute, go on in the background. A damaged one (a digest disagrees) falls back to the one before.
-Another number of workers continues from it too.
+header, a JSON state (step, running sums) and a digest of all this. It is one file, which the first worker writes; where
+heads are split over the workers each writes a file of its part, and a checkpoint is whole once all are. Training waits
+for a copy alone, of a GPU into pinned memory that all copies share; hashing and writing, for which 30 GB of state take
+a minute, go on in the background. A damaged one (a digest disagrees) falls back to the one before. Another number of
+workers continues from it too.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Checkpoints:
 
     def saved(self) -> list[Saved]:
         """The checkpoints of which every file is there, newest first."""
-        names = (FILE.fullmatch(path.name) for path in self.directory.glob("step-*") if not path.is_dir())
+        names = (FILE.fullmatch(path.name) for path in self.directory.glob("step-*"))
         found = Counter(Saved(int(match[1]), int(match[2] or 1)) for match in names if match)
         return sorted((each for each, number in found.items() if number == each.parts), reverse=True)
 
@@ -174,7 +174,7 @@ class Checkpoints:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = Saved(step, self.parts.world_size).path(self.directory, self.parts.rank)
         with atomic_path(path) as temporary:
-            save_file(tensors, temporary, {"state": state, "sha256": digest(tensors, state, path.name)})
+            save_file(tensors, temporary, {"state": state, "sha256": digest(tensors, state)})
         if self.parts.world_size == 1:
             self._forget(step)
 
@@ -196,29 +196,24 @@ class Checkpoints:
         history = {each for each in self.saved() if kept and each.step <= kept.step}
         wanted = {path for each in history for path in each.paths(self.directory)}
         for path in set(self.directory.glob("step-*-of-*.safetensors")) - wanted:
-            if path.is_symlink() or not path.is_dir():
-                path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
 
 
 def read_checkpoint(path: Path, *, verify: bool = True) -> Content | None:
     """A checkpoint's tensors and state; None, with a warning, where it is damaged."""
     with contextlib.suppress(OSError, SafetensorError, KeyError, ValueError):
-        if path.is_file():  # a pipe would be waited for
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
-            if not verify or digest(tensors, metadata["state"], path.name) == metadata["sha256"]:
-                return tensors, json.loads(metadata["state"])
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
+        if not verify or digest(tensors, metadata["state"]) == metadata["sha256"]:
+            return tensors, json.loads(metadata["state"])
     log.warning("The checkpoint %s is damaged: the one before it is used.", path)
     return None
 
 
-def digest(tensors: Mapping[str, Tensor], state: str, file: str) -> str:
-    """The sha256 (hex) of names, dtypes, shapes and bytes of CPU tensors, of the state, and of the file's name.
-
-    The name has the step and the part: two files that changed places are not what they say.
-    """
-    total = hashlib.sha256(f"{file}\n{state}".encode())
+def digest(tensors: Mapping[str, Tensor], state: str) -> str:
+    """The sha256 (hex) of names, dtypes, shapes and bytes of CPU tensors, and of the state."""
+    total = hashlib.sha256(state.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
