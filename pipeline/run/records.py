@@ -8,9 +8,9 @@ from pipeline.storage.run_directory import RunDirectory
 
 
 def require_one_history(run: RunDirectory) -> None:
-    """Every stage but push is finished and was made from the stages that the run links to; a cache may be deleted.
+    """Refuse stages that were not made from one another: a card would mix two trainings' figures.
 
-    After `run --until train` with another setting they are not, and a card would mix the figures of two trainings.
+    They are not after `run --until train` with another setting. A cache may be deleted.
 
     Raises:
         DataError: Names the stage that is unfinished, missing, or another one.
@@ -25,6 +25,7 @@ def require_one_history(run: RunDirectory) -> None:
             link = str(run.path / "latest" / source)
             if source in stages:
                 if stages[source].content != content:
-                    raise DataError(f"The stage {source} is not the one that {name} was made from.", link, fix)
+                    what = f"The stage {source} is not the one that {name} was made from."
+                    raise DataError(what, link, fix)
             elif source not in CACHES:
                 raise DataError(f"The stage {source} is missing.", link, fix)

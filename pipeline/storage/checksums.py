@@ -1,7 +1,7 @@
-"""A file's size, modification time and sha256 as it was written, and whether the file still has them.
+"""A file's size, modification time and sha256 as it was written; whether the file still has them.
 
-A file with the written size and time counts as unchanged, since reading 650 GB takes an hour; one with another time is
-read again. `verify` reads every file.
+A file with the written size and time counts as unchanged, since reading 650 GB takes an hour; one
+with another time is read again. `verify` reads every file.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-FLUSH_BYTES = 32 * 1024**2  # a disk that first sees a shard when it is committed has idled until then
+FLUSH_BYTES = 32 * 1024**2  # else a disk idles until a shard is committed
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ class FileFacts:
         found = FileFacts.of(path)
         if found.sha256 == self.sha256:
             return []
-        return [f"{path} is damaged: {found.size} bytes, {self.size} were written, or another sha256"]
+        sizes = f"{found.size} bytes, {self.size} were written"
+        return [f"{path} is damaged: {sizes}, or another sha256"]
 
 
 def sha256_of(path: Path) -> str:
@@ -61,7 +62,7 @@ def sha256_of(path: Path) -> str:
 
 
 class HashedFile(io.FileIO):
-    """A new file with the sha256 of what has been written to it; the disk writes behind the caller."""
+    """A new file with the sha256 of what was written to it; the disk writes behind the caller."""
 
     def __init__(self, path: Path):
         super().__init__(path, "w")

@@ -1,7 +1,7 @@
 """Locks on directories: one owner that may change the content, or any number of readers.
 
-Locks are advisory `flock`s, which the kernel releases when the process ends. The lock file has a line for each holder,
-for error messages alone.
+Locks are advisory `flock`s, which the kernel releases when the process ends. The lock file has a
+line for each holder, for error messages alone.
 """
 
 from __future__ import annotations
@@ -41,12 +41,20 @@ class Lock:
         self.release()
 
     def share(self) -> None:
-        """Hold it with other readers; an owner becomes one of them. Raises EnvironmentFault where another owns it."""
+        """Hold it with other readers; an owner becomes one of them.
+
+        Raises:
+            EnvironmentFault: Another process owns it.
+        """
         self._take(fcntl.LOCK_SH)
         self._write([*self._others(), self._itself])
 
     def own(self) -> None:
-        """Hold it alone. Raises EnvironmentFault where another process owns or reads it."""
+        """Hold it alone.
+
+        Raises:
+            EnvironmentFault: Another process owns or reads it.
+        """
         self._take(fcntl.LOCK_EX)
         self._write([self._itself])
 
@@ -61,11 +69,13 @@ class Lock:
         except BlockingIOError:
             holders = ", ".join(self._holders()) or "an unknown process"
             self._file.close()
+            where = f"{self.path}, held by {holders}"
             fix = "Wait for it or stop it, then run the same command again."
-            raise EnvironmentFault(f"Another run holds {self.what}.", f"{self.path}, held by {holders}", fix) from None
+            raise EnvironmentFault(f"Another run holds {self.what}.", where, fix) from None
         except OSError as error:
-            fix = "Put run.root and run.store on a file system with locks (on NFS, with its lock daemon)."
-            raise EnvironmentFault(f"The file system takes no lock: {error.strerror}.", str(self.path), fix) from None
+            problem = f"The file system takes no lock: {error.strerror}."
+            fix = "Put run.root and run.store where locks work (on NFS, with its lock daemon)."
+            raise EnvironmentFault(problem, str(self.path), fix) from None
 
     def _holders(self) -> list[str]:
         """The holders in the file, without processes of this machine that have ended."""

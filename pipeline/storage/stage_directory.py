@@ -1,8 +1,8 @@
-"""One stage's directory: `<stage>-<fingerprint[:8]>/` with its shards, their quarantine files, and DONE.json.
+"""One stage's directory: `<stage>-<fingerprint[:8]>/` with its shards and DONE.json.
 
-A stage directory belongs to one fingerprint: a changed meaning gets another directory. Which shards exist is read from
-their footers. DONE.json adds each file's size, time and sha256: `verify` compares all files with it, and a run those
-whose modification time has changed.
+A stage directory belongs to one fingerprint: a changed meaning gets another directory. Which shards
+exist is read from their footers. DONE.json adds each file's size, time and sha256: `verify` compares
+all files with it, and a run those whose modification time has changed.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ BOOKKEEPING = ("stage.json", "upstream.json", "DONE.json", "lock", "receipts", "
 class StageDirectory(ShardFolder):
     """The directory of one stage of one fingerprint.
 
-    Whoever makes the result calls `enter`, then, unless it `is_whole`, `begin` and `finish`. From `enter` on the
-    directory is held against being changed by others, until `release`.
+    Whoever makes the result calls `enter`, then, unless it `is_whole`, `begin` and `finish`. From
+    `enter` until `release` the directory is held against being changed by others.
 
     Args:
         store: Where stage directories lie.
@@ -59,14 +59,14 @@ class StageDirectory(ShardFolder):
         return Lock(self.path / "lock", f"the {self.stage} stage")
 
     def enter(self, identity: Identity) -> None:
-        """Make the directory, write to stage.json what it depends on, and hold it; leftovers of killed workers go.
+        """Make the directory, write what it depends on, and hold it; remove killed workers' leftovers.
 
         Raises:
             DataError: It is a link: in a copied run it would lead to the original's stage.
             EnvironmentFault: Another process changes it.
         """
         if self.path.is_symlink():
-            fix = "Delete this link and run the same command again; to store stages elsewhere, set run.store."
+            fix = "Delete this link and run again; to store stages elsewhere, set run.store."
             raise DataError("A stage's directory is a link.", str(self.path), fix)
         self.create(identity)
         self.lock.share()
@@ -78,13 +78,14 @@ class StageDirectory(ShardFolder):
         Description(self.stage, self.fingerprint, identity).write(self.path)
 
     def is_whole(self, upstream: dict[str, str]) -> bool:
-        """Whether the stage is finished, was made from this upstream content, and no file is damaged."""
+        """Whether the stage is finished, made from this upstream content, and no file is damaged."""
         return self.is_current(upstream) and not self.examine()
 
     def begin(self, upstream: dict[str, str], *, fresh: bool = False) -> list[Path]:
-        """Hold the directory alone and drop what cannot be kept: all of it, what is damaged, what has another upstream.
+        """Hold the directory alone, drop what cannot be kept, and return the damaged files.
 
-        Shards name their upstream shard one by one and are kept where it is unchanged. Returns the damaged files.
+        Dropped is all of it if `fresh`, what is damaged, and what has another upstream; shards name
+        their upstream shard one by one and are kept where it is unchanged.
 
         Raises:
             EnvironmentFault: Another process holds the directory.
@@ -106,6 +107,7 @@ class StageDirectory(ShardFolder):
 
     @property
     def identity(self) -> Identity:
+        """What the result depends on; empty where stage.json is damaged."""
         described = Description.read(self.path)
         return described.identity if described else {}
 
@@ -128,19 +130,28 @@ class StageDirectory(ShardFolder):
         return [self.shard_path(receipt.index) for receipt in done.shards]
 
     def files_below(self, folder: str) -> dict[str, FileFacts]:
-        """The files that count in one folder, by their path in it, as they were when the stage was finished."""
+        """The finished stage's files in one folder, by their path in it."""
         done = self.done
         files = done.files if done else {}
         prefix = f"{folder}/"
-        return {name.removeprefix(prefix): facts for name, facts in files.items() if name.startswith(prefix)}
+        found = {}
+        for name, facts in files.items():
+            if name.startswith(prefix):
+                found[name.removeprefix(prefix)] = facts
+        return found
 
     def finish(self, summary: Summary, upstream: dict[str, str]) -> None:
-        """Write DONE.json: the summary, what it was made from, and the facts of every file that counts.
+        """Write DONE.json: the summary, what it was made from, and the facts of every file.
 
-        From then on others may hold the directory too. Shards are not read: their notes have their sha256.
+        Shards are not read: their notes have their sha256. From then on others may hold the
+        directory too.
         """
-        receipts = [receipt for _, receipt in sorted(self.receipts().items())]
-        known = {self.shard_path(receipt.index): receipt.note.file for receipt in receipts if receipt.note}
+        by_index = self.receipts()
+        receipts = [by_index[index] for index in sorted(by_index)]
+        known = {}
+        for receipt in receipts:
+            if receipt.note:
+                known[self.shard_path(receipt.index)] = receipt.note.file
         files = {}
         for path in self._result_files():
             files[str(path.relative_to(self.path))] = known.get(path) or FileFacts.of(path)
@@ -150,13 +161,14 @@ class StageDirectory(ShardFolder):
 
     @property
     def content(self) -> str:
-        """A hash of what the stage made; what depends on it is stale when it changes. Logs (*.jsonl) do not count."""
+        """A hash of what the stage made, without logs (*.jsonl); dependants are stale when it changes."""
         done = self.done
-        made: object = {}
         if done and done.shards:
-            made = [receipt.content_sha256 for receipt in done.shards]
-        elif done:
-            made = {name: facts.sha256 for name, facts in done.files.items() if not name.endswith(".jsonl")}
+            return fingerprint({"made": [receipt.content_sha256 for receipt in done.shards]})
+        made = {}
+        for name, facts in done.files.items() if done else ():
+            if not name.endswith(".jsonl"):
+                made[name] = facts.sha256
         return fingerprint({"made": made})
 
     def is_current(self, upstream: dict[str, str]) -> bool:
@@ -171,13 +183,14 @@ class StageDirectory(ShardFolder):
     def examine(self) -> list[Path]:
         """The files that are missing or changed; only those with another modification time are read.
 
-        The new time of an unchanged file is stored, so that it is not read again. The caller holds the lock.
+        The new time of an unchanged file is stored, so that it is not read again. The caller holds
+        the lock.
         """
         damaged, touched = [], {}
         for path, facts in self._facts().items():
             found = facts.renewed(path)
-            is_log = path.suffix == ".jsonl" and path.parent == self.path  # no run makes these again
-            if found is None and not is_log:
+            is_log = path.suffix == ".jsonl" and path.parent == self.path
+            if found is None and not is_log:  # no run makes a log again
                 damaged.append(path)
             elif found and found != facts:
                 touched[path] = found
@@ -199,8 +212,8 @@ class StageDirectory(ShardFolder):
     def discard(self, damaged: Sequence[Path]) -> None:
         """Hold the directory alone, forget that the stage is done, and drop what is damaged.
 
-        A shard goes with its quarantine file and is made again alone, and so is a folder of `parts`. Any other file
-        takes all but the shards along.
+        A shard goes with its quarantine file and is made again alone, and so is a folder of `parts`.
+        Any other file takes all but the shards along.
         """
         self.lock.own()
         (self.path / "DONE.json").unlink(missing_ok=True)
@@ -213,7 +226,7 @@ class StageDirectory(ShardFolder):
                 self._drop(keep=SHARD_FOLDERS)
 
     def intact(self, name: str) -> bool:
-        """Whether one file that counts is as it was written, such as a log, which no run makes again."""
+        """Whether one file is as it was written, such as a log, which no run makes again."""
         done = self.done
         facts = done.files.get(name) if done else None
         return facts is not None and facts.renewed(self.path / name) is not None
@@ -224,24 +237,29 @@ class StageDirectory(ShardFolder):
         Raises:
             EnvironmentFault: This user may not read them.
         """
-        done, record = self.done, self.path / "DONE.json"
+        record = self.path / "DONE.json"
         problems = []
         with disk_errors(self.path):
-            if done is None:
+            if self.done is None:
                 problems += self.shard_problems()
-            for path, facts in self._facts().items() if done else ():
-                problems += facts.problems(path)
-        if done is None and record.exists():
-            problems.append(f"{record} is damaged: no record of a finished stage can be read from it")
+                if record.exists():
+                    problems.append(f"{record} is damaged: it holds no record of a finished stage")
+            else:
+                for path, facts in self._facts().items():
+                    problems += facts.problems(path)
         return problems
 
     def _facts(self) -> dict[Path, FileFacts]:
-        """The facts of all files that count: from DONE.json, or while unfinished from the notes beside the shards."""
+        """The facts of all files: from DONE.json, or while unfinished from the shards' notes."""
         done = self.done
         if done:
             return {self.path / name: facts for name, facts in done.files.items()}
-        notes = {path: read_note(path) for path in self.parquet_files()}
-        return {path: note.file for path, note in notes.items() if note}
+        facts = {}
+        for path in self.parquet_files():
+            note = read_note(path)
+            if note:
+                facts[path] = note.file
+        return facts
 
     def _drop(self, keep: Sequence[str] = ()) -> None:
         """Remove what was made; what the directory is for stays."""
@@ -250,7 +268,7 @@ class StageDirectory(ShardFolder):
                 remove(path)
 
     def _result_files(self) -> list[Path]:
-        """Every file but bookkeeping, scratch, and what an orphan of a killed run is still writing."""
+        """Every file but bookkeeping, scratch, and what an orphan is still writing."""
         files = []
         for path in sorted(self.path.rglob("*")):
             is_counted = not self.uncounted.intersection(path.relative_to(self.path).parts)
