@@ -117,17 +117,16 @@ def simulated_disk(bytes_per_second: float) -> Iterator[None]:
     write, sync, turn = HashedFile._write, HashedFile.sync, threading.Lock()
     idle_from = perf_counter()
 
-    def cached(file: HashedFile, block: bytes) -> None:
+    def cached(file: HashedFile, data: memoryview) -> None:
         nonlocal idle_from
-        write(file, block)
+        write(file, data)
         with turn:
-            idle_from = max(perf_counter(), idle_from) + len(block) / bytes_per_second
+            idle_from = max(perf_counter(), idle_from) + len(data) / bytes_per_second
         sleep(max(0.0, idle_from - PAGE_CACHE_BYTES / bytes_per_second - perf_counter()))
 
-    def synced(file: HashedFile) -> str:
-        sha256 = sync(file)
+    def synced(file: HashedFile) -> None:
+        sync(file)
         sleep(max(0.0, idle_from - perf_counter()))
-        return sha256
 
     with mock.patch.object(HashedFile, "_write", cached), mock.patch.object(HashedFile, "sync", synced):
         yield

@@ -39,7 +39,7 @@ BENCHMARKS = {
     NEEDS_GPU: "features, training and decoding of a Mistral-7B-shaped target: needs a GPU, and none was to be had",
     "ladder": "recipes compared on one target: `python -m benchmarks.run ladder`, after `make demo`",
     "recipe": "what `auto` chooses against a grid: `python -m benchmarks.run recipe`, half an hour",
-    "tampering": "2,000 acts of tampering with finished runs: `python -m benchmarks.tampering`, half an hour",
+    "tampering": "damaged and copied runs: `python -m benchmarks.run tampering`, half an hour",
     "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",
 }
 # too long to run with all, or after other work

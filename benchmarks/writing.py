@@ -14,7 +14,6 @@ import hashlib
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -39,7 +38,7 @@ HIDDEN_SIZE, ROW_TOKENS, VOCAB_SIZE = 4096, 1024, 32_000
 
 def measure(*, tiny: bool = False) -> Result:
     """300 MB of states, seven rounds."""
-    torch.set_num_threads(1)  # a core for each of the stage's threads, and none for torch's
+    torch.set_num_threads(1)  # a core for the stage's writer, and none for torch's threads
     states = StateFormat(torch.bfloat16, 64 if tiny else HIDDEN_SIZE)
     made = [TokenRow.of(row) for row in rows.equal_rows(4 if tiny else 48, 2, ROW_TOKENS // 2, VOCAB_SIZE)]
     generator = torch.Generator().manual_seed(0)
@@ -101,8 +100,7 @@ class _Side:
 def write_as_before(path: Path, made: Sequence[TokenRow], hidden: Sequence[Tensor], states: StateFormat) -> None:
     """The path through Python lists: rows of bytes, a batch from them, the batch serialized once more for its hash."""
     content, remaining = hashlib.sha256(), iter(hidden)
-    with ThreadPoolExecutor(4) as threads:
-        file = HashedFile(path, threads)
+    with HashedFile(path) as file:
         writer = pq.ParquetWriter(
             pa.PythonFile(file, mode="w"),
             FEATURES.with_metadata(states.footer),
@@ -115,12 +113,10 @@ def write_as_before(path: Path, made: Sequence[TokenRow], hidden: Sequence[Tenso
         for group in row_groups(made, states):
             listed = [_listed(row, next(remaining)) for row in group]
             batch = pa.RecordBatch.from_pylist(listed, schema=FEATURES)
-            hashing = threads.submit(content.update, memoryview(batch.serialize()))
+            content.update(memoryview(batch.serialize()))
             writer.write_batch(batch, row_group_size=len(listed))
-            hashing.result()
         writer.close()
         file.sync()
-        file.close()
 
 
 def _listed(row: TokenRow, hidden_TD: Tensor) -> dict[str, Any]:

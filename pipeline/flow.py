@@ -21,7 +21,7 @@ from pipeline.report.formatting import duration
 from pipeline.run.context import Context
 from pipeline.run.estimate import check_memory, run_size
 from pipeline.run.preflight import check_config, unread_settings
-from pipeline.run.records import require_records
+from pipeline.run.records import require_one_history
 from pipeline.run.stage import Stage
 from pipeline.run.stage_status import stage_statuses
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
@@ -209,7 +209,7 @@ def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
     check.require_passed(checked, config)
     if checked.done and checked.done.upstream.get("export") != exported.content:
         raise CheckFailed("The check has not seen these heads.", str(exported.path), fix)
-    require_records(run)
+    require_one_history(run)
     return Context(check.configuration(checked, config), run, console, "inline", upstream=found)
 
 

@@ -59,17 +59,6 @@ def test_a_head_count_that_the_export_cannot_carry(intact, run_fails):
     assert stages_run(intact)[0] == "seeds", "nothing was started"
 
 
-@pytest.mark.slow
-def test_a_parquet_shard_from_another_run(intact, run_fails, make_settings, tmp_path, capsys):
-    run_fails(1, "check.min_acceleration_rate=9", "generate.temperature=1.5", "run.name=other")
-    other = RunDirectory(tmp_path / "other")
-    foreign = intact.latest("features").shard_path(7)
-    shutil.copy(other.latest("features").shard_path(0), foreign)
-    said = run_fails(3, "train.lr=0.5")
-    assert "another run" in said and str(foreign) in said and "Delete this file" in said
-    foreign.unlink()
-
-
 @pytest.mark.parametrize("text", ["", "\n\n", "[]"])
 def test_an_empty_seed_file(intact, run_fails, tmp_path, text):
     (tmp_path / "empty.jsonl").write_text(text)
@@ -178,10 +167,8 @@ def test_a_target_s_file_of_another_form_is_refused_in_one_paragraph_that_names_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["[]", '"x"', "5", "null", '{"stage": [], "identity": {"upstream": 5}}', "[" * 9999])
-def test_a_record_of_another_form_is_damage_that_a_run_mends_and_no_command_breaks_on(
-    copied_run, make_config, tmp_path, text
-):
+@pytest.mark.parametrize("text", ["", '{"stage": "se', "\0" * 64])
+def test_a_record_that_a_crash_cut_short_is_mended(copied_run, make_config, tmp_path, text):
     train = copied_run.latest("train").path
     heads = (train / "heads.safetensors").read_bytes()
     places = [stage.path for stage in copied_run.stages().values()]
@@ -198,29 +185,14 @@ def test_a_record_of_another_form_is_damage_that_a_run_mends_and_no_command_brea
     assert stages_run(run_again(make_config(tmp_path))) == []
 
 
-def test_what_a_record_says_is_not_believed_when_somebody_has_changed_it(copied_run, make_config, tmp_path):
-    record = copied_run.latest("check").path / "DONE.json"
-    rate = copied_run.latest("check").summary["native"]["acceleration_rate"]
-    record.write_text(record.read_text().replace(f'"acceleration_rate": {rate}', '"acceleration_rate": 9.99'))
-    run = run_again(make_config(tmp_path))
-    assert stages_run(run) == ["check"] and run.latest("check").summary["native"]["acceleration_rate"] == rate
-
-
-def test_other_files_of_a_training_do_not_end_a_run(copied_run, make_config, tmp_path):
-    """A byte that is no UTF-8 in its log, a checkpoint that none has written, a stage.json of another fingerprint."""
+def test_a_damaged_log_or_stage_json_ends_no_run(copied_run, make_config, tmp_path):
     train = copied_run.latest("train").path
-    log = train / "metrics.jsonl"
-    log.write_bytes(b"\xff\xfe\n[]\n" + log.read_bytes() + b'{"step": "x"}\n')
-    (train / "checkpoints").mkdir(exist_ok=True)
-    (train / "checkpoints" / "step-abc.safetensors").write_bytes(b"nothing")
-    stage = json.loads((train / "stage.json").read_text())
-    (train / "stage.json").write_text(json.dumps(stage | {"fingerprint": "f" * 64}))
+    log, described = train / "metrics.jsonl", train / "stage.json"
+    log.write_bytes(b"\xff\xfe\n" + log.read_bytes()[:-9])
+    whole = described.read_bytes()
+    described.write_bytes(whole[:-9])
     run = run_again(make_config(tmp_path), fresh="calibrate")
-    assert stages_run(run) == ["calibrate"] and json.loads((train / "stage.json").read_text()) == stage
-    (train / "checkpoints").mkdir(exist_ok=True)
-    (train / "checkpoints" / "step-abc.safetensors").write_bytes(b"nothing")
-    (train / "heads.safetensors").unlink()
-    assert stages_run(run_again(make_config(tmp_path))) == ["train"]
+    assert stages_run(run) == ["calibrate"] and described.read_bytes() == whole
 
 
 def test_a_directory_that_cannot_be_synced_is_no_failure_and_a_file_is(tmp_path, monkeypatch):

@@ -14,10 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.run import context as run_context
+from pipeline.run.reporting import assemble
 from pipeline.stages import features, seeds
 from pipeline.storage import checksums as file_facts
 from pipeline.storage.checksums import sha256_of
 from pipeline.storage.receipts import Receipt, read_receipt
+from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.tasks import ShardTask
 from tests.flows.tiny import (
     SHARDED,
@@ -150,18 +152,21 @@ def test_a_shard_of_another_run_in_the_place_of_ours_is_replaced(copied_run, mak
     assert contents(run, "generate") == before
 
 
-@pytest.mark.parametrize("name", SHARDED)
-def test_a_shard_of_another_run_beside_ours_is_named_and_never_read(copied_run, make_config, tmp_path, name):
-    changes = {"seeds__holdout": 0.5, "generate__temperature": 1.5}
-    other = run_again(make_config(tmp_path, run__name="other", **changes), until=name)
-    foreign = latest(copied_run, name).shard_path(9)
-    shutil.copy(latest(other, name).shard_path(0), foreign)
-    assert latest(copied_run, name).verify() == [f"{foreign} is of another run, or damaged"]
-    with pytest.raises(DataError, match=f"another run.*{foreign}.*Delete this file") as caught:
-        run_again(make_config(tmp_path, check__prompts=30))
-    assert caught.value.exit_code == 3 and stages_run(copied_run) == []
-    foreign.unlink()
-    assert stages_run(run_again(make_config(tmp_path))) == []
+@pytest.mark.parametrize("damage", ["changed", "gone"])
+def test_damaged_answers_are_decoded_again(copied_run, make_config, tmp_path, damage):
+    answers = latest(copied_run, "check").path / "answers" / "plain.jsonl"
+    answers.write_text("{}\n") if damage == "changed" else shutil.rmtree(answers.parent)
+    assert stages_run(run_again(make_config(tmp_path))) == ["check"]
+    assert latest(copied_run, "check").verify() == []
+    assert json.loads(answers.read_text().splitlines()[0])["choices"]
+
+
+def test_no_curve_is_drawn_of_a_damaged_log(copied_run):
+    log = latest(copied_run, "train").path / "metrics.jsonl"
+    assert assemble(*RunDirectory.open(copied_run.path))[1]["losses"]
+    log.write_text(log.read_text().replace('"loss": ', '"losr": ', 1))
+    _, extras = assemble(*RunDirectory.open(copied_run.path))
+    assert "losses" not in extras and "held_out" not in extras
 
 
 def test_what_a_killed_writer_left_behind_is_swept_and_never_taken_for_a_shard(copied_run, make_config, tmp_path):

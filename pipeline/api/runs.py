@@ -26,7 +26,6 @@ from pipeline.decoding.held_out import simulated_acceleration_rate
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
 from pipeline.heads.shape import max_depth
-from pipeline.storage.atomic import read_file
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.training.evaluation import held_out_places, held_out_ranks
 
@@ -88,7 +87,7 @@ class Run:
     def report(self) -> dict[str, Any]:
         """The content of report.json."""
         try:
-            return json.loads(read_file(self.path / "report.json"))
+            return json.loads((self.path / "report.json").read_bytes())
         except FileNotFoundError:
             fix = "Run its check: the report is written after it."
             raise DataError("This run has no report.", str(self.path), fix) from None

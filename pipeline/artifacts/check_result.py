@@ -63,7 +63,6 @@ class CheckResult:
     contaminated_rows: int | None = None  # training rows that hold one of the file's questions
     hardware: Mapping[str, Any] | None = None  # of the machine that decoded
     versions: Mapping[str, str] | None = None  # of its packages
-    configuration: Mapping[str, Any] | None = None  # of the run then
     target_revision: str | None = None  # the commit of a target from the Hub
 
     @classmethod
@@ -77,15 +76,18 @@ class CheckResult:
 def write_answers(directory: Path, answers: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
     """Write each method's answers, one line per question, to `answers/METHOD.jsonl`."""
     for method, lines in answers.items():
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_text(directory / "answers" / f"{method}.jsonl", text)
+        write_text(directory / "answers" / f"{method}.jsonl", _as_jsonl(lines))
 
 
 def write_model_answers(directory: Path, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     """Write each method's answers, in FastChat's schema, to `model_answer/MODEL.jsonl`, as its judge looks for them."""
-    for lines in filter(None, answers.values()):
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        write_text(directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", text)
+    for lines in answers.values():
+        if lines:
+            write_text(directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", _as_jsonl(lines))
+
+
+def _as_jsonl(lines: Iterable[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
 
 def read_answers(directory: Path) -> dict[str, list[dict[str, Any]]]:

@@ -11,23 +11,22 @@ Letters: N positions, D hidden size, V vocabulary, K heads.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from pipeline.artifacts.generated_rows import REDO, SPANS, open_rows, require_vocabulary, spans_of
+from pipeline.artifacts.generated_rows import SPANS, open_rows, require_vocabulary, spans_of
 from pipeline.artifacts.quantized_states import SCALE_BYTES, dequantize, stored_dtype
-from pipeline.config import DTYPES, PRECISIONS, Precision
+from pipeline.config import Precision
 from pipeline.conversations.conversation import Role
 from pipeline.conversations.spans import IGNORED, feature_positions, head_labels
-from pipeline.errors import DataError
 
 FEATURES = pa.schema(
     [
@@ -55,6 +54,13 @@ class StateFormat:
     dtype: torch.dtype  # the target's, which readers get
     hidden_size: int
     precision: Precision = "native"
+
+    @classmethod
+    def of(cls, footer: Mapping[bytes, bytes]) -> StateFormat:
+        """The format that a shard's footer gives."""
+        dtype = getattr(torch, footer[b"dtype"].decode())
+        precision = cast(Precision, footer[b"precision"].decode())
+        return cls(dtype, int(footer[b"hidden_size"]), precision)
 
     @property
     def stored(self) -> torch.dtype:
@@ -120,13 +126,13 @@ class FeatureRows:
     Args:
         shards: The shards' paths, in order; all of one run.
         fingerprint: The features stage's fingerprint, which every shard must carry.
-        hidden_size, vocab_size: The target's; every shard must agree.
+        hidden_size, vocab_size: The target's.
         num_heads: K.
         roles: Whose spans give labels.
 
     Raises:
         DamagedShard: A shard cannot be read.
-        DataError: A shard is of another run, or of another hidden size.
+        DataError: A shard is of another run.
     """
 
     def __init__(
@@ -144,35 +150,16 @@ class FeatureRows:
         self._groups: list[tuple[str, int]] = []
         self._lengths: list[npt.NDArray[np.int64]] = []
         self._splits: list[npt.NDArray[np.object_]] = []
-        formats: dict[StateFormat, str] = {}
+        self.states = StateFormat(torch.float32, hidden_size)
         for path in shards:
             with open_rows(path, fingerprint) as shard:
-                formats.setdefault(self._format_of(path, shard), path)
+                self.states = StateFormat.of(shard.schema_arrow.metadata)
                 for group in range(shard.num_row_groups):
                     self._groups.append((path, group))
                     table = shard.read_row_group(group, columns=["split", "spans"], use_threads=False)
                     self._lengths.append(_num_learnable(table["spans"], self.roles))
                     self._splits.append(table["split"].to_numpy())
-        if len(formats) > 1:
-            found = {path: states.footer for states, path in formats.items()}
-            raise DataError(f"The shards hold states of different dtypes: {found}.", None, REDO)
-        self.states = next(iter(formats), StateFormat(torch.float32, hidden_size))
         self.dtype = self.states.dtype
-
-    def _format_of(self, path: str, shard: pq.ParquetFile) -> StateFormat:
-        """The format that a shard's footer gives, after it has proved that the states are the target's."""
-        footer = {key.decode(): value.decode() for key, value in (shard.schema_arrow.metadata or {}).items()}
-        size, dtype = footer.get("hidden_size", "unknown"), footer.get("dtype", "unknown")
-        if size != str(self.hidden_size):
-            what = f"This shard's states have size {size}, the target's have {self.hidden_size}"
-            raise DataError(f"{what}: these features are of another target.", path, REDO)
-        if dtype not in DTYPES:
-            raise DataError(f"This shard's states are {dtype}, which is none of {', '.join(DTYPES)}.", path, REDO)
-        precision = footer.get("precision", "native")
-        if precision not in PRECISIONS:
-            what = f"This shard's states are stored in {precision}, which is none of {', '.join(PRECISIONS)}."
-            raise DataError(what, path, REDO)
-        return StateFormat(getattr(torch, dtype), self.hidden_size, precision)
 
     def lengths(self, split: str) -> list[npt.NDArray[np.int64]]:
         """Per row group, each row's number of learnable positions; 0 where it is of another split."""
@@ -221,17 +208,9 @@ class RowGroup:
     def _hidden(self, index: int, num_positions: int) -> Tensor:
         """A row's states in the target's dtype."""
         states, stored = self._rows.states, self._states[index]
-        num_bytes = num_positions * states.hidden_size * states.stored.itemsize
-        if len(stored) != num_bytes:
-            raise DataError(
-                f"A row has {len(stored)} bytes of states instead of {num_bytes}.", self._where(index), REDO
-            )
         if states.precision == "native":
             return stored.view(states.dtype).view(num_positions, states.hidden_size)
         scales_N = self._table["scales"][index].values.to_numpy()
-        if len(scales_N) != num_positions:
-            what = f"A row has {len(scales_N)} scales instead of {num_positions}."
-            raise DataError(what, self._where(index), REDO)
         stored_ND = stored.view(num_positions, states.hidden_size).numpy()
         return dequantize(stored_ND, scales_N, states.precision, states.dtype)
 

@@ -49,11 +49,10 @@ class Backlog:
         The pages of fresh memory take five times as long to fill.
         """
         with self._changed:
-            large_enough = (place for place, memory in enumerate(self._free) if len(memory) >= num_bytes)
-            if self._free:
-                memory = self._free.pop(next(large_enough, 0))
+            for place, memory in enumerate(self._free):
                 if len(memory) >= num_bytes:
-                    return memory
+                    return self._free.pop(place)
+            del self._free[:1]  # the oldest makes room for a larger one
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def add(self, num_bytes: int) -> None:
@@ -203,14 +202,17 @@ class FeatureWriter:
             num_bytes = sum(map(num_positions, rows)) * self._states.computed_bytes
             self._groups[number] = RowGroup(rows, self._states, self._backlog.memory(num_bytes))
         self._groups[number].put(place, hidden_TD)
-        while (group := self._groups.get(len(self._writing))) and not group.missing:
+        following = len(self._writing)
+        while following in self._groups and not self._groups[following].missing:
+            group = self._groups.pop(following)
             self._backlog.add(group.num_bytes)
-            self._writing.append(self._thread.submit(self._write, self._groups.pop(len(self._writing))))
+            self._writing.append(self._thread.submit(self._write, group))
+            following += 1
         if self._failed:
             raise self._failed
 
     def commit(
-        self, stage: str, ids_in: Iterable[str] | None, stats: dict[str, float] | None = None, started: float = 0.0
+        self, stage: str, ids_in: Sequence[str] | None, stats: dict[str, float] | None = None, started: float = 0.0
     ) -> Future[Receipt]:
         """Commit the shard once all is written, see `ShardWriter.commit`.
 
@@ -219,7 +221,6 @@ class FeatureWriter:
             started: When a worker began to be busy with it, by the monotonic clock.
         """
         assert len(self._writing) == len(self._rows), f"{len(self._groups)} row groups of {stage} lack states"
-        ids_in = None if ids_in is None else list(ids_in)
         return self._thread.submit(self._commit, stage, ids_in, stats or {}, started)
 
     def _write(self, group: RowGroup) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError
-from pipeline.storage.atomic import read_file, write_json
+from pipeline.storage.atomic import write_json
 
 TREE_FILE = "tree.json"
 Figures = dict[str, Any]
@@ -112,7 +112,7 @@ def read_tree(path: Path) -> tuple[TreePath, ...] | DynamicTree:
 
 def _read(path: Path) -> Any:
     try:
-        return json.loads(read_file(path))
+        return json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"The tree cannot be read: {error}.", str(path), FIX) from None
 

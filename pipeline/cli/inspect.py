@@ -17,7 +17,6 @@ from pipeline.errors import ConfigError, DataError, MedusaDistillError
 from pipeline.report.formatting import visible
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import Row, read_footer, read_rows
-from pipeline.storage.stage_directory import StageDirectory
 
 COLOURS = {"assistant": "green", "user": "cyan"}
 
@@ -39,7 +38,7 @@ def inspect(
             raise ConfigError(f"There is no stage '{stage}'.", "inspect", f"The stages are {', '.join(STAGES)}.")
         raise ConfigError(f"This run has not reached {stage} yet.", str(run.path), "See `medusa-distill status`.")
     console = Console(highlight=False)
-    shards = _shards(directory)
+    shards = directory.shards()
     if not shards:
         if directory.done is None:
             what = f"There is no summary of {stage}: it is not finished, or its DONE.json cannot be read."
@@ -84,21 +83,6 @@ def _tokenizer(run: RunDirectory, config: Config) -> Any:
         if (export := run.latest("export")) is None or not export.done:
             raise
         return load_tokenizer(TargetSpec(str(export.path)))
-
-
-def _shards(directory: StageDirectory) -> list[Path]:
-    """The shards in order: those that a finished stage's record names, and no other.
-
-    Raises:
-        DataError: One of them is missing, so that rows would have other numbers.
-    """
-    if not directory.done:
-        return directory.shards()
-    written = [directory.path / name for name in sorted(directory.done.files) if name.startswith("shards/")]
-    if missing := next((path for path in written if not path.is_file()), None):
-        what = f"Rows of {directory.stage} are missing: a shard is not where it was written."
-        raise DataError(what, str(missing), "The same `run` makes it anew.")
-    return written
 
 
 def _find(shards: Sequence[Path], row: str | None) -> Row:

@@ -31,7 +31,7 @@ def verify(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such
         raise ConfigError("This run has no stage: there is nothing to verify.", str(run.path / "latest"), fix)
     for link in run.links():
         if link.name in STAGES and link.name not in found:
-            damaged.append(f"{link.name}: {link.readlink().name} is missing, or no stage of this name")
+            damaged.append(f"{link.name}: {link.readlink().name} is missing")
             print_stage(console, "[red]damaged[/]", link.name, "no directory")
     for name, stage in found.items():
         problems = stage.verify()

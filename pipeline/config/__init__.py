@@ -19,12 +19,11 @@ from pipeline.config.outcome import (
     StudyName,
 )
 from pipeline.config.running import LimitsConfig, PlacementConfig, PlacementOf, RunConfig
-from pipeline.config.section import DTYPES, PRECISIONS, Dtype, Precision, Section
+from pipeline.config.section import DTYPES, Dtype, Precision, Section
 from pipeline.config.training import BackboneConfig, MedusaConfig, TrainConfig
 
 __all__ = [
     "DTYPES",
-    "PRECISIONS",
     "BackboneConfig",
     "BaselineName",
     "CalibrateConfig",

@@ -7,11 +7,8 @@ Every mistake is a `ConfigError` that names the key and, for an unknown one, the
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter
 from collections.abc import Iterable
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -58,7 +55,7 @@ def load_config(file: str | Path, overrides: Iterable[str] = ()) -> Config:
             "The configuration is not a mapping of sections.", str(file), "See configs/demo.yaml for one."
         )
     beside = path.parent.resolve()  # of a link too: a run's own file means this run, wherever its text lies
-    is_own = path.name == RUN_FILE and any(os.path.lexists(beside / mark) for mark in RUN_MARKS)
+    is_own = path.name == RUN_FILE and any((beside / mark).exists() for mark in RUN_MARKS)
     settings = _resolve(settings, beside if is_own else path.resolve().parent)
     if is_own:
         _place_in(settings, beside)
@@ -100,14 +97,12 @@ def _place_in(settings: dict[str, Any], run: Path) -> None:
 
 
 def linked_store(run: Path) -> Path | None:
-    """Where most of the stages lie that a run directory links to; None where it links to none.
-
-    Links to something else than a directory named after a stage say nothing, nor do folders beside the links.
-    """
-    links = [link for link in (run / "latest").glob("[!.]*") if link.is_symlink() and link.is_dir()]
-    goals = [(link.name, link.resolve()) for link in sorted(links)]
-    stages = [goal for name, goal in goals if re.fullmatch(rf"{re.escape(name)}-[0-9a-f]{{8}}", goal.name)]
-    return max(Counter(stage.parent for stage in stages).items(), key=itemgetter(1), default=(None, 0))[0]
+    """Where most of the stages lie that a run directory links to; None where it links to none."""
+    stores: Counter[Path] = Counter()
+    for link in sorted((run / "latest").glob("[!.]*")):
+        if link.is_symlink() and link.is_dir():
+            stores[link.resolve().parent] += 1
+    return stores.most_common(1)[0][0] if stores else None
 
 
 def validate(settings: dict[str, Any], where: str) -> Config:

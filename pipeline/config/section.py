@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, model_validator
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Precision = Literal["native", "fp8", "int8"]  # of stored states
 DTYPES = tuple(name for name in get_args(Dtype) if name != "auto")
-PRECISIONS = get_args(Precision)
 
 
 class Section(BaseModel):

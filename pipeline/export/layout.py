@@ -20,7 +20,6 @@ from pipeline.export.upload import check_repo_id
 from pipeline.heads.export_format import ExportFormat, export_format
 from pipeline.heads.kind import Heads
 from pipeline.heads.shape import HeadsShape, head_kind
-from pipeline.storage.atomic import read_file
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
@@ -125,7 +124,7 @@ def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any],
     """
     path = Path(directory) / CONFIG_FILE
     try:
-        content = json.loads(read_file(path))
+        content = json.loads(path.read_bytes())
         heads = dict(content["heads"])
         format, num_tokens = heads.pop("format"), heads.pop("num_speculative_tokens")
         tree = DynamicTree(**heads.pop("dynamic_tree")) if "dynamic_tree" in heads else None

@@ -18,7 +18,6 @@ from huggingface_hub.utils import validate_repo_id
 
 from pipeline.errors import ConfigError, DataError, EnvironmentFault, MedusaDistillError
 from pipeline.redact import redacted
-from pipeline.storage.atomic import read_file
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")
 EXPORT_AGAIN = "Run the run again: it finds what has changed, makes it anew and checks it."
@@ -50,7 +49,7 @@ def prepare(directory: Path, checked: Mapping[str, str], instead: Mapping[str, b
         instead: Files that are written for the upload, in the place of the directory's or besides them.
 
     Raises:
-        DataError: A file is missing, is a link, or is not what was checked.
+        DataError: A file is missing, or is not what was checked.
     """
     additions = [_as_checked(directory, name, sha256) for name, sha256 in checked.items()]
     additions = [addition for addition in additions if addition.path_in_repo not in instead]
@@ -61,12 +60,11 @@ def prepare(directory: Path, checked: Mapping[str, str], instead: Mapping[str, b
 def _as_checked(directory: Path, name: str, sha256: str) -> CommitOperationAdd:
     path = directory / name
     try:
-        linked = path.is_symlink()
-        is_weights = path.suffix in WEIGHT_SUFFIXES and path.is_file()
-        addition = CommitOperationAdd(name, path if is_weights else read_file(path))
+        is_weights = path.suffix in WEIGHT_SUFFIXES
+        addition = CommitOperationAdd(name, path if is_weights else path.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"A file of the export cannot be read: {error}.", str(path), EXPORT_AGAIN) from error
-    if linked or addition.upload_info.sha256.hex() != sha256:
+    if addition.upload_info.sha256.hex() != sha256:
         raise DataError("This file is not what was checked, so nothing was pushed.", str(path), EXPORT_AGAIN)
     return addition
 

@@ -32,8 +32,6 @@ class WeightsFile:
         Raises:
             DataError: It cannot be read, or holds something else than tensors; nothing of it is run.
         """
-        if path.exists() and not path.is_file():  # a pipe would be waited for
-            raise DataError("The weights are no file.", str(path), "Export again, or fetch the file again.")
         self._tensors: dict[str, Tensor] | None = None
         if path.suffix in PICKLES:
             self._tensors = _unpickled(path)

@@ -1,37 +1,31 @@
-"""Whether the stages of a run are the ones that its check has read, by their records."""
+"""Whether the stages that a run links to are those that its export was made from."""
 
 from __future__ import annotations
 
 from pipeline.errors import DataError
 from pipeline.export.card_facts import CACHES
-from pipeline.storage.description import Description
 from pipeline.storage.run_directory import RunDirectory
 
 
-def require_records(run: RunDirectory) -> None:
-    """Every stage from which the check's figures come is finished, has whole records, and is what the next one read.
+def require_one_history(run: RunDirectory) -> None:
+    """Refuse stages that were not made from one another: a card would mix two trainings' figures.
 
-    A feature cache whose directory was deleted to make room is not missed.
+    They are not after `run --until train` with another setting. A cache may be deleted.
 
     Raises:
-        DataError: Of one of them this cannot be said.
+        DataError: Names the stage that is unfinished, missing, or another one.
     """
+    fix = "Run the same configuration again, and then push."
     stages = run.stages()
-    left: list[tuple[str, str | None]] = [("check", None)]  # a stage, and what the next one read of it
-    seen = set()
-    while left:
-        name, read = left.pop()
-        stage, link = stages.get(name), run.path / "latest" / name
-        if stage is None and name in CACHES and link.is_symlink() and not link.exists():
-            continue
-        done = stage.done if stage else None
-        described = Description.read(stage.path) if stage else None
-        if not stage or not done or not described or done.fingerprint != described.fingerprint:
-            what = f"Of the stage {name} there is no whole record, and the figures of this run come from it."
-            raise DataError(what, str(link), "Run the same configuration again: what is damaged is made anew.")
-        if read not in (None, stage.content):
-            what = f"The stage {name} is not the one from which these heads were made."
-            raise DataError(what, str(link), "Run the same configuration again, and then push.")
-        if name not in seen:
-            seen.add(name)
-            left += done.upstream.items()
+    stages.pop("push", None)
+    for name, stage in stages.items():
+        if stage.done is None:
+            raise DataError(f"The stage {name} is not finished.", str(stage.path), fix)
+        for source, content in stage.done.upstream.items():
+            link = str(run.path / "latest" / source)
+            if source in stages:
+                if stages[source].content != content:
+                    what = f"The stage {source} is not the one that {name} was made from."
+                    raise DataError(what, link, fix)
+            elif source not in CACHES:
+                raise DataError(f"The stage {source} is missing.", link, fix)

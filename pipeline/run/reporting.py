@@ -98,7 +98,7 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
     extras: dict[str, Any] = {"samples": checked.samples}
     if "calibrate" in found:
         extras["tree"] = read_calibration(found["calibrate"].path).stored()
-    if "train" in found and found["train"].intact(METRICS_FILE):  # no curve is drawn of a log that somebody changed
+    if "train" in found and found["train"].intact(METRICS_FILE):  # no run makes a damaged log again
         extras["losses"], extras["held_out"] = read_curves(found["train"].path)
     return report, extras
 

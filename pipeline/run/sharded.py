@@ -51,8 +51,7 @@ def run_sharded(
     limits = context.config.limits
     sources = upstream.receipts()
     tasks = stage.tasks(upstream, sources)
-    stage.drop_shards_but({task.index for task in tasks})
-    have = stage.receipts()
+    have = stage.drop_shards_but({task.index for task in tasks})
     pending = deque(stage.pending(tasks, have))
     unfinished = {task.index for task in pending}
     totals = StageTotals(receipt for index, receipt in have.items() if index not in unfinished)

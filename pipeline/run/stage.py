@@ -36,7 +36,6 @@ class Stage:
     sharded: bool = False  # whether the result is shards
     scratch: tuple[str, ...] = ()  # files and folders in its directory that do not count once it is done
     parts: tuple[str, ...] = ()  # folders in it that are made again alone when one of their files is damaged
-    may_link: tuple[str, ...] = ()  # folders of `scratch` in which another program keeps links of its own
 
     def identity_of(self, context: Context) -> Identity:
         """Everything that the result depends on: code version, settings and their inputs, the stages before it."""
@@ -46,8 +45,7 @@ class Stage:
     def locate(self, context: Context) -> StageDirectory:
         """The directory that the stage's fingerprint names; nothing is made."""
         meaning = fingerprint({"stage": self.name, **self.identity_of(context)})
-        layout = {"scratch": self.scratch, "parts": self.parts, "may_link": self.may_link}
-        return context.directory(self.name, meaning, **layout)
+        return context.directory(self.name, meaning, scratch=self.scratch, parts=self.parts)
 
     def contents(self, context: Context) -> dict[str, str]:
         """Hashes of what the stage reads, by stage."""

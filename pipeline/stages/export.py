@@ -23,7 +23,7 @@ from pipeline.targets.spec import load_tokenizer, model_config
 from pipeline.training.methods import method_of
 
 NAME = "export"
-VERSION = 4
+VERSION = 5
 
 
 def identity(context: Context) -> Identity:

@@ -37,7 +37,7 @@ from pipeline.training.evaluation import SPLIT
 from pipeline.training.methods import method_of
 
 NAME = "features"
-VERSION = 2
+VERSION = 3
 TUNED_NAME = "tuned-features"
 
 

@@ -35,7 +35,7 @@ from pipeline.targets.engines import GenerationEngine, make_generation_engine, s
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template
 
 NAME = "generate"
-VERSION = 3
+VERSION = 4
 
 MIN_ROWS = 2  # of a split; a standard error takes two
 

@@ -31,7 +31,7 @@ from pipeline.targets.files import is_local
 from pipeline.training.methods import method_of
 
 NAME = "push"
-VERSION = 2
+VERSION = 3
 BESIDE = ("data_set", "backbone")  # in a receipt, what went besides the heads
 
 
@@ -61,8 +61,8 @@ def _summary(receipt: dict[str, Any]) -> dict[str, Any]:
 
 
 def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None) -> dict[str, Any]:
-    """Send what is asked for with fresh cards, made of the stages' records and not of report.json, which anybody may
-    have edited, nor of the Hub as it is now; a dry run touches no network and returns what would go.
+    """Send what is asked for with fresh cards, made of the stages' records and not of report.json or of the Hub as they
+    are now; a dry run touches no network and returns what would go.
 
     Returns:
         The heads' receipt, with the data set's under `data_set` and a tuned backbone's under `backbone`.

@@ -46,7 +46,7 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.totals import StageTotals
 
 NAME = "seeds"
-VERSION = 4
+VERSION = 5
 
 MOST_LINES = 8  # of files that are named in the terminal
 ROWS_BETWEEN_REPORTS = 100

@@ -28,7 +28,7 @@ from pipeline.training.task import TrainSpec
 from pipeline.training.trackers import FILE as TRACKING_FILE
 
 NAME = "train"
-VERSION = 2
+VERSION = 3
 
 QUANTIZED_TEACHER = "the backbone is held to the quantized target, a worse teacher than the target itself"
 
@@ -131,5 +131,4 @@ STAGE = Stage(
     one_line,
     scratch=("checkpoints", "tensorboard", "wandb", TRACKING_FILE, "ray"),
     parts=(BACKBONE_DIRECTORY,),
-    may_link=("wandb",),  # to its newest run and its logs
 )

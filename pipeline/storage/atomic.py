@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 import os
 import re
 import shutil
-import stat
 import uuid
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,26 +86,11 @@ def files_in(directory: Path) -> list[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove what stands there, of whatever kind: a directory with all that is in it, but of a link the link alone.
-
-    `shutil.rmtree` would wait for ever at a named pipe, and leave a link where it is.
-    """
+    """Remove a file, a link, or a directory with all that is in it, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def is_text(name: str) -> bool:
-    """Whether a file's name is UTF-8 on the disk: what is not can be in no record."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in name)
-
-
-def links_in(directory: Path, but_in: Collection[str] = ()) -> Iterator[Path]:
-    """Every symbolic link below `directory`, but in folders of these names; none is followed."""
-    for place, folders, files in os.walk(directory):
-        yield from (path for name in (*folders, *files) if (path := Path(place, name)).is_symlink())
-        folders[:] = [name for name in folders if name not in but_in]
 
 
 def temporary_beside(path: Path) -> Path:
@@ -210,25 +193,15 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
-def open_file(path: Path) -> io.BufferedReader:
-    """A regular file for reading; OSError for anything else, such as a pipe, which would be waited for."""
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "This is no regular file", str(path))
-    return file
-
-
 def read_file(path: Path) -> bytes:
-    """The content of a regular file.
+    """The file's content.
 
     Raises:
         EnvironmentFault: The file system fails, which says nothing of the file.
-        OSError: Anything else, as `open_file` does.
+        OSError: Anything else.
     """
     try:
-        with open_file(path) as file:
-            return file.read()
+        return path.read_bytes()
     except OSError as error:
         fault = disk_fault(error, path)
         if fault is None or error.errno not in FAILED_ERRORS:
@@ -265,9 +238,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def sweep_temporary(directory: Path) -> int:
-    """Remove the temporary files of killed writers; returns their number."""
-    leftovers = [path for path in directory.rglob("*.tmp") if not path.is_dir()]
-    for path in leftovers:
+def sweep_temporary(directory: Path) -> None:
+    """Remove the temporary files of killed writers."""
+    for path in list(directory.rglob("*.tmp")):
         path.unlink(missing_ok=True)
-    return len(leftovers)

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.storage.atomic import read_file, write_json
+from pipeline.storage.atomic import read_json, write_json
 from pipeline.storage.done import Identity
+
+FILE = "stage.json"
 
 
 @dataclass(frozen=True)
@@ -24,22 +26,15 @@ class Description:
     def read(cls, directory: Path) -> Description | None:
         """None where the file is absent or damaged."""
         try:
-            return DESCRIPTION.validate_json(read_file(directory / "stage.json"), strict=True)
+            return DESCRIPTION.validate_json((directory / FILE).read_bytes(), strict=True)
         except (OSError, ValidationError):
             return None
 
     def write(self, directory: Path) -> None:
-        """Make the directory's stage.json say this."""
-        said = json.loads(json.dumps(asdict(self)))
-        found = Description.read(directory)
-        if found is None or asdict(found) != said:
-            write_json(directory / "stage.json", said)
-
-    @property
-    def upstream(self) -> set[str]:
-        """The names of the stages that it reads."""
-        found = self.identity.get("upstream")
-        return set(found) if isinstance(found, dict) else set()
+        """Make the directory's stage.json say this; nothing is written where it does."""
+        content = json.loads(json.dumps(asdict(self)))
+        if read_json(directory / FILE) != content:
+            write_json(directory / FILE, content)
 
 
 DESCRIPTION = TypeAdapter(Description)

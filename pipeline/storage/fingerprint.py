@@ -48,7 +48,7 @@ class FileDigests:
     def __init__(self, cache: Path, *, read_only: bool = False):
         self.cache, self.read_only = cache, read_only
         self.seen: dict[Path, str] = {}  # as each file was when it was first asked for
-        self.known = {key: value for key, value in read_object(cache).items() if is_digest(value)}
+        self.known: dict[str, str] = read_object(cache)
 
     def of(self, path: Path) -> str:
         """The file's sha256 (hex); the Hub's cache names large files by it already."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -11,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.storage.atomic import FAILED_ERRORS, read_file, write_json
+from pipeline.storage.atomic import FAILED_ERRORS, write_json
 from pipeline.storage.checksums import FileFacts
 
 RECEIPT_KEY = b"medusa-distill.receipt"
@@ -56,10 +55,8 @@ def read_receipt(path: str | Path) -> Receipt | None:
 
     Raises OSError or EnvironmentFault where the file system fails.
     """
-    if not Path(path).is_file():  # a pipe would be waited for
-        return None
     try:
-        with pa.OSFile(os.fsencode(path)) as file:  # Arrow takes no text for a name that is no UTF-8
+        with pa.OSFile(os.fsencode(path)) as file:
             metadata = pq.read_metadata(file).metadata or {}
         receipt = RECEIPT.validate_json(metadata[RECEIPT_KEY], strict=True)
     except (OSError, pa.ArrowException, KeyError, ValidationError) as error:
@@ -67,14 +64,17 @@ def read_receipt(path: str | Path) -> Receipt | None:
             raise
         return None
     note = read_note(path)
-    return replace(receipt, note=note) if note and note.content_sha256 == receipt.content_sha256 else receipt
+    if note is None or note.content_sha256 != receipt.content_sha256:
+        return receipt
+    return replace(receipt, note=note)
 
 
 def read_note(shard: str | Path) -> Note | None:
     """The note beside a shard, or None where its writer was killed before it."""
-    with contextlib.suppress(OSError, ValidationError):
-        return NOTE.validate_json(read_file(note_path(shard)), strict=True)
-    return None
+    try:
+        return NOTE.validate_json(note_path(shard).read_bytes(), strict=True)
+    except (OSError, ValidationError):
+        return None
 
 
 def write_note(shard: str | Path, note: Note) -> None:

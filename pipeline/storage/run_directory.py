@@ -8,19 +8,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.load import dump_config, linked_store, load_config
-from pipeline.errors import ConfigError, DataError, EnvironmentFault
+from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.redact import redacted, redacted_values
-from pipeline.storage.atomic import atomic_path, write_text
-from pipeline.storage.description import Description
+from pipeline.storage.atomic import write_text
 from pipeline.storage.locks import Lock
 from pipeline.storage.stage_directory import StageDirectory
 
@@ -69,23 +67,18 @@ class RunDirectory:
 
     def latest(self, name: str) -> StageDirectory | None:
         """The stage's current directory, or None where the run has not reached it."""
-        return self._linked(self.path / "latest" / name)
-
-    def _linked(self, link: Path) -> StageDirectory | None:
-        """The stage that a link in `latest` is named after; None for a link or a folder of somebody else."""
-        stage = StageDirectory.at(link.resolve()) if link.is_symlink() and link.is_dir() else None
-        return stage if stage and stage.stage == link.name else None
+        link = self.path / "latest" / name
+        return StageDirectory.at(link.resolve()) if link.is_dir() else None
 
     def stages(self) -> dict[str, StageDirectory]:
         """The current directories of the stages that the run has reached, those first that others read."""
-        found = {link.name: stage for link in self.links() if (stage := self._linked(link))}
-        described = {name: Description.read(stage.path) for name, stage in found.items()}
-        read = {name: said.upstream & found.keys() if said else set() for name, said in described.items()}
-        try:
-            return {name: found[name] for name in TopologicalSorter(read).static_order()}
-        except CycleError as error:
-            fix = "Somebody has changed their stage.json. Run the same configuration again: they are written anew."
-            raise DataError("The stages of this run name each other in a circle.", str(self.path), fix) from error
+        found: dict[str, StageDirectory] = {}
+        for link in self.links():
+            stage = self.latest(link.name)
+            if stage:
+                found[link.name] = stage
+        read = {name: found.keys() & stage.identity.get("upstream", ()) for name, stage in found.items()}
+        return {name: found[name] for name in TopologicalSorter(read).static_order()}
 
     def links(self) -> list[Path]:
         return sorted(path for path in (self.path / "latest").glob("[!.]*") if path.is_symlink())
@@ -105,34 +98,13 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run for one driver; removes temporary files of killed drivers.
-
-        Raises:
-            DataError: A link stands where the run would write through it.
-        """
-        if link := next((path for name in ("latest", EVENTS) if (path := self.path / name).is_symlink()), None):
-            raise DataError("A link leads out of the run directory.", str(link), "Delete it and run again.")
-        self._own_events()
+        """Hold the run for one driver; removes temporary files of killed drivers."""
         with Lock(self.path / "lock", f"the run '{self.path.name}'") as lock:
             lock.own()
             links = (path for path in (self.path / "latest").glob(".*.*") if path.is_symlink())
             for leftover in (*self.path.glob(f"*.{'[0-9a-f]' * 12}.tmp"), *links):
                 leftover.unlink(missing_ok=True)
             yield
-
-    def _own_events(self) -> None:
-        """Make sure that appending to the log changes no file but the run's: a hard link becomes a copy.
-
-        Raises:
-            DataError: It is no file.
-        """
-        path = self.path / EVENTS
-        if path.exists():
-            if not path.is_file():
-                raise DataError("What stands in the place of the run's log is no file.", str(path), "Delete it.")
-            if path.stat().st_nlink > 1:
-                with atomic_path(path) as temporary:
-                    shutil.copyfile(path, temporary)
 
     def event(self, kind: str, **facts: Any) -> None:
         """Append one line to events.jsonl; a line that a full disk cut off before it stays separate."""

@@ -1,4 +1,4 @@
-"""The shards of one stage directory: which are whole, which are still to be made, which belong to another run."""
+"""The shards of one stage directory: which are whole, and which are still to be made."""
 
 from __future__ import annotations
 
@@ -24,23 +24,25 @@ class ShardFolder:
         return self.path / "quarantine" / f"{index:05d}.jsonl"
 
     def shards(self) -> list[Path]:
-        """The committed shards, in order."""
-        return sorted((self.path / "shards").glob("*.parquet"))
+        """The whole shards, in order."""
+        return [self.shard_path(index) for index in sorted(self.receipts())]
 
     def receipts(self) -> dict[int, Receipt]:
         """The receipts of whole shards of this fingerprint; damaged and foreign files are as if absent."""
-        found = ((path, read_receipt(path)) for path in self.shards())
-        return {
-            receipt.index: receipt
-            for path, receipt in found
-            if receipt
-            and receipt.fingerprint == self.fingerprint
-            and (receipt.note is None or receipt.note.file.fit(path))
-            and self.quarantine_path(receipt.index).exists()
-        }
+        receipts = {}
+        for path in self.parquet_files():
+            receipt = read_receipt(path)
+            if receipt is None or receipt.fingerprint != self.fingerprint:
+                continue
+            has_other_size = receipt.note is not None and not receipt.note.file.fit(path)
+            if not has_other_size and self.quarantine_path(receipt.index).exists():
+                receipts[receipt.index] = receipt
+        return receipts
 
     def tasks(self, upstream: ShardFolder, receipts: dict[int, Receipt] | None = None) -> list[ShardTask]:
-        """One task per upstream shard; `receipts` is what `upstream.receipts` has just said."""
+        """One task per upstream shard; `receipts` is what `upstream.receipts` has just returned."""
+        if receipts is None:
+            receipts = upstream.receipts()
         return [
             ShardTask(
                 index=index,
@@ -50,49 +52,60 @@ class ShardFolder:
                 quarantine=str(self.quarantine_path(index)),
                 fingerprint=self.fingerprint,
             )
-            for index, receipt in sorted((upstream.receipts() if receipts is None else receipts).items())
+            for index, receipt in sorted(receipts.items())
         ]
 
     def pending(self, tasks: Sequence[ShardTask], have: dict[int, Receipt] | None = None) -> list[ShardTask]:
         """The tasks whose shard does not exist, or was made from other upstream content.
 
-        `have` is what `receipts` has just said; without it every footer is read again.
+        `have` is what `receipts` has just returned; without it every footer is read again.
         """
-        have = self.receipts() if have is None else have
+        if have is None:
+            have = self.receipts()
         return [task for task in tasks if task.index not in have or have[task.index].upstream != task.upstream]
 
-    def drop_shards_but(self, indices: Collection[int]) -> None:
-        """Drop our shards of indices that upstream has no longer, whole or damaged; another run's are not ours."""
-        wanted = {self.shard_path(index) for index in indices}
-        for path in self.shards():
-            receipt = read_receipt(path) if path not in wanted else None
-            if path not in wanted and (receipt is None or receipt.fingerprint == self.fingerprint):
-                self.drop_shard(path)
+    def drop_shards_but(self, indices: Collection[int]) -> dict[int, Receipt]:
+        """Drop the shards of indices that upstream no longer has; returns the receipts of the others."""
+        kept = {}
+        for index, receipt in self.receipts().items():
+            if index in indices:
+                kept[index] = receipt
+            else:
+                self.drop_shard(self.shard_path(index))
+        return kept
 
     def drop_shard(self, shard: Path) -> None:
         """Remove a shard with its quarantine file and its note."""
-        for path in (shard.parent.parent / "quarantine" / f"{shard.stem}.jsonl", note_path(shard), shard):
+        quarantine = self.path / "quarantine" / f"{shard.stem}.jsonl"
+        for path in (quarantine, note_path(shard), shard):
             path.unlink(missing_ok=True)
 
-    def foreign_or_unreadable(self, written: Collection[Path], *, finished: bool) -> dict[Path, str | None]:
-        """What is wrong with files among the shards that are not `written`, by path; reads those without a note."""
-        problems: dict[Path, str | None] = {}
-        for path in self.shards():
-            receipt, rows = read_receipt(path), self.path / "quarantine" / f"{path.stem}.jsonl"
-            if receipt is None or receipt.fingerprint != self.fingerprint or (finished and path not in written):
-                problems[path] = f"{path} is of another run, or damaged"
-            elif path not in written:  # its writer was killed before the note
-                problems[path] = _unreadable(path)
-            if not finished and not rows.is_file():
-                problems[rows] = f"{rows} is missing"
+    def shard_problems(self) -> list[str]:
+        """What is wrong with the shards of an unfinished stage, one line each; all of them are read."""
+        problems = []
+        for path in self.parquet_files():
+            receipt = read_receipt(path)
+            if receipt is None or receipt.fingerprint != self.fingerprint:
+                problems.append(f"{path} is of another run, or damaged")
+            elif receipt.note is None:  # its writer was killed before it
+                problems += _unreadable(path)
+            else:
+                problems += receipt.note.file.problems(path)
+            quarantine = self.path / "quarantine" / f"{path.stem}.jsonl"
+            if not quarantine.exists():
+                problems.append(f"{quarantine} is missing")
         return problems
 
+    def parquet_files(self) -> list[Path]:
+        """Every Parquet file among the shards, whatever it is."""
+        return sorted((self.path / "shards").glob("*.parquet"))
 
-def _unreadable(path: Path) -> str | None:
+
+def _unreadable(path: Path) -> list[str]:
     """What reading all of a shard finds: its pages have checksums."""
     try:
         for _ in read_rows(path):
             pass
     except DamagedShard as damaged:
-        return f"{path} is damaged: {damaged.what}"
-    return None
+        return [f"{path} is damaged: {damaged.what}"]
+    return []

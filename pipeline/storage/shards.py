@@ -15,7 +15,6 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -63,12 +62,11 @@ class ShardWriter:
 
     def __enter__(self) -> ShardWriter:
         self._temporary = temporary_beside(self.path)
-        self._threads = ThreadPoolExecutor(3)  # the file's: one writes, one hashes, one flushes
         with contextlib.ExitStack() as undo, disk_errors(self.path):
             undo.callback(self._temporary.unlink, missing_ok=True)
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.quarantine_path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = HashedFile(self._temporary, self._threads)
+            self._file = HashedFile(self._temporary)
             codecs = {leaf: self._codec_of(field) for field in self.schema for leaf in _leaves(field.name, field.type)}
             self._writer = pq.ParquetWriter(
                 pa.PythonFile(self._file, mode="w"),
@@ -87,7 +85,6 @@ class ShardWriter:
         """Without a commit before it, leave nothing behind."""
         with contextlib.suppress(OSError):
             self._writer.close()
-        self._threads.shutdown()
         self._file.close()
         self._temporary.unlink(missing_ok=True)
 
@@ -143,7 +140,8 @@ class ShardWriter:
         self._writer.add_key_value_metadata({RECEIPT_KEY.decode(): json.dumps(said)})
         with disk_errors(self.path):
             self._writer.close()
-            facts = FileFacts.of(self._temporary, self._file.sync())
+            self._file.sync()
+            facts = FileFacts.of(self._temporary, self._file.sha256())
             publish(self._temporary, self.path)
         note = Note(receipt.content_sha256, facts, float(busy_seconds))
         write_note(self.path, note)
@@ -194,11 +192,9 @@ def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
         DamagedShard: It is missing or damaged, found here or while the caller reads on.
         EnvironmentFault: The file system refuses to read it.
     """
-    if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
-        raise DamagedShard(str(path), "this is no regular file")
     try:
         with (
-            pa.OSFile(os.fsencode(path)) as file,  # Arrow takes no text for a name that is no UTF-8
+            pa.OSFile(os.fsencode(path)) as file,
             pq.ParquetFile(file, page_checksum_verification=True, pre_buffer=False) as shard,
         ):
             yield shard

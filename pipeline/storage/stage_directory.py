@@ -1,20 +1,19 @@
-"""One stage's directory: `<stage>-<fingerprint[:8]>/` with its shards, their quarantine files, and DONE.json.
+"""One stage's directory: `<stage>-<fingerprint[:8]>/` with its shards and DONE.json.
 
-A stage directory belongs to one fingerprint: a changed meaning gets another directory. Which shards exist is read from
-their footers. DONE.json adds each file's size, time and sha256: `verify` compares all files with it, and a run those
-whose modification time has changed.
+A stage directory belongs to one fingerprint: a changed meaning gets another directory. Which shards
+exist is read from their footers. DONE.json adds each file's size, time and sha256: `verify` compares
+all files with it, and a run those whose modification time has changed.
 """
 
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pipeline.errors import DataError
-from pipeline.storage.atomic import disk_errors, is_text, links_in, read_json, remove, sweep_temporary, write_json
+from pipeline.storage.atomic import disk_errors, read_json, remove, sweep_temporary, write_json
 from pipeline.storage.checksums import FileFacts
 from pipeline.storage.description import Description
 from pipeline.storage.done import Done, Identity, Summary
@@ -30,29 +29,21 @@ BOOKKEEPING = ("stage.json", "upstream.json", "DONE.json", "lock", "receipts", "
 class StageDirectory(ShardFolder):
     """The directory of one stage of one fingerprint.
 
-    Whoever makes the result calls `enter`, then, unless it `is_whole`, `begin` and `finish`. From `enter` on the
-    directory is held against being changed by others, until `release`.
+    Whoever makes the result calls `enter`, then, unless it `is_whole`, `begin` and `finish`. From
+    `enter` until `release` the directory is held against being changed by others.
 
     Args:
         store: Where stage directories lie.
         scratch: Names of files and folders in it that do not count once the stage is done.
         parts: Folders in it that are made again alone when one of their files is damaged.
-        may_link: Folders of `scratch` in which another program keeps links of its own; nothing here writes to them.
     """
 
     def __init__(
-        self,
-        store: Path,
-        stage: str,
-        fingerprint: str,
-        *,
-        scratch: Sequence[str] = (),
-        parts: Sequence[str] = (),
-        may_link: Sequence[str] = (),
+        self, store: Path, stage: str, fingerprint: str, *, scratch: Sequence[str] = (), parts: Sequence[str] = ()
     ):
         super().__init__(store / f"{stage}-{fingerprint[:8]}", fingerprint)
-        self.stage = stage
-        self.uncounted, self.parts, self.may_link = {*BOOKKEEPING, *scratch}, parts, may_link
+        self.stage, self.parts = stage, parts
+        self.uncounted = {*BOOKKEEPING, *scratch}
 
     @classmethod
     def at(cls, path: Path) -> StageDirectory:
@@ -68,15 +59,15 @@ class StageDirectory(ShardFolder):
         return Lock(self.path / "lock", f"the {self.stage} stage")
 
     def enter(self, identity: Identity) -> None:
-        """Make the directory, say in stage.json what it depends on, and hold it; leftovers of killed workers go.
+        """Make the directory, write what it depends on, and hold it; remove killed workers' leftovers.
 
         Raises:
-            DataError: A link lies in it, and following it could change or delete what is not the stage's.
+            DataError: It is a link: in a copied run it would lead to the original's stage.
             EnvironmentFault: Another process changes it.
         """
-        if link := self.path if self.path.is_symlink() else next(links_in(self.path, self.may_link), None):
-            fix = "Delete this link and run the same command again; to store a stage elsewhere, set run.store."
-            raise DataError("A link leads out of the stage's directory.", str(link), fix)
+        if self.path.is_symlink():
+            fix = "Delete this link and run again; to store stages elsewhere, set run.store."
+            raise DataError("A stage's directory is a link.", str(self.path), fix)
         self.create(identity)
         self.lock.share()
         for folder in SHARD_FOLDERS:
@@ -87,20 +78,14 @@ class StageDirectory(ShardFolder):
         Description(self.stage, self.fingerprint, identity).write(self.path)
 
     def is_whole(self, upstream: dict[str, str]) -> bool:
-        """Whether the stage is finished, was made from this upstream content, and no file is damaged.
-
-        Raises:
-            DataError: A file that is no shard of this stage lies among its shards.
-        """
-        whole = self.is_current(upstream) and not self.examine()
-        if whole:
-            self._require_own_shards({path for path, _ in self._facts()})
-        return whole
+        """Whether the stage is finished, made from this upstream content, and no file is damaged."""
+        return self.is_current(upstream) and not self.examine()
 
     def begin(self, upstream: dict[str, str], *, fresh: bool = False) -> list[Path]:
-        """Hold the directory alone and drop what cannot be kept: all of it, what is damaged, what has another upstream.
+        """Hold the directory alone, drop what cannot be kept, and return the damaged files.
 
-        Shards name their upstream shard one by one and are kept where it is unchanged. Returns the damaged files.
+        Dropped is all of it if `fresh`, what is damaged, and what has another upstream; shards name
+        their upstream shard one by one and are kept where it is unchanged.
 
         Raises:
             EnvironmentFault: Another process holds the directory.
@@ -109,10 +94,10 @@ class StageDirectory(ShardFolder):
         damaged = [] if fresh else self.examine()
         self.discard(damaged)
         sweep_temporary(self.path)
-        made_from = read_json(self.path / "upstream.json")
-        if fresh or made_from != upstream:
-            self._drop(keep=() if fresh else SHARD_FOLDERS)
-        (self.path / "DONE.json").unlink(missing_ok=True)
+        if fresh:
+            self._drop()
+        elif read_json(self.path / "upstream.json") != upstream:
+            self._drop(keep=SHARD_FOLDERS)
         write_json(self.path / "upstream.json", upstream)
         return damaged
 
@@ -122,7 +107,9 @@ class StageDirectory(ShardFolder):
 
     @property
     def identity(self) -> Identity:
-        return described.identity if (described := Description.read(self.path)) else {}
+        """What the result depends on; empty where stage.json is damaged."""
+        described = Description.read(self.path)
+        return described.identity if described else {}
 
     @property
     def done(self) -> Done | None:
@@ -132,46 +119,57 @@ class StageDirectory(ShardFolder):
     @property
     def summary(self) -> Summary:
         """What the stage says of itself; empty while it is unfinished."""
-        return done.summary if (done := self.done) else {}
+        done = self.done
+        return done.summary if done else {}
+
+    def shards(self) -> list[Path]:
+        """The shards of the finished stage, in order; while it is unfinished, those that are whole."""
+        done = self.done
+        if done is None:
+            return super().shards()
+        return [self.shard_path(receipt.index) for receipt in done.shards]
 
     def files_below(self, folder: str) -> dict[str, FileFacts]:
-        """The files that count in one folder, by their path in it, as they were when the stage was finished."""
-        files = done.files if (done := self.done) else {}
-        return {
-            name.removeprefix(f"{folder}/"): facts for name, facts in files.items() if name.startswith(f"{folder}/")
-        }
+        """The finished stage's files in one folder, by their path in it."""
+        done = self.done
+        files = done.files if done else {}
+        prefix = f"{folder}/"
+        found = {}
+        for name, facts in files.items():
+            if name.startswith(prefix):
+                found[name.removeprefix(prefix)] = facts
+        return found
 
     def finish(self, summary: Summary, upstream: dict[str, str]) -> None:
-        """Write DONE.json: the summary, what it was made from, and the facts of every file that counts.
+        """Write DONE.json: the summary, what it was made from, and the facts of every file.
 
-        From then on others may hold the directory too. Shards are not read: their notes have their sha256.
-
-        Raises:
-            DataError: A file that is no whole shard of this stage lies among its shards.
+        Shards are not read: their notes have their sha256. From then on others may hold the
+        directory too.
         """
-        receipts = [receipt for _, receipt in sorted(self.receipts().items())]
-        self._require_own_shards({self.shard_path(receipt.index) for receipt in receipts})
-        known = {self.shard_path(receipt.index): receipt.note.file for receipt in receipts if receipt.note}
-        facts = {path: known.get(path) or FileFacts.of(path) for path in self._lasting_files()}
-        files = {str(path.relative_to(self.path)): fact for path, fact in facts.items()}
+        by_index = self.receipts()
+        receipts = [by_index[index] for index in sorted(by_index)]
+        known = {}
+        for receipt in receipts:
+            if receipt.note:
+                known[self.shard_path(receipt.index)] = receipt.note.file
+        files = {}
+        for path in self._result_files():
+            files[str(path.relative_to(self.path))] = known.get(path) or FileFacts.of(path)
         Done(self.stage, self.fingerprint, upstream, receipts, files, summary).write(self.path)
         if "lock" in self.__dict__:
             self.lock.share()  # other runs may read it while this one goes on
 
-    def _require_own_shards(self, ours: Collection[Path]) -> None:
-        if foreign := [path for path in self.shards() if path not in ours]:
-            fix = "Delete this file and run the same command again: what is missing is made anew."
-            raise DataError("This shard is of another run, or damaged.", str(foreign[0]), fix)
-
     @property
     def content(self) -> str:
-        """A hash of what the stage made; what depends on it is stale when it changes. Logs (*.jsonl) do not count."""
+        """A hash of what the stage made, without logs (*.jsonl); dependants are stale when it changes."""
         done = self.done
-        files = done.files if done else {}
-        made = [receipt.content_sha256 for receipt in done.shards] if done else []
-        return fingerprint(
-            {"made": made or {name: facts.sha256 for name, facts in files.items() if not name.endswith(".jsonl")}}
-        )
+        if done and done.shards:
+            return fingerprint({"made": [receipt.content_sha256 for receipt in done.shards]})
+        made = {}
+        for name, facts in done.files.items() if done else ():
+            if not name.endswith(".jsonl"):
+                made[name] = facts.sha256
+        return fingerprint({"made": made})
 
     def is_current(self, upstream: dict[str, str]) -> bool:
         """Whether the stage is finished and was made from this upstream content."""
@@ -180,72 +178,88 @@ class StageDirectory(ShardFolder):
 
     def misfits(self) -> list[Path]:
         """The files that count and are missing or of another size; nothing is read."""
-        return [path for path, facts in self._facts() if not facts.fit(path)]
+        return [path for path, facts in self._facts().items() if not facts.fit(path)]
 
     def examine(self) -> list[Path]:
         """The files that are missing or changed; only those with another modification time are read.
 
-        The new time of an unchanged file is stored, so that it is not read again. The caller holds the lock.
+        The new time of an unchanged file is stored, so that it is not read again. The caller holds
+        the lock.
         """
-        written = dict(self._facts())
-        found = {path: facts.renewed(path) for path, facts in written.items()}
-        moved = {path: facts for path, facts in found.items() if facts and facts != written[path]}
-        if moved and (done := self.done):
-            now_known = {str(path.relative_to(self.path)): facts for path, facts in moved.items()}
-            replace(done, files=done.files | now_known).write(self.path)
+        damaged, touched = [], {}
+        for path, facts in self._facts().items():
+            found = facts.renewed(path)
+            is_log = path.suffix == ".jsonl" and path.parent == self.path
+            if found is None and not is_log:  # no run makes a log again
+                damaged.append(path)
+            elif found and found != facts:
+                touched[path] = found
+        self._remember(touched)
+        return damaged
+
+    def _remember(self, touched: dict[Path, FileFacts]) -> None:
+        """Store the new modification times of unchanged files."""
+        done = self.done
+        if done and touched:
+            files = {str(path.relative_to(self.path)): facts for path, facts in touched.items()}
+            replace(done, files={**done.files, **files}).write(self.path)
         else:
-            for path, facts in moved.items():
-                if note := read_note(path):
+            for path, facts in touched.items():
+                note = read_note(path)
+                if note:
                     write_note(path, replace(note, file=facts))
-        logs = {path for path in found if path.suffix == ".jsonl" and path.parent == self.path}
-        return [path for path, facts in found.items() if facts is None and path not in logs]  # nothing is made of logs
 
     def discard(self, damaged: Sequence[Path]) -> None:
         """Hold the directory alone, forget that the stage is done, and drop what is damaged.
 
-        A shard goes with its quarantine file and is made again alone. So is a folder of `parts`, with which files go
-        that the record does not name: the next one would name them. Any other file takes all but the shards along.
+        A shard goes with its quarantine file and is made again alone, and so is a folder of `parts`.
+        Any other file takes all but the shards along.
         """
         self.lock.own()
-        named = self.done.files if self.done else {}
         (self.path / "DONE.json").unlink(missing_ok=True)
         for path in damaged:
             if path.parent.name in ("shards", "quarantine"):
                 self.drop_shard(self.path / "shards" / f"{path.stem}.parquet")
             elif path.parent.name in self.parts:
                 remove(path.parent)
-                for other in self._lasting_files():
-                    if str(other.relative_to(self.path)) not in named:
-                        other.unlink(missing_ok=True)
             else:
                 self._drop(keep=SHARD_FOLDERS)
 
     def intact(self, name: str) -> bool:
-        """Whether one file that counts is as it was written, such as a log, which no run makes again."""
-        facts = self.done.files.get(name) if self.done else None
+        """Whether one file is as it was written, such as a log, which no run makes again."""
+        done = self.done
+        facts = done.files.get(name) if done else None
         return facts is not None and facts.renewed(self.path / name) is not None
 
     def verify(self) -> list[str]:
-        """Read every file again and say what is missing, damaged or foreign, one line each.
+        """Read every file again and return what is missing or damaged, one line each.
 
         Raises:
             EnvironmentFault: This user may not read them.
         """
-        written = dict(self._facts())
-        with disk_errors(self.path):
-            problems = {path: _problem(path, facts) for path, facts in written.items()}
-            others = self.foreign_or_unreadable(written, finished=self.done is not None)
-        problems |= {path: problems.get(path) or problem for path, problem in others.items()}
         record = self.path / "DONE.json"
-        if self.done is None and os.path.lexists(record):
-            problems[record] = f"{record} is damaged: no record of a finished stage can be read from it"
-        return [problem for problem in problems.values() if problem]
+        problems = []
+        with disk_errors(self.path):
+            if self.done is None:
+                problems += self.shard_problems()
+                if record.exists():
+                    problems.append(f"{record} is damaged: it holds no record of a finished stage")
+            else:
+                for path, facts in self._facts().items():
+                    problems += facts.problems(path)
+        return problems
 
-    def _facts(self) -> list[tuple[Path, FileFacts]]:
-        """The facts of all files that count: from DONE.json, or while unfinished from the notes beside the shards."""
-        if done := self.done:
-            return [(self.path / name, facts) for name, facts in done.files.items()]
-        return [(path, note.file) for path in self.shards() if (note := read_note(path))]
+    def _facts(self) -> dict[Path, FileFacts]:
+        """The facts of all files: from DONE.json, or while unfinished from the shards' notes."""
+        done = self.done
+        if done:
+            return {self.path / name: facts for name, facts in done.files.items()}
+        facts = {}
+        for path in self.parquet_files():
+            note = read_note(path)
+            if note:
+                facts[path] = note.file
+        return facts
 
     def _drop(self, keep: Sequence[str] = ()) -> None:
         """Remove what was made; what the directory is for stays."""
@@ -253,20 +267,11 @@ class StageDirectory(ShardFolder):
             if path.name not in ("stage.json", "lock", *keep):
                 remove(path)
 
-    def _lasting_files(self) -> list[Path]:
-        """Every file but bookkeeping, scratch, what an orphan of a killed run is still writing, and names that are no
-        text, which no record can hold: ours are."""
-        found = (path for path in sorted(self.path.rglob("*")) if path.is_file() and path.suffix != ".tmp")
-        named = ((path, path.relative_to(self.path)) for path in found)
-        return [path for path, name in named if not self.uncounted & set(name.parts) and is_text(str(name))]
-
-
-def _problem(path: Path, written: FileFacts) -> str | None:
-    if not path.is_file():
-        return f"{path} is missing"
-    if path.is_symlink():
-        return f"{path} is a link"
-    found = FileFacts.of(path)
-    if found.sha256 == written.sha256:
-        return None
-    return f"{path} is damaged: {found.size} bytes, {written.size} were written, or another sha256"
+    def _result_files(self) -> list[Path]:
+        """Every file but bookkeeping, scratch, and what an orphan is still writing."""
+        files = []
+        for path in sorted(self.path.rglob("*")):
+            is_counted = not self.uncounted.intersection(path.relative_to(self.path).parts)
+            if is_counted and path.is_file() and path.suffix != ".tmp":
+                files.append(path)
+        return files

@@ -1,7 +1,7 @@
 """Checkpoints: safetensors files, whole or absent; nothing is ever unpickled.
 
 A checkpoint holds all that a resume needs to end with the same weights: named tensors (heads, optimizer) and, in its
-header, a JSON state (step, running sums) and a digest of all this and the file's name. The first worker writes it, and
+header, a JSON state (step, running sums) and a digest of all this. The first worker writes it, and
 every worker reads it, however many there are. Training waits for a copy alone, of a GPU into pinned memory that all
 copies share; hashing and writing, for which 30 GB of state take a minute, go on in the background. A damaged checkpoint
 (its digest disagrees) falls back to the one before.
@@ -131,7 +131,7 @@ class Checkpoints:
         self.directory.mkdir(parents=True, exist_ok=True)
         path = self.path(step)
         with atomic_path(path) as temporary:
-            save_file(tensors, temporary, {"state": state, "sha256": digest(tensors, state, path.name)})
+            save_file(tensors, temporary, {"state": state, "sha256": digest(tensors, state)})
         self._forget(step)
 
     def _forget(self, step: int) -> None:
@@ -148,18 +148,15 @@ def read_checkpoint(path: Path, *, verify: bool = True) -> Content | None:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
-        if not verify or digest(tensors, metadata["state"], path.name) == metadata["sha256"]:
+        if not verify or digest(tensors, metadata["state"]) == metadata["sha256"]:
             return tensors, json.loads(metadata["state"])
     log.warning("The checkpoint %s is damaged: the one before it is used.", path)
     return None
 
 
-def digest(tensors: Mapping[str, Tensor], state: str, file: str) -> str:
-    """The sha256 (hex) of names, dtypes, shapes and bytes of CPU tensors, of the state, and of the file's name.
-
-    The name has the step: two files that changed places are not what they say.
-    """
-    total = hashlib.sha256(f"{file}\n{state}".encode())
+def digest(tensors: Mapping[str, Tensor], state: str) -> str:
+    """The sha256 (hex) of names, dtypes, shapes and bytes of CPU tensors, and of the state."""
+    total = hashlib.sha256(state.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -14,7 +14,7 @@ from pipeline.artifacts.feature_writer import Backlog, FeatureWriter
 from pipeline.artifacts.generated_rows import TokenRow
 from pipeline.artifacts.quantized_states import dequantize, quantize, stored_dtype
 from pipeline.conversations.spans import Span
-from pipeline.errors import DataError, EnvironmentFault
+from pipeline.errors import EnvironmentFault
 from pipeline.storage.shards import ShardWriter, read_footer, read_rows
 
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -76,14 +76,7 @@ def test_a_shard_of_8_bits_is_read_as_the_target_s_dtype_and_says_what_it_is(tmp
         assert (found_ND - true_TD[:39]).abs().max() <= worst * true_TD.abs().max()
 
 
-def test_an_unknown_precision_and_a_torch_without_float8_are_refused(tmp_path, monkeypatch):
-    path = tmp_path / "0.parquet"
-    footer = StateFormat(torch.bfloat16, 64).footer | {"precision": "fp4"}
-    schema = StateFormat(torch.bfloat16, 64).schema
-    with ShardWriter(path, path.with_suffix(".q"), schema, index=0, fingerprint="f", footer=footer) as writer:
-        writer.commit("features", None)
-    with pytest.raises(DataError, match=r"stored in fp4, which is none of native, fp8, int8"):
-        FeatureRows([str(path)], fingerprint="f", hidden_size=64, vocab_size=9, num_heads=2, roles=["assistant"])
+def test_a_torch_without_float8_is_refused(monkeypatch):
     monkeypatch.delattr(torch, "float8_e4m3fn")
     with pytest.raises(EnvironmentFault, match="no dtype for states in fp8") as refused:
         stored_dtype("fp8")

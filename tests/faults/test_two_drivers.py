@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -53,7 +52,7 @@ def test_the_second_driver_says_who_holds_the_run_and_takes_it_over_when_that_on
         first.send(signal.SIGKILL)
         ended, _ = first.end()
     assert ended == -signal.SIGKILL
-    assert json.loads((run.path / "lock").read_text())["pid"] == first.process.pid, "it left its name behind"
+    assert f"process {first.process.pid} on" in (run.path / "lock").read_text(), "it left its name behind"
     assert ends_well(lambda: app(words, standalone_mode=False)) == 0
     assert shards_made(run) == [("generate", index) for index in (1, 2, 3)]
     assert contents(run, "seeds", "generate") == contents(finished_run, "seeds", "generate")
@@ -61,10 +60,7 @@ def test_the_second_driver_says_who_holds_the_run_and_takes_it_over_when_that_on
 
 def test_the_name_of_a_dead_process_whose_number_lives_again_blocks_nobody(copied_run, config_of_copied):
     """The kernel holds locks, not the text: here the text names a process that lives."""
-    (copied_run.path / "lock").write_text(
-        json.dumps({"pid": os.getppid(), "host": socket.gethostname(), "since": "2026-01-01 00:00:00", "id": "0"})
-        + "\n"
-    )
+    (copied_run.path / "lock").write_text(f"process {os.getppid()} on {socket.gethostname()}\n")
     assert ends_well(lambda: app(config_of_copied, standalone_mode=False)) == 0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import fcntl
+import functools
 import json
 import random
 import shutil
@@ -104,6 +105,35 @@ def merged(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def tiny_settings(target: Path, seeds: Path, root: Path, **changes: Any) -> dict[str, Any]:
+    """Settings of a run that finishes in seconds, with `section__key=value` changes."""
+    usual: dict[str, Any] = {
+        "run": {"name": "run", "root": str(root)},
+        "target": {"model": str(target)},
+        "seeds": {"sources": [{"path": str(seeds)}], "rows_per_shard": ROWS_PER_SHARD},
+        "generate": {"engine": "transformers", "max_new_tokens": 16, "rounds": 2},
+        "train": {
+            "heads": "medusa",
+            "num_heads": 3,
+            "epochs": 1,
+            "batch_tokens": 256,
+            "warmup_steps": 1,
+            "lr": 1e-2,
+        },
+        "calibrate": {"nodes": 8},
+        "check": {
+            "prompts": 8,
+            "max_new_tokens": NEW_TOKENS,
+            "engines": ["native"],
+            "repeats": 1,
+            "baselines": [],
+            "require_learning": False,
+        },
+        "limits": {"min_free_disk_gb": 0},
+    }
+    return merged(usual, changes)
+
+
 @pytest.fixture(scope="session")
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shared:
     """`shared(name, make)`: a directory that all workers of this test run share; the first that asks fills it."""
@@ -156,35 +186,7 @@ def tiny_seeds(shared: Shared) -> Path:
 @pytest.fixture(scope="session")
 def make_settings(tiny_target: Path, tiny_seeds: Path) -> Callable[..., dict[str, Any]]:
     """Settings of a run that finishes in seconds: `make_settings(root, section__key=value, …)`."""
-
-    def make(root: Path, **changes: Any) -> dict[str, Any]:
-        usual: dict[str, Any] = {
-            "run": {"name": "run", "root": str(root)},
-            "target": {"model": str(tiny_target)},
-            "seeds": {"sources": [{"path": str(tiny_seeds)}], "rows_per_shard": ROWS_PER_SHARD},
-            "generate": {"engine": "transformers", "max_new_tokens": 16, "rounds": 2},
-            "train": {
-                "heads": "medusa",
-                "num_heads": 3,
-                "epochs": 1,
-                "batch_tokens": 256,
-                "warmup_steps": 1,
-                "lr": 1e-2,
-            },
-            "calibrate": {"nodes": 8},
-            "check": {
-                "prompts": 8,
-                "max_new_tokens": NEW_TOKENS,
-                "engines": ["native"],
-                "repeats": 1,
-                "baselines": [],
-                "require_learning": False,
-            },
-            "limits": {"min_free_disk_gb": 0},
-        }
-        return merged(usual, changes)
-
-    return make
+    return functools.partial(tiny_settings, tiny_target, tiny_seeds)
 
 
 @pytest.fixture(scope="session")

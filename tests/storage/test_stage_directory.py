@@ -11,6 +11,7 @@ from pipeline.errors import DataError, EnvironmentFault
 from pipeline.storage.atomic import atomic_path, sweep_temporary, write_json
 from pipeline.storage.fingerprint import FileDigests, fingerprint, ids_digest
 from pipeline.storage.locks import Lock
+from pipeline.storage.receipts import read_receipt
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 
@@ -133,7 +134,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path):
         raise RuntimeError
     assert json.loads(path.read_text()) == {"old": True}
     (tmp_path / "y.1.tmp").touch()
-    assert sweep_temporary(tmp_path) == 1
+    sweep_temporary(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
@@ -167,20 +168,26 @@ def test_verify_of_files_that_another_user_keeps_is_an_environment_fault(pair, m
         pair[0].verify()
 
 
-def test_a_link_is_refused_but_where_another_program_keeps_its_own(tmp_path):
-    """Weights & Biases links its newest run and its logs, also in the directory of a phase."""
-    stage = StageDirectory(tmp_path, "train", "ab" * 32, scratch=("wandb",), may_link=("wandb",))
-    for place in (stage.path / "wandb", stage.path / "heads-first" / "wandb" / "run" / "logs"):
-        place.mkdir(parents=True)
-        (place / "latest-run").symlink_to("run")
-    stage.enter({})
-    stage.finish({}, {})
-    assert not stage.done.files and stage.is_whole({})
-    (stage.path / "wandb-too").symlink_to(tmp_path)
-    with pytest.raises(DataError, match=r"A link leads out.*wandb-too"):
+def test_a_stage_directory_that_is_a_link_is_refused(tmp_path):
+    """As in a run that was copied with its links: writing would change the original."""
+    stage = StageDirectory(tmp_path / "copy", "train", "ab" * 32)
+    original = tmp_path / "original"
+    original.mkdir()
+    (original / "heads.safetensors.0123456789ab.tmp").touch()
+    stage.path.parent.mkdir()
+    stage.path.symlink_to(original)
+    with pytest.raises(DataError, match=f"directory is a link.*{stage.path.name}"):
         stage.enter({})
-    (stage.path / "wandb-too").unlink()
-    shutil.move(stage.path / "wandb", tmp_path / "elsewhere")
-    (stage.path / "wandb").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=r"A link leads out.*wandb"):
-        stage.enter({})
+    assert [path.name for path in original.iterdir()] == ["heads.safetensors.0123456789ab.tmp"]
+
+
+def test_a_file_that_no_record_names_is_never_read(pair):
+    """A shard of another run, or a copy of one's own."""
+    up, _ = pair
+    rows = [read_receipt(path) for path in up.shards()]
+    shutil.copy(up.shard_path(0), up.shard_path(0).with_name("00000-copy.parquet"))
+    other = StageDirectory(up.path.parent, "seeds", "c" * 64)
+    fill(other, [7])
+    shutil.copy(other.shard_path(7), up.shard_path(7))
+    assert [read_receipt(path) for path in up.shards()] == rows
+    assert up.is_whole({}) and up.verify() == []

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from pipeline.artifacts.feature_rows import FEATURES
+from pipeline.artifacts.feature_rows import FEATURES, StateFormat
 from pipeline.artifacts.generated_rows import GENERATED
 from pipeline.config import BackboneConfig, MedusaConfig, TrainConfig
 from pipeline.conversations.spans import Span, feature_positions
@@ -60,7 +60,7 @@ def feature_row(name: str, split: str, rng: np.random.Generator, dtype: torch.dt
 
 
 def write_shard(path: Path, groups: list[list[dict[str, Any]]], **footer: str) -> Path:
-    footer = {"dtype": "float32", "hidden_size": str(D), "fingerprint": FINGERPRINT} | footer
+    footer = {**StateFormat(torch.float32, D).footer, "fingerprint": FINGERPRINT, **footer}
     name = footer.pop("fingerprint")
     with ShardWriter(path, path.with_suffix(".jsonl"), FEATURES, index=0, fingerprint=name, footer=footer) as writer:
         for group in groups:
