@@ -187,7 +187,7 @@ def differences(run: RunDirectory, reference: RunDirectory, ids_in: set[str]) ->
     found = [f"{path} was left behind" for path in run.path.rglob("*.tmp")]
     for name in STAGES:
         stage, other = _latest(run, name), _latest(reference, name)
-        kept = [row["id"] for path in stage.shards() for row in read_rows(path, ["id"])]
+        kept = [row["id"] for path in stage.parquet_files() for row in read_rows(path, ["id"])]
         lines = [line for path in _quarantine(stage) for line in path.read_text(encoding="utf-8").splitlines()]
         refused = [json.loads(line)["id"] for line in lines]
         owners = {row if row in ids_in else parent_of(row) for row in kept}
@@ -205,7 +205,7 @@ def differences(run: RunDirectory, reference: RunDirectory, ids_in: set[str]) ->
 
 def _different(stage: StageDirectory, other: StageDirectory) -> list[str]:
     """Shards and quarantine files that only one of two stages has, or whose bytes differ."""
-    ours, theirs = ({file.name: file for file in (*one.shards(), *_quarantine(one))} for one in (stage, other))
+    ours, theirs = ({file.name: file for file in (*one.parquet_files(), *_quarantine(one))} for one in (stage, other))
     same = {name for name in ours.keys() & theirs.keys() if ours[name].read_bytes() == theirs[name].read_bytes()}
     return sorted((ours.keys() | theirs.keys()) - same)
 

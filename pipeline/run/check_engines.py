@@ -101,7 +101,7 @@ def in_vllm(
     assert request.calibration is not None
     promise = chain_promise(request.calibration, chain, of_one_kind=of_one_kind)
     vllm = served["vllm"] | promise | under_load
-    vllm["new"] = promise.get("new", {}) | served["vllm"]["new"]
+    vllm["new"] = promise.get("new", {}) | served["vllm"].get("new", {})
     return {**served, "vllm": vllm}
 
 

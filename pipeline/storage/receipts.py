@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import TypeAdapter, ValidationError
 
-from pipeline.storage.atomic import FAILED_ERRORS, write_json
+from pipeline.storage.atomic import FAILED_ERRORS, read_file, write_json
 from pipeline.storage.checksums import FileFacts
 
 RECEIPT_KEY = b"medusa-distill.receipt"
@@ -70,9 +70,9 @@ def read_receipt(path: str | Path) -> Receipt | None:
 
 
 def read_note(shard: str | Path) -> Note | None:
-    """The note beside a shard, or None where its writer was killed before it."""
+    """The note beside a shard, or None where its writer was killed before it; raises as `read_file`."""
     try:
-        return NOTE.validate_json(note_path(shard).read_bytes(), strict=True)
+        return NOTE.validate_json(read_file(note_path(shard)), strict=True)
     except (OSError, ValidationError):
         return None
 

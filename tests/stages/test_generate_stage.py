@@ -85,9 +85,11 @@ def talks(path: Path, rows: list[list[str]]) -> dict:
 
 
 def test_after_generation_no_held_out_row_equals_a_training_row_and_those_left_out_are_counted(make_config, tmp_path):
-    """80 talks that differ in their second round, which is not generated; every other one opens as its neighbour."""
-    rows = [[f"What is {n // 2 if n < 40 else n}?", "That.", f"And {n}?", "This."] for n in range(80)]
-    config = make_config(tmp_path, **talks(tmp_path / "seeds.jsonl", rows), generate__rounds=1)
+    """80 talks of which the template reads the beginning alone; the first 40 begin as their neighbours."""
+    rows = [[f"What {n // 2 if n < 40 else n:02d}, or {n}?", "That.", f"And {n}?", "This."] for n in range(80)]
+    template = TEMPLATE.replace("message['content']", "message['content'][:7]")
+    settings = {"target__chat_template": template, "generate__rounds": 1}
+    config = make_config(tmp_path, **talks(tmp_path / "seeds.jsonl", rows), **settings)
     run = run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
     stage, seeds = run.latest("generate"), run.latest("seeds")
     kept = [row for path in stage.shards() for row in read_rows(path)]

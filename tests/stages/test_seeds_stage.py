@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.cli.app import app
 from pipeline.conversations.conversation import Conversation, Message, Reason, RejectedRow
 from pipeline.conversations.duplicates import CheckQuestions, plain
@@ -26,7 +27,7 @@ from pipeline.report.tables import tables
 from pipeline.report.warnings import warnings
 from pipeline.run.reporting import assemble
 from pipeline.stages.seeds import require_enough
-from pipeline.storage.shards import read_rows
+from pipeline.storage.shards import ShardWriter, read_rows
 from pipeline.storage.stage_directory import StageDirectory
 from tests.flows.tiny import save_seeds
 
@@ -246,7 +247,10 @@ def test_fewer_seeds_than_before_leave_no_stray_shard(make_config, tmp_path):
     config = make_config(tmp_path)
     stage, kept, _ = run_seeds(config)
     stray = stage.shard_path(4)
-    stray.write_bytes(stage.shard_path(3).read_bytes())
+    where = {"index": 4, "fingerprint": stage.fingerprint}
+    with ShardWriter(stray, stage.quarantine_path(4), SEEDS, **where) as writer:
+        writer.write(kept[:1])
+        writer.commit("seeds", [kept[0]["id"]], {})
     (stage.path / "DONE.json").unlink()
     assert run_seeds(config)[1] == kept and not stray.exists()
 
