@@ -13,6 +13,7 @@ from pipeline.errors import DataError
 from pipeline.flow import run_flow
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer
+from tests.flows.tiny import TEMPLATE
 
 
 def rows_of(config):
