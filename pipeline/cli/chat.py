@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from pipeline.conversations.conversation import RowRejected
+from pipeline.conversations.conversation import RowRejected, utf8_text
+from pipeline.errors import ConfigError
 from pipeline.report.formatting import duration, rate, ratio, visible
 
 if TYPE_CHECKING:
@@ -70,6 +71,10 @@ def chat(
     from pipeline.config.load import target_settings
     from pipeline.decoding.acceptance import acceptance_rule
 
+    try:
+        system = utf8_text(system or "", "the system message")
+    except RowRejected as rejected:
+        raise ConfigError(rejected.detail, "--system", "Give it in UTF-8.") from None
     given = target_settings(settings or ())
     model = load_chat_model(export_dir, plain=plain, base_model=base_model, gpus=gpus, settings=given)
     chosen = acceptance_rule(rule.value, temperature)

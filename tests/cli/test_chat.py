@@ -90,6 +90,11 @@ def test_a_setting_that_is_none_of_the_target_s_is_one_paragraph(piped, words, s
     assert ended.code == 2 and says in one_paragraph(ended.err)
 
 
+def test_a_system_message_that_is_not_utf8_is_refused(piped):
+    ended = piped("why\n", "--system", "be \udcff")  # as Python reads such a byte of a command line
+    assert ended.code == 2 and "--system" in one_paragraph(ended.err)
+
+
 def test_a_seed_samples_one_text_with_the_heads_and_without(piped):
     words = ("--temperature", 1, "--seed", 5)
     sampled = piped("why\n", *words).out
