@@ -108,7 +108,6 @@ class Reason(StrEnum):
     CONTEXT_FULL = "context-full"
     DEGENERATE_LOOP = "degenerate-loop"
     NOTHING_GENERATED = "nothing-generated"
-    TRAINED_ON = "trained-on"  # a held-out row that equals a training row, token by token
     NON_FINITE = "non-finite"  # its hidden states
     KILLED_WORKER = "killed-worker"  # its worker process ended at each attempt, and on no other row
 

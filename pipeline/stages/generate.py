@@ -1,6 +1,6 @@
 """generate: the target writes the conversations that its heads will learn from (self-distillation, paper 2.3.2).
 
-Promises: every seed becomes a row or is quarantined; no held-out row equals a training row; answers are the very token
+Promises: every seed becomes a row or is quarantined; answers are the very token
 ids that were sampled; a conversation's next turn is submitted the moment its last one ended, so no turn waits for a
 slower neighbour. A row's samples depend on the run's seed and the row's id alone, not on its shard, its batch or the
 number of workers (exactly on a CPU in fp32; on a GPU with `generate.batch_invariant`).
@@ -13,9 +13,8 @@ import time
 
 from pipeline.artifacts.generated_rows import GENERATED, counts_of, stored_row
 from pipeline.artifacts.seed_rows import SPLITS, SeedRow
-from pipeline.artifacts.trained_on import quarantine_trained_on
 from pipeline.config import GenerateConfig
-from pipeline.conversations.conversation import Reason, RejectedRow, RowRejected, SpecialTokens
+from pipeline.conversations.conversation import RejectedRow, RowRejected, SpecialTokens
 from pipeline.conversations.dialogue import Dialogue, DialogueSettings, require_both_sides
 from pipeline.conversations.requests import Sampling
 from pipeline.conversations.splits import other_holdout
@@ -29,7 +28,6 @@ from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import Row
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask, shard_writer, task_rows
-from pipeline.storage.totals import StageTotals
 from pipeline.targets.dialogue_pool import DialogueGroup, DialoguePool
 from pipeline.targets.engines import GenerationEngine, make_generation_engine, semantic_arguments
 from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template
@@ -62,8 +60,6 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         "special_tokens": context.config.seeds.special_tokens,
     }
     summary = run_sharded(context, stage, context.upstream["seeds"], Worker, arguments, placement, unit="tokens")
-    if quarantine_trained_on(stage):
-        summary = StageTotals(stage.receipts().values()).summary()
     require_enough(summary, stage)
     return summary
 
@@ -82,11 +78,9 @@ def require_enough(summary: Summary, stage: StageDirectory) -> None:
 def one_line(summary: Summary) -> str:
     speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
     written = f"{summary['rows']:,} rows, {summary.get('tokens', 0):,.0f} tokens written"
-    leaked = summary["reasons"].get(Reason.TRAINED_ON, 0)
-    held_out = f", {leaked} held-out rows left out that equal training rows" if leaked else ""
     special = summary.get("special_token_rows")
     noted = f", {special:,.0f} with special tokens in the seed's text" if special else ""
-    return f"{written}{speed}, {summary['quarantined']} quarantined{held_out}{noted}"
+    return f"{written}{speed}, {summary['quarantined']} quarantined{noted}"
 
 
 class Worker:

@@ -52,7 +52,7 @@ class StageTotals:
         Raises:
             DataError: Names the fraction and the top reasons.
         """
-        repeated = (Reason.DUPLICATE, Reason.TRAINED_ON, Reason.CONTAMINATED)
+        repeated = (Reason.DUPLICATE, Reason.CONTAMINATED)
         reasons = Counter({reason: n for reason, n in self.reasons.items() if reason not in repeated})
         refused = reasons.total()
         seen = self.rows + refused

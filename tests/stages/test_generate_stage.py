@@ -13,7 +13,6 @@ from pipeline.errors import DataError
 from pipeline.flow import run_flow
 from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_tokenizer
-from tests.flows.tiny import TEMPLATE
 
 
 def rows_of(config):
@@ -83,27 +82,6 @@ PASSTHROUGH = {"generate__mode": "passthrough", "generate__engine": "vllm", "see
 def talks(path: Path, rows: list[list[str]]) -> dict:
     path.write_text("".join(json.dumps({"data": row}) + "\n" for row in rows))
     return {"seeds__sources": [{"path": str(path)}], **PASSTHROUGH}
-
-
-def test_after_generation_no_held_out_row_equals_a_training_row_and_those_left_out_are_counted(make_config, tmp_path):
-    """80 talks of which the template reads the beginning alone; the first 40 begin as their neighbours."""
-    rows = [[f"What {n // 2 if n < 40 else n:02d}, or {n}?", "That.", f"And {n}?", "This."] for n in range(80)]
-    template = TEMPLATE.replace("message['content']", "message['content'][:7]")
-    settings = {"target__chat_template": template, "generate__rounds": 1}
-    config = make_config(tmp_path, **talks(tmp_path / "seeds.jsonl", rows), **settings)
-    run = run_flow(config, until="generate", executor="inline", console=Console(quiet=True))
-    stage, seeds = run.latest("generate"), run.latest("seeds")
-    kept = [row for path in stage.shards() for row in read_rows(path)]
-    trained = {tuple(row["input_ids"]) for row in kept if row["split"] == "train"}
-    assert not [row["id"] for row in kept if row["split"] != "train" and tuple(row["input_ids"]) in trained]
-    split = {row["id"]: row["split"] for path in seeds.shards() for row in read_rows(path)}
-    mixed = [{split[f"seeds:{n}"], split[f"seeds:{n + 1}"]} for n in range(0, 40, 2)]
-    expected = sum("train" in pair and len(pair) == 2 for pair in mixed)
-    assert 0 < expected == stage.summary["reasons"]["trained-on"] == stage.summary["quarantined"] == 80 - len(kept)
-    assert stage.summary["train_rows"] == sum(name == "train" for name in split.values()) and stage.verify() == []
-    assert stage.summary["tokens"] == sum(s["end"] - s["start"] for row in kept for s in row["spans"])
-    again = run_flow(config, until="generate", executor="inline", console=Console(quiet=True), fresh="generate")
-    assert again.latest("generate").content == stage.content
 
 
 def test_held_out_rows_that_are_all_quarantined_are_missed_right_after_generate_and_by_name(make_config, tmp_path):

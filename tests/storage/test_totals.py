@@ -24,7 +24,7 @@ def refuses(found: StageTotals, limit: float, *, final: bool) -> bool:
     return False
 
 
-@pytest.mark.parametrize("repeated", ["DUPLICATE", "TRAINED_ON", "CONTAMINATED"])
+@pytest.mark.parametrize("repeated", ["DUPLICATE", "CONTAMINATED"])
 def test_repeated_rows_are_neither_refused_nor_among_the_rows_judged(repeated):
     """40 of 100 rows are refused, whatever else there was."""
     found = totals(60, EMPTY=30, TOO_LONG=10, **{repeated: 900})
