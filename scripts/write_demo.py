@@ -1,64 +1,94 @@
-"""Put eight figures of a finished demo into the README: `python scripts/write_demo.py runs/demo`, after `make demo`."""
+"""Put eight figures of a finished demo into the README: `python scripts/write_demo.py runs/demo`, after `make demo`.
+
+Where answers are in the training text as well, rates have a second column: those of the new answers alone.
+"""
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.report.formatting import with_error
+from pipeline.report.facts import expected_rate, has_seen_answers, measured_rate, on_new_answers, pick
 
 PAGE = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- demo -->\n", "\n<!-- /demo -->"
 
 
-def table(report: dict[str, Any]) -> str:
-    """The rows, each with what the figure is."""
+@dataclass(frozen=True)
+class Row:
+    figure: str
+    measured: str
+    meaning: str
+    on_new: str = ""
+
+
+def rows_of(report: dict[str, Any]) -> list[Row]:
+    """The figures, each with what it is."""
     native, vllm, tree = report["check"]["native"], report["check"]["vllm"], report["tree"]
     trees = {row["tree"]: row for row in native["studies"]["trees"]}
     stock = next(row for name, row in trees.items() if name.startswith("stock"))
     plain = native["baseline_tokens_per_second"]
-    matched, served = native["greedy_match"], native["acceleration_rate"]
-    rows = [
-        ("figure", "measured", "what it is"),
-        ("---", "---", "---"),
-        ("Acceleration rate", f"{served:.2f}", "tokens kept per forward of the model; plain decoding has 1.00"),
-        (
+    matched = native["greedy_match"]
+    num_guesses = vllm["num_speculative_tokens"]
+    return [
+        Row(
+            "Acceleration rate",
+            measured_rate(native),
+            "tokens kept per forward of the model; plain decoding has 1.00",
+            on_new_answers(native),
+        ),
+        Row(
             "as expected by calibration",
-            with_error(tree["expected_acceleration_rate"], tree["expected_standard_error"]),
+            expected_rate(tree),
             "the same, predicted from the heads' accuracy on held-out text before anything was decoded, with its "
             "standard error",
+            on_new_answers(tree),
         ),
-        (
+        Row(
             "with the authors' tree",
             f"{stock['acceleration_rate']:.2f}",
             f"the same heads with the {stock['nodes']} guesses that Medusa's authors chose for Vicuna-7B; "
             f"the run's own tree, searched for these heads, has {tree['nodes']}",
         ),
-        (
+        Row(
             "Overhead",
             f"{native['overhead']:.2f}x",
             "time of a step with the tree over a plain step; large for this target, whose plain step takes "
             f"{1000 / plain:.1f} ms",
         ),
-        ("Speedup", f"{native['speedup']:.2f}x", "acceleration rate over overhead"),
-        (
+        Row("Speedup", f"{native['speedup']:.2f}x", "acceleration rate over overhead"),
+        Row(
             "Tokens per second",
             f"{plain:,.0f} → {native['tokens_per_second']:,.0f}",
             "the model alone, and with its heads, one prompt at a time",
         ),
-        (
+        Row(
             "Greedy text identical",
             f"{matched['identical']} of {matched['sequences']}",
             "held-out prompts, compared token for token with plain decoding",
         ),
-        (
+        Row(
             "Acceleration rate in vLLM",
-            f"{vllm['acceleration_rate']:.2f}",
-            f"the same export; vLLM verifies the best path of {vllm['num_speculative_tokens']} guesses and no tree; "
-            f"{with_error(vllm['expected_acceleration_rate'], vllm['expected_standard_error'])} was predicted",
+            measured_rate(vllm),
+            f"the same export; vLLM verifies the best path of {num_guesses} guesses and no tree; "
+            f"{expected_rate(vllm)} was predicted",
+            on_new_answers(vllm),
         ),
     ]
-    return "\n".join("|---|---|---|" if row[0] == "---" else f"| {' | '.join(row)} |" for row in rows)
+
+
+def table(report: dict[str, Any]) -> str:
+    """The rows as Markdown; without the column of new answers where all are new."""
+    rows = rows_of(report)
+    if not has_seen_answers(report):
+        lines = ["| figure | measured | what it is |", "|---|---|---|"]
+        lines += [f"| {row.figure} | {row.measured} | {row.meaning} |" for row in rows]
+        return "\n".join(lines)
+    share = pick(report, "check", "native", "seen_share")
+    lines = [f"| figure | measured | on new answers ({1 - share:.0%}) | what it is |", "|---|---|---|---|"]
+    lines += [f"| {row.figure} | {row.measured} | {row.on_new} | {row.meaning} |" for row in rows]
+    return "\n".join(lines)
 
 
 def main(run: str) -> None:

@@ -56,16 +56,21 @@ def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         files = files_in(partial)
+        folders = {Path()}  # those whose entries change, relative to the directory
         for file in files:
+            folders.update(file.parents)
             _make_readable(partial / file)
             sync(partial / file)
         if not directory.exists():
+            for folder in folders:
+                sync(partial / folder)
             os.replace(partial, directory)
         else:
             for file in sorted(files, key=lambda file: file.name == last):
                 (directory / file).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(partial / file, directory / file)
-            sync(directory)
+            for folder in folders:
+                sync(directory / folder)
         sync(directory.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 import subprocess
 import sys
 
@@ -127,3 +128,15 @@ def test_a_target_loads_by_itself(tiny_target):
     sampled = acceptance_rule("rejection", 0.7)
     with pytest.raises(ValueError, match="needs a generator"):
         target.decoder().generate(target.prompt("why"), 4, sampled)
+
+
+def test_answers_also_end_at_the_template_s_end_of_turn(tiny_target, tmp_path):
+    """Whatever generation_config.json says: its set lacks the 1 of `</s>` here."""
+    target = shutil.copytree(tiny_target, tmp_path / "target")
+    (target / "generation_config.json").write_text(json.dumps({"eos_token_id": [100]}))
+    assert load_target(target, gpus=0).decoder().eos_token_ids == {1, 100}
+
+
+def test_an_export_is_decoded_with_the_tree_that_is_given(export):
+    given = load_export(export.path, target=export.target, tree=[[0], [2]])
+    assert given.decoder.tree.choices == ((0,), (2,)) != export.decoder.tree.choices

@@ -34,7 +34,7 @@ def test_a_state_comes_back_within_half_a_step_of_its_format(values, dtype, prec
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantized_states, "PIECE", 16)  # two rows at a time
         scales_N = quantize(memory.view(dtype).view(hidden_ND.shape), precision, stored_ND)
-    found_ND = dequantize(stored_ND.view(torch.uint8).numpy(), scales_N.numpy(), precision, dtype)
+        found_ND = dequantize(stored_ND.view(torch.uint8).numpy(), scales_N.numpy(), precision, dtype)
     assert found_ND.dtype == dtype
     true_ND, error_ND = hidden_ND.double(), (found_ND.double() - hidden_ND.double()).abs()
     largest_N1 = true_ND.abs().amax(1, keepdim=True).clamp_min(1e-30)

@@ -44,14 +44,18 @@ def test_an_export_and_its_pickle_alone_are_measured_alike(checked, finished_run
     assert len((tmp_path / "found" / "answers" / "medusa.jsonl").read_text().splitlines()) == 3
 
 
-def asked_of_vllm(monkeypatch) -> list[dict]:
-    """What vLLM would be told of the heads, in its place."""
+def asked_of_vllm(monkeypatch, accepted: float = 0.5) -> list[dict]:
+    """What vLLM would be told of the heads, in its place.
+
+    It accepts the given share of the first draft tokens.
+    """
     asked: list[dict] = []
 
     def served(request, progress):
         asked.append(dict(request.speculative_config))
         match = {"sequences": 6, "identical": 6, "ties": 0}
-        return {"vllm": {"acceleration_rate": 1.5, "accepted_per_position": [0.5], "greedy_match": match}}
+        figures = {"acceleration_rate": 1 + accepted, "accepted_per_position": [accepted]}
+        return {"vllm": figures | {"greedy_match": match}}
 
     monkeypatch.setattr("pipeline.evaluation.any_heads.check_served", served)
     return asked
@@ -63,6 +67,14 @@ def test_an_export_drafts_as_many_tokens_as_asked(checked, finished_run, monkeyp
     assert asked == [{"method": "medusa", "model": str(export.resolve()), "num_speculative_tokens": 2}]
     refused = checked(export, "--draft-tokens", 4)
     assert refused.code == 2 and "propose 3 tokens ahead" in one_paragraph(refused.err)
+
+
+def test_heads_of_which_nothing_is_accepted_are_exit_code_1(checked, finished_run, tmp_path, monkeypatch):
+    asked_of_vllm(monkeypatch, accepted=0.0)
+    words = ("--engine", "vllm", "--draft-tokens", 2, "--out", tmp_path)
+    ended = checked(finished_run.latest("export").path, *words)
+    assert ended.code == 1 and "no draft token was accepted" in one_paragraph(ended.err)
+    assert json.loads((tmp_path / "check.json").read_text())["check"]["passed"] is False
 
 
 def test_an_eagle_container_made_by_hand_is_measured(checked, tiny_target, tmp_path):

@@ -114,6 +114,24 @@ def test_a_failed_check_is_exit_code_1_after_the_report(command, config_file, co
     assert states(planned)["check"] == "kept" and "below check.min" in planned
 
 
+def test_push_hands_over_every_option(command, monkeypatch, tmp_path):
+    asked = []
+
+    def push_run(path, **options):
+        asked.append((path, options))
+
+    monkeypatch.setattr("pipeline.flow.push_run", push_run)
+    unset = dict.fromkeys(("repo_id", "dataset", "base_model", "license"))
+    assert command("push", tmp_path).code == 0
+    assert asked.pop() == (tmp_path, unset | {"private": False, "dry_run": False})
+    texts = {name: f"me/{name}" for name in unset}
+    words = [word for name, text in texts.items() for word in (f"--{name.replace('_', '-')}", text)]
+    assert command("push", tmp_path, *words, "--private").code == 0
+    assert asked.pop() == (tmp_path, texts | {"private": True, "dry_run": False})
+    assert command("push", tmp_path, "--dry-run").code == 0
+    assert asked.pop() == (tmp_path, unset | {"private": False, "dry_run": True})
+
+
 def test_status_of_a_finished_run(command, finished_run):
     ended = command("status", finished_run.path)
     assert ended.code == 0

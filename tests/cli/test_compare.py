@@ -7,8 +7,9 @@ import shutil
 
 import pytest
 
+from pipeline.cli.compare import compared
 from pipeline.report.comparison import ComparedRun, comparison
-from tests.flows.tiny import latest, run_again
+from tests.flows.tiny import NEW_TOKENS, latest, run_again
 
 
 @pytest.fixture
@@ -40,6 +41,13 @@ def test_runs_stand_side_by_side_with_what_differs_and_what_does_not_compare(com
     assert "stopped is unfinished: export, check." in ended.out
     assert "whole is unfinished" not in ended.out
     assert "These runs were checked on different questions: their rates do not compare." in ended.out
+
+
+@pytest.mark.slow
+def test_shorter_answers_are_other_questions(copied_run, finished_run, make_config, tmp_path):
+    run_again(make_config(tmp_path, check__max_new_tokens=NEW_TOKENS - 1))
+    shorter, whole = compared(copied_run.path), compared(finished_run.path)
+    assert not shorter.unfinished and whole.questions and shorter.questions != whole.questions
 
 
 def test_a_comparison_changes_nothing_and_needs_two_runs(command, copied_run):

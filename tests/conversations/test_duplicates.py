@@ -60,6 +60,18 @@ def test_a_similar_prompt_names_the_first_and_how_similar_it_is():
         assert [type(other.check(asks(t, t))) for t in (text, text + " indeed")] == [Conversation] * 2
 
 
+def test_other_calls_or_other_tools_make_another_conversation():
+    def calls(id: str, city: str, tools: str) -> Conversation:
+        called = json.dumps([{"name": "weather", "arguments": {"city": city}}])
+        messages = Message("user", "Rain?"), Message("assistant", "", called), Message("tool", "No.")
+        return Conversation(id, messages, tools=tools)
+
+    deduplicator = Deduplicator("passthrough")
+    for id, city, tools in (("s:0", "Rome", "[]"), ("s:1", "Oslo", "[]"), ("s:2", "Rome", '["other"]')):
+        assert isinstance(deduplicator.check(calls(id, city, tools)), Conversation)
+    assert deduplicator.check(calls("s:3", "Oslo", "[]")).detail == "The same as s:1."
+
+
 def test_a_system_prompt_that_recurs_makes_no_two_prompts_similar():
     deduplicator = Deduplicator("replay", near="minhash")
     for number, text in enumerate(("Why is the sky blue?", "Who wrote the play?")):

@@ -192,3 +192,10 @@ def test_question_ids_are_the_file_s_own_unless_it_has_none_or_repeats_them():
 
     ids = question_ids([question(n, name) for n, name in enumerate(["81", "a", None, "b", "b"])])
     assert ids == [81, "a", "q:2", "q:3", "q:4"]
+
+
+def test_earlier_answers_are_drawn_from_the_rule_s_nucleus(ask, tmp_path):
+    """A nucleus of one token is greedy decoding."""
+    path = write(tmp_path / "q.jsonl", *({"turns": [f"why {n}?", "how?"]} for n in range(4)))
+    narrow = ask(path, acceptance="rejection", temperature=1.0, top_p=1e-6, max_new_tokens=16)
+    assert narrow == ask(path, max_new_tokens=16)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.artifacts.tree_file import Calibration, Search, read_calibration
 from pipeline.config import CheckConfig
-from pipeline.decoding.acceptance import greedy_acceptance
+from pipeline.decoding.acceptance import TypicalAcceptance, greedy_acceptance
 from pipeline.decoding.decoder import Decoder, acceleration_rate, plain_decoder
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.decoding.held_out import simulated_acceleration_rate
@@ -147,6 +147,18 @@ def test_sampling_exactly_writes_the_text_of_plain_sampling(plain, medusa, promp
         assert plainly["log_likelihood"] == pytest.approx(tree["log_likelihood"], abs=1e-4)
         assert plainly["acceleration_rate"] == 1.0 <= tree["acceleration_rate"]
     assert found[0.8, "plain", None]["log_likelihood"] < found[0.0, "plain", None]["log_likelihood"]
+
+
+def test_delta_is_the_root_of_eps_in_every_typical_row(plain, medusa, prompts, monkeypatch):
+    sides: list[Side] = []
+    monkeypatch.setattr(studies, "_measured", lambda given, *_: sides.extend(given) or [])
+    settings = SETTINGS.model_copy(update={"first_token": "sampled"})
+    run_studies(("typical",), plain, medusa, prompts, settings, None, [])
+    rules = [(side.eps, side.rule) for side in sides if side.name == "typical"]
+    assert rules == [
+        (0.04, TypicalAcceptance(0.8, eps=0.04, delta=0.2, samples=True)),
+        (0.25, TypicalAcceptance(0.8, eps=0.25, delta=0.5, samples=True)),
+    ]
 
 
 def test_heads_are_used_up_to_each_depth_of_the_tree(model, finished_run, prompts):

@@ -86,6 +86,17 @@ def test_what_another_process_reports_is_shown_here_and_once(tmp_path, at_once):
     assert not (tmp_path / "progress").exists()
 
 
+def test_the_last_unit_of_a_part_is_written_at_once(tmp_path, clock):
+    """The ones between are written every half second."""
+    here = ProgressReporter(tmp_path / "progress")
+    there = in_another_process(here)
+    there.begin("native", 2)
+    there.advance()
+    assert here.read() == Progress("native", 0, 2)
+    there.advance()
+    assert here.read() == Progress("native", 2, 2)
+
+
 def test_what_this_process_reports_is_shown_at_once(tmp_path):
     shown = []
     here = ProgressReporter(tmp_path / "progress", shown.append)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,8 @@ def outcomes_are_as_promised(executor, root) -> None:
     receipts = [found[index].receipt for index in (0, 1, 2, 4, 6)]
     assert [receipt.index for receipt in receipts] == [0, 1, 2, 4, 6]
     assert {receipt.stats["tokens"] for receipt in receipts} == {1.5}
-    assert sorted(receipt.num_rows for receipt in receipts)[-1] > 14, "one worker does them all"
+    assert found[4].receipt.num_rows == 15, "one worker does them all"
+    assert found[6].receipt.num_rows == 11, "after a defect there is a new one"
     assert progress_is_shown(executor, root)
     (failed,) = executor.map(NotToBeMade, {}, tasks(1, root), ONE, 60)
     assert isinstance(failed.error, EnvironmentFault) and failed.error.what == "No engine."
@@ -141,6 +143,27 @@ def wait_until(happened: Callable[[], bool]) -> None:
 
 def test_inline_gives_every_outcome_and_raises_the_user_s_errors(tmp_path):
     outcomes_are_as_promised(InlineExecutor(), tmp_path)
+
+
+class Expecting:
+    """A worker that is told which shard follows."""
+
+    def __init__(self, told: list[int | None]):
+        self.told = told
+
+    def expect(self, task: ShardTask | None) -> None:
+        self.told.append(None if task is None else task.index)
+
+    def __call__(self, task: ShardTask) -> Receipt:
+        return Receipt(task.index, "f", "", 0, 0, "", "")
+
+
+def test_a_worker_expects_the_next_shard_except_in_a_trial(tmp_path):
+    told: list[int | None] = []
+    given = tasks(4, tmp_path)
+    given[1] = replace(given[1], rows=(0, 1))
+    outcomes = list(InlineExecutor().map(Expecting, {"told": told}, given, ONE, 60))
+    assert all(outcome.receipt for outcome in outcomes) and told == [1, None, 3, None]
 
 
 @pytest.fixture

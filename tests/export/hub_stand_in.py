@@ -40,8 +40,16 @@ class Repository:
 
     @property
     def sha(self) -> str:
-        content = [(name, hashlib.sha256(data).hexdigest()) for name, data in sorted(self.files.items())]
-        return hashlib.sha1(json.dumps([len(self.commits), content]).encode()).hexdigest()
+        return self.shas[-1]
+
+    @property
+    def shas(self) -> list[str]:
+        """The commits' names, oldest first."""
+        shas = []
+        for number, files in enumerate(self.commits, 1):
+            content = [(name, hashlib.sha256(data).hexdigest()) for name, data in sorted(files.items())]
+            shas.append(hashlib.sha1(json.dumps([number, content]).encode()).hexdigest())
+        return shas
 
 
 class HubStandIn:
@@ -203,13 +211,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _resolve(self, path: str) -> None:
         """A file's bytes: `OWNER/NAME/resolve/REVISION/FILE`, behind `datasets/` for a data set's."""
         repo_id, _, rest = path.partition("/resolve/")
-        repository, name = self.stand_in.repositories.get(repo_id), rest.partition("/")[2]
+        repository, (revision, _, name) = self.stand_in.repositories.get(repo_id), rest.partition("/")
         if repository is None:
             return self._send(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
-        sha = {"X-Repo-Commit": repository.sha}
-        if name not in repository.files:
+        commit = repository.sha if revision == "main" else revision
+        if commit not in repository.shas:
+            return self._send(404, {"error": "Revision not found"}, {"X-Error-Code": "RevisionNotFound"})
+        files, sha = repository.commits[repository.shas.index(commit)], {"X-Repo-Commit": commit}
+        if name not in files:
             return self._send(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound", **sha})
-        data = repository.files[name]
+        data = files[name]
         return self._send(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', **sha})
 
     def _upload_mode(self, path: str, repository: Repository) -> dict:

@@ -70,6 +70,14 @@ def test_medusa_heads_guess_the_same_from_every_layout(tmp_path, write):
     assert torch.equal(found.heads(hidden_ND), heads(hidden_ND))
 
 
+def test_a_pickle_beside_safetensors_is_not_read(tmp_path):
+    heads, others = heads_of(config_of()), heads_of(config_of(), seed=1)
+    authors(tensors_of(heads), tmp_path)
+    torch.save(tensors_of(others), tmp_path / "pytorch_model.bin")
+    found, hidden_ND = read(tmp_path), torch.randn(7, 4)
+    assert found.heads and torch.equal(found.heads(hidden_ND), heads(hidden_ND))
+
+
 def test_heads_without_an_lm_head_read_the_target_s_and_those_without_biases_have_none(tmp_path):
     heads = heads_of(config_of(lm_head="tied"))
     heads.block_bias.data.zero_()

@@ -6,9 +6,13 @@ import json
 
 import pytest
 
-from pipeline.errors import CheckFailed, ConfigError, DataError
+from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
+from pipeline.export.hub import prepare_export
+from pipeline.export.parcel import Push
 from tests.export.hub_stand_in import Repository
-from tests.export.pushes import PASSED, export_to, push
+from tests.export.pushes import EXPORTED, PASSED, export_to, push, sums
+
+PUSH = Push("me/heads", report=PASSED, recipe={})
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
@@ -28,6 +32,35 @@ def test_heads_without_a_passed_check_are_not_pushed(export, hub, report, said, 
         push(export, hub, report=report, dry_run=dry_run)
     assert caught.value.exit_code == 1
     assert hub.requests == []
+
+
+@pytest.mark.parametrize("name", sorted(EXPORTED - {"README.md"}))
+@pytest.mark.parametrize("change", ["another byte", "a link to the same"])
+def test_a_file_that_is_not_what_was_checked_is_not_pushed(export, hub, name, change):
+    checked, file = sums(export), export / name
+    if change == "another byte":
+        file.write_bytes(file.read_bytes() + b" ")
+    else:
+        file.rename(export.parent / name)
+        file.symlink_to(export.parent / name)
+    with pytest.raises(DataError) as refused:
+        prepare_export(export, PUSH, checked)
+    assert refused.value.where == str(file) and hub.requests == []
+
+
+def test_a_file_that_changes_after_it_was_compared_goes_as_compared(export, hub):
+    prepared = prepare_export(export, PUSH, sums(export))
+    (export / "tokenizer.json").write_text('{"another": 1}')
+    prepared.send()
+    assert hub.repositories["me/heads"].files["tokenizer.json"] == b"{}"
+
+
+def test_weights_that_change_after_they_were_compared_do_not_arrive(export, hub):
+    prepared, weights = prepare_export(export, PUSH, sums(export)), export / "medusa_lm_head.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b" ")
+    with pytest.raises(EnvironmentFault):
+        prepared.send()
+    assert hub.repositories["me/heads"].files == {}
 
 
 def test_heads_of_a_local_target_need_its_hub_id(tmp_path, hub):
@@ -68,7 +101,7 @@ def test_a_repository_needs_owner_and_name(export, hub, repo_id):
     assert hub.requests == []
 
 
-@pytest.mark.parametrize("gone", ["medusa_lm_head.safetensors", "config.json"])
+@pytest.mark.parametrize("gone", ["medusa_lm_head.safetensors", "config.json", "medusa_choices.json"])
 def test_a_directory_that_is_no_export_is_refused(export, hub, gone):
     (export / gone).unlink()
     with pytest.raises(DataError, match=gone):

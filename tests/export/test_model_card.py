@@ -113,6 +113,20 @@ def test_the_licence_is_what_the_target_s_own_card_states(link, tmp_path, hub, m
     )
 
 
+def test_the_licence_is_that_of_the_commit_that_was_read(tmp_path, hub, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    first, second = (
+        f"---\nlicense: other\nlicense_name: {name}\nlicense_link: LICENSE\n---\n# A model\n".encode()
+        for name in ("first", "second")
+    )
+    repository = Repository(private=False, commits=[{"README.md": first}, {"README.md": second}])
+    hub.repositories["owner/target"] = repository
+    commit = repository.shas[0]
+    expected = Licence("other", "first", f"https://huggingface.co/owner/target/blob/{commit}/LICENSE")
+    for online in (True, False):
+        assert licence_of("owner/target", commit, online=online) == expected
+
+
 @pytest.mark.parametrize("card", [None, "no front matter", "---\nlicense: [mit, apache-2.0]\n---\n", "---\n: [\n---\n"])
 def test_a_target_without_a_readable_licence_declares_none(card, tmp_path):
     if card is not None:
@@ -189,6 +203,11 @@ def test_the_vllm_command_can_be_pasted_into_a_shell():
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:4] == ["vllm", "serve", "owner/target", "--speculative-config"]
     assert json.loads(words[4]) == {"method": "medusa", "model": "me/heads", "num_speculative_tokens": 3}
+
+
+def test_the_vllm_command_drafts_as_many_tokens_as_were_chosen():
+    card = card_of(REPORT | {"tree": REPORT["tree"] | {"num_speculative_tokens": 2}})
+    assert re.findall(r'"num_speculative_tokens": (\d+)', card) == ["2"]
 
 
 def test_the_kind_says_what_its_heads_are_and_which_other_engines_load_them():

@@ -27,19 +27,21 @@ SIZE, INNER, VOCAB = 16, 24, 11
 SHAPE = RecurrentShape(SIZE, VOCAB, num_heads=3, intermediate_size=INNER)
 
 
-def random_cell(seed: int = 0) -> RecurrentHeads:
+def random_cell(seed: int = 0, shape: RecurrentShape = SHAPE) -> RecurrentHeads:
     generator = torch.Generator().manual_seed(seed)
-    heads = RecurrentHeads(SHAPE, dtype=torch.float64)
+    heads = RecurrentHeads(shape, dtype=torch.float64)
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2
     return heads
 
 
-def test_a_step_is_the_layer_that_vllm_runs():
+@pytest.mark.parametrize("epsilon", [1e-6, 0.5])
+def test_a_step_is_the_layer_that_vllm_runs(epsilon):
     """An EAGLE-1 layer: no input norm, attention whose output projection is zero, then norm, MLP and residual."""
-    heads, tensors = random_cell(), random_cell().named_tensors(EXPANDED)
+    heads = random_cell(shape=replace(SHAPE, norm_eps=epsilon))
+    tensors, exported = heads.named_tensors(EXPANDED), heads.engine_config(heads.shape, EXPANDED, {})
     sizes = {"hidden_size": SIZE, "intermediate_size": INNER, "num_attention_heads": 8, "num_key_value_heads": 1}
-    config = LlamaConfig(**sizes, head_dim=64, rms_norm_eps=1e-6, attn_implementation="eager")
+    config = LlamaConfig(**sizes, head_dim=64, rms_norm_eps=epsilon, attn_implementation="eager")
     layer = LlamaDecoderLayer(config, 0).double()
     prefix = "layers.0."
     weights = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -53,6 +55,7 @@ def test_a_step_is_the_layer_that_vllm_runs():
     expected = layer(read, position_embeddings=rotary)
     expected = expected[0] if isinstance(expected, tuple) else expected
     torch.testing.assert_close(heads.step(hidden, tokens), expected, rtol=1e-5, atol=1e-5)  # its norm is in fp32
+    assert exported["rms_norm_eps"] == epsilon
 
 
 def test_a_cell_of_another_trainer_keeps_its_own_norm_epsilon():

@@ -8,6 +8,8 @@ import matplotlib
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from pipeline.report import plots, speed_plots
 
@@ -98,6 +100,39 @@ def test_typical_acceptance_has_a_curve_per_temperature_beside_sampling_itself()
     drawn = speed_plots.typical(rows, "acceleration_rate", "tokens per step")
     assert all(text in drawn for text in ("T = 0.3", "T = 1", "rejection sampling"))
     assert "plain sampling" in speed_plots.typical(rows, "log_likelihood", "log-likelihood")
+
+
+@pytest.fixture
+def axes(monkeypatch) -> Axes:
+    """Where the next plot is drawn."""
+    drawn = Figure().add_subplot()
+    for module in (plots, speed_plots):
+        monkeypatch.setattr(module, "svg", lambda name, label, height, draw: draw(drawn))
+    return drawn
+
+
+def test_load_is_drawn_by_requests_plain_and_with_heads(axes):
+    speeds = ((1, 10.0, 15.0), (2, 20.0, 30.0), (4, 30.0, 20.0))
+    keys = ("requests", "baseline_tokens_per_second", "tokens_per_second")
+    speed_plots.load([dict(zip(keys, row, strict=True)) for row in speeds])
+    curves = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert curves == {
+        "plain": [[1, 10], [2, 20], [4, 30]],
+        "with heads": [[1, 15], [2, 30], [4, 20]],
+    }
+
+
+def test_batch_sizes_are_drawn_plain_and_with_heads(axes):
+    row = {"batch_size": 2, "baseline_tokens_per_second": 10.0, "tokens_per_second": 15.0}
+    speed_plots.batch_sizes([row])
+    heights = {each.get_label(): [bar.get_height() for bar in each] for each in axes.containers}
+    assert heights == {"plain": [10], "with heads": [15]}
+
+
+def test_the_tree_s_columns_add_up_the_nodes_of_each_head(axes):
+    plots.tree([[0], [1], [0, 0]], [0.5, 0.2, 0.25])
+    names = [label.get_text() for label in axes.get_xticklabels()]
+    assert names == ["token", "head 0\n70%", "head 1\n25%"]
 
 
 @pytest.mark.parametrize(

@@ -149,3 +149,12 @@ def test_special_tokens_in_seeds_are_escaped_kept_or_quarantined_and_counted(
     assert stage.summary["reasons"] == ({"special-tokens": 8} if policy == "quarantine" else {})
     assert max(row["input_ids"].count(1) for row in kept) == ends
     assert len(kept) == 80 - stage.summary["quarantined"]
+
+
+def test_a_new_rule_for_special_tokens_makes_new_text(make_config, tmp_path):
+    rows = [[f"What is {n}{'</s>' * (n % 10 == 0)}?", "That."] for n in range(80)]
+    settings = talks(tmp_path / "seeds.jsonl", rows)
+    escaped = rows_of(make_config(tmp_path, **settings, seeds__special_tokens="escape"))
+    kept = rows_of(make_config(tmp_path, **settings, seeds__special_tokens="keep"))
+    assert max(row["input_ids"].count(1) for row in escaped) == 2
+    assert max(row["input_ids"].count(1) for row in kept) == 3

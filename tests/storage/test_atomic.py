@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.errors import DataError, EnvironmentFault
-from pipeline.storage.atomic import atomic_directory, atomic_path, disk_errors, remove
+from pipeline.storage.atomic import atomic_directory, atomic_path, disk_errors, remove, write_text
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,36 @@ def test_a_directory_whose_writing_was_interrupted_is_absent(tmp_path):
         assert not (tmp_path / "new" / "target").exists()
         raise KeyboardInterrupt
     assert not list((tmp_path / "new").iterdir())
+
+
+def inode(path: Path) -> int:
+    return path.stat().st_ino
+
+
+def test_a_file_is_on_the_disk_before_its_name(tmp_path, disk_acts):
+    write_text(tmp_path / "file", "content")
+    file, directory = inode(tmp_path / "file"), inode(tmp_path)
+    assert disk_acts == [("fsync", file), ("rename", file), ("fsync", directory)]
+
+
+def test_a_new_directory_is_on_the_disk_before_its_name(tmp_path, disk_acts):
+    with atomic_directory(tmp_path / "new") as unfinished:
+        (unfinished / "inner").mkdir()
+        (unfinished / "inner" / "file").write_text("content")
+    parts = {inode(tmp_path / name) for name in ("new/inner/file", "new/inner", "new")}
+    *flushed, renamed, last = disk_acts
+    assert sorted(flushed) == [("fsync", part) for part in sorted(parts)]
+    assert renamed == ("rename", inode(tmp_path / "new")) and last == ("fsync", inode(tmp_path))
+
+
+def test_replaced_files_are_on_the_disk_before_their_names(tmp_path, disk_acts):
+    with atomic_directory(tmp_path) as unfinished:
+        (unfinished / "inner").mkdir()
+        (unfinished / "inner" / "file").write_text("content")
+    file, folder = inode(tmp_path / "inner" / "file"), inode(tmp_path / "inner")
+    assert disk_acts.index(("fsync", file)) < disk_acts.index(("rename", file))
+    after = disk_acts[disk_acts.index(("rename", file)) :]
+    assert ("fsync", folder) in after and ("fsync", inode(tmp_path)) in after
 
 
 def test_files_of_a_directory_that_exists_are_replaced_the_last_one_at_the_end(tmp_path, monkeypatch):

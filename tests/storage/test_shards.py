@@ -80,6 +80,16 @@ def test_a_split_row_counts_for_its_parent(tmp_path):
     assert receipt.num_rows == 2
 
 
+def test_a_shard_gets_its_name_after_its_quarantine_file(tmp_path, disk_acts):
+    """Or a killed writer leaves a shard whose rejected rows are in no file."""
+    path, _ = write(tmp_path, [row("a")], [refused("b")])
+    files = [tmp_path / "quarantine" / "00000.jsonl", path, tmp_path / "receipts" / "00000.json"]
+    named = [inode for act, inode in disk_acts if act == "rename"]
+    assert named == [file.stat().st_ino for file in files]
+    for inode in named:
+        assert disk_acts.index(("fsync", inode)) < disk_acts.index(("rename", inode))
+
+
 def test_a_shard_that_was_not_committed_leaves_nothing(tmp_path):
     with (
         pytest.raises(KeyboardInterrupt),

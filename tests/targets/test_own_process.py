@@ -50,6 +50,25 @@ def test_results_come_in_order_and_progress_meanwhile(work):
     assert seen and all(progress == {"part": "counting", "done": 1, "total": 3} for progress in seen)
 
 
+VARIABLES = """
+import os, sys
+from pipeline.targets.own_process import work_off
+
+work_off(lambda task, tell: [os.environ.get(name) for name in task["names"]], *sys.argv[1:])
+"""
+
+
+def test_a_default_variable_yields_to_the_caller_s_own(tmp_path, monkeypatch):
+    (tmp_path / "variables.py").write_text(VARIABLES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("SET_BY_CALLER", "caller")
+    monkeypatch.delenv("SET_BY_NOBODY", raising=False)
+    names = ["SET_BY_CALLER", "SET_BY_NOBODY"]
+    defaults = dict.fromkeys(names, "default")
+    found = in_own_process("variables", [{"names": names}], defaults=defaults)
+    assert found == [["caller", "default"]]
+
+
 def test_errors_come_back_as_they_are_and_a_silent_end_with_its_last_line(work):
     with pytest.raises(ConfigError, match="Not this one"):
         work(3, 13)

@@ -118,6 +118,15 @@ def test_a_missing_shard_is_named(copied: Path) -> None:
         weight_files(TargetSpec(str(copied)))
 
 
+@pytest.mark.parametrize("shard", ["../others.safetensors", "/others.safetensors", 1])
+def test_an_index_names_files_of_the_target_alone(copied: Path, shard: object) -> None:
+    (copied / "model.safetensors").rename(copied / "model-00001-of-00001.safetensors")
+    index = {"weight_map": {"lm_head.weight": shard}}
+    (copied / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="which file of the target holds which tensor"):
+        weight_files(TargetSpec(str(copied)))
+
+
 def test_a_target_without_weights_is_refused(copied: Path) -> None:
     (copied / "model.safetensors").rename(copied / "model.pth")
     with pytest.raises(ConfigError, match=r"no model\.safetensors, only \.pth files"):

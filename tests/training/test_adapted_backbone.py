@@ -191,6 +191,12 @@ def test_the_adapter_s_file_is_the_same_whoever_writes_it(target, tmp_path):
     assert layers == sorted(layers) and "lm_head" in layers
 
 
+def test_the_adapter_names_the_commit_of_its_target(target, tmp_path):
+    write_adapter(tmp_path / "adapter", make(target), replace(target, model="owner/target", revision="c0ffee"))
+    settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (settings["base_model_name_or_path"], settings["revision"]) == ("owner/target", "c0ffee")
+
+
 def test_tuning_a_tied_lm_head_leaves_the_embedding_alone_and_the_merged_model_untied(tied, batch, tmp_path):
     backbone = disturbed(make(tied))
     embedding = AutoModelForCausalLM.from_pretrained(tied.model).get_input_embeddings().weight

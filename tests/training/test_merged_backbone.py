@@ -17,6 +17,7 @@ from pipeline.targets.files import identifying_files
 from pipeline.targets.spec import TargetSpec, eos_token_ids, load_tokenizer
 from pipeline.training.adapted_backbone import merge_backbone
 from tests.targets.adapters import logits_with_adapter_on, save_adapter
+from tests.targets.hub_cache import COMMIT, cached_at_commit
 
 IDS_BT = torch.arange(24).view(2, 12)
 
@@ -89,6 +90,17 @@ def test_it_is_written_once_and_again_only_for_another_adapter_or_dtype(trained,
     assert second != first
     merge_backbone(replace(spec, dtype="float16"), str(trained))
     assert files_of(trained / "backbone") != second
+
+
+def test_another_commit_of_a_hub_target_is_merged_anew(trained, tiny_target, tmp_path, monkeypatch):
+    model = cached_at_commit(tiny_target, tmp_path / "cache", monkeypatch)
+    merge_backbone(TargetSpec(model, "tried"), str(trained))
+    first = files_of(trained / "backbone")
+    expected = logits_with_adapter_on(tiny_target, trained / "adapter", IDS_BT)
+    merged = AutoModelForCausalLM.from_pretrained(trained / "backbone")
+    torch.testing.assert_close(merged(input_ids=IDS_BT).logits, expected, atol=1e-4, rtol=1e-5)
+    merge_backbone(TargetSpec(model, COMMIT), str(trained))
+    assert files_of(trained / "backbone") != first
 
 
 def test_a_merge_that_breaks_off_leaves_nothing(trained, tiny_target, monkeypatch):
