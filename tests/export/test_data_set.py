@@ -9,11 +9,11 @@ import datasets.config
 import pytest
 from datasets import load_dataset
 from huggingface_hub import DatasetCard
+from pipeline.export.parcel import Push
 
 from pipeline.errors import CheckFailed, ConfigError, DataError
 from pipeline.export import hub_data_set
 from pipeline.export.hub_data_set import GeneratedShards, push_data_set
-from pipeline.export.parcel import Push
 from pipeline.heads.recurrent import RecurrentHeads
 from pipeline.storage.shards import read_rows
 from tests.export.hub_stand_in import HubStandIn, Repository

@@ -9,11 +9,11 @@ import shlex
 import pytest
 import yaml
 from huggingface_hub import ModelCard
+from pipeline.export.card_metadata import Licence, licence_of
 
 from pipeline.config.load import load_config
 from pipeline.export.card import model_card
 from pipeline.export.card_facts import fingerprints
-from pipeline.export.card_metadata import Licence, licence_of
 from pipeline.flow import STAGES
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.recurrent import RecurrentHeads
