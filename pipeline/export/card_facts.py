@@ -17,13 +17,12 @@ import yaml
 
 from pipeline.config import Config, SeedSource
 from pipeline.conversations.seed_files import name_sources
-from pipeline.export.licence import HUB, Licence
+from pipeline.export.licence import Licence
 from pipeline.heads.kind import Heads
 from pipeline.heads.shape import head_kind
 from pipeline.report.facts import STAGES, disturbed, has_seen_answers, on_new_answers
 
 RECIPE_SECTIONS = {"target", "seeds", "generate", "features", "train", "calibrate", "export", "check"}
-RUN = "medusa-distill run recipe.yaml"
 CACHES = ("features", "tuned-features")  # stages that may be deleted to make room: no figure of a card is theirs
 ENGINES = {"native": "native, tree", "vllm": "vLLM, top-1 chain"}
 MEASURES = (
@@ -32,14 +31,6 @@ MEASURES = (
     ("tokens/s", "tokens_per_second", ",.0f"),
     ("tokens/s without heads", "baseline_tokens_per_second", ",.0f"),
 )
-TRAIN_SETTINGS = (
-    "heads", "method", "num_heads", "draft_vocab", "decay", "roles", "lr", "epochs", "batch_tokens", "warmup_steps",
-    "optimizer", "weight_decay", "max_grad_norm", "precision",
-)  # fmt: skip
-BACKBONE_SETTINGS = (
-    "recipe", "loss", "schedule", "lambda_0", "lr", "lora_rank", "lora_alpha", "lora_dropout", "sequence_length",
-    "batch_sequences", "quantization",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,6 @@ def facts(published: Published) -> dict[str, Any]:
     data_sets = [source.hub for source in config.seeds.sources if source.hub]
     if published.data_set:
         data_sets.insert(0, published.data_set)
-    train = _trained_with(report, config)
     return {
         "report": report,
         "base": public(published.base_model),
@@ -96,13 +86,12 @@ def facts(published: Published) -> dict[str, Any]:
         "speculative_config": json.dumps(kind.speculative_config(here, num_tokens)),
         "num_heads": num_heads,
         "shared": config.export.formats[0] == "shared",  # of the export's root
-        "train": train,
+        "train": _trained_with(report, config),
+        "config": config,
         "generate": config.generate,
         "data_set": published.data_set,
         "data_sets": data_sets,
-        "sources": _described(config.seeds.sources),
         "source_names": public_names(config.seeds.sources),
-        "settings": _settings(published, train),
         "engines": [name for name in ENGINES if check.get(name)],
         "engine_titles": ENGINES,
         "results": results(report),
@@ -111,7 +100,6 @@ def facts(published: Published) -> dict[str, Any]:
         "tops": _tops(report.get("heads") or ()),
         "fingerprints": fingerprints(report),
         "recipe_yaml": recipe_yaml(config, report.get("target_revision")),
-        "commands": _commands(config, served=served),
     }
 
 
@@ -219,19 +207,6 @@ def _without_paths(value: Any, key: str = "") -> Any:
     return value
 
 
-def _commands(config: Config, *, served: bool) -> list[tuple[str, str]]:
-    """What is measured, and the command that measures it."""
-    commands = [
-        ("the training text", f"{RUN} --until generate"),
-        ("accuracies, the tree, what it and each chain is predicted to reach", f"{RUN} --until calibrate"),
-    ]
-    figures = {"native": "results of native decoding, also by category", "vllm": "results in vLLM"}
-    default = ("native", "vllm") if served else ("native",)
-    for name in config.check.engines or default:
-        commands.append((figures[name], f"{RUN} --until check 'check.engines=[{name}]'"))
-    return commands
-
-
 def _trained_with(report: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """The settings of `train`, also of the backbone's, with what was chosen in the place of `auto`."""
     chosen = (report.get("train") or {}).get("hyperparameters") or {}
@@ -241,35 +216,6 @@ def _trained_with(report: Mapping[str, Any], config: Config) -> dict[str, Any]:
             if value == "auto":
                 section[key] = chosen.get(key, value)
     return train
-
-
-def _settings(published: Published, train: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that decide what was trained, on what."""
-    report, target = published.report, published.config.target
-    trained = report.get("train") or {}
-    rows = {name: train[name] for name in TRAIN_SETTINGS}
-    rows.update(train.get(train["heads"]) or {})
-    if published.tuned:
-        rows.update({f"backbone.{name}": train["backbone"][name] for name in BACKBONE_SETTINGS})
-    rows["target's dtype"] = target.dtype
-    rows["target's quantization"] = target.quantization
-    rows["positions trained on"] = number(trained.get("tokens"))
-    rows["final loss"] = number(trained.get("final_loss"), ".3f")
-    rows["hardware"] = report.get("hardware")
-    rows["versions"] = report.get("versions")
-    return {name: value for name, value in rows.items() if value not in (None, "")}
-
-
-def _described(sources: Sequence[SeedSource]) -> list[str]:
-    """Hub data sets by name, with split and limit; local files only by number."""
-    described = []
-    for source in sources:
-        if source.hub:
-            limit = f", at most {source.limit:,} rows" if source.limit else ""
-            described.append(f"[{source.hub}]({HUB}/datasets/{source.hub}) (split {source.split}{limit})")
-    if num_local := len(sources) - len(described):
-        described.append(f"{num_local} local source(s)")
-    return described
 
 
 def _answer_methods(rows: Sequence[Mapping[str, Any]]) -> list[str]:
