@@ -272,7 +272,7 @@ def test_without_a_token_nothing_is_lost_and_the_same_command_pushes_later(
 def test_a_hub_that_fails_is_tried_again_by_the_same_command(copied_run, make_config, tmp_path, hub):
     config = make_config(tmp_path, **HUB_IDS)
     hub.failures = {"POST /api/models/me/heads/commit": 400}
-    with pytest.raises(EnvironmentFault, match="answered 400") as caught:
+    with pytest.raises(EnvironmentFault, match="400") as caught:
         run_again(config)
     assert TOKEN not in str(caught.value)
     hub.failures = {}

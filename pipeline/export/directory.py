@@ -27,8 +27,7 @@ from pipeline.decoding.dynamic_tree import DynamicTree, check_tree
 from pipeline.decoding.tree import TreePath
 from pipeline.errors import DataError, EnvironmentFault
 from pipeline.export.layout import CARD_FILE, CONFIG_FILE, ExportLayout, read_layout
-from pipeline.export.upload import WEIGHT_SUFFIXES
-from pipeline.export.weights import WeightsFile, write_weights
+from pipeline.export.weights import WEIGHT_SUFFIXES, WeightsFile, write_weights
 from pipeline.heads.draft_vocabulary import TOKEN_MAP
 from pipeline.heads.kind import Heads, TargetWeights, is_finite
 from pipeline.heads.shape import require_shapes

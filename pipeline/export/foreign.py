@@ -8,14 +8,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from pipeline.errors import ConfigError, DataError, EnvironmentFault
+from pipeline.errors import ConfigError, DataError
 from pipeline.export.layout import CONFIG_FILE
-from pipeline.export.upload import WEIGHT_SUFFIXES
-from pipeline.export.weights import WeightsFile
+from pipeline.export.weights import WEIGHT_SUFFIXES, WeightsFile
 from pipeline.heads.foreign_layouts import NOT_HERE, ForeignHeads, Sizes, made_of
 from pipeline.heads.kind import TargetWeights
 from pipeline.storage.atomic import read_object
 from pipeline.targets.files import is_local
+from pipeline.targets.hub_access import hub_errors
 
 
 def heads_directory(name: str) -> Path:
@@ -25,23 +25,14 @@ def heads_directory(name: str) -> Path:
         ConfigError: There is neither.
         EnvironmentFault: The Hub cannot be reached.
     """
-    from huggingface_hub import errors as hub
     from huggingface_hub import snapshot_download
 
     if is_local(name):
         if not Path(name).expanduser().is_dir():
             raise ConfigError(f"There is no directory {name}.", "check", "Give a directory of heads, or a Hub id.")
         return Path(name).expanduser()
-    try:
+    with hub_errors(f"repository of heads {name}", "check"):
         return Path(snapshot_download(name, allow_patterns=["*.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)]))
-    except (hub.RepositoryNotFoundError, hub.HFValidationError) as error:
-        fix = "Check the spelling; a private one needs `hf auth login`; a directory is written with ./ or /."
-        raise ConfigError(f"There are no heads {name}, neither as a directory nor on the Hub.", "check", fix) from error
-    except (OSError, hub.HTTPError) as error:
-        fix = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk, or give a local directory."
-        raise EnvironmentFault(
-            f"The heads {name} cannot be fetched now ({type(error).__name__}).", "check", fix
-        ) from error
 
 
 def read_foreign(directory: Path, target: TargetWeights, sizes: Sizes, num_tokens: int) -> ForeignHeads:

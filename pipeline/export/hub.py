@@ -1,9 +1,7 @@
-"""Publishes the heads, and with Medusa-2 the tuned backbone, each to its own repository.
-
-The conversations are `hub_data_set.py`'s.
+"""What goes to the Hub of heads and of a tuned backbone, each to its own repository.
 
 Only after a passed check, without local paths, and only to a repository that is new or holds the same kind of content
-and nothing else that engines would load. Pushing again is safe, see `upload.py`.
+and nothing else that engines would load. The conversations are in `hub_data_set.py`.
 """
 
 from __future__ import annotations
@@ -20,18 +18,13 @@ from pipeline.config import PushConfig
 from pipeline.errors import CheckFailed, DataError
 from pipeline.export.backbone import BACKBONE_FILE
 from pipeline.export.card import backbone_card, model_card
-from pipeline.export.layout import (
-    BACKBONE_DIRECTORY,
-    CARD_FILE,
-    CONFIG_FILE,
-    read_json_config,
-    read_layout,
-    with_base_model,
-)
-from pipeline.export.parcel import Parcel, Push
-from pipeline.export.upload import WEIGHT_SUFFIXES, check_repo_id, prepare
+from pipeline.export.card_facts import Published
+from pipeline.export.layout import CARD_FILE, CONFIG_FILE, read_json_config, read_layout, with_base_model
+from pipeline.export.upload import Upload, verified
+from pipeline.export.weights import WEIGHT_SUFFIXES
 from pipeline.heads.export_format import FORMATS
 from pipeline.heads.kind import Heads
+from pipeline.targets.hub_access import check_repo_id
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,9 @@ class Repositories:
     data_set: str | None = None
 
     def __iter__(self) -> Iterator[str]:
-        return iter(filter(None, (self.data_set, self.backbone, self.heads)))
+        for repo_id in (self.data_set, self.backbone, self.heads):
+            if repo_id is not None:
+                yield repo_id
 
 
 def repositories(push: PushConfig, kind: type[Heads], target: str, *, tuned: bool) -> Repositories:
@@ -54,98 +49,92 @@ def repositories(push: PushConfig, kind: type[Heads], target: str, *, tuned: boo
     """
     suffix = f"-speculator.{kind.vllm_method or kind.Shape.kind}"
     name = (push.base_model or target).rstrip("/").rpartition("/")[2]
-    data_set = f"{push.dataset}{name}-self-distillation" if _is_owner(push.dataset) else push.dataset
-    if not push.repo_id:
-        return Repositories(data_set=data_set)
-    completed = f"{push.repo_id}{name}{'-tuned' if tuned else suffix}" if _is_owner(push.repo_id) else push.repo_id
-    if tuned:
-        return Repositories(f"{completed}{suffix}", completed, data_set)
-    return Repositories(completed, None, data_set)
+    data_set = _completed(push.dataset, f"{name}-self-distillation")
+    if not tuned:
+        return Repositories(_completed(push.repo_id, f"{name}{suffix}"), None, data_set)
+    backbone = _completed(push.repo_id, f"{name}-tuned")
+    heads = f"{backbone}{suffix}" if backbone else None
+    return Repositories(heads, backbone, data_set)
 
 
-def _is_owner(repo_id: str | None) -> bool:
-    return bool(repo_id) and str(repo_id).endswith("/")
+def _completed(repo_id: str | None, name: str) -> str | None:
+    if not repo_id:
+        return None
+    return f"{repo_id}{name}" if repo_id.endswith("/") else repo_id
 
 
-def push_export(directory: str | Path, push: Push, checked: Mapping[str, str]) -> dict[str, Any]:
-    """Push an export with a freshly rendered model card, as one commit; return the receipt of `Parcel.send`.
+def require_passed_check(report: Mapping[str, Any]) -> None:
+    """Raise CheckFailed unless the report's check has passed."""
+    check = report.get("check")
+    if not check:
+        raise CheckFailed("These heads have not been checked.", "report.json", "Run the check stage, then push.")
+    reasons = [str(reason).rstrip(".") for reason in check.get("failures") or ()]
+    if reasons or check.get("passed") is not True:
+        what = f"The check of these heads failed: {'; '.join(reasons) or 'the check stage says so'}."
+        raise CheckFailed(what, "report.json", "Nothing was pushed; the report says more.")
 
-    Arguments and what is raised are those of `prepare_export`.
-    """
-    return prepare_export(directory, push, checked).send()
 
-
-def prepare_export(directory: str | Path, push: Push, checked: Mapping[str, str]) -> Parcel:
-    """An export with a freshly rendered model card, compared with what was checked and ready to go.
+def heads_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
+    """An export with a fresh card and the Hub id of its target in `config.json`, compared with what was checked.
 
     Args:
-        directory: An export. It is not changed; `config.json` and the card are rewritten for the upload.
+        directory: An export. It is not changed.
+        published: `base_model` is the heads' target, or None for the one that the export names.
         checked: The sha256 (hex) of each of the heads' files as it was checked, by name; no other file goes.
 
     Raises:
         CheckFailed: The check failed or was not run.
-        DataError: The directory is not a whole export, is not what was checked, or names the target's local path where
-            it should not.
+        DataError: The directory is not a whole export, or is not what was checked.
         ConfigError: An id is invalid.
     """
-    directory = Path(directory)
-    check_repo_id(push.repo_id, "push.repo_id", with_owner=True)
-    report = require_passed_check(push.report)
-    exported = read_layout(directory)
-    base = push.base_model or exported.base_model_name_or_path
+    repo_id = _require_allowed(published)
+    layout = read_layout(directory)
+    base = published.base_model or layout.base_model_name_or_path
     if not os.path.isabs(base):
         check_repo_id(base, "push.base_model")
-    kind, tuned = exported.kind, (directory / BACKBONE_DIRECTORY / BACKBONE_FILE).is_file()
-    push = replace(push, base_model=base)
-    card = model_card(report, kind=kind, tuned=tuned, **push.for_the_card)
-    configs = _configs(directory, checked, base)
-    _require_heads_alone(checked, kind, directory)
-    additions = prepare(directory, checked, {CARD_FILE: card.encode(errors="replace"), **configs})
-    in_the_way = functools.partial(_not_heads, kind=kind)
-    return Parcel.of(push, additions, exported.base_model_name_or_path, kind.title, in_the_way)
+    _require_heads_alone(checked, layout.kind, directory)
+    written = {CARD_FILE: model_card(replace(published, base_model=base))}
+    for name in checked:
+        if Path(name).name == CONFIG_FILE:  # one in each format's directory
+            content, _ = read_json_config((directory / name).parent)
+            written[name] = json.dumps(with_base_model(content, base), indent=2) + "\n"
+    return Upload(
+        repo_id=repo_id,
+        base_model=base,
+        files=verified(directory, checked, written),
+        message=layout.kind.title,
+        local_paths=local_paths(published, layout.base_model_name_or_path),
+        conflicting=functools.partial(_not_heads, kind=layout.kind),
+    )
 
 
-def prepare_backbone(
-    directory: str | Path, push: Push, checked: Mapping[str, str], *, heads_repo_id: str, kind: type[Heads]
-) -> Parcel:
-    """The tuned backbone with a model card of its own, compared with what was checked and ready to go.
-
-    Args:
-        directory: A tuned backbone, as `write_backbone` writes it.
-        checked: The sha256 (hex) of each of its files as it was checked, by name; no other file goes.
-        heads_repo_id, kind: Where its heads are, or will be, and what they are.
-
-    What is raised is that of `prepare_export`.
-    """
-    directory = Path(directory).resolve()
-    check_repo_id(push.repo_id, "push.repo_id", with_owner=True)
-    report = require_passed_check(push.report)
+def backbone_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
+    """A tuned backbone with a card of its own, compared with what was checked; arguments as in `heads_upload`."""
+    repo_id, directory = _require_allowed(published), directory.resolve()
     if gone := {CONFIG_FILE, BACKBONE_FILE} - checked.keys():
         raise DataError(f"The tuned backbone lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
-    card = backbone_card(report, heads_repo_id=heads_repo_id, kind=kind, **push.for_the_card)
-    additions = prepare(directory, checked, {CARD_FILE: card.encode(errors="replace")})
-    return Parcel.of(push, additions, str(directory), "Backbone", _not_a_backbone)
+    return Upload(
+        repo_id=repo_id,
+        base_model=published.base_model,
+        files=verified(directory, checked, {CARD_FILE: backbone_card(published)}),
+        message="Backbone",
+        local_paths=local_paths(published, str(directory)),
+        conflicting=_not_a_backbone,
+    )
 
 
-def require_passed_check(report: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """The report, if its check passed; CheckFailed with the reasons otherwise."""
-    check = (report or {}).get("check")
-    if report is None or not check:
-        raise CheckFailed("These heads have not been checked.", "report.json", "Run the check stage, then push.")
-    reasons = [str(reason).rstrip(".") for reason in check.get("failures") or ()]
-    if reasons or check.get("passed") is not True:
-        failed = f"The check of these heads failed: {'; '.join(reasons) or 'the check stage says so'}."
-        raise CheckFailed(failed, "report.json", "Nothing was pushed; the report says more.")
-    return report
+def local_paths(published: Published, *further: str) -> set[str]:
+    """The paths of this machine that a file may not contain."""
+    models = (published.config.target.model, *further)
+    return {model for model in models if os.path.isabs(model)}
 
 
-def _configs(directory: Path, names: Collection[str], base: str) -> dict[str, bytes]:
-    """The `config.json` of each format, with the target's Hub id."""
-    configs = {}
-    for name in (name for name in names if Path(name).name == CONFIG_FILE):
-        content, _ = read_json_config((directory / name).parent)
-        configs[name] = (json.dumps(with_base_model(content, base), indent=2) + "\n").encode()
-    return configs
+def _require_allowed(published: Published) -> str:
+    """The repository's id; CheckFailed without a passed check, ConfigError for an id without owner and name."""
+    require_passed_check(published.report)
+    repo_id = published.repo_id or ""
+    check_repo_id(repo_id, "push.repo_id", with_owner=True)
+    return repo_id
 
 
 def _require_heads_alone(names: Collection[str], kind: type[Heads], directory: Path) -> None:
@@ -159,17 +148,20 @@ def _require_heads_alone(names: Collection[str], kind: type[Heads], directory: P
 
 def _other_weights(names: Collection[str], kind: type[Heads]) -> list[str]:
     """Weights that engines would load with the heads: those of another format are in a directory of its name."""
-    weights = (name for name in names if Path(name).suffix in WEIGHT_SUFFIXES and name != kind.weights_file)
+    weights = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES and name != kind.weights_file]
     return sorted(name for name in weights if str(Path(name).parent) not in FORMATS)
 
 
 def _not_heads(names: Collection[str], kind: type[Heads]) -> list[str]:
     """The files that conflict with heads: other weights, or a model without a tree."""
-    of_a_model = {CONFIG_FILE, kind.weights_file} & set(names)
-    return _other_weights(names, kind) or ([] if kind.choices_file in names else sorted(of_a_model))
+    others = _other_weights(names, kind)
+    if others or kind.choices_file in names:
+        return others
+    return sorted({CONFIG_FILE, kind.weights_file} & set(names))
 
 
 def _not_a_backbone(names: Collection[str]) -> list[str]:
     """The files that conflict with a tuned backbone: any model that was not tuned by this project."""
-    models = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES or name == CONFIG_FILE]
-    return [] if BACKBONE_FILE in names else sorted(models)
+    if BACKBONE_FILE in names:
+        return []
+    return sorted(name for name in names if Path(name).suffix in WEIGHT_SUFFIXES or name == CONFIG_FILE)

@@ -1,6 +1,6 @@
-"""Publishes the conversations that the target wrote, as a data set that `datasets.load_dataset` reads.
+"""What goes to the Hub of the conversations that the target wrote: a data set for `datasets.load_dataset`.
 
-Parquet files of each split, beside a card. Local file names are not told: ids of a local source begin with `local-1`,
+Parquet files of each split, beside a card. Local file names are private: ids of a local source begin with `local-1`,
 `local-2`. A second push replaces the files of the first.
 """
 
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import functools
 import re
-import tempfile
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -22,106 +20,92 @@ from huggingface_hub import CommitOperationAdd
 from pipeline.artifacts.generated_rows import open_rows
 from pipeline.artifacts.seed_rows import SPLITS
 from pipeline.export.card import data_set_card
-from pipeline.export.card_facts import public, public_names
-from pipeline.export.hub import require_passed_check
+from pipeline.export.card_facts import Published, public, public_names
+from pipeline.export.hub import local_paths, require_passed_check
 from pipeline.export.layout import CARD_FILE
-from pipeline.export.parcel import Parcel, Push
-from pipeline.export.upload import check_repo_id
-from pipeline.heads.kind import Heads
+from pipeline.export.upload import Upload
+from pipeline.targets.hub_access import check_repo_id
 
-COLUMNS = ("id", "messages", "finish", "input_ids", "spans")
+COLUMNS = ["id", "messages", "finish", "input_ids", "spans"]
 ROWS_PER_FILE = 50_000
 OURS = re.compile(rf"data/({'|'.join(SPLITS)})-\d{{5}}\.parquet")
 BESIDE = re.compile(r"README\.md|\.gitattributes|LICEN[CS]E.*|NOTICE.*")
 
 
-@dataclass(frozen=True)
-class GeneratedShards:
-    """The shards of the generate stage, and the fingerprint that they must have."""
-
-    shards: Collection[Path]
-    fingerprint: str
-
-
-def push_data_set(
-    generated: GeneratedShards, push: Push, kind: type[Heads], work_in: Path | None = None
-) -> dict[str, Any]:
-    """Push the conversations, as one commit; return the receipt.
+def data_set_upload(shards: Collection[Path], fingerprint: str, published: Published, directory: Path) -> Upload:
+    """Write the conversations into an empty directory, which must exist until they are sent.
 
     Args:
-        push: `repo_id` is the data set's, `base_model` the model that wrote the answers, local or not.
-        kind: The heads that were trained on them.
-        work_in: Where the files are written before they go, and deleted; a place of the system's by default.
-
-    The receipt and what is raised are those of `push_export`; a damaged shard raises `DamagedShard`.
-    """
-    check_repo_id(push.repo_id, "push.dataset", with_owner=True)
-    report = require_passed_check(push.report)
-    names = public_names((push.recipe.get("seeds") or {}).get("sources") or ())
-    with tempfile.TemporaryDirectory(dir=work_in, prefix=".data-set-") as directory:
-        rows = write_splits(generated, names, Path(directory))
-        splits = {split: f"data/{split}-*" for split, number in rows.items() if number}
-        card = data_set_card(
-            report,
-            repo_id=push.repo_id,
-            base_model=push.base_model,
-            recipe=push.recipe,
-            kind=kind,
-            rows={split: rows[split] for split in splits},
-            splits=splits,
-        )
-        files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
-        additions = [CommitOperationAdd(path.relative_to(directory).as_posix(), path) for path in files]
-        card_file = CommitOperationAdd(CARD_FILE, card.encode(errors="replace"))
-        pushed = replace(push, base_model=public(push.base_model))
-        stale = functools.partial(_stale, kept={addition.path_in_repo for addition in additions})
-        local = push.base_model or ""
-        files_to_go = [card_file, *additions]
-        how: dict[str, Any] = {"repo_type": "dataset", "stale": stale}
-        return Parcel.of(pushed, files_to_go, local, "Conversations", _not_ours, **how).send()
-
-
-def write_splits(generated: GeneratedShards, names: Mapping[str, str], directory: Path) -> dict[str, int]:
-    """Write `data/SPLIT-00000.parquet` and on, rows in their order; the number of rows of each split.
-
-    Args:
-        names: What a source is called, by its name in ids.
+        shards, fingerprint: Of the generate stage.
+        published: `base_model` is the model that wrote the answers.
 
     Raises:
-        DamagedShard: A shard cannot be read.
-        DataError: A shard is of another run.
+        CheckFailed: The check failed or was not run.
+        ConfigError: The id is invalid.
+        DataError: A shard is of another run; DamagedShard: it cannot be read.
     """
-    (directory / "data").mkdir(parents=True)
-    rows = dict.fromkeys(SPLITS, 0)
+    repo_id = published.repo_id or ""
+    check_repo_id(repo_id, "push.dataset", with_owner=True)
+    require_passed_check(published.report)
+    names, rows = public_names(published.config.seeds.sources), {}
     for split in SPLITS:
-        writer: pq.ParquetWriter | None = None
-        for table in _tables_of(generated, split):
-            if writer is None or rows[split] % ROWS_PER_FILE + len(table) > ROWS_PER_FILE:
-                if writer:
-                    writer.close()
-                number = len(list((directory / "data").glob(f"{split}-*")))
-                path = directory / "data" / f"{split}-{number:05}.parquet"
-                writer = pq.ParquetWriter(path, table.schema, compression="zstd")
-            writer.write_table(_renamed(table, names))
-            rows[split] += len(table)
-        if writer:
-            writer.close()
-    return rows
+        if number := _write_split(split, shards, fingerprint, names, directory):
+            rows[split] = number
+    card = data_set_card(replace(published, data_set=None), rows)
+    files = [CommitOperationAdd(CARD_FILE, card.encode(errors="replace"))]
+    for path in sorted((directory / "data").glob("*.parquet")):
+        files.append(CommitOperationAdd(f"data/{path.name}", path))
+    return Upload(
+        repo_id=repo_id,
+        base_model=public(published.base_model),
+        files=files,
+        message="Conversations",
+        local_paths=local_paths(published),
+        conflicting=_not_ours,
+        outdated=functools.partial(_outdated, kept={file.path_in_repo for file in files}),
+        repo_type="dataset",
+    )
 
 
-def _tables_of(generated: GeneratedShards, split: str) -> Iterable[pa.Table]:
-    for path in generated.shards:
-        with open_rows(path, generated.fingerprint) as shard:
+def _write_split(
+    split: str, shards: Collection[Path], fingerprint: str, names: Mapping[str, str], directory: Path
+) -> int:
+    """Write `data/SPLIT-00000.parquet` and on, rows in their order; the number of rows."""
+    (directory / "data").mkdir(exist_ok=True)
+    writer: pq.ParquetWriter | None = None
+    num_rows = num_files = rows_in_file = 0
+    for table in _tables(split, shards, fingerprint):
+        if writer is None or rows_in_file + len(table) > ROWS_PER_FILE:
+            if writer is not None:
+                writer.close()
+            path = directory / "data" / f"{split}-{num_files:05}.parquet"
+            writer = pq.ParquetWriter(path, table.schema, compression="zstd")
+            num_files += 1
+            rows_in_file = 0
+        writer.write_table(_anonymous(table, names))
+        rows_in_file += len(table)
+        num_rows += len(table)
+    if writer is not None:
+        writer.close()
+    return num_rows
+
+
+def _tables(split: str, shards: Collection[Path], fingerprint: str) -> Iterator[pa.Table]:
+    """The rows of a split, shard by shard."""
+    for path in shards:
+        with open_rows(path, fingerprint) as shard:
             table = shard.read(columns=[*COLUMNS, "split"])
-        table = table.filter(pc.equal(table["split"], split)).select(list(COLUMNS)).replace_schema_metadata(None)
+        table = table.filter(pc.equal(table["split"], split)).select(COLUMNS)
         if len(table):
-            yield table
+            yield table.replace_schema_metadata(None)
 
 
-def _renamed(table: pa.Table, names: Mapping[str, str]) -> pa.Table:
-    """The rows with the public name of their source in each id."""
-    parts = (id.rpartition(":") for id in table["id"].to_pylist())
-    ids = [f"{names.get(source, source)}{colon}{row}" for source, colon, row in parts]
+def _anonymous(table: pa.Table, names: Mapping[str, str]) -> pa.Table:
+    """The rows with the public name of their source in each id, `SOURCE:ROW`."""
+    ids = []
+    for id in table["id"].to_pylist():
+        source, colon, row = id.rpartition(":")
+        ids.append(f"{names.get(source, source)}{colon}{row}")
     return table.set_column(0, "id", pa.array(ids, pa.string()))
 
 
@@ -130,6 +114,6 @@ def _not_ours(names: Collection[str]) -> list[str]:
     return sorted(name for name in names if not OURS.fullmatch(name) and not BESIDE.fullmatch(name))
 
 
-def _stale(names: Collection[str], kept: Collection[str]) -> list[str]:
+def _outdated(names: Collection[str], kept: Collection[str]) -> list[str]:
     """The files of an earlier push that the new one does not replace: they would be read with it."""
     return sorted(name for name in names if OURS.fullmatch(name) and name not in kept)

@@ -20,6 +20,7 @@ from torch import Tensor
 from pipeline.errors import DataError
 
 PICKLES = (".pt", ".pth", ".bin")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")  # what engines take for weights
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I64": "int64"}  # safetensors' own
 
 

@@ -12,8 +12,9 @@ from pipeline.config import Config
 from pipeline.evaluation.limits import failures
 from pipeline.execution.hardware import hardware, versions
 from pipeline.export.card import model_card
-from pipeline.export.card_metadata import Licence
+from pipeline.export.card_facts import Published
 from pipeline.export.hub import repositories
+from pipeline.export.licence import Licence
 from pipeline.heads.shape import drafter, head_kind
 from pipeline.report.documents import report_texts
 from pipeline.report.terminal import print_report
@@ -118,14 +119,15 @@ def card(report: dict[str, Any], config: Config) -> str:
     kind = head_kind(config.train.heads)
     to = repositories(config.push, kind, config.target.model, tuned=tuned)
     return model_card(
-        report,
-        kind=kind,
-        base_model=to.backbone if tuned else config.target.model,
-        repo_id=to.heads,
-        recipe=config.model_dump(mode="json"),
-        tuned=tuned,
-        licence=Licence(config.push.license) if config.push.license else None,
-        data_set=to.data_set,
+        Published(
+            report,
+            config,
+            repo_id=to.heads,
+            base_model=to.backbone if tuned else config.target.model,
+            tuned=tuned,
+            licence=Licence(config.push.license) if config.push.license else None,
+            data_set=to.data_set,
+        )
     )
 
 

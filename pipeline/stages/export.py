@@ -13,6 +13,7 @@ from pipeline.artifacts.tree_file import read_calibration
 from pipeline.decoding.tree import check_choices
 from pipeline.export.backbone import link_backbone
 from pipeline.export.card import model_card
+from pipeline.export.card_facts import Published
 from pipeline.export.directory import write_export
 from pipeline.export.layout import BACKBONE_DIRECTORY, CARD_FILE, ExportLayout, check_vocabulary
 from pipeline.run.context import Context
@@ -54,7 +55,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         num_speculative_tokens=calibration.num_speculative_tokens,
         dynamic_tree=calibration.dynamic,
     )
-    base, recipe = None if tuned else spec.model, context.config.model_dump(mode="json")
+    base = None if tuned else spec.model
     files = write_export(
         stage.path,
         heads,
@@ -63,7 +64,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         tokenizer=load_tokenizer(spec),
         choices=check_choices(calibration.choices, heads.shape.max_depth, heads.shape.vocab_size),
         further=settings.formats[1:],
-        card=model_card({}, kind=layout.kind, base_model=base, repo_id=None, recipe=recipe, tuned=tunes),
+        card=model_card(Published({}, context.config, base_model=base, tuned=tunes)),
     )
     return {
         "files": [path.relative_to(stage.path).as_posix() for path in files],

@@ -6,6 +6,7 @@ and its heads to the same name with `-speculator.METHOD` behind it.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,12 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.export.card_metadata import Licence, licence_of
-from pipeline.export.hub import Repositories, prepare_backbone, prepare_export, repositories
-from pipeline.export.hub_data_set import GeneratedShards, push_data_set
+from pipeline.export.card_facts import Published
+from pipeline.export.hub import backbone_upload, heads_upload, repositories
+from pipeline.export.hub_data_set import data_set_upload
 from pipeline.export.layout import BACKBONE_DIRECTORY
-from pipeline.export.parcel import Parcel, Push
+from pipeline.export.licence import Licence, licence_of
+from pipeline.export.upload import Upload, send_all
 from pipeline.heads.shape import head_kind
 from pipeline.report.formatting import visible
 from pipeline.run.context import Context
@@ -37,7 +39,9 @@ BESIDE = ("data_set", "backbone")  # in a receipt, what went besides the heads
 
 def upstream(config: Config) -> tuple[str, ...]:
     """The export and its check; the conversations where they are published."""
-    return ("export", "check", *(["generate"] if config.push.dataset else []))
+    if config.push.dataset:
+        return ("export", "check", "generate")
+    return ("export", "check")
 
 
 def identity(context: Context) -> Identity:
@@ -47,8 +51,11 @@ def identity(context: Context) -> Identity:
 def run(context: Context, stage: StageDirectory) -> Summary:
     receipt = push(context, work_in=stage.path)
     write_json(stage.path / "receipt.json", receipt)
-    beside = {name: _summary(receipt[name]) for name in BESIDE if name in receipt}
-    return (_summary(receipt) if "repo" in receipt else {}) | beside
+    summary = _summary(receipt) if "repo" in receipt else {}
+    for name in BESIDE:
+        if name in receipt:
+            summary[name] = _summary(receipt[name])
+    return summary
 
 
 def _summary(receipt: dict[str, Any]) -> dict[str, Any]:
@@ -64,83 +71,88 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
     """Send what is asked for with fresh cards, made of the stages' records and not of report.json or of the Hub as they
     are now; a dry run touches no network and returns what would go.
 
+    Args:
+        work_in: Where the data set's files are written before they go, and deleted; the system's place by default.
+
     Returns:
         The heads' receipt, with the data set's under `data_set` and a tuned backbone's under `backbone`.
     """
-    settings, target = context.config.push, context.config.target.model
-    kind = head_kind(context.config.train.heads)
-    to = repositories(settings, kind, target, tuned=method_of(context.config.train).tunes_backbone)
+    config = context.config
+    settings, target = config.push, config.target.model
+    tuned = method_of(config.train).tunes_backbone
+    to = repositories(settings, head_kind(config.train.heads), target, tuned=tuned)
+    report, _ = assemble(context.run, config)
+    if settings.license:
+        licence: Licence | None = Licence(settings.license)
+    else:
+        licence = licence_of(target, report.get("target_revision"), online=not dry_run)
     original = settings.base_model or (None if is_local(target) else target)
-    report, _ = assemble(context.run, context.config)
-    plan = Push(
-        "",
-        report=report,
-        recipe=context.config.model_dump(mode="json"),
+    published = Published(
+        report,
+        config,
         base_model=original,
-        private=settings.private,
-        dry_run=dry_run,
-        licence=_licence(context.config, report.get("target_revision"), online=not dry_run),
+        tuned=tuned,
+        licence=licence,
         data_set=to.data_set,
+        heads_repo_id=to.heads,
     )
-    models = _models(context, plan, to) if to.heads else {}  # nothing is sent where one of them is refused
-    receipt: dict[str, Any] = {}
-    if to.data_set:
-        generate = context.upstream["generate"]
-        generated = GeneratedShards(generate.shards(), generate.fingerprint)
-        receipt["data_set"] = push_data_set(generated, replace(plan, repo_id=to.data_set), kind, work_in)
-    sent = {name: parcel.send() for name, parcel in models.items()}
-    return receipt | sent.pop("heads", {}) | sent
+    with tempfile.TemporaryDirectory(dir=work_in, prefix=".data-set-") as directory:
+        uploads = {}
+        if to.data_set:
+            generated, conversations = context.upstream["generate"], replace(published, repo_id=to.data_set)
+            shards, fingerprint = generated.shards(), generated.fingerprint
+            uploads["data_set"] = data_set_upload(shards, fingerprint, conversations, Path(directory))
+        if to.backbone:
+            uploads["backbone"] = _backbone(context, replace(published, repo_id=to.backbone))
+        if to.heads:
+            base = to.backbone or settings.base_model
+            uploads["heads"] = _heads(context, replace(published, repo_id=to.heads, base_model=base))
+        if dry_run:
+            receipts = {name: upload.dry_run(settings.private) for name, upload in uploads.items()}
+        else:
+            receipts = send_all(uploads, private=settings.private)
+    return {**receipts.pop("heads", {}), **receipts}
 
 
-def _models(context: Context, plan: Push, to: Repositories) -> dict[str, Parcel]:
-    """What goes, in this order: a tuned backbone, where there is one, and the heads; each compared with its record."""
+def _heads(context: Context, published: Published) -> Upload:
     exported = context.upstream["export"]
-    export, done = exported.path, exported.done
-    assert to.heads and done, "there is nothing to push, or nowhere to push it to"
-    checked = {name: done.files[name].sha256 for name in done.summary["files"] if name in done.files}
-    heads = replace(plan, repo_id=to.heads, base_model=to.backbone or context.config.push.base_model)
-    if to.backbone is None:
-        return {"heads": prepare_export(export, heads, checked)}
-    tuned = {name: facts.sha256 for name, facts in exported.files_below(BACKBONE_DIRECTORY).items()}
-    backbone, kind = replace(plan, repo_id=to.backbone), head_kind(context.config.train.heads)
-    prepared = prepare_backbone(export / BACKBONE_DIRECTORY, backbone, tuned, heads_repo_id=to.heads, kind=kind)
-    return {"backbone": prepared, "heads": prepare_export(export, heads, checked)}
+    assert exported.done, "only a finished export is pushed"
+    files = exported.done.files
+    checked = {name: files[name].sha256 for name in exported.done.summary["files"] if name in files}
+    return heads_upload(exported.path, published, checked)
 
 
-def _licence(config: Config, revision: str | None, *, online: bool) -> Licence | None:
-    """What the cards declare: `push.license`, or what the target's own card states."""
-    if chosen := config.push.license:
-        return Licence(chosen)
-    return licence_of(config.target.model, revision, online=online)
+def _backbone(context: Context, published: Published) -> Upload:
+    exported = context.upstream["export"]
+    checked = {name: facts.sha256 for name, facts in exported.files_below(BACKBONE_DIRECTORY).items()}
+    return backbone_upload(exported.path / BACKBONE_DIRECTORY, published, checked)
 
 
 def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
-    for name in BESIDE:
-        if name in receipt:
-            print_dry_run(console, receipt[name])
-    if "repo" not in receipt:
-        return
-    console.print(
-        f"Would push to {receipt['repo']} ({'private' if receipt['private'] else 'public'}), as one commit:",
-        highlight=False,
-    )
-    for file in receipt["files"]:
-        console.print(f"  {file['size']:>14,} bytes  {visible(file['path'])}", highlight=False, markup=False)
-    for missing in receipt["missing"]:
-        console.print(f"[yellow]Still missing:[/] {missing}", highlight=False, soft_wrap=True)
+    for part in _parts(receipt):
+        visibility = "private" if part["private"] else "public"
+        console.print(f"Would push to {part['repo']} ({visibility}), as one commit:", highlight=False)
+        for file in part["files"]:
+            console.print(f"  {file['size']:>14,} bytes  {visible(file['path'])}", highlight=False, markup=False)
+        for missing in part["missing"]:
+            console.print(f"[yellow]Still missing:[/] {missing}", highlight=False, soft_wrap=True)
 
 
 def one_line(summary: Summary) -> str:
-    return "; ".join(
-        f"{part['repo']} has it already"
-        if part["unchanged"]
-        else f"{part['files']} files to {part['repo']}, commit {str(part['commit'])[:8]}"
-        for part in _parts(summary)
-    )
+    parts = []
+    for part in _parts(summary):
+        if part["unchanged"]:
+            parts.append(f"{part['repo']} has it already")
+        else:
+            parts.append(f"{part['files']} files to {part['repo']}, commit {str(part['commit'])[:8]}")
+    return "; ".join(parts)
 
 
-def _parts(summary: Summary) -> Iterator[dict[str, Any]]:
-    yield from (summary[name] for name in BESIDE if name in summary)
+def _parts(summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What went to each repository, of a receipt or a summary."""
+    for name in BESIDE:
+        if name in summary:
+            yield summary[name]
     if "repo" in summary:
         yield summary
 

@@ -8,13 +8,13 @@ loader, which runs no code.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import ConfigError, EnvironmentFault
+from pipeline.targets import hub_access
 
 WHERE = "target.model"
 DESCRIBING_FILES = (
@@ -179,28 +179,10 @@ def _cached_snapshot(model: str, revision: str | None) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-@contextmanager
-def hub_errors(model: str, revision: str | None) -> Iterator[None]:
-    """Translate the Hub client's errors into ours; what it logs of its retries is not shown."""
-    from huggingface_hub import errors as hub
-
-    client = logging.getLogger("huggingface_hub.utils._http")
-    if client.level != logging.ERROR:  # what it warns of our errors say
-        client.setLevel(logging.ERROR)
+def hub_errors(model: str, revision: str | None) -> AbstractContextManager[None]:
+    """Translate the Hub client's errors about a target."""
     at = f" at revision {revision}" if revision else ""
-    try:
-        yield
-    except hub.GatedRepoError as error:
-        fix = "Accept its terms on its Hub page and log in with `hf auth login`."
-        raise ConfigError(f"The target {model} is gated.", WHERE, fix) from error
-    except (hub.RepositoryNotFoundError, hub.RevisionNotFoundError, hub.HFValidationError) as error:
-        fix = "Check the spelling; a private one needs `hf auth login`; a directory is written with ./ or /."
-        what = f"There is no target {model}{at}, neither as a directory nor on the Hub."
-        raise ConfigError(what, WHERE, fix) from error
-    except (OSError, hub.HTTPError) as error:  # offline, unreachable, a full disk, an endpoint that is no URL
-        fix = "Check the network, HF_ENDPOINT, HF_HUB_OFFLINE and the disk, or give a local directory."
-        what = f"The target {model}{at} can be neither read nor fetched now ({type(error).__name__})."
-        raise EnvironmentFault(what, WHERE, fix) from error
+    return hub_access.hub_errors(f"target {model}{at}", WHERE)
 
 
 @contextmanager

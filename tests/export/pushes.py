@@ -1,17 +1,22 @@
-"""An export to push, a report that allows it, and the push to the stand-in of the Hub."""
+"""What is pushed in these tests: heads, a tuned backbone and conversations, with a report that allows it."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from pipeline.export.hub import push_export
-from pipeline.export.parcel import Push
+from pipeline.config import Config
+from pipeline.config.load import validate
+from pipeline.export.card_facts import Published
+from pipeline.export.hub import backbone_upload, heads_upload
+from pipeline.export.hub_data_set import data_set_upload
+from pipeline.export.upload import Upload, send_all
 from pipeline.heads.medusa import MedusaHeads
+from pipeline.storage.stage_directory import StageDirectory
 from tests.export.exports import TokenizerStub, config_of, write
-from tests.export.hub_stand_in import HubStandIn
 
 MATCH = {"sequences": 4, "identical": 4, "ties": 0}
 PASSED = {
@@ -23,6 +28,20 @@ PASSED = {
     },
 }
 EXPORTED = {"README.md", "config.json", "medusa_choices.json", "medusa_lm_head.safetensors", "tokenizer.json"}
+BACKBONE = {
+    "config.json": "{}",
+    "backbone.json": "{}",
+    "model-00001-of-00002.safetensors": "first",
+    "model-00002-of-00002.safetensors": "second",
+}
+
+
+def run_config(target: str = "owner/target", source: dict | None = None, **sections: Any) -> Config:
+    """The configuration of a run."""
+    sections = {"train": {"heads": "medusa"}, **sections}
+    sections["target"] = {"model": target, **sections.get("target", {})}
+    sources = [source or {"hub": "owner/chats"}]
+    return validate({"run": {"name": "pushed"}, "seeds": {"sources": sources}, **sections}, "test")
 
 
 def export_to(directory: Path, base_model: str = "owner/target", tokenizer: str = "{}") -> Path:
@@ -36,18 +55,43 @@ def export_to(directory: Path, base_model: str = "owner/target", tokenizer: str 
     return directory
 
 
-def push(export: Path, hub: HubStandIn, **changes) -> dict:
-    usual = {"repo_id": "me/heads", "report": PASSED, "recipe": {}}
-    return push_export(export, Push(**usual | changes), sums(export))
+def backbone_to(directory: Path) -> Path:
+    directory.mkdir()
+    for name, text in BACKBONE.items():
+        (directory / name).write_text(text)
+    return directory
+
+
+def published(report: dict = PASSED, config: Config | None = None, **changes: Any) -> Published:
+    return Published(report, config or run_config(), **{"repo_id": "me/pushed", **changes})
+
+
+def heads_of_export(export: Path, **changes: Any) -> Upload:
+    return heads_upload(export, published(**changes), sums(export))
+
+
+def backbone_of(directory: Path, **changes: Any) -> Upload:
+    usual = {"base_model": "owner/target", "tuned": True, "heads_repo_id": "me/heads"}
+    return backbone_upload(directory, published(**{**usual, **changes}), sums(directory))
+
+
+def conversations_of(stage: StageDirectory, directory: Path, **changes: Any) -> Upload:
+    directory.mkdir(exist_ok=True)
+    usual = {"base_model": "owner/target"}
+    return data_set_upload(stage.shards(), stage.fingerprint, published(**{**usual, **changes}), directory)
+
+
+def send(upload: Upload, *, private: bool = False) -> dict[str, Any]:
+    return send_all({"it": upload}, private=private)["it"]
 
 
 def sums(directory: Path) -> dict[str, str]:
     """The sha256 of every file that a stage's record would name: no bookkeeping, no tuned backbone, no card."""
-    tuned = (directory / "backbone" / "backbone.json").exists()
-    found = {file.relative_to(directory).as_posix(): file for file in directory.rglob("*") if file.is_file()}
-    return {
-        name: hashlib.sha256(file.read_bytes()).hexdigest()
-        for name, file in found.items()
-        if name not in ("stage.json", "DONE.json", "lock", ".hidden", "README.md")
-        and not (tuned and name.startswith("backbone/"))
-    }
+    found = {}
+    for file in directory.rglob("*"):
+        name = file.relative_to(directory).as_posix()
+        is_other = name in ("stage.json", "DONE.json", "lock", ".hidden", "README.md")
+        is_tuned = name.startswith("backbone/") and (directory / "backbone" / "backbone.json").exists()
+        if file.is_file() and not is_other and not is_tuned:
+            found[name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return found

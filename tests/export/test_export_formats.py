@@ -23,7 +23,7 @@ from pipeline.heads.export_format import FORMATS
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
 from tests.export.exports import TARGET, TREE, TokenizerStub, config_of, heads_of, holds, read
-from tests.export.pushes import EXPORTED, export_to, push
+from tests.export.pushes import EXPORTED, export_to, heads_of_export, send
 
 
 def write(directory: Path, layout: ExportLayout, heads, *further: str) -> Path:
@@ -169,8 +169,8 @@ def test_a_push_sends_every_format_with_the_hub_s_name_of_the_target(tmp_path, h
     local = str(tmp_path / "my-model")
     export = export_to(tmp_path / "export", local)
     write(export, read_layout(export), MedusaHeads(read_layout(export).shape), "reference")
-    push(export, hub, base_model="owner/published")
-    files = hub.repositories["me/heads"].files
+    send(heads_of_export(export, base_model="owner/published"))
+    files = hub.repositories["me/pushed"].files
     of_reference = {"config.json", "medusa_choices.json", "medusa_lm_head.pt", "tokenizer.json"}
     assert files.keys() == EXPORTED | {f"reference/{name}" for name in of_reference}
     for name in ("config.json", "reference/config.json"):

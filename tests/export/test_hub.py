@@ -1,0 +1,297 @@
+"""Pushing to a stand-in of the Hub that keeps real commits: what arrives, what is refused, what a failure leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import huggingface_hub.constants
+import pytest
+
+from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFault
+from pipeline.export.hub import heads_upload
+from pipeline.export.upload import send_all
+from tests.export.hub_stand_in import TOKEN, HubStandIn, Repository
+from tests.export.pushes import (
+    BACKBONE,
+    EXPORTED,
+    PASSED,
+    backbone_of,
+    backbone_to,
+    export_to,
+    heads_of_export,
+    published,
+    run_config,
+    send,
+    sums,
+)
+
+WEIGHTS = "medusa_lm_head.safetensors"
+CHECK = PASSED["check"]
+
+
+def only_repository(hub: HubStandIn) -> Repository:
+    (repository,) = hub.repositories.values()
+    return repository
+
+
+# --- what arrives
+
+
+def test_one_commit_holds_exactly_the_files_of_the_receipt(part, hub):
+    receipt, repository = send(part()), only_repository(hub)
+    assert len(repository.commits) == 2  # the empty one, and ours
+    found = {name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in repository.files.items()}
+    assert {file["path"]: (file["size"], file["sha256"]) for file in receipt["files"]} == found
+    assert (receipt["repo"], receipt["commit"], receipt["unchanged"]) == ("me/pushed", repository.sha, False)
+
+
+def test_an_equal_push_makes_no_commit_and_sends_nothing(part, hub):
+    first, sent = send(part()), hub.bytes_uploaded
+    again = send(part())
+    assert again["unchanged"] and again["commit"] == first["commit"]
+    assert len(only_repository(hub).commits) == 2 and hub.bytes_uploaded == sent
+
+
+def test_a_dry_run_needs_neither_network_nor_token(part, hub, monkeypatch):
+    with monkeypatch.context() as without_token:
+        without_token.delenv("HF_TOKEN")
+        dry = part().dry_run(private=False)
+    assert hub.requests == [] and dry["commit"] is None and dry["dry_run"] is True and dry["missing"] == []
+    assert dry["files"] == send(part())["files"]
+
+
+def test_heads_arrive_as_exported_with_a_card_of_their_check(export, hub):
+    send(heads_of_export(export))
+    files = only_repository(hub).files
+    assert files.keys() == EXPORTED
+    for name in (WEIGHTS, "medusa_choices.json", "tokenizer.json"):
+        assert files[name] == (export / name).read_bytes()
+    card = files["README.md"].decode()
+    assert "| 2.00 | 1.50 |" in card and '"model": "me/pushed"' in card
+    assert (export / "README.md").read_text() == "before the check"
+
+
+def test_a_tuned_backbone_arrives_whole_and_its_heads_alone(export, hub):
+    export = export_to(export, base_model=str(export / "backbone"))
+    backbone = backbone_to(export / "backbone")
+    heads = heads_of_export(export, repo_id="me/heads", base_model="me/tuned", tuned=True)
+    uploads = {"backbone": backbone_of(backbone, repo_id="me/tuned"), "heads": heads}
+    assert send_all(uploads, private=False).keys() == uploads.keys()
+    assert hub.repositories["me/tuned"].files.keys() == BACKBONE.keys() | {"README.md"}
+    files = hub.repositories["me/heads"].files
+    config = json.loads(files["config.json"])
+    assert files.keys() == EXPORTED and config["base_model_name_or_path"] == "me/tuned"
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "me/tuned"
+
+
+def test_a_local_target_is_replaced_by_its_hub_id(tmp_path, hub):
+    target = str(tmp_path / "target")
+    export = export_to(tmp_path / "export", base_model=target)
+    config = run_config(target, {"path": str(tmp_path / "seeds.jsonl")})
+    receipt = send(heads_of_export(export, config=config, base_model="me/target"))
+    files = only_repository(hub).files
+    assert json.loads(files["config.json"])["base_model_name_or_path"] == receipt["base_model"] == "me/target"
+    assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
+    assert json.loads((export / "config.json").read_text())["base_model_name_or_path"] == target
+
+
+@pytest.mark.parametrize(("existing", "asked"), [(None, True), (None, False), (True, False)])
+def test_a_repository_is_private_where_asked_and_stays_so(export, hub, existing, asked):
+    if existing is not None:
+        hub.repositories["me/pushed"] = Repository(private=existing)
+    is_private = bool(existing or asked)
+    assert send(heads_of_export(export), private=asked)["private"] is is_private
+    assert only_repository(hub).private is is_private
+
+
+def test_files_that_engines_do_not_load_may_stay(export, hub):
+    theirs = {".gitattributes": b"", "LICENSE": b"MIT"}
+    hub.repositories["me/pushed"] = Repository(private=False, commits=[theirs])
+    send(heads_of_export(export))
+    assert only_repository(hub).files.keys() == EXPORTED | theirs.keys()
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"num_heads": 1},
+        {"check": {}},
+        {"check": {"native": CHECK["native"]}},
+        {"check": {**CHECK, "passed": False}},
+        {"check": {**CHECK, "failures": ["too slow."]}},
+    ],
+)
+def test_nothing_is_prepared_without_a_passed_check(part, report):
+    with pytest.raises(CheckFailed) as refused:
+        part(report=report)
+    assert refused.value.exit_code == 1
+
+
+@pytest.mark.parametrize("repo_id", ["heads", "me/heads/x", "me/..", "", "/models/heads"])
+def test_a_repository_needs_owner_and_name(part, repo_id):
+    with pytest.raises(ConfigError, match=r"push\.(repo_id|dataset)"):
+        part(repo_id=repo_id)
+
+
+@pytest.mark.parametrize("name", sorted(EXPORTED - {"README.md"}))
+@pytest.mark.parametrize("change", ["another byte", "a link to the same", "gone"])
+def test_a_file_that_is_not_as_checked_is_refused(export, name, change):
+    checked, file = sums(export), export / name
+    if change == "another byte":
+        file.write_bytes(file.read_bytes() + b" ")
+    else:
+        file.rename(export.parent / name)
+    if change == "a link to the same":
+        file.symlink_to(export.parent / name)
+    with pytest.raises(DataError) as refused:
+        heads_upload(export, published(), checked)
+    assert refused.value.where in (str(file), str(export))
+
+
+@pytest.mark.parametrize("gone", [WEIGHTS, "config.json", "medusa_choices.json"])
+def test_an_export_without_an_expected_file_is_refused(export, gone):
+    (export / gone).unlink()
+    with pytest.raises(DataError, match=gone):
+        heads_of_export(export)
+
+
+def test_a_backbone_without_its_configuration_is_refused(tmp_path):
+    backbone = backbone_to(tmp_path / "backbone")
+    (backbone / "config.json").unlink()
+    with pytest.raises(DataError, match=r"config\.json"):
+        backbone_of(backbone)
+
+
+def test_weights_that_are_not_heads_are_refused(export):
+    (export / "backbone").mkdir()
+    (export / "backbone" / "model.safetensors").write_bytes(b"")
+    with pytest.raises(DataError, match=r"backbone/model\.safetensors"):
+        heads_of_export(export)
+
+
+def test_heads_of_a_local_target_need_its_hub_id(tmp_path, hub):
+    upload = heads_of_export(export_to(tmp_path / "export", base_model=str(tmp_path / "target")))
+    with pytest.raises(ConfigError, match=r"push\.base_model"):
+        send(upload)
+    assert hub.requests == []
+    assert "push.base_model" in upload.dry_run(private=False)["missing"][0]
+
+
+@pytest.mark.parametrize("which", ["heads", "backbone"])
+@pytest.mark.parametrize("named", ["target", "backbone"])
+def test_a_file_with_a_local_path_is_refused(tmp_path, hub, which, named):
+    path, config = str(tmp_path / named), run_config(str(tmp_path / "target"))
+    text = json.dumps({"name_or_path": path})
+    if which == "heads":
+        export = export_to(tmp_path / "export", base_model=path, tokenizer=text)
+        upload = heads_of_export(export, config=config, base_model="me/target")
+    else:
+        backbone = backbone_to(tmp_path / "backbone")
+        (backbone / "tokenizer.json").write_text(text)
+        upload = backbone_of(backbone, config=config)
+    with pytest.raises(DataError, match=r"tokenizer\.json"):
+        send(upload)
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("which", "names"),
+    [
+        ("heads", ["model.safetensors", "config.json"]),
+        ("heads", ["pytorch_model.bin"]),
+        ("heads", ["config.json"]),
+        ("backbone", ["model.safetensors", "config.json"]),
+        ("backbone", ["config.json"]),
+        ("backbone", [WEIGHTS, "config.json"]),
+    ],
+)
+def test_another_model_is_never_written_over(tmp_path, export, hub, which, names):
+    theirs = dict.fromkeys(names, b"theirs")
+    hub.repositories[f"me/{which}"] = Repository(private=False, commits=[theirs])
+    uploads = {
+        "backbone": backbone_of(backbone_to(tmp_path / "backbone"), repo_id="me/backbone"),
+        "heads": heads_of_export(export, repo_id="me/heads"),
+    }
+    with pytest.raises(ConfigError):
+        send_all(uploads, private=False)
+    assert hub.repositories.keys() == {f"me/{which}"}, "nor is anything sent to the other one"
+    assert only_repository(hub).commits == [theirs]
+
+
+def test_private_heads_never_go_to_a_public_repository(export, hub):
+    hub.repositories["me/pushed"] = Repository(private=False)
+    with pytest.raises(ConfigError, match=r"push\.private"):
+        send(heads_of_export(export), private=True)
+    assert len(only_repository(hub).commits) == 1
+
+
+# --- what changes or fails on the way
+
+
+def test_a_small_file_goes_as_it_was_compared(export, hub):
+    upload = heads_of_export(export)
+    (export / "tokenizer.json").write_text('{"another": 1}')
+    send(upload)
+    assert only_repository(hub).files["tokenizer.json"] == b"{}"
+
+
+def test_weights_that_change_after_the_comparison_do_not_arrive(export, hub):
+    upload, weights = heads_of_export(export), export / WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-1] + b" ")
+    with pytest.raises(EnvironmentFault):
+        send(upload)
+    assert only_repository(hub).files == {}
+
+
+def test_a_push_that_broke_off_does_not_send_weights_twice(export, hub):
+    hub.failures = {"/commit": 503}
+    with pytest.raises(EnvironmentFault):
+        send(heads_of_export(export))
+    sent, hub.failures = hub.bytes_uploaded, {}
+    assert sent == (export / WEIGHTS).stat().st_size
+    send(heads_of_export(export))
+    assert hub.bytes_uploaded == sent and only_repository(hub).files.keys() == EXPORTED
+
+
+@pytest.mark.parametrize(
+    ("failing", "status", "fix"),
+    [
+        ("GET /api/models", 500, "again"),
+        ("POST /api/repos/create", 503, "again"),
+        ("preupload", 502, "again"),
+        ("lfs/objects/batch", 500, "again"),
+        ("PUT /lfs/", 503, "again"),
+        ("/commit/", 500, "again"),
+        ("POST /api/repos/create", 403, "hf auth login"),
+        ("/commit/", 401, "hf auth login"),
+    ],
+)
+def test_a_failing_hub_is_an_environment_fault_without_the_token(export, hub, failing, status, fix):
+    hub.failures = {failing: status}
+    with pytest.raises(EnvironmentFault) as failed:
+        send(heads_of_export(export))
+    assert TOKEN not in str(failed.value) and failed.value.__cause__ is None
+    assert failed.value.exit_code == 4 and fix in failed.value.fix
+    assert all(len(repository.commits) == 1 for repository in hub.repositories.values())
+
+
+@pytest.mark.parametrize(
+    ("constant", "value", "token", "fix"),
+    [
+        ("ENDPOINT", "http://127.0.0.1:9", TOKEN, "HF_ENDPOINT"),
+        ("HF_HUB_OFFLINE", True, TOKEN, "HF_HUB_OFFLINE"),
+        ("HF_HUB_OFFLINE", False, "", "HF_TOKEN"),
+        ("HF_HUB_OFFLINE", False, "hf_wrongToken", "HF_TOKEN"),
+    ],
+)
+def test_without_hub_or_token_the_fix_names_the_variable(export, hub, monkeypatch, constant, value, token, fix):
+    monkeypatch.setattr(huggingface_hub.constants, constant, value)
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(EnvironmentFault) as failed:
+        send(heads_of_export(export))
+    assert fix in failed.value.fix and "hf_wrongToken" not in str(failed.value)
+    assert hub.repositories == {}
