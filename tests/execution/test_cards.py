@@ -9,6 +9,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import LlamaConfig
 from pipeline.cli import plan_tables
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.cards import Card, cards_of_node, counted, mixture, visible_cards
+from pipeline.execution.cluster_watch import ClusterWatch
 from pipeline.execution.executor import InlineExecutor
 from pipeline.execution.placement import Resources
 from pipeline.execution.ray_executor import RayExecutor
@@ -40,8 +42,9 @@ def node(gpus: int, kind: str | None, alive: bool = True) -> dict:
 
 def cluster(*nodes: dict) -> Resources:
     executor = object.__new__(RayExecutor)
-    executor.watch, executor._ray = None, SimpleNamespace(nodes=lambda: list(nodes))
-    return executor.resources()
+    executor.watch = ClusterWatch({}, patience=0.0)
+    with mock.patch("pipeline.execution.ray_executor.ray.nodes", lambda: list(nodes)):
+        return executor.resources()
 
 
 def test_a_cluster_s_cards_are_those_of_its_living_nodes():
