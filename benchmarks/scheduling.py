@@ -25,8 +25,9 @@ from benchmarks.claims import Claim, Result
 from benchmarks.sleepers import Copier, Sleeper
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.config.load import validate
-from pipeline.execution.executor import Executor, Outcome, make_executor
+from pipeline.execution.executor import Executor, make_executor
 from pipeline.execution.placement import Placement
+from pipeline.execution.shard_worker import Outcome
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.run_directory import RunDirectory

@@ -108,8 +108,8 @@ def _wants_cluster(item: pytest.Item) -> bool:
 
 def _start() -> None:
     pytest.importorskip("ray")
-    from pipeline.execution.ray_executor import own_signals, start_cluster, without_stderr
+    from pipeline.execution.ray_cluster import own_signals, start_cluster
 
-    with without_stderr(), own_signals():
+    with own_signals():
         started = start_cluster(max(2, len(os.sched_getaffinity(0))))
     STARTED.append(started)

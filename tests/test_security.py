@@ -217,13 +217,10 @@ def test_no_secret_is_in_what_a_run_says_or_writes(copied_run, make_settings, tm
 def test_rays_dashboard_is_not_started(monkeypatch):
     import ray
 
-    from pipeline.execution.ray_executor import RayExecutor
+    from pipeline.execution.ray_cluster import connect
 
     asked: list[dict] = []
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", lambda *address, **options: asked.append({"address": address, **options}))
-    monkeypatch.setattr("pipeline.execution.ray_executor.AgentGuard.of_own_cluster", lambda: None)
-    RayExecutor()
+    connect(address="")
     assert asked[0]["address"] == ("local",) and asked[0]["include_dashboard"] is False
     assert not [file for file in (ROOT / "pipeline").rglob("*.py") if "dashboard_host" in file.read_text()]

@@ -62,7 +62,7 @@ def check(
     gpus = min(1, torch.cuda.device_count()) if gpus is None else gpus
     wanted = TargetConfig(model=target, **target_settings(settings or ()))
     spec = resolve(wanted, on_gpu=gpus > 0)
-    with Meter(Console(stderr=True), "check", 0, unit="prompts") as meter:
+    with Meter(Console(stderr=True), "check") as meter:
         found = measure_heads(
             heads_directory(heads),
             spec,

@@ -21,7 +21,7 @@ from pipeline.config import Config
 from pipeline.conversations.conversation import Conversation
 from pipeline.demo.train_target import ReportStep, train
 from pipeline.errors import DataError
-from pipeline.execution.progress import Meter, print_stage
+from pipeline.execution.progress import Meter, Progress, print_stage
 from pipeline.report.formatting import duration
 from pipeline.storage.atomic import atomic_directory, read_json, remove, write_json
 from pipeline.storage.run_directory import RunDirectory
@@ -59,12 +59,16 @@ def ensure_demo_target(run: RunDirectory, config: Config) -> None:
     remove(directory)
     console = Console()
     logging.disable_progress_bar()
-    with Meter(console, "target", NUM_STEPS, unit="steps") as meter:
+    with Meter(console, "target") as meter:
+
+        def show(step: int, total: int, loss: float) -> None:
+            meter.show(Progress("", step, total, "steps", f"loss {loss:.2f}"))
+
         facts = train_demo_target(
             list(read_seeds(seeds.shards(), "train")),
             directory,
             seed=config.run.seed,
-            progress=lambda step, total, loss: meter.update(step, f"loss {loss:.2f}"),
+            progress=show,
         )
     write_json(directory / MARK, {"made_from": made_from, **facts})
     parameters = f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['steps']} steps, loss {facts['final_loss']:.2f}"

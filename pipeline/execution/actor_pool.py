@@ -19,18 +19,16 @@ from ray.exceptions import RayError
 
 from pipeline.errors import MedusaDistillError
 from pipeline.execution.cluster_watch import ClusterWatch
-from pipeline.execution.executor import LazyWorker, Outcome, ShardWorker
 from pipeline.execution.placement import Placement
-from pipeline.execution.progress import SECONDS_BETWEEN_REPORTS
-from pipeline.execution.ray_executor import last_line, worker_died
+from pipeline.execution.ray_answers import last_line, wait_for_one, worker_died
 from pipeline.execution.shard_progress import ShardProgress
+from pipeline.execution.shard_worker import LazyWorker, Outcome, ShardWorker
 from pipeline.storage.atomic import disk_errors
 from pipeline.storage.tasks import ShardTask
 
 MAX_FAILED_STARTS = 3  # consecutive workers that end before their first shard
 SECONDS_TO_CLOSE = 30.0
 LEAST_SECONDS = 900.0  # for a few rows of a shard, including loading the model
-
 
 Work: TypeAlias = "tuple[Callable[..., ShardWorker], dict[str, Any]]"  # a worker's class and its arguments
 
@@ -46,7 +44,8 @@ class ShardActor:
         """Returns once the process has started; only then is it given a shard."""
 
     def run(self, task: ShardTask, upcoming: ShardTask | None) -> Outcome:
-        seconds = max(task.share * self._seconds_per_task, min(self._seconds_per_task, LEAST_SECONDS))
+        least = min(self._seconds_per_task, LEAST_SECONDS)
+        seconds = max(task.share * self._seconds_per_task, least)
         try:
             with disk_errors(task.attempt_log), time_limit(task, seconds):
                 return self._lazy.run(task, upcoming)
@@ -76,9 +75,10 @@ def time_limit(task: ShardTask, seconds: float) -> Iterator[None]:
 
 @dataclass
 class Slot:
-    """An actor, and the task that it was told to expect after its current one."""
+    """An actor, its current task, and the one that it was told to expect after that."""
 
     actor: Any
+    task: ShardTask | None = None  # None while its process starts
     upcoming: ShardTask | None = None
 
 
@@ -92,12 +92,12 @@ class ActorPool:
         placement: Placement,
         seconds_per_task: float,
         progress: ShardProgress | None,
-        watch: ClusterWatch | None,
+        watch: ClusterWatch,
     ):
-        self._tasks, self._placement, self._seconds_per_task = tasks, placement, seconds_per_task
+        self._tasks, self._num_workers, self._seconds_per_task = tasks, placement.workers, seconds_per_task
         self._actor_class = ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus)(ShardActor)
         self._work, self._progress, self._watch = ray.put(work), progress, watch
-        self._running: dict[Any, tuple[Slot, ShardTask | None]] = {}  # by object reference; without a task: starting
+        self._running: dict[Any, Slot] = {}  # by the reference of what it was asked for
         self._idle: list[Slot] = []
         self._failed_starts = 0
 
@@ -106,8 +106,8 @@ class ActorPool:
         try:
             self._assign()
             while self._unfinished():
-                answer = self._next_answer()
-                outcome = self._outcome(answer, *self._running.pop(answer))
+                answer = wait_for_one(self._running, self._watch, self._progress)
+                outcome = self._outcome(answer, self._running.pop(answer))
                 self._assign()  # before the caller handles the outcome: no worker waits for that
                 if outcome:
                     yield outcome
@@ -117,47 +117,38 @@ class ActorPool:
 
     def _unfinished(self) -> bool:
         """Whether there are tasks left; a worker that starts is not waited for without one: it may never have room."""
-        return bool(self._tasks) or any(task is not None for _, task in self._running.values())
-
-    def _next_answer(self) -> Any:
-        """Wait until one of the workers is done with what it was given; show their progress meanwhile."""
-        while True:
-            answers, _ = ray.wait(list(self._running), timeout=SECONDS_BETWEEN_REPORTS)
-            if self._watch:
-                self._watch.check()
-            if self._progress:
-                self._progress.poll()
-            if answers:
-                return answers[0]
+        return bool(self._tasks) or any(slot.task for slot in self._running.values())
 
     def _assign(self) -> None:
         """Give tasks to idle workers; start as many more as there are tasks for."""
-        tasks, most = self._tasks, self._placement.workers
-        for slot in [slot for slot in self._idle if slot.upcoming or tasks]:
-            task = slot.upcoming or (tasks.popleft() if tasks else None)
-            if task is None:
-                break
-            self._idle.remove(slot)
-            slot.upcoming = tasks.popleft() if len(tasks) >= most else None
-            self._running[slot.actor.run.remote(task, slot.upcoming)] = (slot, task)
-        starting = sum(task is None for _, task in self._running.values())
-        while starting < len(tasks) and len(self._running) < most:
+        tasks, still_idle = self._tasks, []
+        for slot in self._idle:
+            if slot.upcoming is None and not tasks:
+                still_idle.append(slot)
+                continue
+            slot.task = slot.upcoming or tasks.popleft()
+            slot.upcoming = None
+            if len(tasks) >= self._num_workers:
+                slot.upcoming = tasks.popleft()
+            self._running[slot.actor.run.remote(slot.task, slot.upcoming)] = slot
+        self._idle = still_idle
+        num_starting = sum(slot.task is None for slot in self._running.values())
+        num_free = self._num_workers - len(self._running)
+        for _ in range(min(len(tasks) - num_starting, num_free)):
             slot = Slot(self._actor_class.remote(self._work, self._seconds_per_task))
-            self._running[slot.actor.ready.remote()] = (slot, None)
-            starting += 1
+            self._running[slot.actor.ready.remote()] = slot
 
-    def _outcome(self, answer: Any, slot: Slot, task: ShardTask | None) -> Outcome | None:
-        """A task's outcome; None for a worker that has started, or that died before its first task."""
+    def _outcome(self, answer: Any, slot: Slot) -> Outcome | None:
+        """The outcome of a slot's task; None for a worker that has started, or that died before its first task."""
         try:
             outcome: Outcome | None = ray.get(answer)
         except RayError as error:
-            if self._watch:
-                self._watch.settle()
+            self._watch.settle()
             ray.kill(slot.actor)  # it may still be alive and hold its cores
             if slot.upcoming:
                 self._tasks.appendleft(slot.upcoming)
-            if task is not None:
-                return Outcome(task, death=hang_report(task) or last_line(error))
+            if slot.task is not None:
+                return Outcome(slot.task, death=hang_report(slot.task) or last_line(error))
             self._failed_starts += 1
             if self._failed_starts == MAX_FAILED_STARTS:
                 raise worker_died(error) from error
@@ -168,11 +159,11 @@ class ActorPool:
 
     def _close(self) -> None:
         """End the workers; idle ones first release what they hold, such as an engine's memory."""
-        if self._watch and self._watch.gone:  # nobody is left to be told
+        if self._watch.is_dead:  # nobody is left to be told
             return
         with contextlib.suppress(RayError):
             ray.get([slot.actor.close.remote() for slot in self._idle], timeout=SECONDS_TO_CLOSE)
-        for slot in (*self._idle, *(slot for slot, _ in self._running.values())):
+        for slot in [*self._idle, *self._running.values()]:
             ray.kill(slot.actor)
 
 

@@ -59,7 +59,9 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
 
 def gpus_of(wanted: PlacementOf, have: Resources) -> int:
     """The GPUs of each worker: those that are asked for, else one where there are GPUs."""
-    return min(1, have.gpus) if wanted.gpus_per_worker is None else wanted.gpus_per_worker
+    if wanted.gpus_per_worker is None:
+        return min(1, have.gpus)
+    return wanted.gpus_per_worker
 
 
 def most_workers(wanted: PlacementOf, have: Resources) -> int:
@@ -78,12 +80,18 @@ def _share(workers: int, gpus: int, have: Resources) -> int:
     if gpus:
         shares = [node_cpus // (node_gpus // gpus) for node_cpus, node_gpus in have.nodes if node_gpus >= gpus]
         return max(1, min(shares, default=1))
-    fitting = (cpus for cpus in range(have.cpus // workers, 0, -1) if _room(have, cpus, 0) >= workers)
-    return next(fitting, 1)
+    for cpus in range(have.cpus // workers, 1, -1):
+        if _room(have, cpus, 0) >= workers:
+            return cpus
+    return 1
 
 
 def _room(have: Resources, cpus: int, gpus: int) -> int:
     """The number of workers of that size that fit at once."""
-    return sum(
-        min(node_cpus // cpus, node_gpus // gpus) if gpus else node_cpus // cpus for node_cpus, node_gpus in have.nodes
-    )
+    room = 0
+    for node_cpus, node_gpus in have.nodes:
+        fits = node_cpus // cpus
+        if gpus:
+            fits = min(fits, node_gpus // gpus)
+        room += fits
+    return room

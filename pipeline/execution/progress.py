@@ -1,15 +1,12 @@
 """Progress reports, also from other processes, and their display.
 
 On a terminal `Meter` shows a live bar, elsewhere a plain line now and then. Work reports to a `ProgressReporter`: in
-the process that made it, a report is shown at once; a copy that was pickled to another process writes to a small
-temporary file, which the waiting process reads (`poll`). The file is written at most every half second; a full disk
-does not stop the work.
+the process that made it, a report is shown at once; a copy that was pickled to another process writes to a
+`ProgressFile`, which the waiting process reads (`poll`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -21,10 +18,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from pipeline.report.formatting import duration, visible
+from pipeline.storage.progress_file import ProgressFile
 
 STAGE_WIDTH = len("tuned-features")  # of the column with the stages' names
 SECONDS_BETWEEN_LINES = 15.0
-SECONDS_BETWEEN_REPORTS = 0.5
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,9 @@ class ProgressReporter:
 
     def __init__(self, path: Path | None = None, show: Callable[[Progress], None] | None = None):
         self.path, self._show = path, show
-        self._now = self._shown = Progress()
-        self._written = self._began = 0.0
+        self._file = None if path is None else ProgressFile(path)
+        self._now = Progress()
+        self._began = 0.0
         self._tokens = 0  # of this part
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -64,8 +62,10 @@ class ProgressReporter:
     def advance(self, number: int = 1, tokens: int = 0) -> None:
         """Count further finished units of this part, and the tokens that they were made of."""
         self._tokens += tokens
-        rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
-        note = f"{self._tokens:,} tokens, {rate:,.0f} tokens/s" if self._tokens else ""
+        note = ""
+        if self._tokens:
+            rate = self._tokens / max(time.monotonic() - self._began, 1e-9)
+            note = f"{self._tokens:,} tokens, {rate:,.0f} tokens/s"
         self.update(self._now.done + number, note)
 
     def update(self, done: int, note: str = "") -> None:
@@ -79,45 +79,37 @@ class ProgressReporter:
         self._report()
 
     def poll(self) -> None:
-        """Show what a copy in another process has written since the last call."""
-        now = self.read()
-        if now is not None and now != self._shown and self._show:
-            self._shown = now
-            self._show(now)
-
-    def read(self) -> Progress | None:
-        """The last report of a copy in another process; None without one, or while it is being written."""
-        try:
-            return Progress(**json.loads(self.path.read_text(encoding="utf-8"))) if self.path else None
-        except (OSError, ValueError):
-            return None
+        """Show what a copy in another process has written last."""
+        if self._file and self._show:
+            report = self._file.read()
+            if report is not None:
+                self._show(Progress(**report))
 
     def close(self) -> None:
-        if self.path:
-            self.path.unlink(missing_ok=True)
+        if self._file:
+            self._file.remove()
 
     def _report(self, at_once: bool = False) -> None:
         if self._show:
             self._show(self._now)
-        elif self.path and (at_once or time.monotonic() - self._written >= SECONDS_BETWEEN_REPORTS):
-            self._written = time.monotonic()
-            with contextlib.suppress(OSError):
-                self.path.write_text(json.dumps(asdict(self._now)), encoding="utf-8")
+        elif self._file:
+            self._file.write(asdict(self._now), at_once=at_once)
+
+
+def with_progress(arguments: dict[str, Any], progress: object) -> dict[str, Any]:
+    """Add `progress` to the arguments of a function that reports it; None adds nothing."""
+    if progress is None:
+        return arguments
+    return {**arguments, "progress": progress}
 
 
 class Meter:
-    """One stage's progress: done of total, a rate, quarantined rows, time left.
+    """Shows one stage's progress: done of total, a rate, time left. The time left restarts with each part."""
 
-    Args:
-        total: Units of work, finished ones included; 0 while unknown.
-        done: Units that an earlier run finished.
-    """
-
-    def __init__(self, console: Console, name: str, total: int, *, done: int = 0, unit: str = "shards"):
-        self.console, self.name, self.total, self.done, self.unit = console, name, total, done, unit
+    def __init__(self, console: Console, name: str):
+        self.console, self.name = console, name
+        self._first = Progress()  # report of this part
         self._started = self._last_line = time.monotonic()
-        self._at_start = done
-        self._part = ""
         self._bar = bars.Progress(
             bars.TextColumn(f"{{task.description:>{STAGE_WIDTH}}}"),
             bars.BarColumn(),
@@ -127,44 +119,42 @@ class Meter:
             bars.TimeRemainingColumn(),
             console=console,
             transient=True,
+            disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task(name, total=total or None, completed=done, note="")
+        self._task = self._bar.add_task(name, total=None, note="")
 
     def __enter__(self) -> Meter:
-        if self.console.is_terminal:
-            self._bar.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.console.is_terminal:
-            self._bar.stop()
+        self._bar.stop()
 
     def show(self, now: Progress) -> None:
-        """Show a report; rate and time left restart with each part."""
-        if (now.part, now.unit) != (self._part, self.unit) or self.total != now.total:
-            self._part, self.unit, self.total, self._at_start = now.part, now.unit, now.total, now.done
-            self._started = time.monotonic()
-            self._bar.reset(self._task, total=now.total or None, completed=now.done, note="")
-        self.update(now.done, ", ".join(filter(None, (now.note, now.part))))
+        first, moment = self._first, time.monotonic()
+        if (now.part, now.unit, now.total) != (first.part, first.unit, first.total):
+            self._first, self._started = now, moment
+            self._bar.reset(self._task, total=now.total or None, note="")
+        note = ", ".join(filter(None, [now.note, now.part]))
+        self._bar.update(self._task, completed=now.done, note=note)
+        if not self.console.is_terminal and moment - self._last_line >= SECONDS_BETWEEN_LINES:
+            self._last_line = moment
+            self.console.print(f"{self.name}: {self._line(now, note)}", highlight=False, soft_wrap=True)
 
-    def update(self, done: int, note: str = "") -> None:
-        """Set the finished units; `note` is a rate or a loss."""
-        self.done = done
-        if self.console.is_terminal:
-            self._bar.update(self._task, completed=done, total=self.total or None, note=note)
-        elif time.monotonic() - self._last_line >= SECONDS_BETWEEN_LINES:
-            self._last_line = time.monotonic()
-            far = f"{done} of {self.total} {self.unit}, {self._time_left()}" if self.total else f"{done} {self.unit}"
-            self.console.print(f"{self.name}: {far}{', ' + note if note else ''}", highlight=False, soft_wrap=True)
+    def _line(self, now: Progress, note: str) -> str:
+        parts = [f"{now.done} {now.unit}"]
+        if now.total:
+            parts = [f"{now.done} of {now.total} {now.unit}", self._time_left(now)]
+        if note:
+            parts.append(note)
+        return ", ".join(parts)
 
-    def advance(self, note: str = "") -> None:
-        self.update(self.done + 1, note)
-
-    def _time_left(self) -> str:
-        finished = self.done - self._at_start
+    def _time_left(self, now: Progress) -> str:
+        finished = now.done - self._first.done
         if not finished:
             return "time left unknown"
-        return duration((time.monotonic() - self._started) / finished * (self.total - self.done)) + " left"
+        seconds_per_unit = (time.monotonic() - self._started) / finished
+        return duration(seconds_per_unit * (now.total - now.done)) + " left"
 
 
 def print_stage(console: Console, mark: str, stage: str, text: str) -> None:

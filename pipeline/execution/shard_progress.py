@@ -1,23 +1,22 @@
 """What workers have done of shards that are not committed yet: conversations, and tokens or positions.
 
 Workers count into a `ShardProgress`. In the process that made it a count is shown at once; a copy that was pickled to
-a worker writes one small file per shard, which the driver reads while it waits (`poll`). A file is written half a
-second after a count, goes with its shard, and a full disk does not stop the work.
+a worker writes one small file per shard, which the driver reads while it waits (`poll`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import threading
+import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.execution.progress import SECONDS_BETWEEN_REPORTS
+from pipeline.storage.progress_file import SECONDS_BETWEEN_REPORTS, ProgressFile
 from pipeline.storage.tasks import ShardTask
+
+SUFFIX = ".progress.tmp"
 
 
 @dataclass
@@ -39,53 +38,52 @@ class ShardProgress:
     def __init__(self, folder: Path | None = None, show: Callable[[], None] | None = None):
         self.folder, self._show = folder, show
         self._done: dict[int, Done] = {}
-        self._unwritten: set[int] = set()
-        self._lock = threading.Lock()
-        self._polled = 0.0
+        self._files: dict[int, ProgressFile] = {}
+        self._polled = -math.inf
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ShardProgress, (self.folder,)
 
     def begin(self, task: ShardTask) -> None:
-        """Nothing of this shard is done; a trial of single rows is not counted."""
+        """Count this shard from nothing; a trial of single rows is not counted."""
         if task.rows is None:
             self._done[task.index] = Done()
-            self._report(task.index)
+            self._report(task.index, at_once=True)
 
     def add(self, task: ShardTask, conversations: int, amount: int) -> None:
         """Count what was done of a shard that has begun."""
-        if task.rows is None and task.index in self._done:
-            done = self._done[task.index]
-            done.conversations, done.amount = done.conversations + conversations, done.amount + amount
+        done = self._done.get(task.index)
+        if done is not None and task.rows is None:
+            done.conversations += conversations
+            done.amount += amount
             self._report(task.index)
 
-    def end(self, task: ShardTask) -> None:
-        """A worker has nothing more to say of the shard; its file is the driver's to remove."""
-        if not self._show:
-            with self._lock:
-                self._done.pop(task.index, None)
-
     def drop(self, task: ShardTask) -> None:
-        """The shard is committed, or has to be begun again."""
+        """Forget a shard that is committed, or has to be begun again."""
         self._done.pop(task.index, None)
-        if self.folder:
-            with contextlib.suppress(OSError):
-                self._file(task.index).unlink(missing_ok=True)
+        if self.folder is not None:
+            self._file(task.index).remove()
 
     def poll(self) -> None:
-        """Show what copies in other processes have written; they write no more often than they are asked."""
-        if time.monotonic() - self._polled < SECONDS_BETWEEN_REPORTS:
+        """Show what copies in other processes have written; they write no more often than this reads."""
+        now = time.monotonic()
+        if self.folder is None or now - self._polled < SECONDS_BETWEEN_REPORTS:
             return
-        self._polled = time.monotonic()
-        for index, done in self._read():
-            self._done[index] = done
+        self._polled = now
+        for path in self.folder.glob(f"*{SUFFIX}"):
+            report = ProgressFile(path).read()
+            if report is not None:
+                self._done[int(path.name.removesuffix(SUFFIX))] = Done(**report)
         if self._show:
             self._show()
 
     def total(self) -> Done:
-        """Over all shards that have begun and are neither committed nor given up."""
-        under_way = self._done.values()
-        return Done(sum(done.conversations for done in under_way), sum(done.amount for done in under_way))
+        """Return the sum over all shards that have begun and were not dropped."""
+        total = Done()
+        for done in self._done.values():
+            total.conversations += done.conversations
+            total.amount += done.amount
+        return total
 
     @property
     def begun(self) -> bool:
@@ -93,39 +91,17 @@ class ShardProgress:
 
     def close(self) -> None:
         """Remove what dead workers have left."""
-        for path in self._files():
-            path.unlink(missing_ok=True)
+        if self.folder is not None:
+            for path in self.folder.glob(f"*{SUFFIX}"):
+                path.unlink(missing_ok=True)
 
-    def _report(self, index: int) -> None:
+    def _report(self, index: int, at_once: bool = False) -> None:
         if self._show:
             self._show()
-        elif self.folder:
-            with self._lock:
-                first, self._unwritten = not self._unwritten, self._unwritten | {index}
-            if first:
-                timer = threading.Timer(SECONDS_BETWEEN_REPORTS, self._write)
-                timer.daemon = True
-                timer.start()
+        elif self.folder is not None:
+            self._file(index).write(asdict(self._done[index]), at_once=at_once)
 
-    def _write(self) -> None:
+    def _file(self, index: int) -> ProgressFile:
         assert self.folder is not None
-        with self._lock, contextlib.suppress(OSError):
-            under_way = {index: self._done[index] for index in self._unwritten if index in self._done}
-            self._unwritten = set()
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for index, done in under_way.items():
-                self._file(index).write_text(json.dumps([done.conversations, done.amount]), encoding="ascii")
-
-    def _file(self, index: int) -> Path:
-        assert self.folder is not None
-        return self.folder / f"{index:05d}.progress.tmp"
-
-    def _files(self) -> list[Path]:
-        return sorted(self.folder.glob("*.progress.tmp")) if self.folder else []
-
-    def _read(self) -> Iterator[tuple[int, Done]]:
-        """What the files say; one that is being written says what it said before."""
-        for path in self._files():
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                conversations, amount = json.loads(path.read_text(encoding="ascii"))
-                yield int(path.name.partition(".")[0]), Done(int(conversations), int(amount))
+        path = self.folder / f"{index:05d}{SUFFIX}"
+        return self._files.setdefault(index, ProgressFile(path))

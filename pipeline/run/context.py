@@ -143,14 +143,11 @@ class Context:
                 place(name, wanted, have)
 
     @contextlib.contextmanager
-    def progress(self, stage: StageDirectory, unit: str) -> Iterator[ProgressReporter]:
+    def progress(self, stage: StageDirectory) -> Iterator[ProgressReporter]:
         """A reporter for the work of one stage, also in other processes, whose reports a meter shows."""
-        with self.meter(stage.stage, 0, unit=unit) as meter:
+        with Meter(self.console, stage.stage) as meter:
             progress = ProgressReporter(stage.path.absolute() / "progress.tmp", meter.show)
             try:
                 yield progress
             finally:
                 progress.close()
-
-    def meter(self, name: str, total: int, *, done: int = 0, unit: str = "shards") -> Meter:
-        return Meter(self.console, name, total, done=done, unit=unit)

@@ -11,9 +11,9 @@ from typing import Any
 
 from pipeline.config import LimitsConfig
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.executor import Outcome, ShardWorker
-from pipeline.execution.isolation import find_poison
+from pipeline.execution.isolation import find_crashing_rows
 from pipeline.execution.placement import Placement
+from pipeline.execution.shard_worker import Outcome, ShardWorker
 from pipeline.run.context import Context
 from pipeline.run.under_way import under_way
 from pipeline.storage.done import Summary
@@ -126,7 +126,7 @@ class Failures:
     def find_rows(self, map_tasks: Callable[..., Iterator[Outcome]], killer: Outcome) -> None:
         """Find the rows of a shard that kill their worker; raises EnvironmentFault where none is to blame."""
         index = killer.task.index
-        found = find_poison(map_tasks, killer, self.stage, self.limit)
+        found = find_crashing_rows(map_tasks, killer, self.stage, self.limit)
         if found == self._poison.get(index):
             raise EnvironmentFault(
                 f"Shard {index} of {self.stage.stage} ends its worker again and again, and not when tried by itself: "

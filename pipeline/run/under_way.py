@@ -6,9 +6,9 @@ import contextlib
 import time
 from collections.abc import Collection, Iterator, Mapping
 
-from pipeline.execution.executor import Outcome
-from pipeline.execution.progress import Meter
+from pipeline.execution.progress import Meter, Progress
 from pipeline.execution.shard_progress import ShardProgress
+from pipeline.execution.shard_worker import Outcome
 from pipeline.run.context import Context
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.totals import StageTotals
@@ -60,7 +60,8 @@ class UnderWay:
         if self._totals.quarantined:
             parts.append(f"{self._totals.quarantined} quarantined")
         done = sum(self._sizes[index] for index in self._committed) + now.conversations
-        self._meter.update(done, ", ".join(parts))
+        total = sum(self._sizes.values())
+        self._meter.show(Progress("", done, total, "conversations", ", ".join(parts)))
 
 
 @contextlib.contextmanager
@@ -73,8 +74,7 @@ def under_way(
     unit: str,
 ) -> Iterator[UnderWay]:
     """Show a stage's shards until they are made; arguments as of `UnderWay`."""
-    done = sum(size for index, size in sizes.items() if index not in unfinished)
-    with context.meter(stage.stage, sum(sizes.values()), done=done, unit="conversations") as meter:
+    with Meter(context.console, stage.stage) as meter:
         shown = UnderWay(meter, stage, sizes, unfinished, totals, unit)
         try:
             yield shown

@@ -89,7 +89,7 @@ def identity(context: Context) -> Identity:
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Measure the heads, search the tree, choose its size and the chain's."""
-    with context.progress(stage, "conversations") as progress:
+    with context.progress(stage) as progress:
         return _measure_and_choose(context, stage, progress)
 
 

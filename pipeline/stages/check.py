@@ -73,7 +73,7 @@ def identity(context: Context) -> Identity:
 
 def run(context: Context, stage: StageDirectory) -> Summary:
     """Decode with every engine that is asked for and compare the results."""
-    with context.progress(stage, "prompts") as progress:
+    with context.progress(stage) as progress:
         return _decode_and_compare(context, stage, progress)
 
 

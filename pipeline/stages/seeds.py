@@ -33,7 +33,7 @@ from pipeline.conversations.splits import (
 )
 from pipeline.conversations.tool_turns import uses_tools
 from pipeline.errors import DataError
-from pipeline.execution.progress import Meter
+from pipeline.execution.progress import Meter, Progress
 from pipeline.report.formatting import visible
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_files
@@ -113,7 +113,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     receipts: dict[int, Receipt] = {}
     readers = source_readers(settings)
     openings = Openings()
-    with context.meter(NAME, 0, unit="conversations") as meter:
+    with Meter(context.console, NAME) as meter:
         rows = split_rows(_counted(_read(context, readers), meter, openings), settings.holdout)
         for index, chunk in enumerate(in_shards(rows, settings.rows_per_shard)):
             made = receipts[index] = _write_shard(stage, index, chunk)
@@ -199,7 +199,7 @@ def _counted(rows: Iterable[Row], meter: Meter, openings: Openings) -> Iterator[
         if isinstance(row, Conversation):
             openings.add(row)
         if number % ROWS_BETWEEN_REPORTS == 0:
-            meter.update(number)
+            meter.show(Progress(done=number, unit="conversations"))
         yield row
 
 

@@ -83,7 +83,7 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         print_stage(context.console, " ", NAME, recipe.described())
     if warning := few_steps(recipes):
         print_stage(context.console, "[yellow]![/]", NAME, warning)
-    with context.progress(stage, "steps") as progress:
+    with context.progress(stage) as progress:
         summary = _train(context, spec, placement, progress)
     if tuned:
         arguments = {"target": context.target, "directory": spec.directory}

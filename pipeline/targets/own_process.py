@@ -1,7 +1,7 @@
 """Work in a new interpreter, so that nothing of an engine stays behind in the caller; its errors come back as they are.
 
 The caller's half is `in_own_process`, that of the module which does the work `work_off`. How far the work has come
-travels in a file of one JSON object, which the waiting caller reads twice a second.
+travels in a `ProgressFile`, which the waiting caller reads twice a second.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pipeline
 from pipeline import errors
+from pipeline.storage.progress_file import ProgressFile
 
 Tell = Callable[..., None]  # part, done, total, unit, note: how far the work has come
 
@@ -45,7 +45,7 @@ def in_own_process(
         task_file.write_text(json.dumps(tasks), encoding="utf-8")
         command = [sys.executable, "-m", module, str(task_file), str(result_file)]
         environ = {**(defaults or {}), **environment()}
-        status, output = _run(command, environ, lambda: _pass_on(_progress_file(task_file), told))
+        status, output = _run(command, environ, lambda: _pass_on(_progress_beside(task_file), told))
         if not result_file.is_file():
             fix = "Free memory, or take vllm out of check.engines."
             what = f"vLLM ended with status {status}: {last_line(output)}"
@@ -71,30 +71,25 @@ def _run(command: Sequence[str], environ: Mapping[str, str], meanwhile: Callable
             raise
 
 
-def _pass_on(file: Path, told: Tell | None) -> None:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # nothing is told yet
-        return
-    if told:
-        told(**found)
+def _pass_on(file: ProgressFile, told: Tell | None) -> None:
+    progress = file.read()
+    if told and progress:
+        told(**progress)
 
 
-def _progress_file(task_file: Path) -> Path:
-    return task_file.with_name("progress.json")
+def _progress_beside(task_file: Path) -> ProgressFile:
+    return ProgressFile(task_file.with_name("progress.json"))
 
 
 def work_off(function: Callable[[Mapping[str, Any], Tell], Any], task_file: str, result_file: str) -> None:
     """The child process: read the tasks, do them, write the results or the error."""
-    file, last, part = _progress_file(Path(task_file)), -SECONDS_BETWEEN_LOOKS, None
+    file = _progress_beside(Path(task_file))
+    part: str | None = None
 
     def tell(**progress: Any) -> None:
-        nonlocal last, part
-        if progress.get("part") != part or time.monotonic() - last >= SECONDS_BETWEEN_LOOKS:
-            last, part = time.monotonic(), progress.get("part")
-            with contextlib.suppress(OSError):  # a full disk does not stop the work
-                file.with_suffix(".tmp").write_text(json.dumps(progress), encoding="utf-8")
-                file.with_suffix(".tmp").replace(file)
+        nonlocal part
+        file.write(progress, at_once=progress.get("part") != part)
+        part = progress.get("part")
 
     try:
         tasks = json.loads(Path(task_file).read_text(encoding="utf-8"))

@@ -6,14 +6,13 @@ import math
 from collections import deque
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.artifacts.seed_rows import SEEDS
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.executor import Outcome
-from pipeline.execution.isolation import find_poison
-from pipeline.storage.receipts import Receipt
+from pipeline.execution.isolation import find_crashing_rows
+from pipeline.execution.shard_worker import Outcome
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask
@@ -29,64 +28,53 @@ class Graveyard:
         while tasks:
             task = tasks.popleft()
             self.trials += 1
-            receipt = Receipt(0, "f", "", 0, 0, "", "")
-            yield Outcome(task, death="gone.") if self.kills(range(*task.rows)) else Outcome(task, receipt=receipt)
+            yield Outcome(task, death="gone." if self.kills(range(*task.rows)) else "")
 
 
 @pytest.fixture(scope="module")
-def shard(tmp_path_factory):
-    """Makes an upstream shard of n rows and the task that died on it."""
+def search(tmp_path_factory):
+    """Makes an upstream shard of n rows, on which a worker died, and searches it."""
 
-    def make(number: int) -> tuple[StageDirectory, Outcome]:
+    def find(number: int, executor: Graveyard, max_deaths: int = 2, poison: dict[str, str] | None = None) -> set[str]:
         root = tmp_path_factory.mktemp("isolation")
         with ShardWriter(root / "in.parquet", root / "in.jsonl", SEEDS, index=0, fingerprint="f") as writer:
             empty = {"source_id": None, "category": None, "split": "train", "messages": []}
-            writer.write([{"id": f"s:{i}", **empty} for i in range(number)])
+            writer.write([{"id": str(i), **empty} for i in range(number)])
             writer.commit("seeds", None)
         stage = StageDirectory(root, "generate", "a" * 64)
-        task = ShardTask(0, str(root / "in.parquet"), "", str(stage.shard_path(0)), str(stage.quarantine_path(0)), "f")
-        return stage, Outcome(task, death="Killed.\nMore of it.")
+        task = ShardTask(0, str(root / "in.parquet"), "", str(stage.shard_path(0)), "", "f", poison or {})
+        found = find_crashing_rows(executor.map, Outcome(task, death="Killed.\nMore."), stage, max_deaths)
+        assert not (stage.path / "isolation").exists()
+        return set(found)
 
-    return make
-
-
-def search(stage: StageDirectory, died: Outcome, executor: Graveyard, max_deaths: int = 2) -> dict[str, str]:
-    return find_poison(executor.map, died, stage, max_deaths)
+    return find
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None)
 @given(number=st.integers(1, 70), data=st.data())
-def test_every_deadly_row_is_found_and_no_other(shard, number, data):
+def test_every_deadly_row_is_found_and_no_other(search, number, data):
     deadly = data.draw(st.sets(st.integers(0, number - 1), min_size=1, max_size=5))
     executor = Graveyard(lambda rows: bool(deadly & set(rows)))
-    stage, died = shard(number)
-    found = search(stage, died, executor)
-    assert set(found) == {f"s:{i}" for i in deadly}
+    assert search(number, executor) == set(map(str, deadly))
     assert executor.trials <= 1 + len(deadly) * (2 * math.ceil(math.log2(max(number, 2))) + 1)
-    assert not (stage.path / "isolation").exists()
 
 
-def test_rows_that_are_too_much_together_accuse_nobody(shard):
-    stage, died = shard(32)
+def test_rows_that_are_too_much_together_accuse_nobody(search):
     with pytest.raises(EnvironmentFault, match=r"Shard 0 of generate .* none of its rows does alone: Killed") as caught:
-        search(stage, died, Graveyard(lambda rows: len(rows) > 8))
+        search(32, Graveyard(lambda rows: len(rows) > 8))
     assert "\n" not in str(caught.value)
 
 
-def test_a_shard_that_survives_by_itself_is_acquitted(shard):
-    stage, died = shard(16)
+def test_a_shard_that_survives_by_itself_is_acquitted(search):
     executor = Graveyard(lambda rows: False)
-    assert search(stage, died, executor) == {} and executor.trials == 1
+    assert search(16, executor) == set() and executor.trials == 1
 
 
-def test_a_row_whose_worker_died_by_chance_is_not_given_up(shard):
-    stage, died = shard(16)
+def test_a_row_whose_worker_died_by_chance_is_kept(search):
     bad_luck = deque([True] * 4)  # of the trials of 8, of 4, of 2 rows and of row 11 itself; row 3 kills the whole
     executor = Graveyard(lambda rows: 3 in rows or (11 in rows and bad_luck and bad_luck.pop()))
-    assert set(search(stage, died, executor, max_deaths=3)) == {"s:3"} and not bad_luck
+    assert search(16, executor, max_deaths=3) == {"3"} and not bad_luck
 
 
-def test_what_was_found_before_stays_found(shard):
-    stage, died = shard(4)
-    died.task.poison["s:0"] = "before"
-    assert set(search(stage, died, Graveyard(lambda rows: 2 in rows))) == {"s:0", "s:2"}
+def test_what_was_found_before_stays_found(search):
+    assert search(4, Graveyard(lambda rows: 2 in rows), poison={"0": "before"}) == {"0", "2"}

@@ -1,0 +1,43 @@
+"""A small JSON file through which one process reports its progress to another.
+
+A report within half a second of the last one is left out, unless it has to be seen at once. A disk that takes no more
+does not stop the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+SECONDS_BETWEEN_REPORTS = 0.5
+
+
+class ProgressFile:
+    """One side's view of the file; its folder must exist, and both processes must see it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._written = -math.inf
+
+    def write(self, report: dict[str, Any], *, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if at_once or now - self._written >= SECONDS_BETWEEN_REPORTS:
+            self._written = now
+            with contextlib.suppress(OSError):
+                self.path.write_text(json.dumps(report), encoding="utf-8")
+
+    def read(self) -> dict[str, Any] | None:
+        """Return the last report; None without one, or while it is being written."""
+        try:
+            report: dict[str, Any] = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return report
+
+    def remove(self) -> None:
+        with contextlib.suppress(OSError):
+            self.path.unlink(missing_ok=True)
