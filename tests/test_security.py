@@ -209,7 +209,7 @@ def test_no_secret_is_in_what_a_run_says_or_writes(copied_run, make_settings, tm
         hub.failures = {}
         said += push(hub.endpoint, 0)
         said += b"\n".join(hub.repositories["me/heads"].files.values())
-    assert b"answered 400" in said and b"answered 401" in said and b"Traceback" in said
+    assert b"400 Bad Request" in said and b"401" in said and b"Traceback" in said
     told = [line for line in said.splitlines() if TOKEN.encode() in line or SECRETS[1].encode() in line]
     assert not told
 

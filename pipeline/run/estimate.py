@@ -140,7 +140,7 @@ class TargetSizes:
     parameters: int  # tied ones once
     linear: int  # of the linear layers but lm_head: what quantization makes smaller
     adapted: int  # inputs and outputs of these layers: LoRA's parameters per rank
-    num_layers: int
+    num_hidden_layers: int
     hidden_size: int
     vocab_size: int
     cached: int  # keys and values of one token
@@ -181,7 +181,7 @@ def target_sizes(config: Config) -> TargetSizes | None:
         parameters=sum(weight.numel() for weight in model.parameters()),
         linear=sum(weight.numel() for weight in linear),
         adapted=sum(sum(weight.shape) for weight in linear),
-        num_layers=text.num_hidden_layers,
+        num_hidden_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
         cached=cached_numbers(model_settings),
@@ -327,9 +327,9 @@ def _with_backbone(on: StageMemory, config: Config, target: TargetSizes, row_byt
     if tuned.shard:
         weights -= target.linear * target.itemsize * (1 - 1 / _workers_of(config, "train"))
     adapter = tuned.lora_rank * target.adapted
-    layers = KEPT_FOR_BACKWARD * target.num_layers
+    layers = KEPT_FOR_BACKWARD * target.num_hidden_layers
     if tuned.gradient_checkpointing:
-        layers = KEPT_FOR_BACKWARD + target.num_layers
+        layers = KEPT_FOR_BACKWARD + target.num_hidden_layers
     return replace(
         on,
         weights=weights,

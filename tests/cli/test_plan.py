@@ -225,7 +225,7 @@ def plan_elsewhere(endpoint: str, config: Path, downloaded: bool) -> None:
 def test_plan_downloads_no_weights(config_file, hub):
     code, out = in_a_fork(plan_elsewhere, hub.endpoint, config_file, False)
     assert code == 0, out
-    assert set(hub.fetched) == {"config.json"}
+    assert set(hub.fetched) == {"config.json", "generation_config.json"}
     assert f"The target {REPOSITORY} is not on this machine yet" in line_of("generate", out)
     assert states(out)["seeds"] == states(out)["generate"] == "run"
     assert "of 256 bytes each" in out and "assumed" not in out, "its configuration says how large a state is"

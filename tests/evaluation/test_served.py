@@ -112,14 +112,20 @@ CALIBRATION = Calibration(
     expected_standard_error=0.1,
     num_speculative_tokens=2,
     chain=[
-        {"draft_tokens": 1, "expected_acceleration_rate": 1.4, "expected_standard_error": 0.1},
-        {"draft_tokens": 2, "overhead": 1.2, "expected_acceleration_rate": 1.8, "expected_standard_error": 0.2},
+        {"draft_tokens": 1, "expected_acceleration_rate": 1.4, "expected_standard_error": 0.1, "new": {"answers": 8}},
+        {
+            "draft_tokens": 2,
+            "overhead": 1.2,
+            "expected_acceleration_rate": 1.8,
+            "expected_standard_error": 0.2,
+            "new": {"answers": 9},
+        },
     ],
 )
 
 
 def test_the_chain_is_expected_to_reach_what_held_out_text_and_the_same_text_say():
-    held_out = {"expected_acceleration_rate": 1.8, "expected_standard_error": 0.2}
+    held_out = {"expected_acceleration_rate": 1.8, "expected_standard_error": 0.2, "new": {"answers": 9}}
     same_text = {"acceleration_rate": 1.9, "standard_error": 0.15}
     walked = {"same_text_acceleration_rate": 1.9}
     assert chain_promise(CALIBRATION, same_text, of_one_kind=True) == held_out | walked
