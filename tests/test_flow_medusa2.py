@@ -333,7 +333,7 @@ def test_nothing_is_published_where_one_part_of_a_push_is_refused(run, hub, dama
 def test_a_push_that_broke_off_between_the_two_goes_on_with_the_second(run, make_config, tmp_path, hub):
     config = make_config(tmp_path, **JOINT, push__repo_id="me/small")
     hub.failures = {"POST /api/models/me/small-speculator.medusa/commit": 400}
-    with pytest.raises(EnvironmentFault, match="400 Bad Request"):
+    with pytest.raises(EnvironmentFault, match="400"):
         run_again(config)
     sent, hub.failures = hub.bytes_uploaded, {}
     assert stages_run(run_again(config)) == ["push"] and hub.bytes_uploaded == sent

@@ -75,25 +75,19 @@ def facts(published: Published) -> dict[str, Any]:
     if published.data_set:
         data_sets.insert(0, published.data_set)
     return {
-        "report": report,
+        **vars(published),
         "base": public(published.base_model),
         "original": public(config.target.model),
-        "tuned": published.tuned,
-        "licence": published.licence,
         "here": here,
-        "heads_repo_id": published.heads_repo_id,
         "served": served,
         "speculative_config": json.dumps(kind.speculative_config(here, num_tokens)),
         "num_heads": num_heads,
         "shared": config.export.formats[0] == "shared",  # of the export's root
         "train": _trained_with(report, config),
-        "config": config,
         "generate": config.generate,
-        "data_set": published.data_set,
         "data_sets": data_sets,
         "source_names": public_names(config.seeds.sources),
-        "engines": [name for name in ENGINES if check.get(name)],
-        "engine_titles": ENGINES,
+        "engines": [title for name, title in ENGINES.items() if check.get(name)],
         "results": results(report),
         "disturbed": any(disturbed(part) for part in check.values()),
         "answer_methods": _answer_methods(check.get("exact_match") or ()),

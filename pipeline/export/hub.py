@@ -12,7 +12,6 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from pipeline.config import PushConfig
 from pipeline.errors import CheckFailed, DataError
@@ -63,15 +62,18 @@ def _completed(repo_id: str | None, name: str) -> str | None:
     return f"{repo_id}{name}" if repo_id.endswith("/") else repo_id
 
 
-def require_passed_check(report: Mapping[str, Any]) -> None:
-    """Raise CheckFailed unless the report's check has passed."""
-    check = report.get("check")
+def require_allowed(published: Published, where: str = "push.repo_id") -> str:
+    """The repository's id; CheckFailed without a passed check, ConfigError for an id without owner and name."""
+    check = published.report.get("check")
     if not check:
         raise CheckFailed("These heads have not been checked.", "report.json", "Run the check stage, then push.")
     reasons = [str(reason).rstrip(".") for reason in check.get("failures") or ()]
     if reasons or check.get("passed") is not True:
         what = f"The check of these heads failed: {'; '.join(reasons) or 'the check stage says so'}."
         raise CheckFailed(what, "report.json", "Nothing was pushed; the report says more.")
+    repo_id = published.repo_id or ""
+    check_repo_id(repo_id, where, with_owner=True)
+    return repo_id
 
 
 def heads_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
@@ -87,7 +89,7 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, st
         DataError: The directory is not a whole export, or is not what was checked.
         ConfigError: An id is invalid.
     """
-    repo_id = _require_allowed(published)
+    repo_id = require_allowed(published)
     layout = read_layout(directory)
     base = published.base_model or layout.base_model_name_or_path
     if not os.path.isabs(base):
@@ -110,7 +112,7 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, st
 
 def backbone_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
     """A tuned backbone with a card of its own, compared with what was checked; arguments as in `heads_upload`."""
-    repo_id, directory = _require_allowed(published), directory.resolve()
+    repo_id, directory = require_allowed(published), directory.resolve()
     if gone := {CONFIG_FILE, BACKBONE_FILE} - checked.keys():
         raise DataError(f"The tuned backbone lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
     return Upload(
@@ -127,14 +129,6 @@ def local_paths(published: Published, *further: str) -> set[str]:
     """The paths of this machine that a file may not contain."""
     models = (published.config.target.model, *further)
     return {model for model in models if os.path.isabs(model)}
-
-
-def _require_allowed(published: Published) -> str:
-    """The repository's id; CheckFailed without a passed check, ConfigError for an id without owner and name."""
-    require_passed_check(published.report)
-    repo_id = published.repo_id or ""
-    check_repo_id(repo_id, "push.repo_id", with_owner=True)
-    return repo_id
 
 
 def _require_heads_alone(names: Collection[str], kind: type[Heads], directory: Path) -> None:

@@ -21,10 +21,9 @@ from pipeline.artifacts.generated_rows import open_rows
 from pipeline.artifacts.seed_rows import SPLITS
 from pipeline.export.card import data_set_card
 from pipeline.export.card_facts import Published, public, public_names
-from pipeline.export.hub import local_paths, require_passed_check
+from pipeline.export.hub import local_paths, require_allowed
 from pipeline.export.layout import CARD_FILE
 from pipeline.export.upload import Upload
-from pipeline.targets.hub_access import check_repo_id
 
 COLUMNS = ["id", "messages", "finish", "input_ids", "spans"]
 ROWS_PER_FILE = 50_000
@@ -44,9 +43,7 @@ def data_set_upload(shards: Collection[Path], fingerprint: str, published: Publi
         ConfigError: The id is invalid.
         DataError: A shard is of another run; DamagedShard: it cannot be read.
     """
-    repo_id = published.repo_id or ""
-    check_repo_id(repo_id, "push.dataset", with_owner=True)
-    require_passed_check(published.report)
+    repo_id = require_allowed(published, "push.dataset")
     names, rows = public_names(published.config.seeds.sources), {}
     for split in SPLITS:
         if number := _write_split(split, shards, fingerprint, names, directory):

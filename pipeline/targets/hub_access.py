@@ -72,9 +72,10 @@ def _write_fault(error: Exception, subject: str, where: str) -> EnvironmentFault
     from huggingface_hub import errors as hub
     from huggingface_hub import get_token
 
-    status = 0
+    what, status = f"The {subject} cannot be written now", 0
     if isinstance(error, hub.HfHubHTTPError):
         status = error.response.status_code
+        what = f"The Hub answered {status} for the {subject}"
     fix = f"{NETWORK}, then run the same command again: what has arrived is not sent twice."
     if status in (401, 403):
         fix = "The token must be valid and may write there: `hf auth login`, or HF_TOKEN. Then push again."
@@ -84,4 +85,4 @@ def _write_fault(error: Exception, subject: str, where: str) -> EnvironmentFault
     if token := get_token():
         text = text.replace(token, "hf_***")
     text = " ".join(redacted(text).split()).rstrip(".")
-    return EnvironmentFault(f"The {subject} cannot be written now: {text or type(error).__name__}.", where, fix)
+    return EnvironmentFault(f"{what}: {text or type(error).__name__}.", where, fix)
