@@ -2,7 +2,10 @@
 
 A topic (topics/*.yaml) is a page of our own writing: `subjects` to talk about, `words` that vary, and exchanges: an
 `opening`, `more` to follow and a `closing`. A conversation picks one subject, one word of each kind, an opening and one
-to four further exchanges. `sums` are computed.
+to four further exchanges. `sums` are computed. The words of words.yaml belong to every topic of their language.
+
+A question names the words that its answer repeats, and no combination comes twice: no two conversations open with the
+same question, and no two answers of a topic begin alike. So an answer that fits a held-out question is in no other row.
 
 In a text `{slot}` stands for a value of the subject, or a word, and `{slot^}` capitalises it. Lists are written as
 numbered lines `{slot#}`, as bullets `{slot*}`, within a sentence `{slot,}` or `{slot、}`, or as one entry `{slot1}`.
@@ -61,7 +64,7 @@ def fill(text: str, slots: dict[str, Any]) -> str:
 
 def choose_slots(topic: dict[str, Any], subject: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     """The values of one conversation: one word of each kind, the sums over them, and a subject's own."""
-    slots = {kind: rng.choice(words) for kind, words in topic.get("words", {}).items()}
+    slots = {kind: rng.choice(words) for kind, words in topic["words"].items()}
     for name, (left, operation, right) in topic.get("sums", {}).items():
         slots[name] = OPERATIONS[operation](*(slots[side] if isinstance(side, str) else side for side in (left, right)))
     for name, value in subject.items():
@@ -80,24 +83,27 @@ def compose_one(topic: dict[str, Any], subject: dict[str, Any], rng: random.Rand
 
 
 def beginning(answer: str) -> str:
-    """What no two answers share: 20 words, or 24 characters where there are no spaces."""
-    return " ".join(answer.split()[:20])[:120] if " " in answer else answer[:24]
+    """The first 20 words of an answer, up to 120 characters, or the first 24 characters of Chinese."""
+    if " " not in answer:
+        return answer[:24]
+    return " ".join(answer.split()[:20])[:120]
 
 
 def compose_topic(name: str, topic: dict[str, Any]) -> Iterator[tuple[str, str, str | None, list[str]]]:
-    """Every conversation of a topic as (id, category, system prompt, turns): subjects in rotation, none twice.
+    """Every conversation of a topic as (id, category, system prompt, turns), subjects in rotation.
 
-    No two open with the same question, and no two answers begin alike.
+    A conversation that opens like an earlier one, or has an answer that begins like an earlier one, is drawn again.
     """
     rng = random.Random(name)
-    number, used = 0, set[str]()
+    number = 0
+    used: set[str] = set()
     while number < topic["conversations"]:
         subject = topic["subjects"][number % len(topic["subjects"])]
         system, turns = compose_one(topic, subject, rng)
-        new = {turns[0], *map(beginning, turns[1::2])}
-        if used.isdisjoint(new):
+        beginnings = {turns[0], *map(beginning, turns[1::2])}
+        if used.isdisjoint(beginnings):
             yield f"{name}-{number:03d}", topic["category"], system, turns
-            used |= new
+            used |= beginnings
             number += 1
 
 
@@ -118,14 +124,25 @@ def take_turns(topics: list[list[Any]]) -> list[Any]:
     return [row for each in zip_longest(*topics) for row in each if row is not None]
 
 
+def read_yaml(path: Path) -> Any:
+    """The content of a YAML file."""
+    return yaml.CSafeLoader(path.read_text("utf-8")).get_single_data()
+
+
+def read_topics() -> dict[str, dict[str, Any]]:
+    """Every topic by its file's name, with the words of its language."""
+    words = read_yaml(HERE / "words.yaml")
+    topics = {}
+    for file in sorted((HERE / "topics").glob("*.yaml")):
+        topic = read_yaml(file)
+        topic["words"] = words[topic["language"]] | topic.get("words", {})
+        topics[file.stem] = topic
+    return topics
+
+
 def compose() -> dict[str, str]:
     """Both files' content by name: the first half of each topic in ShareGPT form, the second in UltraChat form."""
-    files = sorted((HERE / "topics").glob("*.yaml"))
-    topics = {file.stem: yaml.CSafeLoader(file.read_text("utf-8")).get_single_data() for file in files}
-    shared = yaml.CSafeLoader((HERE / "words.yaml").read_text("utf-8")).get_single_data()
-    for topic in topics.values():
-        topic["words"] = shared[topic["language"]] | topic.get("words", {})
-    rows = [list(compose_topic(name, topic)) for name, topic in topics.items()]
+    rows = [list(compose_topic(name, topic)) for name, topic in read_topics().items()]
     files = {
         "seeds.sharegpt.jsonl": [as_sharegpt(*row) for row in take_turns([each[: len(each) // 2] for each in rows])],
         "seeds.ultrachat.jsonl": [as_ultrachat(*row) for row in take_turns([each[len(each) // 2 :] for each in rows])],

@@ -13,6 +13,7 @@ import yaml
 
 from pipeline.config import SeedsConfig
 from pipeline.conversations.conversation import Conversation
+from pipeline.conversations.duplicates import plain
 from pipeline.conversations.readers import source_readers
 
 DATA = Path(__file__).parents[2] / "data"
@@ -85,6 +86,19 @@ def test_ids_are_unique_and_no_conversation_appears_twice(conversations):
     assert len({tuple(each) for each in conversations}) == len(conversations)
 
 
+def test_no_two_conversations_open_with_the_same_question(conversations):
+    questions = [plain(each[0]) for each in conversations]
+    assert len(set(questions)) == len(questions)
+
+
+def test_no_two_answers_begin_with_the_same_words(conversations):
+    beginnings = []
+    for answer in (answer for each in conversations for answer in each[1::2]):
+        pieces = list(answer)[:24] if HAN.search(answer) else answer.split()[:20]
+        beginnings.append(tuple(pieces))
+    assert len(set(beginnings)) == len(beginnings)
+
+
 def test_a_tenth_or_more_is_chinese_and_the_rest_has_no_chinese_character(conversations):
     share = sum(all(HAN.search(text) for text in each) for each in conversations) / len(conversations)
     mixed = [each for each in conversations if 0 < sum(bool(HAN.search(text)) for text in each) < len(each)]
@@ -121,6 +135,34 @@ def test_every_subject_of_a_topic_has_every_value_and_every_value_is_used(path):
     for subject in topic["subjects"]:
         assert set(subject) == keys and None not in subject.values(), subject  # a stray comma makes a key of its own
     assert keys | set(topic.get("words", {})) | set(topic.get("sums", {})) <= asked | summed
+
+
+@pytest.mark.parametrize("name", [path.stem for path in TOPICS])
+def test_an_answer_repeats_only_words_that_were_asked(composer, name):
+    topic = composer.read_topics()[name]
+
+    def words_in(text: str) -> set[str]:
+        """The kinds of words in a text, also those within a subject's values and sums."""
+        kinds = set()
+        for slot in re.findall(r"\{([a-z_]+)", text):
+            if slot in topic["words"]:
+                kinds.add(slot)
+            elif slot in topic.get("sums", {}):
+                operands = [side for side in topic["sums"][slot] if isinstance(side, str)]
+                kinds |= words_in("".join(f"{{{operand}" for operand in operands))
+            else:
+                kinds |= words_in(str(topic["subjects"][0][slot]))
+        return kinds
+
+    openings = [ask for exchange in topic["opening"] for ask in exchange["ask"]]
+    always_asked = set.intersection(*map(words_in, openings))
+    for part in ("opening", "more", "closing"):
+        for exchange in topic[part]:
+            for ask in exchange["ask"]:
+                known = words_in(ask)
+                if part != "opening":
+                    known |= always_asked
+                assert words_in(exchange["say"]) <= known, ask
 
 
 def test_sums_are_right(composer):
