@@ -17,6 +17,7 @@ from benchmarks.claims import Claim, Result
 from benchmarks.deadline import Deadline
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
+from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import ACCELERATED, PLAIN, Pace, speed
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 from pipeline.targets.loading import lm_head_weight
@@ -55,7 +56,8 @@ def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Resu
     claims: list[Claim] = []
     facts: dict[str, Any] = {}
     for (kind, num_nodes), with_tree in decoded.items():
-        figures = speed([{PLAIN: plain, ACCELERATED: with_tree}])
+        asked = [Prompt(str(number), prompts[number]) for number in range(len(plain))]
+        figures = speed(asked, [{PLAIN: plain, ACCELERATED: with_tree}])
         identical = sum(one.token_ids == other.token_ids for one, other in zip(plain, with_tree, strict=True))
         what = f"{num_nodes} nodes, {kind} heads"
         facts[what] = figures | {"identical_sequences": identical}

@@ -77,6 +77,23 @@ def test_states_and_labels_come_back_as_they_were_written(shards, roles):
     assert seen == len(written) == 30
 
 
+def test_a_label_is_taught_by_the_state_that_predicts_it(tmp_path):
+    """Head k's label at position t is the token at t+2+k, which the target predicted from its state at t+1+k."""
+    spans = [Span(2, 5, "assistant"), Span(7, 12, "assistant"), Span(12, 13, "assistant")]
+    found = open_rows(write(tmp_path / "0.parquet", [[row("a", spans)]])).read_group(0)[0]
+    positions = feature_positions(spans).tolist()
+    for start, stop in ((0, 6), (1, 3), (4, 6)):
+        states_MD, rows_KN = found.teachers(start, stop)
+        for k in range(K):
+            for n, place in enumerate(found.learnable[start:stop].tolist()):
+                label, taught_by = found.labels_KN[k, start + n], rows_KN[k, n]
+                if label == IGNORED:
+                    assert taught_by == -1
+                else:
+                    expected = found.hidden_ND[positions.index(positions[place] + 1 + k)]
+                    assert torch.equal(states_MD[taught_by], expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_states_keep_their_stored_dtype_and_are_not_copied(tmp_path, dtype):
     spans = [Span(1, 9, "assistant")]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pipeline.artifacts.generated_rows import GENERATED, TokenRow, read_token_rows, stored_row
+from pipeline.artifacts.generated_rows import GENERATED, TokenRow, num_contaminated, read_token_rows, stored_row
 from pipeline.artifacts.seed_rows import SEEDS, SeedRow, read_seeds
 from pipeline.conversations.conversation import Conversation, Message
+from pipeline.conversations.duplicates import CheckQuestions
 from pipeline.conversations.row_builder import GeneratedRow
 from pipeline.conversations.spans import Span
 from pipeline.errors import DamagedShard, DataError
@@ -59,3 +61,12 @@ def test_rows_of_another_run_or_another_vocabulary_and_damaged_ones_are_refused(
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(DamagedShard):
         next(read_token_rows([path], FINGERPRINT))
+
+
+def test_training_rows_that_hold_a_question_of_the_check_are_counted(tmp_path):
+    question, answer = Message("user", "Why?"), Message("assistant", "Why?")
+    other = (Message("user", "How?"), Message("assistant", "So."))
+    talks = [("train", (question,)), ("train", (*other, answer)), ("train", other), ("check", (question,))]
+    rows = [stored_row(replace(GENERATED_ROW, id=f"s:{n}", messages=said), of) for n, (of, said) in enumerate(talks)]
+    path = write(tmp_path / "a.parquet", GENERATED, rows)
+    assert num_contaminated([path], CheckQuestions([Conversation("q:0", (question,))])) == 2

@@ -2,6 +2,7 @@
 
 import ast
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -29,6 +30,22 @@ def test_paths_in_the_file_are_relative_to_the_file(file):
     assert config.run.root == file.parent / "runs"
     assert config.target.model == str(file.parent / "target")
     assert config.seeds.sources[0].path == file.parent / "seeds.jsonl"
+
+
+def test_every_key_that_may_be_a_path_is_relative_to_the_file(file):
+    settings = yaml.safe_load(file.read_text())
+    keys = [
+        (section, key)
+        for section, declared in declarations.Config.model_fields.items()
+        for key, field in declared.annotation.model_fields.items()
+        if Path in (field.annotation, *get_args(field.annotation))
+    ]
+    assert len(keys) >= 5
+    for section, key in keys:
+        settings.setdefault(section, {})[key] = "there"
+    file.write_text(yaml.safe_dump(settings))
+    found = load_config(file).model_dump()
+    assert {found[section][key] for section, key in keys} == {file.parent / "there"}
 
 
 def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_path, monkeypatch):
@@ -86,6 +103,7 @@ def test_a_hub_id_stays_a_hub_id(file):
         ("train.lr=.inf", "'train.lr'"),
         ("train.shard_heads=true", "'train.shard_heads' is gone"),
         ("generate.engine_args={hf_token: hf_abc}", "hf_token would be written to run.yaml"),
+        ("generate.engine_args={proxies: [x, 'http://me:word@host']}", "generate.engine_args.proxies holds a token"),
     ],
 )
 def test_a_mistake_is_named_in_one_paragraph_with_exit_code_2(file, word, says):

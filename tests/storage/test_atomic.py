@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,6 +153,28 @@ def test_replaced_files_are_on_the_disk_before_their_names(tmp_path, disk_acts):
     assert disk_acts.index(("fsync", file)) < disk_acts.index(("rename", file))
     after = disk_acts[disk_acts.index(("rename", file)) :]
     assert ("fsync", folder) in after and ("fsync", inode(tmp_path)) in after
+
+
+@pytest.mark.parametrize(
+    ("code", "of_a_directory", "fails"),
+    [
+        (errno.EIO, False, True),
+        (errno.EIO, True, True),
+        (errno.EINVAL, False, True),
+        (errno.EINVAL, True, False),  # as on network file systems
+    ],
+)
+def test_content_that_does_not_reach_the_disk_is_an_error(tmp_path, monkeypatch, code, of_a_directory, fails):
+    (tmp_path / "file").write_text("old")
+
+    def refuse(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode) == of_a_directory:
+            raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError) if fails else contextlib.nullcontext():
+        write_text(tmp_path / "file", "new")
+    assert (tmp_path / "file").read_text() == ("old" if fails and not of_a_directory else "new")
 
 
 def test_files_of_a_directory_that_exists_are_replaced_the_last_one_at_the_end(tmp_path, monkeypatch):

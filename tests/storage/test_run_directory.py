@@ -1,7 +1,8 @@
-"""What a killed driver leaves in a run's directory is gone once the next one holds the run."""
+"""What a killed driver leaves in a run's directory harms no next one."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -25,6 +26,17 @@ if sys.argv[2] == "file":
 else:
     run.link_latest(StageDirectory(run.store, "seeds", "0" * 64))
 """
+
+
+def test_an_event_after_a_line_that_was_cut_off_is_whole(tmp_path):
+    run, log = RunDirectory(tmp_path), tmp_path / "events.jsonl"
+    run.event("first")
+    log.write_text(log.read_text() + '{"time": 1.0, "ev')
+    run.event("second")
+    run.event("third")
+    first, half, *others = log.read_text().splitlines()
+    assert json.loads(first)["event"] == "first" and half == '{"time": 1.0, "ev'
+    assert [json.loads(line)["event"] for line in others] == ["second", "third"]
 
 
 def files(run: RunDirectory) -> set[str]:

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import shutil
 
 import pytest
@@ -62,7 +63,8 @@ def test_only_missing_damaged_foreign_and_outdated_shards_are_pending(pair):
     assert down.pending(down.tasks(up)) == []
     down.shard_path(0).unlink()
     down.shard_path(1).write_bytes(b"PAR1 no")
-    assert [task.index for task in down.pending(down.tasks(up))] == [0, 1]
+    down.quarantine_path(2).unlink()
+    assert [task.index for task in down.pending(down.tasks(up))] == [0, 1, 2]
     do(down, up, range(3))
     foreign = StageDirectory(down.path.parent, "generate", "c" * 64)
     do(foreign, up, [2])
@@ -101,6 +103,26 @@ def test_results_of_other_upstream_content_are_dropped_but_shards_are_kept(pair)
     down.begin({"seeds": "two"})
     assert not (down.path / "heads.json").exists()
     assert len(down.shards()) == 3
+
+
+def test_a_stage_that_is_begun_again_is_no_longer_done(pair):
+    up, down = pair
+    upstream = {"seeds": up.content}
+    down.begin(upstream)
+    do(down, up, range(3))
+    down.finish({}, upstream)
+    down.begin(upstream)
+    assert down.done is None and len(down.shards()) == 3
+
+
+def test_a_changed_figure_makes_no_finished_stage(pair):
+    up, _ = pair
+    record = up.path / "DONE.json"
+    said = json.loads(record.read_text())
+    record.write_text(json.dumps(said, indent=4))
+    assert up.done is not None
+    record.write_text(json.dumps(said | {"summary": {"rows": 4}}))
+    assert up.done is None
 
 
 def hold(path, ready, release):
@@ -156,6 +178,17 @@ def test_a_digest_notices_a_file_that_changed_behind_its_path(tmp_path):
     before = FileDigests(cache).of(file)
     assert FileDigests(cache).of(file) == before
     file.write_bytes(b"two")
+    assert FileDigests(cache).of(file) != before
+
+
+def test_a_digest_notices_new_content_of_the_old_size_and_time(tmp_path):
+    file, cache = tmp_path / "w.bin", tmp_path / "digests.json"
+    file.write_bytes(b"one")
+    before, times = FileDigests(cache).of(file), file.stat()
+    file.write_bytes(b"two")
+    while file.stat().st_ctime_ns == times.st_ctime_ns:  # the clock's tick
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert FileDigests(cache).of(file) != before
 
 
