@@ -25,8 +25,6 @@ def test_the_store_is_where_most_stages_lie(tmp_path):
     link(run, tmp_path / "another", "check")
     for name in ("seeds", "train"):
         link(run, store, name)
-    for name in ("a", "b", "c"):
-        link(run, tmp_path / "notes", name, goal=f"my-{name}")  # of somebody else
     assert linked_store(run) == store
 
 

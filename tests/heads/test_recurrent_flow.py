@@ -28,7 +28,7 @@ def most_written(run: RunDirectory, number: int) -> list[int]:
 
 @pytest.mark.slow
 def test_a_draft_vocabulary_through_the_whole_flow(make_config, tmp_path):
-    run = run_again(make_config(tmp_path, train__draft_vocab=40, calibrate__tree="dynamic"))
+    run = run_again(make_config(tmp_path, train__draft_vocab=40, train__epochs=6, calibrate__tree="dynamic"))
     trained = load_file(latest(run, "train").path / "heads.safetensors")
     assert trained["token_map"].tolist() == most_written(run, 40) and len(trained["0.1.weight"]) == 40
     export = latest(run, "export").path
