@@ -179,9 +179,12 @@ def test_the_readme_s_figures_have_the_form_that_the_script_writes():
     trees = [{"tree": "stock (Vicuna-7B's)", "acceleration_rate": 1.0, "nodes": 1}]
     names = ("acceleration_rate", "overhead", "speedup", "tokens_per_second", "baseline_tokens_per_second")
     native = {**dict.fromkeys(names, 1.0), "greedy_match": matched, "studies": {"trees": trees}}
+    measured = {"acceleration_rate": 1.0, "standard_error": 1.0}
     expected = {"expected_acceleration_rate": 1.0, "expected_standard_error": 1.0}
+    native |= {"standard_error": 1.0, "seen_share": 0.5, "new": {"answers": 9, **measured}}
     vllm = native | expected | {"num_speculative_tokens": 1}
-    made = table({"check": {"native": native, "vllm": vllm}, "tree": expected | {"nodes": 1}})
+    tree = expected | {"nodes": 1, "new": {"answers": 9, **expected}}
+    made = table({"check": {"native": native, "vllm": vllm}, "tree": tree})
     block = text("README.md").partition("<!-- demo -->\n")[2].partition("\n<!-- /demo -->")[0]
     assert len(made.splitlines()) == 2 + 8
     assert re.sub(r"[\d.,]+", "N", block) == re.sub(r"[\d.,]+", "N", made), "run python scripts/write_demo.py runs/demo"
