@@ -120,8 +120,9 @@ def _workers_of(config: Config, section: str) -> int:
     wanted = config.placement.of_stages()[section].workers
     if wanted != "auto":
         return wanted
-    is_elsewhere = config.placement.gpu_memory_gb or os.environ.get("RAY_ADDRESS")
-    return 1 if is_elsewhere else max(1, num_gpus() // max(1, gpus_of(config, section)))
+    if config.placement.gpu_memory_gb or os.environ.get("RAY_ADDRESS"):  # whose GPUs are not counted here
+        return 1
+    return max(1, num_gpus() // max(1, gpus_of(config, section)))
 
 
 def _device_bytes(config: Config, section: str) -> float | None:
@@ -249,7 +250,9 @@ def memory_of_stages(config: Config, target: TargetSizes, positions: int | None 
     heads = HeadsSizes.of(config.train, target.hidden_size, target.vocab_size)
     if config.generate.mode != "passthrough":
         found.append(_decoding(config, target, "generate", "generate", num_texts=1))
-    features = "tuned-features" if "features" in method.skipped(config.train) else "features"
+    features = "features"
+    if features in method.skipped(config.train):
+        features = "tuned-features"
     found.append(_decoding(config, target, features, "features", num_texts=0))
     for name, learner in method.phases(config.train):
         found.append(_training(config, target, heads, name, learner, positions or MANY_POSITIONS))
@@ -262,7 +265,9 @@ def memory_of_stages(config: Config, target: TargetSizes, positions: int | None 
 def _on(stage: str, config: Config, section: str) -> StageMemory:
     """A stage that holds nothing yet, with the device of its section of `placement`."""
     on_gpu = gpus_of(config, section) > 0
-    sharing = 1 if on_gpu or stage == "check" else _workers_of(config, section)
+    sharing = 1
+    if not on_gpu and stage != "check":
+        sharing = _workers_of(config, section)
     saves_memory = head_kind(config.train.heads).saves_memory
     return StageMemory(stage, stage, _device_bytes(config, section), on_gpu, sharing, saves_memory)
 
