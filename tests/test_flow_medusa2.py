@@ -263,8 +263,6 @@ def test_what_is_damaged_of_a_backbone_or_its_states_is_made_again_and_nothing_i
     trained = heads.stat().st_mtime_ns
     path.unlink()  # of two names of one file this one
     path.write_bytes(whole[: len(whole) // 2])
-    if stage == "train":  # a renamed copy, which the new record must not name: later stages would be made again
-        shutil.copytree(path.parent, path.parent.with_name("BACKBONE"))
     assert latest(run, stage).verify()
     assert stages_run(run_again(config, until="export")) == remade
     assert latest(run, stage).verify() == [] and heads.stat().st_mtime_ns == trained
