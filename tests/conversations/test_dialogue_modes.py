@@ -93,6 +93,15 @@ def test_passthrough_is_cut_by_the_context_and_not_by_the_longest_answer(chatml)
     assert (cut.finish, cut.input_ids) == (["stop", "length"], whole.input_ids[:-1])
 
 
+def test_an_answer_that_nothing_ends_is_passed_through_whole(tokenizer):
+    plain = (
+        "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    row = only_row(Dialogue(SEED, ChatTemplate(tokenizer, plain), replace(SETTINGS, mode="passthrough")))
+    assert answers(row) == ["Seed one.", "Seed two."]
+
+
 # Templates that rewrite history.
 
 

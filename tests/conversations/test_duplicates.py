@@ -155,6 +155,11 @@ def test_sources_are_mixed_in_proportion_to_their_weights_until_one_has_no_more(
     assert again == ids
 
 
+def test_of_equal_claims_the_first_named_source_is_next(tmp_path):
+    rows = [row.id for row in mixed(readers(tmp_path, [3, 3], [1.0, 1.0]))]
+    assert [row.partition(":")[0] for row in rows] == ["s0", "s1"] * 3
+
+
 def test_without_weights_every_source_is_read_whole_in_order(tmp_path):
     rows = [row.id for row in mixed(readers(tmp_path, [7, 5], [None, None]))]
     assert rows == [*(f"s0:{n}" for n in range(7)), *(f"s1:{n}" for n in range(5))]

@@ -13,6 +13,7 @@ from pipeline.conversations.conversation import Conversation, Message, Reason
 from pipeline.conversations.dialogue import Dialogue
 from pipeline.conversations.formats import RowSettings, read_row
 from pipeline.conversations.template import ChatTemplate
+from pipeline.conversations.tool_turns import for_template
 from pipeline.errors import ConfigError
 from tests.conversations.scripted_target import SETTINGS, hold, ids_of, only_row, written
 
@@ -87,6 +88,22 @@ def test_calls_and_results_are_read_in_both_spellings(row):
     assert found.messages[2].content == RESULT
     assert json.loads(found.tools) == [{"type": "function", "function": OFFERED[0]}]
     assert [turn.answer for turn in found.turns] == ["Clear.", "Welcome."]
+
+
+def test_the_character_limit_counts_calls():
+    num_characters = sum(len(m.content) + len(m.tool_calls or "") for m in conversation().messages)
+    assert isinstance(conversation(max_characters=num_characters), Conversation)
+    assert conversation(max_characters=num_characters - 1).reason is Reason.TOO_LONG
+
+
+def test_every_call_has_an_id_of_its_own_which_its_result_names():
+    two = json.dumps([CALL, CALL | {"name": "clock"}])
+    results = Message("tool", "one"), Message("tool", "two")
+    said = for_template([Message("assistant", "", two), *results, Message("assistant", "", two), *results], str)
+    ids = [call["id"] for message in said for call in message.get("tool_calls", ())]
+    assert len(set(ids)) == len(ids) == 4
+    assert [message["tool_call_id"] for message in said if message["role"] == "tool"] == ids
+    assert [message["name"] for message in said if message["role"] == "tool"] == ["weather", "clock"] * 2
 
 
 def test_the_conversation_is_cut_before_a_call_or_left_out_where_that_is_wanted():

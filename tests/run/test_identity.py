@@ -1,0 +1,63 @@
+"""What a stage's directory depends on: its code, its settings, its input, the target's content; no paths."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pipeline.flow import STAGES
+from pipeline.run.context import Context
+from pipeline.storage.stage_directory import StageDirectory
+
+
+@pytest.fixture
+def context_of(finished_run):
+    """A context that reads the finished run and writes nothing."""
+
+    def made(config) -> Context:
+        upstream = finished_run.stages()
+        return Context(config, finished_run, Console(quiet=True), "inline", read_only=True, upstream=upstream)
+
+    return made
+
+
+def test_other_code_or_other_input_makes_another_directory(finished_run, make_config, context_of):
+    context = context_of(make_config(finished_run.path.parent))
+    for name, directory in finished_run.stages().items():
+        stage = STAGES[name]
+        assert stage.locate(context).fingerprint == directory.fingerprint
+        newer = replace(stage, version=stage.version + 1)
+        assert newer.locate(context).fingerprint != directory.fingerprint
+        for source in stage.upstream(context.config):
+            before = context.upstream[source]
+            context.upstream[source] = StageDirectory(finished_run.path, source, "0" * 64)
+            assert stage.locate(context).fingerprint != directory.fingerprint
+            context.upstream[source] = before
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("chat_template", "{{ messages[0].content }}"),
+        ("max_tokens", 64),
+        ("dtype", "bfloat16"),
+        ("quantization", "8bit"),
+        ("template_arguments", {"enable_thinking": False}),
+    ],
+)
+def test_a_setting_that_changes_what_the_target_says_changes_it(make_config, tmp_path, context_of, key, value):
+    before, after = make_config(tmp_path), make_config(tmp_path, **{f"target__{key}": value})
+    assert context_of(before).target_identity != context_of(after).target_identity
+
+
+def test_a_target_is_known_by_its_content_wherever_it_lies(make_config, tmp_path, context_of, tiny_target):
+    copied = Path(shutil.copytree(tiny_target, tmp_path / "copied"))
+    before, after = make_config(tmp_path), make_config(tmp_path, target__model=str(copied))
+    assert context_of(before).target_identity == context_of(after).target_identity
+    settings = copied / "generation_config.json"
+    settings.write_text(settings.read_text() + "\n")
+    assert context_of(before).target_identity != context_of(after).target_identity

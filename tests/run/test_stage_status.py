@@ -1,0 +1,20 @@
+"""The status of an unfinished stage counts the shards that a run would keep."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pipeline.flow import STAGES
+from pipeline.run.stage_status import stage_statuses
+from tests.flows.tiny import latest
+
+
+def test_a_shard_that_was_made_from_something_else_is_not_counted(copied_run, make_config, tmp_path):
+    config, seeds = make_config(tmp_path), latest(copied_run, "seeds")
+    (latest(copied_run, "generate").path / "DONE.json").unlink()
+    found = stage_statuses(copied_run, config, STAGES)["generate"]
+    assert (found.status, found.made, found.expected) == ("partial", 4, 4)
+    first, *others = seeds.done.shards
+    replace(seeds.done, shards=[replace(first, content_sha256="0" * 64), *others]).write(seeds.path)
+    found = stage_statuses(copied_run, config, STAGES)["generate"]
+    assert (found.status, found.made, found.expected) == ("partial", 3, 4)
