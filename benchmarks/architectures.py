@@ -1,10 +1,13 @@
-"""Which families of models are kept and which refused: each in miniature, through the flow and in vLLM.
+"""Which families of models are kept and which refused: each in miniature, through the flow and in
+vLLM.
 
-    python -m benchmarks.run architectures    # every family of docs/models.md, both kinds of heads: 10 minutes
+    python -m benchmarks.run architectures    # every family of docs/models.md, both kinds of heads:
+    10 minutes
 
-A family is kept where the whole flow passes its own check natively; vLLM's answer is how many greedy texts with the
-export are the same as without it, or why it cannot start. Weights are random and sizes tiny, so that rates mean
-nothing here. Refused families are those whose layers cannot verify a tree; the flow says so before it computes.
+A family is kept where the whole flow passes its own check natively; vLLM's answer is how many
+greedy texts with the export are the same as without it, or why it cannot start. Weights are random
+and sizes tiny, so that rates mean nothing here. Refused families are those whose layers cannot
+verify a tree; the flow says so before it computes.
 """
 
 from __future__ import annotations
@@ -36,9 +39,14 @@ def measure(*, tiny: bool = False) -> Result:
     found = {name: kept(name, in_vllm=not tiny) for name in families}
     found |= {name: refused(name) for name in (list(REFUSED)[:1] if tiny else REFUSED)}
     whole = sum(row["flow"] == "kept" for row in found.values())
-    sides = {"refused before anything was computed": sum(row["flow"].startswith("refused") for row in found.values())}
+    sides = {
+        "refused before anything was computed": sum(
+            row["flow"].startswith("refused") for row in found.values()
+        )
+    }
     return Result(
-        [Claim("families that run from seeds to an exact check", whole, "", sides=sides)], {"families": found}
+        [Claim("families that run from seeds to an exact check", whole, "", sides=sides)],
+        {"families": found},
     )
 
 
@@ -56,7 +64,11 @@ def kept(name: str, *, in_vllm: bool) -> dict[str, Any]:
             match = run.report["check"]["native"]["greedy_match"]
             row[f"{heads}, native"] = f"{match['identical']} of {match['sequences']}"
         like = FAMILIES[name].served_as
-        served = _served(runs) if in_vllm and not like else dict.fromkeys(runs, f"as {like}" if like else "not tried")
+        served = (
+            _served(runs)
+            if in_vllm and not like
+            else dict.fromkeys(runs, f"as {like}" if like else "not tried")
+        )
         row |= {f"{heads}, vLLM": said for heads, said in served.items()}
         print(name, row, flush=True)
         return row
@@ -87,7 +99,14 @@ def _config(name: str, root: Path, target: Path, heads: str) -> Config:
                 "holdout": 0.5,
             },
             "generate": {"engine": "transformers", "max_new_tokens": 8, "rounds": 1},
-            "train": {"heads": heads, "num_heads": 3, "epochs": 1, "batch_tokens": 128, "warmup_steps": 1, "lr": 1e-2},
+            "train": {
+                "heads": heads,
+                "num_heads": 3,
+                "epochs": 1,
+                "batch_tokens": 128,
+                "warmup_steps": 1,
+                "lr": 1e-2,
+            },
             "calibrate": {"nodes": 4},
             "check": {
                 "prompts": NUM_PROMPTS,
@@ -108,25 +127,40 @@ def _run(config: Config) -> Run:
 
 
 def _served(runs: Mapping[str, Run]) -> dict[str, str]:
-    """How many greedy texts vLLM writes alike with each kind of heads and without, or why it does not."""
+    """How many greedy texts vLLM writes alike with each kind of heads and without, or why it does
+    not.
+    """
     first = next(iter(runs.values()))
     target = resolve(first.config.target, on_gpu=False)
-    found = held_out_prompts(first.generated("check"), NUM_PROMPTS, context_length(target) - 2 * NEW_TOKENS)
+    found = held_out_prompts(
+        first.generated("check"), NUM_PROMPTS, context_length(target) - 2 * NEW_TOKENS
+    )
     prompts: Sequence[list[int]] = [prompt.ids for prompt in found.kept]
     said = {}
-    chosen = {heads: read_layout(run.export).engine_args(run.export, target.model) for heads, run in runs.items()}
+    chosen = {
+        heads: read_layout(run.export).engine_args(run.export, target.model)
+        for heads, run in runs.items()
+    }
     try:
         plain, *others = decode_in_vllm(target, [{}, *chosen.values()], prompts, NEW_TOKENS)
     except MedusaDistillError as error:
-        return {heads: _alone(target, engine_args, prompts, error) for heads, engine_args in chosen.items()}
+        return {
+            heads: _alone(target, engine_args, prompts, error)
+            for heads, engine_args in chosen.items()
+        }
     for heads, other in zip(runs, others, strict=True):
-        same = sum(one == two for one, two in zip(plain["token_ids"], other["token_ids"], strict=True))
+        same = sum(
+            one == two for one, two in zip(plain["token_ids"], other["token_ids"], strict=True)
+        )
         said[heads] = f"{same} of {len(prompts)}"
     return said
 
 
 def _alone(
-    target: TargetSpec, engine_args: Mapping[str, Any], prompts: Sequence[list[int]], first: MedusaDistillError
+    target: TargetSpec,
+    engine_args: Mapping[str, Any],
+    prompts: Sequence[list[int]],
+    first: MedusaDistillError,
 ) -> str:
     """Of two kinds of heads one may be what vLLM does not start with."""
     try:

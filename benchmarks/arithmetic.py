@@ -1,7 +1,7 @@
 """Floating-point operations by formula, and the machine's peak by measurement.
 
-Only needed operations count: no padding, no masked half of causal attention, no label of -100, no unused gradient. A
-share of the peak is therefore never overstated.
+Only needed operations count: no padding, no masked half of causal attention, no label of -100, no
+unused gradient. A share of the peak is therefore never overstated.
 """
 
 from __future__ import annotations
@@ -24,17 +24,22 @@ PEAK_PRODUCTS = 100  # enough for a GPU's clock to settle
 def backbone_flops(model: PreTrainedModel, lengths: Iterable[int]) -> float:
     """One forward of the backbone, without the lm_head, over conversations of these lengths."""
     text = model.config.get_text_config()
-    per_token = 2 * sum(part.weight.numel() for part in model.base_model.modules() if isinstance(part, nn.Linear))
+    per_token = 2 * sum(
+        part.weight.numel() for part in model.base_model.modules() if isinstance(part, nn.Linear)
+    )
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    attention = 2 * text.num_hidden_layers * text.num_attention_heads * head_dim  # two products, half of each masked
+    attention = (
+        2 * text.num_hidden_layers * text.num_attention_heads * head_dim
+    )  # two products, half of each masked
     return float(sum(per_token * length + attention * length**2 for length in lengths))
 
 
 def training_flops(config: MedusaShape, num_positions: float, num_labels: float) -> float:
-    """Medusa-1, forward and backward, over `num_positions` states with `num_labels` labels, all heads together.
+    """Medusa-1, forward and backward, over `num_positions` states with `num_labels` labels, all
+    heads together.
 
-    A trained lm_head takes three products per label (logits, its input's gradient, its own), a frozen one two; a first
-    block needs no gradient of its input, the states.
+    A trained lm_head takes three products per label (logits, its input's gradient, its own), a
+    frozen one two; a first block needs no gradient of its input, the states.
     """
     size = config.hidden_size
     lm_head = (4 if config.lm_head == "tied" else 6) * config.vocab_size * size * num_labels
@@ -43,10 +48,14 @@ def training_flops(config: MedusaShape, num_positions: float, num_labels: float)
 
 
 class Peak:
-    """The device's peak rate, by products of two large random matrices; timed in turns with other sides."""
+    """The device's peak rate, by products of two large random matrices; timed in turns with other
+    sides.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, size: int):
-        self._left, self._right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        self._left, self._right = (
+            torch.randn(size, size, device=device).to(dtype) for _ in range(2)
+        )
         self._out = torch.empty_like(self._left)
         self.flops = float(PEAK_PRODUCTS * 2 * size**3)
 
@@ -67,7 +76,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def reset_peak_memory(device: torch.device) -> float:
-    """Free what is no longer used and start measuring the peak anew; returns the memory in use, in GB."""
+    """Free what is no longer used and start measuring the peak anew; returns the memory in use, in
+    GB.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -80,7 +91,11 @@ def reset_peak_memory(device: torch.device) -> float:
 
 def peak_memory_gb(device: torch.device) -> float:
     """The most memory in use since then: a GPU's by tensors, else this process's."""
-    return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else _resident_gb("VmHWM")
+    return (
+        torch.cuda.max_memory_allocated(device) / 1e9
+        if device.type == "cuda"
+        else _resident_gb("VmHWM")
+    )
 
 
 def _resident_gb(name: str) -> float:

@@ -1,6 +1,7 @@
 """A benchmark's claims, each a measured figure with its aim, and the timing of two sides.
 
-Sides take turns, A B A B, so that a drifting machine slows both; a side's figure is its median. A missed aim raises
+Sides take turns, A B A B, so that a drifting machine slows both; a side's figure is its median. A
+missed aim raises
 nothing: it is written down like one that was met.
 """
 
@@ -16,7 +17,9 @@ Side = Callable[[], float]  # works once; returns seconds
 
 @dataclass(frozen=True)
 class Claim:
-    """One measured figure. `aim` is a lower bound, or with `at_most` an upper one; None for none."""
+    """One measured figure. `aim` is a lower bound, or with `at_most` an upper one; None for
+    none.
+    """
 
     what: str
     measured: float
@@ -24,7 +27,9 @@ class Claim:
     aim: float | None = None
     at_most: bool = False
     spread: tuple[float, float] | None = None  # least and most over the rounds
-    sides: Mapping[str, float] = field(default_factory=dict)  # the underlying values, with units in their names
+    sides: Mapping[str, float] = field(
+        default_factory=dict
+    )  # the underlying values, with units in their names
 
     @property
     def met(self) -> bool | None:
@@ -43,7 +48,11 @@ class Result:
 
 
 def in_turns(
-    sides: Mapping[str, Side], rounds: int, *, warm_up: bool = True, ends: Callable[[], bool] = lambda: False
+    sides: Mapping[str, Side],
+    rounds: int,
+    *,
+    warm_up: bool = True,
+    ends: Callable[[], bool] = lambda: False,
 ) -> dict[str, list[float]]:
     """Each side's seconds in each of `rounds` rounds, after one warm-up round that is not counted.
 
@@ -63,8 +72,16 @@ def rates(work: float, seconds: Sequence[float]) -> list[float]:
     return [work / each for each in seconds]
 
 
-def ratio(what: str, ours: Sequence[float], theirs: Sequence[float], sides: Mapping[str, float], **more: Any) -> Claim:
-    """Our median rate over theirs, with the least and the most of the rounds; in percent with `unit` "%"."""
+def ratio(
+    what: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    sides: Mapping[str, float],
+    **more: Any,
+) -> Claim:
+    """Our median rate over theirs, with the least and the most of the rounds; in percent with
+    `unit` "%".
+    """
     scale = 100.0 if more.get("unit") == "%" else 1.0
     per_round = [scale * one / other for one, other in zip(ours, theirs, strict=True)]
     measured = scale * median(ours) / median(theirs)
@@ -72,9 +89,21 @@ def ratio(what: str, ours: Sequence[float], theirs: Sequence[float], sides: Mapp
 
 
 def speed_ratio(
-    what: str, seconds: Mapping[str, Sequence[float]], work: float, unit: str, aim: float | None = None
+    what: str,
+    seconds: Mapping[str, Sequence[float]],
+    work: float,
+    unit: str,
+    aim: float | None = None,
 ) -> Claim:
-    """The speed of the first of two sides over that of the second, for the same `work` counted in `unit`."""
+    """The speed of the first of two sides over that of the second, for the same `work` counted in
+    `unit`.
+    """
     by_side = {name: rates(work, each) for name, each in seconds.items()}
     ours, theirs = by_side.values()
-    return ratio(what, ours, theirs, {f"{name}, {unit}/s": median(each) for name, each in by_side.items()}, aim=aim)
+    return ratio(
+        what,
+        ours,
+        theirs,
+        {f"{name}, {unit}/s": median(each) for name, each in by_side.items()},
+        aim=aim,
+    )

@@ -1,7 +1,7 @@
 """When the parts of a benchmark have to end, so that all of it ends in a bounded time.
 
-A part looks between its rounds, so it ends at most one round late; the next one then has less. What a part does not
-reach is said as not measured.
+A part looks between its rounds, so it ends at most one round late; the next one then has less. What
+a part does not reach is said as not measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class Deadline:
         return replace(self, at=now + (self.at - now) / 2)
 
 
-def deadlines(seconds: Mapping[str, float], clock: Callable[[], float] = perf_counter) -> dict[str, Deadline]:
+def deadlines(
+    seconds: Mapping[str, float], clock: Callable[[], float] = perf_counter
+) -> dict[str, Deadline]:
     """When each part ends, one after another from now on; what one leaves, those after it have."""
     end, found = clock(), {}
     for part, share in seconds.items():

@@ -1,9 +1,11 @@
-"""The overhead of a step with a tree over a plain one on this machine's CPU, by tree size and batch size.
+"""The overhead of a step with a tree over a plain one on this machine's CPU, by tree size and batch
+size.
 
-Measured: seconds per step of `Decoder` with trees of 1 to 256 nodes over those of `plain_decoder`, the same loop
-without a tree, in turns, on the number of threads at which plain decoding is fastest. Batches: the same for a tree of 8
-nodes and several texts at once. Heads are untrained and untied (the more expensive kind): a step's cost does not depend
-on what is accepted. The gpu benchmark has the curve for a GPU.
+Measured: seconds per step of `Decoder` with trees of 1 to 256 nodes over those of `plain_decoder`,
+the same loop without a tree, in turns, on the number of threads at which plain decoding is fastest.
+Batches: the same for a tree of 8 nodes and several texts at once. Heads are untrained and untied
+(the more expensive kind): a step's cost does not depend on what is accepted. The gpu benchmark has
+the curve for a GPU.
 """
 
 from __future__ import annotations
@@ -37,26 +39,49 @@ def measure(*, tiny: bool = False) -> Result:
     threads: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        large = targets.random_target(directory / "large", targets.TINY if tiny else targets.BACKBONE)
-        cases = {"a random backbone of 50M parameters": large, "the demo's target": targets.demo_target(directory)}
+        large = targets.random_target(
+            directory / "large", targets.TINY if tiny else targets.BACKBONE
+        )
+        cases = {
+            "a random backbone of 50M parameters": large,
+            "the demo's target": targets.demo_target(directory),
+        }
         for what, target in cases.items():
             model = load_causal_lm(target, "cpu", 1)
-            prompt = torch.randint(2, 200, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
-            with fastest_threads(plain_decoder(model, eos_token_ids=()), prompt) as chosen, torch.inference_mode():
+            prompt = torch.randint(
+                2, 200, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(0)
+            ).tolist()
+            with (
+                fastest_threads(plain_decoder(model, eos_token_ids=()), prompt) as chosen,
+                torch.inference_mode(),
+            ):
                 threads[what] = chosen
                 claims += overheads(model, what, prompt, tiny=tiny)
-    facts = {"threads": threads, "prompt_tokens": PROMPT_TOKENS, "steps": NUM_STEPS, "num_heads": NUM_HEADS}
+    facts = {
+        "threads": threads,
+        "prompt_tokens": PROMPT_TOKENS,
+        "steps": NUM_STEPS,
+        "num_heads": NUM_HEADS,
+    }
     return Result(claims, facts)
 
 
-def overheads(model: PreTrainedModel, what: str, prompt: Sequence[int], *, tiny: bool) -> list[Claim]:
+def overheads(
+    model: PreTrainedModel, what: str, prompt: Sequence[int], *, tiny: bool
+) -> list[Claim]:
     """One claim per size of the tree, and one per size of the batch."""
     config = MedusaShape(model.config.hidden_size, model.config.vocab_size, NUM_HEADS)
     heads = MedusaHeads.from_lm_head(config, lm_head_weight(model)).eval()
     plain = plain_decoder(model, eos_token_ids=())
-    trees = {size: Decoder(model, heads, greedy_tree(ACCURACY_KR, size), eos_token_ids=()) for size in SIZES}
+    trees = {
+        size: Decoder(model, heads, greedy_tree(ACCURACY_KR, size), eos_token_ids=())
+        for size in SIZES
+    }
     rounds = 1 if tiny else ROUNDS
-    by_size = in_turns({n: lambda d=d: seconds_per_step(d, [prompt]) for n, d in {0: plain, **trees}.items()}, rounds)
+    by_size = in_turns(
+        {n: lambda d=d: seconds_per_step(d, [prompt]) for n, d in {0: plain, **trees}.items()},
+        rounds,
+    )
     claims = [claim(f"{size} nodes, {what}", by_size[size], by_size[0]) for size in SIZES]
     for batch in BATCHES[: 2 if tiny else None]:
         sides = {
@@ -64,7 +89,9 @@ def overheads(model: PreTrainedModel, what: str, prompt: Sequence[int], *, tiny:
             for name, decoder in (("plain", plain), ("tree", trees[NODES_IN_BATCHES]))
         }
         taken = in_turns(sides, rounds)
-        claims.append(claim(f"{NODES_IN_BATCHES} nodes, {batch} texts, {what}", taken["tree"], taken["plain"]))
+        claims.append(
+            claim(f"{NODES_IN_BATCHES} nodes, {batch} texts, {what}", taken["tree"], taken["plain"])
+        )
     return claims
 
 

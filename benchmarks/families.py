@@ -1,8 +1,8 @@
-"""Each family of docs/models.md with random weights in miniature, and a chat template of its family's form; and others
-that are refused.
+"""Each family of docs/models.md with random weights in miniature, and a chat template of its
+family's form; and others that are refused.
 
-Templates are written here after the published ones: the same marks around turns, the same handling of a system prompt,
-of the date, of thoughts, without their branches for tools and pictures.
+Templates are written here after the published ones: the same marks around turns, the same handling
+of a system prompt, of the date, of thoughts, without their branches for tools and pictures.
 """
 
 from __future__ import annotations
@@ -12,11 +12,26 @@ from pathlib import Path
 from typing import Any
 
 CONTEXT = 192
-WORDS = ["red", "green", "blue", "cat", "dog", "moon", "river", "stone", "why", "how", "what", "sings", "runs", "old"]
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "cat",
+    "dog",
+    "moon",
+    "river",
+    "stone",
+    "why",
+    "how",
+    "what",
+    "sings",
+    "runs",
+    "old",
+]
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": CONTEXT, "initializer_range": 0.2,
+    "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": CONTEXT, "initializer_range": 0.2,  # noqa: E501
     "dtype": "float32",
 }  # fmt: skip
 
@@ -31,7 +46,7 @@ Today Date: {{ strftime_now("%d %b %Y") if strftime_now is defined else "26 Jul 
 {{ m['content'] | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt %}\
 <|start_header_id|>assistant<|end_header_id|>
 
-{% endif %}"""
+{% endif %}"""  # noqa: E501
 CHATML = """{% if messages[0]['role'] != 'system' %}<|im_start|>system
 You are a helpful assistant.<|im_end|>
 {% endif %}{% for m in messages %}<|im_start|>{{ m['role'] }}
@@ -48,24 +63,26 @@ QWEN_3 = """{% set last = namespace(user=0) %}{% for m in messages %}{% if m['ro
 
 </think>
 
-{% endif %}{% endif %}"""
+{% endif %}{% endif %}"""  # noqa: E501
 MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]\
 {% elif m['role'] == 'assistant' %} {{ m['content'] | trim }}{{ eos_token }}{% else %}\
-{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"""
+{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"""  # noqa: E501
 GEMMA_3 = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}\
 {% set before = messages[0]['content'] + '\\n\\n' %}\
 {% set rest = messages[1:] %}{% else %}{% set before = '' %}{% set rest = messages %}{% endif %}{% for m in rest %}\
 <start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}
 {{ before if loop.first else '' }}{{ m['content'] | trim }}<end_of_turn>
 {% endfor %}{% if add_generation_prompt %}<start_of_turn>model
-{% endif %}"""
+{% endif %}"""  # noqa: E501
 PHI_4 = """{% for m in messages %}<|im_start|>{{ m['role'] }}<|im_sep|>{{ m['content'] }}<|im_end|>{% endfor %}\
-{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"""
+{% if add_generation_prompt %}<|im_start|>assistant<|im_sep|>{% endif %}"""  # noqa: E501
 ZEPHYR = """{% for m in messages %}<|{{ m['role'] }}|>
 {{ m['content'] }}{{ eos_token }}
 {% endfor %}{% if add_generation_prompt %}<|assistant|>
 {% endif %}"""
-VICUNA = Path(__file__).parents[1].joinpath("configs/templates/vicuna.jinja").read_text(encoding="utf-8")
+VICUNA = (
+    Path(__file__).parents[1].joinpath("configs/templates/vicuna.jinja").read_text(encoding="utf-8")
+)
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 WINDOWED = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}
@@ -81,12 +98,14 @@ class Family:
     marks: tuple[str, ...] = ()
     sizes: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)  # target.template_arguments
-    served_as: str = ""  # the family whose architecture this is, where an engine cannot tell them apart
+    served_as: str = (
+        ""  # the family whose architecture this is, where an engine cannot tell them apart
+    )
 
 
 IM = ("<|im_start|>", "<|im_end|>")
 LLAMA_ROPE = {
-    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,  # noqa: E501
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 FAMILIES = {
@@ -106,14 +125,26 @@ FAMILIES = {
     ),
     "Qwen2.5": Family("Qwen2Config", CHATML, "<|im_end|>", IM),
     "Qwen3, without thinking": Family(
-        "Qwen3Config", QWEN_3, "<|im_end|>", (*IM, "<think>", "</think>"), arguments={"enable_thinking": False}
+        "Qwen3Config",
+        QWEN_3,
+        "<|im_end|>",
+        (*IM, "<think>", "</think>"),
+        arguments={"enable_thinking": False},
     ),
     "Qwen3, with thinking": Family(
-        "Qwen3Config", QWEN_3, "<|im_end|>", (*IM, "<think>", "</think>"), served_as="Qwen3, without thinking"
+        "Qwen3Config",
+        QWEN_3,
+        "<|im_end|>",
+        (*IM, "<think>", "</think>"),
+        served_as="Qwen3, without thinking",
     ),
     "Qwen3-MoE": Family("Qwen3MoeConfig", QWEN_3, "<|im_end|>", IM, {"num_experts": 4, **EXPERTS}),
-    "Mixtral": Family("MixtralConfig", MISTRAL, "</s>", ("[INST]", "[/INST]"), {"num_local_experts": 4, **EXPERTS}),
-    "Mistral": Family("MistralConfig", MISTRAL, "</s>", ("[INST]", "[/INST]"), {"sliding_window": None}),
+    "Mixtral": Family(
+        "MixtralConfig", MISTRAL, "</s>", ("[INST]", "[/INST]"), {"num_local_experts": 4, **EXPERTS}
+    ),
+    "Mistral": Family(
+        "MistralConfig", MISTRAL, "</s>", ("[INST]", "[/INST]"), {"sliding_window": None}
+    ),
     "Gemma 3": Family(
         "Gemma3TextConfig",
         GEMMA_3,
@@ -122,7 +153,9 @@ FAMILIES = {
         {**WINDOWED, "tie_word_embeddings": True, "query_pre_attn_scalar": 32},
     ),
     "Phi-4": Family("Phi3Config", PHI_4, "<|im_end|>", (*IM, "<|im_sep|>"), {"pad_token_id": 0}),
-    "Vicuna": Family("LlamaConfig", VICUNA, "</s>", (), {"num_key_value_heads": 2}, served_as="Llama 3.1, 3.3"),
+    "Vicuna": Family(
+        "LlamaConfig", VICUNA, "</s>", (), {"num_key_value_heads": 2}, served_as="Llama 3.1, 3.3"
+    ),
     "Zephyr": Family("MistralConfig", ZEPHYR, "</s>", (), {"sliding_window": 24}),
 }
 
@@ -134,7 +167,10 @@ def save_tokenizer(family: Family, directory: Path) -> Any:
 
     special = list(dict.fromkeys(["<s>", "</s>", family.end_of_turn, *family.marks]))
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=special,
@@ -143,7 +179,10 @@ def save_tokenizer(family: Family, directory: Path) -> Any:
     )
     backend.train_from_iterator([" ".join(WORDS)] * 4, trainer)
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token=family.end_of_turn, additional_special_tokens=special
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token=family.end_of_turn,
+        additional_special_tokens=special,
     )
     tokenizer.chat_template = family.template
     tokenizer.save_pretrained(directory)
@@ -158,9 +197,17 @@ def save_family(name: str, directory: Path) -> Path:
     family = FAMILIES[name]
     tokenizer = save_tokenizer(family, directory)
     end = tokenizer.convert_tokens_to_ids(family.end_of_turn)
-    sizes = {**SIZES, "vocab_size": len(tokenizer), "bos_token_id": 0, "eos_token_id": end, **family.sizes}
+    sizes = {
+        **SIZES,
+        "vocab_size": len(tokenizer),
+        "bos_token_id": 0,
+        "eos_token_id": end,
+        **family.sizes,
+    }
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, family.config)(**sizes))
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, family.config)(**sizes)
+    )
     for parameter in model.parameters():  # wide enough that greedy choices are no ties
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.2)
@@ -168,7 +215,9 @@ def save_family(name: str, directory: Path) -> Path:
         "Gemma"
     ):  # which multiplies its embedding by the root of its width, and repeats its input
         model.get_input_embeddings().weight.data /= 64
-    model.generation_config = transformers.GenerationConfig(bos_token_id=0, eos_token_id=[end, *range(100, 108)])
+    model.generation_config = transformers.GenerationConfig(
+        bos_token_id=0, eos_token_id=[end, *range(100, 108)]
+    )
     model.save_pretrained(directory)
     return directory
 
@@ -176,7 +225,11 @@ def save_family(name: str, directory: Path) -> Path:
 # Configurations of transformers whose layers cannot verify a tree, and what is said of each.
 REFUSED = {
     "Mamba": ("MambaConfig", {"num_hidden_layers": 2, "state_size": 4}, "linear_attention"),
-    "Falcon Mamba": ("FalconMambaConfig", {"num_hidden_layers": 2, "state_size": 4}, "linear_attention"),
+    "Falcon Mamba": (
+        "FalconMambaConfig",
+        {"num_hidden_layers": 2, "state_size": 4},
+        "linear_attention",
+    ),
     "Jamba": ("JambaConfig", {"num_hidden_layers": 2}, "mamba"),
     "Qwen3-Next": (
         "Qwen3NextConfig",
@@ -190,7 +243,9 @@ REFUSED = {
 
 
 def save_refused(name: str, directory: Path) -> Path:
-    """Write the configuration of such a model, with a tokenizer and a template, and no weights: none are looked at."""
+    """Write the configuration of such a model, with a tokenizer and a template, and no weights:
+    none are looked at.
+    """
     import json
 
     import transformers
@@ -202,5 +257,7 @@ def save_refused(name: str, directory: Path) -> Path:
     ).to_dict()
     suffix = "ForCausalLM" if sizes else "ForConditionalGeneration"
     architecture = kind.removesuffix("Config") + suffix
-    (directory / "config.json").write_text(json.dumps(content | {"architectures": [architecture]}, default=str))
+    (directory / "config.json").write_text(
+        json.dumps(content | {"architectures": [architecture]}, default=str)
+    )
     return directory

@@ -1,9 +1,11 @@
-"""Claim: the features stage costs little beside the backbone's forward: at least 0.85 of its tokens per second.
+"""Claim: the features stage costs little beside the backbone's forward: at least 0.85 of its tokens
+per second.
 
-Measured: the stage's worker over shards of ragged conversations: reading rows, batching, forward, selecting
-positions, compressing, writing, committing. Against: the bare forward, `base_model(input_ids)`, over the same batches,
-recorded by a hook. Both count the conversations' tokens without padding. A random backbone of 50M parameters represents
-a real target; the demo's, whose forward is ten times cheaper, is the hard case.
+Measured: the stage's worker over shards of ragged conversations: reading rows, batching, forward,
+selecting positions, compressing, writing, committing. Against: the bare forward,
+`base_model(input_ids)`, over the same batches, recorded by a hook. Both count the conversations'
+tokens without padding. A random backbone of 50M parameters represents a real target; the demo's,
+whose forward is ten times cheaper, is the hard case.
 """
 
 from __future__ import annotations
@@ -34,18 +36,31 @@ def measure(*, tiny: bool = False) -> Result:
     shape, row_tokens = (targets.TINY, (8, 24)) if tiny else (targets.BACKBONE, (64, 512))
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        large, demo = targets.random_target(directory / "large", shape), targets.demo_target(directory / "demo")
+        large, demo = (
+            targets.random_target(directory / "large", shape),
+            targets.demo_target(directory / "demo"),
+        )
         cases = [
             ("a random backbone of 50M parameters", large, 4 if tiny else 20, 3),
             ("the demo's backbone", demo, 4 if tiny else 96, 9),
         ]
-        claims = [_claim(what, target, directory, rows_, rounds, row_tokens) for what, target, rows_, rounds in cases]
+        claims = [
+            _claim(what, target, directory, rows_, rounds, row_tokens)
+            for what, target, rows_, rounds in cases
+        ]
     facts = {"tokens_per_batch": TOKENS_PER_BATCH, "shards": NUM_SHARDS, "row_tokens": row_tokens}
-    return Result(claims, facts | {"written_share": rows.WRITTEN_SHARE, "threads": torch.get_num_threads()})
+    return Result(
+        claims, facts | {"written_share": rows.WRITTEN_SHARE, "threads": torch.get_num_threads()}
+    )
 
 
 def _claim(
-    what: str, target: TargetSpec, directory: Path, rows_per_shard: int, rounds: int, row_tokens: tuple[int, int]
+    what: str,
+    target: TargetSpec,
+    directory: Path,
+    rows_per_shard: int,
+    rounds: int,
+    row_tokens: tuple[int, int],
 ) -> Claim:
     vocab_size = model_config(target).get_text_config().vocab_size
     made = rows.ragged_rows(NUM_SHARDS * rows_per_shard, *row_tokens, vocab_size)

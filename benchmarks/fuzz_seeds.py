@@ -2,8 +2,9 @@
 
     python -m benchmarks.fuzz_seeds --rows 100000 --seed 0 [--suffix .parquet]
 
-Damaged files of every kind (`mutated_seeds`) are read as in the seeds stage, and each row is stored as there. The
-expected number of rows is counted from the bytes, without the readers; of a whole table it is the number written.
+Damaged files of every kind (`mutated_seeds`) are read as in the seeds stage, and each row is stored
+as there. The expected number of rows is counted from the bytes, without the readers; of a whole
+table it is the number written.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def prove(file: SeedFile, directory: Path) -> Counter[str]:
     path = directory / file.name
     path.write_bytes(file.data)
     wanted, (rows, refusal) = expected(file), read_all(path)
-    assert [row.id for row in rows] == [f"s:{number}" for number in range(len(rows))], "each row once, in order"
+    assert [row.id for row in rows] == [f"s:{number}" for number in range(len(rows))], (
+        "each row once, in order"
+    )
     said = str(refusal or "")
     if refusal and "no conversation data" not in said:
         assert wanted.breaks_off and str(path) in said, f"refused without need: {said}"
@@ -96,13 +99,22 @@ def prove(file: SeedFile, directory: Path) -> Counter[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Fuzz until so many rows were read; returns 1 and prints the file's path where a row is lost."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Fuzz until so many rows were read; returns 1 and prints the file's path where a row is
+    lost.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rows", type=int, default=100_000, help="read at least so many")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--suffix", help="files of one kind alone, such as .parquet")
     settings = parser.parse_args(arguments)
-    rng, outcomes, files, started = random.Random(settings.seed), Counter[str](), 0, time.monotonic()
+    rng, outcomes, files, started = (
+        random.Random(settings.seed),
+        Counter[str](),
+        0,
+        time.monotonic(),
+    )
     with tempfile.TemporaryDirectory() as temporary:
         while outcomes.total() < settings.rows:
             file = mutated_file(rng, suffix=settings.suffix)
@@ -111,14 +123,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except Exception as error:
                 kept = Path(tempfile.mkdtemp()) / file.name
                 kept.write_bytes(file.data)
-                print(f"File {files} of seed {settings.seed}, kept as {kept}: {type(error).__name__}: {error}")
+                print(
+                    f"File {files} of seed {settings.seed}, kept as {kept}: {type(error).__name__}:"
+                    f" {error}"
+                )
                 return 1
             files += 1
     seconds = time.monotonic() - started
     kept_rows = outcomes.pop("kept", 0)
     reasons = ", ".join(f"{reason} {count:,}" for reason, count in outcomes.most_common())
     total = kept_rows + outcomes.total()
-    print(f"{total:,} rows in {files:,} files, {total / seconds:,.0f} rows/s: {kept_rows:,} kept, rejected: {reasons}")
+    print(
+        f"{total:,} rows in {files:,} files, {total / seconds:,.0f} rows/s: {kept_rows:,} kept,"
+        f" rejected: {reasons}"
+    )
     return 0
 
 

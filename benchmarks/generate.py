@@ -1,10 +1,12 @@
-"""Claim: conversation-wise generation writes at least 1.25 times as many tokens per second as one call per turn.
+"""Claim: conversation-wise generation writes at least 1.25 times as many tokens per second as one
+call per turn.
 
-Measured: the stage's own loop (`converse`: a conversation's next turn is requested as soon as its last one ended) on
-vLLM. Against: one `LLM.generate()` call per turn over all conversations with such a turn, which waits for the slowest
-answer before the next turn begins. Same engine, conversations and settings, the prefix cache emptied before
-each run; both write the same tokens (`same_tokens`). 60 ragged conversations: 1 to 8 turns, and answers whose lengths,
-drawn beforehand, spread log-normally (median 32 tokens, sigma 0.85, which is the spread of the answers in
+Measured: the stage's own loop (`converse`: a conversation's next turn is requested as soon as its
+last one ended) on vLLM. Against: one `LLM.generate()` call per turn over all conversations with
+such a turn, which waits for the slowest answer before the next turn begins. Same engine,
+conversations and settings, the prefix cache emptied before each run; both write the same tokens
+(`same_tokens`). 60 ragged conversations: 1 to 8 turns, and answers whose lengths, drawn beforehand,
+spread log-normally (median 32 tokens, sigma 0.85, which is the spread of the answers in
 MT-Bench-101). The target has the demo's shape and random weights.
 """
 
@@ -45,18 +47,26 @@ def measure(*, tiny: bool = False) -> Result:
         template = ChatTemplate(load_tokenizer(target))
         conversations = _conversations(2 if tiny else NUM_CONVERSATIONS, rng)
         lengths = {
-            f"{each.id}/{turn}": min(MOST_TOKENS, 1 + int(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA)))
+            f"{each.id}/{turn}": min(
+                MOST_TOKENS, 1 + int(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA))
+            )
             for each in conversations
             for turn in range(MAX_TURNS)
         }
-        settings = DialogueSettings("replay", Sampling(temperature=0.7), max_tokens=context_length(target))
+        settings = DialogueSettings(
+            "replay", Sampling(temperature=0.7), max_tokens=context_length(target)
+        )
         rounds = 1 if tiny else ROUNDS
         engine = VLLMGenerationEngine(target)
-        llm = engine._running.llm  # the engine's own `LLM`: both sides share its weights, its cache and its settings
+        llm = (
+            engine._running.llm
+        )  # the engine's own `LLM`: both sides share its weights, its cache and its settings
         last: dict[str, list[RaggedDialogue]] = {}  # of each side's last run
 
         def run(name: str, hold: Callable[[Sequence[Dialogue]], None]) -> float:
-            last[name] = [RaggedDialogue(each, template, settings, lengths) for each in conversations]
+            last[name] = [
+                RaggedDialogue(each, template, settings, lengths) for each in conversations
+            ]
             llm.reset_prefix_cache()
             started = perf_counter()
             hold(last[name])
@@ -67,10 +77,16 @@ def measure(*, tiny: bool = False) -> Result:
         sides = {"conversation-wise": by_conversation, "one call per turn": turn_by_turn}
         seconds = in_turns({name: partial(run, name, hold) for name, hold in sides.items()}, rounds)
         engine.close()
-    ours, theirs = ([row.input_ids for each in dialogues for row in each.rows()] for dialogues in last.values())
+    ours, theirs = (
+        [row.input_ids for each in dialogues for row in each.rows()] for dialogues in last.values()
+    )
     num_tokens, same = sum(each.num_tokens for each in last["conversation-wise"]), ours == theirs
-    claim = speed_ratio("conversation-wise over one call per turn", seconds, num_tokens, "tokens", AIM)
-    return Result([claim], {"conversations": len(conversations), "tokens": num_tokens, "same_tokens": same})
+    claim = speed_ratio(
+        "conversation-wise over one call per turn", seconds, num_tokens, "tokens", AIM
+    )
+    return Result(
+        [claim], {"conversations": len(conversations), "tokens": num_tokens, "same_tokens": same}
+    )
 
 
 def _conversations(number: int, rng: np.random.Generator) -> list[Conversation]:
@@ -83,24 +99,33 @@ def _conversations(number: int, rng: np.random.Generator) -> list[Conversation]:
     )
     return [
         Conversation(
-            f"c:{index}", tuple(Message("user", next(questions)) for _ in range(rng.integers(1, MAX_TURNS + 1)))
+            f"c:{index}",
+            tuple(Message("user", next(questions)) for _ in range(rng.integers(1, MAX_TURNS + 1))),
         )
         for index in range(number)
     ]
 
 
 class RaggedDialogue(Dialogue):
-    """A conversation whose answers end at given lengths, as a real target's answers vary in length."""
+    """A conversation whose answers end at given lengths, as a real target's answers vary in
+    length.
+    """
 
     def __init__(
-        self, conversation: Conversation, template: ChatTemplate, settings: DialogueSettings, lengths: dict[str, int]
+        self,
+        conversation: Conversation,
+        template: ChatTemplate,
+        settings: DialogueSettings,
+        lengths: dict[str, int],
     ):
         super().__init__(conversation, template, settings)
         self._lengths, self.num_tokens = lengths, 0
 
     def next_request(self) -> Request | None:
         request = super().next_request()
-        return request and replace(request, max_new_tokens=min(request.max_new_tokens, self._lengths[request.id]))
+        return request and replace(
+            request, max_new_tokens=min(request.max_new_tokens, self._lengths[request.id])
+        )
 
     def receive(self, completion: Completion) -> None:
         super().receive(completion)
@@ -108,7 +133,9 @@ class RaggedDialogue(Dialogue):
 
 
 def by_turn(dialogues: Iterable[Dialogue], llm: Any, eos: tuple[int, ...]) -> None:
-    """One `LLM.generate()` call for all conversations' first turns, one for all second turns, and so on."""
+    """One `LLM.generate()` call for all conversations' first turns, one for all second turns, and
+    so on.
+    """
     asking = [(dialogue, request) for dialogue in dialogues if (request := dialogue.next_request())]
     while asking:
         outputs = llm.generate(
@@ -120,4 +147,6 @@ def by_turn(dialogues: Iterable[Dialogue], llm: Any, eos: tuple[int, ...]) -> No
             text = output.outputs[0]
             finished: Finish = "stop" if text.finish_reason == "stop" else "length"
             dialogue.receive(Completion(request.id, list(text.token_ids), finished))
-        asking = [(dialogue, request) for dialogue, _ in asking if (request := dialogue.next_request())]
+        asking = [
+            (dialogue, request) for dialogue, _ in asking if (request := dialogue.next_request())
+        ]

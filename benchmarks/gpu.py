@@ -1,13 +1,15 @@
-"""Claims for a GPU: features at 70 % of its peak, training at 55 %, neither limited by files, a tree costs 15 %.
+"""Claims for a GPU: features at 70 % of its peak, training at 55 %, neither limited by files, a
+tree costs 15 %.
 
     python -m benchmarks.gpu           # one GPU; 10 minutes. No Ray, no vLLM, nothing downloaded
     python -m benchmarks.gpu --tiny    # a smoke test on a CPU; figures are meaningless and not kept
 
-A target of Mistral-7B's shape with random bf16 weights, made on the card. Measured, in turns with the peak (products of
-large random matrices, in the same dtype): the features stage's whole worker; `train` from the shards that it
-wrote; and writing and reading those shards alone. Native decoding, plain and with trees of several sizes, of one text
-and of several at once. Then a step of every kind of head with vocabularies of 32,000 and 128,256 tokens, its memory
-and a checkpoint. Each part has its share of the time, and what it does not reach is said as not measured.
+A target of Mistral-7B's shape with random bf16 weights, made on the card. Measured, in turns with
+the peak (products of large random matrices, in the same dtype): the features stage's whole worker;
+`train` from the shards that it wrote; and writing and reading those shards alone. Native decoding,
+plain and with trees of several sizes, of one text and of several at once. Then a step of every kind
+of head with vocabularies of 32,000 and 128,256 tokens, its memory and a checkpoint. Each part has
+its share of the time, and what it does not reach is said as not measured.
 """
 
 from __future__ import annotations
@@ -62,7 +64,13 @@ class Size:
     batches: tuple[int, ...] = (4, 16)  # texts that are decoded at once
     batch_nodes: tuple[int, ...] = (16, 64)
     seconds: Mapping[str, float] = field(
-        default_factory=lambda: {"features": 140, "decoding": 150, "batches": 40, "training": 120, "heads": 140}
+        default_factory=lambda: {
+            "features": 140,
+            "decoding": 150,
+            "batches": 40,
+            "training": 120,
+            "heads": 140,
+        }
     )
 
 
@@ -70,7 +78,13 @@ FULL = Size(torch.device("cuda"), MISTRAL_7B)
 TINY = Size(
     torch.device("cpu"),
     MISTRAL_7B
-    | {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}
+    | {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+    }
     | {"num_attention_heads": 2, "num_key_value_heads": 1},
     num_rows=24,
     row_tokens=(16, 96),
@@ -128,7 +142,11 @@ def random_mistral(size: Size) -> PreTrainedModel:
 def lm_head_alone(model: PreTrainedModel, directory: Path) -> TargetSpec:
     """A target's directory with its configuration and lm_head, which is what training reads."""
     model.config.save_pretrained(directory)
-    save_file({"lm_head.weight": lm_head_weight(model).cpu()}, directory / "model.safetensors", {"format": "pt"})
+    save_file(
+        {"lm_head.weight": lm_head_weight(model).cpu()},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
     return TargetSpec(str(directory), dtype="bfloat16")
 
 

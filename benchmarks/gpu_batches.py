@@ -1,8 +1,9 @@
-"""Native decoding of several texts at once on a GPU: what a step with a tree takes over a plain one, by batch and tree.
+"""Native decoding of several texts at once on a GPU: what a step with a tree takes over a plain
+one, by batch and tree.
 
-As in gpu_decoding.py heads and target are random, so hardly a guess is accepted, and the overhead is that of trained
-heads. A batch multiplies the rows that a tree verifies: the larger it is, the less of the GPU is idle, and the smaller
-the tree that pays.
+As in gpu_decoding.py heads and target are random, so hardly a guess is accepted, and the overhead
+is that of trained heads. A batch multiplies the rows that a tree verifies: the larger it is, the
+less of the GPU is idle, and the smaller the tree that pays.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
 
 
 def measure_batches(model: PreTrainedModel, size: Size, ends: Deadline) -> Result:
-    """Each batch plainly and with each tree, in turns; tied heads, which take no memory of their own."""
+    """Each batch plainly and with each tree, in turns; tied heads, which take no memory of their
+    own.
+    """
     claims: list[Claim] = []
     missing: list[str] = []
     text = model.config.get_text_config()
@@ -35,7 +38,9 @@ def measure_batches(model: PreTrainedModel, size: Size, ends: Deadline) -> Resul
     heads = MedusaHeads.from_lm_head(shape, lm_head_weight(model))
     generator = torch.Generator().manual_seed(0)
     for num_texts in size.batches:
-        prompts = torch.randint(2, text.vocab_size, (num_texts, size.prompt_tokens), generator=generator).tolist()
+        prompts = torch.randint(
+            2, text.vocab_size, (num_texts, size.prompt_tokens), generator=generator
+        ).tolist()
         for num_nodes in size.batch_nodes:
             what = f"overhead, {num_texts} texts at once, {num_nodes} nodes, tied heads"
             if ends():
@@ -43,13 +48,21 @@ def measure_batches(model: PreTrainedModel, size: Size, ends: Deadline) -> Resul
                 continue
             decoders = {
                 "plain": plain_decoder(model, eos_token_ids=()),
-                "Medusa": Decoder(model, heads, greedy_tree(ACCURACY_KR, num_nodes), eos_token_ids=()),
+                "Medusa": Decoder(
+                    model, heads, greedy_tree(ACCURACY_KR, num_nodes), eos_token_ids=()
+                ),
             }
-            sides = {name: _step(decoder, prompts, size.new_tokens) for name, decoder in decoders.items()}
-            seconds = in_turns(sides, size.rounds, ends=ends)  # the warm-up captures each width that texts grow to
+            sides = {
+                name: _step(decoder, prompts, size.new_tokens) for name, decoder in decoders.items()
+            }
+            seconds = in_turns(
+                sides, size.rounds, ends=ends
+            )  # the warm-up captures each width that texts grow to
             told = {f"{name}, ms per step": 1e3 * median(found) for name, found in seconds.items()}
             claims.append(ratio(what, seconds["Medusa"], seconds["plain"], told))
-    return Result(claims, {"prompt_tokens": size.prompt_tokens, "new_tokens": size.new_tokens}, missing)
+    return Result(
+        claims, {"prompt_tokens": size.prompt_tokens, "new_tokens": size.new_tokens}, missing
+    )
 
 
 def _step(decoder: Decoder, prompts: list[list[int]], new_tokens: int) -> Callable[[], float]:

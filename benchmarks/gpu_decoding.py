@@ -1,8 +1,9 @@
 """Native decoding on a GPU: the overhead of a step with a tree over a plain one, by tree size.
 
-Heads and target are random, so hardly a guess is accepted and the acceleration rate is meaningless. A step's cost does
-not depend on what is accepted, so the overhead is that of trained heads. It has an aim at 64 nodes: five untied heads
-with a vocabulary of 32,000 add a tenth to the bytes that a step reads, tied ones read the lm_head once more.
+Heads and target are random, so hardly a guess is accepted and the acceleration rate is meaningless.
+A step's cost does not depend on what is accepted, so the overhead is that of trained heads. It has
+an aim at 64 nodes: five untied heads with a vocabulary of 32,000 add a tenth to the bytes that a
+step reads, tied ones read the lm_head once more.
 """
 
 from __future__ import annotations
@@ -32,19 +33,25 @@ AIM_NODES, AIMS = 64, {"untied": 1.15, "tied": 1.06}
 
 
 def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Result:
-    """Every prompt plainly and with every tree, in turns; those that half of the time is enough to warm up."""
+    """Every prompt plainly and with every tree, in turns; those that half of the time is enough to
+    warm up.
+    """
     if ends():
         return Result([], {}, ["decoding: the overhead of every tree"])
     text = model.config.get_text_config()
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(2, text.vocab_size, (size.num_prompts, size.prompt_tokens), generator=generator).tolist()
+    prompts = torch.randint(
+        2, text.vocab_size, (size.num_prompts, size.prompt_tokens), generator=generator
+    ).tolist()
     reset_peak_memory(size.device)
     trees = {num_nodes: greedy_tree(ACCURACY_KR, num_nodes) for num_nodes in size.tree_nodes}
     decoders: dict[tuple[str, int], Decoder] = {("", 0): plain_decoder(model, eos_token_ids=())}
     for kind in AIMS:
         shape = MedusaShape(text.hidden_size, text.vocab_size, NUM_HEADS, lm_head=kind)
         heads = MedusaHeads.from_lm_head(shape, lm_head_weight(model))
-        decoders |= {(kind, n): Decoder(model, heads, tree, eos_token_ids=()) for n, tree in trees.items()}
+        decoders |= {
+            (kind, n): Decoder(model, heads, tree, eos_token_ids=()) for n, tree in trees.items()
+        }
     ready, late = _warmed_up(decoders, prompts[0], size.new_tokens, ends.halfway())
     decoded: dict[tuple[str, int], list[Decoded]] = {key: [] for key in ready}
     for number, prompt in enumerate(prompts):
@@ -58,7 +65,9 @@ def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Resu
     for (kind, num_nodes), with_tree in decoded.items():
         asked = [Prompt(str(number), prompts[number]) for number in range(len(plain))]
         figures = speed(asked, [{PLAIN: plain, ACCELERATED: with_tree}])
-        identical = sum(one.token_ids == other.token_ids for one, other in zip(plain, with_tree, strict=True))
+        identical = sum(
+            one.token_ids == other.token_ids for one, other in zip(plain, with_tree, strict=True)
+        )
         what = f"{num_nodes} nodes, {kind} heads"
         facts[what] = figures | {"identical_sequences": identical}
         tree_pace, plain_pace = Pace.of([with_tree]), Pace.of([plain])
@@ -71,18 +80,26 @@ def measure_decoding(model: PreTrainedModel, size: Size, ends: Deadline) -> Resu
         aim = AIMS[kind] if num_nodes == AIM_NODES else None
         claims.append(Claim(f"overhead, {what}", overhead, aim=aim, at_most=True, sides=sides))
     missing = [f"overhead, {num_nodes} nodes, {kind} heads" for kind, num_nodes in late]
-    facts |= {"prompts": len(plain), "prompt_tokens": size.prompt_tokens, "new_tokens": size.new_tokens}
+    facts |= {
+        "prompts": len(plain),
+        "prompt_tokens": size.prompt_tokens,
+        "new_tokens": size.new_tokens,
+    }
     return Result(claims, facts, missing)
 
 
 def _warmed_up(
     decoders: dict[tuple[str, int], Decoder], prompt: list[int], new_tokens: int, ends: Deadline
 ) -> tuple[dict[tuple[str, int], Decoder], list[tuple[str, int]]]:
-    """Those that have decoded once, the plain one and a tree in any case; and the keys of those that came too late."""
+    """Those that have decoded once, the plain one and a tree in any case; and the keys of those
+    that came too late.
+    """
     ready: dict[tuple[str, int], Decoder] = {}
     for key, decoder in decoders.items():
         if len(ready) > 1 and ends():
             break
-        decoder.generate(prompt, new_tokens)  # at full length: each new width is captured as the text grows
+        decoder.generate(
+            prompt, new_tokens
+        )  # at full length: each new width is captured as the text grows
         ready[key] = decoder
     return ready, [key for key in decoders if key not in ready]

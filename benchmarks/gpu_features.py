@@ -1,4 +1,6 @@
-"""The features stage on a GPU: its share of the card's peak, and whether writing shards limits it."""
+"""The features stage on a GPU: its share of the card's peak, and whether writing shards limits
+it.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,22 @@ SAMPLE_TOKENS = 131_072  # whose states are written alone
 
 
 def measure_features(
-    model: PreTrainedModel, tasks: Sequence[ShardTask], made: Sequence[rows.Row], size: Size, ends: Deadline
+    model: PreTrainedModel,
+    tasks: Sequence[ShardTask],
+    made: Sequence[rows.Row],
+    size: Size,
+    ends: Deadline,
 ) -> Result:
     """Peak, bare forward, whole stage and writing alone, in turns."""
     if ends():
         return Result([], {}, ["features: shares of the peak, and writing"])
     reset_peak_memory(size.device)
     # The worker passes its target to the engine, which also accepts a loaded model.
-    worker = Worker(model, FeaturesConfig(tokens_per_batch=size.batch_tokens), gpus=int(size.device.type == "cuda"))
+    worker = Worker(
+        model,
+        FeaturesConfig(tokens_per_batch=size.batch_tokens),
+        gpus=int(size.device.type == "cuda"),
+    )
     batches = record_batches(worker, tasks)
     memory = peak_memory_gb(size.device)
     peak = Peak(size.device, torch.bfloat16, size.peak_size)
@@ -58,21 +68,40 @@ def measure_features(
     num_positions = sum(len(span) for row in made for span in spans_of(row["spans"]))
     kept_bytes = num_positions * worker.engine.hidden_size * worker.engine.dtype.itemsize
     peaks = rates(peak.flops, seconds["peak"])
-    facts: dict[str, Any] = {"tokens": sum(lengths), "kept_positions": num_positions, "batches": len(batches)}
+    facts: dict[str, Any] = {
+        "tokens": sum(lengths),
+        "kept_positions": num_positions,
+        "batches": len(batches),
+    }
     facts |= {"peak_gpu_memory_gb": memory, "peak_tflops": median(peaks) / 1e12, "seconds": seconds}
     flops, claims = backbone_flops(model, lengths), []
     tokens = {name: rates(sum(lengths), seconds[name]) for name in ("whole stage", "bare forward")}
     in_sides = {f"{name}, tokens/s": median(each) for name, each in tokens.items()}
     for name, aim in (("whole stage", AIM), ("bare forward", None)):
-        achieved = {"TFLOP/s": flops / median(seconds[name]) / 1e12, "peak, TFLOP/s": median(peaks) / 1e12}
+        achieved = {
+            "TFLOP/s": flops / median(seconds[name]) / 1e12,
+            "peak, TFLOP/s": median(peaks) / 1e12,
+        }
         what = f"features, {name}: share of the bf16 peak"
-        claims.append(ratio(what, rates(flops, seconds[name]), peaks, in_sides | achieved, unit="%", aim=aim))
+        claims.append(
+            ratio(what, rates(flops, seconds[name]), peaks, in_sides | achieved, unit="%", aim=aim)
+        )
     stage, forward = tokens.values()
-    claims.append(ratio("features, whole stage over bare forward", stage, forward, in_sides, aim=AIM_OVER_FORWARD))
+    claims.append(
+        ratio(
+            "features, whole stage over bare forward",
+            stage,
+            forward,
+            in_sides,
+            aim=AIM_OVER_FORWARD,
+        )
+    )
     return Result([*claims, _writing_claim(writing, seconds, kept_bytes)], facts)
 
 
-def _writing_claim(writing: WritingAlone, seconds: dict[str, list[float]], kept_bytes: int) -> Claim:
+def _writing_claim(
+    writing: WritingAlone, seconds: dict[str, list[float]], kept_bytes: int
+) -> Claim:
     able = rates(writing.num_bytes / 1e6, seconds["writing"])
     needed = rates(kept_bytes / 1e6, seconds["bare forward"])
     sides = {"writing alone, MB/s": median(able), "the forward's states, MB/s": median(needed)}

@@ -1,6 +1,7 @@
 """A training step of every kind of head with two sizes of vocabulary: its speed and its memory.
 
-And what each kind's checkpoint takes: how long training waits for the copy, and until it is on the disk.
+And what each kind's checkpoint takes: how long training waits for the copy, and until it is on the
+disk.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def measure_heads(tasks: Sequence[ShardTask], directory: Path, size: Size, ends: Deadline) -> Result:
+def measure_heads(
+    tasks: Sequence[ShardTask], directory: Path, size: Size, ends: Deadline
+) -> Result:
     """Each kind at each size of vocabulary, one after another."""
     claims: list[Claim] = []
     missing: list[str] = []
@@ -52,8 +55,12 @@ def measure_heads(tasks: Sequence[ShardTask], directory: Path, size: Size, ends:
             if ends():
                 missing.append(f"speed, memory and checkpoint of {what}")
                 continue
-            settings = TrainConfig(**heads, num_heads=NUM_HEADS, batch_tokens=size.batch_tokens, epochs=100, lr=1e-3)
-            spec = rows.train_spec(target, settings, directory / f"{name}-{vocabulary}", tasks, size.device)
+            settings = TrainConfig(
+                **heads, num_heads=NUM_HEADS, batch_tokens=size.batch_tokens, epochs=100, lr=1e-3
+            )
+            spec = rows.train_spec(
+                target, settings, directory / f"{name}-{vocabulary}", tasks, size.device
+            )
             claims += _measured(spec, what, size)
             shutil.rmtree(spec.path)
     return Result(claims, {"batch_tokens": size.batch_tokens, "steps": STEPS}, missing)
@@ -94,11 +101,17 @@ def _checkpoint(trainer: Trainer, what: str, size: Size) -> Claim:
 
 
 def _matrices_alone(size: Size, vocabulary: int, directory: Path) -> TargetSpec:
-    """A target's directory with its configuration and the two matrices that training reads, random ones."""
-    MistralConfig(**{**size.shape, "vocab_size": vocabulary}, tie_word_embeddings=False).save_pretrained(directory)
+    """A target's directory with its configuration and the two matrices that training reads, random
+    ones.
+    """
+    MistralConfig(
+        **{**size.shape, "vocab_size": vocabulary}, tie_word_embeddings=False
+    ).save_pretrained(directory)
     generator = torch.Generator().manual_seed(0)
     shape = (vocabulary, size.shape["hidden_size"])
     names = ("lm_head.weight", "model.embed_tokens.weight")
-    matrices = {name: torch.randn(shape, generator=generator, dtype=torch.bfloat16) for name in names}
+    matrices = {
+        name: torch.randn(shape, generator=generator, dtype=torch.bfloat16) for name in names
+    }
     save_file(matrices, directory / "model.safetensors", {"format": "pt"})
     return TargetSpec(str(directory), dtype="bfloat16")

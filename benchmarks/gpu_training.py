@@ -1,4 +1,6 @@
-"""Medusa-1 training on a GPU: its share of the card's peak, its memory, and whether reading limits it."""
+"""Medusa-1 training on a GPU: its share of the card's peak, its memory, and whether reading limits
+it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 from benchmarks import rows
-from benchmarks.arithmetic import Peak, peak_memory_gb, reset_peak_memory, synchronize, training_flops
+from benchmarks.arithmetic import (
+    Peak,
+    peak_memory_gb,
+    reset_peak_memory,
+    synchronize,
+    training_flops,
+)
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio
 from benchmarks.deadline import Deadline
 from pipeline.artifacts.generated_rows import spans_of
@@ -47,15 +55,22 @@ def measure_training(
     if ends():
         return Result([], {}, ["training: shares of the peak, and reading"])
     kinds: tuple[Kind, ...] = ("untied", "tied")
-    trainings = {kind: Training(_spec(target, tasks, directory, size, kind), size) for kind in kinds}
+    trainings = {
+        kind: Training(_spec(target, tasks, directory, size, kind), size) for kind in kinds
+    }
     spec = trainings["untied"].spec
     peak = Peak(size.device, product_dtype(spec, size.device), size.peak_size)
     reading = ReadingAlone(spec, size)
     peak.run(), reading.run()  # warm; a training leaves its own first steps out
-    sides = {"peak": peak.run, "reading": reading.run} | {kind: each.run for kind, each in trainings.items()}
+    sides = {"peak": peak.run, "reading": reading.run} | {
+        kind: each.run for kind, each in trainings.items()
+    }
     seconds = in_turns(sides, size.rounds, warm_up=False, ends=ends)
 
-    peaks, reads = rates(peak.flops, seconds["peak"]), rates(reading.num_positions, seconds["reading"])
+    peaks, reads = (
+        rates(peak.flops, seconds["peak"]),
+        rates(reading.num_positions, seconds["reading"]),
+    )
     labels_per_position = _labels_per_position(made)
     claims: list[Claim] = []
     for kind, training in trainings.items():
@@ -70,9 +85,18 @@ def measure_training(
         sides_of["peak GPU memory, GB"] = training.memory_gb
         what = f"training {NUM_HEADS} {kind} heads"
         claims.append(ratio(f"{what}: share of the peak", done, peaks, sides_of, unit="%", aim=AIM))
-        sides_of = {"reading alone, positions/s": median(reads), "training, positions/s": median(learned)}
-        claims.append(ratio(f"{what}: shards read over states learned", reads, learned, sides_of, aim=1.0))
-    facts = {"batch_tokens": size.batch_tokens, "epochs": size.epochs, "left_out_steps": size.warm_steps}
+        sides_of = {
+            "reading alone, positions/s": median(reads),
+            "training, positions/s": median(learned),
+        }
+        claims.append(
+            ratio(f"{what}: shards read over states learned", reads, learned, sides_of, aim=1.0)
+        )
+    facts = {
+        "batch_tokens": size.batch_tokens,
+        "epochs": size.epochs,
+        "left_out_steps": size.warm_steps,
+    }
     return Result(claims, facts | {"seconds": seconds, "optimizer": spec.settings.optimizer})
 
 
@@ -93,7 +117,10 @@ class Training:
         self.memory_gb = peak_memory_gb(self._size.device)
         first, last = lines[self._size.warm_steps - 1], lines[-1]
         self.num_positions = last["tokens"] - first["tokens"]
-        return last["tokens"] / last["tokens_per_second"] - first["tokens"] / first["tokens_per_second"]
+        return (
+            last["tokens"] / last["tokens_per_second"]
+            - first["tokens"] / first["tokens_per_second"]
+        )
 
 
 class ReadingAlone:
@@ -101,18 +128,24 @@ class ReadingAlone:
 
     def __init__(self, spec: TrainSpec, size: Size):
         self._rows, self._device = open_features(spec), size.device
-        self._plan = EpochPlan(self._rows.lengths("train"), batch_tokens=size.batch_tokens, seed=spec.seed)
+        self._plan = EpochPlan(
+            self._rows.lengths("train"), batch_tokens=size.batch_tokens, seed=spec.seed
+        )
         self.num_positions = self._plan.num_positions
 
     def run(self) -> float:
         started = perf_counter()
-        for _ in load_batches(self._rows, self._plan, range(self._plan.num_steps), device=self._device):
+        for _ in load_batches(
+            self._rows, self._plan, range(self._plan.num_steps), device=self._device
+        ):
             pass
         synchronize(self._device)
         return perf_counter() - started
 
 
-def _spec(target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size: Size, lm_head: Kind) -> TrainSpec:
+def _spec(
+    target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size: Size, lm_head: Kind
+) -> TrainSpec:
     settings = TrainConfig(
         heads="medusa",
         num_heads=NUM_HEADS,
@@ -127,5 +160,8 @@ def _spec(target: TargetSpec, tasks: Sequence[ShardTask], directory: Path, size:
 
 def _labels_per_position(made: Sequence[rows.Row]) -> float:
     """Labels of all heads per position: a little below the number of heads, since spans end."""
-    labels = [head_labels(row["input_ids"], spans_of(row["spans"]), NUM_HEADS, rows.ROLES) != IGNORED for row in made]
+    labels = [
+        head_labels(row["input_ids"], spans_of(row["spans"]), NUM_HEADS, rows.ROLES) != IGNORED
+        for row in made
+    ]
     return sum(int(each.sum()) for each in labels) / sum(int(each[0].sum()) for each in labels)

@@ -1,15 +1,17 @@
 """Recipes compared: the same target, questions, held-out text and number of nodes, one recipe each.
 
-    python -m benchmarks.run ladder                               # the demo's target, after `make demo`: 20 minutes
-    python -m benchmarks.ladder CONFIG [section.key=value ...]    # any other; prints the table
+    python -m benchmarks.run ladder                               # the demo's target, after `make
+    demo`: 20 minutes python -m benchmarks.ladder CONFIG [section.key=value ...]    # any other;
+    prints the table
         --results=TARGET    # and keeps the figures, as the benchmark `ladder-TARGET`
         --recipe=NAME       # this recipe, and further ones; all by default
 
-Runs the flow once per recipe, all in one store, so that target, seeds, text and cached states are made once, and reads
-the reports. All recipes of one method learn from as many tokens, with the configuration's own settings. Rates are those
-of decoding the check's prompts natively with a tree of `NODES` nodes, with the standard error over prompts, and of the
-chain in vLLM. A tuned backbone's answers differ from the original's and may be easier or harder to predict. A run whose
-check fails is in the table like any other. The same command continues what was interrupted.
+Runs the flow once per recipe, all in one store, so that target, seeds, text and cached states are
+made once, and reads the reports. All recipes of one method learn from as many tokens, with the
+configuration's own settings. Rates are those of decoding the check's prompts natively with a tree
+of `NODES` nodes, with the standard error over prompts, and of the chain in vLLM. A tuned backbone's
+answers differ from the original's and may be easier or harder to predict. A run whose check fails
+is in the table like any other. The same command continues what was interrupted.
 """
 
 from __future__ import annotations
@@ -53,20 +55,24 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "Medusa, a draft vocabulary of a quarter": (*HARD, "draft_vocab={quarter}"),
     "recurrent": (*HARD, *RECURRENT),
     "recurrent, soft labels": (*SOFT, *RECURRENT),
-    "recurrent, half as wide, soft labels": (*SOFT, *RECURRENT, "recurrent.intermediate_size={narrow}"),
+    "recurrent, half as wide, soft labels": (
+        *SOFT,
+        *RECURRENT,
+        "recurrent.intermediate_size={narrow}",
+    ),
     "Medusa-2, joint": (*HARD, *BACKBONE),
     "Medusa-2, two-stage": (*HARD, *BACKBONE, "backbone.recipe=two-stage"),
     "hard labels for the backbone": (*HARD, *BACKBONE, "backbone.loss=ce"),
     "recurrent, with the backbone": (*HARD, *RECURRENT, *BACKBONE),
 }
 BASE = (
-    "train.heads=medusa", f"calibrate.nodes={NODES}", "check.baselines=[]", "check.repeats=1", "check.studies=[trees]",
+    "train.heads=medusa", f"calibrate.nodes={NODES}", "check.baselines=[]", "check.repeats=1", "check.studies=[trees]",  # noqa: E501
     "check.min_acceleration_rate=0", "check.require_learning=false",
 )  # fmt: skip
 FEW = (
     "seeds.sources=[{path: data/seeds.sharegpt.jsonl, limit: 24}]", "seeds.holdout=0.3",
-    "generate.engine=transformers", "generate.max_new_tokens=16", "generate.rounds=1", "train.epochs=1",
-    "train.warmup_steps=1", "check.prompts=2", "check.max_new_tokens=8", "check.studies=[]", "check.engines=[native]",
+    "generate.engine=transformers", "generate.max_new_tokens=16", "generate.rounds=1", "train.epochs=1",  # noqa: E501
+    "train.warmup_steps=1", "check.prompts=2", "check.max_new_tokens=8", "check.studies=[]", "check.engines=[native]",  # noqa: E501
     "limits.max_quarantine_fraction=1",
 )  # fmt: skip
 FEW_RECIPES = ("Medusa", "Medusa-2, joint", "recurrent, soft labels")
@@ -82,7 +88,9 @@ def measure(*, tiny: bool = False) -> Result:
         return compare(DEMO, [*places, *FEW], FEW_RECIPES)
 
 
-def compare(config: Path, overrides: Sequence[str], names: Sequence[str] = tuple(RECIPES)) -> Result:
+def compare(
+    config: Path, overrides: Sequence[str], names: Sequence[str] = tuple(RECIPES)
+) -> Result:
     """Each recipe's acceleration rates, parameters and time of training."""
     claims, facts = [], {}
     for name in names:
@@ -105,10 +113,14 @@ def figures(config: Path, overrides: Sequence[str], name: str) -> dict[str, Any]
         "quarter": sizes.vocab_size // 4,
     }
     recipe = [setting.format(**values) for setting in RECIPES[name]]
-    recipe = [setting if setting.startswith("generate.") else f"train.{setting}" for setting in recipe]
+    recipe = [
+        setting if setting.startswith("generate.") else f"train.{setting}" for setting in recipe
+    ]
     settings = load_config(config, [*overrides, *recipe])
     store = settings.run.store or settings.run.directory
-    run = settings.run.model_copy(update={"name": f"{settings.run.name}-ladder-{number}", "store": store})
+    run = settings.run.model_copy(
+        update={"name": f"{settings.run.name}-ladder-{number}", "store": store}
+    )
     settings = settings.model_copy(update={"run": run})
     try:
         run_flow(settings, executor="inline")
@@ -125,7 +137,9 @@ def figures(config: Path, overrides: Sequence[str], name: str) -> dict[str, Any]
         "speedup": native["speedup"],
         "expected": report["tree"]["expected_acceleration_rate"],
         "vllm": vllm.get("acceleration_rate"),
-        "expected_chain": report["tree"]["chain"][report["num_heads"] - 1]["expected_acceleration_rate"],
+        "expected_chain": report["tree"]["chain"][report["num_heads"] - 1][
+            "expected_acceleration_rate"
+        ],
         "draft_tokens": report["tree"]["num_speculative_tokens"],
         "identical": [engine["greedy_match"] for engine in (native, vllm) if engine],
         "parameters": sum(weight.numel() for weight in heads.parameters() if weight.requires_grad),
@@ -141,7 +155,9 @@ def as_row(name: str, row: Mapping[str, Any]) -> str:
     error = f" ± {row['standard_error']:.2f}" if row["standard_error"] is not None else ""
     vllm = f"{row['vllm']:.2f}" if row["vllm"] is not None else ""
     parameters, seconds = f"{row['parameters'] / 1e6:.2f}M", f"{row['train_seconds']:.0f} s"
-    rates = f"{row['native']:.2f}{error} | {row['expected']:.2f} | {vllm} | {row['expected_chain']:.2f}"
+    rates = (
+        f"{row['native']:.2f}{error} | {row['expected']:.2f} | {vllm} | {row['expected_chain']:.2f}"
+    )
     return f"| {name} | {rates} | {parameters} | {seconds} |"
 
 
@@ -156,18 +172,25 @@ def main(arguments: Sequence[str]) -> None:
         raise ConfigError("Name a configuration.", "benchmarks.ladder", f"{DEMO} is one.")
     recipes = _given("--recipe=", arguments) or list(RECIPES)
     if unknown := [name for name in recipes if name not in RECIPES]:
-        raise ConfigError(f"There is no recipe '{unknown[0]}'.", "--recipe", f"There are: {'; '.join(RECIPES)}.")
+        raise ConfigError(
+            f"There is no recipe '{unknown[0]}'.", "--recipe", f"There are: {'; '.join(RECIPES)}."
+        )
     started = time.perf_counter()
     result = compare(Path(config), overrides, recipes)
     for target in _given("--results=", arguments):
         keep(f"ladder-{target}", result, time.perf_counter() - started)
     found = result.facts
-    print("\n| recipe | native | expected | vLLM | expected chain | trained parameters | training |")
+    print(
+        "\n| recipe | native | expected | vLLM | expected chain | trained parameters | training |"
+    )
     print("|---|---|---|---|---|---|---|")
     print("\n".join(as_row(name, row) for name, row in found.items()))
     for name, row in found.items():
         for tree in row["trees"] or ():
-            print(f"{name}: {tree['tree']}, {tree['nodes']} nodes: {tree['acceleration_rate']}, {tree['speedup']}x")
+            print(
+                f"{name}: {tree['tree']}, {tree['nodes']} nodes: {tree['acceleration_rate']},"
+                f" {tree['speedup']}x"
+            )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Claim: a Medusa-2 step whose losses are chunked takes far less memory than one with full logits, and is no slower.
+"""Claim: a Medusa-2 step whose losses are chunked takes far less memory than one with full logits,
+and is no slower.
 
-Measured: `Trainer.step` (forward of the tuned and of the original model, KL, heads, backward, AdamW). Against: the same
-step written plainly, with the logits of both models at every position and of every head held at once and gradients left
-to autograd; same packed sequences, adapter, optimizer and, as `largest_loss_difference` shows, losses. Memory is what a
-step takes beyond what the trainer holds before it. Where there is a GPU: also at 7B shape, in bf16, as a share of the
-card's peak.
+Measured: `Trainer.step` (forward of the tuned and of the original model, KL, heads, backward,
+AdamW). Against: the same step written plainly, with the logits of both models at every position and
+of every head held at once and gradients left to autograd; same packed sequences, adapter, optimizer
+and, as `largest_loss_difference` shows, losses. Memory is what a step takes beyond what the trainer
+holds before it. Where there is a GPU: also at 7B shape, in bf16, as a share of the card's peak.
 """
 
 from __future__ import annotations
@@ -22,7 +23,14 @@ import torch
 from torch.nn.functional import kl_div
 
 from benchmarks import rows, targets
-from benchmarks.arithmetic import Peak, backbone_flops, peak_memory_gb, reset_peak_memory, synchronize, training_flops
+from benchmarks.arithmetic import (
+    Peak,
+    backbone_flops,
+    peak_memory_gb,
+    reset_peak_memory,
+    synchronize,
+    training_flops,
+)
 from benchmarks.claims import Claim, Result, in_turns, rates, ratio, speed_ratio
 from pipeline.config import BackboneConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED
@@ -63,9 +71,15 @@ class Case:
 def measure(*, tiny: bool = False) -> Result:
     """A vocabulary that is large relative to the model, as in a 7B model."""
     small = Case("tiny", targets.TINY, "float32", CPU, 64, 2, 2, 1)
-    cases = [small] if tiny else [Case("4 layers of 512, 32k words", WIDE, "float32", CPU, 512, 1, 3, 3)]
+    cases = (
+        [small]
+        if tiny
+        else [Case("4 layers of 512, 32k words", WIDE, "float32", CPU, 512, 1, 3, 3)]
+    )
     if torch.cuda.is_available() and not tiny:
-        cases.append(Case("7B shape, bf16", LLAMA_7B, "bfloat16", torch.device("cuda"), 2048, 8, 5, 3, False))
+        cases.append(
+            Case("7B shape, bf16", LLAMA_7B, "bfloat16", torch.device("cuda"), 2048, 8, 5, 3, False)
+        )
     claims: list[Claim] = []
     facts = []
     for case in cases:
@@ -78,11 +92,17 @@ def measure(*, tiny: bool = False) -> Result:
 
 def _measured(case: Case, directory: Path) -> tuple[list[Claim], dict[str, Any]]:
     target = targets.random_target(directory / "target", case.shape, case.dtype)
-    made = rows.equal_rows(4 * case.batch_sequences, 2, case.sequence_length // 4, case.shape["vocab_size"])
+    made = rows.equal_rows(
+        4 * case.batch_sequences, 2, case.sequence_length // 4, case.shape["vocab_size"]
+    )
     spec = _spec(case, target, rows.features_tasks(directory, [made]), directory)
     ours = Steps(BackboneLearner(spec, Workers(), case.device), case.device)
     work = ours.num_positions
-    facts: dict[str, Any] = {"case": case.what, "positions_per_step": work, "sequence_length": case.sequence_length}
+    facts: dict[str, Any] = {
+        "case": case.what,
+        "positions_per_step": work,
+        "sequence_length": case.sequence_length,
+    }
     if case.against_plain:
         plain = Steps(PlainLearner(spec, Workers(), case.device), case.device)
         seconds = in_turns({"chunked": ours.run, "full logits": plain.run}, case.rounds)
@@ -92,14 +112,21 @@ def _measured(case: Case, directory: Path) -> tuple[list[Claim], dict[str, Any]]
         less_memory = sides["chunked, GB"] / sides["full logits, GB"]
         what = f"memory of a step, chunked over full logits, {case.what}"
         less = Claim(what, less_memory, aim=MEMORY_AIM, at_most=True, sides=sides)
-        fast = speed_ratio(f"chunked over full logits, {case.what}", seconds, work, "positions", SPEED_AIM)
+        fast = speed_ratio(
+            f"chunked over full logits, {case.what}", seconds, work, "positions", SPEED_AIM
+        )
         return [fast, less], facts
     peak = Peak(case.device, getattr(torch, case.dtype), 8192)
     seconds = in_turns({"peak": peak.run, "step": ours.run}, case.rounds)
     needed = ours.flops()
-    sides = {"positions/s": work / median(seconds["step"]), "peak GPU memory, GB": peak_memory_gb(case.device)}
+    sides = {
+        "positions/s": work / median(seconds["step"]),
+        "peak GPU memory, GB": peak_memory_gb(case.device),
+    }
     done, peaks = rates(needed, seconds["step"]), rates(peak.flops, seconds["peak"])
-    return [ratio(f"share of the peak, {case.what}", done, peaks, sides, unit="%", aim=PEAK_AIM)], facts
+    return [
+        ratio(f"share of the peak, {case.what}", done, peaks, sides, unit="%", aim=PEAK_AIM)
+    ], facts
 
 
 class Steps:
@@ -125,7 +152,9 @@ class Steps:
         return seconds
 
     def flops(self) -> float:
-        """What a step needs: the frozen backbone twice forward and once back, lm_head likewise, and the heads."""
+        """What a step needs: the frozen backbone twice forward and once back, lm_head likewise, and
+        the heads.
+        """
         backbone: Any = self.learner.backbone.tuned
         config = self.learner.heads.shape
         labels = sum(int((batch.labels_KN != IGNORED).sum()) for batch in self._batches)
@@ -149,7 +178,8 @@ class PlainLearner(BackboneLearner):
             hidden_ND = found.hidden_states[-1].flatten(0, 1)[batch.learned_N]
             hidden_KND = self.heads.hidden(hidden_ND)
         log_p, log_q = (
-            logits.float().log_softmax(-1).flatten(0, 1)[batch.learned_N] for logits in (original, found.logits)
+            logits.float().log_softmax(-1).flatten(0, 1)[batch.learned_N]
+            for logits in (original, found.logits)
         )
         divergence = kl_div(log_q, log_p, reduction="sum", log_target=True)
         head_losses_K = plain_summed_cross_entropy(hidden_KND, self.heads.lm_head, batch.labels_KN)

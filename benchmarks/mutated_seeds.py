@@ -1,8 +1,8 @@
 """Damaged seed files of every kind: what `fuzz_seeds` reads.
 
-Rows of every form are mutated (keys that are gone, values of other types, deep nesting, huge numbers, lone surrogates,
-NULs), written as JSONL, JSON arrays, text, CSV, TSV, Parquet or Arrow, with mixed line ends and byte order marks,
-damaged byte by byte, packed and cut short.
+Rows of every form are mutated (keys that are gone, values of other types, deep nesting, huge
+numbers, lone surrogates, NULs), written as JSONL, JSON arrays, text, CSV, TSV, Parquet or Arrow,
+with mixed line ends and byte order marks, damaged byte by byte, packed and cut short.
 """
 
 from __future__ import annotations
@@ -23,11 +23,23 @@ import pyarrow.parquet as pq
 ROWS_PER_FILE = 64
 SUFFIXES = (".jsonl", ".jsonl", ".json", ".txt", ".csv", ".tsv", ".parquet", ".arrow", ".feather")
 FORMS: tuple[Any, ...] = (
-    {"id": "a", "conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "so."}]},
-    {"conversations": [{"role": "system", "content": "be"}, {"role": "user", "content": "how?"}], "category": "x"},
+    {
+        "id": "a",
+        "conversations": [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "so."}],
+    },
+    {
+        "conversations": [{"role": "system", "content": "be"}, {"role": "user", "content": "how?"}],
+        "category": "x",
+    },
     {"prompt_id": 7, "data": ["why?", "so.", "and?", "no."]},
-    {"prompt": "why?", "messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}]},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "why?"}]}], "system": "be brief"},
+    {
+        "prompt": "why?",
+        "messages": [{"role": "user", "content": "why?"}, {"role": "assistant", "content": "so."}],
+    },
+    {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "why?"}]}],
+        "system": "be brief",
+    },
     {"question_id": 81, "category": "writing", "turns": ["why?", "and?"]},
     {"instruction": "why?", "input": "it", "output": "so.", "history": [["how?", "thus."]]},
     {
@@ -55,7 +67,20 @@ STRANGE: tuple[Any, ...] = (
     *([], {}, [[]], [None], {"": ""}, [{"from": "human"}], {"role": {}, "content": []}),
     *("../../x", "\x1b[2J", "user", "gpt"),
 )
-DAMAGE = (b"\xff", b"\xc3", b"\xed\xa0\x80", b"\0", b"\r", b"\n", b"\xef\xbb\xbf", b'"', b"{", b"]", b"\\u12", b"1e999")
+DAMAGE = (
+    b"\xff",
+    b"\xc3",
+    b"\xed\xa0\x80",
+    b"\0",
+    b"\r",
+    b"\n",
+    b"\xef\xbb\xbf",
+    b'"',
+    b"{",
+    b"]",
+    b"\\u12",
+    b"1e999",
+)
 
 
 def mutated_row(rng: random.Random) -> str:
@@ -97,7 +122,9 @@ class SeedFile:
     num_rows: int | None = None
 
 
-def mutated_file(rng: random.Random, num_rows: int = ROWS_PER_FILE, suffix: str | None = None) -> SeedFile:
+def mutated_file(
+    rng: random.Random, num_rows: int = ROWS_PER_FILE, suffix: str | None = None
+) -> SeedFile:
     """A file of the kind that a suffix names, or of any."""
     suffix = suffix or rng.choice(SUFFIXES)
     if suffix in (".jsonl", ".json", ".txt"):
@@ -108,7 +135,9 @@ def mutated_file(rng: random.Random, num_rows: int = ROWS_PER_FILE, suffix: str 
     damaged = bytearray(data)
     for _ in range(rng.choice((1, 2, 8))):
         damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-    return SeedFile(f"fuzz{suffix}", bytes(damaged if rng.random() < 0.8 else data[: rng.randrange(len(data))]))
+    return SeedFile(
+        f"fuzz{suffix}", bytes(damaged if rng.random() < 0.8 else data[: rng.randrange(len(data))])
+    )
 
 
 def _table_file(rng: random.Random, num_rows: int, suffix: str) -> tuple[bytes, int]:
@@ -121,11 +150,18 @@ def _table_file(rng: random.Random, num_rows: int, suffix: str) -> tuple[bytes, 
     table = pa.Table.from_pylist(rows)
     names = [name for name in table.column_names if pa.types.is_string(table[name].type)]
     for name in names if rng.random() < 0.3 else ():  # texts that are not UTF-8
-        broken = pa.array([rng.choice((b"why?", b"\xff", b"", b"\0", b"x" * 2000)) for _ in rows], pa.binary())
+        broken = pa.array(
+            [rng.choice((b"why?", b"\xff", b"", b"\0", b"x" * 2000)) for _ in rows], pa.binary()
+        )
         texts = pa.Array.from_buffers(pa.string(), len(rows), broken.buffers())
         table = table.set_column(table.column_names.index(name), name, texts)
     if suffix == ".parquet":
-        pq.write_table(table, sink, row_group_size=rng.choice((1, 10, 1000)), compression=rng.choice(("none", "zstd")))
+        pq.write_table(
+            table,
+            sink,
+            row_group_size=rng.choice((1, 10, 1000)),
+            compression=rng.choice(("none", "zstd")),
+        )
     elif suffix == ".feather":
         feather.write_feather(table, sink, compression=rng.choice(("uncompressed", "zstd")))
     else:
@@ -139,22 +175,32 @@ def _like(value: Any, rng: random.Random) -> Any:
     if rng.random() < 0.05:
         return None
     if isinstance(value, str):
-        return rng.choice((value, value, "", "é" * 300, "\ufeffx", "[", '["why?"]', "\0", "\x1b[2J", "{}"))
+        return rng.choice(
+            (value, value, "", "é" * 300, "\ufeffx", "[", '["why?"]', "\0", "\x1b[2J", "{}")
+        )
     if isinstance(value, list):
         return [_like(rng.choice(value), rng) for _ in range(rng.choice((0, 1, len(value), 7)))]
-    return {key: _like(item, rng) for key, item in value.items()} if isinstance(value, dict) else value
+    return (
+        {key: _like(item, rng) for key, item in value.items()} if isinstance(value, dict) else value
+    )
 
 
 def _delimited(rng: random.Random, num_rows: int, delimiter: str) -> tuple[bytes, int]:
-    """A CSV file's bytes and its number of records; some have more or fewer fields than the header."""
+    """A CSV file's bytes and its number of records; some have more or fewer fields than the
+    header.
+    """
     form = {key: value for key, value in rng.choice(FORMS[3:-1]).items()}
     out = io.StringIO()
-    writer = csv.writer(out, delimiter=delimiter, lineterminator=rng.choice(("\n", "\r\n")), quoting=csv.QUOTE_ALL)
+    writer = csv.writer(
+        out, delimiter=delimiter, lineterminator=rng.choice(("\n", "\r\n")), quoting=csv.QUOTE_ALL
+    )
     writer.writerow([*form, "note"])
     for _ in range(num_rows):
         values = [_like(value, rng) for value in form.values()]
         cells = [value if isinstance(value, str) else json.dumps(value) for value in values]
-        cells.append(rng.choice(("", "a\nb", 'say "so"', delimiter * 3, "\ud800", "\0", "x" * 2000)))
+        cells.append(
+            rng.choice(("", "a\nb", 'say "so"', delimiter * 3, "\ud800", "\0", "x" * 2000))
+        )
         if rng.random() < 0.05:
             cells = cells[: rng.randrange(1, len(cells))] + ["x"] * rng.choice((0, 9))
         writer.writerow(cells)
@@ -165,7 +211,9 @@ def _delimited(rng: random.Random, num_rows: int, delimiter: str) -> tuple[bytes
 def _text_file(rng: random.Random, num_rows: int, kind: str) -> tuple[str, bytes]:
     rows = [mutated_row(rng) for _ in range(num_rows)]
     if kind == ".json":
-        data = _bytes("[" + ",\n".join(row for row in rows if rng.random() < 0.1 or is_json(row)) + "]")
+        data = _bytes(
+            "[" + ",\n".join(row for row in rows if rng.random() < 0.1 or is_json(row)) + "]"
+        )
     else:
         ends = rng.choice((("\n",), ("\r\n",), ("\n", "\r\n", "\n\n", "\r\r\n", "\n \t\n")))
         data = _bytes("".join(row + rng.choice(ends) for row in rows))

@@ -1,12 +1,13 @@
-"""Claim: the features stage keeps the slower of a card and a disk at work: at least 0.92 of its speed, over several
-shards.
+"""Claim: the features stage keeps the slower of a card and a disk at work: at least 0.92 of its
+speed, over several shards.
 
-Measured: the stage's worker, told before each shard which one follows, as the executors do; tokens per second from
-reading the first shard's rows to the last commit. The card is simulated: it computes 36,000 tokens a second by the
-clock, batch after batch, whatever the host does, as an H100 does a 7B model, and returns bfloat16 states of that
-model's size. So is the disk: it takes so many MB a second, from all shards that are being written. Against: what the
-card computes, or the disk takes, by arithmetic. Batches are 16 times smaller than the default, and so are windows and
-shards, so that a run has as many windows as a longer one.
+Measured: the stage's worker, told before each shard which one follows, as the executors do; tokens
+per second from reading the first shard's rows to the last commit. The card is simulated: it
+computes 36,000 tokens a second by the clock, batch after batch, whatever the host does, as an H100
+does a 7B model, and returns bfloat16 states of that model's size. So is the disk: it takes so many
+MB a second, from all shards that are being written. Against: what the card computes, or the disk
+takes, by arithmetic. Batches are 16 times smaller than the default, and so are windows and shards,
+so that a run has as many windows as a longer one.
 """
 
 from __future__ import annotations
@@ -62,9 +63,14 @@ def _claim(shards: Sequence[Sequence[rows.Row]], megabytes: int, rounds: int) ->
             rates.append(tokens / _seconds(worker, rows.features_tasks(Path(place), shards)))
     disk_tokens = megabytes * 1e6 * tokens / (positions * HIDDEN_SIZE * 2)
     slower = min(CARD_TOKENS, disk_tokens)
-    sides = {"stage, tokens/s": median(rates), "card, tokens/s": float(CARD_TOKENS), "disk, tokens/s": disk_tokens}
+    sides = {
+        "stage, tokens/s": median(rates),
+        "card, tokens/s": float(CARD_TOKENS),
+        "disk, tokens/s": disk_tokens,
+    }
     return Claim(
-        f"the features stage over the slower of a card of {CARD_TOKENS:,} tokens/s and a disk of {megabytes} MB/s",
+        f"the features stage over the slower of a card of {CARD_TOKENS:,} tokens/s and a disk of"
+        f" {megabytes} MB/s",
         median(rates) / slower,
         aim=AIM,
         spread=(min(rates) / slower, max(rates) / slower),
@@ -86,9 +92,11 @@ def _seconds(worker: Worker, tasks: Sequence[ShardTask]) -> float:
 
 
 class SimulatedCard:
-    """Takes the place of a loaded model: its states are random numbers, and are there when a card would have them.
+    """Takes the place of a loaded model: its states are random numbers, and are there when a card
+    would have them.
 
-    A batch begins when the one before it has ended, or later. As from a card, it can be begun before that.
+    A batch begins when the one before it has ended, or later. As from a card, it can be begun
+    before that.
     """
 
     dtype = torch.bfloat16
@@ -113,7 +121,9 @@ class SimulatedCard:
 
 @contextmanager
 def simulated_disk(bytes_per_second: float) -> Iterator[None]:
-    """Files are written at this speed, all of them together, behind a small page cache; a sync waits for all."""
+    """Files are written at this speed, all of them together, behind a small page cache; a sync
+    waits for all.
+    """
     write, sync, turn = HashedFile._write, HashedFile.sync, threading.Lock()
     idle_from = perf_counter()
 
@@ -128,5 +138,8 @@ def simulated_disk(bytes_per_second: float) -> Iterator[None]:
         sync(file)
         sleep(max(0.0, idle_from - perf_counter()))
 
-    with mock.patch.object(HashedFile, "_write", cached), mock.patch.object(HashedFile, "sync", synced):
+    with (
+        mock.patch.object(HashedFile, "_write", cached),
+        mock.patch.object(HashedFile, "sync", synced),
+    ):
         yield

@@ -1,9 +1,10 @@
 """Claim: training reads the cache at 300 MB/s per core or more, every page's checksum verified.
 
-Measured: training's own reader (`load_batches`: Parquet, checksum, decompression, labels, shuffled batches) over all
-steps of an epoch, in bytes of states per second of CPU time: what one core does, however many share the work. Against:
-the same files' bytes read by `read_bytes` and nothing else, in turns. Files are in the page cache. States are random
-normal numbers, so compression finds as little in them as in real ones.
+Measured: training's own reader (`load_batches`: Parquet, checksum, decompression, labels, shuffled
+batches) over all steps of an epoch, in bytes of states per second of CPU time: what one core does,
+however many share the work. Against: the same files' bytes read by `read_bytes` and nothing else,
+in turns. Files are in the page cache. States are random normal numbers, so compression finds as
+little in them as in real ones.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ from pipeline.training.feature_batches import load_batches
 
 AIM = 300.0
 VOCAB_SIZE, NUM_HEADS, BATCH_TOKENS = 4096, 5, 16_384
-CASES = ((512, torch.float32), (4096, torch.bfloat16))  # hidden size and dtype: a small model's, a 7B model's
+CASES = (
+    (512, torch.float32),
+    (4096, torch.bfloat16),
+)  # hidden size and dtype: a small model's, a 7B model's
 
 
 def measure(*, tiny: bool = False) -> Result:
@@ -38,7 +42,9 @@ def measure(*, tiny: bool = False) -> Result:
             path = Path(temporary) / "shards" / "00000.parquet"
             made = rows.equal_rows(num_rows, num_turns=2, per_turn=256, vocab_size=VOCAB_SIZE)
             hidden, states = _hidden(made, hidden_size, dtype), StateFormat(dtype, hidden_size)
-            positions = rows.write_features(path, [TokenRow.of(row) for row in made], hidden, states)
+            positions = rows.write_features(
+                path, [TokenRow.of(row) for row in made], hidden, states
+            )
             claims.append(_claim(path, positions, hidden_size, dtype))
     return Result(claims, {"heads": NUM_HEADS, "batch_tokens": BATCH_TOKENS})
 
@@ -61,7 +67,9 @@ def _claim(path: Path, positions: int, hidden_size: int, dtype: torch.dtype) -> 
     wall: list[float] = []
 
     def read() -> float:
-        plan = EpochPlan(features.lengths("train"), batch_tokens=BATCH_TOKENS, seed=0, epoch=len(wall))
+        plan = EpochPlan(
+            features.lengths("train"), batch_tokens=BATCH_TOKENS, seed=0, epoch=len(wall)
+        )
         started, started_cpu = perf_counter(), process_time()
         for _ in load_batches(features, plan, range(plan.num_steps)):
             pass
@@ -85,7 +93,9 @@ def _claim(path: Path, positions: int, hidden_size: int, dtype: torch.dtype) -> 
         spread=(min(rates), max(rates)),
         sides={
             "by the clock, MB/s": megabytes / statistics.median(wall[1:]),
-            "plain read of the file, MB/s": path.stat().st_size / 1e6 / statistics.median(seconds["plain"]),
+            "plain read of the file, MB/s": path.stat().st_size
+            / 1e6
+            / statistics.median(seconds["plain"]),
             "file over states": path.stat().st_size / 1e6 / megabytes,
         },
     )

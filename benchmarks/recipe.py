@@ -1,13 +1,16 @@
-"""Claim: what `auto` chooses is within 3 % of the best of a grid, for little data and more, any target, any kind.
+"""Claim: what `auto` chooses is within 3 % of the best of a grid, for little data and more, any
+target, any kind.
 
-    python -m benchmarks.run recipe                                # the demo's target, seeds and text
-    python -m benchmarks.recipe CONFIG ... [section.key=value ...]  # other targets; only printed
+    python -m benchmarks.run recipe                                # the demo's target, seeds and
+    text python -m benchmarks.recipe CONFIG ... [section.key=value ...]  # other targets; only
+    printed
 
-For each configuration the flow is run until the states are cached; then heads of each kind learn from part of them, by
-every recipe of the grid and by `auto`. Measured on the same held-out text: the acceleration rate that a searched tree
-of 63 nodes would have (each half of the conversations judged by the tree of the other), and that of the top-1 chain.
-The best of the grid is the best of what is measured, noise included, so `auto` may be beaten by luck as well.
-Heads are kept small (three) and the most data bounded, so that it ends within the hour on two cores.
+For each configuration the flow is run until the states are cached; then heads of each kind learn
+from part of them, by every recipe of the grid and by `auto`. Measured on the same held-out text:
+the acceleration rate that a searched tree of 63 nodes would have (each half of the conversations
+judged by the tree of the other), and that of the top-1 chain. The best of the grid is the best of
+what is measured, noise included, so `auto` may be beaten by luck as well. Heads are kept small
+(three) and the most data bounded, so that it ends within the hour on two cores.
 """
 
 from __future__ import annotations
@@ -50,7 +53,12 @@ AIM = 0.97
 DEMO = targets.ROOT / "configs" / "demo.yaml"
 AMOUNTS = (2_500, 10_000, 40_000)
 KINDS = ("medusa", "recurrent")
-PAPER = {"epochs": 2, "lr": 1e-3, "batch_tokens": 16_384, "warmup_steps": 40}  # the paper's, for any amount of data
+PAPER = {
+    "epochs": 2,
+    "lr": 1e-3,
+    "batch_tokens": 16_384,
+    "warmup_steps": 40,
+}  # the paper's, for any amount of data
 GRID = {"batch_tokens": (128, 512), "epochs": (2, 4), "lr": (1e-3, 3e-3, 9e-3)}
 NUM_HEADS, NODES, TOP = 3, 63, 10
 FEW = (
@@ -70,7 +78,9 @@ def measure(*, tiny: bool = False) -> Result:
     with tempfile.TemporaryDirectory() as temporary:
         target = targets.random_demo_target(Path(temporary) / "target").model
         config = load_config(DEMO, [f"run.root={temporary}", f"target.model={target}", *FEW])
-        return compare([config], amounts=(100,), grid={"epochs": (1,), "lr": (1e-3,)}, executor="inline")
+        return compare(
+            [config], amounts=(100,), grid={"epochs": (1,), "lr": (1e-3,)}, executor="inline"
+        )
 
 
 def compare(
@@ -81,7 +91,9 @@ def compare(
 ) -> Result:
     """`auto` beside the best of the grid, by target, kind and amount of data."""
     claims, facts = [], []
-    recipes = {"auto": {}, "the paper's": PAPER} | {_name(recipe): recipe for recipe in _recipes(grid)}
+    recipes = {"auto": {}, "the paper's": PAPER} | {
+        _name(recipe): recipe for recipe in _recipes(grid)
+    }
     for config in configs:
         run = cached(config, executor)
         for kind, amount in itertools.product(KINDS, amounts):
@@ -90,7 +102,10 @@ def compare(
                 found[name] = learned(run, config, kind, amount, recipe)
                 rates = f"tree {found[name]['tree']:.3f}, chain {found[name]['chain']:.3f}"
                 print(f"{kind}, {amount:,} positions, {name}: {rates}", flush=True)
-            where = f"{Path(config.target.model).name}, {kind}, {found['auto']['positions']:,} positions"
+            where = (
+                f"{Path(config.target.model).name}, {kind}, {found['auto']['positions']:,}"
+                " positions"
+            )
             facts.append({"where": where, "recipes": found})
             claims += [_claim(figure, where, found) for figure in ("tree", "chain")]
     return Result(claims, {"cells": facts, "heads": NUM_HEADS, "nodes": NODES})
@@ -108,7 +123,9 @@ def _claim(figure: str, where: str, found: Mapping[str, Mapping[str, Any]]) -> C
     auto, paper, *others = found
     best = max(others, key=lambda name: found[name][figure])
     sides = {name: found[name][figure] for name in (auto, best, paper)}
-    return Claim(f"auto over the best, {figure}, {where}", sides[auto] / sides[best], aim=AIM, sides=sides)
+    return Claim(
+        f"auto over the best, {figure}, {where}", sides[auto] / sides[best], aim=AIM, sides=sides
+    )
 
 
 def cached(config: Config, executor: str) -> RunDirectory:
@@ -118,7 +135,9 @@ def cached(config: Config, executor: str) -> RunDirectory:
     return run_flow(config, until="features", executor=executor)
 
 
-def learned(run: RunDirectory, config: Config, kind: str, amount: int, recipe: Mapping[str, Any]) -> dict[str, Any]:
+def learned(
+    run: RunDirectory, config: Config, kind: str, amount: int, recipe: Mapping[str, Any]
+) -> dict[str, Any]:
     """What heads come to that learn from the first so many positions by this recipe."""
     features = run.latest("features")
     assert features is not None
@@ -145,14 +164,23 @@ def learned(run: RunDirectory, config: Config, kind: str, amount: int, recipe: M
         summary = Trainer(learner).run(ProgressReporter())
         heads = str(Path(directory) / HEADS_FILE)
         ranks = held_out_ranks(shards, features.fingerprint, heads, settings.roles, TOP, "cpu")
-    figures = {"tree": tree_rate(ranks), "chain": simulated_acceleration_rate(ranks, chain(NUM_HEADS))}
+    figures = {
+        "tree": tree_rate(ranks),
+        "chain": simulated_acceleration_rate(ranks, chain(NUM_HEADS)),
+    }
     losses = [head["loss"] for head in summary["held_out"]]
     kept = ("steps", "best_step", "seconds", "hyperparameters")
-    return figures | {"positions": num_positions(learner.rows), "losses": losses} | {key: summary[key] for key in kept}
+    return (
+        figures
+        | {"positions": num_positions(learner.rows), "losses": losses}
+        | {key: summary[key] for key in kept}
+    )
 
 
 def tree_rate(ranks: HeldOutRanks) -> float:
-    """The acceleration rate of a tree of NODES by the better search, each half judged by the other's tree."""
+    """The acceleration rate of a tree of NODES by the better search, each half judged by the
+    other's tree.
+    """
     fitted = CrossFit(ranks, NODES, None, TOP)
     return max(fitted.walk(search, NODES).acceleration_rate for search in fitted.whole)
 
@@ -198,7 +226,9 @@ def main(arguments: Sequence[str]) -> None:
     if not files:
         raise ConfigError("Name a configuration.", "benchmarks.recipe", f"{DEMO} is one.")
     overrides = [word for word in arguments if "=" in word]
-    for claim in compare([load_config(file, overrides) for file in files], executor="inline").claims:
+    for claim in compare(
+        [load_config(file, overrides) for file in files], executor="inline"
+    ).claims:
         print(one_line(claim))
 
 

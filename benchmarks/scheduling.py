@@ -1,9 +1,11 @@
-"""Claim: the overhead per shard is the same for 100 shards and for 10,000, within 100 MB of the driver.
+"""Claim: the overhead per shard is the same for 100 shards and for 10,000, within 100 MB of the
+driver.
 
-One worker sleeps a millisecond instead of computing. Through `RayExecutor.map` alone it returns an empty receipt;
-through `run_sharded` it commits a shard of one row, and the driver reads receipts, writes events and checks the disk.
-Overhead is wall time minus the worker's own and the start of its process, per shard. Also reported: the driver's CPU
-time, including that of finding all shards finished, as at the start of a resumed run.
+One worker sleeps a millisecond instead of computing. Through `RayExecutor.map` alone it returns an
+empty receipt; through `run_sharded` it commits a shard of one row, and the driver reads receipts,
+writes events and checks the disk. Overhead is wall time minus the worker's own and the start of its
+process, per shard. Also reported: the driver's CPU time, including that of finding all shards
+finished, as at the start of a resumed run.
 """
 
 from __future__ import annotations
@@ -36,11 +38,16 @@ from pipeline.storage.stage_directory import StageDirectory
 from pipeline.storage.tasks import ShardTask
 
 SIZES, TINY_SIZES = (100, 1_000, 10_000), (4, 16)
-IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # how long a disk takes to sync is not asked here
+IN_MEMORY = (
+    "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+)  # how long a disk takes to sync is not asked here
 PLACEMENT = Placement(workers=1, cpus=1, gpus=0)
 HOUR = 3600.0
 CPU = torch.device("cpu")
-AIM_OVERHEAD, AIM_MEMORY_MB = 1.5, 100  # of the most shards over the fewest, and more than with the fewest
+AIM_OVERHEAD, AIM_MEMORY_MB = (
+    1.5,
+    100,
+)  # of the most shards over the fewest, and more than with the fewest
 
 
 @dataclass(frozen=True)
@@ -67,11 +74,16 @@ def measure(*, tiny: bool = False) -> Result:
     seen = {size: cost.seen_milliseconds for size, cost in staged.items()}
     claims.append(_growth("seeing that all are there, CPU time per shard", seen))
     facts = {"map": mapped, "run_sharded": staged}
-    return Result(claims, {name: {size: vars(cost) for size, cost in costs.items()} for name, costs in facts.items()})
+    return Result(
+        claims,
+        {name: {size: vars(cost) for size, cost in costs.items()} for name, costs in facts.items()},
+    )
 
 
 class Stopwatch:
-    """An executor that records when its first worker was ready and the workers' busy time after that."""
+    """An executor that records when its first worker was ready and the workers' busy time after
+    that.
+    """
 
     name = "ray"
 
@@ -93,7 +105,11 @@ def _mapped(executor: Executor, size: int) -> Cost:
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as temporary:
         paths = (f"{temporary}/shards/{index:05d}.parquet" for index in range(size))
         tasks = deque(ShardTask(index, "", "", path, "", "f") for index, path in enumerate(paths))
-        return _cost(executor, size, lambda watch: deque(watch.map(Sleeper, {}, tasks, PLACEMENT, HOUR), maxlen=0))
+        return _cost(
+            executor,
+            size,
+            lambda watch: deque(watch.map(Sleeper, {}, tasks, PLACEMENT, HOUR), maxlen=0),
+        )
 
 
 def _staged(executor: Executor, size: int) -> Cost:
@@ -104,8 +120,13 @@ def _staged(executor: Executor, size: int) -> Cost:
         stage = StageDirectory(Path(temporary), "copy", "b" * 64)
         stage.create({})
         nothing = {"target": {"model": "none"}, "seeds": {"sources": "none"}}
-        settings = nothing | {"run": {"name": "run", "root": temporary}, "limits": {"min_free_disk_gb": 0}}
-        context = Context(validate(settings, "scheduling"), RunDirectory(Path(temporary)), Console(quiet=True))
+        settings = nothing | {
+            "run": {"name": "run", "root": temporary},
+            "limits": {"min_free_disk_gb": 0},
+        }
+        context = Context(
+            validate(settings, "scheduling"), RunDirectory(Path(temporary)), Console(quiet=True)
+        )
 
         def run(watch: Stopwatch) -> None:
             context.__dict__["executor"] = watch
@@ -133,7 +154,13 @@ def _cost(executor: Executor, size: int, work: Callable[[Stopwatch], Any]) -> Co
 def _write_seed(stage: StageDirectory, index: int) -> None:
     paths = stage.shard_path(index), stage.quarantine_path(index)
     with ShardWriter(*paths, SEEDS, index=index, fingerprint=stage.fingerprint) as writer:
-        row = {"id": f"s:{index}", "source_id": None, "category": None, "split": "train", "messages": []}
+        row = {
+            "id": f"s:{index}",
+            "source_id": None,
+            "category": None,
+            "split": "train",
+            "messages": [],
+        }
         writer.write([row])
         writer.commit("seeds", [row["id"]])
 
@@ -141,8 +168,14 @@ def _write_seed(stage: StageDirectory, index: int) -> None:
 def _claims(what: str, costs: dict[int, Cost]) -> list[Claim]:
     few, many = min(costs), max(costs)
     return [
-        _growth(f"{what}, overhead per shard by the clock", {n: cost.milliseconds for n, cost in costs.items()}),
-        _growth(f"{what}, driver's CPU time per shard", {n: cost.cpu_milliseconds for n, cost in costs.items()}),
+        _growth(
+            f"{what}, overhead per shard by the clock",
+            {n: cost.milliseconds for n, cost in costs.items()},
+        ),
+        _growth(
+            f"{what}, driver's CPU time per shard",
+            {n: cost.cpu_milliseconds for n, cost in costs.items()},
+        ),
         Claim(
             f"{what}, driver's memory, {many:,} shards above {few:,}",
             max(0.0, costs[many].peak_mb - costs[few].peak_mb),
@@ -159,4 +192,6 @@ def _growth(what: str, milliseconds: dict[int, float]) -> Claim:
     few, many = min(milliseconds), max(milliseconds)
     sides = {f"{size:,}, ms": each for size, each in milliseconds.items()}
     growth = milliseconds[many] / milliseconds[few]
-    return Claim(f"{what}, {many:,} shards over {few:,}", growth, aim=AIM_OVERHEAD, at_most=True, sides=sides)
+    return Claim(
+        f"{what}, {many:,} shards over {few:,}", growth, aim=AIM_OVERHEAD, at_most=True, sides=sides
+    )

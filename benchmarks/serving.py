@@ -1,9 +1,12 @@
-"""What both kinds of heads are worth in vLLM: tokens per second beside plain vLLM, one request at a time and many.
+"""What both kinds of heads are worth in vLLM: tokens per second beside plain vLLM, one request at a
+time and many.
 
-    python -m benchmarks.run serving    # after `make demo` and `make demo HEADS=recurrent`: 3 minutes
+    python -m benchmarks.run serving    # after `make demo` and `make demo HEADS=recurrent`: 3
+    minutes
 
-The demos' own exports answer the check's prompts greedily, each engine in turn, with as many draft tokens as
-calibrate chose. On a CPU a forward of few tokens costs in proportion to them, so heads pay less here than on a GPU.
+The demos' own exports answer the check's prompts greedily, each engine in turn, with as many draft
+tokens as calibrate chose. On a CPU a forward of few tokens costs in proportion to them, so heads
+pay less here than on a GPU.
 """
 
 from __future__ import annotations
@@ -30,23 +33,38 @@ AT_ONCE, NUM_PROMPTS, NEW_TOKENS, REPEATS = (1, 32), 32, 64, 3
 def measure(*, tiny: bool = False) -> Result:
     """The two demos of this checkout."""
     if not tiny:
-        return served({name: open_run(targets.ROOT / path) for name, path in RUNS.items()}, AT_ONCE, REPEATS)
+        return served(
+            {name: open_run(targets.ROOT / path) for name, path in RUNS.items()}, AT_ONCE, REPEATS
+        )
     with tempfile.TemporaryDirectory() as temporary:
         target = targets.random_demo_target(Path(temporary) / "target").model
         places = (f"run.root={temporary}", f"run.store={temporary}/store", f"target.model={target}")
         words = (*places, *FEW, "calibrate.nodes=3", "train.lr=1e-3")
         config = load_config(DEMO, [*words, "train.heads=recurrent"])
-        return served({"recurrent": run_flow(config, until="export", executor="inline", quiet=True)}, (1,), 1, 8)
+        return served(
+            {"recurrent": run_flow(config, until="export", executor="inline", quiet=True)},
+            (1,),
+            1,
+            8,
+        )
 
 
-def served(runs: Mapping[str, Run], at_once: Sequence[int], repeats: int, new_tokens: int = NEW_TOKENS) -> Result:
+def served(
+    runs: Mapping[str, Run], at_once: Sequence[int], repeats: int, new_tokens: int = NEW_TOKENS
+) -> Result:
     """What each run's export is worth, by the number of requests at once."""
     first = next(iter(runs.values()))
     target = resolve(first.config.target, on_gpu=False)
-    found = held_out_prompts(first.generated("check"), NUM_PROMPTS, context_length(target) - new_tokens)
+    found = held_out_prompts(
+        first.generated("check"), NUM_PROMPTS, context_length(target) - new_tokens
+    )
     prompts = [prompt.ids for prompt in found.kept]
     exports = {name: run.export for name, run in runs.items()}
-    claims = [claim for number in at_once for claim in _compared(target, exports, prompts, number, repeats, new_tokens)]
+    claims = [
+        claim
+        for number in at_once
+        for claim in _compared(target, exports, prompts, number, repeats, new_tokens)
+    ]
     return Result(claims, {"prompts": len(prompts), "new_tokens": new_tokens, "repeats": repeats})
 
 
@@ -58,18 +76,26 @@ def _compared(
     repeats: int,
     new_tokens: int,
 ) -> list[Claim]:
-    """Tokens per second with each export over those of plain vLLM, and how many texts are the same."""
+    """Tokens per second with each export over those of plain vLLM, and how many texts are the
+    same.
+    """
     chosen = [read_layout(path).engine_args(path, target.model) for path in exports.values()]
-    plain, *others = decode_in_vllm(target, [{}, *chosen], prompts, new_tokens, repeats=repeats, at_once=at_once)
+    plain, *others = decode_in_vllm(
+        target, [{}, *chosen], prompts, new_tokens, repeats=repeats, at_once=at_once
+    )
     speed = {"plain, tokens/s": plain["tokens_per_second"]}
     claims = []
     for name, found in zip(exports, others, strict=True):
-        same = sum(one == other for one, other in zip(found["token_ids"], plain["token_ids"], strict=True))
+        same = sum(
+            one == other for one, other in zip(found["token_ids"], plain["token_ids"], strict=True)
+        )
         sides = speed | {
             f"{name}, tokens/s": found["tokens_per_second"],
             "acceleration rate": rate_of_answers(found["accepted"], range(len(prompts))).rate,
             f"of {len(prompts)} texts the same": same,
         }
         what = f"vLLM with {name} heads over plain, {at_once} at once"
-        claims.append(Claim(what, found["tokens_per_second"] / plain["tokens_per_second"], sides=sides))
+        claims.append(
+            Claim(what, found["tokens_per_second"] / plain["tokens_per_second"], sides=sides)
+        )
     return claims

@@ -1,4 +1,6 @@
-"""Workers that sleep for a millisecond: what a Ray worker imports of `benchmarks.scheduling`, and so nothing heavy."""
+"""Workers that sleep for a millisecond: what a Ray worker imports of `benchmarks.scheduling`, and
+so nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ class Sleeper:
 
     def __call__(self, task: ShardTask) -> Receipt:
         time.sleep(SLEEP_SECONDS)
-        return Receipt(task.index, task.fingerprint, task.upstream, 1, 0, "", "", stats={"busy": SLEEP_SECONDS})
+        return Receipt(
+            task.index, task.fingerprint, task.upstream, 1, 0, "", "", stats={"busy": SLEEP_SECONDS}
+        )
 
 
 class Copier:

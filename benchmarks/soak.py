@@ -1,16 +1,19 @@
-"""Claim: killed at any moment and started again, a run loses no row, makes none twice, and ends with the same bytes.
+"""Claim: killed at any moment and started again, a run loses no row, makes none twice, and ends
+with the same bytes.
 
-The sharded stages (seeds, generate, features) run over synthetic conversations, some malformed, some repeated. The run
-is a process group that gets SIGKILL at random moments drawn from a seed, as often as the time allows; with Ray a kill
-may also hit a single worker. Each time the same configuration is run again. A finished round is verified and deleted,
-and the next one starts from nothing; the last round runs to its end. Verified is, for each stage: ids in = ids kept +
-ids quarantined, each once; every shard and quarantine file has the bytes of an undisturbed inline run; `verify` finds
-nothing; no temporary file is left.
+The sharded stages (seeds, generate, features) run over synthetic conversations, some malformed,
+some repeated. The run is a process group that gets SIGKILL at random moments drawn from a seed, as
+often as the time allows; with Ray a kill may also hit a single worker. Each time the same
+configuration is run again. A finished round is verified and deleted, and the next one starts from
+nothing; the last round runs to its end. Verified is, for each stage: ids in = ids kept + ids
+quarantined, each once; every shard and quarantine file has the bytes of an undisturbed inline run;
+`verify` finds nothing; no temporary file is left.
 
     python -m benchmarks.soak --minutes 10 --conversations 20000 --seed 0 --executor inline
 
-The target is tiny and random and answers with two tokens, since only rows, files and restarts matter. Attempts are
-forked from a process that has already imported the pipeline, which saves seconds per attempt.
+The target is tiny and random and answers with two tokens, since only rows, files and restarts
+matter. Attempts are forked from a process that has already imported the pipeline, which saves
+seconds per attempt.
 """
 
 from __future__ import annotations
@@ -46,7 +49,22 @@ from pipeline.storage.stage_directory import StageDirectory
 
 STAGES = ("seeds", "generate", "features")
 IMPORTS = ["pipeline.flow", "pipeline.cli.app", "transformers.models.llama.modeling_llama"]
-WORDS = ["red", "green", "blue", "cat", "dog", "moon", "river", "stone", "why", "how", "what", "sings", "runs", "old"]
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "cat",
+    "dog",
+    "moon",
+    "river",
+    "stone",
+    "why",
+    "how",
+    "what",
+    "sings",
+    "runs",
+    "old",
+]
 ROWS_PER_SHARD = 50
 WORKERS = 2  # with Ray
 SECONDS_TO_START_RAY = 10.0
@@ -67,7 +85,9 @@ class Record:
 
 def measure(*, tiny: bool = False) -> Result:
     """Ten minutes with 20,000 conversations."""
-    record = soak(minutes=0.04, conversations=200) if tiny else soak(minutes=10, conversations=20_000)
+    record = (
+        soak(minutes=0.04, conversations=200) if tiny else soak(minutes=10, conversations=20_000)
+    )
     return result_of(record)
 
 
@@ -84,13 +104,17 @@ def soak(*, minutes: float, conversations: int, seed: int = 0, executor: str = "
         reference = Attempts(directory, "reference", "inline")
         reference.finish()
         # Long enough to get beyond the first stage now and then.
-        longest = 1.5 * (_seconds_to_generate(reference.run) + (SECONDS_TO_START_RAY if executor == "ray" else 0))
+        longest = 1.5 * (
+            _seconds_to_generate(reference.run) + (SECONDS_TO_START_RAY if executor == "ray" else 0)
+        )
         ends = time.monotonic() + 60 * minutes
         while time.monotonic() < ends:
             disturbed = Attempts(directory, f"round-{record.rounds}", executor)
             disturbed.suffer(rng, longest, ends, record)
             disturbed.finish()
-            found = differences(disturbed.run, reference.run, {f"made-up:{row}" for row in range(conversations)})
+            found = differences(
+                disturbed.run, reference.run, {f"made-up:{row}" for row in range(conversations)}
+            )
             record.problems += found
             record.rounds += 1
             record.rows += conversations
@@ -113,7 +137,9 @@ class Attempts:
         self.run, self.executor = RunDirectory(directory / name), executor
         self.config, self.log = directory / f"{name}.yaml", directory / f"{name}.log"
         settings = yaml.safe_load((directory / "settings.yaml").read_text())
-        self.config.write_text(yaml.safe_dump(settings | {"run": {"name": name, "root": str(directory)}}))
+        self.config.write_text(
+            yaml.safe_dump(settings | {"run": {"name": name, "root": str(directory)}})
+        )
         self.processes = multiprocessing.get_context("forkserver")
         self.processes.set_forkserver_preload(IMPORTS)
 
@@ -124,7 +150,9 @@ class Attempts:
         self._require_success(process)
 
     def suffer(self, rng: random.Random, longest: float, ends: float, record: Record) -> None:
-        """Kill and resume until the run or the time ends; up to `longest` seconds, often few, before each kill."""
+        """Kill and resume until the run or the time ends; up to `longest` seconds, often few,
+        before each kill.
+        """
         while time.monotonic() < ends:
             process = self._start()
             while True:
@@ -149,7 +177,9 @@ class Attempts:
 
     def _require_success(self, process: Any) -> None:
         if process.exitcode:
-            raise RuntimeError(f"the run ended with {process.exitcode}: {self.log.read_text()[-2000:]}")
+            raise RuntimeError(
+                f"the run ended with {process.exitcode}: {self.log.read_text()[-2000:]}"
+            )
 
 
 def _drive(config: str, executor: str, log: str) -> None:
@@ -158,20 +188,32 @@ def _drive(config: str, executor: str, log: str) -> None:
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.exit(ends_well(lambda: run_flow(load_config(Path(config)), until=STAGES[-1], executor=executor) and 0))
+    sys.exit(
+        ends_well(
+            lambda: run_flow(load_config(Path(config)), until=STAGES[-1], executor=executor) and 0
+        )
+    )
 
 
 def _seconds_to_generate(run: RunDirectory) -> float:
-    """How long a run took to its first generated shard: seeds, which start over, were done, and workers stood."""
+    """How long a run took to its first generated shard: seeds, which start over, were done, and
+    workers stood.
+    """
     events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
-    first = next(event for event in events if event["event"] == "shard" and event["stage"] == STAGES[1])
+    first = next(
+        event for event in events if event["event"] == "shard" and event["stage"] == STAGES[1]
+    )
     return first["time"] - events[0]["time"]
 
 
 def _workers(driver: int) -> list[psutil.Process]:
     """Ray's processes of this driver that hold one of our workers."""
     family = psutil.Process(driver).children(recursive=True)
-    found = [process for process in family if "ShardActor" in " ".join(process.as_dict(["cmdline"])["cmdline"] or ())]
+    found = [
+        process
+        for process in family
+        if "ShardActor" in " ".join(process.as_dict(["cmdline"])["cmdline"] or ())
+    ]
     return sorted(found, key=lambda process: process.pid)
 
 
@@ -188,7 +230,11 @@ def differences(run: RunDirectory, reference: RunDirectory, ids_in: set[str]) ->
     for name in STAGES:
         stage, other = _latest(run, name), _latest(reference, name)
         kept = [row["id"] for path in stage.parquet_files() for row in read_rows(path, ["id"])]
-        lines = [line for path in _quarantine(stage) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [
+            line
+            for path in _quarantine(stage)
+            for line in path.read_text(encoding="utf-8").splitlines()
+        ]
         refused = [json.loads(line)["id"] for line in lines]
         owners = {row if row in ids_in else parent_of(row) for row in kept}
         if lost := ids_in - owners - set(refused):
@@ -198,15 +244,25 @@ def differences(run: RunDirectory, reference: RunDirectory, ids_in: set[str]) ->
         if len(set(kept)) < len(kept) or len(set(refused)) < len(refused) or owners & set(refused):
             found.append(f"{name} has rows twice")
         found += [f"{name}: {problem}" for problem in stage.verify()]
-        found += [f"{name}: {path} differs from the undisturbed run's" for path in _different(stage, other)]
+        found += [
+            f"{name}: {path} differs from the undisturbed run's"
+            for path in _different(stage, other)
+        ]
         ids_in = set(kept)
     return found
 
 
 def _different(stage: StageDirectory, other: StageDirectory) -> list[str]:
     """Shards and quarantine files that only one of two stages has, or whose bytes differ."""
-    ours, theirs = ({file.name: file for file in (*one.parquet_files(), *_quarantine(one))} for one in (stage, other))
-    same = {name for name in ours.keys() & theirs.keys() if ours[name].read_bytes() == theirs[name].read_bytes()}
+    ours, theirs = (
+        {file.name: file for file in (*one.parquet_files(), *_quarantine(one))}
+        for one in (stage, other)
+    )
+    same = {
+        name
+        for name in ours.keys() & theirs.keys()
+        if ours[name].read_bytes() == theirs[name].read_bytes()
+    }
     return sorted((ours.keys() | theirs.keys()) - same)
 
 
@@ -224,9 +280,13 @@ def _make_inputs(directory: Path, conversations: int) -> None:
     """The target, the conversations, and settings without a run's name."""
     tokenizer = train_tokenizer(targets.bundled_conversations())
     tokenizer.save_pretrained(directory / "target")
-    targets.random_target(directory / "target", targets.TINY | {"vocab_size": len(tokenizer), "hidden_size": 32})
+    targets.random_target(
+        directory / "target", targets.TINY | {"vocab_size": len(tokenizer), "hidden_size": 32}
+    )
     lines = [json.dumps(_conversation(row)) for row in range(conversations)]
-    lines = [lines[row - 1] if row % 100 == 99 else line for row, line in enumerate(lines)]  # each hundredth twice
+    lines = [
+        lines[row - 1] if row % 100 == 99 else line for row, line in enumerate(lines)
+    ]  # each hundredth twice
     (directory / "made-up.jsonl").write_text("\n".join(lines) + "\n")
     settings = {
         "target": {"model": str(directory / "target")},
@@ -242,28 +302,45 @@ def _make_inputs(directory: Path, conversations: int) -> None:
 
 
 def _conversation(row: int) -> dict[str, Any]:
-    """One or two short exchanges, the first of them like no other row's; each fiftieth row is no conversation."""
+    """One or two short exchanges, the first of them like no other row's; each fiftieth row is no
+    conversation.
+    """
     rng = random.Random(row)
     if row % 50 == 7:
         return {"conversations": [{"from": "human", "value": row}]}
-    turns = [" ".join(rng.choices(WORDS, k=rng.randint(2, 8))) for _ in range(2 * rng.randint(1, 2))]
+    turns = [
+        " ".join(rng.choices(WORDS, k=rng.randint(2, 8))) for _ in range(2 * rng.randint(1, 2))
+    ]
     turns[0] += f" {row}?"
     roles = ("human", "gpt") * 2
-    return {"conversations": [{"from": role, "value": turn} for role, turn in zip(roles, turns, strict=False)]}
+    return {
+        "conversations": [
+            {"from": role, "value": turn} for role, turn in zip(roles, turns, strict=False)
+        ]
+    }
 
 
 def result_of(record: Record) -> Result:
     """The claim and its facts."""
     good = record.rounds - len({problem.split(":")[0] for problem in record.problems})
-    sides = {"kills": record.kills, "Ray workers killed": record.workers_killed, "conversations": record.rows}
-    name = "killed and resumed runs that ended with every row once and with the undisturbed run's bytes"
+    sides = {
+        "kills": record.kills,
+        "Ray workers killed": record.workers_killed,
+        "conversations": record.rows,
+    }
+    name = (
+        "killed and resumed runs that ended with every row once and with the undisturbed run's"
+        " bytes"
+    )
     claim = Claim(name, 100.0 * good / record.rounds, unit="%", aim=100, sides=sides)
     return Result([claim], asdict(record))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Soak and write the result; returns 1 where a row was lost, repeated or differs."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description="Kill runs, resume them, compare.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.soak", description="Kill runs, resume them, compare."
+    )
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--conversations", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="of the moments at which it strikes")
@@ -272,7 +349,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     record = soak(**vars(asked))
     print("\n".join(record.problems))
     result = result_of(record)
-    keep("soak", Result(result.claims, {**result.facts, "asked": vars(asked)}), time.perf_counter() - started)
+    keep(
+        "soak",
+        Result(result.claims, {**result.facts, "asked": vars(asked)}),
+        time.perf_counter() - started,
+    )
     return min(1, len(record.problems))
 
 

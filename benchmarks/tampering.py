@@ -1,15 +1,20 @@
-"""Claim: damage to a finished run is named by `verify` and mended by `run`; a copied run changes itself alone.
+"""Claim: damage to a finished run is named by `verify` and mended by `run`; a copied run changes
+itself alone.
 
-Each case copies or moves a tiny finished run, with or without a store of its own, and gives commands to the copy's own
-run.yaml. In four of five cases a file that a stage's DONE.json names, or that record itself, is damaged first, as a bad
-disk does it: a bit flips (also with the modification time kept), the file is cut short, emptied, or gone. Then
+Each case copies or moves a tiny finished run, with or without a store of its own, and gives
+commands to the copy's own run.yaml. In four of five cases a file that a stage's DONE.json names, or
+that record itself, is damaged first, as a bad disk does it: a bit flips (also with the modification
+time kept), the file is cut short, emptied, or gone. Then
 
-- `verify` ends with 1 and names the file; `status` and `plan` end with 0; none of them writes anything;
-- `run` ends with 0 and has the bytes of the undamaged run, and `verify` ends with 0 after it. What `run` does not read
-  (a bit that flipped with the time kept) or never makes again (a training's logs) stays damaged and named.
+- `verify` ends with 1 and names the file; `status` and `plan` end with 0; none of them writes
+  anything;
+- `run` ends with 0 and has the bytes of the undamaged run, and `verify` ends with 0 after it. What
+  `run` does not read (a bit that flipped with the time kept) or never makes again (a training's
+  logs) stays damaged and named.
 
-In the others `run --fresh STAGE` makes a stage of the copy again. In some of them that stage's directory is a link to
-the original's, which `run` refuses. In no case may a file outside of the copy be made, changed or deleted.
+In the others `run --fresh STAGE` makes a stage of the copy again. In some of them that stage's
+directory is a link to the original's, which `run` refuses. In no case may a file outside of the
+copy be made, changed or deleted.
 
     python -m benchmarks.tampering --cases 100 --seed 0
 
@@ -121,13 +126,20 @@ def tamper(number: int, *, seed: int = 0, only: Sequence[int] = ()) -> Record:
 
 
 def cases(run: Path, number: int, seed: int) -> Iterator[Case]:
-    """Every fifth case makes a stage again; the others take each file with each damage, in random order, over again."""
+    """Every fifth case makes a stage again; the others take each file with each damage, in random
+    order, over again.
+    """
     rng = random.Random(seed)
     damaged = []
     for name, stage in RunDirectory.open(run)[0].stages().items():
         files = stage.done.files if stage.done else {}
         sizes = {file: facts.size for file, facts in files.items()}
-        damaged += [(name, file, way) for file, size in sizes.items() for way in DAMAGE if size or way == "remove"]
+        damaged += [
+            (name, file, way)
+            for file, size in sizes.items()
+            for way in DAMAGE
+            if size or way == "remove"
+        ]
         damaged += [(name, "DONE.json", way) for way in ("truncate", "empty", "remove")]
     rng.shuffle(damaged)
     for index in range(number):
@@ -147,7 +159,9 @@ class Trial:
         self.run = self.copy / "run"
 
     def take(self) -> None:
-        """Copy the run, damage it, give the commands, and record what is wrong with how they end."""
+        """Copy the run, damage it, give the commands, and record what is wrong with how they
+        end.
+        """
         self.record.kinds[self.case.damage or "stage made again"] += 1
         original = self.place / ("stored" if "store" in self.case.copy else "plain")
         away = self.place / "away"
@@ -217,18 +231,27 @@ class Trial:
     def _compare(self, but: str = "") -> None:
         """Hold what the stages of the copy have made against the original's."""
         found = results_of(RunDirectory.open(self.run)[0])
-        names = sorted(name for name in self.wanted if found.get(name) != self.wanted[name] and name != but)
+        names = sorted(
+            name for name in self.wanted if found.get(name) != self.wanted[name] and name != but
+        )
         if names:
             self._note("run", f"has made other bytes of {', '.join(names[:3])}", "")
 
     def _note(self, name: str, problem: str, said: str) -> None:
-        where = {**vars(self.case), "command": name, "what": problem, "said": " ".join(said.split())[-600:]}
+        where = {
+            **vars(self.case),
+            "command": name,
+            "what": problem,
+            "said": " ".join(said.split())[-600:],
+        }
         self.record.findings.append(where)
         print(where, flush=True)
 
 
 def tree_of(place: Path, but: Path | None) -> Tree:
-    """Everything below `place`, without following links, and without what lies in `but`; no times of folders."""
+    """Everything below `place`, without following links, and without what lies in `but`; no times
+    of folders.
+    """
     found: Tree = {}
     for path in place.rglob("*"):
         if but is None or not path.is_relative_to(but):
@@ -240,7 +263,9 @@ def tree_of(place: Path, but: Path | None) -> Tree:
 
 
 def results_of(run: RunDirectory) -> dict[str, str]:
-    """The sha256 of what comes out the same each time, by stage and file: logs and answers have times in them."""
+    """The sha256 of what comes out the same each time, by stage and file: logs and answers have
+    times in them.
+    """
     found = {}
     for name, stage in run.stages().items():
         for file in stage.done.files if stage.done else ():
@@ -272,10 +297,17 @@ def result_of(record: Record) -> Result:
     """The claim and its facts."""
     number = record.kinds.total()
     good = number - len({finding["number"] for finding in record.findings})
-    what = "damaged or copied runs of which every damage was named and mended, and nothing outside was changed"
+    what = (
+        "damaged or copied runs of which every damage was named and mended, and nothing outside was"
+        " changed"
+    )
     sides = {"cases": number, "commands": record.commands, **dict(sorted(record.kinds.items()))}
     claim = Claim(what, 100.0 * good / number, unit="%", aim=100, sides=sides)
-    facts = {"seed": record.seed, "endings": dict(sorted(record.endings.items())), "findings": record.findings}
+    facts = {
+        "seed": record.seed,
+        "endings": dict(sorted(record.endings.items())),
+        "findings": record.findings,
+    }
     return Result([claim], facts)
 
 
@@ -284,7 +316,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m benchmarks.tampering", description=measure.__doc__)
     parser.add_argument("--cases", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, nargs="+", default=(), help="cases to repeat; nothing is kept")
+    parser.add_argument(
+        "--only", type=int, nargs="+", default=(), help="cases to repeat; nothing is kept"
+    )
     asked, began = parser.parse_args(arguments), time.perf_counter()
     record = tamper(asked.cases, seed=asked.seed, only=asked.only)
     keep("tampering", result_of(record), time.perf_counter() - began, tiny=bool(asked.only))

@@ -28,13 +28,20 @@ BACKBONE = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 2048,
 }
-TINY = BACKBONE | {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+TINY = BACKBONE | {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+}
 
 
 def random_target(directory: Path, shape: dict[str, int], dtype: str = "float32") -> TargetSpec:
     """A Llama of that shape, without a tokenizer, written to `directory`."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).to(getattr(torch, dtype))
+    model = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False)).to(
+        getattr(torch, dtype)
+    )
     return _saved(model, directory, dtype)
 
 
@@ -47,7 +54,9 @@ def random_demo_target(directory: Path) -> TargetSpec:
 
 
 def demo_target(directory: Path) -> TargetSpec:
-    """The demo's own target where `make demo` has trained it, else a random one of its shape in `directory`."""
+    """The demo's own target where `make demo` has trained it, else a random one of its shape in
+    `directory`.
+    """
     trained = (DEMO_TARGET / "config.json").is_file()
     return TargetSpec(str(DEMO_TARGET)) if trained else random_demo_target(directory)
 

@@ -1,9 +1,11 @@
-"""Claim: training heads from the cache is at least twice as fast as with the backbone's forward in every step.
+"""Claim: training heads from the cache is at least twice as fast as with the backbone's forward in
+every step.
 
-Measured: positions learned per second in `train` from a feature cache, waiting for data included. Against: a
-loop that, as the reference implementation does, runs the frozen backbone over each step's conversations and learns from
-its states: same heads, optimizer and batches, as the losses of the steps show (`largest_loss_difference`).
-Rows are of one length, so that the online loop pads nothing and each batch holds whole rows.
+Measured: positions learned per second in `train` from a feature cache, waiting for data included.
+Against: a loop that, as the reference implementation does, runs the frozen backbone over each
+step's conversations and learns from its states: same heads, optimizer and batches, as the losses of
+the steps show (`largest_loss_difference`). Rows are of one length, so that the online loop pads
+nothing and each batch holds whole rows.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ ROUNDS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A training of `num_steps` steps, each of as many rows as the plan has lanes, with `num_turns` turns each."""
+    """A training of `num_steps` steps, each of as many rows as the plan has lanes, with `num_turns`
+    turns each.
+    """
 
     what: str
     target: TargetSpec
@@ -53,14 +57,29 @@ class Case:
 
 
 def measure(*, tiny: bool = False) -> Result:
-    """A random backbone of 50M parameters, which carries the aim, and the demo's target with the demo's recipe."""
+    """A random backbone of 50M parameters, which carries the aim, and the demo's target with the
+    demo's recipe.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
-        large = targets.random_target(directory / "large", targets.TINY if tiny else targets.BACKBONE)
+        large = targets.random_target(
+            directory / "large", targets.TINY if tiny else targets.BACKBONE
+        )
         demo = targets.demo_target(directory / "demo")
         cases = [
-            Case("a random backbone of 50M parameters, 5 heads", large, 5, *((2, 1, 32) if tiny else (3, 2, 128)), AIM),
-            Case("the demo's target and batch, 5 heads", demo, 5, *((2, 1, 32) if tiny else (40, 1, 86))),
+            Case(
+                "a random backbone of 50M parameters, 5 heads",
+                large,
+                5,
+                *((2, 1, 32) if tiny else (3, 2, 128)),
+                AIM,
+            ),
+            Case(
+                "the demo's target and batch, 5 heads",
+                demo,
+                5,
+                *((2, 1, 32) if tiny else (40, 1, 86)),
+            ),
         ]
         claims, facts = zip(*(_measured(case, directory) for case in cases), strict=True)
     return Result(claims, {"written_share": rows.WRITTEN_SHARE, "cases": facts})
@@ -68,19 +87,29 @@ def measure(*, tiny: bool = False) -> Result:
 
 def _measured(case: Case, directory: Path) -> tuple[Claim, dict[str, Any]]:
     vocab_size = model_config(case.target).get_text_config().vocab_size
-    # As many rows per step as the plan has lanes, all of one length: then a batch is made of whole rows.
+    # As many rows per step as the plan has lanes, all of one length: then a batch is made of whole
+    # rows.
     made = rows.equal_rows(LANES * case.num_steps, case.num_turns, case.turn_tokens, vocab_size)
     with tempfile.TemporaryDirectory(dir=directory) as place:
         (task,) = rows.features_tasks(Path(place), [made])
         Worker(case.target, FeaturesConfig(tokens_per_batch=4096), gpus=0)(task)
-        per_row = int((head_labels(made[0]["input_ids"], spans_of(made[0]["spans"]), 1, rows.ROLES) != IGNORED).sum())
+        per_row = int(
+            (
+                head_labels(made[0]["input_ids"], spans_of(made[0]["spans"]), 1, rows.ROLES)
+                != IGNORED
+            ).sum()
+        )
         sizes = {"num_heads": case.num_heads, "batch_tokens": LANES * per_row}
         settings = TrainConfig(heads="medusa", **sizes, epochs=1, warmup_steps=0, soft_labels=0.0)
         spec = rows.train_spec(case.target, settings, Path(place), [task], torch.device("cpu"))
         cached, online = CachedLoop(spec, Path(place)), OnlineLoop(spec, made)
         # No warm-up: every run starts with new heads and a new optimizer.
-        seconds = in_turns({"from the cache": cached.run, "online": online.run}, ROUNDS, warm_up=False)
-    difference = max(abs(ours - theirs) for ours, theirs in zip(cached.losses, online.losses, strict=True))
+        seconds = in_turns(
+            {"from the cache": cached.run, "online": online.run}, ROUNDS, warm_up=False
+        )
+    difference = max(
+        abs(ours - theirs) for ours, theirs in zip(cached.losses, online.losses, strict=True)
+    )
     facts = {
         "case": case.what,
         "layer_parameters": sum(each.numel() for each in online.backbone.layers.parameters()),
@@ -110,7 +139,9 @@ class CachedLoop:
 
 
 class OnlineLoop:
-    """The same steps with the backbone in memory; each state is computed when it is needed and discarded."""
+    """The same steps with the backbone in memory; each state is computed when it is needed and
+    discarded.
+    """
 
     def __init__(self, spec: TrainSpec, made: Sequence[rows.Row]):
         self.spec, self.rows = spec, made
@@ -132,7 +163,9 @@ class OnlineLoop:
     @torch.no_grad()
     def _batch(self, step: int) -> Batch:
         """The step's rows through the backbone: states and labels at the learned positions."""
-        chosen = [self.rows[self._first_row[piece.group] + piece.row] for piece in self._plan.pieces(step)]
+        chosen = [
+            self.rows[self._first_row[piece.group] + piece.row] for piece in self._plan.pieces(step)
+        ]
         hidden_BTD = self.backbone(
             input_ids=torch.tensor([row["input_ids"] for row in chosen]), use_cache=False
         ).last_hidden_state

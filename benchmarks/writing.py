@@ -1,11 +1,13 @@
-"""Claim: one core writes 400 MB/s of bfloat16 states of a 7B model, checksums and sha256 included, and 2.5 times what
-the path through Python lists wrote.
+"""Claim: one core writes 400 MB/s of bfloat16 states of a 7B model, checksums and sha256 included,
+and 2.5 times what the path through Python lists wrote.
 
-Measured: what the features stage does behind the forwards, from states on the host to a committed shard: selecting
-positions, looking for NaN, Parquet with page checksums, the file's sha256, fsync. In bytes of states per second of CPU
-time: what one core does, however many share the work. Against: the path that was there before, kept here: a list of
-Python rows, `from_pylist`, a second serialization for the content's hash, zstd. States are random normal numbers, in
-which zstd finds what it finds in real ones: docs/benchmarks.md.
+Measured: what the features stage does behind the forwards, from states on the host to a committed
+shard: selecting positions, looking for NaN, Parquet with page checksums, the file's sha256, fsync.
+In bytes of states per second of CPU
+time: what one core does, however many share the work. Against: the path that was there before, kept
+here: a list of Python rows, `from_pylist`, a second serialization for the content's hash, zstd.
+States are random normal numbers, in which zstd finds what it finds in real ones:
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -40,19 +42,31 @@ def measure(*, tiny: bool = False) -> Result:
     """300 MB of states, seven rounds."""
     torch.set_num_threads(1)  # a core for the stage's writer, and none for torch's threads
     states = StateFormat(torch.bfloat16, 64 if tiny else HIDDEN_SIZE)
-    made = [TokenRow.of(row) for row in rows.equal_rows(4 if tiny else 48, 2, ROW_TOKENS // 2, VOCAB_SIZE)]
+    made = [
+        TokenRow.of(row)
+        for row in rows.equal_rows(4 if tiny else 48, 2, ROW_TOKENS // 2, VOCAB_SIZE)
+    ]
     generator = torch.Generator().manual_seed(0)
-    few = [torch.randn(ROW_TOKENS, states.hidden_size, generator=generator).to(states.dtype) for _ in range(8)]
+    few = [
+        torch.randn(ROW_TOKENS, states.hidden_size, generator=generator).to(states.dtype)
+        for _ in range(8)
+    ]
     hidden = [few[index % len(few)] for index in range(len(made))]
     with tempfile.TemporaryDirectory() as place:
         path, backlog = Path(place) / "shards" / "00000.parquet", Backlog(2 * ROW_GROUP_BYTES)
         path.parent.mkdir()
         sides = {
             "before": _Side(lambda: write_as_before(path, made, hidden, states), path),
-            "none": _Side(lambda: rows.write_features(path, made, hidden, states, "none", backlog), path),
-            "zstd": _Side(lambda: rows.write_features(path, made, hidden, states, "zstd", backlog), path),
+            "none": _Side(
+                lambda: rows.write_features(path, made, hidden, states, "none", backlog), path
+            ),
+            "zstd": _Side(
+                lambda: rows.write_features(path, made, hidden, states, "zstd", backlog), path
+            ),
         }
-        seconds = in_turns({name: side.run for name, side in sides.items()}, rounds=1 if tiny else 7)
+        seconds = in_turns(
+            {name: side.run for name, side in sides.items()}, rounds=1 if tiny else 7
+        )
     megabytes = sum(map(num_positions, made)) * states.computed_bytes / 1e6
     per_core = {name: rates(megabytes, each) for name, each in seconds.items()}
     what = f"states written per core-second, D = {states.hidden_size:,}, bfloat16"
@@ -71,12 +85,20 @@ def measure(*, tiny: bool = False) -> Result:
         for name in ("none", "zstd")
     ]
     in_sides = {"now, MB/s": median(per_core["none"]), "before, MB/s": median(per_core["before"])}
-    over = ratio(f"{what}, over the path before", per_core["none"], per_core["before"], in_sides, aim=AIM_OVER_BEFORE)
+    over = ratio(
+        f"{what}, over the path before",
+        per_core["none"],
+        per_core["before"],
+        in_sides,
+        aim=AIM_OVER_BEFORE,
+    )
     return Result([*claims, over], {"megabytes": megabytes, "row_tokens": ROW_TOKENS})
 
 
 class _Side:
-    """One way to write a shard: CPU seconds per round, with the seconds by the clock kept beside."""
+    """One way to write a shard: CPU seconds per round, with the seconds by the clock kept
+    beside.
+    """
 
     def __init__(self, write: Callable[[], object], path: Path):
         self._write, self._path = write, path
@@ -97,8 +119,12 @@ class _Side:
         return self._bytes / 1e6 / megabytes
 
 
-def write_as_before(path: Path, made: Sequence[TokenRow], hidden: Sequence[Tensor], states: StateFormat) -> None:
-    """The path through Python lists: rows of bytes, a batch from them, the batch serialized once more for its hash."""
+def write_as_before(
+    path: Path, made: Sequence[TokenRow], hidden: Sequence[Tensor], states: StateFormat
+) -> None:
+    """The path through Python lists: rows of bytes, a batch from them, the batch serialized once
+    more for its hash.
+    """
     content, remaining = hashlib.sha256(), iter(hidden)
     with HashedFile(path) as file:
         writer = pq.ParquetWriter(
@@ -123,4 +149,8 @@ def _listed(row: TokenRow, hidden_TD: Tensor) -> dict[str, Any]:
     positions = feature_positions(row.spans)
     kept_ND = hidden_TD[torch.from_numpy(positions).long()]
     assert math.isfinite(float(kept_ND.sum(dtype=torch.float32)))
-    return {**row.stored(), "positions": positions, "hidden": kept_ND.view(torch.uint8).numpy().tobytes()}
+    return {
+        **row.stored(),
+        "positions": positions,
+        "hidden": kept_ND.view(torch.uint8).numpy().tobytes(),
+    }

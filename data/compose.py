@@ -1,16 +1,21 @@
-"""Compose the bundled seed conversations from the topics beside this file, the same bytes every time.
+"""Compose the bundled seed conversations from the topics beside this file, the same bytes every
+time.
 
-A topic (topics/*.yaml) is a page of our own writing: `subjects` to talk about, `words` that vary, and exchanges: an
-`opening`, `more` to follow and a `closing`. A conversation picks one subject, one word of each kind, an opening and one
-to four further exchanges. `sums` are computed. The words of words.yaml belong to every topic of their language.
+A topic (topics/*.yaml) is a page of our own writing: `subjects` to talk about, `words` that vary,
+and exchanges: an `opening`, `more` to follow and a `closing`. A conversation picks one subject, one
+word of each kind, an opening and one to four further exchanges. `sums` are computed. The words of
+words.yaml belong to every topic of their language.
 
-A question names the words that its answer repeats, and no combination comes twice: no two conversations open with the
-same question, and no two answers of a topic begin alike. So an answer that fits a held-out question is in no other row.
+A question names the words that its answer repeats, and no combination comes twice: no two
+conversations open with the same question, and no two answers of a topic begin alike. So an answer
+that fits a held-out question is in no other row.
 
-In a text `{slot}` stands for a value of the subject, or a word, and `{slot^}` capitalises it. Lists are written as
-numbered lines `{slot#}`, as bullets `{slot*}`, within a sentence `{slot,}` or `{slot、}`, or as one entry `{slot1}`.
+In a text `{slot}` stands for a value of the subject, or a word, and `{slot^}` capitalises it. Lists
+are written as numbered lines `{slot#}`, as bullets `{slot*}`, within a sentence `{slot,}` or
+`{slot、}`, or as one entry `{slot1}`.
 
-    python data/compose.py        # writes seeds.sharegpt.jsonl and seeds.ultrachat.jsonl beside itself
+    python data/compose.py        # writes seeds.sharegpt.jsonl and seeds.ultrachat.jsonl beside
+    itself
 """
 
 from __future__ import annotations
@@ -34,7 +39,9 @@ SYSTEM_SHARE, CLOSING_SHARE = 0.4, 0.35
 
 
 def in_sentence(items: list[str], comma: str) -> str:
-    """Join items as a sentence does: "a, b and c", or with the Chinese enumeration comma throughout."""
+    """Join items as a sentence does: "a, b and c", or with the Chinese enumeration comma
+    throughout.
+    """
     if comma == "、":
         return "、".join(items)
     return f"{', '.join(items[:-1])} and {items[-1]}"
@@ -62,37 +69,57 @@ def fill(text: str, slots: dict[str, Any]) -> str:
     return SLOT.sub(lambda match: render(slots[match[1]], match[2]), text)
 
 
-def choose_slots(topic: dict[str, Any], subject: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """The values of one conversation: one word of each kind, the sums over them, and a subject's own."""
+def choose_slots(
+    topic: dict[str, Any], subject: dict[str, Any], rng: random.Random
+) -> dict[str, Any]:
+    """The values of one conversation: one word of each kind, the sums over them, and a subject's
+    own.
+    """
     slots = {kind: rng.choice(words) for kind, words in topic["words"].items()}
     for name, (left, operation, right) in topic.get("sums", {}).items():
-        slots[name] = OPERATIONS[operation](*(slots[side] if isinstance(side, str) else side for side in (left, right)))
+        slots[name] = OPERATIONS[operation](
+            *(slots[side] if isinstance(side, str) else side for side in (left, right))
+        )
     for name, value in subject.items():
         slots[name] = fill(value, slots) if isinstance(value, str) else value
     return slots
 
 
-def compose_one(topic: dict[str, Any], subject: dict[str, Any], rng: random.Random) -> tuple[str | None, list[str]]:
-    """One conversation: its system prompt if it has one, and its turns, user and assistant in alternation."""
+def compose_one(
+    topic: dict[str, Any], subject: dict[str, Any], rng: random.Random
+) -> tuple[str | None, list[str]]:
+    """One conversation: its system prompt if it has one, and its turns, user and assistant in
+    alternation.
+    """
     slots = choose_slots(topic, subject, rng)
-    exchanges = [rng.choice(topic["opening"]), *rng.sample(topic["more"], rng.choice(NUM_FOLLOW_UPS))]
+    exchanges = [
+        rng.choice(topic["opening"]),
+        *rng.sample(topic["more"], rng.choice(NUM_FOLLOW_UPS)),
+    ]
     if rng.random() < CLOSING_SHARE and len(exchanges) < 5:
         exchanges.append(rng.choice(topic["closing"]))
-    turns = [fill(text, slots) for each in exchanges for text in (rng.choice(each["ask"]), each["say"])]
+    turns = [
+        fill(text, slots) for each in exchanges for text in (rng.choice(each["ask"]), each["say"])
+    ]
     return (rng.choice(topic["system"]) if rng.random() < SYSTEM_SHARE else None), turns
 
 
 def beginning(answer: str) -> str:
-    """The first 20 words of an answer, up to 120 characters, or the first 24 characters of Chinese."""
+    """The first 20 words of an answer, up to 120 characters, or the first 24 characters of
+    Chinese.
+    """
     if " " not in answer:
         return answer[:24]
     return " ".join(answer.split()[:20])[:120]
 
 
-def compose_topic(name: str, topic: dict[str, Any]) -> Iterator[tuple[str, str, str | None, list[str]]]:
+def compose_topic(
+    name: str, topic: dict[str, Any]
+) -> Iterator[tuple[str, str, str | None, list[str]]]:
     """Every conversation of a topic as (id, category, system prompt, turns), subjects in rotation.
 
-    A conversation that opens like an earlier one, or has an answer that begins like an earlier one, is drawn again.
+    A conversation that opens like an earlier one, or has an answer that begins like an earlier one,
+    is drawn again.
     """
     rng = random.Random(name)
     number = 0
@@ -107,20 +134,28 @@ def compose_topic(name: str, topic: dict[str, Any]) -> Iterator[tuple[str, str, 
             number += 1
 
 
-def as_sharegpt(identifier: str, category: str, system: str | None, turns: list[str]) -> dict[str, Any]:
+def as_sharegpt(
+    identifier: str, category: str, system: str | None, turns: list[str]
+) -> dict[str, Any]:
     """The row in ShareGPT form."""
     messages = [{"from": "system", "value": system}] if system else []
-    messages += [{"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(turns)]
+    messages += [
+        {"from": ("human", "gpt")[place % 2], "value": text} for place, text in enumerate(turns)
+    ]
     return {"id": identifier, "category": category, "conversations": messages}
 
 
-def as_ultrachat(identifier: str, category: str, system: str | None, turns: list[str]) -> dict[str, Any]:
+def as_ultrachat(
+    identifier: str, category: str, system: str | None, turns: list[str]
+) -> dict[str, Any]:
     """The row in UltraChat form, which has no place for a system prompt."""
     return {"id": identifier, "category": category, "data": turns}
 
 
 def take_turns(topics: list[list[Any]]) -> list[Any]:
-    """The topics' conversations in rounds, so that a file's first rows already are a fair sample of it."""
+    """The topics' conversations in rounds, so that a file's first rows already are a fair sample of
+    it.
+    """
     return [row for each in zip_longest(*topics) for row in each if row is not None]
 
 
@@ -141,14 +176,21 @@ def read_topics() -> dict[str, dict[str, Any]]:
 
 
 def compose() -> dict[str, str]:
-    """Both files' content by name: the first half of each topic in ShareGPT form, the second in UltraChat form."""
+    """Both files' content by name: the first half of each topic in ShareGPT form, the second in
+    UltraChat form.
+    """
     rows = [list(compose_topic(name, topic)) for name, topic in read_topics().items()]
     files = {
-        "seeds.sharegpt.jsonl": [as_sharegpt(*row) for row in take_turns([each[: len(each) // 2] for each in rows])],
-        "seeds.ultrachat.jsonl": [as_ultrachat(*row) for row in take_turns([each[len(each) // 2 :] for each in rows])],
+        "seeds.sharegpt.jsonl": [
+            as_sharegpt(*row) for row in take_turns([each[: len(each) // 2] for each in rows])
+        ],
+        "seeds.ultrachat.jsonl": [
+            as_ultrachat(*row) for row in take_turns([each[len(each) // 2 :] for each in rows])
+        ],
     }
     return {
-        name: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content) for name, content in files.items()
+        name: "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content)
+        for name, content in files.items()
     }
 
 

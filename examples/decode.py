@@ -1,6 +1,7 @@
 """Decode with an export: one prompt, a batch, a stream, and plain decoding to compare with.
 
-    python examples/decode.py runs/demo/latest/export "How do I get to the town hall?" "Write a packing list."
+    python examples/decode.py runs/demo/latest/export "How do I get to the town hall?" "Write a
+    packing list."
 
 Greedy text is the target's own: the script compares it with plain decoding, token for token.
 """

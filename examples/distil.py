@@ -13,7 +13,9 @@ from pipeline import load_config, run_flow
 
 def main(config: str, *words: str) -> None:
     overrides = [word for word in words if word != "--inline"]
-    run = run_flow(load_config(config, overrides), executor="inline" if "--inline" in words else "ray")
+    run = run_flow(
+        load_config(config, overrides), executor="inline" if "--inline" in words else "ray"
+    )
     native = run.report["check"]["native"]
     print(f"acceleration rate {native['acceleration_rate']:.2f}, speedup {native['speedup']:.2f}x")
     print(f"serve it: vllm serve {run.export}")

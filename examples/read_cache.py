@@ -2,9 +2,10 @@
 
     python examples/read_cache.py runs/demo
 
-Prints, for each shard, its rows and the states of its first row. bfloat16, which numpy does not have, is widened to
-float32: its bits are the upper half of a float32's. With `features.precision` fp8 or int8, numbers take 8 bits and each
-state has a scale.
+Prints, for each shard, its rows and the states of its first row. bfloat16, which numpy does not
+have, is widened to
+float32: its bits are the upper half of a float32's. With `features.precision` fp8 or int8, numbers
+take 8 bits and each state has a scale.
 """
 
 import sys
@@ -42,7 +43,10 @@ def main(run: str) -> None:
         found = states(row, facts)
         written = sum(span["end"] - span["start"] for span in row["spans"])
         print(f"{path.name}: {shard.metadata.num_rows} rows, states in {facts['dtype']}")
-        print(f"  {row['id']} ({row['split']}): {len(row['input_ids'])} tokens, {written} written by the target")
+        print(
+            f"  {row['id']} ({row['split']}): {len(row['input_ids'])} tokens, {written} written by"
+            " the target"
+        )
         print(f"  states {found.shape}, norm of the first {np.linalg.norm(found[0]):.2f}")
 
 

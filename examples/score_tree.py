@@ -4,8 +4,8 @@
     python examples/score_tree.py runs/demo my_tree.json
 
 The file holds a JSON list of paths: the path [0, 2] is the third guess of head 1 after the
-best guess of head 0. Two scores: the product of the heads' accuracies, which takes guesses to be independent (paper
-2.3.3), and a walk through held-out text as greedy decoding would take it.
+best guess of head 0. Two scores: the product of the heads' accuracies, which takes guesses to be
+independent (paper 2.3.3), and a walk through held-out text as greedy decoding would take it.
 
 To use the tree, run again with calibrate.choices=my_tree.json.
 """

@@ -2,8 +2,9 @@
 
     python examples/sweep_recipes.py configs/demo.yaml STORE_DIR run.root=/tmp/sweep
 
-Runs that name one `run.store` share their stage directories: the text is generated and the states are cached once, and
-only training and calibration run three times. The rate is what calibration expects on held-out text.
+Runs that name one `run.store` share their stage directories: the text is generated and the states
+are cached once, and only training and calibration run three times. The rate is what calibration
+expects on held-out text.
 """
 
 import sys
@@ -20,7 +21,13 @@ RECIPES = {
 def main(config: str, store: str, *overrides: str) -> None:
     print(f"{'recipe':<12} {'top-1 of each head':<24} expected acceleration rate")
     for name, changes in RECIPES.items():
-        words = [*overrides, *changes, f"run.store={store}", f"run.name={name}", "calibrate.nodes=8"]
+        words = [
+            *overrides,
+            *changes,
+            f"run.store={store}",
+            f"run.name={name}",
+            "calibrate.nodes=8",
+        ]
         run = run_flow(load_config(config, words), until="calibrate", executor="inline", quiet=True)
         top1 = " ".join(f"{ranks[0]:.1%}" for ranks in run.accuracies())
         print(f"{name:<12} {top1:<24} {run.simulated_acceleration_rate(run.tree()):.2f}")

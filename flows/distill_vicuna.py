@@ -15,7 +15,17 @@ from pipeline.errors import ConfigError
 from pipeline.flow import run_flow
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-STAGES = ("seeds", "generate", "features", "train", "tuned-features", "calibrate", "export", "check", "push")
+STAGES = (
+    "seeds",
+    "generate",
+    "features",
+    "train",
+    "tuned-features",
+    "calibrate",
+    "export",
+    "check",
+    "push",
+)
 
 
 def main() -> None:

@@ -1,10 +1,12 @@
-"""Heads for HuggingFaceH4/zephyr-7b-beta, which writes both sides of ShareGPT and UltraChat conversations itself
-(paper 2.3.2).
+"""Heads for HuggingFaceH4/zephyr-7b-beta, which writes both sides of ShareGPT and UltraChat
+conversations itself (paper 2.3.2).
 
     python flows/distill_zephyr.py run.root=/mnt/runs
-    ray job submit --working-dir . -- python flows/distill_zephyr.py run.root=/mnt/runs push.repo_id=USER/NAME
+    ray job submit --working-dir . -- python flows/distill_zephyr.py run.root=/mnt/runs
+    push.repo_id=USER/NAME
 
-Any key of configs/zephyr-7b.yaml can be overridden, the target and the seeds among them. Run it again to continue.
+Any key of configs/zephyr-7b.yaml can be overridden, the target and the seeds among them. Run it
+again to continue.
 """
 
 import sys
@@ -15,7 +17,17 @@ from pipeline.config.load import load_config
 from pipeline.flow import run_flow
 
 CONFIG = Path(__file__).parent.parent / "configs" / "zephyr-7b.yaml"
-STAGES = ("seeds", "generate", "features", "train", "tuned-features", "calibrate", "export", "check", "push")
+STAGES = (
+    "seeds",
+    "generate",
+    "features",
+    "train",
+    "tuned-features",
+    "calibrate",
+    "export",
+    "check",
+    "push",
+)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
-"""Medusa heads for any chat model, by self-distillation. The public Python API is what `__all__` names.
+"""Medusa heads for any chat model, by self-distillation. The public Python API is what `__all__`
+names.
 
-Names are imported when they are first used, so that `import pipeline` takes no time: torch is not loaded.
-docs/python.md describes them; anything else in this package may change without notice.
+Names are imported when they are first used, so that `import pipeline` takes no time: torch is not
+loaded. docs/python.md describes them; anything else in this package may change without notice.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-# OpenMP's idle threads spin for long and take the cores from their neighbours: beside one busy process on two cores the
-# demo target trained at a fifth of its speed. Threads that sleep at once take, on cores of their own, two thirds longer
-# to train it and three times as long to decode with it. So those of libgomp, torch's own, spin 10,000 times, which is
-# some tenths of a millisecond; and, `passive`, not at all where there are more threads than cores. It is read when
-# torch loads, here and in every process that is started.
+# OpenMP's idle threads spin for long and take the cores from their neighbours: beside one busy
+# process on two cores the demo target trained at a fifth of its speed. Threads that sleep at once
+# take, on cores of their own, two thirds longer to train it and three times as long to decode with
+# it. So those of libgomp, torch's own, spin 10,000 times, which is some tenths of a millisecond;
+# and, `passive`, not at all where there are more threads than cores. It is read when torch loads,
+# here and in every process that is started.
 OPENMP = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "10000"}
 
 if not OPENMP.keys() & os.environ.keys():
@@ -53,7 +55,14 @@ __all__ = [
 ]
 
 _MODULES = {
-    "pipeline.api.models": ("Export", "Target", "load_export", "load_heads", "load_target", "load_tree"),
+    "pipeline.api.models": (
+        "Export",
+        "Target",
+        "load_export",
+        "load_heads",
+        "load_target",
+        "load_tree",
+    ),
     "pipeline.api.runs": ("Run", "open_run", "run_flow"),
     "pipeline.config": ("Config",),
     "pipeline.config.load": ("load_config",),

@@ -1,7 +1,8 @@
 """Errors for users, one class per exit code.
 
-An error is one paragraph: what happened, where, and what to do. The three parts are separate attributes, for tests,
-logs and the terminal. Errors cross process borders, so each class is pickled by its constructor arguments.
+An error is one paragraph: what happened, where, and what to do. The three parts are separate
+attributes, for tests, logs and the terminal. Errors cross process borders, so each class is pickled
+by its constructor arguments.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ class MedusaDistillError(Exception):
     def __str__(self) -> str:
         where = f" ({self.where})" if self.where else ""
         fix = f" {self.fix}" if self.fix else ""
-        return f"{self.what.rstrip()}{where}{fix}" if not where else f"{self.what.rstrip('. ')}{where}.{fix}"
+        return (
+            f"{self.what.rstrip()}{where}{fix}"
+            if not where
+            else f"{self.what.rstrip('. ')}{where}.{fix}"
+        )
 
 
 class CheckFailed(MedusaDistillError):

@@ -1,7 +1,7 @@
 """The order of the stages, and a run from top to bottom.
 
-A stage whose DONE.json stands, whose files are as it says and whose upstream still has the content that it was made
-from is kept; any other is made.
+A stage whose DONE.json stands, whose files are as it says and whose upstream still has the content
+that it was made from is kept; any other is made.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from typing import Any
 from rich.console import Console
 
 from pipeline.config import Config
-from pipeline.errors import CheckFailed, ConfigError, DamagedShard, DataError, EnvironmentFault, MedusaDistillError
+from pipeline.errors import (
+    CheckFailed,
+    ConfigError,
+    DamagedShard,
+    DataError,
+    EnvironmentFault,
+    MedusaDistillError,
+)
 from pipeline.execution.executor import check_executor
 from pipeline.execution.progress import print_stage
 from pipeline.report.formatting import duration
@@ -65,7 +72,8 @@ def run_flow(
         fresh: Throw away this stage's result and make it again.
 
     Raises:
-        MedusaDistillError: With the exit code that fits; what was committed is kept, and the same call continues.
+        MedusaDistillError: With the exit code that fits; what was committed is kept, and the same
+            call continues.
     """
     console = console or Console(stderr=False)
     wanted = wanted_stages(config, stages, until, fresh)
@@ -92,7 +100,9 @@ def run_flow(
 
 
 def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> None:
-    """Bring stages up to date, one after another; a shard that turns out damaged when it is read is made again."""
+    """Bring stages up to date, one after another; a shard that turns out damaged when it is read is
+    made again.
+    """
     discarded: set[Path] = set()
     position = 0
     while position < len(wanted):
@@ -102,7 +112,10 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
             position += 1
         except DamagedShard as damaged:
             shard = Path(str(damaged.where))
-            owner = next((made for made in context.upstream.values() if made.path == shard.parent.parent), None)
+            owner = next(
+                (made for made in context.upstream.values() if made.path == shard.parent.parent),
+                None,
+            )
             if owner is None or shard in discarded:
                 raise
             discarded.add(shard)
@@ -112,7 +125,9 @@ def advance_all(context: Context, wanted: Sequence[str], fresh: str | None) -> N
 
 
 def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDirectory:
-    """Bring one stage up to date and link it as the latest; from then on the run holds it against being changed."""
+    """Bring one stage up to date and link it as the latest; from then on the run holds it against
+    being changed.
+    """
     directory = stage.locate(context)
     directory.enter(stage.identity_of(context))
     context.run.link_latest(directory)
@@ -136,7 +151,8 @@ def advance(context: Context, stage: Stage, *, fresh: bool = False) -> StageDire
 
 
 def require_same_inputs(context: Context, stage: Stage, directory: StageDirectory) -> None:
-    """Look again at the files that a stage was made from, and drop what it made where they have changed meanwhile.
+    """Look again at the files that a stage was made from, and drop what it made where they have
+    changed meanwhile.
 
     Nobody can say which rows are of the old content and which of the new.
 
@@ -154,7 +170,10 @@ def require_same_inputs(context: Context, stage: Stage, directory: StageDirector
     except MedusaDistillError as gone:
         what = f"The input of {stage.name} changed while it ran: {gone.what}"
     directory.begin(stage.contents(context), fresh=True)
-    fix = "What was made of it is dropped. Run the same command again, and leave its input alone until it is done."
+    fix = (
+        "What was made of it is dropped. Run the same command again, and leave its input alone"
+        " until it is done."
+    )
     raise DataError(what, str(directory.path), fix)
 
 
@@ -164,10 +183,17 @@ def _tell_damage(context: Context, stage: StageDirectory, damaged: Sequence[Path
     names = [str(path.relative_to(stage.path)) for path in damaged]
     context.run.event("damaged", stage=stage.stage, files=names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    print_stage(context.console, "[yellow]![/]", stage.stage, f"damaged, made again: {', '.join(names[:3])}{more}")
+    print_stage(
+        context.console,
+        "[yellow]![/]",
+        stage.stage,
+        f"damaged, made again: {', '.join(names[:3])}{more}",
+    )
 
 
-def push_run(path: Path, *, dry_run: bool = False, console: Console | None = None, **wanted: Any) -> Summary:
+def push_run(
+    path: Path, *, dry_run: bool = False, console: Console | None = None, **wanted: Any
+) -> Summary:
     """Push a finished run's export, as the push stage would; `dry_run` only says what would go.
 
     Args:
@@ -182,7 +208,9 @@ def push_run(path: Path, *, dry_run: bool = False, console: Console | None = Non
     config = config.model_copy(update={"push": config.push.model_copy(update=chosen)})
     console = console or Console()
     if not config.push.asks_for_something:
-        raise ConfigError("There is no repository to push to.", "push.repo_id", "Give --repo-id USER/NAME.")
+        raise ConfigError(
+            "There is no repository to push to.", "push.repo_id", "Give --repo-id USER/NAME."
+        )
     if dry_run:
         receipt = push.push(_finished(run, config, console), dry_run=True)
         push.print_dry_run(console, receipt)
@@ -196,8 +224,8 @@ def push_run(path: Path, *, dry_run: bool = False, console: Console | None = Non
 
 
 def _finished(run: RunDirectory, config: Config, console: Console) -> Context:
-    """A run's finished stages as they lie, a passed check of this very export among them, with the configuration that
-    they were made by: run.yaml may have changed since."""
+    """A run's finished stages as they lie, a passed check of this very export among them, with the
+    configuration that they were made by: run.yaml may have changed since."""
     fix = f"Run it: medusa-distill run {run.path / 'run.yaml'}"
     found = {}
     for name in push.STAGE.upstream(config):
@@ -222,18 +250,29 @@ def _count_positions(config: Config) -> int | None:
 def wanted_stages(
     config: Config, stages: Sequence[str], until: str | None = None, fresh: str | None = None
 ) -> list[str]:
-    """The stages that a run of this configuration brings up to date, upstream first; arguments as of `run_flow`.
+    """The stages that a run of this configuration brings up to date, upstream first; arguments as
+    of `run_flow`.
 
     Raises:
         ConfigError: There is no such stage, or it is no part of this run.
     """
     for name, option in ((until, "--until"), (fresh, "--fresh")):
         if name is not None and name not in stages:
-            raise ConfigError(f"There is no stage '{name}'.", option, f"The stages are {', '.join(stages)}.")
+            raise ConfigError(
+                f"There is no stage '{name}'.", option, f"The stages are {', '.join(stages)}."
+            )
     upto = stages[: stages.index(until) + 1] if until else stages
-    named = [name for name in upto if STAGES[name].skipped(config) is None and STAGES[name].asked_for(config)]
+    named = [
+        name
+        for name in upto
+        if STAGES[name].skipped(config) is None and STAGES[name].asked_for(config)
+    ]
     read = {source for name in named for source in STAGES[name].upstream(config)}
     wanted = [name for name in STAGES if name in read.union(named)]
     if fresh is not None and fresh not in wanted:
-        raise ConfigError(f"The stage '{fresh}' is not part of this run.", "--fresh", f"It runs {', '.join(wanted)}.")
+        raise ConfigError(
+            f"The stage '{fresh}' is not part of this run.",
+            "--fresh",
+            f"It runs {', '.join(wanted)}.",
+        )
     return wanted

@@ -1,7 +1,7 @@
 """Redaction of tokens and passwords in texts that are shown or stored.
 
-Limit: it knows the values of variables with names like HF_TOKEN or DB_PASSWORD, tokens of the Hub's format,
-authorization headers, and credentials in URLs.
+Limit: it knows the values of variables with names like HF_TOKEN or DB_PASSWORD, tokens of the Hub's
+format, authorization headers, and credentials in URLs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from typing import Any
 VARIABLES = re.compile(r"(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY)$", re.IGNORECASE)
 FORMS = (
     (re.compile(r"\bhf_[A-Za-z0-9]{16,}"), "hf_***"),
-    (re.compile(r"""(?i)(authorization["']?\s*[:=]\s*["']?)(?:(?:bearer|basic) +)?[^\s"',]+"""), r"\1***"),
+    (
+        re.compile(r"""(?i)(authorization["']?\s*[:=]\s*["']?)(?:(?:bearer|basic) +)?[^\s"',]+"""),
+        r"\1***",
+    ),
     (re.compile(r"(://)[^/?#\s@'\"]+@"), r"\1***@"),
 )
 SHORTEST = 8  # characters of a variable's value; shorter ones may be ordinary words
@@ -35,7 +38,9 @@ def redacted(text: str) -> str:
 
 
 def redacted_values(data: Any) -> Any:
-    """JSON-like data with all texts redacted, keys excepted; encoded JSON could hide a secret by escaping."""
+    """JSON-like data with all texts redacted, keys excepted; encoded JSON could hide a secret by
+    escaping.
+    """
     if isinstance(data, str):
         return redacted(data)
     if isinstance(data, Mapping):
@@ -52,12 +57,16 @@ def keep_out_of_logs() -> None:
 
     def redacting(*arguments: object, **more: object) -> logging.LogRecord:
         record = make(*arguments, **more)
-        with contextlib.suppress(TypeError, ValueError):  # a malformed record, which logging reports
+        with contextlib.suppress(
+            TypeError, ValueError
+        ):  # a malformed record, which logging reports
             message = record.getMessage()
             if (clean := redacted(message)) != message:
                 record.msg, record.args = clean, None
         if isinstance(record.exc_info, tuple) and record.exc_info[0]:
-            record.exc_text = redacted("".join(traceback.format_exception(*record.exc_info)).rstrip())
+            record.exc_text = redacted(
+                "".join(traceback.format_exception(*record.exc_info)).rstrip()
+            )
         return record
 
     logging.setLogRecordFactory(redacting)

@@ -4,8 +4,9 @@
     tree.svg    a tree of candidates and its mask
     house.svg   the rooms of pipeline/ and which may import which, from tests/test_architecture.py
 
-The pictures are schematic: they show the mechanism, and no figure in them is measured. Each adapts to a light or a dark
-page. The output depends on this file and on the floors alone; a test compares it with what is committed.
+The pictures are schematic: they show the mechanism, and no figure in them is measured. Each adapts
+to a light or a dark page. The output depends on this file and on the floors alone; a test compares
+it with what is committed.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ text { fill: #e6edf3; }
 }
 """
 
-# The text of the race: what each forward adds. The target's own token comes first; the others were guessed.
+# The text of the race: what each forward adds. The target's own token comes first; the others were
+# guessed.
 FORWARDS = (
     ("The", "old", "bridge", "was"),
     ("built", "in"),
@@ -49,13 +51,23 @@ FORWARDS = (
     ("masons", "of", "the", "town"),
     (",", "stone", "by", "stone"),
 )
-GUESSED = {(0,): "old", (1,): "new", (2,): "town", (0, 0): "bridge", (0, 1): "mill", (1, 0): "bridge"}
+GUESSED = {
+    (0,): "old",
+    (1,): "new",
+    (2,): "town",
+    (0, 0): "bridge",
+    (0, 1): "mill",
+    (1, 0): "bridge",
+}
 GUESSED |= {(0, 0, 0): "was", (0, 0, 1): "is", (0, 1, 0): "was", (0, 0, 0, 0): "opened"}
 ACCEPTED = ((0,), (0, 0), (0, 0, 0))
 
 
 def rectangle(x: float, y: float, width: float, height: float, kind: str, radius: float = 5) -> str:
-    return f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{radius:g}"/>'
+    return (
+        f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
+        f' rx="{radius:g}"/>'
+    )
 
 
 def label(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
@@ -67,14 +79,26 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str = "line") -> str:
 
 
 def picture(width: int, height: int, described: str, parts: Iterable[str]) -> str:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
+        ' role="img">'
+    )
     page = rectangle(0.5, 0.5, width - 1, height - 1, "page", 8)
-    body = [head, f"<title>{escape(described)}</title>", f"<style>{STYLE}</style>", page, *parts, "</svg>"]
+    body = [
+        head,
+        f"<title>{escape(described)}</title>",
+        f"<style>{STYLE}</style>",
+        page,
+        *parts,
+        "</svg>",
+    ]
     return "\n".join(body) + "\n"
 
 
 def tokens(x: float, y: float, forwards: Iterable[Iterable[str]]) -> Iterable[str]:
-    """Forward after forward, each a row of tokens over its bracket; the first token of each is the target's own."""
+    """Forward after forward, each a row of tokens over its bracket; the first token of each is the
+    target's own.
+    """
     for number, forward in enumerate(forwards, start=1):
         start = x
         for place, word in enumerate(forward):
@@ -93,14 +117,18 @@ def race() -> str:
     parts = [
         label(24, 36, f"Plain decoding: {count} forwards, {count} tokens", "title"),
         *tokens(24, 50, [(word,) for word in words[:count]]),
-        label(24, 142, f"With heads: {count} forwards, {len(words)} tokens of the same text", "title"),
+        label(
+            24, 142, f"With heads: {count} forwards, {len(words)} tokens of the same text", "title"
+        ),
         *tokens(24, 156, FORWARDS),
         rectangle(24, 228, 14, 14, "own", 3),
         label(45, 240, "the target's own token: one in every forward", "note"),
         rectangle(365, 228, 14, 14, "free", 3),
         label(386, 240, "guessed by the heads, verified by the target in the same forward", "note"),
     ]
-    return picture(840, 262, "Five forwards of plain decoding beside five forwards with Medusa heads", parts)
+    return picture(
+        840, 262, "Five forwards of plain decoding beside five forwards with Medusa heads", parts
+    )
 
 
 def place_of() -> dict[tuple[int, ...], tuple[float, float]]:
@@ -110,7 +138,9 @@ def place_of() -> dict[tuple[int, ...], tuple[float, float]]:
 
     def visit(path: tuple[int, ...]) -> float:
         nonlocal row
-        children = sorted(child for child in GUESSED if child[:-1] == path and len(child) == len(path) + 1)
+        children = sorted(
+            child for child in GUESSED if child[:-1] == path and len(child) == len(path) + 1
+        )
         if not children:
             y, row = 92 + 46.0 * row, row + 1
         else:
@@ -133,35 +163,64 @@ def tree() -> str:
         (x1, y1), (x2, y2) = places[path[:-1]], places[path]
         kind = "path" if path in kept else "line"
         parts.append(
-            f'<path class="{kind}" d="M{x1 + 38:g} {y1:g}C{x1 + 62:g} {y1:g} {x2 - 62:g} {y2:g} {x2 - 38:g} {y2:g}"/>'
+            f'<path class="{kind}" d="M{x1 + 38:g} {y1:g}C{x1 + 62:g} {y1:g} {x2 - 62:g} {y2:g}'
+            f' {x2 - 38:g} {y2:g}"/>'
         )
     for path in nodes:
         x, y = places[path]
         kind = "own" if not path else "free" if path in kept else "idle"
-        parts += [rectangle(x - 38, y - 14, 76, 28, kind), label(x, y + 5, GUESSED.get(path, "The"), "token", "middle")]
+        parts += [
+            rectangle(x - 38, y - 14, 76, 28, kind),
+            label(x, y + 5, GUESSED.get(path, "The"), "token", "middle"),
+        ]
     parts += mask(nodes, kept, 634, 78)
     notes = (
-        "A path is a tuple of ranks: (0, 1) is the second guess of head 1 after the best guess of head 0.",
-        "The longest path that the target agrees with is kept (green); the target adds its own next token.",
+        (
+            "A path is a tuple of ranks: (0, 1) is the second guess of head 1 after the best guess"
+            " of head 0."
+        ),
+        (
+            "The longest path that the target agrees with is kept (green); the target adds its own"
+            " next token."
+        ),
         "In the mask each row attends to its own path and to the text before the tree.",
     )
     parts += [label(24, 316 + 21 * row, note, "note") for row, note in enumerate(notes)]
-    return picture(900, 378, "A tree of candidate tokens, the accepted path, and the tree mask", parts)
+    return picture(
+        900, 378, "A tree of candidate tokens, the accepted path, and the tree mask", parts
+    )
 
 
-def mask(nodes: list[tuple[int, ...]], kept: set[tuple[int, ...]], x: float, y: float) -> Iterable[str]:
-    """The tree mask: a row per node, filled where it attends to a node, which is itself and what is above it."""
+def mask(
+    nodes: list[tuple[int, ...]], kept: set[tuple[int, ...]], x: float, y: float
+) -> Iterable[str]:
+    """The tree mask: a row per node, filled where it attends to a node, which is itself and what is
+    above it.
+    """
     cell = 18
     yield label(x, 36, "The mask of that forward", "title")
     for row, path in enumerate(nodes):
         for column, other in enumerate(nodes):
-            kind = "idle" if path[: len(other)] != other else "free" if path in kept and path else "own"
+            kind = (
+                "idle"
+                if path[: len(other)] != other
+                else "free"
+                if path in kept and path
+                else "own"
+            )
             yield rectangle(x + cell * column, y + cell * row, cell - 2, cell - 2, kind, 2)
-        yield label(x + cell * len(nodes) + 6, y + cell * row + 13, "  ".join(map(str, path)) or "root", "note")
+        yield label(
+            x + cell * len(nodes) + 6,
+            y + cell * row + 13,
+            "  ".join(map(str, path)) or "root",
+            "note",
+        )
 
 
 def floors() -> list[list[str]]:
-    """FLOORS of tests/test_architecture.py, lowest first, the rooms of a floor in the file's order."""
+    """FLOORS of tests/test_architecture.py, lowest first, the rooms of a floor in the file's
+    order.
+    """
     module = ast.parse((ROOT / "tests" / "test_architecture.py").read_text(encoding="utf-8"))
     named = {node.targets[0].id: node.value for node in module.body if isinstance(node, ast.Assign)}  # type: ignore[attr-defined]
     return [[room.value for room in floor.elts] for floor in named["FLOORS"].elts]
@@ -170,7 +229,11 @@ def floors() -> list[list[str]]:
 def house() -> str:
     rows = floors()
     height, width, gap = 34, 760, 6
-    parts = [label(24, 36, "The rooms of pipeline/: a room imports only from floors below its own", "title")]
+    parts = [
+        label(
+            24, 36, "The rooms of pipeline/: a room imports only from floors below its own", "title"
+        )
+    ]
     for level, rooms in enumerate(reversed(rows)):
         y, room_width = 56 + level * (height + gap), (width - gap * (len(rooms) - 1)) / len(rooms)
         for place, room in enumerate(rooms):

@@ -1,8 +1,10 @@
-"""Install a lock file into this environment, with a bar: `python scripts/install.py LOCK [pip's options]`.
+"""Install a lock file into this environment, with a bar: `python scripts/install.py LOCK [pip's
+options]`.
 
-pip alone says either several lines for each of 200 packages or, with --quiet, nothing for minutes. On a terminal one
-line says how many packages of the lock have been fetched, which one comes now, and then that they are unpacked;
-elsewhere a line stands for each quarter. What pip says is printed where it fails. Needs nothing but Python.
+pip alone says either several lines for each of 200 packages or, with --quiet, nothing for minutes.
+On a terminal one line says how many packages of the lock have been fetched, which one comes now,
+and then that they are unpacked; elsewhere a line stands for each quarter. What pip says is printed
+where it fails. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -18,8 +20,22 @@ WIDTH = 30
 
 def main(lock: str, *options: str) -> int:
     """Run pip; returns its exit code."""
-    total = sum(bool(re.match(r"[A-Za-z0-9]", line)) for line in Path(lock).read_text(encoding="utf-8").splitlines())
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--progress-bar", "off", *options, "-r", lock]
+    total = sum(
+        bool(re.match(r"[A-Za-z0-9]", line))
+        for line in Path(lock).read_text(encoding="utf-8").splitlines()
+    )
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--progress-bar",
+        "off",
+        *options,
+        "-r",
+        lock,
+    ]
     said: list[str] = []
     bar = Bar(total, sys.stderr)
     with subprocess.Popen(

@@ -1,6 +1,8 @@
-"""Put eight figures of a finished demo into the README: `python scripts/write_demo.py runs/demo`, after `make demo`.
+"""Put eight figures of a finished demo into the README: `python scripts/write_demo.py runs/demo`,
+after `make demo`.
 
-Where answers are in the training text as well, rates have a second column: those of the new answers alone.
+Where answers are in the training text as well, rates have a second column: those of the new answers
+alone.
 """
 
 import json
@@ -9,7 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.report.facts import expected_rate, has_seen_answers, measured_rate, on_new_answers, pick
+from pipeline.report.facts import (
+    expected_rate,
+    has_seen_answers,
+    measured_rate,
+    on_new_answers,
+    pick,
+)
 
 PAGE = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- demo -->\n", "\n<!-- /demo -->"
@@ -41,21 +49,21 @@ def rows_of(report: dict[str, Any]) -> list[Row]:
         Row(
             "as expected by calibration",
             expected_rate(tree),
-            "the same, predicted from the heads' accuracy on held-out text before anything was decoded, with its "
-            "standard error",
+            "the same, predicted from the heads' accuracy on held-out text before anything was"
+            " decoded, with its standard error",
             on_new_answers(tree),
         ),
         Row(
             "with the authors' tree",
             f"{stock['acceleration_rate']:.2f}",
-            f"the same heads with the {stock['nodes']} guesses that Medusa's authors chose for Vicuna-7B; "
-            f"the run's own tree, searched for these heads, has {tree['nodes']}",
+            f"the same heads with the {stock['nodes']} guesses that Medusa's authors chose for"
+            f" Vicuna-7B; the run's own tree, searched for these heads, has {tree['nodes']}",
         ),
         Row(
             "Overhead",
             f"{native['overhead']:.2f}x",
-            "time of a step with the tree over a plain step; large for this target, whose plain step takes "
-            f"{1000 / plain:.1f} ms",
+            "time of a step with the tree over a plain step; large for this target, whose plain"
+            f" step takes {1000 / plain:.1f} ms",
         ),
         Row("Speedup", f"{native['speedup']:.2f}x", "acceleration rate over overhead"),
         Row(
@@ -86,7 +94,10 @@ def table(report: dict[str, Any]) -> str:
         lines += [f"| {row.figure} | {row.measured} | {row.meaning} |" for row in rows]
         return "\n".join(lines)
     share = pick(report, "check", "native", "seen_share")
-    lines = [f"| figure | measured | on new answers ({1 - share:.0%}) | what it is |", "|---|---|---|---|"]
+    lines = [
+        f"| figure | measured | on new answers ({1 - share:.0%}) | what it is |",
+        "|---|---|---|---|",
+    ]
     lines += [f"| {row.figure} | {row.measured} | {row.on_new} | {row.meaning} |" for row in rows]
     return "\n".join(lines)
 

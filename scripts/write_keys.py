@@ -1,4 +1,6 @@
-"""Put the table that `medusa-distill keys` prints into docs/configuration.md: `python scripts/write_keys.py`."""
+"""Put the table that `medusa-distill keys` prints into docs/configuration.md: `python
+scripts/write_keys.py`.
+"""
 
 from pathlib import Path
 

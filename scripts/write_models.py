@@ -1,5 +1,5 @@
-"""Write the tables of docs/models.md: `python scripts/write_models.py`, from published sizes and `plan`'s arithmetic,
-and from what `python -m benchmarks.run architectures` has found.
+"""Write the tables of docs/models.md: `python scripts/write_models.py`, from published sizes and
+`plan`'s arithmetic, and from what `python -m benchmarks.run architectures` has found.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     page = between(page, "models", table())
     if RESULT.is_file():
-        page = between(page, "kept", kept_table(json.loads(RESULT.read_text(encoding="utf-8"))["facts"]["families"]))
+        page = between(
+            page,
+            "kept",
+            kept_table(json.loads(RESULT.read_text(encoding="utf-8"))["facts"]["families"]),
+        )
     PAGE.write_text(page, encoding="utf-8")
 
 
@@ -54,13 +58,23 @@ def kept_table(families: dict[str, dict[str, str]]) -> str:
     """What `python -m benchmarks.run architectures` found."""
     columns = ["recurrent, native", "recurrent, vLLM", "medusa, native", "medusa, vLLM"]
     lines = [["family", "flow", *columns], ["---"] * 6]
-    lines += [[name, row["flow"], *(str(row.get(column, "-")) for column in columns)] for name, row in families.items()]
+    lines += [
+        [name, row["flow"], *(str(row.get(column, "-")) for column in columns)]
+        for name, row in families.items()
+    ]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def table() -> str:
     """One row per model and kind of heads."""
-    heading = ["model", "configuration", "heads", "weights", "training", "fits as it is on one GPU of"]
+    heading = [
+        "model",
+        "configuration",
+        "heads",
+        "weights",
+        "training",
+        "fits as it is on one GPU of",
+    ]
     lines = [heading, ["---"] * len(heading)]
     with tempfile.TemporaryDirectory() as directory:
         for config, names in CONFIGS.items():
@@ -73,7 +87,9 @@ def table() -> str:
 def row(config: str, name: str, target: Path, heads: str) -> list[str]:
     """A model's sizes with a kind of heads, and the smallest GPU on which a run of it fits."""
     found = {each.stage: each for each in memory(config, target, GPUS[-1], HEADS[heads])}
-    weights, training = (f"{size / GIB:.0f} GiB" for size in (found["features"].weights, found["train"].total))
+    weights, training = (
+        f"{size / GIB:.0f} GiB" for size in (found["features"].weights, found["train"].total)
+    )
     link = f"[{config}](../configs/{config})"
     return [name, link, heads, weights, training, smallest_gpu(config, target, HEADS[heads])]
 

@@ -1,9 +1,11 @@
-"""A Ray cluster for the tests that ask for it, as runs share one that RAY_ADDRESS names: a start costs ten seconds.
+"""A Ray cluster for the tests that ask for it, as runs share one that RAY_ADDRESS names: a start
+costs ten seconds.
 
-These tests run first: one worker of pytest-xdist has them all, or two with a cluster each where there are more than
-three, since they wait more than they compute. A test that does not ask for the cluster finds none. The other slow tests
-run meanwhile on the other workers, the longest first, and what is fast comes last, so that all end together. Those that
-load vLLM into their own process ask for `vllm_here`: one worker has them all, and imports it once.
+These tests run first: one worker of pytest-xdist has them all, or two with a cluster each where
+there are more than three, since they wait more than they compute. A test that does not ask for the
+cluster finds none. The other slow tests run meanwhile on the other workers, the longest first, and
+what is fast comes last, so that all end together. Those that load vLLM into their own process ask
+for `vllm_here`: one worker has them all, and imports it once.
 """
 
 from __future__ import annotations
@@ -30,10 +32,12 @@ def ray_cluster() -> None:
 
 @pytest.fixture(scope="session")
 def vllm_here() -> None:
-    """This process loads vLLM, which takes eleven seconds: what needs its engines had better run here, too.
+    """This process loads vLLM, which takes eleven seconds: what needs its engines had better run
+    here, too.
 
-    It is frozen: each engine asks for nine collections of garbage, which would look through all of it. The end of an
-    engine would unfreeze it for the next one, so from now on nobody freezes or unfreezes anything through `gc`.
+    It is frozen: each engine asks for nine collections of garbage, which would look through all of
+    it. The end of an engine would unfreeze it for the next one, so from now on nobody freezes or
+    unfreezes anything through `gc`.
     """
     if importlib.util.find_spec("vllm"):
         from vllm import LLM  # noqa: F401
@@ -43,10 +47,16 @@ def vllm_here() -> None:
         gc.freeze = gc.unfreeze = lambda: None
 
 
-def work_here(monkeypatch: pytest.MonkeyPatch, module: ModuleType, work: Callable[..., Any]) -> None:
-    """What `module` would do in a process of its own it does in this one; tasks and results are JSON all the same."""
+def work_here(
+    monkeypatch: pytest.MonkeyPatch, module: ModuleType, work: Callable[..., Any]
+) -> None:
+    """What `module` would do in a process of its own it does in this one; tasks and results are
+    JSON all the same.
+    """
 
-    def here(name: str, tasks: list[Any], told: Callable[..., None] | None = None, *_: object) -> list[Any]:
+    def here(
+        name: str, tasks: list[Any], told: Callable[..., None] | None = None, *_: object
+    ) -> list[Any]:
         tell = told or (lambda **progress: None)
         return [json.loads(json.dumps(work(json.loads(json.dumps(task)), tell))) for task in tasks]
 
@@ -73,10 +83,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items[:] = dealt([*clustered.values()], [vllm, *longest_first], fast, workers)
 
 
-def dealt(clustered: list[list[Test]], slow: list[list[Test]], fast: list[Test], workers: int) -> list[Test]:
-    """An order whose first share, as pytest-xdist deals them, begins with tests of a cluster, the second too where
-    there are more than three, and each other one with slow tests, whose files keep their order; those of a file stay
-    together. Every share ends with fast tests, which idle workers take over."""
+def dealt(
+    clustered: list[list[Test]], slow: list[list[Test]], fast: list[Test], workers: int
+) -> list[Test]:
+    """An order whose first share, as pytest-xdist deals them, begins with tests of a cluster, the
+    second too where there are more than three, and each other one with slow tests, whose files keep
+    their order; those of a file stay together. Every share ends with fast tests, which idle workers
+    take over."""
     hands: list[list[Test]] = [[] for _ in range(workers)]
     clusters = 2 if workers > 3 else 1
     for files, takers in ((clustered, hands[:clusters]), (slow, hands[clusters:] or hands)):

@@ -9,17 +9,23 @@ from pathlib import Path
 
 import pytest
 
-os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS") or "1"  # tensors are tiny: more threads only wait
+os.environ["OMP_NUM_THREADS"] = (
+    os.environ.get("OMP_NUM_THREADS") or "1"
+)  # tensors are tiny: more threads only wait
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's 15 starves its workers beside another test process
+os.environ.setdefault(
+    "RAY_worker_niceness", "0"
+)  # Ray's 15 starves its workers beside another test process
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch  # after its threads are set: OpenMP reads their number once, when torch is loaded
 from hypothesis import register_random, settings
 
-gc.disable()  # until the tests are collected: of what they import nothing is garbage, and looking takes six seconds
+# until the tests are collected: of what they import nothing is garbage, and looking takes six
+# seconds
+gc.disable()
 settings.register_profile("untimed", deadline=None)  # a busy machine is not a failure
 settings.load_profile("untimed")
 
@@ -27,7 +33,8 @@ settings.load_profile("untimed")
 class TorchsGenerator:
     """Hypothesis seeds torch's own generator before every example, so that what fails fails again.
 
-    That of the CPU alone: `torch.manual_seed` writes down the stack for each kind of device that is not there.
+    That of the CPU alone: `torch.manual_seed` writes down the stack for each kind of device that is
+    not there.
     """
 
     seed = staticmethod(torch.default_generator.manual_seed)
@@ -52,8 +59,8 @@ def pytest_collection_finish() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What a test or its fixtures draw does not depend on the tests before it.
 
-    And what stands before a file's tests, such as torch and thousands of tests, is nothing that a collection of garbage
-    looks through each time: it would take half a second.
+    And what stands before a file's tests, such as torch and thousands of tests, is nothing that a
+    collection of garbage looks through each time: it would take half a second.
     """
     torch.default_generator.manual_seed(0)
     if item.path not in SEEN:
@@ -67,7 +74,8 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """One worker more than cores that this process may use, since engines and clusters are waited for; each takes one
-    to two GB of memory, an engine two more, and twenty seconds for its imports."""
+    """One worker more than cores that this process may use, since engines and clusters are waited
+    for; each takes one to two GB of memory, an engine two more, and twenty seconds for its
+    imports."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return max(1, min(len(os.sched_getaffinity(0)) + 1, memory // (4 * 10**9), 8))

@@ -1,5 +1,5 @@
-"""Processes forked from a server that has the pipeline, torch and transformers loaded: one costs less than a second,
-and not the six to eight that their imports take."""
+"""Processes forked from a server that has the pipeline, torch and transformers loaded: one costs
+less than a second, and not the six to eight that their imports take."""
 
 from __future__ import annotations
 
@@ -14,14 +14,22 @@ from typing import Any
 FORKS = multiprocessing.get_context("forkserver")
 LOADED = [
     *("pipeline.cli.app", "pipeline.flow", "transformers.models.llama.modeling_llama"),
-    *("pandas", "torch.utils.tensorboard", "matplotlib.figure", "matplotlib.backends.backend_svg", "tests.frozen"),
+    *(
+        "pandas",
+        "torch.utils.tensorboard",
+        "matplotlib.figure",
+        "matplotlib.backends.backend_svg",
+        "tests.frozen",
+    ),
 ]
 FORKS.set_forkserver_preload(LOADED)
 PATIENCE = 120  # seconds
 
 
 def serve_forks() -> None:
-    """Start the server, of which a process has one: whatever else asks for forks from now on has its imports, too."""
+    """Start the server, of which a process has one: whatever else asks for forks from now on has
+    its imports, too.
+    """
     multiprocessing.forkserver.ensure_running()
 
 

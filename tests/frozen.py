@@ -1,4 +1,6 @@
-"""What the server of forks imports last: in a fork, no collection of garbage looks through what was imported before."""
+"""What the server of forks imports last: in a fork, no collection of garbage looks through what was
+imported before.
+"""
 
 import gc
 

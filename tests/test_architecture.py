@@ -38,26 +38,34 @@ def imports(file: Path) -> set[str]:
 
 def modules() -> list[tuple[str, Path]]:
     files = [file for file in (ROOT / "pipeline").rglob("*.py") if file.name != "__init__.py"]
-    return [(file.relative_to(ROOT / "pipeline").parts[0].removesuffix(".py"), file) for file in files]
+    return [
+        (file.relative_to(ROOT / "pipeline").parts[0].removesuffix(".py"), file) for file in files
+    ]
 
 
 def test_imports_point_down_and_rooms_on_one_floor_do_not_know_each_other():
     for room, file in modules():
         rooms = {name.split(".")[1] for name in imports(file) if name.startswith("pipeline.")}
-        upward = {other for other in rooms & LEVEL.keys() if other != room and LEVEL[other] >= LEVEL[room]}
+        upward = {
+            other for other in rooms & LEVEL.keys() if other != room and LEVEL[other] >= LEVEL[room]
+        }
         assert not upward, f"{file} imports {upward}"
 
 
 def test_stages_never_import_each_other():
     for room, file in modules():
-        assert room != "stages" or not any(name.startswith("pipeline.stages") for name in imports(file)), file
+        assert room != "stages" or not any(
+            name.startswith("pipeline.stages") for name in imports(file)
+        ), file
 
 
 def test_heavy_engines_are_imported_in_one_place():
     for _, file in modules():
         inside = str(file.relative_to(ROOT / "pipeline"))
         for package, places in ONLY_IN.items():
-            assert package not in {name.split(".")[0] for name in imports(file)} or inside.startswith(places), inside
+            assert package not in {
+                name.split(".")[0] for name in imports(file)
+            } or inside.startswith(places), inside
 
 
 def test_every_room_has_a_floor():
@@ -66,7 +74,9 @@ def test_every_room_has_a_floor():
 
 def test_no_two_files_have_the_same_name():
     names = Counter(file.name for _, file in modules())
-    assert {name for name, times in names.items() if times > 1} <= {"push.py", "check.py"}, "a command and its stage"
+    assert {name for name, times in names.items() if times > 1} <= {"push.py", "check.py"}, (
+        "a command and its stage"
+    )
 
 
 def test_a_flow_is_a_story_of_at_most_sixty_lines():

@@ -1,4 +1,6 @@
-"""Each way that input can be wrong: its exit code, one paragraph that says what to do, nothing lost."""
+"""Each way that input can be wrong: its exit code, one paragraph that says what to do, nothing
+lost.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from pipeline.run.stage_status import stage_statuses
 from pipeline.storage import atomic
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.shards import read_rows
-from tests.flows.tiny import CONTEXT, SHARDED, contents, run_again, save_seeds, save_target, stages_run
+from tests.flows.tiny import (
+    CONTEXT,
+    SHARDED,
+    contents,
+    run_again,
+    save_seeds,
+    save_target,
+    stages_run,
+)
 
 pytest_plugins = ["tests.flows.failing"]
 
@@ -40,12 +50,18 @@ def test_a_target_without_a_chat_template(intact, run_fails, tmp_path):
     [
         ({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}, "mamba"),
         (
-            {"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"], "num_hidden_layers": 4},
+            {
+                "model_type": "qwen3_next",
+                "architectures": ["Qwen3NextForCausalLM"],
+                "num_hidden_layers": 4,
+            },
             "linear_attention",
         ),
     ],
 )
-def test_a_target_whose_layers_cannot_verify_a_tree(intact, run_fails, tmp_path, tiny_target, config, why):
+def test_a_target_whose_layers_cannot_verify_a_tree(
+    intact, run_fails, tmp_path, tiny_target, config, why
+):
     target = tmp_path / "recurrent"
     shutil.copytree(tiny_target, target)
     (target / "config.json").write_text(json.dumps(config))
@@ -73,12 +89,19 @@ def test_a_seed_file_that_is_no_conversation_data(intact, run_fails, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_conversation_longer_than_the_context_is_quarantined_and_the_run_goes_on(tmp_path, make_config, tiny_seeds):
+def test_a_conversation_longer_than_the_context_is_quarantined_and_the_run_goes_on(
+    tmp_path, make_config, tiny_seeds
+):
     from rich.console import Console
 
     from pipeline.flow import run_flow
 
-    long = {"conversations": [{"from": "human", "value": "moon river " * CONTEXT}, {"from": "gpt", "value": "no"}]}
+    long = {
+        "conversations": [
+            {"from": "human", "value": "moon river " * CONTEXT},
+            {"from": "gpt", "value": "no"},
+        ]
+    }
     (tmp_path / "seeds.jsonl").write_text(json.dumps(long) + "\n" + tiny_seeds.read_text())
     config = make_config(tmp_path, seeds__sources=[{"path": str(tmp_path / "seeds.jsonl")}])
     run = run_flow(config, executor="inline", console=Console(quiet=True))
@@ -98,14 +121,22 @@ def test_nothing_but_conversations_longer_than_the_context(intact, run_fails, tm
 
 
 @pytest.mark.parametrize("size", [290, 310])
-def test_heads_of_another_vocabulary_than_the_target_s_are_made_anew(copied_run, make_config, tmp_path, size):
+def test_heads_of_another_vocabulary_than_the_target_s_are_made_anew(
+    copied_run, make_config, tmp_path, size
+):
     import torch
     from safetensors.torch import load_file, save_file
 
     heads = copied_run.path / "latest/train/heads.safetensors"
     tensors = load_file(heads)
     own = tensors["0.1.weight"].shape
-    shape = {"hidden_size": 64, "vocab_size": size, "num_heads": 3, "num_layers": 1, "lm_head": "untied"}
+    shape = {
+        "hidden_size": 64,
+        "vocab_size": size,
+        "num_heads": 3,
+        "num_layers": 1,
+        "lm_head": "untied",
+    }
     header = json.dumps({"kind": "medusa", **shape})
     summary = json.dumps(copied_run.latest("train").summary)
     for name in [name for name in tensors if name.endswith(".1.weight")]:
@@ -117,7 +148,9 @@ def test_heads_of_another_vocabulary_than_the_target_s_are_made_anew(copied_run,
     assert contents(copied_run, *SHARDED) == before
 
 
-def test_a_target_whose_lm_head_is_not_what_its_configuration_says(intact, run_fails, tmp_path, tiny_target):
+def test_a_target_whose_lm_head_is_not_what_its_configuration_says(
+    intact, run_fails, tmp_path, tiny_target
+):
     target = tmp_path / "resized"
     shutil.copytree(tiny_target, target)
     config = json.loads((target / "config.json").read_text())
@@ -148,7 +181,10 @@ def test_few_seeds(run_fails, tmp_path):
         ("generation_config.json", {"eos_token_id": []}),
         ("generation_config.json", {"eos_token_id": [1, 300]}),
         ("tokenizer.json", "{}"),
-        ("model.safetensors.index.json", {"weight_map": {"lm_head.weight": "../others.safetensors"}}),
+        (
+            "model.safetensors.index.json",
+            {"weight_map": {"lm_head.weight": "../others.safetensors"}},
+        ),
     ],
 )
 def test_a_target_s_file_of_another_form_is_refused_in_one_paragraph_that_names_it(
@@ -178,7 +214,9 @@ def test_a_record_that_a_crash_cut_short_is_mended(copied_run, make_config, tmp_
                 (place / name).write_text(text)
     (copied_run.path / "digests.json").write_text(text)
     _, config = RunDirectory.open(copied_run.path)
-    assert stage_statuses(copied_run, config, STAGES) and [stage.verify() for stage in copied_run.stages().values()]
+    assert stage_statuses(copied_run, config, STAGES) and [
+        stage.verify() for stage in copied_run.stages().values()
+    ]
     run = run_again(make_config(tmp_path))
     assert (train / "heads.safetensors").read_bytes() == heads
     assert all(stage.done and not stage.verify() for stage in run.stages().values())
@@ -203,6 +241,10 @@ def test_a_directory_that_cannot_be_synced_is_no_failure_and_a_file_is(tmp_path,
     monkeypatch.setattr(atomic.os, "fsync", fsync)
     atomic.write_text(tmp_path / "x", "whole")
     assert (tmp_path / "x").read_text() == "whole"
-    monkeypatch.setattr(atomic.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(errno.EINVAL, "Invalid argument")))
+    monkeypatch.setattr(
+        atomic.os,
+        "fsync",
+        lambda _: (_ for _ in ()).throw(OSError(errno.EINVAL, "Invalid argument")),
+    )
     with pytest.raises(OSError, match="Invalid argument"):
         atomic.write_text(tmp_path / "x", "half")

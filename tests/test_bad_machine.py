@@ -1,4 +1,6 @@
-"""Each thing that a machine can lack: its exit code, one paragraph that says what to do, nothing lost."""
+"""Each thing that a machine can lack: its exit code, one paragraph that says what to do, nothing
+lost.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,16 @@ def fill_up(directory: Path, left: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.fault
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # TensorBoard's own thread
 @pytest.mark.parametrize(
     ("stage", "left"),
     [
-        *((name, 0) for name in ("seeds", "generate", "features", "train", "calibrate", "export", "check")),
+        *(
+            (name, 0)
+            for name in ("seeds", "generate", "features", "train", "calibrate", "export", "check")
+        ),
         ("generate", 16_384),
         ("features", 65_536),
         ("train", 65_536),
@@ -69,11 +76,15 @@ def test_a_full_disk_stops_in_any_stage_and_the_same_command_goes_on_when_there_
     small_disk, finished_run, run_fails, make_settings, monkeypatch, stage, left
 ):
     """The stages before are there already; the disk fills up as this one starts."""
-    before_it = [name for name in list(STAGES)[: list(STAGES).index(stage)] if finished_run.latest(name)]
+    before_it = [
+        name for name in list(STAGES)[: list(STAGES).index(stage)] if finished_run.latest(name)
+    ]
     run = RunDirectory(small_disk / "run")
     run.path.mkdir()
     for name in before_it:
-        shutil.copytree(finished_run.latest(name).path, run.path / finished_run.latest(name).path.name)
+        shutil.copytree(
+            finished_run.latest(name).path, run.path / finished_run.latest(name).path.name
+        )
     before = committed(run)
     real = STAGES[stage].run
 
@@ -107,7 +118,11 @@ def test_a_disk_that_is_full_for_every_single_file(tmp_path, run_fails, monkeypa
 
     monkeypatch.setattr(os, "replace", full)
     said = run_fails(4)
-    assert "The disk is full" in said and "00002.parquet" in said and "continues where it stopped" in said
+    assert (
+        "The disk is full" in said
+        and "00002.parquet" in said
+        and "continues where it stopped" in said
+    )
     run = RunDirectory(tmp_path / "run")
     assert sorted(run.latest("generate").receipts()) == [0, 1] and not list(run.path.rglob("*.tmp"))
 
@@ -122,12 +137,18 @@ def test_a_gpu_that_is_not_there(intact, run_fails, monkeypatch, stage):
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    changed = {"generate": "generate.temperature=0.6", "features": "features.codec=lz4", "train": "train.lr=0.5"}
+    changed = {
+        "generate": "generate.temperature=0.6",
+        "features": "features.codec=lz4",
+        "train": "train.lr=0.5",
+    }
     said = run_fails(4, f"placement.{stage}.gpus_per_worker=1", changed[stage])
     assert "GPU" in said and f"placement.{stage}" in said
 
 
-def test_a_result_that_cannot_be_made_here_again_is_not_thrown_away(copied_run, make_config, tmp_path, monkeypatch):
+def test_a_result_that_cannot_be_made_here_again_is_not_thrown_away(
+    copied_run, make_config, tmp_path, monkeypatch
+):
     import torch
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -145,13 +166,17 @@ def test_a_result_that_cannot_be_made_here_again_is_not_thrown_away(copied_run, 
     [
         "generate.engine=vllm",
         "features.engine=vllm",
-        pytest.param("check.engines=[native, vllm]", marks=pytest.mark.slow),  # in a process of its own
+        pytest.param(
+            "check.engines=[native, vllm]", marks=pytest.mark.slow
+        ),  # in a process of its own
     ],
 )
 def test_vllm_that_cannot_be_imported(intact, run_fails, tmp_path, monkeypatch, word):
     package = tmp_path / "site" / "vllm"
     package.mkdir(parents=True)
-    (package / "__init__.py").write_text("raise ImportError('libcudart.so.12: cannot open\\nshared object file')")
+    (package / "__init__.py").write_text(
+        "raise ImportError('libcudart.so.12: cannot open\\nshared object file')"
+    )
     monkeypatch.syspath_prepend(package.parent)
     monkeypatch.setenv("PYTHONPATH", str(package.parent))  # for the check's own process
     monkeypatch.delitem(sys.modules, "vllm", raising=False)

@@ -1,4 +1,6 @@
-"""The flow keeps what is done, redoes what is not, and nothing else; its run directory is the documented one."""
+"""The flow keeps what is done, redoes what is not, and nothing else; its run directory is the
+documented one.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,12 @@ def test_a_run_leaves_what_the_run_directory_promises(finished_run):
     for name in SHARDED:
         stage = latest(finished_run, name)
         assert [p.name for p in stage.shards()] == [f"{i:05d}.parquet" for i in range(4)]
-        assert sorted(p.stem for p in (stage.path / "quarantine").iterdir()) == [p.stem for p in stage.shards()]
-    assert (path / "latest/train/heads.safetensors").is_file() and (path / "latest/train/metrics.jsonl").is_file()
+        assert sorted(p.stem for p in (stage.path / "quarantine").iterdir()) == [
+            p.stem for p in stage.shards()
+        ]
+    assert (path / "latest/train/heads.safetensors").is_file() and (
+        path / "latest/train/metrics.jsonl"
+    ).is_file()
     assert (path / "latest/calibrate/tree.json").is_file()
     assert not list(path.rglob("*.tmp"))
 
@@ -65,10 +71,18 @@ def test_report_json_has_the_keys_that_design_promises(finished_run):
     assert report["generate"].keys() >= {"rows", "tokens", "tokens_per_second"}
     assert report["features"].keys() >= {"positions", "bytes_per_position", "tokens_per_second"}
     assert report["train"].keys() >= {"tokens", "tokens_per_second", "final_loss"}
-    assert len(report["heads"]) == 3 and all({"top1", "top5"} <= head.keys() for head in report["heads"])
+    assert len(report["heads"]) == 3 and all(
+        {"top1", "top5"} <= head.keys() for head in report["heads"]
+    )
     assert report["tree"].keys() >= {"nodes", "expected_acceleration_rate"}
     native = report["check"]["native"]
-    speeds = {"acceleration_rate", "overhead", "speedup", "tokens_per_second", "baseline_tokens_per_second"}
+    speeds = {
+        "acceleration_rate",
+        "overhead",
+        "speedup",
+        "tokens_per_second",
+        "baseline_tokens_per_second",
+    }
     assert native.keys() >= speeds
     assert native["greedy_match"].keys() == {"sequences", "identical", "ties"}
     assert report.keys() >= {"hardware", "versions"}
@@ -85,13 +99,21 @@ def test_every_token_that_was_generated_has_one_cached_state(finished_run):
 def test_the_check_asked_held_out_prompts_and_every_answer_was_the_targets_own(finished_run):
     native = latest(finished_run, "check").summary["native"]
     asked = [row for path in latest(finished_run, "generate").shards() for row in read_rows(path)]
-    assert native["prompts"] == native["greedy_match"]["sequences"] == sum(row["split"] == "check" for row in asked)
+    assert (
+        native["prompts"]
+        == native["greedy_match"]["sequences"]
+        == sum(row["split"] == "check" for row in asked)
+    )
     assert native["greedy_match"]["identical"] + native["greedy_match"]["ties"] == native["prompts"]
     assert native["acceleration_rate"] >= 1
-    assert native["speedup"] == pytest.approx(native["acceleration_rate"] / native["overhead"], rel=1e-3)
+    assert native["speedup"] == pytest.approx(
+        native["acceleration_rate"] / native["overhead"], rel=1e-3
+    )
 
 
-def test_the_same_command_again_keeps_everything_and_computes_nothing(copied_run, make_config, tmp_path, monkeypatch):
+def test_the_same_command_again_keeps_everything_and_computes_nothing(
+    copied_run, make_config, tmp_path, monkeypatch
+):
     def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("an engine was asked for")
 
@@ -134,10 +156,19 @@ def test_run_yaml_gives_the_same_run_again(copied_run):
         ({"train__lr": 2e-2}, ["train", "calibrate", "export", "check"]),
         ({"calibrate__nodes": 5}, ["calibrate", "export", "check"]),
         ({"check__max_new_tokens": 10}, ["check"]),
-        ({"train__checkpoint_every": 1, "limits__max_consecutive_failures": 9, "features__tokens_per_batch": 99}, []),
+        (
+            {
+                "train__checkpoint_every": 1,
+                "limits__max_consecutive_failures": 9,
+                "features__tokens_per_batch": 99,
+            },
+            [],
+        ),
     ],
 )
-def test_a_changed_setting_redoes_its_stage_and_what_follows(copied_run, make_config, tmp_path, changes, redone):
+def test_a_changed_setting_redoes_its_stage_and_what_follows(
+    copied_run, make_config, tmp_path, changes, redone
+):
     kept = {name: latest(copied_run, name).path for name in STAGES}
     run = run_again(make_config(tmp_path, **changes))
     assert stages_run(run) == redone
@@ -153,17 +184,28 @@ def test_a_setting_changed_back_finds_the_old_result(copied_run, make_config, tm
 
 
 def test_runs_that_name_one_store_share_the_feature_cache(copied_run, make_config, tmp_path):
-    recipe = make_config(tmp_path, run__name="recipe", run__store=str(copied_run.path), train__lr=3e-2)
+    recipe = make_config(
+        tmp_path, run__name="recipe", run__store=str(copied_run.path), train__lr=3e-2
+    )
     run = run_again(recipe)
-    assert run.path == tmp_path / "recipe" and stages_run(run) == ["train", "calibrate", "export", "check"]
+    assert run.path == tmp_path / "recipe" and stages_run(run) == [
+        "train",
+        "calibrate",
+        "export",
+        "check",
+    ]
     assert latest(run, "features").path == latest(copied_run, "features").path
     assert latest(run, "train").path.parent == copied_run.path
     assert not list(run.path.glob("*-*")), "all stage directories are in the store"
     assert json.loads((run.path / "report.json").read_text())["run"]["name"] == "recipe"
 
 
-def test_a_second_run_in_a_store_is_refused_while_the_first_is_in_the_same_stage(copied_run, make_config, tmp_path):
-    recipe = make_config(tmp_path, run__name="recipe", run__store=str(copied_run.path), train__lr=3e-2)
+def test_a_second_run_in_a_store_is_refused_while_the_first_is_in_the_same_stage(
+    copied_run, make_config, tmp_path
+):
+    recipe = make_config(
+        tmp_path, run__name="recipe", run__store=str(copied_run.path), train__lr=3e-2
+    )
     with latest(copied_run, "features").lock as lock:
         lock.own()
         with pytest.raises(EnvironmentFault, match="holds the features stage"):
@@ -179,7 +221,9 @@ def test_until_stops_after_a_stage_and_the_next_run_goes_on_from_there(make_conf
     assert stages_run(run) == ["features"]
 
 
-def test_fresh_makes_a_stage_again_and_keeps_what_follows_when_it_is_the_same(copied_run, make_config, tmp_path):
+def test_fresh_makes_a_stage_again_and_keeps_what_follows_when_it_is_the_same(
+    copied_run, make_config, tmp_path
+):
     before = contents(copied_run, *SHARDED)
     run = run_again(make_config(tmp_path), fresh="features")
     assert stages_run(run) == ["features"]
@@ -187,7 +231,9 @@ def test_fresh_makes_a_stage_again_and_keeps_what_follows_when_it_is_the_same(co
     assert contents(run, *SHARDED) == before
 
 
-def test_fresh_does_not_throw_away_what_another_run_is_working_on(copied_run, make_config, tmp_path):
+def test_fresh_does_not_throw_away_what_another_run_is_working_on(
+    copied_run, make_config, tmp_path
+):
     features = latest(copied_run, "features")
     with features.lock as lock:
         lock.share()  # as a run does that trains from it
@@ -210,11 +256,15 @@ def test_a_stage_that_does_not_exist_is_named(make_config, tmp_path, option):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_split_and_the_number_of_shards_do_not_change_what_the_target_wrote(finished_run, make_config, tmp_path):
+def test_the_split_and_the_number_of_shards_do_not_change_what_the_target_wrote(
+    finished_run, make_config, tmp_path
+):
     run = run_again(make_config(tmp_path, seeds__rows_per_shard=17), until="generate")
 
     def rows(of: RunDirectory) -> dict[str, dict]:
-        return {row["id"]: row for path in latest(of, "generate").shards() for row in read_rows(path)}
+        return {
+            row["id"]: row for path in latest(of, "generate").shards() for row in read_rows(path)
+        }
 
     assert len(latest(run, "generate").shards()) == 3
     assert rows(run) == rows(finished_run)
@@ -237,7 +287,9 @@ def test_another_target_behind_the_same_path_makes_everything_that_saw_it_anew(
     run = run_again(make_config(tmp_path, target__model=str(target)), until="features")
     assert stages_run(run) == [], "a target's content counts, not its path"
     config = json.loads((target / "generation_config.json").read_text())
-    (target / "generation_config.json").write_text(json.dumps(config | {"temperature": 0.9, "do_sample": True}))
+    (target / "generation_config.json").write_text(
+        json.dumps(config | {"temperature": 0.9, "do_sample": True})
+    )
     run = run_again(make_config(tmp_path, target__model=str(target)), until="features")
     assert stages_run(run) == ["generate", "features"]
 
@@ -259,7 +311,9 @@ def change_a_word(seeds: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("changed", "redone"), [("weights", STAGES[1:]), ("seeds", STAGES), ("times alone", [])])
+@pytest.mark.parametrize(
+    ("changed", "redone"), [("weights", STAGES[1:]), ("seeds", STAGES), ("times alone", [])]
+)
 def test_what_changes_behind_the_same_path_is_noticed_also_when_its_time_is_set_back(
     copied_run, make_config, tmp_path, tiny_target, tiny_seeds, changed, redone
 ):
@@ -276,30 +330,52 @@ def test_what_changes_behind_the_same_path_is_noticed_also_when_its_time_is_set_
         change_a_word(seeds)
     assert all(path.stat().st_size == stat.st_size for path, stat in before.items())
     for path, stat in before.items():
-        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + (10**9 if changed == "times alone" else 0)))
+        os.utime(
+            path,
+            ns=(stat.st_atime_ns, stat.st_mtime_ns + (10**9 if changed == "times alone" else 0)),
+        )
     assert stages_run(run_again(config)) == redone
     assert stages_run(run_again(config)) == []
 
 
-def test_workers_that_no_machine_has_room_for_are_refused_before_anything_is_made(make_config, tmp_path):
+def test_workers_that_no_machine_has_room_for_are_refused_before_anything_is_made(
+    make_config, tmp_path
+):
     """Training comes last, and is not found out after days of generating."""
-    config = make_config(tmp_path, placement__train={"workers": 3, "gpus_per_worker": 7, "cpus_per_worker": 2})
-    with pytest.raises(EnvironmentFault, match=r"train: 3 worker.*need 6 CPU and 21 GPU.*room for 0.*placement\.train"):
+    config = make_config(
+        tmp_path, placement__train={"workers": 3, "gpus_per_worker": 7, "cpus_per_worker": 2}
+    )
+    with pytest.raises(
+        EnvironmentFault,
+        match=r"train: 3 worker.*need 6 CPU and 21 GPU.*room for 0.*placement\.train",
+    ):
         run_again(config)
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["lock", "run.yaml"]
 
 
 def test_workers_of_a_stage_that_is_kept_need_no_room_here(copied_run, make_config, tmp_path):
-    run = run_again(make_config(tmp_path, placement__generate={"gpus_per_worker": 64}, train__lr=2e-2))
+    run = run_again(
+        make_config(tmp_path, placement__generate={"gpus_per_worker": 64}, train__lr=2e-2)
+    )
     assert stages_run(run) == STAGES[3:]
 
 
-def test_one_run_s_settings_never_reach_into_the_target_s_directory(finished_run, tiny_target: Path):
-    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+def test_one_run_s_settings_never_reach_into_the_target_s_directory(
+    finished_run, tiny_target: Path
+):
+    names = {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert {path.name for path in tiny_target.iterdir()} - {"chat_template.jinja"} == names
 
 
-def test_a_cluster_that_stands_already_says_itself_what_has_room(make_config, tmp_path, monkeypatch):
+def test_a_cluster_that_stands_already_says_itself_what_has_room(
+    make_config, tmp_path, monkeypatch
+):
     from pipeline.execution.executor import InlineExecutor
     from pipeline.execution.placement import Resources
     from pipeline.run import context
@@ -314,6 +390,10 @@ def test_a_cluster_that_stands_already_says_itself_what_has_room(make_config, tm
     monkeypatch.setattr(context, "make_executor", lambda _: Large())
     config = make_config(tmp_path, placement__train={"workers": 64})
     with pytest.raises(EnvironmentFault, match="cannot place train: 65"):
-        run_flow(make_config(tmp_path, placement__train={"workers": 65}), until="train", console=Console(quiet=True))
+        run_flow(
+            make_config(tmp_path, placement__train={"workers": 65}),
+            until="train",
+            console=Console(quiet=True),
+        )
     run = run_flow(config, until="generate", console=Console(quiet=True))
     assert stages_run(run) == ["seeds", "generate"]

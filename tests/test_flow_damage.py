@@ -59,10 +59,14 @@ def test_a_lost_shard_is_redone_alone_and_dependants_are_kept_as_its_content_is_
 
 
 def flip_a_bit(path: Path, *, keep_time: bool) -> None:
-    """In the largest column's middle, as a bad disk does (which leaves the time alone) or a bad hand."""
+    """In the largest column's middle, as a bad disk does (which leaves the time alone) or a bad
+    hand.
+    """
     with pq.ParquetFile(path) as shard:
         group = shard.metadata.row_group(0)
-        column = max(map(group.column, range(group.num_columns)), key=lambda c: c.total_compressed_size)
+        column = max(
+            map(group.column, range(group.num_columns)), key=lambda c: c.total_compressed_size
+        )
     stat, data = path.stat(), bytearray(path.read_bytes())
     data[column.data_page_offset + column.total_compressed_size // 2] ^= 0x10
     path.write_bytes(data)
@@ -80,7 +84,9 @@ def test_a_flipped_bit_is_found_by_verify_and_redone_by_run_and_nothing_else_is(
     run = run_again(make_config(tmp_path))
     assert stages_run(run) == [name] and contents(run, *SHARDED) == before
     assert name == "seeds" or shards_made(run) == [(name, 1)]
-    assert [event["files"] for event in last_events(run) if event["event"] == "damaged"] == [["shards/00001.parquet"]]
+    assert [event["files"] for event in last_events(run) if event["event"] == "damaged"] == [
+        ["shards/00001.parquet"]
+    ]
     assert stage.verify() == [] and stages_run(run_again(make_config(tmp_path))) == []
 
 
@@ -98,7 +104,9 @@ def test_a_bit_that_rotted_in_place_is_found_when_it_is_read_and_the_run_mends_i
     assert contents(run, *SHARDED) == before and stage.verify() == []
 
 
-@pytest.mark.parametrize(("name", "file"), [("train", "heads.safetensors"), ("calibrate", "tree.json")])
+@pytest.mark.parametrize(
+    ("name", "file"), [("train", "heads.safetensors"), ("calibrate", "tree.json")]
+)
 def test_another_damaged_file_is_made_again_to_the_same_bytes_and_what_follows_is_kept(
     copied_run, make_config, tmp_path, name, file
 ):
@@ -110,7 +118,9 @@ def test_another_damaged_file_is_made_again_to_the_same_bytes_and_what_follows_i
     assert path.read_bytes() == whole
 
 
-def test_a_copy_that_lost_its_times_is_read_once_and_then_believed(copied_run, make_config, tmp_path, monkeypatch):
+def test_a_copy_that_lost_its_times_is_read_once_and_then_believed(
+    copied_run, make_config, tmp_path, monkeypatch
+):
     for path in copied_run.path.rglob("*"):
         os.utime(path, follow_symlinks=False)
     read: list[Path] = []
@@ -121,7 +131,9 @@ def test_a_copy_that_lost_its_times_is_read_once_and_then_believed(copied_run, m
     assert stages_run(run_again(make_config(tmp_path))) == [] and read == []
 
 
-def test_verify_of_a_half_done_stage_names_its_damaged_shard_and_run_redoes_it(copied_run, make_config, tmp_path):
+def test_verify_of_a_half_done_stage_names_its_damaged_shard_and_run_redoes_it(
+    copied_run, make_config, tmp_path
+):
     stage = latest(copied_run, "features")
     (stage.path / "DONE.json").unlink()
     assert stage.verify() == []
@@ -143,7 +155,9 @@ def test_lost_heads_are_trained_again_to_the_same_weights(copied_run, make_confi
 
 
 def test_a_shard_of_another_run_in_the_place_of_ours_is_replaced(copied_run, make_config, tmp_path):
-    other = run_again(make_config(tmp_path, run__name="other", generate__temperature=1.5), until="generate")
+    other = run_again(
+        make_config(tmp_path, run__name="other", generate__temperature=1.5), until="generate"
+    )
     ours, before = latest(copied_run, "generate"), contents(copied_run, "generate")
     shutil.copy(latest(other, "generate").shard_path(1), ours.shard_path(1))
     assert [problem.partition(" ")[0] for problem in ours.verify()] == [str(ours.shard_path(1))]
@@ -169,7 +183,9 @@ def test_no_curve_is_drawn_of_a_damaged_log(copied_run):
     assert "losses" not in extras and "held_out" not in extras
 
 
-def test_what_a_killed_writer_left_behind_is_swept_and_never_taken_for_a_shard(copied_run, make_config, tmp_path):
+def test_what_a_killed_writer_left_behind_is_swept_and_never_taken_for_a_shard(
+    copied_run, make_config, tmp_path
+):
     stage = latest(copied_run, "generate")
     orphan = stage.path / "shards" / "00001.parquet.0123456789ab.tmp"
     orphan.write_bytes(stage.shard_path(1).read_bytes()[:100])
@@ -177,7 +193,9 @@ def test_what_a_killed_writer_left_behind_is_swept_and_never_taken_for_a_shard(c
     assert not orphan.exists()
 
 
-def test_a_store_that_lost_a_receipt_file_reads_it_from_the_shards_themselves(copied_run, make_config, tmp_path):
+def test_a_store_that_lost_a_receipt_file_reads_it_from_the_shards_themselves(
+    copied_run, make_config, tmp_path
+):
     stage = latest(copied_run, "generate")
     (stage.path / "DONE.json").unlink()
     assert all(read_receipt(path) for path in stage.shards())
@@ -202,13 +220,20 @@ def test_what_comes_out_differently_is_followed_by_exactly_what_depends_on_it(
     run = run_again(make_config(tmp_path))
     assert stages_run(run) == STAGES[1:] and shards_made(run) == [("generate", 2), ("features", 2)]
     after = contents(run, *SHARDED)
-    assert {(name, index) for name in SHARDED for index in range(4) if before[name][index] != after[name][index]} == {
+    assert {
+        (name, index)
+        for name in SHARDED
+        for index in range(4)
+        if before[name][index] != after[name][index]
+    } == {
         ("generate", 2),
         ("features", 2),
     }
 
 
-def test_seeds_that_change_while_they_are_read_are_not_stored_as_what_they_were(make_config, tmp_path, monkeypatch):
+def test_seeds_that_change_while_they_are_read_are_not_stored_as_what_they_were(
+    make_config, tmp_path, monkeypatch
+):
     path = save_seeds(tmp_path / "seeds.jsonl")
     config, whole = make_config(tmp_path, seeds__sources=[{"path": str(path)}]), path.read_text()
 
@@ -217,7 +242,10 @@ def test_seeds_that_change_while_they_are_read_are_not_stored_as_what_they_were(
         return read(*arguments)
 
     read = seeds._read
-    with monkeypatch.context() as patch, pytest.raises(DataError, match=f"seeds changed while it ran: {path}"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DataError, match=f"seeds changed while it ran: {path}"),
+    ):
         patch.setattr(seeds, "_read", append)
         run_again(config, until="seeds")
     path.write_text(whole)
@@ -238,19 +266,26 @@ def test_weights_that_are_swapped_during_a_run_leave_nothing_behind_when_they_ar
         return work(self, task)
 
     config = make_config(tmp_path, target__model=str(target))
-    with monkeypatch.context() as patch, pytest.raises(DataError, match=f"features changed while it ran: {weights}"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(DataError, match=f"features changed while it ran: {weights}"),
+    ):
         patch.setattr(features.Worker, "__call__", swap_first)
         run_again(config, until="features")
     weights.write_bytes(own)
     run = run_again(config, until="features")
-    assert shards_made(run) == [("features", index) for index in range(4)] and stages_run(run) == ["features"]
+    assert shards_made(run) == [("features", index) for index in range(4)] and stages_run(run) == [
+        "features"
+    ]
 
 
 @pytest.mark.parametrize("silent", ["the Hub", "the disk"])
 def test_a_stage_is_not_dropped_because_its_input_cannot_be_looked_at_again(
     copied_run, make_config, tmp_path, monkeypatch, silent
 ):
-    """A Hub that does not answer at the end of a night is not asked; a disk that does not is no change either."""
+    """A Hub that does not answer at the end of a night is not asked; a disk that does not is no
+    change either.
+    """
     found, looks = run_context.weight_files, []
 
     def answering_once(spec, *, fetch=True):

@@ -1,4 +1,6 @@
-"""A dynamic tree through the whole flow: expected, exported, and decoded with wherever the export is."""
+"""A dynamic tree through the whole flow: expected, exported, and decoded with wherever the export
+is.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from tests.flows.tiny import latest, run_again, stages_run, token_rows
 
 CHANGES = {
     "medusa": ({}, "medusa_choices.json"),
-    "recurrent": ({"train__heads": "recurrent", "train__recurrent": {"intermediate_size": 32}}, "tree_choices.json"),
+    "recurrent": (
+        {"train__heads": "recurrent", "train__recurrent": {"intermediate_size": 32}},
+        "tree_choices.json",
+    ),
 }
 
 
@@ -25,11 +30,17 @@ def test_the_expected_rate_is_decoding_s_own_and_the_export_says_how_the_tree_gr
     copied_run, make_config, tmp_path, kind
 ):
     changes, choices_file = CHANGES[kind]
-    run = run_again(make_config(tmp_path, calibrate__tree="dynamic", check__studies=["trees", "heads"], **changes))
+    run = run_again(
+        make_config(
+            tmp_path, calibrate__tree="dynamic", check__studies=["trees", "heads"], **changes
+        )
+    )
     tree = DynamicTree(8, 3, 10)
     found, summary = open_run(run.path), latest(run, "calibrate").summary["tree"]
     stored = json.loads((run.path / "latest/calibrate/tree.json").read_text())
-    assert found.tree() == tree and stored["dynamic"] == tree.to_json() and len(stored["choices"]) == 8
+    assert (
+        found.tree() == tree and stored["dynamic"] == tree.to_json() and len(stored["choices"]) == 8
+    )
     assert (summary["nodes"], summary["depth"], summary["dynamic"]) == (8, 3, tree.to_json())
     expected = stored["expected_acceleration_rate"]
     assert 1 + sum(summary["tokens_by_depth"]) == pytest.approx(expected, abs=1e-3)
@@ -49,21 +60,27 @@ def test_the_expected_rate_is_decoding_s_own_and_the_export_says_how_the_tree_gr
     endless = Decoder(export.target.model, export.heads, tree, eos_token_ids=())
     decoded = []
     for row in token_rows(latest(run, "generate")):  # held-out answers are greedy
-        for span in (span for span in row.spans if row.split == "calibrate" and span.role == "assistant"):
+        for span in (
+            span for span in row.spans if row.split == "calibrate" and span.role == "assistant"
+        ):
             ids = row.input_ids.tolist()
             decoded.append(endless.generate(ids[: span.start], span.end - span.start))
             assert decoded[-1].token_ids == ids[span.start : span.end]
     assert acceleration_rate(decoded) == pytest.approx(expected, abs=1e-9)
 
 
-def test_the_size_is_chosen_by_what_dynamic_trees_cost(copied_run, make_config, tmp_path, monkeypatch):
+def test_the_size_is_chosen_by_what_dynamic_trees_cost(
+    copied_run, make_config, tmp_path, monkeypatch
+):
     def costly(model, heads, trees, prompts, context, progress):
         asked.append(trees)
         return {size: 1.0 + 100 * (size > 3) for size in trees}
 
     asked: list = []
     monkeypatch.setattr("pipeline.evaluation.overhead.overhead_curve", costly)
-    config = make_config(tmp_path, calibrate__tree="dynamic", calibrate__nodes="auto", calibrate__top=4)
+    config = make_config(
+        tmp_path, calibrate__tree="dynamic", calibrate__nodes="auto", calibrate__top=4
+    )
     run = run_again(config, until="calibrate")
     assert stages_run(run) == ["calibrate"]
     trees, _ = asked  # the second are the chains
@@ -72,7 +89,10 @@ def test_the_size_is_chosen_by_what_dynamic_trees_cost(copied_run, make_config, 
     assert tree["nodes"] == tree["dynamic"]["num_nodes"] <= 3
     rates = [size["expected_acceleration_rate"] for size in tree["sizes"]]
     assert rates == sorted(rates) and len(rates) == 5
-    report, extras = {"tree": tree}, {"tree": json.loads((run.path / "latest/calibrate/tree.json").read_text())}
+    report, extras = (
+        {"tree": tree},
+        {"tree": json.loads((run.path / "latest/calibrate/tree.json").read_text())},
+    )
     assert "tree" not in drawings(report, extras), "its paths are another tree's"
 
 
@@ -96,11 +116,21 @@ def test_a_tree_of_one_s_own_does_not_grow(make_config, tmp_path):
 
 
 def test_a_file_of_its_own_judges_a_dynamic_tree_too(copied_run, make_config, tmp_path):
-    file, questions = tmp_path / "questions.jsonl", [f"why {word}?" for word in ("moon", "stone", "cat", "dog")]
+    file, questions = (
+        tmp_path / "questions.jsonl",
+        [f"why {word}?" for word in ("moon", "stone", "cat", "dog")],
+    )
     file.write_text("".join(json.dumps({"turns": [question]}) + "\n" for question in questions))
-    run = run_again(make_config(tmp_path, calibrate__tree="dynamic", calibrate__data=str(file)), until="export")
+    run = run_again(
+        make_config(tmp_path, calibrate__tree="dynamic", calibrate__data=str(file)), until="export"
+    )
     assert latest(run, "calibrate").summary["tree"]["text"] == "calibrate.data"
-    export, stored = load_export(run.path / "latest/export", gpus=0), latest(run, "calibrate").path / "tree.json"
-    decoded = [export.decoder.generate(export.target.prompt(question), 16) for question in questions]
+    export, stored = (
+        load_export(run.path / "latest/export", gpus=0),
+        latest(run, "calibrate").path / "tree.json",
+    )
+    decoded = [
+        export.decoder.generate(export.target.prompt(question), 16) for question in questions
+    ]
     expected = json.loads(stored.read_text())["expected_acceleration_rate"]
     assert acceleration_rate(decoded) == pytest.approx(expected, abs=1e-9)

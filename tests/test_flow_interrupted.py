@@ -17,7 +17,9 @@ from tests.flows.tiny import SHARDED, contents, latest, run_again, shards_made, 
 
 @pytest.mark.fault
 @pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=lambda value: str(value)
+    ("sent", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)],
+    ids=lambda value: str(value),
 )
 def test_a_signal_keeps_what_was_committed_and_the_same_command_continues(
     finished_run, make_settings, make_config, tmp_path, sent, code
@@ -30,11 +32,17 @@ def test_a_signal_keeps_what_was_committed_and_the_same_command_continues(
     assert ended == code
     if code > 0:
         stopped = said.splitlines()[-1]
-        assert stopped.startswith("stopped: ") and sent.name in stopped and "the same command continues" in stopped
+        assert (
+            stopped.startswith("stopped: ")
+            and sent.name in stopped
+            and "the same command continues" in stopped
+        )
         assert "Traceback" not in said
     run = RunDirectory(tmp_path / "run")
     assert list(run.latest("generate").receipts()) == [0]
-    run = run_flow(make_config(tmp_path), until="generate", executor="inline", console=Console(quiet=True))
+    run = run_flow(
+        make_config(tmp_path), until="generate", executor="inline", console=Console(quiet=True)
+    )
     assert shards_made(run) == [("generate", index) for index in (1, 2, 3)]
     assert contents(run, "seeds", "generate") == contents(finished_run, "seeds", "generate")
 
@@ -86,11 +94,15 @@ def test_an_interrupted_training_goes_on_from_its_checkpoint_and_ends_with_the_s
 
     shutil.rmtree(latest(copied_run, "train").path)
     config = make_config(tmp_path, train__checkpoint_every=1)
-    monkeypatch.setattr(train, "train", lambda spec, progress: watched(spec, progress, stop_after=2))
+    monkeypatch.setattr(
+        train, "train", lambda spec, progress: watched(spec, progress, stop_after=2)
+    )
     with pytest.raises(KeyboardInterrupt):
         run_again(config)
     monkeypatch.setattr(train, "train", watched)
     run = run_again(config)
     assert steps == [0, 1, 2, 2, 3] and stages_run(run)[0] == "train"
-    ours, theirs = (load_file(of.path / "latest/train/heads.safetensors") for of in (run, finished_run))
+    ours, theirs = (
+        load_file(of.path / "latest/train/heads.safetensors") for of in (run, finished_run)
+    )
     assert all((ours[name] == tensor).all() for name, tensor in theirs.items())

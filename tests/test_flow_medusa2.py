@@ -1,4 +1,6 @@
-"""Medusa-2 from end to end: what it skips, and that everything after training looks at the tuned backbone."""
+"""Medusa-2 from end to end: what it skips, and that everything after training looks at the tuned
+backbone.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_
         "features": "skipped",
         "push": "not run",
     }
-    (tmp_path / "joint.yaml").write_text(yaml.safe_dump(make_settings(joint_run.path.parent, **JOINT)))
+    (tmp_path / "joint.yaml").write_text(
+        yaml.safe_dump(make_settings(joint_run.path.parent, **JOINT))
+    )
     app(["plan", str(tmp_path / "joint.yaml")], standalone_mode=False)
     out = capsys.readouterr().out
     assert line_of("features", out).split()[1] == "skip"
@@ -82,13 +86,16 @@ def test_joint_runs_without_the_cache_and_says_so(joint_run, make_settings, tmp_
 
 
 @pytest.mark.parametrize(
-    ("stage", "runs"), [("features", ["seeds", "generate"]), ("train", ["seeds", "generate", "train"])]
+    ("stage", "runs"),
+    [("features", ["seeds", "generate"]), ("train", ["seeds", "generate", "train"])],
 )
 def test_until_a_skipped_stage_is_until_the_one_before(make_config, tmp_path, stage, runs):
     assert stages_run(run_again(make_config(tmp_path, **JOINT), until=stage)) == runs
 
 
-def test_a_run_that_had_a_cache_before_links_it_no_more_and_keeps_it(copied_run, make_config, tmp_path):
+def test_a_run_that_had_a_cache_before_links_it_no_more_and_keeps_it(
+    copied_run, make_config, tmp_path
+):
     cache = latest(copied_run, "features").path
     run_again(make_config(tmp_path, **JOINT), until="generate")
     assert copied_run.latest("features") is None and cache.is_dir()
@@ -100,18 +107,24 @@ def test_the_exported_backbone_is_target_and_adapter_and_the_heads_name_it(joint
     named = Path(read_layout(export).base_model_name_or_path)
     assert named.is_absolute() and named == export / "backbone" == backbone_of(joint_run)
     ids_BT = torch.arange(30).view(2, 15)
-    expected = logits_with_adapter_on(tiny_target, latest(joint_run, "train").path / "adapter", ids_BT)
+    expected = logits_with_adapter_on(
+        tiny_target, latest(joint_run, "train").path / "adapter", ids_BT
+    )
     logits = AutoModelForCausalLM.from_pretrained(named)(input_ids=ids_BT).logits
     torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-4)
     original = AutoModelForCausalLM.from_pretrained(tiny_target)(input_ids=ids_BT).logits
     assert (logits.argmax(-1) != original.argmax(-1)).any()
-    assert (named / "model.safetensors").samefile(latest(joint_run, "train").path / "backbone/model.safetensors")
+    assert (named / "model.safetensors").samefile(
+        latest(joint_run, "train").path / "backbone/model.safetensors"
+    )
 
 
 def test_calibration_looks_at_held_out_rows_through_the_tuned_backbone(joint_run):
     rows = [row for path in latest(joint_run, "tuned-features").shards() for row in read_rows(path)]
     generated = [row for path in latest(joint_run, "generate").shards() for row in read_rows(path)]
-    assert [row["id"] for row in rows] == [row["id"] for row in generated if row["split"] == "calibrate"]
+    assert [row["id"] for row in rows] == [
+        row["id"] for row in generated if row["split"] == "calibrate"
+    ]
     model = AutoModelForCausalLM.from_pretrained(backbone_of(joint_run)).model
     for row in rows:
         hidden_ND = np.frombuffer(row["hidden"], np.float32).reshape(-1, 64)
@@ -120,12 +133,17 @@ def test_calibration_looks_at_held_out_rows_through_the_tuned_backbone(joint_run
         np.testing.assert_allclose(hidden_ND, expected_TD[row["positions"]], atol=2e-4)
 
 
-def test_another_tree_is_searched_on_the_very_states_that_the_first_one_was(run, make_config, tmp_path, monkeypatch):
+def test_another_tree_is_searched_on_the_very_states_that_the_first_one_was(
+    run, make_config, tmp_path, monkeypatch
+):
     states = latest(run, "tuned-features")
     with monkeypatch.context() as patched:
         patched.setattr("pipeline.stages.features.Worker", None)
         changed = run_again(make_config(tmp_path, **JOINT, calibrate__nodes=4), until="calibrate")
-    assert stages_run(changed) == ["calibrate"] and latest(run, "calibrate").summary["tree"]["nodes"] == 4
+    assert (
+        stages_run(changed) == ["calibrate"]
+        and latest(run, "calibrate").summary["tree"]["nodes"] == 4
+    )
     assert latest(run, "tuned-features").path == states.path and states.verify() == []
 
     shard = states.shard_path(0)
@@ -140,13 +158,17 @@ def greedy(directory: Path, prompt: list[int], num_tokens: int) -> list[int]:
     model = AutoModelForCausalLM.from_pretrained(directory)
     ids = torch.tensor([prompt])
     model.generation_config.pad_token_id = 0  # of no account: there is nothing to pad
-    written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False)
+    written = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
+    )
     return written[0, len(prompt) :].tolist()
 
 
 def test_from_python_another_tree_is_scored_on_the_tuned_backbone_s_states(joint_run):
     run = open_run(joint_run.path)
-    assert run.simulated_acceleration_rate(run.tree()) >= run.simulated_acceleration_rate([[0]]) >= 1
+    assert (
+        run.simulated_acceleration_rate(run.tree()) >= run.simulated_acceleration_rate([[0]]) >= 1
+    )
 
 
 def test_the_check_decodes_with_the_tuned_backbone(joint_run, tiny_target):
@@ -154,27 +176,37 @@ def test_the_check_decodes_with_the_tuned_backbone(joint_run, tiny_target):
     match = native["greedy_match"]
     assert match["identical"] + match["ties"] == match["sequences"] == 4
     tokenizer = load_tokenizer(TargetSpec(str(tiny_target)))
-    asked = held_out_prompts(token_rows(latest(joint_run, "generate")), 4, CONTEXT - NEW_TOKENS).kept
+    asked = held_out_prompts(
+        token_rows(latest(joint_run, "generate")), 4, CONTEXT - NEW_TOKENS
+    ).kept
     written = (latest(joint_run, "check").path / "answers/plain.jsonl").read_text().splitlines()
-    answers = {line["question_id"]: line["choices"][0]["turns"][0] for line in map(json.loads, written)}
+    answers = {
+        line["question_id"]: line["choices"][0]["turns"][0] for line in map(json.loads, written)
+    }
     assert answers.keys() == {prompt.id for prompt in asked}
 
     def texts(directory: Path) -> dict[str, str]:
         ids = {prompt.id: greedy(directory, prompt.ids, NEW_TOKENS) for prompt in asked}
-        return {name: tokenizer.decode(each, skip_special_tokens=True).strip() for name, each in ids.items()}
+        return {
+            name: tokenizer.decode(each, skip_special_tokens=True).strip()
+            for name, each in ids.items()
+        }
 
     assert answers == texts(backbone_of(joint_run)) != texts(tiny_target)
 
 
 def test_the_drift_is_that_of_the_published_weights(joint_run, tiny_target):
     """Both models' own forwards over the held-out rows, summed here once more."""
-    original, tuned = (AutoModelForCausalLM.from_pretrained(path) for path in (tiny_target, backbone_of(joint_run)))
+    original, tuned = (
+        AutoModelForCausalLM.from_pretrained(path) for path in (tiny_target, backbone_of(joint_run))
+    )
     kl, agreed, positions = 0.0, 0, 0
     for row in token_rows(latest(joint_run, "generate")):
         if row.split == "calibrate":
             with torch.inference_mode():
                 sides = (
-                    model(torch.tensor([row.input_ids.tolist()])).logits[0].double() for model in (original, tuned)
+                    model(torch.tensor([row.input_ids.tolist()])).logits[0].double()
+                    for model in (original, tuned)
                 )
                 log_p_TV, log_q_TV = (logits.log_softmax(-1) for logits in sides)
             for place in (place - 1 for span in row.spans for place in range(span.start, span.end)):
@@ -191,15 +223,25 @@ def test_the_drift_is_that_of_the_published_weights(joint_run, tiny_target):
     )
 
 
-def test_the_original_answers_a_file_of_questions_beside_the_tuned_one(run, make_config, tmp_path, tiny_target):
+def test_the_original_answers_a_file_of_questions_beside_the_tuned_one(
+    run, make_config, tmp_path, tiny_target
+):
     questions = tmp_path / "questions.jsonl"
-    rows = [{"question_id": n, "turns": [f"why {n}?", "how?"], "reference": ["no", "none"]} for n in range(3)]
+    rows = [
+        {"question_id": n, "turns": [f"why {n}?", "how?"], "reference": ["no", "none"]}
+        for n in range(3)
+    ]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    check = latest(run_again(make_config(tmp_path, **JOINT | {"check__prompts": str(questions)})), "check")
+    check = latest(
+        run_again(make_config(tmp_path, **JOINT | {"check__prompts": str(questions)})), "check"
+    )
     name = Path(tiny_target).name
     answers = {
         method: [
-            json.loads(line) for line in (check.path / f"model_answer/{name}-{method}.jsonl").read_text().splitlines()
+            json.loads(line)
+            for line in (check.path / f"model_answer/{name}-{method}.jsonl")
+            .read_text()
+            .splitlines()
         ]
         for method in ("original", "plain", "medusa")
     }
@@ -210,20 +252,26 @@ def test_the_original_answers_a_file_of_questions_beside_the_tuned_one(run, make
         ids = greedy(tiny_target, template.opening([Message("user", row["turns"][0])]), NEW_TOKENS)
         first = tokenizer.decode(ids, skip_special_tokens=True).strip()
         assert line["choices"][0]["turns"][0] == first and len(line["choices"][0]["turns"]) == 2
-    texts = {method: [line["choices"][0]["turns"] for line in lines] for method, lines in answers.items()}
+    texts = {
+        method: [line["choices"][0]["turns"] for line in lines] for method, lines in answers.items()
+    }
     assert texts["plain"] == texts["medusa"] != texts["original"]
     (matched,) = check.summary["exact_match"]
     assert matched.keys() == {"category", "answers", "plain", "medusa", "original"}
 
 
-def test_a_backbone_that_moved_too_far_fails_the_check_and_nothing_is_made_again(run, make_config, tmp_path):
+def test_a_backbone_that_moved_too_far_fails_the_check_and_nothing_is_made_again(
+    run, make_config, tmp_path
+):
     run_again(make_config(tmp_path, **JOINT))
     kl = latest(run, "check").summary["drift"]["kl"]
     assert json.loads((run.path / "report.json").read_text())["train"]["drift"]["kl"] == kl
     for most, fails in ((0.9 * kl, True), (1.1 * kl, False)):
         config = make_config(tmp_path, **JOINT | {"train__backbone__max_kl": most})
         if fails:
-            with pytest.raises(CheckFailed, match=r"nats from the target, above train\.backbone\.max_kl = "):
+            with pytest.raises(
+                CheckFailed, match=r"nats from the target, above train\.backbone\.max_kl = "
+            ):
                 run_again(config)
         else:
             run_again(config)
@@ -235,7 +283,11 @@ def test_a_run_that_lies_elsewhere_makes_nothing_again_and_uses_the_backbone_tha
     joint_run, make_config, tmp_path, move
 ):
     first = shutil.copytree(joint_run.path, tmp_path / "first" / "run", symlinks=True)
-    move(first, tmp_path / "second" / "run", **({"symlinks": True} if move is shutil.copytree else {}))
+    move(
+        first,
+        tmp_path / "second" / "run",
+        **({"symlinks": True} if move is shutil.copytree else {}),
+    )
     run = run_again(make_config(tmp_path / "second", **JOINT))
     assert stages_run(run) == [] and run.path.is_relative_to(tmp_path / "second")
     export = latest(run, "export").path
@@ -270,7 +322,9 @@ def test_what_is_damaged_of_a_backbone_or_its_states_is_made_again_and_nothing_i
         assert path.read_bytes() == whole
 
 
-def test_a_file_that_somebody_left_beside_what_was_trained_changes_no_later_stage(run, make_config, tmp_path):
+def test_a_file_that_somebody_left_beside_what_was_trained_changes_no_later_stage(
+    run, make_config, tmp_path
+):
     config = make_config(tmp_path, **JOINT)
     links = {link.name: link.readlink().name for link in run.links()}
     record = latest(run, "train").path / "DONE.json"
@@ -281,8 +335,18 @@ def test_a_file_that_somebody_left_beside_what_was_trained_changes_no_later_stag
 
 
 def test_two_stages_train_from_both_and_calibrate_with_the_tuned_backbone(make_config, tmp_path):
-    run = run_again(make_config(tmp_path, **JOINT, train__backbone__recipe="two-stage"), until="export")
-    assert stages_run(run) == ["seeds", "generate", "features", "train", "tuned-features", "calibrate", "export"]
+    run = run_again(
+        make_config(tmp_path, **JOINT, train__backbone__recipe="two-stage"), until="export"
+    )
+    assert stages_run(run) == [
+        "seeds",
+        "generate",
+        "features",
+        "train",
+        "tuned-features",
+        "calibrate",
+        "export",
+    ]
     assert latest(run, "tuned-features").shards()
     assert backbone_of(run).is_dir()
 
@@ -309,9 +373,14 @@ def test_backbone_and_heads_go_to_two_repositories_and_no_path_of_this_machine_w
         assert f"{drift['kl']:.4f}" in card and f"{drift['greedy_agreement']:.2%}" in card
         assert "vllm serve me/small-speculator.medusa\n" in card
         for name, content in repository.files.items():
-            assert str(tmp_path).encode() not in content and str(tiny_target).encode() not in content, name
+            assert (
+                str(tmp_path).encode() not in content and str(tiny_target).encode() not in content
+            ), name
     receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
-    assert (receipt["repo"], receipt["backbone"]["repo"]) == ("me/small-speculator.medusa", "me/small")
+    assert (receipt["repo"], receipt["backbone"]["repo"]) == (
+        "me/small-speculator.medusa",
+        "me/small",
+    )
     asked = len(hub.requests)
     assert stages_run(run_again(config)) == [] and len(hub.requests) == asked
 
@@ -328,13 +397,17 @@ def test_nothing_is_published_where_one_part_of_a_push_is_refused(run, hub, dama
     assert not hub.repositories and not hub.bytes_uploaded
 
 
-def test_a_push_that_broke_off_between_the_two_goes_on_with_the_second(run, make_config, tmp_path, hub):
+def test_a_push_that_broke_off_between_the_two_goes_on_with_the_second(
+    run, make_config, tmp_path, hub
+):
     config = make_config(tmp_path, **JOINT, push__repo_id="me/small")
     hub.failures = {"POST /api/models/me/small-speculator.medusa/commit": 400}
     with pytest.raises(EnvironmentFault, match="400"):
         run_again(config)
     sent, hub.failures = hub.bytes_uploaded, {}
     assert stages_run(run_again(config)) == ["push"] and hub.bytes_uploaded == sent
-    assert [len(hub.repositories[name].commits) for name in ("me/small", "me/small-speculator.medusa")] == [2, 2]
+    assert [
+        len(hub.repositories[name].commits) for name in ("me/small", "me/small-speculator.medusa")
+    ] == [2, 2]
     receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
     assert receipt["backbone"]["unchanged"] and not receipt["unchanged"]

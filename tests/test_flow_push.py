@@ -46,11 +46,18 @@ def run_again(config, **options):
 
 
 def push_again(run, **changes):
-    usual = {"repo_id": "me/heads", "private": False, "base_model": "owner/target", "dry_run": False}
+    usual = {
+        "repo_id": "me/heads",
+        "private": False,
+        "base_model": "owner/target",
+        "dry_run": False,
+    }
     return push_run(run.path, **{**usual, **changes}, console=Console(quiet=True))
 
 
-def test_a_passed_check_is_followed_by_one_commit_and_its_receipt(copied_run, make_config, tmp_path, hub):
+def test_a_passed_check_is_followed_by_one_commit_and_its_receipt(
+    copied_run, make_config, tmp_path, hub
+):
     run = run_again(make_config(tmp_path, **HUB_IDS))
     assert stages_run(run) == ["push"]
     repository = hub.repositories["me/heads"]
@@ -58,9 +65,14 @@ def test_a_passed_check_is_followed_by_one_commit_and_its_receipt(copied_run, ma
     receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
     assert receipt["commit"] == repository.sha and receipt["repo"] == "me/heads"
     export = run.path / "latest/export"
-    assert repository.files["medusa_lm_head.safetensors"] == (export / "medusa_lm_head.safetensors").read_bytes()
+    assert (
+        repository.files["medusa_lm_head.safetensors"]
+        == (export / "medusa_lm_head.safetensors").read_bytes()
+    )
     assert json.loads(repository.files["config.json"])["base_model_name_or_path"] == "owner/target"
-    rate = json.loads((run.path / "report.json").read_text())["check"]["native"]["acceleration_rate"]
+    rate = json.loads((run.path / "report.json").read_text())["check"]["native"][
+        "acceleration_rate"
+    ]
     card = repository.files["README.md"].decode()
     assert f"{rate:.2f}" in card and "owner/target" in card and str(tmp_path) not in card
 
@@ -82,10 +94,14 @@ def test_a_failed_check_keeps_everything_at_home(copied_run, make_config, tmp_pa
     assert hub.requests == [] and copied_run.latest("push") is None
 
 
-def test_heads_that_have_learned_nothing_are_not_passed_and_not_pushed(copied_run, make_config, tmp_path, hub):
+def test_heads_that_have_learned_nothing_are_not_passed_and_not_pushed(
+    copied_run, make_config, tmp_path, hub
+):
     """A few steps on a random target's text; on this limit alone the check is not run again."""
     config = make_config(tmp_path, check__require_learning=True, **HUB_IDS)
-    with pytest.raises(CheckFailed, match="have learned hardly anything: on held-out text head 0's top-1 accuracy"):
+    with pytest.raises(
+        CheckFailed, match="have learned hardly anything: on held-out text head 0's top-1 accuracy"
+    ):
         run_again(config)
     assert stages_run(copied_run) == []
     assert json.loads((copied_run.path / "report.json").read_text())["check"]["passed"] is False
@@ -138,12 +154,17 @@ def test_the_card_is_made_of_the_stages_records_and_not_of_the_report(copied_run
 @pytest.mark.parametrize(
     ("damage", "found"),
     [
-        (lambda latest: (latest / "generate" / "DONE.json").write_text(""), "stage generate is not finished"),
+        (
+            lambda latest: (latest / "generate" / "DONE.json").write_text(""),
+            "stage generate is not finished",
+        ),
         (lambda latest: shutil.rmtree((latest / "seeds").resolve()), "stage seeds is missing"),
         (lambda latest: (latest / "train").unlink(), "stage train is missing"),
     ],
 )
-def test_nothing_is_pushed_where_a_stage_of_the_card_is_gone(copied_run, make_config, tmp_path, hub, damage, found):
+def test_nothing_is_pushed_where_a_stage_of_the_card_is_gone(
+    copied_run, make_config, tmp_path, hub, damage, found
+):
     damage(copied_run.path / "latest")
     for dry_run in (True, False):
         with pytest.raises(DataError, match=f"{found}.*Run the same"):
@@ -153,14 +174,18 @@ def test_nothing_is_pushed_where_a_stage_of_the_card_is_gone(copied_run, make_co
     assert push_again(copied_run)["repo"] == "me/heads"
 
 
-def test_nothing_is_pushed_after_another_training_since_the_check(copied_run, make_config, tmp_path, hub):
+def test_nothing_is_pushed_after_another_training_since_the_check(
+    copied_run, make_config, tmp_path, hub
+):
     run_again(make_config(tmp_path, train__lr=0.002), until="train")
     with pytest.raises(DataError, match="stage train is not the one that"):
         push_again(copied_run)
     assert hub.requests == []
 
 
-def test_a_card_s_recipe_is_that_of_the_heads_whatever_run_yaml_has_become(copied_run, make_config, tmp_path, hub):
+def test_a_card_s_recipe_is_that_of_the_heads_whatever_run_yaml_has_become(
+    copied_run, make_config, tmp_path, hub
+):
     def card() -> str:
         push_again(copied_run)
         return hub.repositories["me/heads"].files["README.md"].decode()
@@ -173,12 +198,16 @@ def test_a_card_s_recipe_is_that_of_the_heads_whatever_run_yaml_has_become(copie
 
 def test_limits_are_those_of_run_yaml_as_it_is_now(copied_run, hub):
     settings = copied_run.path / "run.yaml"
-    settings.write_text(settings.read_text().replace("min_acceleration_rate: 1.0", "min_acceleration_rate: 99.0"))
+    settings.write_text(
+        settings.read_text().replace("min_acceleration_rate: 1.0", "min_acceleration_rate: 99.0")
+    )
     with pytest.raises(CheckFailed, match=r"below check.min_acceleration_rate = 99"):
         push_again(copied_run)
 
 
-def test_the_commit_of_a_hub_target_is_that_of_the_check_and_a_dry_run_does_not_ask_for_todays(copied_run, hub):
+def test_the_commit_of_a_hub_target_is_that_of_the_check_and_a_dry_run_does_not_ask_for_todays(
+    copied_run, hub
+):
     """As where a branch has moved since."""
     settings = latest(copied_run, "check").summary["configuration"]
     settings["target"] |= {"model": "owner/target", "revision": "main"}
@@ -219,11 +248,17 @@ def test_a_user_alone_names_the_repositories_after_the_target_and_the_conversati
     config = make_config(tmp_path, **wanted)
     run = run_again(config)
     assert stages_run(run) == ["push"]
-    assert hub.repositories.keys() == {"me/target-speculator.medusa", "datasets/me/target-self-distillation"}
+    assert hub.repositories.keys() == {
+        "me/target-speculator.medusa",
+        "datasets/me/target-self-distillation",
+    }
     heads = ModelCard(hub.repositories["me/target-speculator.medusa"].files["README.md"].decode())
     assert heads.data.license == "mit" and heads.data.datasets == ["me/target-self-distillation"]
     receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
-    assert receipt["data_set"]["commit"] == hub.repositories["datasets/me/target-self-distillation"].sha
+    assert (
+        receipt["data_set"]["commit"]
+        == hub.repositories["datasets/me/target-self-distillation"].sha
+    )
     assert not list((run.path / "latest/push").glob("*data-set*"))
     files = (data for repository in hub.repositories.values() for data in repository.files.values())
     assert not any(str(tmp_path).encode() in data for data in files)
@@ -234,7 +269,9 @@ def test_conversations_alone_are_published_of_a_local_target_too(copied_run, hub
     pushed = push_again(copied_run, repo_id=None, base_model=None, dataset="me/chats")
     assert hub.repositories.keys() == {"datasets/me/chats"} and "repo" not in pushed
     dry = push_again(copied_run, repo_id=None, base_model=None, dataset="me/chats", dry_run=True)
-    assert [file["path"] for file in dry["data_set"]["files"]] == sorted(hub.repositories["datasets/me/chats"].files)
+    assert [file["path"] for file in dry["data_set"]["files"]] == sorted(
+        hub.repositories["datasets/me/chats"].files
+    )
 
 
 def test_a_dry_run_shows_what_would_go_and_touches_nothing(copied_run, hub, monkeypatch, capsys):
@@ -269,7 +306,9 @@ def test_without_a_token_nothing_is_lost_and_the_same_command_pushes_later(
     assert "me/heads" in hub.repositories
 
 
-def test_a_hub_that_fails_is_tried_again_by_the_same_command(copied_run, make_config, tmp_path, hub):
+def test_a_hub_that_fails_is_tried_again_by_the_same_command(
+    copied_run, make_config, tmp_path, hub
+):
     config = make_config(tmp_path, **HUB_IDS)
     hub.failures = {"POST /api/models/me/heads/commit": 400}
     with pytest.raises(EnvironmentFault, match="400") as caught:
@@ -307,17 +346,23 @@ def test_a_push_that_is_killed_is_one_whole_commit_when_it_was_run_again(
     assert arrived == (moment == "stalls_after") and copied_run.latest("push").done is None
 
     run = run_again(make_config(tmp_path, **HUB_IDS))
-    assert stages_run(run) == ["push"] and len(repository.commits) == 2, "the empty one, and ours, once"
+    assert stages_run(run) == ["push"] and len(repository.commits) == 2, (
+        "the empty one, and ours, once"
+    )
     assert repository.files.keys() == EXPORTED
     sums = {name: hashlib.sha256(data).hexdigest() for name, data in repository.files.items()}
     receipt = json.loads((run.path / "latest/push/receipt.json").read_text())
     assert {file["path"]: file["sha256"] for file in receipt["files"]} == sums
     assert (receipt["commit"], receipt["unchanged"]) == (repository.sha, bool(arrived))
     asked = len(hub.requests)
-    assert stages_run(run_again(make_config(tmp_path, **HUB_IDS))) == [] and len(hub.requests) == asked
+    assert (
+        stages_run(run_again(make_config(tmp_path, **HUB_IDS))) == [] and len(hub.requests) == asked
+    )
 
 
-@pytest.mark.parametrize("how", ["a flipped byte", "numbers that are none", "the tree", "another file"])
+@pytest.mark.parametrize(
+    "how", ["a flipped byte", "numbers that are none", "the tree", "another file"]
+)
 def test_only_the_files_that_were_checked_go_and_only_as_they_were_checked(copied_run, hub, how):
     export = copied_run.path / "latest/export"
     weights = export / "medusa_lm_head.safetensors"
@@ -326,7 +371,9 @@ def test_only_the_files_that_were_checked_go_and_only_as_they_were_checked(copie
         data[-5] ^= 1
         weights.write_bytes(data)
     elif how == "numbers that are none":
-        save_file({name: tensor * float("nan") for name, tensor in load_file(weights).items()}, weights)
+        save_file(
+            {name: tensor * float("nan") for name, tensor in load_file(weights).items()}, weights
+        )
     elif how == "the tree":
         (export / "medusa_choices.json").write_text("[[0]]\n")
     else:

@@ -17,6 +17,8 @@ def test_heads_of_a_quantized_target_keep_its_text(make_config, tmp_path, tiny_t
     run = run_again(make_config(tmp_path, target__model=str(copy), train__heads="recurrent", **few))
     assert all(latest(run, name).done for name in STAGES)
     native = json.loads((run.path / "report.json").read_text())["check"]["native"]
-    match = native["greedy_match"]  # a state that is rounded to 127 steps turns an ulp into a tie on some CPUs
+    match = native[
+        "greedy_match"
+    ]  # a state that is rounded to 127 steps turns an ulp into a tie on some CPUs
     assert match["identical"] + match["ties"] == match["sequences"] == 8 and match["ties"] <= 2
     assert native["acceleration_rate"] > 1

@@ -1,7 +1,9 @@
-"""Through Ray and Ray Train the flow makes what it makes in one process, stops as politely, and outlives its workers.
+"""Through Ray and Ray Train the flow makes what it makes in one process, stops as politely, and
+outlives its workers.
 
-However many workers share the work, the rows are the same, and training's loss is, but for the order of its sums. The
-training is by a method that only these tests know: heads alone, at a fixed learning rate.
+However many workers share the work, the rows are the same, and training's loss is, but for the
+order of its sums. The training is by a method that only these tests know: heads alone, at a fixed
+learning rate.
 """
 
 from __future__ import annotations
@@ -35,7 +37,15 @@ from pipeline.training.methods import METHODS
 from pipeline.training.metrics import read_metrics
 from pipeline.training.ray_entry import train_on_ray
 from tests.faults.workers import STEPS_BEFORE_DEATH, WORKERS, Together, train_and_be_killed
-from tests.flows.tiny import SHARDED, contents, last_events, latest, run_again, shards_made, stages_run
+from tests.flows.tiny import (
+    SHARDED,
+    contents,
+    last_events,
+    latest,
+    run_again,
+    shards_made,
+    stages_run,
+)
 from tests.forks import FORKS, PATIENCE
 from tests.training.own_method import FixedRate
 
@@ -47,8 +57,11 @@ TRAINING = {
 }
 
 
-def stop_when(happened: Callable[[], bool], config: Path, sent: int, cluster: str = "") -> tuple[int, str]:
-    """Run until something has happened, then signal as a terminal does; how it ended, and what it said on stderr.
+def stop_when(
+    happened: Callable[[], bool], config: Path, sent: int, cluster: str = ""
+) -> tuple[int, str]:
+    """Run until something has happened, then signal as a terminal does; how it ended, and what it
+    said on stderr.
 
     Without a `cluster`, which RAY_ADDRESS then names, the run starts its own.
     """
@@ -112,7 +125,9 @@ def watched_trainings(monkeypatch: pytest.MonkeyPatch) -> list[Training]:
     return trainings
 
 
-def assert_trained_as_in_one_process(run: RunDirectory, finished_run: RunDirectory, make_config) -> None:
+def assert_trained_as_in_one_process(
+    run: RunDirectory, finished_run: RunDirectory, make_config
+) -> None:
     """The same curve and heads as of a training from the same cache that nothing disturbs."""
     root = run.path.parent
     shutil.copytree(finished_run.path, root / "whole", symlinks=True)
@@ -121,7 +136,8 @@ def assert_trained_as_in_one_process(run: RunDirectory, finished_run: RunDirecto
     expected, found = curve_of(whole), curve_of(run)
     assert [step for step, _, _ in found] == [step for step, _, _ in expected] and len(found) >= 8
     assert {lr for _, lr, _ in found} == {TRAINING["train__lr"]} and found[-1][-1] < found[0][-1]
-    # Sums of float32 in another order: 1e-7 at each of the dozen steps, with room for it to grow from step to step.
+    # Sums of float32 in another order: 1e-7 at each of the dozen steps, with room for it to grow
+    # from step to step.
     assert [loss for *_, loss in found] == pytest.approx([loss for *_, loss in expected], rel=1e-5)
     made, reference = latest(run, "train"), latest(whole, "train")
     assert {name: made.summary[name] for name in ("steps", "tokens")} == {
@@ -133,13 +149,15 @@ def assert_trained_as_in_one_process(run: RunDirectory, finished_run: RunDirecto
 
 @pytest.mark.slow
 @pytest.mark.fault
-def test_a_ray_run_that_is_stopped_and_loses_a_worker_in_training_ends_with_what_the_inline_run_made(
+def test_a_ray_run_that_is_stopped_and_loses_a_worker_in_training_ends_with_what_the_inline_run_made(  # noqa: E501
     ray_cluster, finished_run, make_settings, make_config, tmp_path, monkeypatch
 ):
     import ray
 
     monkeypatch.setitem(METHODS, FixedRate.name, FixedRate())
-    sharing = {f"placement__{stage}": {"workers": WORKERS} for stage in ("generate", "features", "train")}
+    sharing = {
+        f"placement__{stage}": {"workers": WORKERS} for stage in ("generate", "features", "train")
+    }
     config = tmp_path / "run.yaml"
     config.write_text(yaml.safe_dump(make_settings(tmp_path, **TRAINING, **sharing)))
     run = RunDirectory(tmp_path / "run")
@@ -149,18 +167,28 @@ def test_a_ray_run_that_is_stopped_and_loses_a_worker_in_training_ends_with_what
 
     def in_training() -> bool:
         stage = run.latest("train")
-        return stage is not None and len(list(stage.path.glob("checkpoints/step-*.safetensors"))) > 0
+        return (
+            stage is not None and len(list(stage.path.glob("checkpoints/step-*.safetensors"))) > 0
+        )
 
     code, said = stop_when(generated, config, signal.SIGTERM, ray.get_runtime_context().gcs_address)
     assert code == 143, said
-    assert "stopped: Stopped (SIGTERM)" in said and "the same command continues" in said and "Traceback" not in said
+    assert (
+        "stopped: Stopped (SIGTERM)" in said
+        and "the same command continues" in said
+        and "Traceback" not in said
+    )
     assert "run-finished" not in {event["event"] for event in last_events(run)}
     stopped_with = {("generate", index) for index in run.latest("generate").receipts()}
     assert stopped_with
 
     code, said = stop_when(in_training, config, signal.SIGINT)
     assert code == 130, said
-    assert "stopped: Stopped (SIGINT)" in said and "the same command continues" in said and "Traceback" not in said
+    assert (
+        "stopped: Stopped (SIGINT)" in said
+        and "the same command continues" in said
+        and "Traceback" not in said
+    )
     assert not stopped_with & set(shards_made(run))
     assert run.latest("train").done is None
     assert len(list((run.path / "come").iterdir())) == WORKERS
@@ -170,19 +198,29 @@ def test_a_ray_run_that_is_stopped_and_loses_a_worker_in_training_ends_with_what
     run = run_flow(make_config(tmp_path, **TRAINING, **sharing), console=Console(quiet=True))
     assert stages_run(run) == ["train", "calibrate", "export", "check"]
     assert run.latest("check").summary["passed"]
-    assert all(run.latest(name).verify() == [] for name in ("generate", "features", "train", "export"))
+    assert all(
+        run.latest(name).verify() == [] for name in ("generate", "features", "train", "export")
+    )
 
     (call,) = calls
     (done, total), *_ = reversed(call.shown)
     assert done == total and call.shown == sorted(call.shown)
-    assert call.threads <= call.threads_before  # one that waits in Ray ends the process when Ray is shut down
+    assert (
+        call.threads <= call.threads_before
+    )  # one that waits in Ray ends the process when Ray is shut down
     processes = (tmp_path / "trainer.txt").read_text().split()
     before, after = STEPS_BEFORE_DEATH + 1, len(processes) - STEPS_BEFORE_DEATH - 1
     assert 0 < after < total, "it did not begin again"
     assert processes[:before] == processes[:1] * before and processes[0] not in processes[before:]
     deaths = [event for event in last_events(run) if event["event"] == "worker-died"]
-    assert {event["stage"] for event in deaths} == {"train"} and len(deaths) <= 2, "the other fails with its neighbour"
-    monkeypatch.delattr(ray_entry, "TorchTrainer")  # a finished training called again starts nothing
-    assert train_on_ray(**call.arguments)["final_loss"] == latest(run, "train").summary["final_loss"]
+    assert {event["stage"] for event in deaths} == {"train"} and len(deaths) <= 2, (
+        "the other fails with its neighbour"
+    )
+    monkeypatch.delattr(
+        ray_entry, "TorchTrainer"
+    )  # a finished training called again starts nothing
+    assert (
+        train_on_ray(**call.arguments)["final_loss"] == latest(run, "train").summary["final_loss"]
+    )
     assert not (latest(run, "train").path / "ray").exists()
     assert_trained_as_in_one_process(run, finished_run, make_config)

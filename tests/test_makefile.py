@@ -22,20 +22,32 @@ def make(tmp_path: Path) -> Make:
     """`make(installed, *words)` in a copy whose environment holds that build already."""
     for name in ("Makefile", "pyproject.toml", "requirements-cpu.lock", "requirements-cuda.lock"):
         shutil.copy(ROOT / name, tmp_path)
-    environment = {name: value for name, value in os.environ.items() if name not in ("ACCELERATOR", "MAKEFLAGS")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("ACCELERATOR", "MAKEFLAGS")
+    }
 
     def run(installed: str, *words: str) -> subprocess.CompletedProcess:
         (tmp_path / ".venv").mkdir()
         (tmp_path / f".venv/.installed-{installed}").touch()
-        return subprocess.run(["make", *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return subprocess.run(
+            ["make", *words], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
 
     return run
 
 
 @pytest.mark.parametrize(("installed", "asked"), [("cpu", "cuda"), ("cuda", "cpu")])
-def test_another_build_is_not_installed_over_the_one_that_is_there(make, tmp_path, installed, asked):
+def test_another_build_is_not_installed_over_the_one_that_is_there(
+    make, tmp_path, installed, asked
+):
     ended = make(installed, "install", f"ACCELERATOR={asked}")
-    assert ended.returncode == 2 and f"holds the {installed} build" in ended.stdout and "rm -rf .venv" in ended.stdout
+    assert (
+        ended.returncode == 2
+        and f"holds the {installed} build" in ended.stdout
+        and "rm -rf .venv" in ended.stdout
+    )
     assert [path.name for path in (tmp_path / ".venv").iterdir()] == [f".installed-{installed}"]
 
 
@@ -68,16 +80,25 @@ def test_an_installation_that_fails_shows_what_pip_said(tmp_path):
     lock = tmp_path / "one.lock"
     lock.write_text("no-such-package-of-anybody==1.0\n")
     ended = install(lock, "--no-index")
-    assert ended.returncode != 0 and "No matching distribution found for no-such-package-of-anybody" in ended.stderr
+    assert (
+        ended.returncode != 0
+        and "No matching distribution found for no-such-package-of-anybody" in ended.stderr
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path(sys.prefix, ".installed-cpu").is_file(), reason="not the environment of `make install`")
+@pytest.mark.skipif(
+    not Path(sys.prefix, ".installed-cpu").is_file(), reason="not the environment of `make install`"
+)
 def test_the_readme_says_how_large_the_installation_is():
     """Within a tenth: what is compiled on first use is a part of it."""
-    said = re.search(r"The installation takes .* and ([0-9.]+) GB of disk", (ROOT / "README.md").read_text())
+    said = re.search(
+        r"The installation takes .* and ([0-9.]+) GB of disk", (ROOT / "README.md").read_text()
+    )
     assert said
-    files = (os.path.join(folder, file) for folder, _, names in os.walk(sys.prefix) for file in names)
+    files = (
+        os.path.join(folder, file) for folder, _, names in os.walk(sys.prefix) for file in names
+    )
     taken = sum(os.lstat(file).st_blocks * 512 for file in files) / 1e9
     assert taken == pytest.approx(float(said[1]), rel=0.1)
 
@@ -88,7 +109,10 @@ def test_the_readme_says_how_large_the_installation_is():
         ((), "medusa-1"),
         (("METHOD=medusa-2",), "medusa-2"),
         (("HEADS=recurrent",), "recurrent"),
-        (("HEADS=recurrent", "METHOD=medusa-2"), "recurrent with medusa-2"),  # which there is none of, and is refused
+        (
+            ("HEADS=recurrent", "METHOD=medusa-2"),
+            "recurrent with medusa-2",
+        ),  # which there is none of, and is refused
     ],
 )
 def test_the_demo_is_of_the_kind_and_the_method_that_are_asked_for(make, words, demo):

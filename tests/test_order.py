@@ -1,4 +1,6 @@
-"""Tests that wait and tests that compute run side by side from the start, as `tests/cluster.py` orders them."""
+"""Tests that wait and tests that compute run side by side from the start, as `tests/cluster.py`
+orders them.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +48,21 @@ FILES = st.lists(st.integers(1, 5), max_size=8)
 
 @settings(max_examples=40)
 @given(clustered=FILES, slow=FILES, num_fast=st.integers(0, 400), workers=st.integers(1, 5))
-def test_no_test_is_lost_and_every_worker_begins_with_what_is_slow(clustered, slow, num_fast, workers):
+def test_no_test_is_lost_and_every_worker_begins_with_what_is_slow(
+    clustered, slow, num_fast, workers
+):
     of_cluster, of_slow = (
         [[f"{kind}{file}.{i}" for i in range(size)] for file, size in enumerate(sizes)]
         for kind, sizes in (("c", clustered), ("s", slow))
     )
     fast = [f"f{i}" for i in range(num_fast)]
     order = dealt(of_cluster, of_slow, fast, workers)
-    assert sorted(order) == sorted([*(test for file in (*of_cluster, *of_slow) for test in file), *fast])
-    assert all("".join(file) in "".join(order) for file in (*of_cluster, *of_slow)), "a file stays together"
+    assert sorted(order) == sorted(
+        [*(test for file in (*of_cluster, *of_slow) for test in file), *fast]
+    )
+    assert all("".join(file) in "".join(order) for file in (*of_cluster, *of_slow)), (
+        "a file stays together"
+    )
     if num_fast < 5 * (sum(clustered) + sum(slow)):
         return  # too few fast ones to even the shares out
     clusters = 2 if workers > 3 else 1

@@ -24,8 +24,20 @@ from tests.forks import in_a_fork
 pytest_plugins = ["tests.flows.failing"]
 
 ROOT = Path(__file__).parent.parent
-RUN_CODE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "imp"}
-ALLOWED = {(file, "pickle.UnpicklingError") for file in ("targets/loading.py", "export/weights.py")}  # to catch it
+RUN_CODE = {
+    "pickle",
+    "_pickle",
+    "cPickle",
+    "dill",
+    "cloudpickle",
+    "joblib",
+    "shelve",
+    "marshal",
+    "imp",
+}
+ALLOWED = {
+    (file, "pickle.UnpicklingError") for file in ("targets/loading.py", "export/weights.py")
+}  # to catch it
 
 
 def found_in(file: Path) -> set[str]:
@@ -38,10 +50,15 @@ def found_in(file: Path) -> set[str]:
             found |= {f"{node.module}.{name.name}" for name in node.names}
         elif isinstance(node, ast.Call):
             name, words = ast.unparse(node.func), {word.arg: word.value for word in node.keywords}
-            safely = isinstance(words.get("weights_only"), ast.Constant) and words["weights_only"].value is True
+            safely = (
+                isinstance(words.get("weights_only"), ast.Constant)
+                and words["weights_only"].value is True
+            )
             if name == "torch.load" and not safely:
                 found.add("torch.load without weights_only=True")
-            if "allow_pickle" in words or name.endswith(("read_pickle", "unsafe_load", "full_load", "yaml.load")):
+            if "allow_pickle" in words or name.endswith(
+                ("read_pickle", "unsafe_load", "full_load", "yaml.load")
+            ):
                 found.add(ast.unparse(node))
             if name in ("eval", "exec", "compile", "__import__", "os.system") or "shell" in words:
                 found.add(ast.unparse(node))
@@ -51,7 +68,11 @@ def found_in(file: Path) -> set[str]:
 def test_no_module_unpickles_or_evaluates_anything():
     files = [*(ROOT / "pipeline").rglob("*.py")]
     assert len(files) > 50
-    found = {(str(file.relative_to(ROOT / "pipeline")), what) for file in files for what in found_in(file)}
+    found = {
+        (str(file.relative_to(ROOT / "pipeline")), what)
+        for file in files
+        for what in found_in(file)
+    }
     assert found == ALLOWED
 
 
@@ -78,7 +99,10 @@ def coded(tmp_path, tiny_target) -> tuple[Path, Path]:
     target, mark = tmp_path / "coded", tmp_path / "its-code-ran"
     shutil.copytree(tiny_target, target)
     config = json.loads((target / "config.json").read_text())
-    config |= {"model_type": "coded", "auto_map": {"AutoConfig": "coded.Config", "AutoModelForCausalLM": "coded.Model"}}
+    config |= {
+        "model_type": "coded",
+        "auto_map": {"AutoConfig": "coded.Config", "AutoModelForCausalLM": "coded.Model"},
+    }
     (target / "config.json").write_text(json.dumps(config))
     (target / "coded.py").write_text(
         "from pathlib import Path\n"
@@ -90,8 +114,12 @@ def coded(tmp_path, tiny_target) -> tuple[Path, Path]:
     return target, mark
 
 
-def test_a_target_s_own_code_runs_only_when_that_is_set(coded, run_fails, make_config, tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+def test_a_target_s_own_code_runs_only_when_that_is_set(
+    coded, run_fails, make_config, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.setattr(sys, "path", [*sys.path])
     target, mark = coded
     said = run_fails(2, target__model=str(target))
@@ -101,11 +129,25 @@ def test_a_target_s_own_code_runs_only_when_that_is_set(coded, run_fails, make_c
     run_again(make_config(tmp_path / "known", target__model=str(target)), until="features")
     assert not mark.exists(), "transformers has a class of its own for it"
     (target / "config.json").write_text(json.dumps(config))
-    run_again(make_config(tmp_path, target__model=str(target), target__trust_remote_code=True), until="features")
+    run_again(
+        make_config(tmp_path, target__model=str(target), target__trust_remote_code=True),
+        until="features",
+    )
     assert mark.exists()
 
 
-NAMES = ["../../x", "/tmp/x", "..", "a/../../b", "x\0y", "~/x", "$(touch x)", "C:\\x", "\n", "x" * 5000]
+NAMES = [
+    "../../x",
+    "/tmp/x",
+    "..",
+    "a/../../b",
+    "x\0y",
+    "~/x",
+    "$(touch x)",
+    "C:\\x",
+    "\n",
+    "x" * 5000,
+]
 
 
 def test_ids_and_names_from_data_never_become_paths(make_config, tmp_path, tiny_seeds):
@@ -125,7 +167,9 @@ def test_ids_and_names_from_data_never_become_paths(make_config, tmp_path, tiny_
     own = "[A-Za-z0-9._-]+"
     assert all(re.fullmatch(own, path.name) for path in made)
     kept = [row for path in latest(run, "seeds").shards() for row in read_rows(path)]
-    assert {row["source_id"] for row in kept} >= {"../../x", "a/../../b"}, "they are data all the same"
+    assert {row["source_id"] for row in kept} >= {"../../x", "a/../../b"}, (
+        "they are data all the same"
+    )
     assert all(re.fullmatch(own + ":[0-9]+", row["id"]) for row in kept)
 
 
@@ -150,7 +194,12 @@ def test_a_secret_is_taken_out_of_a_text(text, monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["basic concepts, plain words", "mail me@example.org", "https://huggingface.co/me/x@main", "/data/hf_home/x"],
+    [
+        "basic concepts, plain words",
+        "mail me@example.org",
+        "https://huggingface.co/me/x@main",
+        "/data/hf_home/x",
+    ],
 )
 def test_what_is_no_secret_is_left_alone(text):
     assert redacted(text) == text
@@ -165,11 +214,16 @@ def test_what_is_no_secret_is_left_alone(text):
         {"generate__engine_args": {"download": {"header": f"Authorization: Bearer {SECRETS[1]}"}}},
     ],
 )
-def test_a_setting_that_holds_a_secret_is_refused_before_it_is_written_and_not_repeated(make_config, tmp_path, changes):
+def test_a_setting_that_holds_a_secret_is_refused_before_it_is_written_and_not_repeated(
+    make_config, tmp_path, changes
+):
     key = next(iter(changes)).replace("__", ".")
     with pytest.raises(ConfigError, match=key) as caught:
         make_config(tmp_path, **changes)
-    assert not any(secret in str(caught.value) for secret in SECRETS) and not (tmp_path / "run").exists()
+    assert (
+        not any(secret in str(caught.value) for secret in SECRETS)
+        and not (tmp_path / "run").exists()
+    )
 
 
 def everything_written(run: Path) -> bytes:
@@ -178,7 +232,11 @@ def everything_written(run: Path) -> bytes:
 
 def test_a_secret_in_a_worker_s_traceback_is_no_secret_in_the_events(copied_run, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", SECRETS[2])
-    copied_run.event("shard-failed", shard=3, error=f'File "x"\nOSError: https://me:{SECRETS[1]}@host/ {SECRETS[2]}')
+    copied_run.event(
+        "shard-failed",
+        shard=3,
+        error=f'File "x"\nOSError: https://me:{SECRETS[1]}@host/ {SECRETS[2]}',
+    )
     line = (copied_run.path / "events.jsonl").read_text().splitlines()[-1]
     assert json.loads(line)["shard"] == 3 and not any(secret in line for secret in SECRETS)
 
@@ -193,7 +251,9 @@ def push_talkatively(endpoint: str, config: Path) -> None:
 
 @pytest.mark.slow
 def test_no_secret_is_in_what_a_run_says_or_writes(copied_run, make_settings, tmp_path):
-    """A Hub that quotes the token, a mirror whose address has a password, and the push that succeeds at last."""
+    """A Hub that quotes the token, a mirror whose address has a password, and the push that
+    succeeds at last.
+    """
     settings = make_settings(tmp_path, push__repo_id="me/heads", push__base_model="owner/target")
     (tmp_path / "push.yaml").write_text(yaml.safe_dump(settings))
 
@@ -210,7 +270,9 @@ def test_no_secret_is_in_what_a_run_says_or_writes(copied_run, make_settings, tm
         said += push(hub.endpoint, 0)
         said += b"\n".join(hub.repositories["me/heads"].files.values())
     assert b"400 Bad Request" in said and b"401" in said and b"Traceback" in said
-    told = [line for line in said.splitlines() if TOKEN.encode() in line or SECRETS[1].encode() in line]
+    told = [
+        line for line in said.splitlines() if TOKEN.encode() in line or SECRETS[1].encode() in line
+    ]
     assert not told
 
 
@@ -220,7 +282,11 @@ def test_rays_dashboard_is_not_started(monkeypatch):
     from pipeline.execution.ray_cluster import connect
 
     asked: list[dict] = []
-    monkeypatch.setattr(ray, "init", lambda *address, **options: asked.append({"address": address, **options}))
+    monkeypatch.setattr(
+        ray, "init", lambda *address, **options: asked.append({"address": address, **options})
+    )
     connect(address="")
     assert asked[0]["address"] == ("local",) and asked[0]["include_dashboard"] is False
-    assert not [file for file in (ROOT / "pipeline").rglob("*.py") if "dashboard_host" in file.read_text()]
+    assert not [
+        file for file in (ROOT / "pipeline").rglob("*.py") if "dashboard_host" in file.read_text()
+    ]

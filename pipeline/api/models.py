@@ -1,7 +1,7 @@
 """Targets and exports from Python, ready to decode. See docs/python.md.
 
-A tree is given as a list of paths (`[[0], [0, 0], [1]]`), as a file with such a list in JSON, as a run's tree.json, or
-as a `DynamicTree`.
+A tree is given as a list of paths (`[[0], [0, 0], [1]]`), as a file with such a list in JSON, as a
+run's tree.json, or as a `DynamicTree`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,14 @@ from pipeline.errors import ConfigError
 from pipeline.export.directory import read_heads, read_tree
 from pipeline.export.layout import target_of
 from pipeline.targets.loading import input_device, load_causal_lm
-from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template, load_tokenizer, resolve
+from pipeline.targets.spec import (
+    TargetSpec,
+    context_length,
+    eos_token_ids,
+    load_chat_template,
+    load_tokenizer,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,7 +52,8 @@ def load_target(
         model: A Hub id or a local directory.
         gpus: How many GPUs hold it; by default one where there is one, else the CPU.
         chat_template: Jinja text or its file, for targets that ship none.
-        **settings: Other keys of the configuration's `target` section, such as `dtype` or `quantization`.
+        **settings: Other keys of the configuration's `target` section, such as `dtype` or
+        `quantization`.
 
     Raises:
         ConfigError: There is no such target, or it cannot verify a tree.
@@ -56,7 +64,9 @@ def load_target(
     spec = resolve(wanted, on_gpu=gpus > 0)
     tokenizer = load_tokenizer(spec)
     template = load_chat_template(spec, tokenizer)
-    return Target(spec, load_causal_lm(spec, "cuda" if gpus else "cpu", max(1, gpus)), tokenizer, template)
+    return Target(
+        spec, load_causal_lm(spec, "cuda" if gpus else "cpu", max(1, gpus)), tokenizer, template
+    )
 
 
 @dataclass(frozen=True)
@@ -79,10 +89,15 @@ class Target:
         return frozenset({*eos_token_ids(self.spec), *self.template.end_of_turn_ids})
 
     def prompt(self, messages: str | Sequence[Message | Mapping[str, str]]) -> list[int]:
-        """Token ids of a question, or of a history that ends with one, up to where the answer begins."""
+        """Token ids of a question, or of a history that ends with one, up to where the answer
+        begins.
+        """
         if isinstance(messages, str):
             messages = [Message("user", messages)]
-        history = [message if isinstance(message, Message) else Message(**message) for message in messages]  # type: ignore[arg-type]
+        history = [
+            message if isinstance(message, Message) else Message(**message)  # type: ignore[arg-type]
+            for message in messages
+        ]
         return self.template.opening(history)
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -90,14 +105,17 @@ class Target:
         return self.template.decode(token_ids)
 
     def stream_text(self, steps: Iterable[Sequence[int]]) -> Iterator[str]:
-        """What each step of `Decoder.stream` adds, as text; half a character waits for its other half."""
+        """What each step of `Decoder.stream` adds, as text; half a character waits for its other
+        half.
+        """
         stream = TextStream(self.tokenizer)
         for new_ids in steps:
             yield "".join(map(stream.push, new_ids))
         yield stream.flush()
 
     def decoder(self, heads: Heads | None = None, tree: GivenTree = ()) -> Decoder:
-        """A decoder of this target with heads and a tree, or, without them, plain decoding by the same loop.
+        """A decoder of this target with heads and a tree, or, without them, plain decoding by the
+        same loop.
 
         Raises:
             ConfigError: The heads are not this target's, or the tree asks for more than they guess.
@@ -111,7 +129,8 @@ class Target:
 
 
 def load_heads(export: str | Path, target: Target) -> Heads:
-    """The heads of an export, on the CPU; matrices that they share with their target are the target's.
+    """The heads of an export, on the CPU; matrices that they share with their target are the
+    target's.
 
     Raises:
         DataError: This is no export, or it is damaged.
@@ -120,7 +139,8 @@ def load_heads(export: str | Path, target: Target) -> Heads:
 
 
 def load_tree(source: GivenTree) -> tuple[TreePath, ...] | DynamicTree:
-    """A tree: paths from a list of them or a JSON file with one, or what a run's tree.json says to decode with.
+    """A tree: paths from a list of them or a JSON file with one, or what a run's tree.json says to
+    decode with.
 
     Raises:
         DataError: The file cannot be read, or holds no list of paths.
@@ -145,11 +165,12 @@ def load_export(
         export: `RUN_DIR/latest/export`, or a copy of it.
         target: A loaded target, or where it is; by default the one that the export names.
         tree: Another tree than the export's.
-        chat_template, gpus, **settings: As in `load_target`, such as `template_arguments`; of a target to be loaded.
+        chat_template, gpus, **settings: As in `load_target`, such as `template_arguments`; of a
+        target to be loaded.
 
     Raises:
-        ConfigError: The target is not where the export says, or is not that of the heads; or it is loaded already,
-            and settings are given that it would have to be loaded with.
+        ConfigError: The target is not where the export says, or is not that of the heads; or it is
+            loaded already, and settings are given that it would have to be loaded with.
         DataError: This is no export, or it is damaged.
     """
     chosen = read_tree(export) if tree is None else load_tree(tree)
@@ -158,7 +179,9 @@ def load_export(
         target = load_target(target or target_of(export), **asked)
     elif late := [name for name, value in asked.items() if value is not None]:
         fix = "Give them to load_target, or give load_export the target's name."
-        raise ConfigError(f"The target is loaded already, without {', '.join(late)}.", "target", fix)
+        raise ConfigError(
+            f"The target is loaded already, without {', '.join(late)}.", "target", fix
+        )
     heads = load_heads(export, target)
     return Export(Path(export), target, heads, target.decoder(heads, chosen))
 

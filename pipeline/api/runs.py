@@ -1,7 +1,7 @@
 """Runs from Python: run a flow, open a run, read what its stages made. See docs/python.md.
 
-Everything here is thin: the rooms below do the work, and their errors come through, each a `MedusaDistillError` with a
-message for a person.
+Everything here is thin: the rooms below do the work, and their errors come through, each a
+`MedusaDistillError` with a message for a person.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def run_flow(
         quiet: Print nothing.
 
     Raises:
-        MedusaDistillError: With the exit code that fits. What was committed is kept, and the same call continues.
+        MedusaDistillError: With the exit code that fits. What was committed is kept, and the same
+            call continues.
     """
     console = Console(quiet=True) if quiet else None
     directory = flow.run_flow(config, until=until, executor=executor, fresh=fresh, console=console)
@@ -72,7 +73,8 @@ def open_run(path: str | Path) -> Run:
 class Run:
     """A run and what its stages made. Nothing here writes.
 
-    Every method reads the stage's current result, and raises DataError where the run has not finished that stage.
+    Every method reads the stage's current result, and raises DataError where the run has not
+    finished that stage.
     """
 
     directory: RunDirectory
@@ -106,7 +108,9 @@ class Run:
         return read_seeds(self.shards("seeds"), split)
 
     def generated(self, split: str | None = None) -> Iterator[TokenRow]:
-        """The conversations as token ids, with the spans that the target wrote; all, or those of one split."""
+        """The conversations as token ids, with the spans that the target wrote; all, or those of
+        one split.
+        """
         stage = self._stage("generate")
         rows = read_token_rows(stage.shards(), stage.fingerprint)
         return (row for row in rows if split in (None, row.split))
@@ -131,8 +135,15 @@ class Run:
         states, *_ = flow.STAGES["calibrate"].upstream(settings)
         features, heads = self._stage(states), self._stage("train").path / HEADS_FILE
         top, given = settings.calibrate.top, load_tree(tree)
-        chosen = check_tree(given, max_depth(settings.train), given.top if isinstance(given, DynamicTree) else top)
-        where = (list(map(str, features.shards())), features.fingerprint, str(heads), settings.train.roles)
+        chosen = check_tree(
+            given, max_depth(settings.train), given.top if isinstance(given, DynamicTree) else top
+        )
+        where = (
+            list(map(str, features.shards())),
+            features.fingerprint,
+            str(heads),
+            settings.train.roles,
+        )
         if isinstance(chosen, DynamicTree):
             return held_out_places(*where, chosen, "cpu").walk(chosen.num_nodes).acceleration_rate
         return simulated_acceleration_rate(held_out_ranks(*where, top, "cpu"), chosen)

@@ -1,4 +1,6 @@
-"""What the check found: the summary in its DONE.json, and the native answers in `answers/`, in Spec-Bench's schema."""
+"""What the check found: the summary in its DONE.json, and the native answers in `answers/`, in
+Spec-Bench's schema.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ ENGINES = ("native", "vllm")
 class EngineResult:
     """One engine's figures.
 
-    `sequences` greedy ones were compared with plain decoding: `identical` are the same, `ties` part at a tie of the
-    target's own logits, `differing` are neither.
+    `sequences` greedy ones were compared with plain decoding: `identical` are the same, `ties` part
+    at a tie of the target's own logits, `differing` are neither.
     """
 
     acceleration_rate: float
@@ -26,7 +28,9 @@ class EngineResult:
     sequences: int
     identical: int
     ties: int
-    accepts_drafts: bool  # whether any draft token was accepted; True where the engine does not count them
+    accepts_drafts: (
+        bool  # whether any draft token was accepted; True where the engine does not count them
+    )
     figures: Mapping[str, Any]  # all of them, as report.json shows them
 
     @classmethod
@@ -55,10 +59,14 @@ class CheckResult:
     kl: float | None = None  # nats of a tuned backbone from the target
     head_0: Mapping[str, float] | None = None  # its accuracies top1 to top5 on held-out text
     frequency: Mapping[str, float] | None = None  # those of guessing the most frequent tokens there
-    served_model: Mapping[str, Any] | None = None  # the engines' figures on the copy that will be served
+    served_model: Mapping[str, Any] | None = (
+        None  # the engines' figures on the copy that will be served
+    )
     target_text: Mapping[str, float] | None = None
     samples: Iterable[Mapping[str, Any]] = ()
-    drift: Mapping[str, Any] | None = None  # of a tuned backbone's published weights from the original
+    drift: Mapping[str, Any] | None = (
+        None  # of a tuned backbone's published weights from the original
+    )
     exact_match: Sequence[Mapping[str, Any]] = ()  # by category, where questions have references
     contaminated_rows: int | None = None  # training rows that hold one of the file's questions
     hardware: Mapping[str, Any] | None = None  # of the machine that decoded
@@ -69,7 +77,9 @@ class CheckResult:
     def of(cls, summary: Mapping[str, Any]) -> CheckResult:
         """The result in a check stage's summary."""
         engines = {name: EngineResult.of(summary[name]) for name in ENGINES if name in summary}
-        others = {field.name: summary[field.name] for field in fields(cls)[1:] if field.name in summary}
+        others = {
+            field.name: summary[field.name] for field in fields(cls)[1:] if field.name in summary
+        }
         return cls(engines, **others)
 
 
@@ -79,11 +89,17 @@ def write_answers(directory: Path, answers: Mapping[str, Iterable[Mapping[str, A
         write_text(directory / "answers" / f"{method}.jsonl", _as_jsonl(lines))
 
 
-def write_model_answers(directory: Path, answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
-    """Write each method's answers, in FastChat's schema, to `model_answer/MODEL.jsonl`, as its judge looks for them."""
+def write_model_answers(
+    directory: Path, answers: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> None:
+    """Write each method's answers, in FastChat's schema, to `model_answer/MODEL.jsonl`, as its
+    judge looks for them.
+    """
     for lines in answers.values():
         if lines:
-            write_text(directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", _as_jsonl(lines))
+            write_text(
+                directory / "model_answer" / f"{lines[0]['model_id']}.jsonl", _as_jsonl(lines)
+            )
 
 
 def _as_jsonl(lines: Iterable[Mapping[str, Any]]) -> str:
@@ -92,7 +108,12 @@ def _as_jsonl(lines: Iterable[Mapping[str, Any]]) -> str:
 
 def read_answers(directory: Path) -> dict[str, list[dict[str, Any]]]:
     """All answers that a check has left, by method, those of plain decoding first."""
-    files = sorted((directory / "answers").glob("*.jsonl"), key=lambda path: (path.stem != "plain", path.stem))
+    files = sorted(
+        (directory / "answers").glob("*.jsonl"), key=lambda path: (path.stem != "plain", path.stem)
+    )
     originals = sorted((directory / "model_answer").glob("*-original.jsonl"))
     named = [(path.stem, path) for path in files] + [("original", path) for path in originals]
-    return {name: [json.loads(line) for line in path.read_text("utf-8").splitlines()] for name, path in named}
+    return {
+        name: [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        for name, path in named
+    }

@@ -1,9 +1,10 @@
-"""Rows of features: a conversation's tokens and the target's hidden state at each of its target-written ones.
+"""Rows of features: a conversation's tokens and the target's hidden state at each of its
+target-written ones.
 
-Read as torch tensors straight out of the Parquet pages (`FeatureRows`): states keep their stored dtype and are not
-copied; those of 8 bits (`quantized_states`) become the target's dtype again. A row's *learnable* positions are those at
-which head 0 has a label (the others have none for any head); lengths, plans and batches count these alone.
-`feature_writer` writes them.
+Read as torch tensors straight out of the Parquet pages (`FeatureRows`): states keep their stored
+dtype and are not copied; those of 8 bits (`quantized_states`) become the target's dtype again. A
+row's *learnable* positions are those at which head 0 has a label (the others have none for any
+head); lengths, plans and batches count these alone. `feature_writer` writes them.
 
 Letters: N positions, D hidden size, V vocabulary, K heads.
 """
@@ -108,10 +109,12 @@ class FeatureRow:
         return answers
 
     def teachers(self, start: int, stop: int) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """What the target predicted the labels at learnable positions [start, stop) from: states [M, D], rows [K, N].
+        """What the target predicted the labels at learnable positions [start, stop) from: states
+        [M, D], rows [K, N].
 
-        Head k's label at position t, the token at t+2+k, is predicted from the state at t+1+k, which is stored wherever
-        there is such a label. Rows are places among the states, -1 where there is no label.
+        Head k's label at position t, the token at t+2+k, is predicted from the state at t+1+k,
+        which is stored wherever there is such a label. Rows are places among the states, -1 where
+        there is no label.
         """
         labels_KN, chosen_N = self.labels_KN[:, start:stop], self.learnable[start:stop].numpy()
         first = int(chosen_N[0])
@@ -156,14 +159,21 @@ class FeatureRows:
                 self.states = StateFormat.of(shard.schema_arrow.metadata)
                 for group in range(shard.num_row_groups):
                     self._groups.append((path, group))
-                    table = shard.read_row_group(group, columns=["split", "spans"], use_threads=False)
+                    table = shard.read_row_group(
+                        group, columns=["split", "spans"], use_threads=False
+                    )
                     self._lengths.append(_num_learnable(table["spans"], self.roles))
                     self._splits.append(table["split"].to_numpy())
         self.dtype = self.states.dtype
 
     def lengths(self, split: str) -> list[npt.NDArray[np.int64]]:
-        """Per row group, each row's number of learnable positions; 0 where it is of another split."""
-        return [np.where(splits == split, n, 0) for splits, n in zip(self._splits, self._lengths, strict=True)]
+        """Per row group, each row's number of learnable positions; 0 where it is of another
+        split.
+        """
+        return [
+            np.where(splits == split, n, 0)
+            for splits, n in zip(self._splits, self._lengths, strict=True)
+        ]
 
     def read_group(self, index: int) -> RowGroup:
         """One row group in memory.
@@ -219,7 +229,9 @@ class RowGroup:
 
 
 def _num_learnable(spans: pa.ChunkedArray, roles: Sequence[Role]) -> npt.NDArray[np.int64]:
-    """Each row's number of learnable positions: a span's tokens, but for its last, in the roles that are learned."""
+    """Each row's number of learnable positions: a span's tokens, but for its last, in the roles
+    that are learned.
+    """
     sizes = pc.list_value_length(spans).to_numpy()
     flat = pc.list_flatten(spans)
     starts, ends, role = (pc.struct_field(flat, name) for name in ("start", "end", "role"))
@@ -235,6 +247,7 @@ def _values(chunk: pa.LargeBinaryArray) -> list[Tensor]:
     edges = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1].tolist()
     if data is None or not data.size:
         return [torch.empty(0, dtype=torch.uint8) for _ in range(len(chunk))]
-    # DLPack, since torch.frombuffer warns of memory that is read-only, and the warning cannot be silenced in a thread.
+    # DLPack, since torch.frombuffer warns of memory that is read-only, and the warning cannot be
+    # silenced in a thread.
     everything = torch.from_dlpack(pa.Array.from_buffers(pa.uint8(), data.size, [None, data]))
     return [everything[start:stop] for start, stop in itertools.pairwise(edges)]

@@ -1,8 +1,10 @@
-"""Feature shards as they are written: states arrive in any order, row groups leave in order, behind the computation.
+"""Feature shards as they are written: states arrive in any order, row groups leave in order, behind
+the computation.
 
-A row's states are copied into the memory of its row group as they arrive. A complete group is checked, made 8 bits wide
-where that is asked for, encoded, checksummed and written by a thread, straight from that memory. `Backlog` bounds the
-bytes that wait for it, and so how far computing runs ahead of the disk.
+A row's states are copied into the memory of its row group as they arrive. A complete group is
+checked, made 8 bits wide where that is asked for, encoded, checksummed and written by a thread,
+straight from that memory. `Backlog` bounds the bytes that wait for it, and so how far computing
+runs ahead of the disk.
 
 Letters: T tokens of a row, N positions of a group, D hidden size.
 """
@@ -32,7 +34,9 @@ from pipeline.storage.receipts import Receipt
 from pipeline.storage.shards import ShardWriter
 
 ROW_GROUP_BYTES = 64 * 1024**2  # of states; what a reader holds at once
-BACKLOG_BYTES = 2 * 1024**3  # a window of an engine, so that the next one is computed while one is written
+BACKLOG_BYTES = (
+    2 * 1024**3
+)  # a window of an engine, so that the next one is computed while one is written
 
 
 class Backlog:
@@ -58,7 +62,9 @@ class Backlog:
     def add(self, num_bytes: int) -> None:
         """Count bytes that wait from now on; waits itself until there is room for them."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting or self._waiting + num_bytes <= self._limit)
+            self._changed.wait_for(
+                lambda: not self._waiting or self._waiting + num_bytes <= self._limit
+            )
             self._waiting += num_bytes
 
     def remove(self, num_bytes: int, memory: Tensor) -> None:
@@ -70,11 +76,16 @@ class Backlog:
 
 
 class RowGroup:
-    """Rows that are written together, of one split, and the memory that their states are collected in."""
+    """Rows that are written together, of one split, and the memory that their states are collected
+    in.
+    """
 
     def __init__(self, rows: Sequence[TokenRow], states: StateFormat, memory: Tensor):
         self.rows, self.states, self.memory = rows, states, memory
-        self.edges = [0, *itertools.accumulate(map(num_positions, rows))]  # row i's states are [edges[i], edges[i+1])
+        self.edges = [
+            0,
+            *itertools.accumulate(map(num_positions, rows)),
+        ]  # row i's states are [edges[i], edges[i+1])
         self.num_bytes = self.edges[-1] * states.computed_bytes
         self.hidden_ND = memory[: self.num_bytes].view(states.dtype).view(-1, states.hidden_size)
         self.missing = len(rows)
@@ -89,18 +100,24 @@ class RowGroup:
         self.missing -= 1
 
     def write(self, writer: ShardWriter) -> int:
-        """Write the rows, quarantine those with a state that is not finite; how many positions were kept."""
+        """Write the rows, quarantine those with a state that is not finite; how many positions were
+        kept.
+        """
         kept = [index for index in range(len(self.rows)) if not self._refused(index, writer)]
         rows, hidden_ND, edges = self.rows, self.hidden_ND, self.edges
         if len(kept) < len(rows):
             rows = [rows[index] for index in kept]
-            hidden_ND = torch.cat([hidden_ND[:0], *(hidden_ND[edges[i] : edges[i + 1]] for i in kept)])
+            hidden_ND = torch.cat(
+                [hidden_ND[:0], *(hidden_ND[edges[i] : edges[i + 1]] for i in kept)]
+            )
             edges = [0, *itertools.accumulate(map(num_positions, rows))]
         if rows:
             writer.write_batch(self._batch(rows, hidden_ND, edges))
         return len(hidden_ND)
 
-    def _batch(self, rows: Sequence[TokenRow], hidden_ND: Tensor, edges: Sequence[int]) -> pa.RecordBatch:
+    def _batch(
+        self, rows: Sequence[TokenRow], hidden_ND: Tensor, edges: Sequence[int]
+    ) -> pa.RecordBatch:
         """The batch of rows whose states are `hidden_ND[edges[i]:edges[i+1]]`."""
         if self.states.precision == "native":
             return feature_batch(rows, hidden_ND, edges)
@@ -130,7 +147,8 @@ def num_positions(row: TokenRow) -> int:
 def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[TokenRow]]:
     """Rows, in order, as groups of one split and of about `ROW_GROUP_BYTES` of states.
 
-    A reader of the few held-out rows reads their groups alone, and not the hundred times larger rest with them.
+    A reader of the few held-out rows reads their groups alone, and not the hundred times larger
+    rest with them.
     """
     groups: list[list[TokenRow]] = []
     size = ROW_GROUP_BYTES
@@ -143,8 +161,12 @@ def row_groups(rows: Iterable[TokenRow], states: StateFormat) -> list[list[Token
     return groups
 
 
-def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor, edges: Sequence[int]) -> pa.RecordBatch:
-    """Rows as a batch of `FEATURES`, whose states are not copied: row i's are `hidden_ND[edges[i]:edges[i+1]]`."""
+def feature_batch(
+    rows: Sequence[TokenRow], hidden_ND: Tensor, edges: Sequence[int]
+) -> pa.RecordBatch:
+    """Rows as a batch of `FEATURES`, whose states are not copied: row i's are
+    `hidden_ND[edges[i]:edges[i+1]]`.
+    """
     ends = np.asarray(edges, np.int64) * hidden_ND.shape[1] * hidden_ND.itemsize
     data = pa.py_buffer(hidden_ND.view(torch.uint8).numpy())
     columns: dict[str, Any] = {
@@ -154,7 +176,9 @@ def feature_batch(rows: Sequence[TokenRow], hidden_ND: Tensor, edges: Sequence[i
         "input_ids": _lists([row.input_ids for row in rows]),
         "spans": pa.array([[asdict(span) for span in row.spans] for row in rows], SPANS),
         "positions": _lists([feature_positions(row.spans) for row in rows]),
-        "hidden": pa.Array.from_buffers(pa.large_binary(), len(rows), [None, pa.py_buffer(ends), data]),
+        "hidden": pa.Array.from_buffers(
+            pa.large_binary(), len(rows), [None, pa.py_buffer(ends), data]
+        ),
     }
     return pa.RecordBatch.from_pydict(columns, schema=FEATURES)
 
@@ -173,10 +197,14 @@ class FeatureWriter:
         backlog: Shared with the shards before and after.
     """
 
-    def __init__(self, writer: ShardWriter, rows: Sequence[TokenRow], states: StateFormat, backlog: Backlog):
+    def __init__(
+        self, writer: ShardWriter, rows: Sequence[TokenRow], states: StateFormat, backlog: Backlog
+    ):
         self._writer, self._states, self._backlog = writer, states, backlog
         self._rows = row_groups(rows, states)
-        self._places = [(group, index) for group, of in enumerate(self._rows) for index in range(len(of))]
+        self._places = [
+            (group, index) for group, of in enumerate(self._rows) for index in range(len(of))
+        ]
         self._groups: dict[int, RowGroup] = {}
         self._writing: list[Future[int]] = []
         self._thread = ThreadPoolExecutor(1)
@@ -191,7 +219,8 @@ class FeatureWriter:
         self._thread.shutdown()
 
     def put(self, index: int, hidden_TD: Tensor) -> None:
-        """Take the states of one row, in any order; they are copied. Waits where too many wait to be written.
+        """Take the states of one row, in any order; they are copied. Waits where too many wait to
+        be written.
 
         Raises:
             EnvironmentFault: Writing has failed: the disk is full.
@@ -212,7 +241,11 @@ class FeatureWriter:
             raise self._failed
 
     def commit(
-        self, stage: str, ids_in: Sequence[str] | None, stats: dict[str, float] | None = None, started: float = 0.0
+        self,
+        stage: str,
+        ids_in: Sequence[str] | None,
+        stats: dict[str, float] | None = None,
+        started: float = 0.0,
     ) -> Future[Receipt]:
         """Commit the shard once all is written, see `ShardWriter.commit`.
 
@@ -220,7 +253,9 @@ class FeatureWriter:
             stats: More to count than positions.
             started: When a worker began to be busy with it, by the monotonic clock.
         """
-        assert len(self._writing) == len(self._rows), f"{len(self._groups)} row groups of {stage} lack states"
+        assert len(self._writing) == len(self._rows), (
+            f"{len(self._groups)} row groups of {stage} lack states"
+        )
         return self._thread.submit(self._commit, stage, ids_in, stats or {}, started)
 
     def _write(self, group: RowGroup) -> int:
@@ -233,7 +268,9 @@ class FeatureWriter:
         finally:
             self._backlog.remove(group.num_bytes, group.memory)
 
-    def _commit(self, stage: str, ids_in: Sequence[str] | None, stats: dict[str, float], started: float) -> Receipt:
+    def _commit(
+        self, stage: str, ids_in: Sequence[str] | None, stats: dict[str, float], started: float
+    ) -> Receipt:
         positions = sum(writing.result() for writing in self._writing)
         stats = {"positions": float(positions), **stats}
         return self._writer.commit(stage, ids_in, stats, time.monotonic() - started)

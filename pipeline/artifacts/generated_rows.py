@@ -1,6 +1,8 @@
-"""Rows of token ids and the spans that the target wrote: the generate stage's, and the columns that features keep.
+"""Rows of token ids and the spans that the target wrote: the generate stage's, and the columns that
+features keep.
 
-`open_rows` and `require_vocabulary` refuse a shard of another run, and tokens of another target, for every reader.
+`open_rows` and `require_vocabulary` refuse a shard of another run, and tokens of another target,
+for every reader.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ SPANS = pa.list_(pa.struct([("start", pa.int32()), ("end", pa.int32()), ("role",
 GENERATED = pa.schema(
     [
         ("id", pa.string()),
-        ("parent_id", pa.string()),  # the seed's id; differs from `id` where a template rewrites its history
+        (
+            "parent_id",
+            pa.string(),
+        ),  # the seed's id; differs from `id` where a template rewrites its history
         ("split", pa.string()),
         ("input_ids", pa.list_(pa.int32())),
         ("spans", SPANS),  # target-written token ranges [start, end)
@@ -85,7 +90,9 @@ def stored_row(row: GeneratedRow, split: str) -> Row:
 
 
 def counts_of(rows: Iterable[Row]) -> dict[str, float]:
-    """What of stored rows a receipt counts: tokens and turns that the target wrote, and the rows of each split."""
+    """What of stored rows a receipt counts: tokens and turns that the target wrote, and the rows of
+    each split.
+    """
     counts = dict.fromkeys(("tokens", "turns", *(f"{split}_rows" for split in SPLITS)), 0.0)
     for row in rows:
         counts["tokens"] += sum(span["end"] - span["start"] for span in row["spans"])
@@ -101,17 +108,22 @@ def read_token_rows(
 
     Raises:
         DamagedShard: A shard cannot be read.
-        DataError: A shard is of another run; a token is none of the vocabulary, where its size is given.
+        DataError: A shard is of another run; a token is none of the vocabulary, where its size is
+            given.
     """
     for path in shards:
         with open_rows(path, fingerprint) as shard:
             for group in range(shard.num_row_groups):
                 table = shard.read_row_group(group, columns=list(TOKEN_COLUMNS))
-                for name, parent, split, tokens, spans in zip(*(table[name] for name in TOKEN_COLUMNS), strict=True):
+                for name, parent, split, tokens, spans in zip(
+                    *(table[name] for name in TOKEN_COLUMNS), strict=True
+                ):
                     ids = tokens.values.to_numpy()
                     if vocab_size is not None:
                         require_vocabulary(ids, vocab_size, f"{path}, row {name}")
-                    yield TokenRow(name.as_py(), parent.as_py(), split.as_py(), ids, spans_of(spans.as_py()))
+                    yield TokenRow(
+                        name.as_py(), parent.as_py(), split.as_py(), ids, spans_of(spans.as_py())
+                    )
 
 
 @contextlib.contextmanager
@@ -130,14 +142,26 @@ def open_rows(path: str | Path, fingerprint: str) -> Iterator[pq.ParquetFile]:
         yield shard
 
 
-def require_vocabulary(ids: npt.NDArray[np.int32] | Sequence[int], vocab_size: int, where: str) -> None:
+def require_vocabulary(
+    ids: npt.NDArray[np.int32] | Sequence[int], vocab_size: int, where: str
+) -> None:
     """Raise DataError where a token id is none of the target's."""
     if (largest := np.max(ids, initial=0)) >= vocab_size:
-        what = f"Token {largest} is outside the target's vocabulary of {vocab_size}: this shard is of another target."
+        what = (
+            f"Token {largest} is outside the target's vocabulary of {vocab_size}: this shard is of"
+            " another target."
+        )
         raise DataError(what, where, REDO)
 
 
 def num_contaminated(shards: Iterable[Path], questions: CheckQuestions) -> int:
     """How many training rows hold a question of the check."""
-    rows = (row for path in shards for row in read_rows(path, ["split", "messages"]) if row["split"] == "train")
-    return sum(any(questions.held_by(Message(**message)) for message in row["messages"]) for row in rows)
+    rows = (
+        row
+        for path in shards
+        for row in read_rows(path, ["split", "messages"])
+        if row["split"] == "train"
+    )
+    return sum(
+        any(questions.held_by(Message(**message)) for message in row["messages"]) for row in rows
+    )

@@ -1,9 +1,11 @@
-"""States in 8 bits: numbers of 8 bits and one float32 scale per state, half the bytes of a bfloat16 state.
+"""States in 8 bits: numbers of 8 bits and one float32 scale per state, half the bytes of a bfloat16
+state.
 
-A state is divided by a scale of its own, so that its largest number becomes the largest that the format has. `int8`
-rounds each number to a multiple of the scale: the error is at most 1/254 of the state's largest number. `fp8` (e4m3:
-four bits of exponent, three of mantissa) rounds each number to one part in 16, and those below 2⁻⁶ of the scale to a
-multiple of 2⁻⁹ of it. Reading rounds once more, to the target's dtype.
+A state is divided by a scale of its own, so that its largest number becomes the largest that the
+format has. `int8` rounds each number to a multiple of the scale: the error is at most 1/254 of the
+state's largest number. `fp8` (e4m3: four bits of exponent, three of mantissa) rounds each number to
+one part in 16, and those below 2⁻⁶ of the scale to a multiple of 2⁻⁹ of it. Reading rounds once
+more, to the target's dtype.
 
 Letters: N states, D hidden size.
 """
@@ -34,12 +36,16 @@ def stored_dtype(precision: Precision) -> torch.dtype:
     dtype: torch.dtype | None = getattr(torch, TORCH_NAMES[precision], None)
     if dtype is None:
         fix = "Install the torch of the lock file, or set features.precision to int8 or native."
-        raise EnvironmentFault(f"This torch has no dtype for states in {precision}.", "features.precision", fix)
+        raise EnvironmentFault(
+            f"This torch has no dtype for states in {precision}.", "features.precision", fix
+        )
     return dtype
 
 
 def quantize(hidden_ND: Tensor, precision: Precision, stored_ND: Tensor) -> Tensor:
-    """Finite states into `stored_ND`, which may begin where they do; returns their scales [N], float32."""
+    """Finite states into `stored_ND`, which may begin where they do; returns their scales [N],
+    float32.
+    """
     scales_N = torch.empty(len(hidden_ND))
     rows = max(1, PIECE // hidden_ND.shape[1])
     for start in range(0, len(hidden_ND), rows):
@@ -54,7 +60,10 @@ def quantize(hidden_ND: Tensor, precision: Precision, stored_ND: Tensor) -> Tens
 
 
 def dequantize(
-    stored_ND: npt.NDArray[np.uint8], scales_N: npt.NDArray[np.float32], precision: Precision, dtype: torch.dtype
+    stored_ND: npt.NDArray[np.uint8],
+    scales_N: npt.NDArray[np.float32],
+    precision: Precision,
+    dtype: torch.dtype,
 ) -> Tensor:
     """The states in the target's dtype, from their numbers' bytes and their scales."""
     # A table, since torch converts float8 a number at a time.
@@ -63,5 +72,7 @@ def dequantize(
     rows = max(1, PIECE // stored_ND.shape[1])
     for start in range(0, len(stored_ND), rows):
         piece_ND = torch.from_numpy(numbers.take(stored_ND[start : start + rows]))
-        hidden_ND[start : start + rows] = piece_ND.mul_(torch.tensor(scales_N[start : start + rows, None]))
+        hidden_ND[start : start + rows] = piece_ND.mul_(
+            torch.tensor(scales_N[start : start + rows, None])
+        )
     return hidden_ND

@@ -14,7 +14,9 @@ from pipeline.conversations.splits import opening
 from pipeline.storage.shards import Row, read_rows
 
 SPLITS = ("train", "calibrate", "check")
-MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.string())]))
+MESSAGES = pa.list_(
+    pa.struct([("role", pa.string()), ("content", pa.string()), ("tool_calls", pa.string())])
+)
 SEEDS = pa.schema(
     [
         ("id", pa.string()),
@@ -22,7 +24,10 @@ SEEDS = pa.schema(
         ("category", pa.string()),
         ("split", pa.string()),  # one of SPLITS
         ("messages", MESSAGES),
-        ("tools", pa.string()),  # the functions that the assistant may call, as chat templates take them; JSON
+        (
+            "tools",
+            pa.string(),
+        ),  # the functions that the assistant may call, as chat templates take them; JSON
     ]
 )
 
@@ -40,7 +45,10 @@ class SeedRow:
     def of(cls, row: Row) -> SeedRow:
         """The row as `read_rows` gives it."""
         messages = tuple(Message(**message) for message in row["messages"])
-        return cls(Conversation(row["id"], messages, row["source_id"], row["category"], row["tools"]), row["split"])
+        return cls(
+            Conversation(row["id"], messages, row["source_id"], row["category"], row["tools"]),
+            row["split"],
+        )
 
     def stored(self) -> Row:
         """The row as a `ShardWriter` of `SEEDS` takes it."""
@@ -58,7 +66,9 @@ class SeedRow:
 def read_seeds(shards: Iterable[Path], split: str) -> Iterator[Conversation]:
     """The conversations of one split, in order."""
     for path in shards:
-        yield from (SeedRow.of(row).conversation for row in read_rows(path) if row["split"] == split)
+        yield from (
+            SeedRow.of(row).conversation for row in read_rows(path) if row["split"] == split
+        )
 
 
 def questions_in_two_splits(shards: Iterable[Path]) -> list[str]:

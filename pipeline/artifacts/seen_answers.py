@@ -1,8 +1,8 @@
 """Held-out answers that the target has also written in a training row.
 
-A new prompt may have an old answer. Heads have then learned the answer by heart, and rates on it are too high to say
-anything of new text. An answer is *seen* where its tokens, or its first 32 tokens, are those of an answer in the split
-`train`.
+A new prompt may have an old answer. Heads have then learned the answer by heart, and rates on it
+are too high to say anything of new text. An answer is *seen* where its tokens, or its first 32
+tokens, are those of an answer in the split `train`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ Tokens = Sequence[int] | npt.NDArray[np.integer]
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Where the target's answers in training rows lie: the generate stage's shards and its fingerprint."""
+    """Where the target's answers in training rows lie: the generate stage's shards and its
+    fingerprint.
+    """
 
     shards: tuple[str, ...]
     fingerprint: str

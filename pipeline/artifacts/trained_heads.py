@@ -1,7 +1,9 @@
-"""Trained heads: `heads.safetensors`, the end of a training, whole or absent; nothing is ever unpickled.
+"""Trained heads: `heads.safetensors`, the end of a training, whole or absent; nothing is ever
+unpickled.
 
-Its header gives the heads' kind and shape. What training says of them, timings included, lies beside it in
-`summary.jsonl`, a log: equal heads are equal files, and nothing that is made from them is stale.
+Its header gives the heads' kind and shape. What training says of them, timings included, lies
+beside it in `summary.jsonl`, a log: equal heads are equal files, and nothing that is made from them
+is stale.
 """
 
 from __future__ import annotations
@@ -30,8 +32,14 @@ def write_heads(path: Path, heads: Heads, summary: Summary) -> None:
     with atomic_path(path) as temporary:
         tensors: dict[str, Tensor] = {}
         for name, view in heads.stored_tensors().items():
-            held = {tensor.data_ptr() for tensor in tensors.values()}  # safetensors refuses one tensor by two names
-            tensors[name] = view.cpu().contiguous().clone() if view.data_ptr() in held else view.cpu().contiguous()
+            held = {
+                tensor.data_ptr() for tensor in tensors.values()
+            }  # safetensors refuses one tensor by two names
+            tensors[name] = (
+                view.cpu().contiguous().clone()
+                if view.data_ptr() in held
+                else view.cpu().contiguous()
+            )
         save_file(tensors, temporary, {"heads": json.dumps(heads.shape.to_json())})
 
 
@@ -48,7 +56,8 @@ def read_trained_heads(path: Path) -> Heads:
 
 
 def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
-    """What training said of the heads in this file; None where there are none yet, or they are damaged.
+    """What training said of the heads in this file; None where there are none yet, or they are
+    damaged.
 
     Raises:
         DataError: They have another kind or shape than `shape`, so they are another training's.
@@ -62,7 +71,12 @@ def read_summary(path: Path, shape: HeadsShape) -> Summary | None:
 
 
 def _heads_shape(path: Path) -> HeadsShape | None:
-    """The shape that the file's header gives; None where the file is absent, damaged, or of another writer."""
-    with contextlib.suppress(OSError, SafetensorError, KeyError, TypeError, ValueError), safe_open(path, "pt") as file:
+    """The shape that the file's header gives; None where the file is absent, damaged, or of another
+    writer.
+    """
+    with (
+        contextlib.suppress(OSError, SafetensorError, KeyError, TypeError, ValueError),
+        safe_open(path, "pt") as file,
+    ):
         return HeadsShape.from_json(json.loads(file.metadata()["heads"]))
     return None

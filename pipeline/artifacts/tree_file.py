@@ -1,4 +1,5 @@
-"""`tree.json`: the tree that calibrate found, how it was searched, and what it promises. Also: files of paths alone.
+"""`tree.json`: the tree that calibrate found, how it was searched, and what it promises. Also:
+files of paths alone.
 
 With a dynamic tree it holds a static one of the same size as well, for whoever reads paths.
 """
@@ -20,7 +21,7 @@ TREE_FILE = "tree.json"
 Figures = dict[str, Any]
 
 FIGURES = (
-    "node_shares", "accuracies", "expected_acceleration_rate", "expected_standard_error", "num_speculative_tokens",
+    "node_shares", "accuracies", "expected_acceleration_rate", "expected_standard_error", "num_speculative_tokens",  # noqa: E501
     "chain",
 )  # fmt: skip
 FIX = "Give a JSON list of paths, such as [[0], [0, 0], [1]]."
@@ -28,26 +29,36 @@ FIX = "Give a JSON list of paths, such as [[0], [0, 0], [1]]."
 
 @dataclass(frozen=True)
 class Search:
-    searches: dict[str, float]  # each search's acceleration rate, its trees judged on text that they have not seen
+    searches: dict[
+        str, float
+    ]  # each search's acceleration rate, its trees judged on text that they have not seen
     sizes: list[Figures]  # what each size that was timed costs and promises
-    judged: list[tuple[TreePath, ...]]  # the trees of both halves, whose rate on the other half is the expected one
+    judged: list[
+        tuple[TreePath, ...]
+    ]  # the trees of both halves, whose rate on the other half is the expected one
     searched: tuple[TreePath, ...]  # the chosen search on all rows, up to the stock tree's size
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A tree over the heads' guesses and a chain of their first ones, and what held-out rows say of both; [K, R].
+    """A tree over the heads' guesses and a chain of their first ones, and what held-out rows say of
+    both; [K, R].
 
-    `choices` are the static tree's. Where there is a `dynamic` one, that is used, and expected to have the rate here.
+    `choices` are the static tree's. Where there is a `dynamic` one, that is used, and expected to
+    have the rate here.
     """
 
     choices: tuple[TreePath, ...]
-    node_shares: list[float]  # of the steps that add each node of `choices`; 1 and their sum are its expected rate
+    node_shares: list[
+        float
+    ]  # of the steps that add each node of `choices`; 1 and their sum are its expected rate
     accuracies: list[list[float]]  # [K, R], how often each guess was right
     expected_acceleration_rate: float
     expected_standard_error: float | None
     num_speculative_tokens: int  # of the chain that an engine such as vLLM drafts
-    chain: list[Figures]  # of 1, 2, … draft tokens: the expected rate, and the overhead where it was timed
+    chain: list[
+        Figures
+    ]  # of 1, 2, … draft tokens: the expected rate, and the overhead where it was timed
     search: Search | None = None  # None of a user's own tree
     dynamic: DynamicTree | None = None
 
@@ -78,10 +89,14 @@ def _calibration(found: Any, where: str) -> Calibration:
         search = None
         if "searches" in found:
             judged = [_paths(tree, where) for tree in found["judged"]]
-            search = Search(found["searches"], found["sizes"], judged, _paths(found["searched"], where))
+            search = Search(
+                found["searches"], found["sizes"], judged, _paths(found["searched"], where)
+            )
         figures = {name: found[name] for name in FIGURES}
         dynamic = DynamicTree(**found["dynamic"]) if found["dynamic"] else None
-        return Calibration(_paths(found["choices"], where), **figures, search=search, dynamic=dynamic)
+        return Calibration(
+            _paths(found["choices"], where), **figures, search=search, dynamic=dynamic
+        )
     except (KeyError, TypeError, ValueError) as error:
         fix = "Run the same command again with --fresh calibrate."
         what = f"This is no tree that calibrate wrote ({type(error).__name__}: {error})."

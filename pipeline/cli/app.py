@@ -35,7 +35,10 @@ for command in (
 
 
 GONE = {
-    "archive": "Copy the run directory with rclone, `aws s3 sync` or rsync, then `medusa-distill verify` the copy.",
+    "archive": (
+        "Copy the run directory with rclone, `aws s3 sync` or rsync, then `medusa-distill verify`"
+        " the copy."
+    ),
     "restore": "Copy the run directory back with the same tool, then `medusa-distill verify` it.",
 }
 
@@ -59,7 +62,10 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def options(
     show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+        ),
     ] = False,
 ) -> None:
     """A chat model in, verified heads out: distill, train, check in the serving engine, publish."""

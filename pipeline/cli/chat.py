@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from pipeline.decoding.acceptance import AcceptanceRule
 
 ACCEPTED = "green"
-LEGEND = f"[{ACCEPTED}]Green[/] tokens are accepted guesses of the heads; the model's own token of a step is plain."
+LEGEND = (
+    f"[{ACCEPTED}]Green[/] tokens are accepted guesses of the heads; the model's own token of a"
+    " step is plain."
+)
 
 
 class Rule(StrEnum):
@@ -37,32 +40,47 @@ class Rule(StrEnum):
 
 
 def chat(
-    export_dir: Annotated[Path, typer.Argument(help="An export: RUN_DIR/latest/export, or a copy of it.")],
+    export_dir: Annotated[
+        Path, typer.Argument(help="An export: RUN_DIR/latest/export, or a copy of it.")
+    ],
     settings: Annotated[
-        list[str] | None, typer.Argument(help="Settings of the target as in a run, such as target.dtype=bfloat16.")
+        list[str] | None,
+        typer.Argument(help="Settings of the target as in a run, such as target.dtype=bfloat16."),
     ] = None,
-    plain: Annotated[bool, typer.Option("--plain", help="Decode without the heads, for comparison.")] = False,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="Decode without the heads, for comparison.")
+    ] = False,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     rule: Annotated[
         Rule,
         typer.Option(
-            help="Above temperature 0: rejection keeps the model's distribution; typical accepts more and changes it."
+            help=(
+                "Above temperature 0: rejection keeps the model's distribution; typical accepts"
+                " more and changes it."
+            )
         ),
     ] = Rule.REJECTION,
-    seed: Annotated[int, typer.Option(help="Sampling seed; the text is the same with and without the heads.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Sampling seed; the text is the same with and without the heads.")
+    ] = 0,
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="The target as a directory or a Hub id. Default: the target named in the export.")
+        str | None,
+        typer.Option(
+            help="The target as a directory or a Hub id. Default: the target named in the export."
+        ),
     ] = None,
     gpus: Annotated[
-        int | None, typer.Option(min=0, help="GPUs for the target. Default: one where there is one.")
+        int | None,
+        typer.Option(min=0, help="GPUs for the target. Default: one where there is one."),
     ] = None,
 ) -> None:
-    """Chat with the target and its heads. Accepted guesses are green; each answer ends with its tokens per step.
+    """Chat with the target and its heads. Accepted guesses are green; each answer ends with its
+    tokens per step.
 
-    Ctrl-C ends an answer, Ctrl-D the chat. From a pipe each line is a question; answers go to stdout as plain text,
-    their speed to stderr.
+    Ctrl-C ends an answer, Ctrl-D the chat. From a pipe each line is a question; answers go to
+    stdout as plain text, their speed to stderr.
 
     Example: medusa-distill chat runs/demo/latest/export, and again with --plain.
     Example: medusa-distill chat EXPORT target.template_arguments.enable_thinking=false
@@ -76,13 +94,19 @@ def chat(
     except RowRejected as rejected:
         raise ConfigError(rejected.detail, "--system", "Give it in UTF-8.") from None
     given = target_settings(settings or ())
-    model = load_chat_model(export_dir, plain=plain, base_model=base_model, gpus=gpus, settings=given)
+    model = load_chat_model(
+        export_dir, plain=plain, base_model=base_model, gpus=gpus, settings=given
+    )
     chosen = acceptance_rule(rule.value, temperature)
     console = Console(highlight=False, soft_wrap=True)
-    notes = console if console.is_terminal else Console(stderr=True, highlight=False, soft_wrap=True)
+    notes = (
+        console if console.is_terminal else Console(stderr=True, highlight=False, soft_wrap=True)
+    )
     if sys.stdin.isatty():
         notes.print(model.described, style="dim", markup=False)
-        notes.print("" if plain else f"{LEGEND} ", "Ctrl-C ends an answer, Ctrl-D the chat.", sep="")
+        notes.print(
+            "" if plain else f"{LEGEND} ", "Ctrl-C ends an answer, Ctrl-D the chat.", sep=""
+        )
     with model.at_full_speed():
         how = Answering(max_new_tokens, chosen, seed)
         chat_loop(model, model.new_chat(system, max_new_tokens), how, console, notes)
@@ -95,7 +119,9 @@ class Answering:
     seed: int
 
 
-def chat_loop(model: ChatModel, conversation: Chat, how: Answering, console: Console, notes: Console) -> None:
+def chat_loop(
+    model: ChatModel, conversation: Chat, how: Answering, console: Console, notes: Console
+) -> None:
     is_person = sys.stdin.isatty()
     for number, question in enumerate(questions(notes, is_person)):
         try:
@@ -115,7 +141,9 @@ def chat_loop(model: ChatModel, conversation: Chat, how: Answering, console: Con
 
 
 def questions(notes: Console, is_person: bool) -> Iterator[str]:
-    """The questions, one per line, until the end of the input; Ctrl-C at the prompt clears the line."""
+    """The questions, one per line, until the end of the input; Ctrl-C at the prompt clears the
+    line.
+    """
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
     if not is_person:
@@ -172,7 +200,12 @@ def write(
         for new_ids in steps:
             speed.step(len(new_ids))
             for place, token in enumerate(new_ids):
-                console.out(visible(text.push(token)), style=ACCEPTED if place else None, end="", highlight=False)
+                console.out(
+                    visible(text.push(token)),
+                    style=ACCEPTED if place else None,
+                    end="",
+                    highlight=False,
+                )
             ids += new_ids
             if stopped():
                 break
@@ -182,7 +215,9 @@ def write(
 
 @contextmanager
 def stop_on_interrupt(is_person: bool) -> Iterator[Callable[[], bool]]:
-    """Whether Ctrl-C was pressed, which ends an answer and not the command; with piped input it ends the command."""
+    """Whether Ctrl-C was pressed, which ends an answer and not the command; with piped input it
+    ends the command.
+    """
     pressed: list[int] = []
     if not is_person:
         yield lambda: False

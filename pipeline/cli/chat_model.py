@@ -32,28 +32,40 @@ class ChatModel:
     described: str
 
     def new_chat(self, system: str | None, max_new_tokens: int) -> Chat:
-        """An empty conversation whose prompts leave room for an answer, at most half of the context."""
+        """An empty conversation whose prompts leave room for an answer, at most half of the
+        context.
+        """
         context = self.decoder.max_length
         return Chat(self.target.template, context - min(max_new_tokens, context // 2), system)
 
     def at_full_speed(self) -> AbstractContextManager[int]:
         """Use the number of CPU threads at which plain steps are fastest, as the check does."""
-        plain = plain_decoder(self.decoder.model, eos_token_ids=(), max_length=self.decoder.max_length)
+        plain = plain_decoder(
+            self.decoder.model, eos_token_ids=(), max_length=self.decoder.max_length
+        )
         return fastest_threads(plain, self.target.prompt(GREETING))
 
     def text_stream(self) -> TextStream:
         return TextStream(self.target.tokenizer)
 
-    def stream(self, prompt: list[int], max_new_tokens: int, rule: AcceptanceRule, seed: int) -> Generator[list[int]]:
+    def stream(
+        self, prompt: list[int], max_new_tokens: int, rule: AcceptanceRule, seed: int
+    ) -> Generator[list[int]]:
         """The answer's ids, step by step."""
         generator = torch.Generator(self.decoder.device).manual_seed(seed) if rule.samples else None
         return self.decoder.stream(prompt, max_new_tokens, rule, generator)
 
 
 def load_chat_model(
-    export: Path, *, plain: bool, base_model: str | None, gpus: int | None, settings: Mapping[str, Any]
+    export: Path,
+    *,
+    plain: bool,
+    base_model: str | None,
+    gpus: int | None,
+    settings: Mapping[str, Any],
 ) -> ChatModel:
-    """An export's target with its heads and tree, or alone, warmed up; `settings` are keys of `target`.
+    """An export's target with its heads and tree, or alone, warmed up; `settings` are keys of
+    `target`.
 
     Raises:
         ConfigError: The target does not exist or does not match the heads; the tree is invalid.
@@ -68,4 +80,6 @@ def load_chat_model(
         target, decoder = loaded.target, loaded.decoder
         how = f"{decoder.tree.max_depth} heads, {decoder.tree.described()}"
     decoder.generate(target.prompt(GREETING), NUM_WARM_UP_TOKENS)
-    return ChatModel(target, decoder, f"{target.spec.model}, {how}, {target.spec.dtype}, {decoder.device}")
+    return ChatModel(
+        target, decoder, f"{target.spec.model}, {how}, {target.spec.dtype}, {decoder.device}"
+    )

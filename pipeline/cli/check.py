@@ -17,23 +17,41 @@ class Engine(StrEnum):
 
 
 def check(
-    heads: Annotated[str, typer.Argument(help="A directory of heads, or a Hub id: an export, Medusa heads, EAGLE-1.")],
-    target: Annotated[str, typer.Option(help="The model that they were trained on: a directory or a Hub id.")],
+    heads: Annotated[
+        str,
+        typer.Argument(help="A directory of heads, or a Hub id: an export, Medusa heads, EAGLE-1."),
+    ],
+    target: Annotated[
+        str, typer.Option(help="The model that they were trained on: a directory or a Hub id.")
+    ],
     settings: Annotated[
-        list[str] | None, typer.Argument(help="Settings of the target as in a run, such as target.dtype=bfloat16.")
+        list[str] | None,
+        typer.Argument(help="Settings of the target as in a run, such as target.dtype=bfloat16."),
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="A file of questions (MT-Bench, any form of seeds). Default: bundled ones.")
+        Path | None,
+        typer.Option(
+            help="A file of questions (MT-Bench, any form of seeds). Default: bundled ones."
+        ),
     ] = None,
     number: Annotated[int, typer.Option(min=1, help="How many of them to ask.")] = 32,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded per prompt.")] = 64,
-    engine: Annotated[list[Engine] | None, typer.Option(help="native, vllm. Default: both.")] = None,
-    draft_tokens: Annotated[int | None, typer.Option(min=1, help="Drafted by vLLM. Default: as the files say.")] = None,
+    engine: Annotated[
+        list[Engine] | None, typer.Option(help="native, vllm. Default: both.")
+    ] = None,
+    draft_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Drafted by vLLM. Default: as the files say.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 3,
-    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs for the target. Default: one if there.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write check.json, check.md and the answers there.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs for the target. Default: one if there.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write check.json, check.md and the answers there.")
+    ] = None,
 ) -> None:
-    """Measure heads that need not have been made here: rates, speed, and greedy text against the target alone.
+    """Measure heads that need not have been made here: rates, speed, and greedy text against the
+    target alone.
 
     Exit code 1 where greedy text differs other than at ties, or no draft token is accepted.
 
@@ -92,7 +110,9 @@ def _publish(found: dict[str, Any], out: Path | None) -> None:
     console.print(visible(about), style="bold", highlight=False, markup=False, soft_wrap=True)
     print_tables(tables, console)
     if out:
-        write_text(out / "check.json", json.dumps(finite(found), indent=2, ensure_ascii=False) + "\n")
+        write_text(
+            out / "check.json", json.dumps(finite(found), indent=2, ensure_ascii=False) + "\n"
+        )
         write_text(out / "check.md", "\n\n".join([f"# {about}", *map(section, tables)]) + "\n")
         write_answers(out, answers)
     if failures := found["check"]["failures"]:

@@ -22,18 +22,24 @@ ASKED = ("prompts", "max_new_tokens", "max_tokens")  # settings of a check that 
 
 
 def compare(
-    run_dirs: Annotated[list[Path], typer.Argument(help="Two or more run directories.", metavar="RUN_DIR...")],
+    run_dirs: Annotated[
+        list[Path], typer.Argument(help="Two or more run directories.", metavar="RUN_DIR...")
+    ],
 ) -> None:
-    """Put runs side by side: the settings in which they differ, rates with errors, speed, size of heads, training time.
+    """Put runs side by side: the settings in which they differ, rates with errors, speed, size of
+    heads, training time.
 
-    Unfinished runs are shown as far as they are. Runs that were checked on other questions or machines are named.
+    Unfinished runs are shown as far as they are. Runs that were checked on other questions or
+    machines are named.
 
     Example: medusa-distill compare runs/heads-4 runs/heads-5 runs/heads-6
     """
     from pipeline.report.comparison import comparison
 
     if len(run_dirs) < 2:
-        raise ConfigError("One run is no comparison.", "compare", "Name two run directories or more.")
+        raise ConfigError(
+            "One run is no comparison.", "compare", "Name two run directories or more."
+        )
     table, notes = comparison([compared(path) for path in run_dirs])
     console = Console(width=None if Console().is_terminal else 160, highlight=False)
     grid = Table(box=None, header_style="bold")
@@ -62,13 +68,27 @@ def compared(path: Path) -> ComparedRun:
     statuses = stage_statuses(run, config, STAGES)
     wanted = {name: state for name, state in statuses.items() if STAGES[name].asked_for(config)}
     linked = run.stages()  # what a report is made of; a stage may be whole, and its link gone
-    ended = {name for name, state in wanted.items() if state.status in ("done", "failed") and name in linked}
-    open_stages = [name for name, state in wanted.items() if state.status != "skipped" and name not in ended]
-    report, _ = assemble(run, config, without=open_stages)  # what a link still leads to may be of another recipe
-    done = {name: state.directory.done for name, state in wanted.items() if state.directory and name not in open_stages}
+    ended = {
+        name
+        for name, state in wanted.items()
+        if state.status in ("done", "failed") and name in linked
+    }
+    open_stages = [
+        name for name, state in wanted.items() if state.status != "skipped" and name not in ended
+    ]
+    report, _ = assemble(
+        run, config, without=open_stages
+    )  # what a link still leads to may be of another recipe
+    done = {
+        name: state.directory.done
+        for name, state in wanted.items()
+        if state.directory and name not in open_stages
+    }
     trained, checked = done.get("train"), done.get("check")
     asked = config.check.model_dump(mode="json", include=set(ASKED))
-    questions = json.dumps([asked, checked.upstream.get("generate")], sort_keys=True) if checked else None
+    questions = (
+        json.dumps([asked, checked.upstream.get("generate")], sort_keys=True) if checked else None
+    )
     return ComparedRun(
         path.name or str(path),
         report,

@@ -1,6 +1,8 @@
-"""How a command ends: its errors are one paragraph on stderr and an exit code, its signals 128 and their number.
+"""How a command ends: its errors are one paragraph on stderr and an exit code, its signals 128 and
+their number.
 
-Exit codes: those of `pipeline.errors`, and `UNEXPECTED` for what no code foresaw, whose traceback is kept in a file.
+Exit codes: those of `pipeline.errors`, and `UNEXPECTED` for what no code foresaw, whose traceback
+is kept in a file.
 """
 
 from __future__ import annotations
@@ -35,11 +37,17 @@ def ends_well(story: Callable[[], Any]) -> int:
 
     def stop(signum: int, frame: FrameType | None) -> None:
         signal.signal(signum, signal.SIG_DFL)  # a second signal ends the process at once
-        stops.append(Interrupted(signum, "Stopped.", "What was committed is kept; the same command continues."))
+        stops.append(
+            Interrupted(
+                signum, "Stopped.", "What was committed is kept; the same command continues."
+            )
+        )
         raise KeyboardInterrupt  # while Ray waits it lets no other exception through
 
     for signum in STOPS:
-        if signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN:  # which is nohup's wish
+        if (
+            signum != signal.SIGHUP or signal.getsignal(signum) is not signal.SIG_IGN
+        ):  # which is nohup's wish
             signal.signal(signum, stop)
     try:
         with _output():
@@ -67,8 +75,12 @@ def _print_error(error: BaseException) -> int:
     if code == 128 + signal.SIGPIPE:  # as with `| head`: whoever stopped reading knows
         return code
     with contextlib.suppress(OSError):  # stderr may be gone as well
-        console.print("[yellow]stopped:[/] " if isinstance(error, Interrupted) else "[red]error:[/] ", end="")
-        console.print(visible(" ".join(redacted(said).split())), markup=False)  # one paragraph, whatever it quotes
+        console.print(
+            "[yellow]stopped:[/] " if isinstance(error, Interrupted) else "[red]error:[/] ", end=""
+        )
+        console.print(
+            visible(" ".join(redacted(said).split())), markup=False
+        )  # one paragraph, whatever it quotes
         if os.environ.get("MEDUSA_DISTILL_TRACEBACK"):
             console.print(visible(_traceback(error)), markup=False)
     return code
@@ -84,10 +96,12 @@ def _unexpected(error: BaseException) -> str:
         with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
             file.write(_traceback(error))
         kept = f"its traceback is in {path}"
-    what = ": ".join([type(error).__name__, *(line[:300] for line in str(error).strip().splitlines()[:1])])
+    what = ": ".join(
+        [type(error).__name__, *(line[:300] for line in str(error).strip().splitlines()[:1])]
+    )
     return (
-        f"{what}{at}. Nothing here foresaw this: it is a defect of medusa-distill, or of a library that it uses; "
-        f"{kept}. What was committed is kept; the same command continues."
+        f"{what}{at}. Nothing here foresaw this: it is a defect of medusa-distill, or of a library"
+        f" that it uses; {kept}. What was committed is kept; the same command continues."
     )
 
 
@@ -97,11 +111,15 @@ def _traceback(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def _output() -> Iterator[None]:
-    """Standard output in any encoding, whose failures are its own and not those of what is being written elsewhere."""
+    """Standard output in any encoding, whose failures are its own and not those of what is being
+    written elsewhere.
+    """
     plain = sys.stdout
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a mark that the terminal has no character for becomes `?`
+            stream.reconfigure(
+                errors="replace"
+            )  # a mark that the terminal has no character for becomes `?`
     sys.stdout = cast(TextIO, _Output(plain))
     try:
         yield
@@ -132,10 +150,15 @@ class _Output:
         try:
             yield
         except OSError as error:
-            with contextlib.suppress(OSError, ValueError):  # what is still buffered goes nowhere, and fails no more
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # what is still buffered goes nowhere, and fails no more
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
             if isinstance(error, BrokenPipeError):
                 raise Interrupted(signal.SIGPIPE, "Nobody reads the output any more.") from None
-            fix = "What was committed is kept; send the output elsewhere and run the same command again."
+            fix = (
+                "What was committed is kept; send the output elsewhere and run the same command"
+                " again."
+            )
             what = f"Standard output cannot be written: {error.strerror or error}."
             raise EnvironmentFault(what, "standard output", fix) from error

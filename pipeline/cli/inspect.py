@@ -23,9 +23,12 @@ COLOURS = {"assistant": "green", "user": "cyan"}
 
 def inspect(
     run_dir: Annotated[Path, typer.Argument(help="A run's directory.")],
-    stage: Annotated[str, typer.Argument(help="seeds, generate or features; of the others the summary is shown.")],
+    stage: Annotated[
+        str, typer.Argument(help="seeds, generate or features; of the others the summary is shown.")
+    ],
     row: Annotated[
-        str | None, typer.Argument(help="A row's id, or its number counted from 0. Default: the first.")
+        str | None,
+        typer.Argument(help="A row's id, or its number counted from 0. Default: the first."),
     ] = None,
 ) -> None:
     """Show a row with what the target wrote in colour (assistant green, user cyan)."""
@@ -35,13 +38,20 @@ def inspect(
         from pipeline.flow import STAGES
 
         if stage not in STAGES:
-            raise ConfigError(f"There is no stage '{stage}'.", "inspect", f"The stages are {', '.join(STAGES)}.")
-        raise ConfigError(f"This run has not reached {stage} yet.", str(run.path), "See `medusa-distill status`.")
+            raise ConfigError(
+                f"There is no stage '{stage}'.", "inspect", f"The stages are {', '.join(STAGES)}."
+            )
+        raise ConfigError(
+            f"This run has not reached {stage} yet.", str(run.path), "See `medusa-distill status`."
+        )
     console = Console(highlight=False)
     shards = directory.shards()
     if not shards:
         if directory.done is None:
-            what = f"There is no summary of {stage}: it is not finished, or its DONE.json cannot be read."
+            what = (
+                f"There is no summary of {stage}: it is not finished, or its DONE.json cannot be"
+                " read."
+            )
             raise DataError(what, str(directory.path), "The same `run` finishes or makes it anew.")
         console.print_json(data=directory.summary)
         return
@@ -50,7 +60,9 @@ def inspect(
     console.print(Text.assemble((visible(found["id"]), "bold"), where))
     if "input_ids" not in found:
         for message in SeedRow.of(found).conversation.messages:
-            console.print(Text.assemble((f"{message.role}:", "bold"), " ", visible(message.content)))
+            console.print(
+                Text.assemble((f"{message.role}:", "bold"), " ", visible(message.content))
+            )
             if message.tool_calls:
                 console.print(Text(visible(message.tool_calls), style="dim"))
         return
@@ -59,7 +71,9 @@ def inspect(
         footer = read_footer(shards[0])
         stored = "" if footer["precision"] == "native" else f" in {footer['precision']}"
         size = f"{footer['hidden_size']} × {footer['dtype']}{stored}"
-        console.print(f"{len(found['positions'])} positions of {size}, {footer['tap']}", style="dim")
+        console.print(
+            f"{len(found['positions'])} positions of {size}, {footer['tap']}", style="dim"
+        )
 
 
 def coloured(row: TokenRow, tokenizer: Any) -> Text:
@@ -67,7 +81,9 @@ def coloured(row: TokenRow, tokenizer: Any) -> Text:
     ids, text, at = row.input_ids.tolist(), Text(), 0
     for span in row.spans:
         text.append(visible(tokenizer.decode(ids[at : span.start])), style="dim")
-        text.append(visible(tokenizer.decode(ids[span.start : span.end])), style=COLOURS.get(span.role, ""))
+        text.append(
+            visible(tokenizer.decode(ids[span.start : span.end])), style=COLOURS.get(span.role, "")
+        )
         at = span.end
     text.append(visible(tokenizer.decode(ids[at:])), style="dim")
     return text
@@ -94,4 +110,8 @@ def _find(shards: Sequence[Path], row: str | None) -> Row:
                 return candidate
             number += 1
     where = str(shards[0].parent.parent)
-    raise ConfigError(f"There is no row '{wanted}' among the {number} rows.", where, "Give an id or a number from 0.")
+    raise ConfigError(
+        f"There is no row '{wanted}' among the {number} rows.",
+        where,
+        "Give an id or a number from 0.",
+    )

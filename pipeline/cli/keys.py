@@ -17,7 +17,9 @@ from pipeline.config import Config
 from pipeline.errors import ConfigError
 
 
-def keys(section: Annotated[str | None, typer.Argument(help="Only this section, such as train.")] = None) -> None:
+def keys(
+    section: Annotated[str | None, typer.Argument(help="Only this section, such as train.")] = None,
+) -> None:
     """Print every configuration key as a Markdown table: its values, its default, what it means."""
     print(reference(section))
 
@@ -29,7 +31,11 @@ def reference(section: str | None = None) -> str:
         ConfigError: There is no such section.
     """
     if section is not None and section not in Config.model_fields:
-        raise ConfigError(f"There is no section '{section}'.", "keys", f"They are {', '.join(Config.model_fields)}.")
+        raise ConfigError(
+            f"There is no section '{section}'.",
+            "keys",
+            f"They are {', '.join(Config.model_fields)}.",
+        )
     rows = [row for name, row in _rows(Config) if section is None or name.split(".")[0] == section]
     return "\n".join(["| key | values | default | meaning |", "|---|---|---|---|", *rows])
 
@@ -40,7 +46,10 @@ def _rows(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str]]
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _rows(field.annotation, f"{key}.")
             continue
-        yield key, f"| `{key}` | {_values(field.annotation)} | {_default(field)} | {field.description} |"
+        yield (
+            key,
+            f"| `{key}` | {_values(field.annotation)} | {_default(field)} | {field.description} |",
+        )
         element = next((arg for arg in get_args(field.annotation) if isinstance(arg, type)), None)
         if element is not None and issubclass(element, BaseModel):
             yield from _rows(element, f"{key}[].")
@@ -54,12 +63,21 @@ def _values(annotation: Any) -> str:
     if origin is Annotated:
         return _values(arguments[0])
     if origin in (Union, types.UnionType):
-        return " or ".join(_values(argument) for argument in arguments if argument is not type(None))
+        return " or ".join(
+            _values(argument) for argument in arguments if argument is not type(None)
+        )
     if origin is tuple:
         return f"list of {_values(arguments[0])}"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "mapping"
-    words = {str: "text", int: "integer", float: "number", bool: "true, false", Path: "path", date: "date"}
+    words = {
+        str: "text",
+        int: "integer",
+        float: "number",
+        bool: "true, false",
+        Path: "path",
+        date: "date",
+    }
     return words.get(annotation, "mapping")
 
 
@@ -67,4 +85,8 @@ def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "needed"
     value = field.get_default(call_default_factory=True, validated_data={})
-    return "–" if value is None else f"`{value if isinstance(value, str | Path | date) else json.dumps(value)}`"
+    return (
+        "–"
+        if value is None
+        else f"`{value if isinstance(value, str | Path | date) else json.dumps(value)}`"
+    )

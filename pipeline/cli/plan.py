@@ -1,4 +1,6 @@
-"""`medusa-distill plan`: what a run would do, and what it would cost; plain text where the output is no terminal."""
+"""`medusa-distill plan`: what a run would do, and what it would cost; plain text where the output
+is no terminal.
+"""
 
 from __future__ import annotations
 
@@ -41,25 +43,37 @@ COLUMNS = {
     "cache": "cache",
     "total": "total",
 }
-TIMED = {"generate": "tokens", "features": "positions", "train": "tokens"}  # what hours are counted by
+TIMED = {
+    "generate": "tokens",
+    "features": "positions",
+    "train": "tokens",
+}  # what hours are counted by
 
 
 def plan(
     config: Annotated[Path, typer.Argument(help="A YAML file such as configs/qwen2.5-7b.yaml.")],
-    overrides: Annotated[list[str] | None, typer.Argument(help="section.key=value, as for run.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value, as for run.")
+    ] = None,
 ) -> None:
-    """Say which stages would run and which are cached; what they take of memory and disk, and what cannot fit.
+    """Say which stages would run and which are cached; what they take of memory and disk, and what
+    cannot fit.
 
-    Refuses what run would refuse (exit 2, 3 or 4). Starts and writes nothing; of a target on the Hub it fetches the
-    configuration alone.
+    Refuses what run would refuse (exit 2, 3 or 4). Starts and writes nothing; of a target on the
+    Hub it fetches the configuration alone.
     """
     settings = load_config(config, overrides or ())
-    with one_look_at_the_hub(settings.target.model, settings.check.served_model, settings.check.assistant_model):
+    with one_look_at_the_hub(
+        settings.target.model, settings.check.served_model, settings.check.assistant_model
+    ):
         _plan(settings)
 
 
 def _plan(config: Config) -> None:
-    from pipeline.flow import STAGES, wanted_stages  # torch and transformers: --help does not wait for them
+    from pipeline.flow import (
+        STAGES,
+        wanted_stages,
+    )  # torch and transformers: --help does not wait for them
     from pipeline.run.estimate import memory_of_stages, require_memory, run_size
     from pipeline.run.preflight import check_config, unread_settings
     from pipeline.run.stage_status import stage_statuses
@@ -67,18 +81,25 @@ def _plan(config: Config) -> None:
     notes: list[str] = []
     check_config(config, wanted_stages(config, tuple(STAGES)), notes=notes)
     if is_local(config.target.model) and not has_weights(config.target.model):
-        notes.append("The target's directory holds no weights: sizes are its config.json's, and a run would refuse it.")
+        notes.append(
+            "The target's directory holds no weights: sizes are its config.json's, and a run would"
+            " refuse it."
+        )
     run = RunDirectory(config.run.directory, config.run.store)
     console = Console(width=None if Console().is_terminal else 120)
     statuses = stage_statuses(run, config, STAGES)
-    _print_stages(console, {name: statuses[name] for name in statuses if STAGES[name].asked_for(config)})
+    _print_stages(
+        console, {name: statuses[name] for name in statuses if STAGES[name].asked_for(config)}
+    )
     _warn(console, [*unread_settings(config), *notes])
     figures = run_size(config, statuses["seeds"].finished, statuses["generate"].finished)
     _print_size(console, config, figures, statuses, _free_disk(run))
     _print_draft_vocabulary(console, config)
     _print_training(console, figures)
     _print_workers(console, config)
-    unfinished = [name for name, state in statuses.items() if state.status not in ("done", "skipped")]
+    unfinished = [
+        name for name, state in statuses.items() if state.status not in ("done", "skipped")
+    ]
     _print_hours(console, config, figures, run.store, unfinished)
     target = _target_or_none(config)
     if target is not None:
@@ -89,7 +110,9 @@ def _plan(config: Config) -> None:
 
 
 def _target_or_none(config: Config) -> TargetSizes | None:
-    """The target's sizes; None where nobody knows them, or the Hub cannot be reached, which is said above."""
+    """The target's sizes; None where nobody knows them, or the Hub cannot be reached, which is said
+    above.
+    """
     from pipeline.run.estimate import target_sizes
 
     try:
@@ -121,18 +144,30 @@ def _say(console: Console, sentence: str) -> None:
 
 
 def _print_size(
-    console: Console, config: Config, figures: RunSize, statuses: Mapping[str, StageStatus], free: int
+    console: Console,
+    config: Config,
+    figures: RunSize,
+    statuses: Mapping[str, StageStatus],
+    free: int,
 ) -> None:
     """Print conversations, tokens and bytes on disk; warn where the disk has less."""
     if figures.conversations is None or figures.tokens is None or figures.disk_bytes is None:
-        work = "An unknown number of conversations: the Hub says it only while they are read, or give a limit"
+        work = (
+            "An unknown number of conversations: the Hub says it only while they are read, or give"
+            " a limit"
+        )
         need = f"{figures.bytes_per_position:,} bytes for each token that the target will write"
     else:
         bound = (
-            f"{figures.tokens:,} tokens written" if figures.written else f"at most {figures.tokens:,} tokens to write"
+            f"{figures.tokens:,} tokens written"
+            if figures.written
+            else f"at most {figures.tokens:,} tokens to write"
         )
         work = f"{figures.conversations:,} conversations, {bound}"
-        need = f"as many positions of {figures.bytes_per_position:,} bytes each, {size(figures.disk_bytes)}"
+        need = (
+            f"as many positions of {figures.bytes_per_position:,} bytes each,"
+            f" {size(figures.disk_bytes)}"
+        )
     if not figures.bytes_per_position:
         need = "no states to cache"
     if method_of(config.train).tunes_backbone:
@@ -146,7 +181,10 @@ def _print_size(
     features = statuses.get("features")
     is_cached = features is not None and features.status == "done"
     if not is_cached and (figures.disk_bytes or 0) - cached > free:
-        _warn(console, ["That does not fit on the disk: name a larger run.store, or fewer rows with limit."])
+        _warn(
+            console,
+            ["That does not fit on the disk: name a larger run.store, or fewer rows with limit."],
+        )
 
 
 def _cached_bytes(features: StageStatus | None) -> int:
@@ -157,7 +195,9 @@ def _cached_bytes(features: StageStatus | None) -> int:
 
 
 def _free_disk(run: RunDirectory) -> int:
-    return shutil.disk_usage(next(path for path in (run.store, *run.store.parents) if path.exists())).free
+    return shutil.disk_usage(
+        next(path for path in (run.store, *run.store.parents) if path.exists())
+    ).free
 
 
 def size(num_bytes: float) -> str:
@@ -218,7 +258,9 @@ def _workers_here(stage: str, wanted: PlacementOf) -> str:
     return words
 
 
-def _print_hours(console: Console, config: Config, figures: RunSize, store: Path, unfinished: Collection[str]) -> None:
+def _print_hours(
+    console: Console, config: Config, figures: RunSize, store: Path, unfinished: Collection[str]
+) -> None:
     """Print the hours of stages of which the store has a finished one, at the newest one's rate."""
     have = InlineExecutor().resources()
     for stage, counted in TIMED.items():
@@ -230,14 +272,19 @@ def _print_hours(console: Console, config: Config, figures: RunSize, store: Path
             continue
         rate = summary["tokens_per_second"] * summary[counted] / summary["tokens"]
         if stage == "train":  # whose rate is of all its workers
-            seconds = sum(recipe.total_steps * recipe.batch_tokens for recipe in figures.recipes) / rate
+            seconds = (
+                sum(recipe.total_steps * recipe.batch_tokens for recipe in figures.recipes) / rate
+            )
         else:
             wanted = config.placement.of_stages()[stage]
-            workers = wanted.workers if wanted.workers != "auto" else max(1, most_workers(wanted, have))
+            workers = (
+                wanted.workers if wanted.workers != "auto" else max(1, most_workers(wanted, have))
+            )
             seconds = figures.tokens / (rate * workers)
         _say(
             console,
-            f"{stage}: at most {duration(seconds)}, at the {tokens_rate(rate)} tokens/s of {done[-1].parent.name}.",
+            f"{stage}: at most {duration(seconds)}, at the {tokens_rate(rate)} tokens/s of"
+            f" {done[-1].parent.name}.",
         )
 
 
@@ -259,15 +306,23 @@ def _print_memory(console: Console, found: Collection[StageMemory]) -> None:
     console.print(table)
     for each in found:
         if each.fits() and not each.fits(-TOLERANCE):
-            _say(console, f"{each.name} may not fit. What helps most: {', '.join(each.saves_memory)}.")
+            _say(
+                console,
+                f"{each.name} may not fit. What helps most: {', '.join(each.saves_memory)}.",
+            )
     if any(each.device_bytes is None for each in found):
-        _say(console, "What the cluster's devices have is not known from here: give placement.gpu_memory_gb.")
+        _say(
+            console,
+            "What the cluster's devices have is not known from here: give placement.gpu_memory_gb.",
+        )
 
 
 def _print_what_training_leaves(
     console: Console, config: Config, target: TargetSizes, found: Collection[StageMemory]
 ) -> None:
-    """Print the bytes on disk of checkpoints (with the optimizer's state), of heads and of a tuned backbone."""
+    """Print the bytes on disk of checkpoints (with the optimizer's state), of heads and of a tuned
+    backbone.
+    """
     trained = [each for each in found if each.stage == "train"]
     heads = max(each.heads for each in trained)
     checkpoint = max(each.heads + each.optimizer for each in trained)
@@ -275,4 +330,8 @@ def _print_what_training_leaves(
     if method_of(config.train).tunes_backbone:
         tuned = f", a tuned backbone of {size(target.weight_bytes())}"
     kept = config.train.keep_checkpoints
-    _say(console, f"On the disk, besides: {kept} checkpoint(s) of {size(checkpoint)}, heads of {size(heads)}{tuned}.")
+    _say(
+        console,
+        f"On the disk, besides: {kept} checkpoint(s) of {size(checkpoint)}, heads of"
+        f" {size(heads)}{tuned}.",
+    )

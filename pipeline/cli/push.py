@@ -11,24 +11,34 @@ import typer
 def push(
     run_dir: Annotated[Path, typer.Argument(help="A finished run's directory.")],
     repo_id: Annotated[
-        str | None, typer.Option(help="USER/NAME on the Hub, or USER/. Default: push.repo_id of the run.")
+        str | None,
+        typer.Option(help="USER/NAME on the Hub, or USER/. Default: push.repo_id of the run."),
     ] = None,
     dataset: Annotated[
-        str | None, typer.Option(help="USER/NAME, or USER/, of a data set for the conversations that the target wrote.")
+        str | None,
+        typer.Option(
+            help="USER/NAME, or USER/, of a data set for the conversations that the target wrote."
+        ),
     ] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="The target's Hub id, needed for Medusa-1 where the run's target is local.")
+        str | None,
+        typer.Option(
+            help="The target's Hub id, needed for Medusa-1 where the run's target is local."
+        ),
     ] = None,
     license: Annotated[
-        str | None, typer.Option(help="The licence that the cards declare. Default: the target's own.")
+        str | None,
+        typer.Option(help="The licence that the cards declare. Default: the target's own."),
     ] = None,
     private: Annotated[bool, typer.Option(help="Make the repositories private.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would go, touch no network.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would go, touch no network.")
+    ] = False,
 ) -> None:
     """Push the export and its model card to the Hub, as one commit. Requires a passed check.
 
-    USER/ alone names the repository after the target. With Medusa-2 the tuned backbone goes first, to USER/NAME, and
-    then its heads to USER/NAME-speculator.medusa.
+    USER/ alone names the repository after the target. With Medusa-2 the tuned backbone goes first,
+    to USER/NAME, and then its heads to USER/NAME-speculator.medusa.
     """
     from pipeline.flow import push_run  # torch and transformers: --help does not wait for them
 

@@ -11,20 +11,30 @@ from pipeline.config.load import load_config
 
 
 def run(
-    config: Annotated[Path, typer.Argument(help="A YAML file such as configs/qwen2.5-7b.yaml, or a run's run.yaml.")],
+    config: Annotated[
+        Path,
+        typer.Argument(help="A YAML file such as configs/qwen2.5-7b.yaml, or a run's run.yaml."),
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value; values parse as YAML, paths are relative to here.")
+        list[str] | None,
+        typer.Argument(help="section.key=value; values parse as YAML, paths are relative to here."),
     ] = None,
     until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
-    executor: Annotated[str, typer.Option(help="ray, or inline: everything in this process.")] = "ray",
-    fresh: Annotated[str | None, typer.Option(help="Throw this stage's result away and make it again.")] = None,
+    executor: Annotated[
+        str, typer.Option(help="ray, or inline: everything in this process.")
+    ] = "ray",
+    fresh: Annotated[
+        str | None, typer.Option(help="Throw this stage's result away and make it again.")
+    ] = None,
 ) -> None:
-    """Run the stages: seeds, generate, features, train, calibrate, export, check and, with push.repo_id, push.
+    """Run the stages: seeds, generate, features, train, calibrate, export, check and, with
+    push.repo_id, push.
 
-    Running it again continues: finished stages and committed shards are kept, a changed setting reruns its stage and
-    what follows.
+    Running it again continues: finished stages and committed shards are kept, a changed setting
+    reruns its stage and what follows.
 
-    Example: medusa-distill run configs/qwen2.5-7b.yaml seeds.sources=prompts.jsonl train.num_heads=4 --until train
+    Example: medusa-distill run configs/qwen2.5-7b.yaml seeds.sources=prompts.jsonl
+        train.num_heads=4 --until train
     """
     from pipeline.flow import run_flow  # torch and transformers: --help does not wait for them
 

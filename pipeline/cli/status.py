@@ -17,22 +17,43 @@ if TYPE_CHECKING:
     from pipeline.run.stage_status import StageStatus
 
 
-def status(run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")]) -> None:
-    """Per stage: done, failed, partial, stale or not run, and why; rows, quarantined rows, seconds, tokens/s."""
+def status(
+    run_dir: Annotated[Path, typer.Argument(help="A run's directory, such as runs/demo.")],
+) -> None:
+    """Per stage: done, failed, partial, stale or not run, and why; rows, quarantined rows, seconds,
+    tokens/s.
+    """
     from pipeline.flow import STAGES
-    from pipeline.run.stage_status import stage_statuses  # torch and transformers: --help does not wait for them
+    from pipeline.run.stage_status import (
+        stage_statuses,
+    )  # torch and transformers: --help does not wait for them
 
     run, config = RunDirectory.open(run_dir)
-    headers = ("stage", "state", "shards", "rows", "quarantined", "seconds", "tokens/s", "directory", "why")
+    headers = (
+        "stage",
+        "state",
+        "shards",
+        "rows",
+        "quarantined",
+        "seconds",
+        "tokens/s",
+        "directory",
+        "why",
+    )
     table = Table(*headers, box=None, header_style="bold")
     for name, state in stage_statuses(run, config, STAGES).items():
         summary = state.summary
-        cells = [summary.get(key) for key in ("rows", "quarantined", "seconds", "tokens_per_second")]
+        cells = [
+            summary.get(key) for key in ("rows", "quarantined", "seconds", "tokens_per_second")
+        ]
         table.add_row(
             name,
             state.status,
             shards_in_words(state),
-            *("" if cell is None else f"{cell:,.0f}" if isinstance(cell, int) else f"{cell:,.1f}" for cell in cells),
+            *(
+                "" if cell is None else f"{cell:,.0f}" if isinstance(cell, int) else f"{cell:,.1f}"
+                for cell in cells
+            ),
             Text(visible(state.directory.path.name) if state.directory else ""),
             Text("" if state.status == "not run" else visible(state.why)),
         )

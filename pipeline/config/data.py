@@ -10,31 +10,51 @@ from pydantic import AfterValidator, Field, PositiveInt, field_validator, model_
 
 from pipeline.config.section import Dtype, Precision, Section
 
-TEMPLATE_GIVEN = {"messages", "chat_template", "add_generation_prompt", "tokenize", "strftime_now", "tools"}
+TEMPLATE_GIVEN = {
+    "messages",
+    "chat_template",
+    "add_generation_prompt",
+    "tokenize",
+    "strftime_now",
+    "tools",
+}
 
 
 class TargetConfig(Section):
     model: str = Field(description="Hub id or local directory of the chat model to accelerate.")
     revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
-    dtype: Dtype = Field("auto", description="Weights' dtype; auto: the model's own on a GPU, float32 on a CPU.")
+    dtype: Dtype = Field(
+        "auto", description="Weights' dtype; auto: the model's own on a GPU, float32 on a CPU."
+    )
     quantization: Literal["4bit", "8bit"] | None = Field(
         None, description="Load the target through bitsandbytes in 4 or 8 bit."
     )
     max_tokens: PositiveInt | None = Field(
-        None, description="Longest conversation in tokens; never beyond the model's context, which is the default."
+        None,
+        description=(
+            "Longest conversation in tokens; never beyond the model's context, which is the"
+            " default."
+        ),
     )
-    trust_remote_code: bool = Field(False, description="Run model code that comes with the weights.")
+    trust_remote_code: bool = Field(
+        False, description="Run model code that comes with the weights."
+    )
     chat_template: str | None = Field(
         None, description="Jinja chat template, as text or as a path; for targets that ship none."
     )
     template_arguments: dict[str, Any] = Field(
         default_factory=dict,
-        description="Variables that the chat template is given, such as {enable_thinking: false} of Qwen3's.",
+        description=(
+            "Variables that the chat template is given, such as {enable_thinking: false} of"
+            " Qwen3's."
+        ),
     )
     date: datetime.date = Field(
         datetime.date(2024, 7, 26),
-        description="What a chat template that asks for today's date (`strftime_now`, as Llama 3's) is told, so that a "
-        "run gives the same on every day.",
+        description=(
+            "What a chat template that asks for today's date (`strftime_now`, as Llama 3's) is"
+            " told, so that a run gives the same on every day."
+        ),
     )
 
     @field_validator("template_arguments")
@@ -66,23 +86,31 @@ Column = Literal[
 class SeedSource(Section):
     path: Path | None = Field(
         None,
-        description="A file (JSON, JSONL, text, CSV or TSV, also .gz; Parquet, Arrow) or a directory of them.",
+        description=(
+            "A file (JSON, JSONL, text, CSV or TSV, also .gz; Parquet, Arrow) or a directory of"
+            " them."
+        ),
     )
     hub: str | None = Field(None, description="A data set on the Hub, streamed.")
     split: str = Field("train", description="The Hub data set's split.")
-    format: Literal["auto", "sharegpt", "messages", "ultrachat", "turns", "alpaca", "prompts"] = Field(
-        "auto", description="Form of the rows; auto tells each row by its keys."
+    format: Literal["auto", "sharegpt", "messages", "ultrachat", "turns", "alpaca", "prompts"] = (
+        Field("auto", description="Form of the rows; auto tells each row by its keys.")
     )
     columns: dict[Column, str] | None = Field(
         None,
-        description="Columns of other names than the forms have, such as `{prompt: question, response: answer}`; no "
-        "others are read.",
+        description=(
+            "Columns of other names than the forms have, such as `{prompt: question, response:"
+            " answer}`; no others are read."
+        ),
     )
     limit: PositiveInt | None = Field(None, description="Read at most this many rows.")
     weight: float | None = Field(
         None,
-        description="Share of the mixture: conversations are taken from the sources in proportion to their weights, "
-        "until one has no more. All sources have one, or none has and all are read whole.",
+        description=(
+            "Share of the mixture: conversations are taken from the sources in proportion to their"
+            " weights, until one has no more. All sources have one, or none has and all are read"
+            " whole."
+        ),
         gt=0,
     )
 
@@ -99,43 +127,67 @@ class SeedsConfig(Section):
     )
     rows_per_shard: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="Conversations per shard, the unit of work and of resume; an interruption costs at most those that "
-        "are under way. auto: an eighth of the rows, but 16 to 512, and 512 above 4,096 rows. The number of workers "
-        "does not count, so that a run goes on with more of them.",
+        description=(
+            "Conversations per shard, the unit of work and of resume; an interruption costs at most"
+            " those that are under way. auto: an eighth of the rows, but 16 to 512, and 512 above"
+            " 4,096 rows. The number of workers does not count, so that a run goes on with more of"
+            " them."
+        ),
     )
     holdout: float = Field(
-        0.1, description="Fraction never trained on: half calibrates, half checks (at least 8 rows each).", gt=0, lt=1
+        0.1,
+        description=(
+            "Fraction never trained on: half calibrates, half checks (at least 8 rows each)."
+        ),
+        gt=0,
+        lt=1,
     )
     near_duplicates: Literal["keep", "quarantine", "minhash"] = Field(
         "keep",
-        description="What becomes of prompts that are nearly an earlier one; the same prompt a second time is always "
-        "quarantined. quarantine: leave out those that differ in case, punctuation and white space alone; minhash: "
-        "also similar ones.",
+        description=(
+            "What becomes of prompts that are nearly an earlier one; the same prompt a second time"
+            " is always quarantined. quarantine: leave out those that differ in case, punctuation"
+            " and white space alone; minhash: also similar ones."
+        ),
     )
     similarity: float = Field(
         0.8,
-        description="With minhash: from which share of common three words in a row on prompts are similar.",
+        description=(
+            "With minhash: from which share of common three words in a row on prompts are similar."
+        ),
         gt=0,
         le=1,
     )
     decontaminate: bool = Field(
         True,
-        description="Leave out conversations that hold a question of `check.prompts`, where that is a file. A file "
-        "that finds others makes other seeds, and so all that follows; with a source on the Hub every other file does.",
+        description=(
+            "Leave out conversations that hold a question of `check.prompts`, where that is a file."
+            " A file that finds others makes other seeds, and so all that follows; with a source on"
+            " the Hub every other file does."
+        ),
     )
     tools: Literal["context", "cut", "quarantine"] = Field(
         "context",
-        description="Turns that call functions, and their results. context: the target reads them and no head learns "
-        "from them, where its chat template can render them; cut: the conversation ends before them; quarantine: it is "
-        "left out.",
+        description=(
+            "Turns that call functions, and their results. context: the target reads them and no"
+            " head learns from them, where its chat template can render them; cut: the conversation"
+            " ends before them; quarantine: it is left out."
+        ),
     )
     special_tokens: Literal["escape", "keep", "quarantine"] = Field(
         "escape",
-        description="Special tokens of the target in a seed's text, such as `</s>`. escape: the target reads them as "
-        "text; keep: as control tokens, as servers do; quarantine: such rows are left out.",
+        description=(
+            "Special tokens of the target in a seed's text, such as `</s>`. escape: the target"
+            " reads them as text; keep: as control tokens, as servers do; quarantine: such rows are"
+            " left out."
+        ),
     )
-    max_characters: PositiveInt = Field(200_000, description="Longer conversations are quarantined as too-long.")
-    max_file_gb: float = Field(64, description="A file that holds more, unpacked, is refused.", gt=0)
+    max_characters: PositiveInt = Field(
+        200_000, description="Longer conversations are quarantined as too-long."
+    )
+    max_file_gb: float = Field(
+        64, description="A file that holds more, unpacked, is refused.", gt=0
+    )
 
     @field_validator("sources", mode="before")
     @classmethod
@@ -156,7 +208,10 @@ def without_secrets(engine_args: dict[str, Any]) -> dict[str, Any]:
     """Refuse what must not stand in a run's files, where every setting does."""
     for name in engine_args:
         if name.endswith(("token", "password", "api_key")):
-            raise ValueError(f"{name} would be written to run.yaml; give it in the environment (HF_TOKEN) instead")
+            raise ValueError(
+                f"{name} would be written to run.yaml; give it in the environment (HF_TOKEN)"
+                " instead"
+            )
     return engine_args
 
 
@@ -166,11 +221,15 @@ EngineArgs = Annotated[dict[str, Any], AfterValidator(without_secrets)]
 class GenerateConfig(Section):
     mode: Literal["replay", "self-talk", "passthrough"] = Field(
         "replay",
-        description="replay: the seed's user turns, the target's answers; self-talk: the target writes both roles; "
-        "passthrough: the seed's own answers.",
+        description=(
+            "replay: the seed's user turns, the target's answers; self-talk: the target writes both"
+            " roles; passthrough: the seed's own answers."
+        ),
     )
     engine: Literal["vllm", "transformers"] = Field("vllm", description="Which engine decodes.")
-    temperature: float = Field(0.7, description="Sampling temperature of training rows; 0 is greedy.", ge=0)
+    temperature: float = Field(
+        0.7, description="Sampling temperature of training rows; 0 is greedy.", ge=0
+    )
     top_p: float = Field(1.0, description="Nucleus of training rows.", gt=0, le=1)
     max_new_tokens: PositiveInt = Field(1024, description="Longest answer, in tokens.")
     rounds: PositiveInt = Field(8, description="Most answers per conversation.")
@@ -181,22 +240,33 @@ class GenerateConfig(Section):
         "keep", description="What becomes of an answer cut at max_new_tokens."
     )
     batch_invariant: bool = Field(
-        False, description="vLLM's batch-invariant mode on a GPU (beta): the same tokens in any batch."
+        False,
+        description="vLLM's batch-invariant mode on a GPU (beta): the same tokens in any batch.",
     )
-    engine_args: EngineArgs = Field(default_factory=dict, description="Passed to the engine as they are.")
+    engine_args: EngineArgs = Field(
+        default_factory=dict, description="Passed to the engine as they are."
+    )
 
 
 class FeaturesConfig(Section):
-    engine: Literal["transformers", "vllm"] = Field("transformers", description="Which engine runs the backbone.")
-    tokens_per_batch: PositiveInt = Field(16_384, description="Token budget of one forward, padding included.")
+    engine: Literal["transformers", "vllm"] = Field(
+        "transformers", description="Which engine runs the backbone."
+    )
+    tokens_per_batch: PositiveInt = Field(
+        16_384, description="Token budget of one forward, padding included."
+    )
     precision: Precision = Field(
         "native",
-        description="Stored numbers: native is the target's dtype; fp8 (e4m3) and int8, with one scale per state, take "
-        "half of bfloat16's bytes.",
+        description=(
+            "Stored numbers: native is the target's dtype; fp8 (e4m3) and int8, with one scale per"
+            " state, take half of bfloat16's bytes."
+        ),
     )
     codec: Literal["none", "zstd", "lz4"] = Field(
         "none",
-        description="Parquet compression of states. zstd: bfloat16 states to 0.78 of their size, float32 to 0.93, "
-        "and more CPU to write and read them; lz4 finds nothing in states.",
+        description=(
+            "Parquet compression of states. zstd: bfloat16 states to 0.78 of their size, float32 to"
+            " 0.93, and more CPU to write and read them; lz4 finds nothing in states."
+        ),
     )
     engine_args: EngineArgs = Field(default_factory=dict, description="Passed to vLLM as they are.")

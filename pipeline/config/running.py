@@ -12,12 +12,19 @@ from pipeline.config.section import Section
 
 class RunConfig(Section):
     name: str = Field(
-        description="Name of the run; its directory is root/name.", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+        description="Name of the run; its directory is root/name.",
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
     )
-    root: Path = Field(Path("~/medusa-runs"), description="Directory of all runs; on storage that every worker sees.")
+    root: Path = Field(
+        Path("~/medusa-runs"),
+        description="Directory of all runs; on storage that every worker sees.",
+    )
     store: Path | None = Field(
         None,
-        description="Where stage directories live; runs that name one store share them. Default: the run directory.",
+        description=(
+            "Where stage directories live; runs that name one store share them. Default: the run"
+            " directory."
+        ),
     )
     seed: int = Field(0, description="Seed of sampling, splits and training.", ge=0)
 
@@ -34,12 +41,17 @@ class RunConfig(Section):
 class PlacementOf(Section):
     workers: PositiveInt | Literal["auto"] = Field(
         1,
-        description="Worker processes; auto: as many as there is room for, one per GPU or, without GPUs, per node.",
+        description=(
+            "Worker processes; auto: as many as there is room for, one per GPU or, without GPUs,"
+            " per node."
+        ),
     )
     gpus_per_worker: int | None = Field(
         None, description="GPUs of each; default 1 where the cluster has GPUs, else 0.", ge=0
     )
-    cpus_per_worker: PositiveInt | None = Field(None, description="CPU cores of each; default: an equal share.")
+    cpus_per_worker: PositiveInt | None = Field(
+        None, description="CPU cores of each; default: an equal share."
+    )
 
 
 class PlacementConfig(Section):
@@ -48,8 +60,10 @@ class PlacementConfig(Section):
     train: PlacementOf = Field(default_factory=PlacementOf, description="Workers of train.")
     gpu_memory_gb: PositiveFloat | None = Field(
         None,
-        description="Memory of each GPU, as its name has it (80 of an H100), to plan for GPUs that this machine has "
-        "not. Default: what the GPUs here have.",
+        description=(
+            "Memory of each GPU, as its name has it (80 of an H100), to plan for GPUs that this"
+            " machine has not. Default: what the GPUs here have."
+        ),
     )
 
     def of_stages(self) -> dict[str, PlacementOf]:
@@ -59,14 +73,25 @@ class PlacementConfig(Section):
 
 class LimitsConfig(Section):
     max_quarantine_fraction: float = Field(
-        0.2, description="A stage stops (exit 3) when it refuses more; duplicates do not count.", ge=0, le=1
+        0.2,
+        description="A stage stops (exit 3) when it refuses more; duplicates do not count.",
+        ge=0,
+        le=1,
     )
-    min_free_disk_gb: float = Field(1.0, description="A stage stops (exit 4) before the disk has less.", ge=0)
+    min_free_disk_gb: float = Field(
+        1.0, description="A stage stops (exit 4) before the disk has less.", ge=0
+    )
     max_consecutive_failures: PositiveInt = Field(
         3,
-        description="A stage stops when a shard fails this often; one that ends its worker's process this often is "
-        "searched for the rows that do it, which are quarantined.",
+        description=(
+            "A stage stops when a shard fails this often; one that ends its worker's process this"
+            " often is searched for the rows that do it, which are quarantined."
+        ),
     )
     max_hours_per_shard: float = Field(
-        6.0, description="A worker that takes longer for one shard is ended, and the shard given to another.", gt=0
+        6.0,
+        description=(
+            "A worker that takes longer for one shard is ended, and the shard given to another."
+        ),
+        gt=0,
     )

@@ -1,8 +1,10 @@
-"""Rows of text files: lines, JSON lines, and the items of a JSON array. Files are streamed, also packed ones.
+"""Rows of text files: lines, JSON lines, and the items of a JSON array. Files are streamed, also
+packed ones.
 
 A row of more than `MAX_ROW_BYTES` is refused unread, and a row that is no JSON costs itself alone.
 
-Limit: nothing after a bracket that is missing in a JSON array, or one too many, can be read, so that ends the run.
+Limit: nothing after a bracket that is missing in a JSON array, or one too many, can be read, so
+    that ends the run.
 """
 
 from __future__ import annotations
@@ -62,7 +64,9 @@ class _Counted(io.RawIOBase):
 def too_large(path: Path, most_bytes: int) -> DataError:
     """The refusal of a file that holds more than `seeds.max_file_gb`, unpacked."""
     what = f"The file holds more than {most_bytes / 1e9:,.3g} GB, unpacked."
-    return DataError(what, str(path), "Split it, or raise seeds.max_file_gb where it is meant to be so large.")
+    return DataError(
+        what, str(path), "Split it, or raise seeds.max_file_gb where it is meant to be so large."
+    )
 
 
 @contextmanager
@@ -76,7 +80,9 @@ def readable(path: Path, most_bytes: int) -> Iterator[io.BufferedReader]:
     with reading(path), path.open("rb") as file:
         packed = file.peek(2)[:2] == GZIP_MAGIC
         source = cast(io.BufferedIOBase, gzip.GzipFile(fileobj=file)) if packed else file
-        yield cast(io.BufferedReader, io.BufferedReader(_Counted(source, path, most_bytes), CHUNK_BYTES))
+        yield cast(
+            io.BufferedReader, io.BufferedReader(_Counted(source, path, most_bytes), CHUNK_BYTES)
+        )
 
 
 @contextmanager
@@ -85,10 +91,14 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"The compressed file is damaged: {error}.", str(path), "Copy or download it again.") from error
+        raise DataError(
+            f"The compressed file is damaged: {error}.", str(path), "Copy or download it again."
+        ) from error
     except OSError as error:
         what = f"The seed file cannot be read: {error.strerror or error}."
-        raise EnvironmentFault(what, str(path), "Make it readable, then run the same command again.") from error
+        raise EnvironmentFault(
+            what, str(path), "Make it readable, then run the same command again."
+        ) from error
 
 
 def raw_lines(file: io.BufferedReader) -> Iterator[bytes | None]:
@@ -103,7 +113,9 @@ def raw_lines(file: io.BufferedReader) -> Iterator[bytes | None]:
 
 
 def decoded(data: bytes) -> str:
-    """Bytes as text, undecodable ones marked. A NUL counts as undecodable: it comes from UTF-16 or binary data."""
+    """Bytes as text, undecodable ones marked. A NUL counts as undecodable: it comes from UTF-16 or
+    binary data.
+    """
     return data.decode("utf-8", "mark").replace("\0", UNDECODABLE_MARK)
 
 
@@ -142,7 +154,9 @@ def _stripped(row: bytes) -> str:
 
 
 def _json_lines(file: io.BufferedReader) -> Iterator[Any]:
-    """The value of each line; a file whose first line is a single brace may be one object over many lines."""
+    """The value of each line; a file whose first line is a single brace may be one object over many
+    lines.
+    """
     rows = lines(file)
     first = list(itertools.islice(rows, 1))
     if first == ["{"]:

@@ -1,4 +1,6 @@
-"""An interactive conversation as token ids: the prompt of each question, with earlier answers as they were sampled."""
+"""An interactive conversation as token ids: the prompt of each question, with earlier answers as
+they were sampled.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,12 @@ class Chat:
         self._asked: RowBuilder | None = None
 
     def ask(self, question: str) -> tuple[list[int], bool]:
-        """The ids up to where the answer begins, and whether earlier turns were dropped to make room.
+        """The ids up to where the answer begins, and whether earlier turns were dropped to make
+        room.
 
         Raises:
-            RowRejected: The question alone is too long or undecodable, or the template rejects it; the history is
-                unchanged.
+            RowRejected: The question alone is too long or undecodable, or the template rejects it;
+                the history is unchanged.
         """
         message, builder = Message("user", utf8_text(question, "the question")), self._builder
         asked = builder.asked(self._template, [message]) if builder else None
@@ -42,7 +45,9 @@ class Chat:
         return asked.ids, forgets
 
     def answered(self, ids: Sequence[int], *, ended: bool) -> None:
-        """Append the answer, including its end token where it `ended`; without ids the question is dropped."""
+        """Append the answer, including its end token where it `ended`; without ids the question is
+        dropped.
+        """
         assert self._asked is not None, "nothing was asked"
         if ids:
             message = Message("assistant", self._template.decode(ids))

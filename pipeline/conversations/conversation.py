@@ -1,7 +1,7 @@
 """Conversations, and rows that are rejected.
 
-Each row of each stage is either kept or quarantined with one of the reasons below. Code that looks at one row raises
-`RowRejected`; its caller turns that into a `RejectedRow`.
+Each row of each stage is either kept or quarantined with one of the reasons below. Code that looks
+at one row raises `RowRejected`; its caller turns that into a `RejectedRow`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ from enum import StrEnum
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
-Mode = Literal["replay", "self-talk", "passthrough"]  # how a conversation is generated, see dialogue.py
+Mode = Literal[
+    "replay", "self-talk", "passthrough"
+]  # how a conversation is generated, see dialogue.py
 
-SpecialTokens = Literal["escape", "keep", "quarantine"]  # what becomes of special tokens in a seed's text
+SpecialTokens = Literal[
+    "escape", "keep", "quarantine"
+]  # what becomes of special tokens in a seed's text
 
-UNDECODABLE_MARK = "\ufdd0"  # replaces bytes that are not UTF-8; a code point reserved for internal use
+UNDECODABLE_MARK = (
+    "\ufdd0"  # replaces bytes that are not UTF-8; a code point reserved for internal use
+)
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -34,7 +40,8 @@ class Message:
 class Turn:
     """What is asked and, where the seed has one, its answer.
 
-    `asked` is the user's message, and after it the functions that the seed's assistant called with their results.
+    `asked` is the user's message, and after it the functions that the seed's assistant called with
+    their results.
     """
 
     asked: tuple[Message, ...]
@@ -43,10 +50,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """At most one system message, then turns: a user's message and, where the seed has one, its answer.
+    """At most one system message, then turns: a user's message and, where the seed has one, its
+    answer.
 
-    `id` is ours and unique (`source:row`); `source_id` is the dump's own and may repeat. `tools` are the functions that
-    the assistant may call, as the JSON list that chat templates take.
+    `id` is ours and unique (`source:row`); `source_id` is the dump's own and may repeat. `tools`
+    are the functions that the assistant may call, as the JSON list that chat templates take.
     """
 
     id: str
@@ -62,7 +70,9 @@ class Conversation:
         for message, after in zip(self.messages, (*self.messages[1:], None), strict=True):
             if message.role == "user":
                 turns.append(Turn((message,), None))
-            elif message.role == "tool" or (message.tool_calls is not None and after and after.role == "tool"):
+            elif message.role == "tool" or (
+                message.tool_calls is not None and after and after.role == "tool"
+            ):
                 turns[-1] = replace(turns[-1], asked=(*turns[-1].asked, message))
             elif message.role == "assistant" and message.tool_calls is None:
                 turns[-1] = replace(turns[-1], answer=message.content)
@@ -74,9 +84,11 @@ class Conversation:
         return tuple(message for message in self.messages[:1] if message.role == "system")
 
     def read_by(self, mode: Mode, rounds: int | None = None) -> tuple[Message, ...]:
-        """The messages that generation reads of it: two conversations that agree in them are the same to it.
+        """The messages that generation reads of it: two conversations that agree in them are the
+        same to it.
 
-        Replay reads the first `rounds` questions, self-talk the first one, and passthrough the answers as well.
+        Replay reads the first `rounds` questions, self-talk the first one, and passthrough the
+        answers as well.
         """
         if mode == "passthrough":
             return self.messages
@@ -102,8 +114,12 @@ class Reason(StrEnum):
     DUPLICATE = "duplicate"
     CONTAMINATED = "contaminated"  # it holds one of the check's questions
     # In the target.
-    TEMPLATE_REFUSED = "template-refused"  # the chat template raised, for example on a system prompt
-    SPECIAL_TOKENS = "special-tokens"  # in its text, where `seeds.special_tokens` does not want them
+    TEMPLATE_REFUSED = (
+        "template-refused"  # the chat template raised, for example on a system prompt
+    )
+    SPECIAL_TOKENS = (
+        "special-tokens"  # in its text, where `seeds.special_tokens` does not want them
+    )
     TRUNCATED = "truncated"
     CONTEXT_FULL = "context-full"
     DEGENERATE_LOOP = "degenerate-loop"
@@ -176,7 +192,9 @@ def _paired(text: str) -> str:
 
 
 def storable(value: Any, depth: int = 32) -> Any:
-    """`value` as standard JSON in UTF-8, approximated where needed; nesting below `depth` is left out."""
+    """`value` as standard JSON in UTF-8, approximated where needed; nesting below `depth` is left
+    out.
+    """
     if isinstance(value, str):
         return encodable(value)
     if isinstance(value, float) and not math.isfinite(value):

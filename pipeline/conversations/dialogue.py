@@ -1,16 +1,19 @@
 """One conversation with a target, as a state machine that any engine can drive.
 
-Call `next_request` and `receive` in turn until there is no request, then `rows`. A turn is a user's message and its
-answer; a row is one growing list of token ids that holds every answer exactly as it was sampled. Three modes:
+Call `next_request` and `receive` in turn until there is no request, then `rows`. A turn is a user's
+message and its answer; a row is one growing list of token ids that holds every answer exactly as it
+was sampled. Three modes:
 
-    replay       the seed's user messages one after another, the target's own answers in between; the functions that
-                 the seed's assistant called, and their results, are context that nothing is learned from
-    self-talk    the seed's first message; then the target writes both roles, each under its role's header
-    passthrough  the seed's own answers, rendered as if the target had sampled them; makes no requests
+    replay       the seed's user messages one after another, the target's own answers in between;
+                 the functions that the seed's assistant called, and their results, are context that
+                 nothing is learned from
+    self-talk    the seed's first message; then the target writes both roles, each under its role's
+    header passthrough  the seed's own answers, rendered as if the target had sampled them; makes no
+    requests
 
-A turn that cannot be used ends the conversation and is dropped: a degenerate loop, an answer without text, an answer
-that `on_truncated` does not keep, no room in the context. Earlier turns stay. A row ends with an answer; a generated
-user message that is empty or has no answer is dropped.
+A turn that cannot be used ends the conversation and is dropped: a degenerate loop, an answer
+without text, an answer that `on_truncated` does not keep, no room in the context. Earlier turns
+stay. A row ends with an answer; a generated user message that is empty or has no answer is dropped.
 """
 
 from __future__ import annotations
@@ -19,7 +22,15 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeline.conversations.conversation import Conversation, Message, Mode, Reason, RowRejected, SpecialTokens, Turn
+from pipeline.conversations.conversation import (
+    Conversation,
+    Message,
+    Mode,
+    Reason,
+    RowRejected,
+    SpecialTokens,
+    Turn,
+)
 from pipeline.conversations.repetition import degenerate_loop
 from pipeline.conversations.requests import Completion, Finish, Request, Sampling, sample_seed
 from pipeline.conversations.row_builder import GeneratedRow, RowBuilder
@@ -34,14 +45,16 @@ class DialogueSettings:
     Attributes:
         max_tokens: The target's context, the limit of every row.
         rounds: Maximum number of answers; None for one per question, or as many as fit.
-        on_truncated: For an answer cut at `max_new_tokens`: keep it, drop its turn and end the conversation, or reject
-            the conversation. An answer cut by the end of the context always ends the conversation.
+        on_truncated: For an answer cut at `max_new_tokens`: keep it, drop its turn and end the
+            conversation, or reject the conversation. An answer cut by the end of the context always
+            ends the conversation.
         seed: The run's seed.
-        ends_at_flaws: Whether a degenerate loop or an empty answer ends the conversation, as training data needs; a
-            benchmark continues.
-        answers_last: Whether the target answers the last question, too; whoever only reads the prompts needs no answer.
-        special_tokens: Special tokens in the text of the seed: written as text, kept as control tokens, or the
-            conversation rejected.
+        ends_at_flaws: Whether a degenerate loop or an empty answer ends the conversation, as
+            training data needs; a benchmark continues.
+        answers_last: Whether the target answers the last question, too; whoever only reads the
+            prompts needs no answer.
+        special_tokens: Special tokens in the text of the seed: written as text, kept as control
+            tokens, or the conversation rejected.
     """
 
     mode: Mode
@@ -56,13 +69,17 @@ class DialogueSettings:
 
 
 def require_both_sides(template: ChatTemplate, mode: str) -> None:
-    """Check that self-talk is possible: a token of the template must end a user's text, or it would never stop.
+    """Check that self-talk is possible: a token of the template must end a user's text, or it would
+    never stop.
 
     Raises:
         ConfigError: No token does.
     """
     if mode == "self-talk" and not template.end_of_user_ids:
-        what = "The target cannot write the user's side: in its chat template no token ends a user's text."
+        what = (
+            "The target cannot write the user's side: in its chat template no token ends a user's"
+            " text."
+        )
         raise ConfigError(what, "generate.mode: self-talk", "Use generate.mode=replay.")
 
 
@@ -76,10 +93,14 @@ class Dialogue:
         ConfigError: Self-talk with a template in which no token ends a user's text.
     """
 
-    def __init__(self, conversation: Conversation, template: ChatTemplate, settings: DialogueSettings):
+    def __init__(
+        self, conversation: Conversation, template: ChatTemplate, settings: DialogueSettings
+    ):
         require_both_sides(template, settings.mode)
         self._conversation, self._settings = conversation, settings
-        self._template = template.keeping_special_tokens() if settings.special_tokens == "keep" else template
+        self._template = (
+            template.keeping_special_tokens() if settings.special_tokens == "keep" else template
+        )
         if conversation.tools:
             self._template = self._template.offering(conversation.tools)
         self._turns = deque(self._usable_turns())
@@ -124,24 +145,34 @@ class Dialogue:
         return len(self._turns) > (0 if self._settings.answers_last else 1)
 
     def prompts(self) -> list[list[int]]:
-        """What the target was given before each answer, and before one that it was not asked for."""
+        """What the target was given before each answer, and before one that it was not asked
+        for.
+        """
         rows = self._rows.values()
-        return [builder.ids[: span.start] for builder in rows for span in builder.spans] + self._unanswered
+        return [
+            builder.ids[: span.start] for builder in rows for span in builder.spans
+        ] + self._unanswered
 
     def rows(self) -> list[GeneratedRow]:
         """The finished rows.
 
         Raises:
-            RowRejected: No answer of the target remains, or `on_truncated` rejects the conversation.
+            RowRejected: No answer of the target remains, or `on_truncated` rejects the
+                conversation.
         """
         assert self._ending is not None, "the conversation is not over"
         if not self._rows:
             raise self._ending
         parent, split = self._conversation.id, len(self._rows) > 1
-        return [builder.row(f"{parent}#{turn}" if split else parent, parent) for turn, builder in self._rows.items()]
+        return [
+            builder.row(f"{parent}#{turn}" if split else parent, parent)
+            for turn, builder in self._rows.items()
+        ]
 
     def _usable_turns(self) -> list[Turn]:
-        """The seed's turns; where the template cannot render functions, the last one is the first that needs them."""
+        """The seed's turns; where the template cannot render functions, the last one is the first
+        that needs them.
+        """
         turns, self.cut_at_tools = self._conversation.turns, False
         if self._settings.mode == "self-talk":
             return [replace(turn, asked=turn.asked[:1]) for turn in turns]
@@ -149,7 +180,11 @@ class Dialogue:
         if cut is not None:
             self.cut_at_tools = True
             turns = [*turns[:cut], Turn(turns[cut].asked[:1], None)]
-        return [turn for turn in turns if self._settings.mode != "passthrough" or turn.answer is not None]
+        return [
+            turn
+            for turn in turns
+            if self._settings.mode != "passthrough" or turn.answer is not None
+        ]
 
     def _renders(self, turn: Turn) -> bool:
         """Whether the template can render the functions of a turn; some take one call at a time."""
@@ -191,36 +226,56 @@ class Dialogue:
         settings, sampling = self._settings, self._settings.sampling
         if not (settings.answers_last or self._turns):
             self._unanswered = [builder.ids]
-            self._ending = RowRejected(Reason.NOTHING_GENERATED, "The last question is not to be answered.")
+            self._ending = RowRejected(
+                Reason.NOTHING_GENERATED, "The last question is not to be answered."
+            )
             return None
-        turn, self._num_requests, self._pending = self._num_requests, self._num_requests + 1, builder
+        turn, self._num_requests, self._pending = (
+            self._num_requests,
+            self._num_requests + 1,
+            builder,
+        )
         return Request(
             id=f"{self._conversation.id}/{turn}",
             prompt_ids=builder.ids,
-            max_new_tokens=room if settings.mode == "passthrough" else min(room, sampling.max_new_tokens),
-            seed=sample_seed(settings.seed, self._conversation.id, turn) if sampling.temperature > 0 else None,
+            max_new_tokens=(
+                room if settings.mode == "passthrough" else min(room, sampling.max_new_tokens)
+            ),
+            seed=(
+                sample_seed(settings.seed, self._conversation.id, turn)
+                if sampling.temperature > 0
+                else None
+            ),
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             stop_token_ids=self._stop_token_ids,
         )
 
     def _prompt(self) -> RowBuilder:
-        """The conversation up to where the next text begins; RowRejected when there is nothing left to ask."""
+        """The conversation up to where the next text begins; RowRejected when there is nothing left
+        to ask.
+        """
         builder, template = self._builder, self._template
         if self._num_answers == self._settings.rounds:
             raise RowRejected(Reason.NOTHING_GENERATED, "All rounds are over.")
         if builder is not None and self._writer == "user":
             return builder.read(template.role_header(builder.messages[:-1], builder.ended))
-        if builder is not None and builder.messages[-1].role == "user":  # the target wrote the question
+        if (
+            builder is not None and builder.messages[-1].role == "user"
+        ):  # the target wrote the question
             if template.rewrites_history(builder.messages[:-1], builder.messages[-1:]):
                 return RowBuilder.opening(template, builder.messages, self._num_answers)
             return builder.read(template.role_footer(builder.messages[:-1], builder.ended))
         if not self._turns:
-            raise RowRejected(Reason.NOTHING_GENERATED, "The seed has no question, or for passthrough no answer.")
+            raise RowRejected(
+                Reason.NOTHING_GENERATED, "The seed has no question, or for passthrough no answer."
+            )
         turn = self._turns.popleft()
         self._seed_answer = turn.answer
         if builder is None:
-            return RowBuilder.opening(template, (*self._conversation.system, *turn.asked), self._num_answers)
+            return RowBuilder.opening(
+                template, (*self._conversation.system, *turn.asked), self._num_answers
+            )
         return builder.asked(template, turn.asked, self._num_answers)
 
     def _room(self, builder: RowBuilder) -> int:
@@ -228,10 +283,14 @@ class Dialogue:
         num_tokens, max_tokens = len(builder.ids), self._settings.max_tokens
         if num_tokens >= max_tokens:
             reason = Reason.CONTEXT_FULL if self._rows else Reason.TOO_LONG
-            raise RowRejected(reason, f"The prompt has {num_tokens} tokens, the context {max_tokens}.")
+            raise RowRejected(
+                reason, f"The prompt has {num_tokens} tokens, the context {max_tokens}."
+            )
         return max_tokens - num_tokens
 
-    def _flaw(self, ids: list[int], text: str, finish: Finish, context_left: int) -> RowRejected | None:
+    def _flaw(
+        self, ids: list[int], text: str, finish: Finish, context_left: int
+    ) -> RowRejected | None:
         """The reason why this text ends the conversation, if it does."""
         policy, ends_at_flaws = self._settings.on_truncated, self._settings.ends_at_flaws
         if ends_at_flaws and degenerate_loop(ids):
@@ -244,7 +303,9 @@ class Dialogue:
             return RowRejected(Reason.CONTEXT_FULL, "The context ended within the text.")
         if policy == "quarantine":
             self._rows.clear()
-        return RowRejected(Reason.TRUNCATED, f"The {self._writer}'s text was cut after {len(ids)} tokens.")
+        return RowRejected(
+            Reason.TRUNCATED, f"The {self._writer}'s text was cut after {len(ids)} tokens."
+        )
 
     def _recite(self, request: Request) -> Completion:
         """The seed's own answer, as if the target had written it."""

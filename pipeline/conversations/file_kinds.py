@@ -1,4 +1,5 @@
-"""The kinds of seed files, each one object: its suffixes, the bytes that it begins with, and how its rows are read.
+"""The kinds of seed files, each one object: its suffixes, the bytes that it begins with, and how
+its rows are read.
 
 A new kind is one entry of `KINDS`.
 """
@@ -22,7 +23,8 @@ class Wanted:
 
     Attributes:
         named: The columns that `seeds.sources[].columns` names; none reads all.
-        known: The keys of rows that some form reads: of a table without named columns no others are read.
+        known: The keys of rows that some form reads: of a table without named columns no others are
+            read.
         most_bytes: The file's limit, unpacked.
     """
 
@@ -40,7 +42,9 @@ class FileKind:
     magic: bytes | None = None
 
 
-def _streamed(rows: Callable[[BufferedReader, Path, Wanted], Iterator[Any]]) -> Callable[[Path, Wanted], Iterator[Any]]:
+def _streamed(
+    rows: Callable[[BufferedReader, Path, Wanted], Iterator[Any]],
+) -> Callable[[Path, Wanted], Iterator[Any]]:
     def read(path: Path, wanted: Wanted) -> Iterator[Any]:
         with byte_rows.readable(path, wanted.most_bytes) as file:
             yield from rows(file, path, wanted)
@@ -49,7 +53,9 @@ def _streamed(rows: Callable[[BufferedReader, Path, Wanted], Iterator[Any]]) -> 
 
 
 def _delimited(delimiters: str) -> Callable[[Path, Wanted], Iterator[Any]]:
-    return _streamed(lambda file, path, wanted: table_rows.delimited_rows(file, path, wanted.named, delimiters))
+    return _streamed(
+        lambda file, path, wanted: table_rows.delimited_rows(file, path, wanted.named, delimiters)
+    )
 
 
 def _table(rows: Callable[..., Iterator[Any]]) -> Callable[[Path, Wanted], Iterator[Any]]:
@@ -57,7 +63,10 @@ def _table(rows: Callable[..., Iterator[Any]]) -> Callable[[Path, Wanted], Itera
 
 
 KINDS = {
-    "json": FileKind((".json", ".jsonl", ".ndjson"), _streamed(lambda file, path, _: byte_rows.json_rows(file, path))),
+    "json": FileKind(
+        (".json", ".jsonl", ".ndjson"),
+        _streamed(lambda file, path, _: byte_rows.json_rows(file, path)),
+    ),
     "text": FileKind((".txt",), _streamed(lambda file, *_: byte_rows.lines(file))),
     "csv": FileKind((".csv",), _delimited(table_rows.DELIMITERS)),
     "tsv": FileKind((".tsv",), _delimited("\t")),
@@ -74,7 +83,8 @@ def plain_suffix(name: str) -> str:
 
 
 def file_rows(path: Path, wanted: Wanted) -> Iterator[Any]:
-    """A file's rows, by the bytes that it begins with, or else its suffix; JSON where neither says anything.
+    """A file's rows, by the bytes that it begins with, or else its suffix; JSON where neither says
+    anything.
 
     Raises:
         ConfigError: A column that is named is not there.

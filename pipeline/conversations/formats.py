@@ -1,14 +1,16 @@
 """Formats of conversation dumps, one row at a time.
 
     sharegpt   {"conversations": [{"from": "human", "value": "..."}, ...]}
-    messages   {"messages": [{"role": "user", "content": "..." or [{"type": "text", "text": "..."}]}, ...]}
-    ultrachat  {"data": ["question", "answer", ...]}, or {"prompt": "...", "messages": [...]}
-    turns      {"question_id": 81, "category": "writing", "turns": ["question", "question", ...]}
-    alpaca     {"instruction": "...", "input": "...", "output": "...", "history": [["question", "answer"], ...]}
-    prompts    "question", {"prompt": "question"}, {"prompt": "question", "response": "answer"}
+    messages   {"messages": [{"role": "user", "content": "..." or [{"type": "text", "text":
+    "..."}]}, ...]} ultrachat  {"data": ["question", "answer", ...]}, or {"prompt": "...",
+    "messages": [...]} turns      {"question_id": 81, "category": "writing", "turns": ["question",
+    "question", ...]} alpaca     {"instruction": "...", "input": "...", "output": "...", "history":
+    [["question", "answer"], ...]} prompts    "question", {"prompt": "question"}, {"prompt":
+    "question", "response": "answer"}
 
-A turn's role and text may use the key names of either format: dumps mix them. What is repaired in turns, `repair` says.
-A new format is one entry of `FORMS`, and its name in `seeds.sources[].format`.
+A turn's role and text may use the key names of either format: dumps mix them. What is repaired in
+turns, `repair` says. A new format is one entry of `FORMS`, and its name in
+`seeds.sources[].format`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ from pipeline.conversations.tool_turns import CALLING_ROLES, calls_of, definitio
 
 ROLES: dict[str, Role] = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bing", "bard", *CALLING_ROLES), "assistant"),
+    **dict.fromkeys(
+        ("gpt", "assistant", "model", "chatgpt", "bing", "bard", *CALLING_ROLES), "assistant"
+    ),
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response"), "tool"),
 }
@@ -45,7 +49,9 @@ ANSWER_KEYS = ("response", "completion")
 
 @dataclass(frozen=True)
 class Form:
-    """One format: the key that tells its rows, the other keys that it reads, and how a row's turns are read."""
+    """One format: the key that tells its rows, the other keys that it reads, and how a row's turns
+    are read.
+    """
 
     key: str
     turns: Callable[[Any], list[Message]]
@@ -83,9 +89,14 @@ def named(row: Any, columns: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         RowRejected: A column is not there.
     """
-    missing = next((name for name in columns.values() if not isinstance(row, dict) or name not in row), None)
+    missing = next(
+        (name for name in columns.values() if not isinstance(row, dict) or name not in row), None
+    )
     if missing is not None:
-        raise RowRejected(Reason.UNKNOWN_FORMAT, f"There is no column `{missing[:40]}`; the row is {describe(row)}.")
+        raise RowRejected(
+            Reason.UNKNOWN_FORMAT,
+            f"There is no column `{missing[:40]}`; the row is {describe(row)}.",
+        )
     return {key: row[name] for key, name in columns.items()}
 
 
@@ -109,7 +120,13 @@ def describe(row: Any) -> str:
     if isinstance(row, dict):
         keys = ", ".join(f"`{str(key)[:40]}`" for key in list(row)[:8])
         return encodable(f"an object with the keys {keys}") if keys else "an empty object"
-    names = {str: "a string", list: "a list", bool: "a truth value", int: "a number", float: "a number"}
+    names = {
+        str: "a string",
+        list: "a list",
+        bool: "a truth value",
+        int: "a number",
+        float: "a number",
+    }
     return "null" if row is None else names.get(type(row), f"a {type(row).__name__}")
 
 
@@ -120,7 +137,9 @@ def _sharegpt(row: Any) -> list[Message]:
 def _messages(row: Any) -> list[Message]:
     turns = [_turn(turn) for turn in _list(row, "messages")]
     first = sum(turn.role == "system" for turn in turns[:1])
-    if isinstance(row.get("prompt"), str) and [turn.role for turn in turns[first : first + 1]] != ["user"]:
+    if isinstance(row.get("prompt"), str) and [turn.role for turn in turns[first : first + 1]] != [
+        "user"
+    ]:
         turns.insert(first, _said("user", row["prompt"]))
     return _with_system(row, turns)
 
@@ -142,11 +161,17 @@ def _questions(row: Any) -> list[Message]:
 
 def _alpaca(row: Any) -> list[Message]:
     if not isinstance(row, dict) or not isinstance(row.get("instruction"), str):
-        raise RowRejected(Reason.UNKNOWN_FORMAT, f"Expected a text under `instruction`, found {describe(row)}.")
+        raise RowRejected(
+            Reason.UNKNOWN_FORMAT, f"Expected a text under `instruction`, found {describe(row)}."
+        )
     earlier = _list(row, "history") if row.get("history") else []
     if not all(isinstance(turn, list) and len(turn) == 2 for turn in earlier):
-        raise RowRejected(Reason.UNKNOWN_FORMAT, "Expected pairs of a question and an answer under `history`.")
-    asked = [text for text in (row["instruction"], row.get("input")) if text is not None and text != ""]
+        raise RowRejected(
+            Reason.UNKNOWN_FORMAT, "Expected pairs of a question and an answer under `history`."
+        )
+    asked = [
+        text for text in (row["instruction"], row.get("input")) if text is not None and text != ""
+    ]
     question = "\n\n".join(clean_text(text) for text in asked)
     turns = [*_alternating([text for turn in earlier for text in turn]), Message("user", question)]
     return _with_system(row, [*turns, *_answer(row.get("output"))])
@@ -159,7 +184,9 @@ def _prompt(row: Any) -> list[Message]:
         what = f"The row is {describe(row)}; expected a string, or one under `prompt`."
         raise RowRejected(Reason.UNKNOWN_FORMAT, what)
     answer = next((row[key] for key in ANSWER_KEYS if row.get(key) is not None), None)
-    return _with_system(row, _turns_or_text(row["prompt"], "user") + _turns_or_text(answer, "assistant"))
+    return _with_system(
+        row, _turns_or_text(row["prompt"], "user") + _turns_or_text(answer, "assistant")
+    )
 
 
 FORMS = {  # in order of precedence: UltraChat's `prompt` + `messages` is read as messages
@@ -175,14 +202,19 @@ KNOWN_KEYS = (
     *(*ID_KEYS, *SYSTEM_KEYS, "category", "tools", "functions"),
 )
 EXPECTED = (
-    "conversations as ShareGPT (`conversations`), OpenAI `messages`, UltraChat (`data`), questions (`turns`), Alpaca "
-    "(`instruction`) or prompts (`prompt`, or plain strings); seeds.sources[].columns names columns of other names"
+    "conversations as ShareGPT (`conversations`), OpenAI `messages`, UltraChat (`data`), questions"
+    " (`turns`), Alpaca (`instruction`) or prompts (`prompt`, or plain strings);"
+    " seeds.sources[].columns names columns of other names"
 )
 
 
 def _turns_or_text(value: Any, role: Role) -> list[Message]:
     """Turns, where a list of them stands in a text's place, as in data of preferences."""
-    if isinstance(value, list) and value and all(isinstance(turn, dict) and "role" in turn for turn in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(turn, dict) and "role" in turn for turn in value)
+    ):
         return [_turn(turn) for turn in value]
     return _answer(value) if role == "assistant" else [_said(role, value)]
 
@@ -196,15 +228,25 @@ def _said(role: Role, text: Any) -> Message:
 
 
 def _list(row: Any, key: str) -> list[Any]:
-    """The list under a key; in a table's cell it may be JSON, or one list for each key of its items."""
+    """The list under a key; in a table's cell it may be JSON, or one list for each key of its
+    items.
+    """
     value = row.get(key) if isinstance(row, dict) else None
     if isinstance(value, str) and value.lstrip().startswith("["):
         try:
             value = json.loads(value)
         except (ValueError, RecursionError) as error:
-            raise RowRejected(Reason.BROKEN_JSON, f"The text under `{key}` is not valid JSON: {error}.") from None
-    if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
-        value = [dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)]
+            raise RowRejected(
+                Reason.BROKEN_JSON, f"The text under `{key}` is not valid JSON: {error}."
+            ) from None
+    if (
+        isinstance(value, dict)
+        and value
+        and all(isinstance(column, list) for column in value.values())
+    ):
+        value = [
+            dict(zip(value, items, strict=False)) for items in zip(*value.values(), strict=False)
+        ]
     if not isinstance(value, list):
         found = describe(value) if isinstance(row, dict) and key in row else describe(row)
         raise RowRejected(Reason.UNKNOWN_FORMAT, f"Expected a list under `{key}`, found {found}.")
@@ -219,7 +261,10 @@ def _turn(turn: Any) -> Message:
     # Mixed dumps have both keys of a pair, one of them null.
     name = turn["from"] if turn.get("from") is not None else turn.get("role")
     if not isinstance(name, str) or (role := ROLES.get(name := name.strip().lower())) is None:
-        raise RowRejected(Reason.UNKNOWN_FORMAT, f"A turn's role is {str(name)[:40]!r}; known are {', '.join(ROLES)}.")
+        raise RowRejected(
+            Reason.UNKNOWN_FORMAT,
+            f"A turn's role is {str(name)[:40]!r}; known are {', '.join(ROLES)}.",
+        )
     content = joined_parts(turn["value"] if turn.get("value") is not None else turn.get("content"))
     calls = calls_of(turn, name, content) if role == "assistant" else None
     if calls is not None and (content is None or name in CALLING_ROLES):

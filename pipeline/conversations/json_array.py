@@ -6,7 +6,9 @@ import re
 from collections.abc import Iterator
 
 MARKS = re.compile(rb'[\[\]{},"]')  # what shapes an array, outside of a string
-IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)  # up to its end, the chunk's, or a last backslash
+IN_STRING = re.compile(
+    rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL
+)  # up to its end, the chunk's, or a last backslash
 
 
 class BrokenOff(Exception):
@@ -16,8 +18,8 @@ class BrokenOff(Exception):
 def array_items(chunks: Iterator[bytes], most_bytes: int) -> Iterator[bytes | None]:
     """The text of each item of a JSON array, None for one of more than `most_bytes`.
 
-    Only brackets, commas and the ends of strings are read. A parser that reads values as well takes quadratic time for
-    a string over many chunks, and no id above 64 bits.
+    Only brackets, commas and the ends of strings are read. A parser that reads values as well takes
+    quadratic time for a string over many chunks, and no id above 64 bits.
 
     Raises:
         BrokenOff: A bracket is missing, or there is one too many.
@@ -56,7 +58,9 @@ def array_items(chunks: Iterator[bytes], most_bytes: int) -> Iterator[bytes | No
 
 
 def _end(chunk: bytes, at: int) -> int:
-    """Where the string ends that goes on at `at`; beyond the chunk where its last backslash escapes what follows."""
+    """Where the string ends that goes on at `at`; beyond the chunk where its last backslash escapes
+    what follows.
+    """
     end = at + len(rest[0]) if (rest := IN_STRING.match(chunk, at)) else at
     return end + 2 if chunk[end : end + 1] == b"\\" else end
 

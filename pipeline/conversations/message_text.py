@@ -27,13 +27,21 @@ def joined_parts(content: Any) -> Any:
     for part, text in zip(content, texts, strict=True):
         if text is None:
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise RowRejected(Reason.NOT_TEXT, f"A turn has a part that is not text: {str(kind)[:40]}.")
+            raise RowRejected(
+                Reason.NOT_TEXT, f"A turn has a part that is not text: {str(kind)[:40]}."
+            )
     return "".join(text for text in texts if text is not None)
 
 
 def _text_of_part(part: Any) -> str | None:
-    """The text of a part: itself, under `text`, under `value`, or under both, as OpenAI's assistants write it."""
-    found = next((part[key] for key in ("text", "value") if part.get(key)), "") if isinstance(part, dict) else part
+    """The text of a part: itself, under `text`, under `value`, or under both, as OpenAI's
+    assistants write it.
+    """
+    found = (
+        next((part[key] for key in ("text", "value") if part.get(key)), "")
+        if isinstance(part, dict)
+        else part
+    )
     found = found.get("value") if isinstance(found, dict) else found
     known = not isinstance(part, dict) or "text" in part or "value" in part
     return found if known and isinstance(found, str) else None

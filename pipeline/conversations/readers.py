@@ -1,8 +1,9 @@
 """Read seed conversations: files, directories, and data sets on the Hub.
 
-Promises: every row is returned exactly once, as a conversation or as a rejected row with its reason, with the id
-`source:row`; files are streamed, in time linear in their size. A file that is named and holds no conversation is one
-error that says what was found; in a directory it is skipped, and named with the reason.
+Promises: every row is returned exactly once, as a conversation or as a rejected row with its
+reason, with the id `source:row`; files are streamed, in time linear in their size. A file that is
+named and holds no conversation is one error that says what was found; in a directory it is skipped,
+and named with the reason.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class FileCount:
 
 @dataclass
 class SourceReader:
-    """The rows of one source; `read` and `skipped` say what was read of it, once it has been iterated over.
+    """The rows of one source; `read` and `skipped` say what was read of it, once it has been
+    iterated over.
 
     Args:
         name: The source's own, with which ids begin.
@@ -78,7 +80,8 @@ class SourceReader:
 
         Raises:
             ConfigError: The source does not exist, or has not the columns that are named.
-            DataError: The file, or the data set, holds no conversation data; a file is damaged or too large.
+            DataError: The file, or the data set, holds no conversation data; a file is damaged or
+                too large.
             EnvironmentFault: It cannot be read now.
         """
         number, limit = 0, self.source.limit
@@ -95,17 +98,27 @@ class SourceReader:
                 number += 1
                 yield outcome
             if not recognised:
-                found = f"The first row: {first_rejected.detail}" if first_rejected else "It is empty."
+                found = (
+                    f"The first row: {first_rejected.detail}" if first_rejected else "It is empty."
+                )
                 if plain_suffix(where) in (".csv", ".tsv"):
                     found += " The first line was taken for the names of the columns."
-                raise DataError(f"There is no conversation data in it. {found}", where, f"Expected {EXPECTED}.")
+                raise DataError(
+                    f"There is no conversation data in it. {found}", where, f"Expected {EXPECTED}."
+                )
             if number == limit:
                 return
 
     def _streams(self) -> Iterator[tuple[str, str, Iterator[Any]]]:
-        """The source's files, or its data set: where each is, its name in the source, and its rows."""
+        """The source's files, or its data set: where each is, its name in the source, and its
+        rows.
+        """
         if self.source.hub is not None:
-            yield self.source.hub, self.source.hub, _hub_rows(self.source.hub, self.source.split, self._wanted.named)
+            yield (
+                self.source.hub,
+                self.source.hub,
+                _hub_rows(self.source.hub, self.source.split, self._wanted.named),
+            )
         elif (path := self.source.path) is not None:
             found = self.survey()
             self.skipped = found.skipped
@@ -133,7 +146,9 @@ class SourceReader:
         """Why a file holds no conversations, or None where one of its first rows is one."""
         first = None
         try:
-            for number, row in enumerate(itertools.islice(file_rows(file, self._wanted), PROBED_ROWS)):
+            for number, row in enumerate(
+                itertools.islice(file_rows(file, self._wanted), PROBED_ROWS)
+            ):
                 outcome = self._outcome(row, number)
                 if _is_conversation(outcome):
                     return None
@@ -151,7 +166,9 @@ def source_readers(settings: SeedsConfig) -> list[SourceReader]:
 
 
 def read_questions(path: Path) -> list[Conversation]:
-    """The questions of a file (MT-Bench, Spec-Bench, any format of seeds); rejected rows are left out."""
+    """The questions of a file (MT-Bench, Spec-Bench, any format of seeds); rejected rows are left
+    out.
+    """
     rows = SourceReader(SeedSource(path=path), path.stem, max_characters=10**9)
     return [row for row in rows if isinstance(row, Conversation)]
 
@@ -166,20 +183,26 @@ def _hub_rows(hub: str, split: str, named: Sequence[str]) -> Iterator[Any]:
     try:
         import datasets
     except ImportError as error:
-        raise EnvironmentFault("The package `datasets` is not installed.", hub, "pip install datasets") from error
+        raise EnvironmentFault(
+            "The package `datasets` is not installed.", hub, "pip install datasets"
+        ) from error
     try:
         found = datasets.load_dataset(hub, split=split, streaming=True)
         if (names := found.column_names) is not None:
             require_columns(named, names, f"{hub}, split {split}")
             wanted = [name for name in names if name in (named or KNOWN_KEYS)]
-            found = found.select_columns(wanted) if wanted else found  # images and the like are not decoded
+            found = (
+                found.select_columns(wanted) if wanted else found
+            )  # images and the like are not decoded
         yield from found
     except ConfigError:
         raise
     except (datasets.exceptions.DatasetNotFoundError, ValueError) as error:
         what = f"The Hub has no such data set or split: {_first_line(error)}"
         raise ConfigError(what, f"{hub}, split {split}", "Correct seeds.sources.") from error
-    except Exception as error:  # whatever the network, the file system or a damaged file raises below `datasets`
+    except (
+        Exception
+    ) as error:  # whatever the network, the file system or a damaged file raises below `datasets`
         what = f"The data set cannot be read now: {_first_line(error)}"
         fix = "Check the network, or download it and name its files in seeds.sources."
         raise EnvironmentFault(what, f"{hub}, split {split}", fix) from error

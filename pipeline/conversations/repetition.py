@@ -11,12 +11,15 @@ MIN_LOOP_TOKENS = 32  # shorter repetition is ordinary text: a line of dashes, a
 
 
 def degenerate_loop(ids: Sequence[int]) -> bool:
-    """Whether the ids end in one n-gram, of any length, at least 4 times in a row and over at least 32 tokens."""
+    """Whether the ids end in one n-gram, of any length, at least 4 times in a row and over at least
+    32 tokens.
+    """
     tail = np.asarray(ids)
     if len(tail) < MIN_LOOP_TOKENS:
         return False
     longest_period = len(tail) // MIN_REPEATS
-    # A loop of period p has the last token p positions earlier too, which leaves few periods to compare.
+    # A loop of period p has the last token p positions earlier too, which leaves few periods to
+    # compare.
     before = tail[-2 : -2 - longest_period : -1]
     for period in 1 + np.flatnonzero(before == tail[-1]):
         length = max(MIN_LOOP_TOKENS, MIN_REPEATS * period)

@@ -15,8 +15,8 @@ from pipeline.conversations.template import ChatTemplate
 class GeneratedRow:
     """A training row: token ids, the spans that the target wrote, and the messages as text.
 
-    `finish` has one entry per span. A conversation whose template rewrites history is split into rows named
-    `<parent_id>#<turn>`; otherwise `id` is `parent_id`.
+    `finish` has one entry per span. A conversation whose template rewrites history is split into
+    rows named `<parent_id>#<turn>`; otherwise `id` is `parent_id`.
     """
 
     id: str
@@ -34,7 +34,9 @@ class GeneratedRow:
 
 @dataclass(frozen=True)
 class RowBuilder:
-    """A row under construction. Immutable: each step returns a new one, so a turn is dropped by not using it."""
+    """A row under construction. Immutable: each step returns a new one, so a turn is dropped by not
+    using it.
+    """
 
     first_turn: int
     ids: list[int]
@@ -43,7 +45,9 @@ class RowBuilder:
     finish: tuple[Finish, ...] = ()
 
     @classmethod
-    def opening(cls, template: ChatTemplate, messages: tuple[Message, ...], first_turn: int = 0) -> RowBuilder:
+    def opening(
+        cls, template: ChatTemplate, messages: tuple[Message, ...], first_turn: int = 0
+    ) -> RowBuilder:
         """A row that begins with these messages, the last of which is a question."""
         return cls(first_turn, template.opening(messages), messages)
 
@@ -53,7 +57,9 @@ class RowBuilder:
         return self.finish[-1] == "stop"
 
     def asked(self, template: ChatTemplate, asked: Sequence[Message], turn: int = 0) -> RowBuilder:
-        """Append what is asked next; a new row from this `turn` on where the template rewrites history."""
+        """Append what is asked next; a new row from this `turn` on where the template rewrites
+        history.
+        """
         messages = (*self.messages, *asked)
         if template.rewrites_history(self.messages, asked):
             return RowBuilder.opening(template, messages, turn)
@@ -66,8 +72,12 @@ class RowBuilder:
     def written(self, ids: list[int], finish: Finish, message: Message) -> RowBuilder:
         """Append a text that the target wrote."""
         span = Span(len(self.ids), len(self.ids) + len(ids), message.role)
-        return replace(self.read(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish))
+        return replace(
+            self.read(ids, message), spans=(*self.spans, span), finish=(*self.finish, finish)
+        )
 
     def row(self, row_id: str, parent_id: str) -> GeneratedRow:
         """The finished row."""
-        return GeneratedRow(row_id, parent_id, self.ids, list(self.spans), list(self.finish), self.messages)
+        return GeneratedRow(
+            row_id, parent_id, self.ids, list(self.spans), list(self.finish), self.messages
+        )

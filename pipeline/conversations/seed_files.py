@@ -39,7 +39,9 @@ class Survey:
 
 
 def name_sources(sources: Sequence[SeedSource]) -> list[str]:
-    """A short unique name for each source, safe in ids and file names: the file's or data set's, with `-2` if taken."""
+    """A short unique name for each source, safe in ids and file names: the file's or data set's,
+    with `-2` if taken.
+    """
     names: list[str] = []
     for source in sources:
         if source.hub:
@@ -58,7 +60,8 @@ def survey(path: Path, finding: Callable[[Path], str | None]) -> Survey:
     """The files of a source: the path itself, or what is below it, linked folders included.
 
     Args:
-        finding: Of a directory's file with a known suffix: why it holds no conversations, or None where it does.
+        finding: Of a directory's file with a known suffix: why it holds no conversations, or None
+            where it does.
 
     Raises:
         ConfigError: There is nothing at the path.
@@ -74,16 +77,26 @@ def survey(path: Path, finding: Callable[[Path], str | None]) -> Survey:
     files = [path / name for name, why in reasons if not why]
     if not files:
         first = f"; skipped were {_first(skipped)}" if skipped else ", and nothing else"
-        what = f"The directory holds no seed files: found none of {', '.join(SUFFIXES)} with conversations{first}."
-        raise DataError(what, str(path), "Name the files themselves, or another directory, in seeds.sources.")
+        what = (
+            f"The directory holds no seed files: found none of {', '.join(SUFFIXES)} with"
+            f" conversations{first}."
+        )
+        raise DataError(
+            what, str(path), "Name the files themselves, or another directory, in seeds.sources."
+        )
     return Survey(files, skipped)
 
 
 def _advice(path: Path) -> str:
-    """What to do about a path that does not exist; an id of the Hub has been made a path by whoever read it."""
+    """What to do about a path that does not exist; an id of the Hub has been made a path by whoever
+    read it.
+    """
     name = "/".join(path.parts[-2:])
     if HUB_ID.fullmatch(name) and not plain_suffix(name) and not path.parent.exists():
-        return f'Correct the path in seeds.sources; a data set of the Hub is "seeds.sources=[{{hub: {name}}}]".'
+        return (
+            'Correct the path in seeds.sources; a data set of the Hub is "seeds.sources=[{hub:'
+            f' {name}}}]".'
+        )
     return "Correct the path in seeds.sources."
 
 
@@ -96,14 +109,17 @@ def _walk(root: Path, below: str, seen: dict[str, str]) -> Iterator[tuple[str, s
     """Each file, by its path in the source, and why it cannot be seeds, by its name alone.
 
     Args:
-        seen: The folders' real paths, each with the name that it was entered by, so that links cannot go in circles.
+        seen: The folders' real paths, each with the name that it was entered by, so that links
+            cannot go in circles.
     """
     real = os.path.realpath(root / below)
     if real in seen:
         yield below, f"it links to {seen[real]}, which is read already"
         return
     seen[real] = below or "the directory itself"
-    for entry in sorted(os.scandir(root / below), key=lambda entry: (entry.is_symlink(), entry.name)):
+    for entry in sorted(
+        os.scandir(root / below), key=lambda entry: (entry.is_symlink(), entry.name)
+    ):
         name = f"{below}/{entry.name}" if below else entry.name
         if entry.name.startswith("."):
             yield name, "it is hidden"

@@ -1,7 +1,7 @@
 """Spans of tokens that the target wrote, and the labels that heads learn from them.
 
-Head k (0-based) reads the state at position t and predicts the token at t+2+k. It has a label there if and only if t+1
-and t+2+k are in the same span: no head learns prompts, or across turns.
+Head k (0-based) reads the state at position t and predicts the token at t+2+k. It has a label there
+if and only if t+1 and t+2+k are in the same span: no head learns prompts, or across turns.
 
 Letters: K heads, N positions (one per target-written token).
 """
@@ -28,14 +28,18 @@ class Span:
     role: Role
 
     def __post_init__(self) -> None:
-        assert 1 <= self.start < self.end, f"a span needs a state before it and a token in it: {self}"
+        assert 1 <= self.start < self.end, (
+            f"a span needs a state before it and a token in it: {self}"
+        )
 
     def __len__(self) -> int:
         return self.end - self.start
 
 
 def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
-    """The positions s-1 … e-2 of every span [s, e), in order: the states that predict the target-written tokens."""
+    """The positions s-1 … e-2 of every span [s, e), in order: the states that predict the
+    target-written tokens.
+    """
     ranges = [np.arange(span.start - 1, span.end - 1, dtype=np.int32) for span in spans]
     return np.concatenate(ranges) if ranges else np.empty(0, np.int32)
 
@@ -43,7 +47,8 @@ def feature_positions(spans: Sequence[Span]) -> npt.NDArray[np.int32]:
 def head_labels(
     input_ids: npt.ArrayLike, spans: Sequence[Span], num_heads: int, roles: Collection[Role]
 ) -> npt.NDArray[np.int32]:
-    """Each head's label at each of `feature_positions(spans)`, [K, N]; `IGNORED` where there is none.
+    """Each head's label at each of `feature_positions(spans)`, [K, N]; `IGNORED` where there is
+    none.
 
     Args:
         input_ids: The row's token ids.

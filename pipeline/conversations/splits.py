@@ -1,7 +1,8 @@
 """The split of every conversation (train, calibrate, check), and how many make a shard.
 
-Conversations that open with the same question are one group, and a group is never divided: a held-out prompt is new.
-Questions are the same where they differ in case, punctuation and white space alone.
+Conversations that open with the same question are one group, and a group is never divided: a
+held-out prompt is new. Questions are the same where they differ in case, punctuation and white
+space alone.
 """
 
 from __future__ import annotations
@@ -19,16 +20,23 @@ Row: TypeAlias = Conversation | RejectedRow
 Split: TypeAlias = tuple[Row, str]
 
 MIN_HELD_OUT = 8
-SMALL_SET = 4096  # up to here held-out rows are counted exactly, so that small sets have enough of them
-NUM_SHARDS = 8  # of a small set: an interruption costs a part of the work, and eight workers have one each
+SMALL_SET = (
+    4096  # up to here held-out rows are counted exactly, so that small sets have enough of them
+)
+NUM_SHARDS = (
+    8  # of a small set: an interruption costs a part of the work, and eight workers have one each
+)
 FEWEST_IN_SHARD, MOST_IN_SHARD = 16, SMALL_SET // NUM_SHARDS
 
 
-def in_shards(rows: Iterable[Split], rows_per_shard: int | Literal["auto"]) -> Iterator[list[Split]]:
+def in_shards(
+    rows: Iterable[Split], rows_per_shard: int | Literal["auto"]
+) -> Iterator[list[Split]]:
     """The rows of one shard after another, in order.
 
-    `auto` makes `NUM_SHARDS` of a small set, of `FEWEST_IN_SHARD` rows or more, so that each holds enough work to fill
-    an engine's batch, and shards of `MOST_IN_SHARD` of a larger one. It depends on nothing but the number of rows.
+    `auto` makes `NUM_SHARDS` of a small set, of `FEWEST_IN_SHARD` rows or more, so that each holds
+    enough work to fill an engine's batch, and shards of `MOST_IN_SHARD` of a larger one. It depends
+    on nothing but the number of rows.
     """
     stream = iter(rows)
     if rows_per_shard == "auto":
@@ -41,17 +49,20 @@ def in_shards(rows: Iterable[Split], rows_per_shard: int | Literal["auto"]) -> I
 
 
 def split_rows(rows: Iterable[Row], holdout: float) -> Iterator[Split]:
-    """Give every conversation its split, by the hash of its first question: half of `holdout` calibrates, half checks.
+    """Give every conversation its split, by the hash of its first question: half of `holdout`
+    calibrates, half checks.
 
-    A set of up to `SMALL_SET` rows is counted out, see `count_out`. In a larger one the hash alone decides, and the
-    rows need not be held in memory. The split of a rejected row is never read.
+    A set of up to `SMALL_SET` rows is counted out, see `count_out`. In a larger one the hash alone
+    decides, and the rows need not be held in memory. The split of a rejected row is never read.
     """
     stream = iter(rows)
     head = list(itertools.islice(stream, SMALL_SET))
     beyond = list(itertools.islice(stream, 1))
     held_out: Mapping[str, str] | None = None
     if not beyond:
-        held_out = count_out(Counter(opening(row) for row in head if isinstance(row, Conversation)), holdout)
+        held_out = count_out(
+            Counter(opening(row) for row in head if isinstance(row, Conversation)), holdout
+        )
     for row in itertools.chain(head, beyond, stream):
         if isinstance(row, RejectedRow):
             yield row, "train"
@@ -69,9 +80,9 @@ def opening(conversation: Conversation) -> str:
 def count_out(group_sizes: Mapping[str, int], holdout: float) -> dict[str, str]:
     """The groups that are held out, each with its split: calibrate or check.
 
-    Each split takes groups in the order of their hashes, as long as they fit into what it is to have (see
-    `held_out_rows`). Where that leaves it fewer than 8 rows, it takes the smallest groups besides. The largest group is
-    always trained on, and calibrate leaves a group to check.
+    Each split takes groups in the order of their hashes, as long as they fit into what it is to
+    have (see `held_out_rows`). Where that leaves it fewer than 8 rows, it takes the smallest groups
+    besides. The largest group is always trained on, and calibrate leaves a group to check.
 
     Args:
         group_sizes: The number of conversations by their normalised first question.
@@ -123,7 +134,9 @@ def _unit_hash(question: str) -> float:
 
 
 class Openings:
-    """Counts the conversations that open with the same question, and knows the most frequent question."""
+    """Counts the conversations that open with the same question, and knows the most frequent
+    question.
+    """
 
     def __init__(self) -> None:
         self._counts: Counter[bytes] = Counter()

@@ -1,4 +1,6 @@
-"""Rows of tables: CSV and TSV by their header, Parquet and Arrow in small batches, each row an object by column."""
+"""Rows of tables: CSV and TSV by their header, Parquet and Arrow in small batches, each row an
+object by column.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline.conversations import byte_rows
-from pipeline.conversations.byte_rows import TOO_LONG, Unreadable, decoded, raw_lines, reading, too_large
+from pipeline.conversations.byte_rows import (
+    TOO_LONG,
+    Unreadable,
+    decoded,
+    raw_lines,
+    reading,
+    too_large,
+)
 from pipeline.conversations.conversation import Reason, RowRejected
 from pipeline.errors import ConfigError, DataError
 
@@ -24,17 +33,27 @@ MAX_COLUMNS_SHOWN = 20
 
 
 def require_columns(named: Collection[str], there: Sequence[str], where: str) -> None:
-    """Raise ConfigError where a column that `seeds.sources[].columns` names is not among those that are there."""
+    """Raise ConfigError where a column that `seeds.sources[].columns` names is not among those that
+    are there.
+    """
     if missing := [name for name in named if name not in there]:
         shown = ", ".join(f"`{name[:40]}`" for name in there[:MAX_COLUMNS_SHOWN])
-        more = f" and {len(there) - MAX_COLUMNS_SHOWN} more" if len(there) > MAX_COLUMNS_SHOWN else ""
+        more = (
+            f" and {len(there) - MAX_COLUMNS_SHOWN} more" if len(there) > MAX_COLUMNS_SHOWN else ""
+        )
         what = f"There is no column `{missing[0]}`; the columns are {shown or 'none'}{more}."
-        fix = "Correct seeds.sources[].columns; the first line of a CSV or TSV file must name its columns."
+        fix = (
+            "Correct seeds.sources[].columns; the first line of a CSV or TSV file must name its"
+            " columns."
+        )
         raise ConfigError(what, where, fix)
 
 
-def delimited_rows(file: io.BufferedReader, path: Path, named: Collection[str], delimiters: str) -> Iterator[Any]:
-    """The records of a CSV or TSV file under its first line's names; the delimiter most frequent in that line counts.
+def delimited_rows(
+    file: io.BufferedReader, path: Path, named: Collection[str], delimiters: str
+) -> Iterator[Any]:
+    """The records of a CSV or TSV file under its first line's names; the delimiter most frequent in
+    that line counts.
 
     A record with another number of fields than the header is refused alone.
 
@@ -47,7 +66,9 @@ def delimited_rows(file: io.BufferedReader, path: Path, named: Collection[str], 
     delimiter = max(delimiters, key=first.count)
     try:
         header = next(csv.reader([first], delimiter=delimiter), [])
-    except csv.Error as error:  # a lone carriage return, as old line ends are, or a name above the limit
+    except (
+        csv.Error
+    ) as error:  # a lone carriage return, as old line ends are, or a name above the limit
         fix = "Write the names of the columns in one line, and end lines with a line feed."
         raise DataError(f"The first line names no columns: {error}.", str(path), fix) from error
     require_columns(named, header, str(path))
@@ -87,8 +108,12 @@ class _Texts:
         return "\n" if line is None else decoded(line)
 
 
-def parquet_rows(path: Path, named: Collection[str], known: Collection[str], most_bytes: int) -> Iterator[Any]:
-    """The rows of a Parquet file: of the columns that are named, or else of those that are known."""
+def parquet_rows(
+    path: Path, named: Collection[str], known: Collection[str], most_bytes: int
+) -> Iterator[Any]:
+    """The rows of a Parquet file: of the columns that are named, or else of those that are
+    known.
+    """
     with (
         reading(path),
         _arrow_errors(path),
@@ -102,7 +127,9 @@ def parquet_rows(path: Path, named: Collection[str], known: Collection[str], mos
         yield from _rows(batches, path, most_bytes)
 
 
-def arrow_rows(path: Path, named: Collection[str], known: Collection[str], most_bytes: int) -> Iterator[Any]:
+def arrow_rows(
+    path: Path, named: Collection[str], known: Collection[str], most_bytes: int
+) -> Iterator[Any]:
     """The same of an Arrow (Feather) file, or of a stream, as `datasets` stores its tables."""
     with reading(path), _arrow_errors(path), pa.memory_map(os.fsencode(path)) as file:
         try:
@@ -120,14 +147,17 @@ def arrow_rows(path: Path, named: Collection[str], known: Collection[str], most_
 def _rows(batches: Iterator[pa.RecordBatch], path: Path, most_bytes: int) -> Iterator[Any]:
     """The rows of batches.
 
-    A batch is validated before anything is asked of it, even its size: a wrong offset is read beyond the file's memory.
+    A batch is validated before anything is asked of it, even its size: a wrong offset is read
+    beyond the file's memory.
     """
     left = most_bytes
     for batch in batches:
         for start in range(0, len(batch), BATCH_ROWS if (valid := _valid(batch)) else 1):
             part = batch.slice(start, BATCH_ROWS if valid else 1)
             if not valid and not _valid(part):
-                yield Unreadable(RowRejected(Reason.UNDECODABLE, "It has bytes that are not UTF-8."), "")
+                yield Unreadable(
+                    RowRejected(Reason.UNDECODABLE, "It has bytes that are not UTF-8."), ""
+                )
                 continue
             left -= part.nbytes
             if left < 0:
@@ -143,7 +173,9 @@ def _values(part: pa.RecordBatch) -> Iterator[Any]:
             return
         except (ValueError, ArithmeticError) as error:
             if len(part) == 1:
-                yield Unreadable(RowRejected(Reason.UNDECODABLE, f"It cannot be read: {error}."), "")
+                yield Unreadable(
+                    RowRejected(Reason.UNDECODABLE, f"It cannot be read: {error}."), ""
+                )
                 return
     elif len(part) == 1:
         yield TOO_LONG
@@ -165,7 +197,9 @@ def _valid(batch: pa.RecordBatch) -> bool:
 
 @contextmanager
 def _arrow_errors(path: Path) -> Iterator[None]:
-    """A file that Arrow cannot read, as an error for users; an OSError with a number is the file system's."""
+    """A file that Arrow cannot read, as an error for users; an OSError with a number is the file
+    system's.
+    """
     try:
         yield
     except (pa.ArrowException, OSError, ValueError) as error:

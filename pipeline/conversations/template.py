@@ -1,13 +1,14 @@
-"""A chat template over token ids: the ids before, between and after the texts that the target samples.
+"""A chat template over token ids: the ids before, between and after the texts that the target
+samples.
 
-They are found by rendering the template and comparing texts; sampled ids are never tokenized again. Where a longer
-history does not extend the rendering of a shorter one (a template that drops earlier thoughts, for example),
-`rewrites_history` is true and the conversation continues in a new row.
+They are found by rendering the template and comparing texts; sampled ids are never tokenized again.
+Where a longer history does not extend the rendering of a shorter one (a template that drops earlier
+thoughts, for example), `rewrites_history` is true and the conversation continues in a new row.
 
 Special tokens in the text of messages are tokenized as text, see `special_text`.
 
-Limit: a turn ends with one token of the vocabulary, as in every template that an engine can stop on without searching
-text.
+Limit: a turn ends with one token of the vocabulary, as in every template that an engine can stop on
+without searching text.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from pipeline.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The template's text is tokenized after one of these, so that no tokenizer adds a space for the start of a text.
+# The template's text is tokenized after one of these, so that no tokenizer adds a space for the
+# start of a text.
 ANCHORS = ("a", ".", "\n")
 PATIENCE = 60  # seconds for a conversation of two questions
 CONTEXT_CHARACTERS = 64  # of the prompt used in place of an anchor; longer than any token
@@ -41,15 +43,18 @@ class ChatTemplate:
     Args:
         tokenizer: The target's tokenizer.
         chat_template: Jinja text that replaces the tokenizer's own template.
-        today: What a template that asks for the date (`strftime_now`) is told; by default the day of the call.
+        today: What a template that asks for the date (`strftime_now`) is told; by default the day
+            of the call.
         arguments: Further variables of the template, such as Qwen3's `enable_thinking`.
 
     Attributes:
         end_of_turn_ids: The token that ends an answer in this template; empty if there is none.
-        end_of_user_ids: The same for a user's text; empty where only text marks its end (Vicuna, Llama-2).
+        end_of_user_ids: The same for a user's text; empty where only text marks its end (Vicuna,
+            Llama-2).
 
     Raises:
-        ConfigError: Neither the tokenizer nor the argument has a template, or it cannot render a conversation.
+        ConfigError: Neither the tokenizer nor the argument has a template, or it cannot render a
+            conversation.
     """
 
     def __init__(
@@ -61,23 +66,33 @@ class ChatTemplate:
     ):
         fix = "Give one in target.chat_template."
         if chat_template is None and not getattr(tokenizer, "chat_template", None):
-            raise ConfigError("The target's tokenizer has no chat template.", str(tokenizer.name_or_path), fix)
+            raise ConfigError(
+                "The target's tokenizer has no chat template.", str(tokenizer.name_or_path), fix
+            )
         self._tokenizer = tokenizer
         self._template = chat_template
         self._special = SpecialText(tokenizer)
         self._escapes = True
-        self._given: dict[str, Any] = dict(arguments or {}) | ({"strftime_now": today.strftime} if today else {})
-        self._marks = {id for id, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        self._given: dict[str, Any] = dict(arguments or {}) | (
+            {"strftime_now": today.strftime} if today else {}
+        )
+        self._marks = {
+            id for id, token in tokenizer.added_tokens_decoder.items() if token.content.strip()
+        }
         self._marks |= set(tokenizer.all_special_ids)
         special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}
         self._special_ids = (special | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
         hello = [Message("user", "Hello")]
         try:
             with self._in_time("a conversation of two questions"):
-                self.end_of_turn_ids = self._first_mark(self._after_answer(hello, Message("user", "Hello")))
+                self.end_of_turn_ids = self._first_mark(
+                    self._after_answer(hello, Message("user", "Hello"))
+                )
                 self.end_of_user_ids = self._first_mark(self._after_user([]))
         except RowRejected as error:
-            what = f"The chat template cannot render a conversation of two questions: {error.detail}"
+            what = (
+                f"The chat template cannot render a conversation of two questions: {error.detail}"
+            )
             raise ConfigError(what, str(tokenizer.name_or_path), fix) from error
 
     @contextmanager
@@ -92,7 +107,9 @@ class ChatTemplate:
             raise ConfigError(said, where, "Give one in target.chat_template.") from error
 
     def keeping_special_tokens(self) -> ChatTemplate:
-        """The same template, for which special tokens in the text of messages are control tokens."""
+        """The same template, for which special tokens in the text of messages are control
+        tokens.
+        """
         other = copy.copy(self)
         other._escapes = False
         return other
@@ -110,14 +127,23 @@ class ChatTemplate:
         Raises:
             ConfigError: It takes too long.
         """
-        call = json.dumps([{"name": "placeholder_function", "arguments": {"place": "PlaceholderArgument"}}])
-        asked = Message("user", "Hello"), Message("assistant", "", call), Message("tool", "PlaceholderResult")
+        call = json.dumps(
+            [{"name": "placeholder_function", "arguments": {"place": "PlaceholderArgument"}}]
+        )
+        asked = (
+            Message("user", "Hello"),
+            Message("assistant", "", call),
+            Message("tool", "PlaceholderResult"),
+        )
         try:
             with self._in_time("a call of a function"):
                 text = self._rendered(asked, asks=True)
         except RowRejected:
             return False
-        return all(word in text for word in ("placeholder_function", "PlaceholderArgument", "PlaceholderResult"))
+        return all(
+            word in text
+            for word in ("placeholder_function", "PlaceholderArgument", "PlaceholderResult")
+        )
 
     def special_tokens_in(self, messages: Sequence[Message]) -> list[str]:
         """The special tokens that stand in the messages' text, each once."""
@@ -144,36 +170,49 @@ class ChatTemplate:
         except TimeoutError:
             raise
         except Exception as error:  # a template is somebody's program, and may raise anything
-            raise RowRejected(Reason.TEMPLATE_REFUSED, f"{error}" or type(error).__name__) from error
+            raise RowRejected(
+                Reason.TEMPLATE_REFUSED, f"{error}" or type(error).__name__
+            ) from error
 
     def _marked(self, text: str) -> str:
         return self._special.marked(text) if self._escapes else text
 
     def decode(self, ids: Sequence[int]) -> str:
         """The ids as the text of a message: no special tokens, no space around it."""
-        text = self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(
+            list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text.strip()
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a history that ends with a question, up to where its answer begins; the template sets BOS."""
+        """Ids of a history that ends with a question, up to where its answer begins; the template
+        sets BOS.
+        """
         return self._tokenize(self._rendered(messages, asks=True))
 
-    def separator(self, messages: Sequence[Message], answer_ended: bool, *asked: Message) -> list[int]:
+    def separator(
+        self, messages: Sequence[Message], answer_ended: bool, *asked: Message
+    ) -> list[int]:
         """Ids between a sampled answer and the next one.
 
         Args:
             messages: The history before that answer, including the question.
-            answer_ended: Whether the sampled ids include the end-of-turn token; otherwise the separator begins with it.
-            asked: The messages up to the next answer: the user's, and functions called with their results.
+            answer_ended: Whether the sampled ids include the end-of-turn token; otherwise the
+                separator begins with it.
+            asked: The messages up to the next answer: the user's, and functions called with their
+                results.
         """
         tail = self._tokenize_after(self._after_answer(messages, *asked))
         return _without_end(tail, self.end_of_turn_ids) if answer_ended else tail
 
     def role_header(self, messages: Sequence[Message], answer_ended: bool) -> list[int]:
-        """Ids between a sampled answer and a user's text that is to be sampled next; arguments as in `separator`."""
+        """Ids between a sampled answer and a user's text that is to be sampled next; arguments as
+        in `separator`.
+        """
         next_user = _unused_word(messages)
         header, _, _ = self._after_answer(messages, Message("user", next_user)).partition(next_user)
-        # A space before a text belongs to the text's first token, as after the generation prompt "ASSISTANT:".
+        # A space before a text belongs to the text's first token, as after the generation prompt
+        # "ASSISTANT:".
         ids = self._tokenize_after(header.rstrip(" "))
         return _without_end(ids, self.end_of_turn_ids) if answer_ended else ids
 
@@ -183,11 +222,15 @@ class ChatTemplate:
         return _without_end(ids, self.end_of_user_ids) if user_ended else ids
 
     def recite(self, messages: Sequence[Message], answer: str) -> list[int]:
-        """Ids of a given answer to `messages`, its end of turn included, as if the target had sampled them."""
+        """Ids of a given answer to `messages`, its end of turn included, as if the target had
+        sampled them.
+        """
         before = self._rendered(messages, asks=True)
         whole = self._rendered([*messages, Message("assistant", answer)], asks=False)
         word = _unused_word(messages)
-        tail = self._after(word, self._rendered([*messages, Message("assistant", word)], asks=False))
+        tail = self._after(
+            word, self._rendered([*messages, Message("assistant", word)], asks=False)
+        )
         text = (
             whole.removeprefix(before)
             if whole.startswith(before) and whole.endswith(tail)
@@ -196,14 +239,18 @@ class ChatTemplate:
         context = self._special.restored(before)[-CONTEXT_CHARACTERS:]
         end = self._first_mark(tail)
         if not end:  # this template ends a turn only when another one follows
-            return self._tokenize_after(text.removesuffix(tail), context) + list(self.end_of_turn_ids)
+            return self._tokenize_after(text.removesuffix(tail), context) + list(
+                self.end_of_turn_ids
+            )
         ids = self._tokenize_after(text, context)
         while ids[-1] not in end:
             ids.pop()
         return ids
 
     def rewrites_history(self, history: Sequence[Message], asked: Sequence[Message]) -> bool:
-        """Whether the prompt of `asked`, after a history that ends with an answer, does not extend the last prompt."""
+        """Whether the prompt of `asked`, after a history that ends with an answer, does not extend
+        the last prompt.
+        """
         *before_answer, answer = history
         before = self._rendered(before_answer, asks=True)
         after = self._rendered([*history, *asked], asks=True)
@@ -211,9 +258,13 @@ class ChatTemplate:
         return not (after.startswith(before) and after[len(before) :].lstrip().startswith(said))
 
     def _after_answer(self, messages: Sequence[Message], *asked: Message) -> str:
-        """The template's text from the end of an answer to `messages`, over what is asked next, to the next answer."""
+        """The template's text from the end of an answer to `messages`, over what is asked next, to
+        the next answer.
+        """
         word = _unused_word([*messages, *asked])
-        return self._after(word, self._rendered([*messages, Message("assistant", word), *asked], asks=True))
+        return self._after(
+            word, self._rendered([*messages, Message("assistant", word), *asked], asks=True)
+        )
 
     def _after_user(self, messages: Sequence[Message]) -> str:
         """The template's text from the end of a user's message to the beginning of its answer."""
@@ -251,10 +302,14 @@ class ChatTemplate:
             ids = [id for part in parts for id in self._tokenize_after(part)]
             if not self._special_ids.intersection(ids):
                 return ids
-        raise RowRejected(Reason.SPECIAL_TOKENS, f"The special token {special!r} cannot be written as text.")
+        raise RowRejected(
+            Reason.SPECIAL_TOKENS, f"The special token {special!r} cannot be written as text."
+        )
 
     def _tokenize_after(self, text: str, context: str = ANCHORS[0]) -> list[int]:
-        """Ids of a text that continues another one, without the space that some tokenizers add at the start."""
+        """Ids of a text that continues another one, without the space that some tokenizers add at
+        the start.
+        """
         for anchor in (context, *ANCHORS):
             before, whole = self._tokenize(anchor), self._tokenize(anchor + text)
             if whole[: len(before)] == before:
@@ -270,6 +325,8 @@ def _without_end(ids: list[int], end_ids: tuple[int, ...]) -> list[int]:
 def _unused_word(messages: Sequence[Message]) -> str:
     """A word that no message contains and no template trims or rewrites."""
     word = "Placeholder"
-    while any(word in message.content or word in (message.tool_calls or "") for message in messages):
+    while any(
+        word in message.content or word in (message.tool_calls or "") for message in messages
+    ):
         word += "X"
     return word

@@ -1,7 +1,8 @@
 """Incremental decoding: tokens in, text out as soon as it is complete.
 
-A character can take several tokens, and a token's text can depend on the one before it (a leading space). Text is
-therefore decoded together with the preceding token, and held back while it ends within a character.
+A character can take several tokens, and a token's text can depend on the one before it (a leading
+space). Text is therefore decoded together with the preceding token, and held back while it ends
+within a character.
 """
 
 from __future__ import annotations
@@ -19,17 +20,23 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self._shown: list[int] = []  # the last ids whose text was returned: the context of the next ones
+        self._shown: list[
+            int
+        ] = []  # the last ids whose text was returned: the context of the next ones
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
-        """The text completed by this token, including that of tokens held back before it; may be empty."""
+        """The text completed by this token, including that of tokens held back before it; may be
+        empty.
+        """
         self._held.append(token_id)
         text = self._new_text()
         return "" if text.endswith(UNFINISHED) else self._release(text)
 
     def flush(self) -> str:
-        """The text held back, when no token follows: an incomplete character as the tokenizer decodes it."""
+        """The text held back, when no token follows: an incomplete character as the tokenizer
+        decodes it.
+        """
         return self._release(self._new_text())
 
     def _new_text(self) -> str:
@@ -42,4 +49,6 @@ class TextStream:
         return text
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )

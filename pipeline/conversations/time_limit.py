@@ -1,4 +1,6 @@
-"""A time limit for Python code that others wrote, such as a chat template's loops, in whichever thread it runs."""
+"""A time limit for Python code that others wrote, such as a chat template's loops, in whichever
+thread it runs.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def time_limit(seconds: float) -> Iterator[None]:
     def end() -> None:
         with lock:
             if not ended:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeoutError))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread), ctypes.py_object(TimeoutError)
+                )
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True

@@ -1,7 +1,9 @@
-"""Function calls and their results in conversations: how dumps write them, and how chat templates are given them.
+"""Function calls and their results in conversations: how dumps write them, and how chat templates
+are given them.
 
-    OpenAI          {"role": "assistant", "tool_calls": [{"function": {"name", "arguments"}}]}, {"role": "tool"}
-    LLaMA-Factory   {"from": "function_call", "value": '{"name", "arguments"}'}, {"from": "observation", "value"}
+    OpenAI          {"role": "assistant", "tool_calls": [{"function": {"name", "arguments"}}]},
+    {"role": "tool"} LLaMA-Factory   {"from": "function_call", "value": '{"name", "arguments"}'},
+    {"from": "observation", "value"}
 
 A message keeps its calls as JSON, a list of `{"name", "arguments"}`.
 """
@@ -28,7 +30,11 @@ def calls_of(turn: dict[str, Any], name: str, text: Any) -> str | None:
     Raises:
         RowRejected: They are no calls.
     """
-    found = _parsed(text) if name in CALLING_ROLES else turn.get("tool_calls") or turn.get("function_call")
+    found = (
+        _parsed(text)
+        if name in CALLING_ROLES
+        else turn.get("tool_calls") or turn.get("function_call")
+    )
     if not found:
         return None
     return _json([_call(call) for call in _listed(found)])
@@ -36,7 +42,11 @@ def calls_of(turn: dict[str, Any], name: str, text: Any) -> str | None:
 
 def _call(call: Any) -> dict[str, Any]:
     function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+    if (
+        not isinstance(function, dict)
+        or not isinstance(function.get("name"), str)
+        or not function["name"]
+    ):
         raise RowRejected(Reason.NOT_TEXT, "A function call has no name.")
     arguments = function.get("arguments", function.get("parameters"))
     return {
@@ -51,11 +61,14 @@ def _parsed(text: Any) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise RowRejected(Reason.BROKEN_JSON, f"A function call is not valid JSON: {error}.") from None
+        raise RowRejected(
+            Reason.BROKEN_JSON, f"A function call is not valid JSON: {error}."
+        ) from None
 
 
 def definitions_of(row: dict[str, Any]) -> str | None:
-    """The functions that a row offers, as a JSON list that templates take as `tools`; None where it offers none.
+    """The functions that a row offers, as a JSON list that templates take as `tools`; None where it
+    offers none.
 
     Raises:
         RowRejected: They are no list of functions.
@@ -65,7 +78,9 @@ def definitions_of(row: dict[str, Any]) -> str | None:
         found = _parsed(found) if found.strip() else None
     if not found:
         return None
-    offered = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in _listed(found)]
+    offered = [
+        tool.get("function", tool) if isinstance(tool, dict) else None for tool in _listed(found)
+    ]
     if not all(isinstance(tool, dict) and isinstance(tool.get("name"), str) for tool in offered):
         raise RowRejected(Reason.NOT_TEXT, "Under `tools` stands no list of functions with names.")
     return _json([{"type": "function", "function": tool} for tool in offered])
@@ -78,12 +93,17 @@ def _json(value: Any) -> str:
         RowRejected: It is no JSON, nested too deeply, or undecodable.
     """
     try:
-        text = utf8_text(json.dumps(value, ensure_ascii=False, allow_nan=False), "a function's call or definition")
+        text = utf8_text(
+            json.dumps(value, ensure_ascii=False, allow_nan=False),
+            "a function's call or definition",
+        )
         if storable(value, MOST_LEVELS) == json.loads(text):
             return text
     except (ValueError, TypeError, RecursionError):
         pass
-    raise RowRejected(Reason.BROKEN_JSON, "A function's call or definition is no JSON, or nested too deeply.")
+    raise RowRejected(
+        Reason.BROKEN_JSON, "A function's call or definition is no JSON, or nested too deeply."
+    )
 
 
 def _listed(value: Any) -> list[Any]:
@@ -96,7 +116,8 @@ def uses_tools(message: Message) -> bool:
 
 
 def for_template(messages: Sequence[Message], marked: Callable[[str], str]) -> list[dict[str, Any]]:
-    """The messages as chat templates take them; a call and its result share an id of nine characters, as Mistral asks.
+    """The messages as chat templates take them; a call and its result share an id of nine
+    characters, as Mistral asks.
 
     Args:
         marked: What is done to every text, see `special_text`.
@@ -112,7 +133,8 @@ def for_template(messages: Sequence[Message], marked: Callable[[str], str]) -> l
             number += len(calls)
             open_calls = [(id, call["name"]) for id, call in zip(ids, calls, strict=True)]
             said["tool_calls"] = [
-                {"type": "function", "id": id, "function": call} for id, call in zip(ids, calls, strict=True)
+                {"type": "function", "id": id, "function": call}
+                for id, call in zip(ids, calls, strict=True)
             ]
         elif message.role == "tool":
             id, name = open_calls.pop(0) if open_calls else ("call00000", "")

@@ -1,13 +1,14 @@
 """A preallocated KV cache that a tree is written into and that keeps only the accepted path.
 
-Keys and values of all layers are views of one tensor (per shape, dtype and device), so keeping a path moves the entries
-of all layers at once, in place. Each sequence of a batch has its own length and its own place. Layers keep the full
-length whatever their attention, since windows are part of the mask (see masks.py), and return only the filled part, so
-that a step costs the length of its sequences and not the capacity. Within `fixed` they return a constant number of
-slots and read the lengths on the device, as a captured step needs (see cuda_graphs.py).
+Keys and values of all layers are views of one tensor (per shape, dtype and device), so keeping a
+path moves the entries of all layers at once, in place. Each sequence of a batch has its own length
+and its own place. Layers keep the full length whatever their attention, since windows are part of
+the mask (see masks.py), and return only the filled part, so that a step costs the length of its
+sequences and not the capacity. Within `fixed` they return a constant number of slots and read the
+lengths on the device, as a captured step needs (see cuda_graphs.py).
 
-Letters: L key and value tensors of the layers, B sequences, H key-value heads, S slots, D head size, N rows of a
-forward, T positions of a path.
+Letters: L key and value tensors of the layers, B sequences, H key-value heads, S slots, D head
+size, N rows of a forward, T positions of a path.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ _GRANULE = 256  # slots; sequences of similar length then share one allocation
 
 
 class _TreeCacheLayer(CacheLayerMixin):
-    """One layer's part of the cache; before allocation it holds the first prompt's states as they are."""
+    """One layer's part of the cache; before allocation it holds the first prompt's states as they
+    are.
+    """
 
     def __init__(self, cache: TreeCache):
         super().__init__()
-        self.cache = cast(TreeCache, weakref.proxy(cache))  # a reference cycle would delay freeing both
+        self.cache = cast(
+            TreeCache, weakref.proxy(cache)
+        )  # a reference cycle would delay freeing both
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -57,15 +62,18 @@ class _TreeCacheLayer(CacheLayerMixin):
 
 
 def num_cached_layers(config: PretrainedConfig) -> int:
-    """The number of layers with keys and values of their own (some models share them between layers)."""
+    """The number of layers with keys and values of their own (some models share them between
+    layers).
+    """
     return len(get_layer_types_and_kwargs(config)[0])
 
 
 class TreeCache(Cache):
     """The KV cache of a batch.
 
-    `begin` a batch, then `open`, fill and `keep_prompt` for each prompt. After that each forward over the trees writes
-    its rows and `keep` retains the accepted ones. `drop` removes finished sequences.
+    `begin` a batch, then `open`, fill and `keep_prompt` for each prompt. After that each forward
+    over the trees writes its rows and `keep` retains the accepted ones. `drop` removes finished
+    sequences.
     """
 
     def __init__(self, num_layers: int):
@@ -82,7 +90,9 @@ class TreeCache(Cache):
 
     @property
     def length(self) -> int:
-        """Tokens before the rows of the next forward: of the longest open sequence, or of the prompt being filled."""
+        """Tokens before the rows of the next forward: of the longest open sequence, or of the
+        prompt being filled.
+        """
         return 0 if self._opening or not self.lengths else max(self.lengths)
 
     def begin(self, num_slots: int, num_sequences: int = 1) -> None:
@@ -106,7 +116,9 @@ class TreeCache(Cache):
             self._allocate()
 
     def write(self, part: Tensor, states: Tensor) -> Tensor:
-        """Append rows [B, H, N, D] to their sequences; returns the filled part [B, H, S', D] of one layer."""
+        """Append rows [B, H, N, D] to their sequences; returns the filled part [B, H, S', D] of one
+        layer.
+        """
         num_rows = states.shape[2]
         if len(states) == 1 and self._fixed_width is None:
             place = len(self.lengths) if self._opening else 0
@@ -115,10 +127,14 @@ class TreeCache(Cache):
             return part.narrow(2, 0, self.length + num_rows)
         place_B1, slot_BN = self._rows_on(part.device, num_rows)
         part[place_B1, :, slot_BN] = states.transpose(1, 2)
-        return part.narrow(0, 0, len(states)).narrow(2, 0, self._fixed_width or self.length + num_rows)
+        return part.narrow(0, 0, len(states)).narrow(
+            2, 0, self._fixed_width or self.length + num_rows
+        )
 
     def width(self, num_rows: int) -> int:
-        """Slots for `num_rows` more rows of each open sequence, rounded up so that many steps share a width."""
+        """Slots for `num_rows` more rows of each open sequence, rounded up so that many steps share
+        a width.
+        """
         return -(-(self.length + num_rows) // _GRANULE) * _GRANULE
 
     @contextmanager
@@ -126,7 +142,9 @@ class TreeCache(Cache):
         """Within this context lengths are read on the device and layers return `width` slots."""
         device = length_B.device
         places_B1 = torch.arange(len(length_B), device=device)[:, None]
-        self._rows = {device: (places_B1, length_B[:, None] + torch.arange(num_rows, device=device))}
+        self._rows = {
+            device: (places_B1, length_B[:, None] + torch.arange(num_rows, device=device))
+        }
         self._fixed_width = width
         try:
             yield
@@ -136,16 +154,21 @@ class TreeCache(Cache):
     def keep(self, rows: Sequence[Sequence[int]], rows_BT: Tensor) -> None:
         """Keep these rows of the last forward: each sequence's root and accepted nodes, ascending.
 
-        `rows` and `rows_BT` (which may be padded) are the same rows on the host and on the device, which avoids a copy.
+        `rows` and `rows_BT` (which may be padded) are the same rows on the host and on the device,
+        which avoids a copy.
         """
-        in_place = min(next((i for i, row in enumerate(path) if row != i), len(path)) for path in rows)
+        in_place = min(
+            next((i for i, row in enumerate(path) if row != i), len(path)) for path in rows
+        )
         longest = max(map(len, rows))
         if in_place < longest:
             self.move(rows_BT[:, :longest], in_place)
         self.advance(rows)
 
     def advance(self, rows: Sequence[Sequence[int]]) -> None:
-        """Add these rows of the last forward to the sequences' lengths; they are in place already."""
+        """Add these rows of the last forward to the sequences' lengths; they are in place
+        already.
+        """
         self.lengths = [length + len(path) for length, path in zip(self.lengths, rows, strict=True)]
         self._rows = {}
 
@@ -160,7 +183,9 @@ class TreeCache(Cache):
         self._rows = {}
 
     def move(self, rows_BT: Tensor, first: int) -> None:
-        """Move rows to the path's positions from `first` on; entries past a path's end are never read."""
+        """Move rows to the path's positions from `first` on; entries past a path's end are never
+        read.
+        """
         num_rows = rows_BT.shape[1]
         for store in self._stores:
             moved_BT = rows_BT[:, first:].to(store.device)
@@ -174,7 +199,9 @@ class TreeCache(Cache):
                 store[:, place_B1, :, targets_BT] = store[:, place_B1, :, slot_BN[:, :1] + moved_BT]
 
     def _rows_on(self, device: torch.device, num_rows: int = 1) -> tuple[Tensor, Tensor]:
-        """Places [B, 1] and slots [B, N] of the rows after the open sequences; the same for every layer."""
+        """Places [B, 1] and slots [B, N] of the rows after the open sequences; the same for every
+        layer.
+        """
         if device not in self._rows:
             places_B1 = torch.arange(len(self.lengths), device=device)[:, None]
             lengths_B1 = torch.tensor(self.lengths, device=device)[:, None]
@@ -182,7 +209,9 @@ class TreeCache(Cache):
         return self._rows[device]
 
     def _allocate(self) -> None:
-        """Allocate one store per kind of tensor, copy the first prompt's states, and give each layer its view."""
+        """Allocate one store per kind of tensor, copy the first prompt's states, and give each
+        layer its view.
+        """
         self.allocation += 1
         wanted_slots, self._places = self._wanted
         self.num_slots = -(-wanted_slots // _GRANULE) * _GRANULE
@@ -194,7 +223,9 @@ class TreeCache(Cache):
                 kinds[num_heads, size, states.dtype, states.device].append((layer, name))
         for (num_heads, size, dtype, device), members in kinds.items():
             shape = (len(members), self._places, num_heads, self.num_slots, size)
-            store = torch.zeros(shape, dtype=dtype, device=device)  # a masked slot's value must be finite
+            store = torch.zeros(
+                shape, dtype=dtype, device=device
+            )  # a masked slot's value must be finite
             for part, (layer, name) in zip(store, members, strict=True):
                 part[:1].narrow(2, 0, self.lengths[0]).copy_(getattr(layer, name))
                 setattr(layer, name, part)

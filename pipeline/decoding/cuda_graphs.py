@@ -1,11 +1,13 @@
 """Decoding steps captured as CUDA graphs and replayed.
 
-Launching the thousand short kernels of a forward takes the host longer than the GPU needs to run them. A captured step
-is one function of buffers with fixed addresses and shapes: lengths are read on the device, the cache returns a width
-rounded up to a few hundred slots, and the mask hides the unused ones. The host reads only what was accepted. One
-capture serves one batch size, width and rule.
+Launching the thousand short kernels of a forward takes the host longer than the GPU needs to run
+them. A captured step is one function of buffers with fixed addresses and shapes: lengths are read
+on the device, the cache returns a width rounded up to a few hundred slots, and the mask hides the
+unused ones. The host reads only what was accepted. One capture serves one batch size, width and
+rule.
 
-Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V vocabulary.
+Letters: B texts, N rows (the root and the nodes), T positions of a path, D hidden size, V
+    vocabulary.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from pipeline.decoding.steps import BatchState, TreeSteps
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Uncaptured steps of each kind: the first one selects kernels, the last one is the rehearsal, and a rare kind is not
-# worth a capture.
+# Uncaptured steps of each kind: the first one selects kernels, the last one is the rehearsal, and a
+# rare kind is not worth a capture.
 WARM_UP_STEPS = 2
-CAPTURED_LENGTH = 4096  # tokens of cache allocated per text from the start: reallocation invalidates captures
+CAPTURED_LENGTH = (
+    4096  # tokens of cache allocated per text from the start: reallocation invalidates captures
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +42,9 @@ _Kind = tuple[int, int, AcceptanceRule]  # texts, width, rule
 
 
 class CudaGraphs:
-    """Runs and captures a step's work on one GPU. Graphs share one memory pool, since they never run concurrently."""
+    """Runs and captures a step's work on one GPU. Graphs share one memory pool, since they never
+    run concurrently.
+    """
 
     def __init__(self, device: torch.device):
         self._device, self._stream = device, _side_stream(device)
@@ -55,10 +61,11 @@ class CudaGraphs:
             current.wait_stream(self._stream)
 
     def rehearse(self, function: Callable[[], None]) -> None:
-        """`run`, and raise RuntimeError, before it has had an effect, where the host waits for the GPU.
+        """`run`, and raise RuntimeError, before it has had an effect, where the host waits for the
+        GPU.
 
-        A capture that fails half-way may leave the allocator's memory pool unusable (torch 2.13: pull request 190308),
-        so it is not begun.
+        A capture that fails half-way may leave the allocator's memory pool unusable (torch 2.13:
+        pull request 190308), so it is not begun.
         """
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
@@ -74,8 +81,12 @@ class CudaGraphs:
         """
         graph = torch.cuda.CUDAGraph()
         with (
-            torch.cuda.stream(torch.cuda.current_stream(self._device)),  # restored even if the capture fails
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+            torch.cuda.stream(
+                torch.cuda.current_stream(self._device)
+            ),  # restored even if the capture fails
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ),
         ):
             function()  # captured, not run
         graph.replay()
@@ -106,7 +117,9 @@ class _Buffers:
 
 
 class CapturedSteps:
-    """The steps of `TreeSteps`, captured and replayed; uncaptured where the target does not support capture."""
+    """The steps of `TreeSteps`, captured and replayed; uncaptured where the target does not support
+    capture.
+    """
 
     def __init__(self, steps: TreeSteps, graph_capture: CudaGraphs):
         self._steps, self._cache = steps, steps.cache
@@ -130,7 +143,9 @@ class CapturedSteps:
         if size not in self._buffers:
             num_found = 2 * self._steps.tree.max_depth + 4
             length_B, found = state.token_B.clone(), state.token_B.new_zeros(size, num_found)
-            self._buffers[size] = _Buffers(BatchState(*(column.clone() for column in state)), length_B, found)
+            self._buffers[size] = _Buffers(
+                BatchState(*(column.clone() for column in state)), length_B, found
+            )
         buffers = self._buffers[size]
         for column, values in zip(buffers.state, state, strict=True):
             column.copy_(values)
@@ -141,12 +156,18 @@ class CapturedSteps:
         self._cache.drop(kept)
         self.start(BatchState(*(column[kept] for column in self._steps.state)))
 
-    def take(self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None) -> list[list[int]]:
+    def take(
+        self, forward: Forward, rule: AcceptanceRule, noise_BTV: Tensor | None
+    ) -> list[list[int]]:
         buffers = self._buffers[len(self._cache.lengths)]
         if noise_BTV is not None:
-            buffers.noise_BTV = noise_BTV if buffers.noise_BTV is None else buffers.noise_BTV.copy_(noise_BTV)
+            buffers.noise_BTV = (
+                noise_BTV if buffers.noise_BTV is None else buffers.noise_BTV.copy_(noise_BTV)
+            )
         width = self._cache.width(self._steps.tree.num_nodes + 1)
-        self._run((len(buffers.length_B), width, rule), lambda: self._step(buffers, width, forward, rule))
+        self._run(
+            (len(buffers.length_B), width, rule), lambda: self._step(buffers, width, forward, rule)
+        )
         rows, written = self._steps.read(buffers.found)
         self._cache.advance(rows)
         return written
@@ -166,7 +187,9 @@ class CapturedSteps:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                log.warning("The target's steps cannot be captured and run one by one: %s", _cause(error))
+                log.warning(
+                    "The target's steps cannot be captured and run one by one: %s", _cause(error)
+                )
                 self._can_capture = False
                 step()
 
@@ -179,7 +202,9 @@ class CapturedSteps:
         noise_BTV = buffers.noise_BTV if rule.samples else None
         with self._cache.fixed(length_B, steps.tree.num_nodes + 1, width):
             hidden_BND, logits_BNV = forward(tokens_BN, positions_BN, mask, self._cache)
-            state, retrieve_BT, found = steps.accept(hidden_BND, logits_BNV, tokens_BN, tree, rule, noise_BTV)
+            state, retrieve_BT, found = steps.accept(
+                hidden_BND, logits_BNV, tokens_BN, tree, rule, noise_BTV
+            )
             if tree.max_depth:
                 self._cache.move(retrieve_BT, 1)
         buffers.found.copy_(found)

@@ -1,9 +1,10 @@
 """Attention of grouped queries under a mask, without expanding keys and values.
 
-With a mask transformers repeats every key and value for each query head that reads it: torch's flash kernel takes no
-mask, its memory-efficient one no grouped queries, and together they fall back to plain math. A step under a mask would
-copy the whole cache, several times its size. Here the queries of a group are rows of one head instead: exactly the same
-products, and any kernel that takes a mask can run them.
+With a mask transformers repeats every key and value for each query head that reads it: torch's
+flash kernel takes no mask, its memory-efficient one no grouped queries, and together they fall back
+to plain math. A step under a mask would copy the whole cache, several times its size. Here the
+queries of a group are rows of one head instead: exactly the same products, and any kernel that
+takes a mask can run them.
 
 Letters: B sequences, H key-value heads, G query heads of each, N rows, S slots, D head size.
 """
@@ -33,9 +34,11 @@ def grouped_attention(
     scaling: float | None = None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' sdpa attention of queries [B, H·G, N, D] and keys and values [B, H, S, D]: [B, N, H·G, D].
+    """transformers' sdpa attention of queries [B, H·G, N, D] and keys and values [B, H, S, D]: [B,
+    N, H·G, D].
 
-    Masks [B, 1, N, S] are additive. Whatever is not a group under such a mask is left to transformers.
+    Masks [B, 1, N, S] are additive. Whatever is not a group under such a mask is left to
+    transformers.
     """
     num_groups = query.shape[1] // key.shape[1]
     is_biased = settings.get("position_bias") is not None
@@ -61,8 +64,12 @@ class GroupedRows:
     """Has a model whose attention is sdpa run `grouped_attention`, for the time of a forward."""
 
     def __init__(self, model: PreTrainedModel):
-        configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-        self._configs = [config for config in configs.values() if config._attn_implementation == "sdpa"]
+        configs = {
+            id(part.config): part.config for part in model.modules() if hasattr(part, "config")
+        }
+        self._configs = [
+            config for config in configs.values() if config._attn_implementation == "sdpa"
+        ]
 
     @contextmanager
     def grouped(self) -> Iterator[None]:

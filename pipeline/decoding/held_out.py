@@ -1,8 +1,10 @@
-"""Held-out text as ranks or places, and decoding's walk through it with any tree, without a forward.
+"""Held-out text as ranks or places, and decoding's walk through it with any tree, without a
+forward.
 
-A rank is the place of the held-out token: 0 where a head's first guess is right, 1 where its second is. Greedy decoding
-writes the same text with any tree, so ranks determine which steps it takes with a static one. With a dynamic tree
-places do: where the token's node stands among all that are proposed there.
+A rank is the place of the held-out token: 0 where a head's first guess is right, 1 where its second
+is. Greedy decoding writes the same text with any tree, so ranks determine which steps it takes with
+a static one. With a dynamic tree places do: where the token's node stands among all that are
+proposed there.
 
 Letters: N positions, end to end as the target wrote them, K heads, R ranks, S steps.
 """
@@ -22,10 +24,12 @@ from pipeline.heads.accuracy import NO_LABEL
 
 @dataclass(frozen=True)
 class HeldOutRanks:
-    """Ranks uint8 [K, N] of the tokens at t+2+k, the first position of each span, and each span's conversation.
+    """Ranks uint8 [K, N] of the tokens at t+2+k, the first position of each span, and each span's
+    conversation.
 
-    `starts` ascend from 0; spans of one conversation are adjacent and have the same number in `conversations`. `seen`
-    says of each span whether it is an answer that the target has also written in a training row.
+    `starts` ascend from 0; spans of one conversation are adjacent and have the same number in
+    `conversations`. `seen` says of each span whether it is an answer that the target has also
+    written in a training row.
     """
 
     ranks_KN: npt.NDArray[np.uint8]
@@ -39,7 +43,8 @@ class HeldOutRanks:
     def halves(self) -> tuple[HeldOutRanks, HeldOutRanks]:
         """Every other conversation: each half judges the trees that were searched on the other.
 
-        Not every other span: where each conversation has two, one half would hold first answers only.
+        Not every other span: where each conversation has two, one half would hold first answers
+        only.
         """
         _, place = np.unique(self.conversations, return_inverse=True)
         return self._of(place % 2 == 0), self._of(place % 2 == 1)
@@ -63,7 +68,9 @@ class HeldOutRanks:
 
 @dataclass(frozen=True)
 class HeldOutPlaces:
-    """Places int16 [K, N] of the tokens at t+2+k, see `DynamicTree.places`; spans as of `HeldOutRanks`."""
+    """Places int16 [K, N] of the tokens at t+2+k, see `DynamicTree.places`; spans as of
+    `HeldOutRanks`.
+    """
 
     places_KN: npt.NDArray[np.int16]
     starts: npt.NDArray[np.int64]
@@ -71,15 +78,17 @@ class HeldOutPlaces:
     seen: npt.NDArray[np.bool_]
 
     def walk(self, num_nodes: int) -> Walk:
-        """Greedy decoding with a dynamic tree of so many nodes, had it written the held-out text."""
+        """Greedy decoding with a dynamic tree of so many nodes, had it written the held-out
+        text.
+        """
         lengths_N = (self.places_KN < num_nodes).cumprod(0).sum(0)
         return walk_by(lengths_N, self.starts, self.conversations, self.seen)
 
 
 @dataclass(frozen=True)
 class Walk:
-    """The steps of decoding: where each begins, how many guesses it adds, whose conversation it is in, and whether
-    its answer is one that the target has also written in a training row.
+    """The steps of decoding: where each begins, how many guesses it adds, whose conversation it is
+    in, and whether its answer is one that the target has also written in a training row.
 
     A step adds its guesses and one token of the target's own.
     """
@@ -102,14 +111,25 @@ class Walk:
     def new(self) -> Walk:
         """The steps in answers that the target has not written in training rows."""
         new_S = ~self.seen_S
-        return Walk(self.places_S[new_S], self.kept_S[new_S], self.conversations_S[new_S], self.seen_S[new_S])
+        return Walk(
+            self.places_S[new_S],
+            self.kept_S[new_S],
+            self.conversations_S[new_S],
+            self.seen_S[new_S],
+        )
 
     def depth_shares(self) -> list[float]:
-        """The share of steps that add at least 1, 2, … guesses: 1 and their sum are the acceleration rate."""
-        return [float((self.kept_S >= depth).mean()) for depth in range(1, int(self.kept_S.max(initial=0)) + 1)]
+        """The share of steps that add at least 1, 2, … guesses: 1 and their sum are the
+        acceleration rate.
+        """
+        return [
+            float((self.kept_S >= depth).mean())
+            for depth in range(1, int(self.kept_S.max(initial=0)) + 1)
+        ]
 
     def node_shares(self, ranks: HeldOutRanks, choices: Choices) -> list[float]:
-        """The share of steps that add each node of the tree that was walked with: again 1 and their sum are the rate.
+        """The share of steps that add each node of the tree that was walked with: again 1 and their
+        sum are the rate.
 
         `ranks` are those that the walk went through.
         """
@@ -140,11 +160,13 @@ def walk_by(
     conversations: npt.NDArray[np.int64],
     seen: npt.NDArray[np.bool_],
 ) -> Walk:
-    """Greedy decoding, had it accepted so many guesses at each position; spans as of `HeldOutRanks`.
+    """Greedy decoding, had it accepted so many guesses at each position; spans as of
+    `HeldOutRanks`.
 
-    After a step that accepts a guesses the next one starts a+1 positions on. A span's first token comes from the
-    prefill and is not counted; what a step would add beyond the span's end is cut. Unlike an average over positions,
-    the walk visits hard positions more often than easy ones, as decoding does.
+    After a step that accepts a guesses the next one starts a+1 positions on. A span's first token
+    comes from the prefill and is not counted; what a step would add beyond the span's end is cut.
+    Unlike an average over positions, the walk visits hard positions more often than easy ones, as
+    decoding does.
     """
     stride = (lengths_N + 1).tolist()
     places: list[int] = []
@@ -167,12 +189,16 @@ def walk_by(
 
 
 def simulated_acceleration_rate(ranks: HeldOutRanks, choices: Choices) -> float:
-    """Tokens per forward of greedy decoding with the tree, had it written the held-out text; NaN without positions."""
+    """Tokens per forward of greedy decoding with the tree, had it written the held-out text; NaN
+    without positions.
+    """
     return walk(ranks, choices).acceleration_rate
 
 
 def accepted_lengths(ranks: HeldOutRanks, choices: Choices) -> npt.NDArray[np.int64]:
-    """The number of guesses [N] that greedy acceptance keeps at each position: the depth of the deepest right path."""
+    """The number of guesses [N] that greedy acceptance keeps at each position: the depth of the
+    deepest right path.
+    """
     right: dict[TreePath, npt.NDArray[np.bool_]] = {(): np.ones(len(ranks), bool)}
     lengths_N = np.zeros(len(ranks), np.int64)
     for path in sorted(map(tuple, choices), key=len):

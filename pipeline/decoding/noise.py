@@ -1,13 +1,16 @@
-"""Sampling from the target's distribution with noise per position, so that a seed gives one text for every tree.
+"""Sampling from the target's distribution with noise per position, so that a seed gives one text
+for every tree.
 
-A token is sampled as argmax(z / temperature + g) over the logits z, where g = -log(-log u) with uniform u: the
-Gumbel-max form of softmax sampling. The noise g belongs to a position of the text, not to a step: a step that looks at
-several positions uses the noise of each, and noise beyond the last kept token is used by the next step. The tree
-therefore changes the cost of a step, but neither the distribution of the text nor, up to rounding, the text itself.
+A token is sampled as argmax(z / temperature + g) over the logits z, where g = -log(-log u) with
+uniform u: the Gumbel-max form of softmax sampling. The noise g belongs to a position of the text,
+not to a step: a step that looks at several positions uses the noise of each, and noise beyond the
+last kept token is used by the next step. The tree therefore changes the cost of a step, but neither
+the distribution of the text nor, up to rounding, the text itself.
 
-The nucleus at top_p is the smallest set of most probable tokens with at least that probability (Holtzman et al., arXiv
-1904.09751), as in transformers and vLLM: a token belongs to it when the tokens ahead of it (more probable, or equally
-probable with a lower id) have less than top_p together. The most probable token always belongs.
+The nucleus at top_p is the smallest set of most probable tokens with at least that probability
+(Holtzman et al., arXiv 1904.09751), as in transformers and vLLM: a token belongs to it when the
+tokens ahead of it (more probable, or equally probable with a lower id) have less than top_p
+together. The most probable token always belongs.
 
 Letters: N rows, T positions, V vocabulary; leading dimensions, shown as …, pass through.
 """
@@ -19,11 +22,12 @@ from torch import Tensor
 
 
 class Noise:
-    """The Gumbel noise of one text's next positions, from that text's own generator; None without a generator.
+    """The Gumbel noise of one text's next positions, from that text's own generator; None without a
+    generator.
 
-    Each position takes V numbers from the generator, in the order of the text. They are drawn in float64: the 2^-24
-    resolution of float32 would bias the rare tokens of a large vocabulary. A generator on the target's device avoids a
-    copy per token.
+    Each position takes V numbers from the generator, in the order of the text. They are drawn in
+    float64: the 2^-24 resolution of float32 would bias the rare tokens of a large vocabulary. A
+    generator on the target's device avoids a copy per token.
     """
 
     def __init__(self, generator: torch.Generator | None):
@@ -31,13 +35,17 @@ class Noise:
         self._waiting: list[Tensor] = []
 
     def ahead(self, num_positions: int, logits_NV: Tensor) -> Tensor | None:
-        """The noise [T, V] of the next positions, on the logits' device and in their upcast dtype."""
+        """The noise [T, V] of the next positions, on the logits' device and in their upcast
+        dtype.
+        """
         if self._generator is None:
             return None
         size, device = logits_NV.shape[-1:], self._generator.device
         dtype = torch.promote_types(logits_NV.dtype, torch.float32)
         while len(self._waiting) < num_positions:
-            uniform_V = torch.rand(size, generator=self._generator, dtype=torch.float64, device=device)
+            uniform_V = torch.rand(
+                size, generator=self._generator, dtype=torch.float64, device=device
+            )
             exponential_V = uniform_V.log_().neg_().to(logits_NV.device, dtype)
             self._waiting.append(exponential_V.log_().neg_())
         return torch.stack(self._waiting[:num_positions])

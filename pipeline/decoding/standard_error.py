@@ -1,7 +1,8 @@
 """How sure an acceleration rate is: a bootstrap over conversations.
 
-A rate is a ratio of sums, tokens over steps. The steps of one conversation are alike, so that conversations are drawn
-and not steps (Efron and Tibshirani, An Introduction to the Bootstrap, chapters 6 and 8).
+A rate is a ratio of sums, tokens over steps. The steps of one conversation are alike, so that
+conversations are drawn and not steps (Efron and Tibshirani, An Introduction to the Bootstrap,
+chapters 6 and 8).
 
 Letters: C conversations, B resamples.
 """
@@ -21,17 +22,22 @@ NUM_RESAMPLES = 1000
 
 @dataclass(frozen=True)
 class Estimate:
-    """An acceleration rate and its standard error; NaN where there is no step, or fewer than two conversations."""
+    """An acceleration rate and its standard error; NaN where there is no step, or fewer than two
+    conversations.
+    """
 
     rate: float
     standard_error: float
 
 
-def rate_of_answers(accepted: Sequence[Sequence[int]], conversations: Sequence[Hashable]) -> Estimate:
+def rate_of_answers(
+    accepted: Sequence[Sequence[int]], conversations: Sequence[Hashable]
+) -> Estimate:
     """The acceleration rate of answers, and its standard error, in any engine.
 
     Args:
-        accepted: Per answer, the number of tokens that each forward after the prefill adds, cut where the text ends.
+        accepted: Per answer, the number of tokens that each forward after the prefill adds, cut
+            where the text ends.
         conversations: Per answer, what stands for its conversation.
     """
     tokens: Counter[Hashable] = Counter()
@@ -45,8 +51,8 @@ def rate_of_answers(accepted: Sequence[Sequence[int]], conversations: Sequence[H
 def estimated_rate(tokens_C: npt.ArrayLike, steps_C: npt.ArrayLike, seed: int = 0) -> Estimate:
     """All tokens over all steps, and the standard error if as many conversations were drawn again.
 
-    The resamples' deviation is too small by sqrt((C-1)/C), which is made up for. Conversations without a step count
-    for nothing. The same seed gives the same figure.
+    The resamples' deviation is too small by sqrt((C-1)/C), which is made up for. Conversations
+    without a step count for nothing. The same seed gives the same figure.
     """
     tokens_C, steps_C = np.asarray(tokens_C, np.float64), np.asarray(steps_C, np.float64)
     tokens_C, steps_C = tokens_C[steps_C > 0], steps_C[steps_C > 0]

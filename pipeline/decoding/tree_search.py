@@ -1,8 +1,9 @@
 """Searching for the best tree, from the ranks of held-out tokens among the heads' guesses.
 
-Ranks determine the heads' accuracies (paper 2.3.3), how often whole paths are right and, by a walk through the held-out
-text, the acceleration rate of any tree on it. Trees are judged on text that they were not searched on: each half of the
-conversations judges those of the other, and the estimate is both together.
+Ranks determine the heads' accuracies (paper 2.3.3), how often whole paths are right and, by a walk
+through the held-out text, the acceleration rate of any tree on it. Trees are judged on text that
+they were not searched on: each half of the conversations judges those of the other, and the
+estimate is both together.
 
 Letters: N positions, K heads, R ranks.
 """
@@ -27,13 +28,16 @@ Choice = TypeVar("Choice", bound=Hashable)
 Trees = Mapping[str, tuple[TreePath, ...]]  # by the search that found them
 
 
-def rank_accuracies(hits_KR: npt.NDArray[np.int64], counts_K: npt.NDArray[np.int64]) -> list[list[float]]:
+def rank_accuracies(
+    hits_KR: npt.NDArray[np.int64], counts_K: npt.NDArray[np.int64]
+) -> list[list[float]]:
     """a_k(i): the share of its labels that head k's i-th guess hits; 0 without labels (2.3.3)."""
     return (hits_KR / np.maximum(counts_K, 1)[:, None]).tolist()
 
 
 def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int) -> Trees:
-    """The trees of both searches, by the `product` of accuracies (2.3.3) and by `joint` frequencies, at least one node.
+    """The trees of both searches, by the `product` of accuracies (2.3.3) and by `joint`
+    frequencies, at least one node.
 
     The first n nodes of each are its best tree of n.
     """
@@ -43,10 +47,12 @@ def search_trees(ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top
 
 
 class CrossFit:
-    """Trees searched on all held-out text, each judged by how the same search does on text that it has not seen.
+    """Trees searched on all held-out text, each judged by how the same search does on text that it
+    has not seen.
 
-    Both halves of the conversations are searched, and each half's trees are walked through the other half. The halves'
-    trees are cut where the tree that is used ends, so that their steps by depth are its own.
+    Both halves of the conversations are searched, and each half's trees are walked through the
+    other half. The halves' trees are cut where the tree that is used ends, so that their steps by
+    depth are its own.
     """
 
     def __init__(self, ranks: HeldOutRanks, num_nodes: int, max_depth: int | None, top: int):
@@ -62,7 +68,8 @@ class CrossFit:
         """Through each half, with the other half's tree of this size."""
         if (search, size) not in self._walks:
             one, other = (
-                walk(judged_on, self.judged(fold, search, size)) for fold, (_, judged_on) in enumerate(self._folds)
+                walk(judged_on, self.judged(fold, search, size))
+                for fold, (_, judged_on) in enumerate(self._folds)
             )
             self._walks[search, size] = one + other
         return self._walks[search, size]
@@ -77,16 +84,20 @@ class CrossFit:
         return self.walk(search, size).estimate()
 
     def node_shares(self, search: str, size: int) -> list[float]:
-        """The share of steps that add each node of the tree that is used; 1 and their sum are the expected rate.
+        """The share of steps that add each node of the tree that is used; 1 and their sum are the
+        expected rate.
 
-        At each depth the shares of the tree's own walk, scaled to what the walks through unseen text add there.
+        At each depth the shares of the tree's own walk, scaled to what the walks through unseen
+        text add there.
         """
         choices = self.whole[search][:size]
         own = walk(self.ranks, choices).node_shares(self.ranks, choices)
         expected = self.walk(search, size).depth_shares()
         shares = []
         for path, share in zip(choices, own, strict=True):
-            peers = [other for node, other in zip(choices, own, strict=True) if len(node) == len(path)]
+            peers = [
+                other for node, other in zip(choices, own, strict=True) if len(node) == len(path)
+            ]
             part = share / sum(peers) if sum(peers) else 1 / len(peers)
             shares.append(part * (expected[len(path) - 1] if len(path) <= len(expected) else 0.0))
         return shares
@@ -95,29 +106,36 @@ class CrossFit:
 def fastest(rates: Mapping[Choice, float], overheads: Mapping[Choice, float]) -> Choice:
     """The choice with the highest speedup, rate over overhead.
 
-    Among choices within timing noise of the fastest one, speedup times acceleration rate decides: the rate is counted,
-    not timed, and is the same on every device. A choice whose overhead is NaN, since no step had room, is the last.
+    Among choices within timing noise of the fastest one, speedup times acceleration rate decides:
+    the rate is counted, not timed, and is the same on every device. A choice whose overhead is NaN,
+    since no step had room, is the last.
     """
     speeds = {choice: rate / overheads[choice] for choice, rate in rates.items()}
     best = max(filter(np.isfinite, speeds.values()), default=0.0)
-    as_fast = [choice for choice in rates if speeds[choice] >= (1 - SAME_SPEED) * best] or list(rates)
+    as_fast = [choice for choice in rates if speeds[choice] >= (1 - SAME_SPEED) * best] or list(
+        rates
+    )
     return max(as_fast, key=lambda choice: speeds[choice] * rates[choice])
 
 
 def joint_tree(
     ranks: HeldOutRanks, num_nodes: int, max_depth: int | None = None
 ) -> tuple[tuple[TreePath, ...], list[float]]:
-    """The tree of at most `num_nodes` nodes whose paths were right most often, and the frequency of each.
+    """The tree of at most `num_nodes` nodes whose paths were right most often, and the frequency of
+    each.
 
-    The heads' errors are correlated, so the product of accuracies underrates paths that follow a right first guess. A
-    path is right no more often than its parent, so adding the most frequent one is optimal and the first n nodes are
-    the best tree of n. Paths that were never right are left out.
+    The heads' errors are correlated, so the product of accuracies underrates paths that follow a
+    right first guess. A path is right no more often than its parent, so adding the most frequent
+    one is optimal and the first n nodes are the best tree of n. Paths that were never right are
+    left out.
     """
     depth_limit = min(len(ranks.ranks_KN), max_depth or len(ranks.ranks_KN))
     chosen: list[TreePath] = []
     frequencies: list[float] = []
     everywhere = np.arange(len(ranks))
-    frontier: list[tuple[int, int, TreePath, npt.NDArray[np.int64]]] = [(-len(ranks), 0, (), everywhere)]
+    frontier: list[tuple[int, int, TreePath, npt.NDArray[np.int64]]] = [
+        (-len(ranks), 0, (), everywhere)
+    ]
     while frontier and len(chosen) <= num_nodes:
         negative, depth, path, places = heapq.heappop(frontier)
         chosen.append(path)
@@ -126,5 +144,8 @@ def joint_tree(
             ranks_N = ranks.ranks_KN[depth, places]
             counts = np.bincount(ranks_N, minlength=256)[:MAX_RANKS]
             for rank in np.flatnonzero(counts).tolist():
-                heapq.heappush(frontier, (-int(counts[rank]), depth + 1, (*path, rank), places[ranks_N == rank]))
+                heapq.heappush(
+                    frontier,
+                    (-int(counts[rank]), depth + 1, (*path, rank), places[ranks_N == rank]),
+                )
     return tuple(chosen[1:]), frequencies[1:]  # without the root

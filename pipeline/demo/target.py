@@ -1,8 +1,9 @@
-"""The demo target: a small chat model of Llama's architecture, trained here from a few hundred conversations.
+"""The demo target: a small chat model of Llama's architecture, trained here from a few hundred
+conversations.
 
-It replaces a real target where there is no network: a tokenizer, a chat template, and weights that vLLM and
-transformers load like any other. It only knows its training topics. It learns every token of a conversation, the user's
-too, so that self-talk works; see train_target.py.
+It replaces a real target where there is no network: a tokenizer, a chat template, and weights that
+vLLM and transformers load like any other. It only knows its training topics. It learns every token
+of a conversation, the user's too, so that self-talk works; see train_target.py.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ CHAT_TEMPLATE = (
 
 
 def ensure_demo_target(run: RunDirectory, config: Config) -> None:
-    """Train the target at `target.model` on the train split, unless it has learned these or is no demo target."""
+    """Train the target at `target.model` on the train split, unless it has learned these or is no
+    demo target.
+    """
     from transformers.utils import logging
 
     directory = Path(config.target.model)
@@ -71,7 +74,10 @@ def ensure_demo_target(run: RunDirectory, config: Config) -> None:
             progress=show,
         )
     write_json(directory / MARK, {"made_from": made_from, **facts})
-    parameters = f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['steps']} steps, loss {facts['final_loss']:.2f}"
+    parameters = (
+        f"{facts['parameters'] / 1e6:.1f}M parameters, {facts['steps']} steps, loss"
+        f" {facts['final_loss']:.2f}"
+    )
     print_stage(console, "[green]✓[/]", "target", f"{duration(facts['seconds']):<10} {parameters}")
 
 
@@ -109,7 +115,9 @@ def train_demo_target(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = new_model(tokenizer)
-        record = train(model, documents, deadline=started + seconds, num_steps=steps, progress=progress)
+        record = train(
+            model, documents, deadline=started + seconds, num_steps=steps, progress=progress
+        )
     with atomic_directory(directory) as unfinished:
         model.save_pretrained(unfinished, safe_serialization=True)
         tokenizer.save_pretrained(unfinished)
@@ -125,7 +133,10 @@ def train_tokenizer(conversations: Sequence[Conversation]) -> PreTrainedTokenize
     # Digits are single tokens; Han characters are split, or whole phrases would become tokens.
     pieces = Regex(r"\p{Han}{1,4}|\p{N}| ?[^\s\p{L}\p{N}]+| ?[\p{L}&&\P{Han}]+|\s")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(pieces, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(pieces, "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -134,7 +145,9 @@ def train_tokenizer(conversations: Sequence[Conversation]) -> PreTrainedTokenize
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator((message.content for each in conversations for message in each.messages), trainer)
+    backend.train_from_iterator(
+        (message.content for each in conversations for message in each.messages), trainer
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=BOS,
@@ -147,10 +160,14 @@ def train_tokenizer(conversations: Sequence[Conversation]) -> PreTrainedTokenize
     )
 
 
-def tokenize(conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerFast) -> list[torch.Tensor]:
+def tokenize(
+    conversations: Sequence[Conversation], tokenizer: PreTrainedTokenizerFast
+) -> list[torch.Tensor]:
     """Each conversation's ids as its chat template renders it."""
     texts = [
-        tokenizer.apply_chat_template([asdict(message) for message in each.messages], tokenize=False)
+        tokenizer.apply_chat_template(
+            [asdict(message) for message in each.messages], tokenize=False
+        )
         for each in conversations
     ]
     return [torch.tensor(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]]
@@ -159,8 +176,8 @@ def tokenize(conversations: Sequence[Conversation], tokenizer: PreTrainedTokeniz
 def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """The untrained model: 1.7 million parameters, heads of 64, which CPU attention of vLLM takes.
 
-    Two layers learn to copy what a question names; with four, half as many steps fit into the time, and the answers
-    name something else.
+    Two layers learn to copy what a question names; with four, half as many steps fit into the time,
+    and the answers name something else.
     """
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
@@ -181,6 +198,8 @@ def new_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     )
     model = LlamaForCausalLM(config)
     model.generation_config = GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
     )
     return model

@@ -1,18 +1,20 @@
 """Training of the demo target in about a minute on two cores.
 
-Choices that make this possible, in held-out nats per token after equal CPU time, on twice as many topics as the seeds
-have now: matrices are trained with Muon (0.56 against AdamW's 1.09); embeddings start at unit size with a high
-learning rate and the blocks' outputs at zero (1.3 against 2.2). Steps are small, and bfloat16 is used where the CPU
-supports it.
+Choices that make this possible, in held-out nats per token after equal CPU time, on twice as many
+topics as the seeds have now: matrices are trained with Muon (0.56 against AdamW's 1.09); embeddings
+start at unit size with a high learning rate and the blocks' outputs at zero (1.3 against 2.2).
+Steps are small, and bfloat16 is used where the CPU supports it.
 
-A row is one conversation from its first token; after eight such batches follows one row of several conversations as
-long as the context, so that every position is trained. Training ends after `num_steps`, which is reproducible on one
-machine, or at the deadline, whichever comes first; the learning rate decays towards the nearer of the two.
+A row is one conversation from its first token; after eight such batches follows one row of several
+conversations as long as the context, so that every position is trained. Training ends after
+`num_steps`, which is reproducible on one machine, or at the deadline, whichever comes first; the
+learning rate decays towards the nearer of the two.
 
-Muon: Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon. Not torch's own: that one computes in bfloat16
-on any CPU, which takes 20 times as long where it is emulated.
+Muon: Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon. Not torch's own: that one
+computes in bfloat16 on any CPU, which takes 20 times as long where it is emulated.
 
-Dimensions: B rows, T positions, V vocabulary, N matrices of one shape, R and C their rows and columns.
+Dimensions: B rows, T positions, V vocabulary, N matrices of one shape, R and C their rows and
+    columns.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def train(
     num_steps: int,
     progress: ReportStep | None = None,
 ) -> dict:
-    """Train a fresh model in place on the documents' ids, in an order that torch's global seed decides.
+    """Train a fresh model in place on the documents' ids, in an order that torch's global seed
+    decides.
 
     Args:
         model: On the CPU, fp32, as transformers initialises it.
@@ -101,7 +104,9 @@ def update(optimizers: list[torch.optim.Optimizer], share: float) -> None:
 
 
 def fast_bfloat16() -> bool:
-    """Whether the CPU supports bfloat16: 2.5 times the tokens per second; emulated it is slower than fp32."""
+    """Whether the CPU supports bfloat16: 2.5 times the tokens per second; emulated it is slower
+    than fp32.
+    """
     able = torch.cpu.get_capabilities()
     return bool(able.get("avx512_bf16") or able.get("amx_bf16"))
 
@@ -117,7 +122,9 @@ def prepare(model: LlamaForCausalLM) -> None:
 
 
 def new_optimizers(model: LlamaForCausalLM, dtype: torch.dtype) -> list[torch.optim.Optimizer]:
-    """Muon for the blocks' matrices, Adam for embeddings, norms and lm_head; each group has its `peak_lr`."""
+    """Muon for the blocks' matrices, Adam for embeddings, norms and lm_head; each group has its
+    `peak_lr`.
+    """
     matrices = [each for each in model.model.layers.parameters() if each.dim() == 2]
     norms = [each for each in model.parameters() if each.dim() == 1]
     groups = [
@@ -145,15 +152,21 @@ class Muon(torch.optim.Optimizer):
             state = self.state[group["params"][0]]
             momentum_NRC = state.setdefault("momentum_NRC", torch.zeros_like(gradient_NRC))
             momentum_NRC.lerp_(gradient_NRC, 1 - group["momentum"])
-            update_NRC = orthogonalize(gradient_NRC.lerp(momentum_NRC, group["momentum"]), group["dtype"])
+            update_NRC = orthogonalize(
+                gradient_NRC.lerp(momentum_NRC, group["momentum"]), group["dtype"]
+            )
             rows, columns = update_NRC.shape[1:]
             scale = max(1, rows / columns) ** 0.5
             for matrix, update_RC in zip(group["params"], update_NRC, strict=True):
                 matrix.sub_(update_RC, alpha=group["lr"] * scale)
 
 
-def orthogonalize(matrices_NRC: torch.Tensor, dtype: torch.dtype, num_iterations: int = 5) -> torch.Tensor:
-    """The same singular vectors with singular values near 1 (0.7 to 1.2): a quintic Newton-Schulz iteration."""
+def orthogonalize(
+    matrices_NRC: torch.Tensor, dtype: torch.dtype, num_iterations: int = 5
+) -> torch.Tensor:
+    """The same singular vectors with singular values near 1 (0.7 to 1.2): a quintic Newton-Schulz
+    iteration.
+    """
     wide = matrices_NRC.shape[1] <= matrices_NRC.shape[2]
     x_NRC = matrices_NRC.to(dtype) if wide else matrices_NRC.to(dtype).mT
     x_NRC = x_NRC / x_NRC.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -169,7 +182,11 @@ def learning_rate_share(steps_share: float, time_share: float) -> float:
 
     While the steps are ahead of the deadline, the clock has no effect.
     """
-    return min(1.0, (steps_share + 0.001) / WARMUP_SHARE, max(0.02, (1 - max(steps_share, time_share)) / DECAY_SHARE))
+    return min(
+        1.0,
+        (steps_share + 0.001) / WARMUP_SHARE,
+        max(0.02, (1 - max(steps_share, time_share)) / DECAY_SHARE),
+    )
 
 
 def batches(documents: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -182,7 +199,9 @@ def batches(documents: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch
         pools = [order[start : start + POOL_SIZE] for start in range(0, len(order), POOL_SIZE)]
         for pool in pools:
             pool.sort(key=lambda index: len(documents[index]))
-            groups = [pool[start : start + ROWS_PER_STEP] for start in range(0, len(pool), ROWS_PER_STEP)]
+            groups = [
+                pool[start : start + ROWS_PER_STEP] for start in range(0, len(pool), ROWS_PER_STEP)
+            ]
             for place in torch.randperm(len(groups)).tolist():
                 yield pad([documents[index] for index in groups[place]])
             yield pad([torch.cat([documents[index] for index in pool])[:LONG_ROW_LENGTH]])

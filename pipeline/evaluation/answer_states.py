@@ -1,4 +1,5 @@
-"""Plain greedy answers as the heads see them, and where the answers' tokens stand among their guesses.
+"""Plain greedy answers as the heads see them, and where the answers' tokens stand among their
+guesses.
 
 Letters: T answer tokens, N states at which steps may begin, D hidden size, K heads.
 """
@@ -28,10 +29,11 @@ if TYPE_CHECKING:
 
 
 class AnswerStates(NamedTuple):
-    """Where steps of an answer may begin: the states that the heads read, the next tokens, and those after them.
+    """Where steps of an answer may begin: the states that the heads read, the next tokens, and
+    those after them.
 
-    The turns of one question are one `conversation`. `seen`: whether the target has written the answer in a training
-    row as well.
+    The turns of one question are one `conversation`. `seen`: whether the target has written the
+    answer in a training row as well.
     """
 
     conversation: int | str
@@ -50,13 +52,17 @@ def answer_states(
 ) -> Iterator[AnswerStates]:
     """The states of every answer that takes a step, by one forward each, on the heads' device.
 
-    An answer's first token comes from the prefill: steps begin there and at each later token but the last.
+    An answer's first token comes from the prefill: steps begin there and at each later token but
+    the last.
 
     Args:
-        trained: The answers in training rows; None where they are not known, and none counts as seen.
+        trained: The answers in training rows; None where they are not known, and none counts as
+            seen.
     """
     num_heads, device = heads.shape.max_depth, heads.device
-    for prompt, answer, conversation in zip(prompts, answers, conversations_of(prompts), strict=True):
+    for prompt, answer, conversation in zip(
+        prompts, answers, conversations_of(prompts), strict=True
+    ):
         if len(answer) == 1:
             continue
         later_N = torch.tensor(answer[1:])
@@ -66,7 +72,9 @@ def answer_states(
         states_TD, _ = last_positions(model, prompt.ids + answer[:-1], len(answer))
         next_N = torch.tensor(answer[:-1], device=device)
         seen = trained is not None and answer in trained
-        yield AnswerStates(conversation, seen, states_TD[:-1].to(device), next_N, labels_KN.to(device))
+        yield AnswerStates(
+            conversation, seen, states_TD[:-1].to(device), next_N, labels_KN.to(device)
+        )
 
 
 def guess_ranks(heads: Heads, states: Iterable[AnswerStates], top: int) -> HeldOutRanks:
@@ -85,10 +93,12 @@ def guess_places(heads: Heads, states: Iterable[AnswerStates], tree: DynamicTree
 
 @torch.inference_mode()
 def _measured(
-    heads: Heads, states: Iterable[AnswerStates], measure: Callable[[Tensor, Tensor, Tensor], Tensor]
+    heads: Heads,
+    states: Iterable[AnswerStates],
+    measure: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """What is measured [K, N], answers end to end; of each answer its start, its conversation's number, and whether it
-    is seen."""
+    """What is measured [K, N], answers end to end; of each answer its start, its conversation's
+    number, and whether it is seen."""
     parts_KN: list[npt.NDArray[Any]] = []
     numbers: dict[int | str, int] = {}
     conversations: list[int] = []

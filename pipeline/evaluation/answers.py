@@ -1,12 +1,14 @@
 """Decoded answers: compared with the target's own, scored as text, and written to files.
 
-`compare` counts greedy answers that are identical token for token, those that first differ at a tie, and lists the
-rest. Forwards of different shapes round differently, so where the target's top two logits are closer than a tolerance
-either token is its greedy choice. Only the first difference counts: after it the sequences have different prefixes.
+`compare` counts greedy answers that are identical token for token, those that first differ at a
+tie, and lists the rest. Forwards of different shapes round differently, so where the target's top
+two logits are closer than a tolerance either token is its greedy choice. Only the first difference
+counts: after it the sequences have different prefixes.
 
-`answer_lines` follow Spec-Bench's schema (github.com/hemingkx/Spec-Bench, Xia et al., arXiv 2401.07851): one line per
-question; `new_tokens` and `wall_time` cover whole answers including the prefill, `decoding_steps` and `accept_lengths`
-the steps after it, so that the mean of `accept_lengths` is the acceleration rate.
+`answer_lines` follow Spec-Bench's schema (github.com/hemingkx/Spec-Bench, Xia et al., arXiv
+2401.07851): one line per question; `new_tokens` and `wall_time` cover whole answers including the
+prefill, `decoding_steps` and `accept_lengths` the steps after it, so that the mean of
+`accept_lengths` is the acceleration rate.
 
 Letters: T answer tokens, V vocabulary.
 """
@@ -36,14 +38,15 @@ if TYPE_CHECKING:
 
 NUM_SAMPLES = 2  # decoded answers that the report shows
 
-# A top-2 logit gap up to this is a tie. Half precision rounds the logits themselves: this is four of its steps at
-# logits of 16 to 32, where the best logits of chat models lie.
+# A top-2 logit gap up to this is a tie. Half precision rounds the logits themselves: this is four
+# of its steps at logits of 16 to 32, where the best logits of chat models lie.
 TIE_TOLERANCE = {"float32": 1e-4, "float16": 0.0625, "bfloat16": 0.5}
 
-# bitsandbytes' 8-bit layers round what they read to 127 steps of its largest number, as coarse as bfloat16's 8 bits, in
-# any dtype: a last bit that differs becomes a step, and which columns are kept apart depends on all positions of a
-# forward. Its 4-bit layers multiply in bfloat16 on a CPU, in any dtype: a forward of one position, one of several.
-# On a GPU these multiply in the target's dtype.
+# bitsandbytes' 8-bit layers round what they read to 127 steps of its largest number, as coarse as
+# bfloat16's 8 bits, in any dtype: a last bit that differs becomes a step, and which columns are
+# kept apart depends on all positions of a forward. Its 4-bit layers multiply in bfloat16 on a CPU,
+# in any dtype: a forward of one position, one of several. On a GPU these multiply in the target's
+# dtype.
 AS_COARSE = "bfloat16"
 
 
@@ -60,13 +63,17 @@ class GreedyMatch:
         return {"sequences": self.sequences, "identical": self.identical, "ties": self.ties}
 
     def largest_gap(self) -> dict[str, float]:
-        """The largest top-2 gap at which a sequence that is no tie differs, for the figures of an engine."""
+        """The largest top-2 gap at which a sequence that is no tie differs, for the figures of an
+        engine.
+        """
         gaps = [differing["gap"] for differing in self.differing]
         return {"largest_gap": float(f"{max(gaps):.3g}")} if gaps else {}
 
 
 def tie_tolerance(target: TargetSpec, settings: CheckConfig, *, on_gpu: bool) -> float:
-    """The configured tolerance, or the default: the larger of the dtype's and the quantization's, where it runs."""
+    """The configured tolerance, or the default: the larger of the dtype's and the quantization's,
+    where it runs.
+    """
     if settings.tie_tolerance is not None:
         return settings.tie_tolerance
     rounding = target.rounding or target.quantization
@@ -113,15 +120,22 @@ def top_2_gap(model: PreTrainedModel, prefix: list[int]) -> float:
 def text_statistics(
     model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
 ) -> dict[str, float]:
-    """Share of distinct 4-grams of the answers, and the target's mean entropy [nats] at their positions."""
+    """Share of distinct 4-grams of the answers, and the target's mean entropy [nats] at their
+    positions.
+    """
     entropies: list[float] = []
     for log_p_TV in _log_probabilities(model, prompts, answers):
         entropies += torch.special.entr(log_p_TV.exp()).sum(-1).tolist()
     distinct = statistics.fmean(distinct_n(answer, 4) for answer in answers)
-    return {"distinct_4": round(distinct, 4), "mean_entropy_nats": round(statistics.fmean(entropies), 4)}
+    return {
+        "distinct_4": round(distinct, 4),
+        "mean_entropy_nats": round(statistics.fmean(entropies), 4),
+    }
 
 
-def mean_log_likelihood(model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]) -> float:
+def mean_log_likelihood(
+    model: PreTrainedModel, prompts: Sequence[Prompt], answers: Sequence[list[int]]
+) -> float:
     """Mean log-likelihood [nats per token] of the answers under the target, at temperature 1."""
     likelihoods: list[float] = []
     for log_p_TV, answer in zip(_log_probabilities(model, prompts, answers), answers, strict=True):
@@ -145,13 +159,16 @@ def answer_lines(
     prompts: Sequence[Prompt],
     repetitions: Sequence[Sequence[Decoded]],
 ) -> list[dict[str, Any]]:
-    """One method's answers, one line per question; texts are the first repetition's, times medians over all."""
+    """One method's answers, one line per question; texts are the first repetition's, times medians
+    over all.
+    """
     lines: dict[int | str, dict[str, Any]] = {}
     for index, prompt in enumerate(prompts):
         name = prompt.id if prompt.question_id is None else prompt.question_id
         if name not in lines:
             empty: dict[str, Any] = {
-                key: [] for key in ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths")
+                key: []
+                for key in ("turns", "decoding_steps", "new_tokens", "wall_time", "accept_lengths")
             }
             lines[name] = {
                 "question_id": name,
@@ -163,7 +180,9 @@ def answer_lines(
             }
         (choice,) = lines[name]["choices"]
         answer = repetitions[0][index]
-        seconds = statistics.median(answers[index].seconds_prefill + answers[index].seconds for answers in repetitions)
+        seconds = statistics.median(
+            answers[index].seconds_prefill + answers[index].seconds for answers in repetitions
+        )
         choice["turns"].append(tokenizer.decode(answer.token_ids, skip_special_tokens=True).strip())
         choice["decoding_steps"].append(answer.num_steps)
         choice["new_tokens"].append(len(answer.token_ids))
@@ -173,7 +192,9 @@ def answer_lines(
 
 
 def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> dict[str, Any]:
-    """A model's answer to one question in FastChat's model-answer schema, which its judge reads, and nothing else."""
+    """A model's answer to one question in FastChat's model-answer schema, which its judge reads,
+    and nothing else.
+    """
     return {
         "question_id": question_id,
         "answer_id": _answer_id(model_id, question_id),
@@ -185,7 +206,10 @@ def model_answer(question_id: int | str, model_id: str, turns: list[str]) -> dic
 
 def model_answers(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Lines of `answer_lines` in FastChat's model-answer schema."""
-    return [model_answer(line["question_id"], line["model_id"], line["choices"][0]["turns"]) for line in lines]
+    return [
+        model_answer(line["question_id"], line["model_id"], line["choices"][0]["turns"])
+        for line in lines
+    ]
 
 
 def _answer_id(model_id: str, question_id: int | str) -> str:
@@ -198,7 +222,9 @@ def samples(
     """The first answers, each token with the step that produced it (0 is the prefill)."""
     found = []
     for prompt, answer in list(zip(prompts, decoded, strict=True))[:NUM_SAMPLES]:
-        steps = [0] + [step for step, kept in enumerate(answer.accepted, start=1) for _ in range(kept)]
+        steps = [0] + [
+            step for step, kept in enumerate(answer.accepted, start=1) for _ in range(kept)
+        ]
         stream = TextStream(tokenizer)
         texts = [stream.push(token) for token in answer.token_ids]
         texts[-1] += stream.flush()

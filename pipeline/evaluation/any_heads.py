@@ -1,7 +1,9 @@
-"""Any heads measured on a target, without a run: the check's figures for exports and for heads of other trainers.
+"""Any heads measured on a target, without a run: the check's figures for exports and for heads of
+other trainers.
 
-Heads of this project are decoded as they lie. Others are read by `export/foreign.py` and decoded natively from a copy
-in an export's layout; vLLM gets the original where it reads it unmodified, and the copy where it does not.
+Heads of this project are decoded as they lie. Others are read by `export/foreign.py` and decoded
+natively from a copy in an export's layout; vLLM gets the original where it reads it unmodified, and
+the copy where it does not.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ from pipeline.decoding.stock_trees import stock_tree
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.limits import engine_failures
 from pipeline.evaluation.native import check_native
-from pipeline.evaluation.prompts import CheckRequest, Prompt, question_prompts, with_room, with_room_for
+from pipeline.evaluation.prompts import (
+    CheckRequest,
+    Prompt,
+    question_prompts,
+    with_room,
+    with_room_for,
+)
 from pipeline.evaluation.served import check_served
 from pipeline.execution.hardware import hardware
 from pipeline.execution.progress import ProgressReporter
@@ -71,16 +79,17 @@ def measure_heads(
 
     Args:
         settings: `prompts` is the file of questions, of which the first `num_prompts` are asked.
-        draft_tokens: How many tokens vLLM drafts, and how deep the tree of a cell of another trainer is; by default
-            what the directory says.
+        draft_tokens: How many tokens vLLM drafts, and how deep the tree of a cell of another
+            trainer is; by default what the directory says.
 
     Returns:
-        {"target", "read_as", "check": as in report.json, with "passed" and "failures", "hardware", "answers": of native
-        decoding, as the lines of one file per method}.
+        {"target", "read_as", "check": as in report.json, with "passed" and "failures", "hardware",
+        "answers": of native decoding, as the lines of one file per method}.
 
     Raises:
         ConfigError: No answer took a step, or an engine cannot have these heads or this target.
-        DataError: The directory holds no heads that are known, or those of another target; no question fits.
+        DataError: The directory holds no heads that are known, or those of another target; no
+            question fits.
     """
     for engine in settings.engines:
         require_readable(target, engine, on_gpu=gpus > 0, where="--target")
@@ -112,7 +121,9 @@ def measure_heads(
 
 
 def _decoded(request: CheckRequest, progress: ProgressReporter | None) -> dict[str, Any]:
-    """Each engine's result; what the same chain reached natively on the same text is expected of vLLM."""
+    """Each engine's result; what the same chain reached natively on the same text is expected of
+    vLLM.
+    """
     result: dict[str, Any] = {}
     if "native" in request.settings.engines:
         result |= check_native(request, progress)
@@ -126,7 +137,9 @@ def _decoded(request: CheckRequest, progress: ProgressReporter | None) -> dict[s
 
 
 @contextmanager
-def _candidate(directory: Path, target: TargetSpec, draft_tokens: int | None) -> Iterator[Candidate]:
+def _candidate(
+    directory: Path, target: TargetSpec, draft_tokens: int | None
+) -> Iterator[Candidate]:
     text = model_config(target).get_text_config()
     sizes = Sizes(text.hidden_size, text.vocab_size)
     config = read_object(directory / CONFIG_FILE)
@@ -134,38 +147,63 @@ def _candidate(directory: Path, target: TargetSpec, draft_tokens: int | None) ->
         layout = read_layout(directory)
         _require_sizes(layout.shape, sizes, directory)
         deepest = layout.shape.max_depth
-        yield Candidate(layout.shape.described(), directory, _drafting(layout, directory, draft_tokens), deepest)
+        yield Candidate(
+            layout.shape.described(), directory, _drafting(layout, directory, draft_tokens), deepest
+        )
         return
     num_tokens = draft_tokens or proposed_tokens(config) or DRAFT_TOKENS
     found = read_foreign(directory, _matrices(target), sizes, num_tokens)
-    original = {"method": found.vllm_method, "model": str(directory.resolve()), "num_speculative_tokens": num_tokens}
+    original = {
+        "method": found.vllm_method,
+        "model": str(directory.resolve()),
+        "num_speculative_tokens": num_tokens,
+    }
     with tempfile.TemporaryDirectory(prefix="medusa-distill-check-") as temporary:
         copy = _copied(found, target, Path(temporary, "export"), draft_tokens)
         depth = found.heads.shape.max_depth if found.heads else num_tokens
-        yield Candidate(found.described, copy, original if found.as_they_are else None, depth, found.why_not)
+        yield Candidate(
+            found.described, copy, original if found.as_they_are else None, depth, found.why_not
+        )
 
 
-def _drafting(layout: ExportLayout, directory: Path, draft_tokens: int | None) -> dict[str, Any] | None:
-    """How vLLM is started with an export: so many draft tokens, or, for None, alone as the export says."""
+def _drafting(
+    layout: ExportLayout, directory: Path, draft_tokens: int | None
+) -> dict[str, Any] | None:
+    """How vLLM is started with an export: so many draft tokens, or, for None, alone as the export
+    says.
+    """
     if draft_tokens and draft_tokens > layout.shape.max_depth:
-        what = f"These heads propose {layout.shape.max_depth} tokens ahead, and {draft_tokens} are to be drafted."
+        what = (
+            f"These heads propose {layout.shape.max_depth} tokens ahead, and {draft_tokens} are to"
+            " be drafted."
+        )
         raise ConfigError(what, "--draft-tokens", f"Give at most {layout.shape.max_depth}.")
-    return layout.kind.speculative_config(str(directory.resolve()), draft_tokens) if draft_tokens else None
+    return (
+        layout.kind.speculative_config(str(directory.resolve()), draft_tokens)
+        if draft_tokens
+        else None
+    )
 
 
 def _matrices(target: TargetSpec) -> TargetWeights:
     """The target's matrices; the model is loaded when the first of them is asked for."""
     model = functools.cache(lambda: load_causal_lm(target))
-    return TargetWeights(lambda: lm_head_weight(model()), lambda: model().get_input_embeddings().weight.detach())
+    return TargetWeights(
+        lambda: lm_head_weight(model()), lambda: model().get_input_embeddings().weight.detach()
+    )
 
 
-def _copied(found: ForeignHeads, target: TargetSpec, directory: Path, draft_tokens: int | None) -> Path | None:
+def _copied(
+    found: ForeignHeads, target: TargetSpec, directory: Path, draft_tokens: int | None
+) -> Path | None:
     """The heads as an export, where they can be; the layout names each lm_head that is stored."""
     if found.heads is None:
         return None
     shape = found.heads.shape
     num_tokens = min(draft_tokens or shape.num_heads, shape.max_depth)
-    layout = ExportLayout(target.model, shape, dtype=_dtype(found), num_speculative_tokens=num_tokens)
+    layout = ExportLayout(
+        target.model, shape, dtype=_dtype(found), num_speculative_tokens=num_tokens
+    )
     write_export(
         directory,
         found.heads,
@@ -183,10 +221,14 @@ def _dtype(found: ForeignHeads) -> str:
     return str(next(iter(found.heads.parameters())).dtype).removeprefix("torch.")
 
 
-def _require_engines(found: Candidate, directory: Path, target: TargetSpec, settings: CheckConfig) -> None:
+def _require_engines(
+    found: Candidate, directory: Path, target: TargetSpec, settings: CheckConfig
+) -> None:
     """Refuse engines that cannot have these heads, before anything is decoded."""
     if found.export is None and "native" in settings.engines:
-        raise DataError(f"{found.why_not}.", str(directory), "vLLM alone can measure it: --engine vllm.")
+        raise DataError(
+            f"{found.why_not}.", str(directory), "vLLM alone can measure it: --engine vllm."
+        )
     if found.export is not None and "vllm" in settings.engines:
         layout = read_layout(found.export)
         if reason := layout.kind.not_served(layout.shape, model_config(target).to_dict()):
@@ -198,27 +240,40 @@ def _tree(found: Candidate) -> Any:
 
 
 def _prompts(
-    target: TargetSpec, settings: CheckConfig, gpus: int, number: int, progress: ProgressReporter | None
+    target: TargetSpec,
+    settings: CheckConfig,
+    gpus: int,
+    number: int,
+    progress: ProgressReporter | None,
 ) -> list[Prompt]:
     path = Path(settings.prompts) if isinstance(settings.prompts, str | Path) else BUNDLED
     if not path.is_file():
-        raise ConfigError(f"There is no file of questions {path}.", "--prompts", "Name one with --prompts FILE.")
+        raise ConfigError(
+            f"There is no file of questions {path}.", "--prompts", "Name one with --prompts FILE."
+        )
     engine: Any = "transformers" if "native" in settings.engines else "vllm"
     questions = read_questions(path)[:number]
     found = question_prompts(target, questions, settings, engine, gpus, progress)
     if not found.kept:
-        what = f"No question leaves room for {settings.max_new_tokens} tokens in the target's context."
-        raise DataError(what, str(path), "Shorten --max-new-tokens, or name other questions with --prompts.")
+        what = (
+            f"No question leaves room for {settings.max_new_tokens} tokens in the target's context."
+        )
+        raise DataError(
+            what, str(path), "Shorten --max-new-tokens, or name other questions with --prompts."
+        )
     return found.kept
 
 
 def _require_sizes(shape: HeadsShape, sizes: Sizes, directory: Path) -> None:
     if (shape.hidden_size, shape.target_vocab_size) != (sizes.hidden_size, sizes.vocab_size):
         what = (
-            f"These are heads of a target with states of {shape.hidden_size} numbers and a vocabulary of "
-            f"{shape.target_vocab_size} tokens; this one has {sizes.hidden_size} and {sizes.vocab_size}."
+            f"These are heads of a target with states of {shape.hidden_size} numbers and a"
+            f" vocabulary of {shape.target_vocab_size} tokens; this one has {sizes.hidden_size} and"
+            f" {sizes.vocab_size}."
         )
-        raise DataError(what, str(directory), "Give --target the model that these heads were trained on.")
+        raise DataError(
+            what, str(directory), "Give --target the model that these heads were trained on."
+        )
 
 
 def proposed_tokens(config: dict[str, Any]) -> int | None:

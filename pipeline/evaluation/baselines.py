@@ -2,9 +2,11 @@
 
     generate       plain decoding with its dynamic cache
     prompt-lookup  guesses are the tokens that followed an earlier occurrence of the last tokens
-    assistant      guesses come from a smaller model with the same vocabulary (`check.assistant_model`)
+    assistant      guesses come from a smaller model with the same vocabulary
+    (`check.assistant_model`)
 
-A streamer records the tokens of each forward, so that they are counted and timed as in our own decoding.
+A streamer records the tokens of each forward, so that they are counted and timed as in our own
+decoding.
 """
 
 from __future__ import annotations
@@ -79,7 +81,12 @@ def baseline(
     def decode(prompt_ids: list[int], seed: int) -> Decoded:
         ids_1T = torch.tensor([prompt_ids], device=device)
         recorder = ForwardRecorder()
-        given = {"attention_mask": torch.ones_like(ids_1T), "generation_config": chosen, "streamer": recorder, **more}
+        given = {
+            "attention_mask": torch.ones_like(ids_1T),
+            "generation_config": chosen,
+            "streamer": recorder,
+            **more,
+        }
         start = perf_counter()
         with code_of_others():
             model.generate(ids_1T, **given)
@@ -93,9 +100,13 @@ def baseline(
 
 
 def beside_by_category(
-    rows: Sequence[Mapping[str, Any]], prompts: Sequence[Prompt], passes: Sequence[Pass], names: Sequence[str]
+    rows: Sequence[Mapping[str, Any]],
+    prompts: Sequence[Prompt],
+    passes: Sequence[Pass],
+    names: Sequence[str],
 ) -> list[dict[str, Any]]:
-    """The rows of `by_category`, each with `baselines` on its prompts: {name: {acceleration_rate, speedup}}.
+    """The rows of `by_category`, each with `baselines` on its prompts: {name: {acceleration_rate,
+    speedup}}.
 
     Args:
         passes: Greedy ones, in which the baselines decoded.
@@ -104,8 +115,14 @@ def beside_by_category(
     members = categories_of(prompts)
 
     def figures(category: str, name: str) -> dict[str, float | None]:
-        of_these = [{side: [answers[i] for i in members[category]] for side, answers in one.items()} for one in passes]
+        of_these = [
+            {side: [answers[i] for i in members[category]] for side, answers in one.items()}
+            for one in passes
+        ]
         pace = pace_beside(of_these, name)
         return {key: pace[key] for key in ("acceleration_rate", "speedup")}
 
-    return [{**row, "baselines": {name: figures(row["category"], name) for name in names}} for row in rows]
+    return [
+        {**row, "baselines": {name: figures(row["category"], name) for name in names}}
+        for row in rows
+    ]

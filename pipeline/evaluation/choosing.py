@@ -1,4 +1,5 @@
-"""Which tree native decoding uses, and how many tokens the chain drafts that vLLM serves: by expected speedup.
+"""Which tree native decoding uses, and how many tokens the chain drafts that vLLM serves: by
+expected speedup.
 
 Rates are counted on held-out text, overheads timed on the device.
 """
@@ -25,7 +26,8 @@ Overheads = Mapping[int, float]  # by nodes; empty where nothing was timed
 
 @dataclass(frozen=True)
 class ChosenTree:
-    """A tree, where it is from, the walk that judges it, and the share of steps that adds each of its nodes.
+    """A tree, where it is from, the walk that judges it, and the share of steps that adds each of
+    its nodes.
 
     Where it is `dynamic`, the walk is its own, and all else is of a static tree of the same size.
     """
@@ -58,8 +60,12 @@ def given_tree(ranks: HeldOutRanks, choices: tuple[TreePath, ...]) -> ChosenTree
 
 
 def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTree:
-    """The search and the number of nodes with the highest speedup; without overheads `num_nodes`, or all there are."""
-    sizes = sorted(overheads) or [num_nodes]  # costs jump between sizes, so they are not interpolated
+    """The search and the number of nodes with the highest speedup; without overheads `num_nodes`,
+    or all there are.
+    """
+    sizes = sorted(overheads) or [
+        num_nodes
+    ]  # costs jump between sizes, so they are not interpolated
     costs: dict[tuple[str, int], float] = {}
     for name, tree in fits.whole.items():
         for size in sizes:  # a tree that ends before has the overhead of the next size
@@ -67,25 +73,42 @@ def best_tree(fits: CrossFit, num_nodes: int, overheads: Overheads) -> ChosenTre
     rates = {choice: fits.walk(*choice).acceleration_rate for choice in costs}
     source, size = fastest(rates, costs)
     search = Search(
-        {name: fits.walk(name, min(size, len(tree))).acceleration_rate for name, tree in fits.whole.items()},
-        [{"nodes": timed} | promise(fits.estimate(source, timed), overheads[timed]) for timed in sorted(overheads)],
+        {
+            name: fits.walk(name, min(size, len(tree))).acceleration_rate
+            for name, tree in fits.whole.items()
+        },
+        [
+            {"nodes": timed} | promise(fits.estimate(source, timed), overheads[timed])
+            for timed in sorted(overheads)
+        ],
         judged=[fits.judged(half, source, size) for half in (0, 1)],
         searched=fits.whole[source][:STOCK_NODES],
     )
     choices = fits.whole[source][:size]
-    return ChosenTree(source, choices, fits.node_shares(source, size), fits.walk(source, size), search)
+    return ChosenTree(
+        source, choices, fits.node_shares(source, size), fits.walk(source, size), search
+    )
 
 
-def best_dynamic_tree(tree: DynamicTree, places: HeldOutPlaces, fits: CrossFit, overheads: Overheads) -> ChosenTree:
+def best_dynamic_tree(
+    tree: DynamicTree, places: HeldOutPlaces, fits: CrossFit, overheads: Overheads
+) -> ChosenTree:
     """The tree in the size with the highest speedup; without overheads as it is.
 
-    Nothing is fitted on held-out text, so all of it judges every size. Beside it the best static tree of that size.
+    Nothing is fitted on held-out text, so all of it judges every size. Beside it the best static
+    tree of that size.
     """
     walks = {size: places.walk(size) for size in sorted(overheads) or [tree.num_nodes]}
-    size = fastest({size: walked.acceleration_rate for size, walked in walks.items()}, overheads or {tree.num_nodes: 1})
+    size = fastest(
+        {size: walked.acceleration_rate for size, walked in walks.items()},
+        overheads or {tree.num_nodes: 1},
+    )
     static = best_tree(fits, size, {})
     assert static.search is not None
-    sizes = [{"nodes": timed} | promise(walks[timed].estimate(), overheads[timed]) for timed in sorted(overheads)]
+    sizes = [
+        {"nodes": timed} | promise(walks[timed].estimate(), overheads[timed])
+        for timed in sorted(overheads)
+    ]
     search = replace(static.search, sizes=sizes)
     return replace(static, walked=walks[size], search=search, dynamic=tree.resized(size))
 
@@ -95,8 +118,12 @@ def chains(most: int) -> dict[int, tuple[TreePath, ...]]:
     return {num_tokens: cartesian_tree([1] * num_tokens) for num_tokens in range(1, most + 1)}
 
 
-def chosen_chain(ranks: HeldOutRanks, most: int, default: int, overheads: Overheads) -> tuple[int, list[Figures]]:
-    """How many tokens to draft, and the figures of each number up to `most`; without overheads `default`."""
+def chosen_chain(
+    ranks: HeldOutRanks, most: int, default: int, overheads: Overheads
+) -> tuple[int, list[Figures]]:
+    """How many tokens to draft, and the figures of each number up to `most`; without overheads
+    `default`.
+    """
     walks = {num_tokens: walk(ranks, chain) for num_tokens, chain in chains(most).items()}
     timed = {num_tokens: cost for num_tokens, cost in overheads.items() if np.isfinite(cost)}
     num_tokens = default
@@ -112,7 +139,8 @@ def chosen_chain(ranks: HeldOutRanks, most: int, default: int, overheads: Overhe
 
 
 def promise_on_new(text: HeldOutRanks | HeldOutPlaces, walked: Walk) -> Figures:
-    """The expected rate on answers that the target has not written in training rows, and their number.
+    """The expected rate on answers that the target has not written in training rows, and their
+    number.
 
     Fewer than `ENOUGH_NEW` answers have no rate.
     """
@@ -123,8 +151,13 @@ def promise_on_new(text: HeldOutRanks | HeldOutPlaces, walked: Walk) -> Figures:
 
 
 def promise(expected: Estimate, overhead: float | None = None) -> Figures:
-    """The expected rate and its standard error; where the overhead was timed, that and the expected speedup."""
-    figures = {"expected_acceleration_rate": expected.rate, "expected_standard_error": expected.standard_error}
+    """The expected rate and its standard error; where the overhead was timed, that and the expected
+    speedup.
+    """
+    figures = {
+        "expected_acceleration_rate": expected.rate,
+        "expected_standard_error": expected.standard_error,
+    }
     if overhead is not None:
         figures = {"overhead": overhead, **figures, "expected_speedup": expected.rate / overhead}
     return {name: rounded(figure) for name, figure in figures.items()}

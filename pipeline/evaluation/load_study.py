@@ -1,15 +1,18 @@
-"""The study of load (`check.studies: [load]`): the engine as a server, with the heads and without, ever more at once.
+"""The study of load (`check.studies: [load]`): the engine as a server, with the heads and without,
+ever more at once.
 
-Heads spend computation that few requests leave idle. The more are under way at once, the less is idle, and from some
-number on the server is faster without them. Measured with the check's prompts; client and server share the machine. A
-row holds, for plain decoding (`baseline_…`) and with the heads:
+Heads spend computation that few requests leave idle. The more are under way at once, the less is
+idle, and from some number on the server is faster without them. Measured with the check's prompts;
+client and server share the machine. A row holds, for plain decoding (`baseline_…`) and with the
+heads:
 
     tokens_per_second  of all requests together
-    ttft_ms, tpot_ms   time to the first token, and per further token: p50, p90 and p99 over requests
-    within_slo         the share of requests within both limits of `check.slo`, where there are any
+    ttft_ms, tpot_ms   time to the first token, and per further token: p50, p90 and p99 over
+    requests within_slo         the share of requests within both limits of `check.slo`, where there
+    are any
 
-and with the heads `acceleration_rate`, over the drafts that the server counts (see `vllm_load`), not over the forwards
-of each request as the check has it.
+and with the heads `acceleration_rate`, over the drafts that the server counts (see `vllm_load`),
+not over the forwards of each request as the check has it.
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ PERCENTILES = (50, 90, 99)
 
 
 def load_study(request: CheckRequest, progress: ProgressReporter | None = None) -> dict[str, Any]:
-    """The study of an export, measured `check.repeats` times: `studies` of an engine, and `under_load`."""
+    """The study of an export, measured `check.repeats` times: `studies` of an engine, and
+    `under_load`.
+    """
     if progress:
         progress.begin("vLLM's server starts", 0, unit="loads")
     prompts, settings = [prompt.ids for prompt in request.prompts], request.settings
@@ -52,7 +57,9 @@ def load_study(request: CheckRequest, progress: ProgressReporter | None = None) 
 
 
 def load_rows(
-    plain: Sequence[Mapping[str, Any]], with_heads: Sequence[Mapping[str, Any]], limits: LatencyLimits
+    plain: Sequence[Mapping[str, Any]],
+    with_heads: Sequence[Mapping[str, Any]],
+    limits: LatencyLimits,
 ) -> list[dict[str, Any]]:
     """The study's rows, from what `serve_under_load` measured of both servers."""
     rows = []
@@ -67,27 +74,43 @@ def load_rows(
 
 def _figures(measured: Mapping[str, Any], limits: LatencyLimits) -> dict[str, Any]:
     ttft_N, tpot_N = (1000 * np.array(measured[key], dtype=float) for key in ("ttft", "tpot"))
-    found: dict[str, Any] = {"tokens_per_second": rounded(measured["num_tokens"] / measured["seconds"])}
+    found: dict[str, Any] = {
+        "tokens_per_second": rounded(measured["num_tokens"] / measured["seconds"])
+    }
     for name, times_N in (("ttft_ms", ttft_N), ("tpot_ms", tpot_N[np.isfinite(tpot_N)])):
-        values = np.percentile(times_N, PERCENTILES) if len(times_N) else [math.nan] * len(PERCENTILES)
-        found[name] = {f"p{percent}": rounded(value) for percent, value in zip(PERCENTILES, values, strict=True)}
+        values = (
+            np.percentile(times_N, PERCENTILES) if len(times_N) else [math.nan] * len(PERCENTILES)
+        )
+        found[name] = {
+            f"p{percent}": rounded(value)
+            for percent, value in zip(PERCENTILES, values, strict=True)
+        }
     if limits.ttft_ms or limits.tpot_ms:
         # An answer of one token has no further ones that could be late.
-        late_N = (ttft_N > (limits.ttft_ms or math.inf)) | (np.nan_to_num(tpot_N) > (limits.tpot_ms or math.inf))
+        late_N = (ttft_N > (limits.ttft_ms or math.inf)) | (
+            np.nan_to_num(tpot_N) > (limits.tpot_ms or math.inf)
+        )
         found["within_slo"] = rounded(1 - float(late_N.mean()))
     return found
 
 
 def stops_paying_at(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """The least measured number of requests at which the server is slower with the heads; None where there is none."""
+    """The least measured number of requests at which the server is slower with the heads; None
+    where there is none.
+    """
     return next((row["requests"] for row in rows if not row["speedup"] >= 1), None)
 
 
 def in_words(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Up to how many requests at once the heads pay, and beyond that at which loads they do not, in a sentence."""
+    """Up to how many requests at once the heads pay, and beyond that at which loads they do not, in
+    a sentence.
+    """
     levels, stops = [row["requests"] for row in rows], stops_paying_at(rows)
     if stops is None:
-        return f"Served by vLLM, the heads pay up to {levels[-1]} requests at once, the most that were tried."
+        return (
+            f"Served by vLLM, the heads pay up to {levels[-1]} requests at once, the most that were"
+            " tried."
+        )
     slower = [row["requests"] for row in rows if not row["speedup"] >= 1]
     faster = [level for level in levels if level > stops and level not in slower]
     beyond = f"they are slower at {_listed(slower)}"

@@ -1,9 +1,11 @@
-"""The native check: the export decoded by our tree decoder on plain transformers, against plain decoding.
+"""The native check: the export decoded by our tree decoder on plain transformers, against plain
+decoding.
 
-Both sides are the same decoder with the same cache, one with the tree and one without. They decode prompt by prompt in
-turn, after a warm-up, on the number of CPU threads at which plain decoding is fastest. Plain decoding follows the same
-acceptance rule, greedily or sampled from the same seeds; greedy text is compared in any case. transformers' own
-decoding of the same prompts is measured beside it (`check.baselines`).
+Both sides are the same decoder with the same cache, one with the tree and one without. They decode
+prompt by prompt in turn, after a warm-up, on the number of CPU threads at which plain decoding is
+fastest. Plain decoding follows the same acceptance rule, greedily or sampled from the same seeds;
+greedy text is compared in any case. transformers' own decoding of the same prompts is measured
+beside it (`check.baselines`).
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ NUM_WARM_UPS = 2  # prompts
 
 @dataclass(frozen=True)
 class DecodingMethods:
-    """What is compared: plain decoding, decoding with the heads, and transformers' baselines by name."""
+    """What is compared: plain decoding, decoding with the heads, and transformers' baselines by
+    name.
+    """
 
     plain: Decoder
     accelerated: Decoder
@@ -65,7 +69,9 @@ class DecodingMethods:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Decoded answers: each repetition by the rule; each greedy one, baselines included; why baselines failed."""
+    """Decoded answers: each repetition by the rule; each greedy one, baselines included; why
+    baselines failed.
+    """
 
     passes: list[Pass]
     greedy_passes: list[Pass]
@@ -80,8 +86,8 @@ def check_native(request: CheckRequest, progress: ProgressReporter | None = None
     """Decode every prompt plainly, with the tree and by the baselines.
 
     Returns:
-        `native` and `target_text` of report.json, `samples` for its drawing, `answers` as the lines of one file per
-        method, and the `differing` sequences that are not ties.
+        `native` and `target_text` of report.json, `samples` for its drawing, `answers` as the lines
+        of one file per method, and the `differing` sequences that are not ties.
 
     Raises:
         ConfigError: No answer took a step.
@@ -98,7 +104,9 @@ def check_native(request: CheckRequest, progress: ProgressReporter | None = None
         measured = measure(methods, prompts, settings, progress)
         calibration, answers = request.calibration, measured.plain_greedy
         chain = chain_figures(accelerated, prompts, answers, layout.num_speculative_tokens)
-        studies = run_studies(settings.studies, plain, accelerated, prompts, settings, calibration, answers, progress)
+        studies = run_studies(
+            settings.studies, plain, accelerated, prompts, settings, calibration, answers, progress
+        )
     match = greedy_match(request, methods, measured, ACCELERATED)
     tokenizer = load_tokenizer(request.target)
     return {
@@ -108,7 +116,9 @@ def check_native(request: CheckRequest, progress: ProgressReporter | None = None
         "target_text": text_statistics(plain.model, prompts, answers),
         "samples": samples(tokenizer, prompts, measured.passes[0][ACCELERATED]),
         "answers": {
-            name: answer_lines(f"{request.name}-{name}", tokenizer, prompts, [one[side] for one in measured.passes])
+            name: answer_lines(
+                f"{request.name}-{name}", tokenizer, prompts, [one[side] for one in measured.passes]
+            )
             for side, name in ((PLAIN, PLAIN), (ACCELERATED, layout.shape.kind))
         },
         "differing": match.differing,
@@ -124,14 +134,21 @@ def load_methods(request: CheckRequest) -> DecodingMethods:
     return DecodingMethods(
         plain_decoder(model, eos_token_ids=eos, max_length=room),
         Decoder(model, heads, request.tree, eos_token_ids=eos, max_length=room),
-        {kind: baseline(kind, model, eos, settings.max_new_tokens, request.assistant) for kind in settings.baselines},
+        {
+            kind: baseline(kind, model, eos, settings.max_new_tokens, request.assistant)
+            for kind in settings.baselines
+        },
     )
 
 
 def measure(
-    methods: DecodingMethods, prompts: Sequence[Prompt], settings: CheckConfig, progress: ProgressReporter | None = None
+    methods: DecodingMethods,
+    prompts: Sequence[Prompt],
+    settings: CheckConfig,
+    progress: ProgressReporter | None = None,
 ) -> Measurement:
-    """Decode every prompt by every method, after a warm-up. Under a sampling rule, greedy text is decoded once.
+    """Decode every prompt by every method, after a warm-up. Under a sampling rule, greedy text is
+    decoded once.
 
     A baseline that fails on any prompt is left out from there on; the other methods continue.
 
@@ -144,13 +161,17 @@ def measure(
     both_greedy = _both_sides(methods, greedy_acceptance, settings.max_new_tokens)
     baselines = dict(methods.baselines)
     take_turns(by_rule | baselines, prompts[:NUM_WARM_UPS], failed)
-    if methods.plain.captures or methods.accelerated.captures:  # capture the graphs of every length, untimed
+    if (
+        methods.plain.captures or methods.accelerated.captures
+    ):  # capture the graphs of every length, untimed
         take_turns(by_rule, prompts)
         if rule is not greedy_acceptance:
             take_turns(both_greedy, prompts)
     greedily = both_greedy | baselines
     if rule is greedy_acceptance:
-        passes = greedy_passes = [take_turns(greedily, prompts, failed, progress) for _ in range(settings.repeats)]
+        passes = greedy_passes = [
+            take_turns(greedily, prompts, failed, progress) for _ in range(settings.repeats)
+        ]
     else:
         passes = [take_turns(by_rule, prompts, progress=progress) for _ in range(settings.repeats)]
         greedy_passes = [take_turns(greedily, prompts, failed, progress)]
@@ -158,7 +179,9 @@ def measure(
     return Measurement(passes, greedy_passes, failed)
 
 
-def greedy_match(request: CheckRequest, methods: DecodingMethods, measured: Measurement, method: str) -> GreedyMatch:
+def greedy_match(
+    request: CheckRequest, methods: DecodingMethods, measured: Measurement, method: str
+) -> GreedyMatch:
     """A method's greedy answers against plain decoding's."""
     answers = _texts(measured.greedy_passes[0][method])
     gap_at = partial(top_2_gap, methods.plain.model)
@@ -198,36 +221,56 @@ def native_figures(
             measured.greedy_passes,
             [name for name in methods.baselines if name not in measured.failed],
         ),
-        "baselines": beside + [{"name": name, "failed": reason} for name, reason in measured.failed.items()],
+        "baselines": beside
+        + [{"name": name, "failed": reason} for name, reason in measured.failed.items()],
     }
     if request.trained is not None:
         answers = first[ACCELERATED]
         accepted = [answer.accepted for answer in answers]
-        figures |= rate_on_new_answers(request.prompts, _texts(answers), accepted, request.trained.answers())
+        figures |= rate_on_new_answers(
+            request.prompts, _texts(answers), accepted, request.trained.answers()
+        )
     if settings.acceptance != "greedy":
         figures["log_likelihood"] = _log_likelihoods(request, methods, measured)
     return figures
 
 
-def _both_sides(methods: DecodingMethods, rule: AcceptanceRule, num_tokens: int) -> dict[str, Decode]:
+def _both_sides(
+    methods: DecodingMethods, rule: AcceptanceRule, num_tokens: int
+) -> dict[str, Decode]:
     """Both sides by the same rule; where it samples, both draw from the same seed."""
     sides = {PLAIN: methods.plain, ACCELERATED: methods.accelerated}
     return {name: decode_by(decoder, rule, num_tokens) for name, decoder in sides.items()}
 
 
-def _log_likelihoods(request: CheckRequest, methods: DecodingMethods, measured: Measurement) -> dict[str, float]:
+def _log_likelihoods(
+    request: CheckRequest, methods: DecodingMethods, measured: Measurement
+) -> dict[str, float]:
     """The target's log-likelihood of greedy text, of plain sampling and of the rule's text."""
     settings, prompts, model = request.settings, request.prompts, methods.plain.model
     sampled, by_rule = measured.passes[0][PLAIN], measured.passes[0][ACCELERATED]
-    if not rule_of(settings).samples:  # typical acceptance with a greedy first token is deterministic
-        sampling = decode_by(methods.plain, RejectionSampling(settings.temperature), settings.max_new_tokens)
+    if not rule_of(
+        settings
+    ).samples:  # typical acceptance with a greedy first token is deterministic
+        sampling = decode_by(
+            methods.plain, RejectionSampling(settings.temperature), settings.max_new_tokens
+        )
         sampled = take_turns({PLAIN: sampling}, prompts)[PLAIN]
-    written = {"greedy": measured.plain_greedy, "sampling": _texts(sampled), settings.acceptance: _texts(by_rule)}
-    return {name: round(mean_log_likelihood(model, prompts, answers), 4) for name, answers in written.items()}
+    written = {
+        "greedy": measured.plain_greedy,
+        "sampling": _texts(sampled),
+        settings.acceptance: _texts(by_rule),
+    }
+    return {
+        name: round(mean_log_likelihood(model, prompts, answers), 4)
+        for name, answers in written.items()
+    }
 
 
 def _rule_facts(settings: CheckConfig, decoded: Pass) -> dict[str, Any]:
-    """The rule and its numbers; for rejection sampling, how many texts equal those of plain sampling."""
+    """The rule and its numbers; for rejection sampling, how many texts equal those of plain
+    sampling.
+    """
     if settings.acceptance == "greedy":
         return {"acceptance": "greedy"}
     facts: dict[str, Any] = {"acceptance": settings.acceptance, "temperature": settings.temperature}

@@ -1,8 +1,9 @@
-"""The original model beside the tuned one that is published: how far the weights have moved, and its own answers.
+"""The original model beside the tuned one that is published: how far the weights have moved, and
+its own answers.
 
-Drift is measured on the published weights, merged and rounded, not on the adapter that they were made from: both models
-are loaded one after the other, and read the same held-out rows. Of at most `MAX_POSITIONS` positions the original's
-log-probabilities are kept in memory meanwhile.
+Drift is measured on the published weights, merged and rounded, not on the adapter that they were
+made from: both models are loaded one after the other, and read the same held-out rows. Of at most
+`MAX_POSITIONS` positions the original's log-probabilities are kept in memory meanwhile.
 
 Letters: N positions, V vocabulary.
 """
@@ -38,7 +39,8 @@ class OriginalRequest:
     """What is compared; picklable, because it crosses to the process that decodes.
 
     Attributes:
-        original, published: The model that was tuned, and the merged one, both with room for the questions.
+        original, published: The model that was tuned, and the merged one, both with room for the
+        questions.
         rows: Held-out rows of the generate stage.
         questions: A file's, which the original answers; empty for none.
         gpus: How many each model spans; 0 is the CPU.
@@ -54,22 +56,30 @@ class OriginalRequest:
     name: str
 
 
-def beside_the_original(request: OriginalRequest, progress: ProgressReporter | None = None) -> dict[str, Any]:
-    """The drift of the published weights, and the original's answers by method, in FastChat's schema.
+def beside_the_original(
+    request: OriginalRequest, progress: ProgressReporter | None = None
+) -> dict[str, Any]:
+    """The drift of the published weights, and the original's answers by method, in FastChat's
+    schema.
 
     Returns:
-        {"drift": {kl, perplexity: {original, tuned}, perplexity_change, greedy_agreement, positions}, empty of no rows,
-        "answers": {"original": lines}, empty without questions}.
+        {"drift": {kl, perplexity: {original, tuned}, perplexity_change, greedy_agreement,
+        positions}, empty of no rows, "answers": {"original": lines}, empty without questions}.
     """
     drift = published_drift(request.original, request.published, request.rows, request.gpus)
-    return {"drift": drift, "answers": {ORIGINAL: _answers(request, progress)} if request.questions else {}}
+    return {
+        "drift": drift,
+        "answers": {ORIGINAL: _answers(request, progress)} if request.questions else {},
+    }
 
 
 @torch.inference_mode()
 def published_drift(
     original: TargetSpec, published: TargetSpec, rows: Sequence[TokenRow], gpus: int = 0
 ) -> dict[str, Any]:
-    """How far the published model's predictions are from the original's where the original wrote."""
+    """How far the published model's predictions are from the original's where the original
+    wrote.
+    """
     device = "cuda" if gpus else "cpu"
     chosen = first_positions(rows)
     model = load_causal_lm(original, device, max(1, gpus))
@@ -78,7 +88,9 @@ def published_drift(
     gc.collect()
     model = load_causal_lm(published, device, max(1, gpus))
     drift = Drift.zero(torch.device("cpu"))
-    for log_p_NV, (log_q_NV, labels_N) in zip(expected, _log_probabilities(model, chosen), strict=True):
+    for log_p_NV, (log_q_NV, labels_N) in zip(
+        expected, _log_probabilities(model, chosen), strict=True
+    ):
         _add(drift, log_p_NV, log_q_NV.cpu(), labels_N.cpu())
     return summarized(drift)
 
@@ -108,7 +120,9 @@ def first_positions(rows: Sequence[TokenRow], room: int = MAX_POSITIONS) -> list
 
 
 def _log_probabilities(model: Any, rows: Sequence[TokenRow]) -> Iterator[tuple[Tensor, Tensor]]:
-    """For each row the log-probabilities [N, V] at its target-written tokens, and these tokens [N]."""
+    """For each row the log-probabilities [N, V] at its target-written tokens, and these tokens
+    [N].
+    """
     for row in rows:
         ids, first, last = row.input_ids.tolist(), row.spans[0].start, row.spans[-1].end
         _, logits_TV = last_positions(model, ids[: last - 1], last - first)
@@ -122,9 +136,18 @@ def _answers(request: OriginalRequest, progress: ProgressReporter | None) -> lis
     tokenizer = load_tokenizer(request.original)
     name = f"{request.name}-{ORIGINAL}"
     answered = answered_questions(
-        request.original, request.questions, request.settings, "transformers", request.gpus, progress
+        request.original,
+        request.questions,
+        request.settings,
+        "transformers",
+        request.gpus,
+        progress,
     )
     return [
-        model_answer(question, name, [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in turns])
+        model_answer(
+            question,
+            name,
+            [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in turns],
+        )
         for question, turns in answered
     ]

@@ -1,9 +1,11 @@
-"""The overhead of trees on this device: seconds of a step with heads over seconds of a plain one, by tree size.
+"""The overhead of trees on this device: seconds of a step with heads over seconds of a plain one,
+by tree size.
 
-Measured by the check's own loop on held-out prompts. A step costs the same whatever it accepts, so a few steps per
-prompt suffice. Sizes take turns for each prompt, so that a drifting machine slows them all, and each one's time is the
-lower quartile of its steps, which excludes interrupted ones. Trees that cost more than they can gain are skipped. On a
-CPU all decoders use the number of threads at which plain decoding is fastest.
+Measured by the check's own loop on held-out prompts. A step costs the same whatever it accepts, so
+a few steps per prompt suffice. Sizes take turns for each prompt, so that a drifting machine slows
+them all, and each one's time is the lower quartile of its steps, which excludes interrupted ones.
+Trees that cost more than they can gain are skipped. On a CPU all decoders use the number of threads
+at which plain decoding is fastest.
 """
 
 from __future__ import annotations
@@ -46,12 +48,18 @@ def measure_overheads(
     gpus: int,
     progress: ProgressReporter | None = None,
 ) -> tuple[dict[int, float], dict[int, float]]:
-    """`overhead_curve` of trained heads on the target, loaded here, with trees and with chains; empty where none is."""
+    """`overhead_curve` of trained heads on the target, loaded here, with trees and with chains;
+    empty where none is.
+    """
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
 
     def curve(timed: Mapping[int, Choices | DynamicTree]) -> dict[int, float]:
-        return overhead_curve(model, module, timed, prompts, context_length(target), progress) if timed else {}
+        return (
+            overhead_curve(model, module, timed, prompts, context_length(target), progress)
+            if timed
+            else {}
+        )
 
     return curve(trees), curve(chains)
 
@@ -66,9 +74,13 @@ def overhead_curve(
 ) -> dict[int, float]:
     """The overhead of each tree, by its number of nodes, on prompts such as the check's.
 
-    Trees that cost more than max_depth + 1 plain steps are left out: they cannot gain. The smallest is always measured.
+    Trees that cost more than max_depth + 1 plain steps are left out: they cannot gain. The smallest
+    is always measured.
     """
-    deepest = max(tree.max_depth if isinstance(tree, DynamicTree) else max(map(len, tree)) for tree in trees.values())
+    deepest = max(
+        tree.max_depth if isinstance(tree, DynamicTree) else max(map(len, tree))
+        for tree in trees.values()
+    )
     # No more room than the steps need: every decoder allocates a cache.
     room = min(max_length, max(map(len, prompts)) + 1 + NUM_STEPS * (deepest + 1))
     plain = plain_decoder(model, eos_token_ids=(), max_length=room)
@@ -78,8 +90,11 @@ def overhead_curve(
         decoders: dict[int, Decoder] = {}
         for size, choices in sorted(trees.items()):
             decoder = Decoder(model, heads, choices, eos_token_ids=(), max_length=room)
-            # Both sides of a trial are timed one after the other: a machine that gets busy slows both.
-            trials = (overheads(plain, {size: decoder}, prompts[:1])[size] for _ in range(NUM_TRIALS))
+            # Both sides of a trial are timed one after the other: a machine that gets busy slows
+            # both.
+            trials = (
+                overheads(plain, {size: decoder}, prompts[:1])[size] for _ in range(NUM_TRIALS)
+            )
             if decoders and all(overhead > deepest + 1 for overhead in trials):
                 break
             decoders[size] = decoder
@@ -94,7 +109,8 @@ def overheads(
     prompts: Sequence[Sequence[int]],
     progress: ProgressReporter | None = None,
 ) -> dict[Name, float]:
-    """Seconds of each decoder's step over those of a plain one, on the same prompts, without warm-up.
+    """Seconds of each decoder's step over those of a plain one, on the same prompts, without
+    warm-up.
 
     The decoders must have no end tokens, since a text could end before its first step.
     """
@@ -110,7 +126,9 @@ def overheads(
 
 
 def step_seconds(decoder: Decoder, prompt_ids: Sequence[int]) -> list[float]:
-    """The seconds of each of the first steps after a prompt's prefill; fewer where there is no room."""
+    """The seconds of each of the first steps after a prompt's prefill; fewer where there is no
+    room.
+    """
     steps = decoder.stream(prompt_ids, 1 + NUM_STEPS * (decoder.tree.max_depth + 1))
     next(steps)  # the prefill
     times = [perf_counter()]
@@ -127,29 +145,39 @@ def undisturbed(seconds: Sequence[float]) -> float:
 
 def with_tree(accelerated: Decoder, choices: Choices | DynamicTree) -> Decoder:
     """The same target and heads with another tree and no end tokens."""
-    return Decoder(accelerated.model, accelerated.heads, choices, eos_token_ids=(), max_length=accelerated.max_length)
+    return Decoder(
+        accelerated.model,
+        accelerated.heads,
+        choices,
+        eos_token_ids=(),
+        max_length=accelerated.max_length,
+    )
 
 
 @contextlib.contextmanager
 def fastest_threads(plain: Decoder, prompt_ids: Sequence[int]) -> Iterator[int]:
     """Set the number of CPU threads at which plain steps are fastest; on a GPU nothing is changed.
 
-    For a small target that may be fewer than there are cores: threads synchronise after each of hundreds of short
-    operations, longest where the cores have other work. Tried are all, half of them, …, 1, in turn. A target with long
-    steps uses all threads, and trying would take minutes.
+    For a small target that may be fewer than there are cores: threads synchronise after each of
+    hundreds of short operations, longest where the cores have other work. Tried are all, half of
+    them, …, 1, in turn. A target with long steps uses all threads, and trying would take minutes.
     """
     most = torch.get_num_threads()
     if plain.device.type != "cpu":
         yield most
         return
-    seconds: dict[int, list[float]] = {most >> halvings: [] for halvings in range(most.bit_length())}
+    seconds: dict[int, list[float]] = {
+        most >> halvings: [] for halvings in range(most.bit_length())
+    }
     try:
         first = undisturbed(step_seconds(plain, prompt_ids))  # the first forwards are slow
         for _ in range(NUM_ROUNDS if first < LONG_STEP else 0):
             for threads, taken in seconds.items():
                 torch.set_num_threads(threads)
                 taken += step_seconds(plain, prompt_ids)
-        best = min(seconds, key=lambda threads: undisturbed(seconds[threads] or [0.0]))  # not tried: all
+        best = min(
+            seconds, key=lambda threads: undisturbed(seconds[threads] or [0.0])
+        )  # not tried: all
         torch.set_num_threads(best)
         yield best
     finally:

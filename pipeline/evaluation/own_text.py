@@ -1,7 +1,8 @@
-"""Calibration on a file of its own: the target answers the file's questions, and its heads are measured on the answers.
+"""Calibration on a file of its own: the target answers the file's questions, and its heads are
+measured on the answers.
 
-Answers are greedy, as those of held-out rows are, so that they foretell greedy decoding. Neither the file's own answers
-nor anything of the run's rows are used.
+Answers are greedy, as those of held-out rows are, so that they foretell greedy decoding. Neither
+the file's own answers nor anything of the run's rows are used.
 """
 
 from __future__ import annotations
@@ -45,13 +46,24 @@ def written_answers(
     """
     template = load_chat_template(target)
     sampling = Sampling(0.0, 1.0, settings.max_new_tokens, eos_token_ids(target))
-    replay = DialogueSettings("replay", sampling, context_length(target), settings.rounds, settings.on_truncated)
+    replay = DialogueSettings(
+        "replay", sampling, context_length(target), settings.rounds, settings.on_truncated
+    )
     dialogues = [Dialogue(conversation, template, replay) for conversation in conversations]
     progress = progress or ProgressReporter()
-    asked = (sum(message.role == "user" for message in conversation.messages) for conversation in conversations)
-    progress.begin("answers to calibrate.data", sum(min(turns, settings.rounds) for turns in asked), unit="answers")
+    asked = (
+        sum(message.role == "user" for message in conversation.messages)
+        for conversation in conversations
+    )
+    progress.begin(
+        "answers to calibrate.data",
+        sum(min(turns, settings.rounds) for turns in asked),
+        unit="answers",
+    )
     if dialogues:
-        engine = make_generation_engine(settings.engine, target, settings.engine_args, gpus, settings.batch_invariant)
+        engine = make_generation_engine(
+            settings.engine, target, settings.engine_args, gpus, settings.batch_invariant
+        )
         try:
             converse(dialogues, Counted(engine, progress))
         finally:
@@ -65,9 +77,11 @@ def written_answers(
                     answers.append((prompt, row.input_ids[span.start : span.end]))
     if not answers:
         raise DataError(
-            "No row of the file is a conversation that the target answers with more than one token.",
+            "No row of the file is a conversation that the target answers with more than one"
+            " token.",
             where,
-            "Name a file with questions in a form that seeds may have (medusa-distill inspect shows them).",
+            "Name a file with questions in a form that seeds may have (medusa-distill inspect shows"
+            " them).",
         )
     return answers
 
@@ -82,9 +96,11 @@ def measured_on_answers(
     trained: TrainingText,
     progress: ProgressReporter | None = None,
 ) -> tuple[HeldOutRanks, HeldOutPlaces | None]:
-    """The ranks of the answers' tokens among the heads' guesses, and their places in a dynamic tree.
+    """The ranks of the answers' tokens among the heads' guesses, and their places in a dynamic
+    tree.
 
-    The states are those of the target that wrote the answers; `trained` has its answers in training rows.
+    The states are those of the target that wrote the answers; `trained` has its answers in training
+    rows.
     """
     model = load_causal_lm(target, "cuda" if gpus else "cpu", max(1, gpus))
     module = read_trained_heads(Path(heads)).to(input_device(model), model.dtype)
@@ -94,7 +110,9 @@ def measured_on_answers(
 
     def states(part: str) -> Iterator[AnswerStates]:
         progress.begin(part, len(texts), unit="answers")
-        for text, found in zip(texts, answer_states(model, module, prompts, texts, seen), strict=True):
+        for text, found in zip(
+            texts, answer_states(model, module, prompts, texts, seen), strict=True
+        ):
             yield found
             progress.advance(tokens=len(text))
 

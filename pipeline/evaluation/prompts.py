@@ -1,8 +1,9 @@
-"""What a check is asked to decode: one answer of each held-out conversation, or every turn of a file of questions.
+"""What a check is asked to decode: one answer of each held-out conversation, or every turn of a
+file of questions.
 
-The turns of a question are asked one after another, as in MT-Bench and Spec-Bench: the prompt of the second turn holds
-the target's own answer to the first. Those answers are generated before anything is measured, so that every method
-decodes the same prompts.
+The turns of a question are asked one after another, as in MT-Bench and Spec-Bench: the prompt of
+the second turn holds the target's own answer to the first. Those answers are generated before
+anything is measured, so that every method decodes the same prompts.
 """
 
 from __future__ import annotations
@@ -29,16 +30,25 @@ from pipeline.errors import ConfigError
 from pipeline.execution.progress import ProgressReporter
 from pipeline.targets.dialogue_pool import converse
 from pipeline.targets.engines import EngineName, GenerationEngine, make_generation_engine
-from pipeline.targets.spec import TargetSpec, context_length, eos_token_ids, load_chat_template, load_tokenizer
+from pipeline.targets.spec import (
+    TargetSpec,
+    context_length,
+    eos_token_ids,
+    load_chat_template,
+    load_tokenizer,
+)
 
-MORE_PER_TURN = 16  # an upper bound on the tokens that a template adds between an answer and the next question
+MORE_PER_TURN = (
+    16  # an upper bound on the tokens that a template adds between an answer and the next question
+)
 
 
 @dataclass(frozen=True)
 class Prompt:
     """Token ids up to where an answer begins.
 
-    `category` is the question's own, or the source of a held-out row; `turn` counts a conversation's answers from 0.
+    `category` is the question's own, or the source of a held-out row; `turn` counts a
+    conversation's answers from 0.
     """
 
     id: str
@@ -49,7 +59,9 @@ class Prompt:
 
 
 def conversations_of(prompts: Sequence[Prompt]) -> list[int | str]:
-    """What stands for each prompt's conversation: the turns of one question are one, a held-out prompt is its own."""
+    """What stands for each prompt's conversation: the turns of one question are one, a held-out
+    prompt is its own.
+    """
     return [
         f"prompt {number}" if prompt.question_id is None else prompt.question_id
         for number, prompt in enumerate(prompts)
@@ -104,14 +116,18 @@ def rule_of(settings: CheckConfig) -> AcceptanceRule:
     )
 
 
-def held_out_prompts(rows: Iterable[TokenRow], number: int, room: int, split: str = "check") -> Prompts:
+def held_out_prompts(
+    rows: Iterable[TokenRow], number: int, room: int, split: str = "check"
+) -> Prompts:
     """The first `number` rows of a held-out split, each up to one of its answers.
 
-    A hash of the row's id chooses the answer, so that first and later turns are equally frequent, as in calibration.
+    A hash of the row's id chooses the answer, so that first and later turns are equally frequent,
+    as in calibration.
 
     Args:
         rows: Rows of the generate stage, or of features.
-        room: The longest prompt in tokens; a row whose answers all begin beyond it is skipped and counted.
+        room: The longest prompt in tokens; a row whose answers all begin beyond it is skipped and
+            counted.
     """
     kept: list[Prompt] = []
     skipped = 0
@@ -126,7 +142,9 @@ def held_out_prompts(rows: Iterable[TokenRow], number: int, room: int, split: st
         digest = hashlib.sha256(row.id.encode()).digest()
         turn = fitting[int.from_bytes(digest[:8], "big") % len(fitting)]
         source = row.id.rpartition(":")[0]
-        kept.append(Prompt(row.id, row.input_ids[: answers[turn].start].tolist(), source, turn=turn))
+        kept.append(
+            Prompt(row.id, row.input_ids[: answers[turn].start].tolist(), source, turn=turn)
+        )
     return Prompts(kept, skipped)
 
 
@@ -138,15 +156,20 @@ def question_prompts(
     gpus: int,
     progress: ProgressReporter | None = None,
 ) -> Prompts:
-    """The prompt of every turn, with the target's own answers to the turns before it; the last is not answered.
+    """The prompt of every turn, with the target's own answers to the turns before it; the last is
+    not answered.
 
-    The answers are greedy, or sampled as the acceptance rule samples, and as long as those that are measured. Prompts
-    that do not fit, and turns that the chat template rejects, are skipped and counted.
+    The answers are greedy, or sampled as the acceptance rule samples, and as long as those that are
+    measured. Prompts that do not fit, and turns that the chat template rejects, are skipped and
+    counted.
 
     Args:
-        engine: The engine that answers; it takes all questions at once, and is not started where each has one turn.
+        engine: The engine that answers; it takes all questions at once, and is not started where
+            each has one turn.
     """
-    target, dialogues = _conversed(target, questions, settings, engine, gpus, progress, answers_last=False)
+    target, dialogues = _conversed(
+        target, questions, settings, engine, gpus, progress, answers_last=False
+    )
     kept = _asked(questions, dialogues, context_length(target) - settings.max_new_tokens)
     return Prompts(kept, _num_turns(questions) - len(kept))
 
@@ -162,7 +185,9 @@ def _as_measured(target: TargetSpec, settings: CheckConfig) -> Sampling:
     )
 
 
-def _asked(questions: Sequence[Conversation], dialogues: Sequence[Dialogue], room: int) -> list[Prompt]:
+def _asked(
+    questions: Sequence[Conversation], dialogues: Sequence[Dialogue], room: int
+) -> list[Prompt]:
     """The prompts that dialogues ended up asking and that are no longer than `room`."""
     kept: list[Prompt] = []
     for question, name, dialogue in zip(questions, question_ids(questions), dialogues, strict=True):
@@ -182,7 +207,9 @@ def answered_questions(
     gpus: int,
     progress: ProgressReporter | None = None,
 ) -> list[tuple[int | str, list[list[int]]]]:
-    """The target's own answers to every turn of each question, as token ids; arguments as of `question_prompts`."""
+    """The target's own answers to every turn of each question, as token ids; arguments as of
+    `question_prompts`.
+    """
     _, dialogues = _conversed(target, questions, settings, engine, gpus, progress)
     found = []
     for name, dialogue in zip(question_ids(questions), dialogues, strict=True):
@@ -203,8 +230,14 @@ def _conversed(
     answers_last: bool = True,
 ) -> tuple[TargetSpec, list[Dialogue]]:
     """The questions, answered, and the target with the context that they were given."""
-    template, sampling = load_chat_template(target, load_tokenizer(target)), _as_measured(target, settings)
-    longest = max((_most_tokens(question, template, settings.max_new_tokens) for question in questions), default=1)
+    template, sampling = (
+        load_chat_template(target, load_tokenizer(target)),
+        _as_measured(target, settings),
+    )
+    longest = max(
+        (_most_tokens(question, template, settings.max_new_tokens) for question in questions),
+        default=1,
+    )
     target = replace(target, max_tokens=min(context_length(target), longest))
     replay = DialogueSettings(
         "replay", sampling, context_length(target), ends_at_flaws=False, answers_last=answers_last
@@ -239,15 +272,18 @@ class Counted:
     def step(self) -> list[Completion]:
         completions = self._engine.step()
         if completions:
-            self._progress.advance(len(completions), sum(len(completion.token_ids) for completion in completions))
+            self._progress.advance(
+                len(completions), sum(len(completion.token_ids) for completion in completions)
+            )
         return completions
 
 
 def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
-    """The target with the context that the check may use: `check.max_tokens`, or all of the model's own.
+    """The target with the context that the check may use: `check.max_tokens`, or all of the model's
+    own.
 
-    `target.max_tokens` limits the conversations of training; a prompt may be longer. It applies here only where the
-    model does not state its context.
+    `target.max_tokens` limits the conversations of training; a prompt may be longer. It applies
+    here only where the model does not state its context.
     """
     longer = replace(target, max_tokens=settings.max_tokens)
     try:
@@ -256,10 +292,13 @@ def with_room(target: TargetSpec, settings: CheckConfig) -> TargetSpec:
         return target
 
 
-def with_room_for(target: TargetSpec, prompts: Sequence[Prompt], max_new_tokens: int, draft_tokens: int) -> TargetSpec:
+def with_room_for(
+    target: TargetSpec, prompts: Sequence[Prompt], max_new_tokens: int, draft_tokens: int
+) -> TargetSpec:
     """The target with just the context that the answers to these prompts need: engines reserve it.
 
-    vLLM goes on drafting only while the text, the drafted tokens that are being verified and as many new ones fit.
+    vLLM goes on drafting only while the text, the drafted tokens that are being verified and as
+    many new ones fit.
     """
     longest = max(len(prompt.ids) for prompt in prompts) + max_new_tokens + 2 * draft_tokens
     return replace(target, max_tokens=min(context_length(target), longest))

@@ -1,8 +1,9 @@
 """Answers compared with the references that a file of questions carries: exact match, by task.
 
-A reference is a text for each turn (`reference`, as MT-Bench and Spec-Bench have it) or one for the last (`answer`, as
-GSM8K has it, of which what follows `####` counts). An answer matches as in SQuAD (arXiv 1606.05250): the same text
-without case, punctuation, articles and white space; where the reference is a number, the answer's last number is it.
+A reference is a text for each turn (`reference`, as MT-Bench and Spec-Bench have it) or one for the
+last (`answer`, as GSM8K has it, of which what follows `####` counts). An answer matches as in SQuAD
+(arXiv 1606.05250): the same text without case, punctuation, articles and white space; where the
+reference is a number, the answer's last number is it.
 Limit: free texts, such as a model essay, match nothing; their tasks are left to a judge.
 """
 
@@ -25,13 +26,18 @@ FINAL = "####"
 
 
 def read_references(path: Path) -> dict[str, list[str]]:
-    """The references of each question, by the file's own id; of questions without an id or a reference nothing.
+    """The references of each question, by the file's own id; of questions without an id or a
+    reference nothing.
 
     A file of another form than JSON or JSON lines has none, nor has a line that is no JSON.
     """
     found = {}
     for row in _rows(path):
-        name = next((row[key] for key in ID_KEYS if key in row), None) if isinstance(row, dict) else None
+        name = (
+            next((row[key] for key in ID_KEYS if key in row), None)
+            if isinstance(row, dict)
+            else None
+        )
         if name is not None and (references := _references(row)):
             found[str(name)] = references
     return found
@@ -53,7 +59,11 @@ def _rows(path: Path) -> Iterator[Any]:
 def _references(row: Mapping[str, Any]) -> list[str]:
     value = row.get("reference") or row.get("answer")
     values = value if isinstance(value, list) else [value]
-    return [str(each) if isinstance(each, str | int | float) else "" for each in values] if any(values) else []
+    return (
+        [str(each) if isinstance(each, str | int | float) else "" for each in values]
+        if any(values)
+        else []
+    )
 
 
 def matches(answer: str, reference: str) -> bool:
@@ -74,7 +84,8 @@ def exact_match(
         answers: The lines of each method's answers, in FastChat's or Spec-Bench's schema.
 
     Returns:
-        [{"category", "answers": how many are compared, METHOD: share, …}]; empty where nothing can be compared.
+        [{"category", "answers": how many are compared, METHOD: share, …}]; empty where nothing can
+        be compared.
     """
     counts: dict[str, dict[str, list[bool]]] = {}
     categories = {
@@ -88,11 +99,17 @@ def exact_match(
             name, turns = str(line["question_id"]), line["choices"][0]["turns"]
             given = references.get(name, ())
             last = given if len(given) > 1 else [*[""] * (len(turns) - 1), *given]
-            compared = [matches(turn, each) for turn, each in zip(turns, last, strict=False) if each]
+            compared = [
+                matches(turn, each) for turn, each in zip(turns, last, strict=False) if each
+            ]
             counts.setdefault(categories.get(name, ""), {}).setdefault(method, []).extend(compared)
     return [
         {"category": category, "answers": max(map(len, by_method.values()))}
-        | {method: round(sum(found) / len(found), 4) for method, found in by_method.items() if found}
+        | {
+            method: round(sum(found) / len(found), 4)
+            for method, found in by_method.items()
+            if found
+        }
         for category, by_method in counts.items()
         if any(by_method.values())
     ]

@@ -1,10 +1,11 @@
 """The served check: the export decoded by vLLM, against vLLM without it.
 
-vLLM is started as `vllm serve EXPORT` starts it, with the export as its only model, wherever that names the target that
-is checked; else with the two named apart.
+vLLM is started as `vllm serve EXPORT` starts it, with the export as its only model, wherever that
+names the target that is checked; else with the two named apart.
 
-vLLM proposes the chain of the heads' top-1 guesses, never a tree, so its acceleration rate is lower than the native
-one. It is counted by the same rule: tokens kept over forwards of the target, after the prefill and its token.
+vLLM proposes the chain of the heads' top-1 guesses, never a tree, so its acceleration rate is lower
+than the native one. It is counted by the same rule: tokens kept over forwards of the target, after
+the prefill and its token.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
     on_new: dict[str, Any] = {}
     if request.trained is not None:
         seen = request.trained.answers()
-        on_new = rate_on_new_answers(prompts, accelerated["token_ids"], accelerated["accepted"], seen)
+        on_new = rate_on_new_answers(
+            prompts, accelerated["token_ids"], accelerated["accepted"], seen
+        )
     return {
         "vllm": {
             "num_speculative_tokens": num_tokens,
@@ -76,7 +79,10 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
             "speedup": round(accelerated["tokens_per_second"] / plain["tokens_per_second"], 4),
             "tokens_per_second": round(accelerated["tokens_per_second"], 2),
             "baseline_tokens_per_second": round(plain["tokens_per_second"], 2),
-            "model_runners": {"plain": plain["model_runner"], "with heads": accelerated["model_runner"]},
+            "model_runners": {
+                "plain": plain["model_runner"],
+                "with heads": accelerated["model_runner"],
+            },
             "greedy_match": match.as_dict(),
             "tie_tolerance": tolerance,
             **match.largest_gap(),
@@ -89,11 +95,15 @@ def check_served(request: CheckRequest, progress: ProgressReporter | None = None
 def accepted_per_position(accepted: Sequence[Sequence[int]], num_tokens: int) -> list[float]:
     """The share of steps that keep at least 1, 2, … of `num_tokens` drafted tokens.
 
-    A step that adds n tokens counts as n - 1 kept drafts and one token of the target's own, so that 1 and the sum of
-    the shares are the acceleration rate. Where the text ends within a step, what lies beyond is not counted.
+    A step that adds n tokens counts as n - 1 kept drafts and one token of the target's own, so that
+    1 and the sum of the shares are the acceleration rate. Where the text ends within a step, what
+    lies beyond is not counted.
     """
     steps = [kept for answer in accepted for kept in answer]
-    return [round(sum(kept > depth for kept in steps) / len(steps), 4) for depth in range(1, num_tokens + 1)]
+    return [
+        round(sum(kept > depth for kept in steps) / len(steps), 4)
+        for depth in range(1, num_tokens + 1)
+    ]
 
 
 def drafting(request: CheckRequest) -> tuple[dict[str, Any], int]:
@@ -104,19 +114,24 @@ def drafting(request: CheckRequest) -> tuple[dict[str, Any], int]:
     return layout.engine_args(request.export, request.target.model), layout.num_speculative_tokens
 
 
-def chain_promise(calibration: Calibration, chain: Mapping[str, Any] | None, *, of_one_kind: bool) -> dict[str, Any]:
+def chain_promise(
+    calibration: Calibration, chain: Mapping[str, Any] | None, *, of_one_kind: bool
+) -> dict[str, Any]:
     """What the chain that vLLM drafts is expected to reach, for `vllm` of report.json.
 
     Args:
-        chain: `chain_figures` of the same answers, where native decoding has written them: vLLM is expected to reach
-            its rate up to ties, whatever the prompts' kind.
-        of_one_kind: Whether the prompts are of the kind of calibration's text, which foretells nothing of others.
+        chain: `chain_figures` of the same answers, where native decoding has written them: vLLM is
+            expected to reach its rate up to ties, whatever the prompts' kind.
+        of_one_kind: Whether the prompts are of the kind of calibration's text, which foretells
+            nothing of others.
     """
     found: dict[str, Any] = {}
     if chain:
         found["same_text_acceleration_rate"] = chain["acceleration_rate"]
     if of_one_kind:
         promise = calibration.chain[calibration.num_speculative_tokens - 1]
-        found |= {key: promise[key] for key in ("expected_acceleration_rate", "expected_standard_error")}
+        found |= {
+            key: promise[key] for key in ("expected_acceleration_rate", "expected_standard_error")
+        }
         found["new"] = promise["new"]
     return found

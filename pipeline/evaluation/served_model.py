@@ -1,7 +1,8 @@
-"""The heads on the copy of their target that will be served, usually a quantized one: the same prompts once more.
+"""The heads on the copy of their target that will be served, usually a quantized one: the same
+prompts once more.
 
-Greedy text is compared with that copy alone, whose own text differs from the full target's. Neither baselines nor
-studies are repeated.
+Greedy text is compared with that copy alone, whose own text differs from the full target's. Neither
+baselines nor studies are repeated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pipeline.targets.spec import TargetSpec, model_config
 
 CHECKS: dict[str, Callable[..., dict[str, Any]]] = {"native": check_native, "vllm": check_served}
 KEPT = (
-    "acceleration_rate", "standard_error", "overhead", "speedup", "tokens_per_second", "baseline_tokens_per_second",
+    "acceleration_rate", "standard_error", "overhead", "speedup", "tokens_per_second", "baseline_tokens_per_second",  # noqa: E501
     "accepted_per_position", "greedy_match", "tie_tolerance",
 )  # fmt: skip
 
@@ -33,9 +34,15 @@ def check_on_served_model(
     Returns:
         {"model", "format", "dtype", "figures": those of report.json that a copy has, "differing"}.
     """
-    spec = in_engine(replace(spec, max_tokens=request.target.max_tokens), engine, on_gpu=request.gpus > 0)
-    plainly = request.settings.model_copy(update={"baselines": (), "assistant_model": None, "studies": ()})
-    found = CHECKS[engine](replace(request, target=spec, settings=plainly, assistant=None), progress)
+    spec = in_engine(
+        replace(spec, max_tokens=request.target.max_tokens), engine, on_gpu=request.gpus > 0
+    )
+    plainly = request.settings.model_copy(
+        update={"baselines": (), "assistant_model": None, "studies": ()}
+    )
+    found = CHECKS[engine](
+        replace(request, target=spec, settings=plainly, assistant=None), progress
+    )
     return {
         "model": spec.model,
         "format": format_of(model_config(spec)) or "not quantized",

@@ -3,10 +3,11 @@
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     standard error     of the acceleration rate, had other prompts of the same kind been asked
     overhead           seconds per step with heads / seconds per plain step
-    speedup            tokens per second / plain tokens per second, which is acceleration rate / overhead
+    speedup            tokens per second / plain tokens per second, which is acceleration rate /
+    overhead
 
-Seconds exclude the prefill. They are medians over the repetitions; times per answer are medians over answers and
-repetitions. A figure is None where no answer took a step.
+Seconds exclude the prefill. They are medians over the repetitions; times per answer are medians
+over answers and repetitions. A figure is None where no answer took a step.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class CannotDecode(Exception):
 
 @contextmanager
 def code_of_others() -> Iterator[None]:
-    """Whatever a model's or a cache's code raises in here is the reason why a baseline cannot decode."""
+    """Whatever a model's or a cache's code raises in here is the reason why a baseline cannot
+    decode.
+    """
     try:
         yield
     except Exception as error:
@@ -65,10 +68,11 @@ def take_turns(
     failed: dict[str, str] | None = None,
     progress: ProgressReporter | None = None,
 ) -> Pass:
-    """Decode all prompts once, the methods in turn for each prompt, so that a drifting machine slows them all.
+    """Decode all prompts once, the methods in turn for each prompt, so that a drifting machine
+    slows them all.
 
-    A prompt's index is its seed. A method that fails on a prompt is skipped from there on and left out of the result;
-    `failed` receives the reason, and methods already in it are skipped.
+    A prompt's index is its seed. A method that fails on a prompt is skipped from there on and left
+    out of the result; `failed` receives the reason, and methods already in it are skipped.
     """
     failed = {} if failed is None else failed
     written: dict[str, list[Decoded]] = {name: [] for name in methods}
@@ -131,9 +135,13 @@ def require_steps(accepted: Iterable[Sequence[int]]) -> None:
 
 def speed(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> dict[str, float | None]:
     """The figures with heads and those of plain decoding."""
-    plain, accelerated = (Pace.of([one[method] for one in passes]) for method in (PLAIN, ACCELERATED))
+    plain, accelerated = (
+        Pace.of([one[method] for one in passes]) for method in (PLAIN, ACCELERATED)
+    )
     overhead = _ratio(accelerated.seconds_per_step, plain.seconds_per_step)
-    found = rate_of_answers([one.accepted for one in passes[0][ACCELERATED]], conversations_of(prompts))
+    found = rate_of_answers(
+        [one.accepted for one in passes[0][ACCELERATED]], conversations_of(prompts)
+    )
     figures = {
         "acceleration_rate": rounded(accelerated.acceleration_rate),
         "standard_error": rounded(found.standard_error),
@@ -151,21 +159,24 @@ def rate_on_new_answers(
     accepted: Sequence[Sequence[int]],
     trained: SeenAnswers,
 ) -> dict[str, Any]:
-    """The share of answers that the target has also written in training rows, and the rate of the others.
+    """The share of answers that the target has also written in training rows, and the rate of the
+    others.
 
     Args:
         answers: Token ids.
         accepted: Per answer, the tokens that each step kept.
 
     Returns:
-        {"seen_share", "new": {"answers": their number, "acceleration_rate", "standard_error"}}; no rate where the new
-        answers are fewer than `ENOUGH_NEW`.
+        {"seen_share", "new": {"answers": their number, "acceleration_rate", "standard_error"}}; no
+        rate where the new answers are fewer than `ENOUGH_NEW`.
     """
     is_new = [list(answer) not in trained for answer in answers]
     new: dict[str, Any] = {"answers": sum(is_new)}
     if sum(is_new) >= ENOUGH_NEW:
         conversations = conversations_of(prompts)
-        found = rate_of_answers(list(compress(accepted, is_new)), list(compress(conversations, is_new)))
+        found = rate_of_answers(
+            list(compress(accepted, is_new)), list(compress(conversations, is_new))
+        )
         new["acceleration_rate"] = rounded(found.rate)
         new["standard_error"] = rounded(found.standard_error)
     return {"seen_share": round(1 - sum(is_new) / len(is_new), 4), "new": new}
@@ -182,13 +193,20 @@ def pace_beside(passes: Sequence[Pass], method: str) -> dict[str, float | None]:
 
 
 def by_category(prompts: Sequence[Prompt], passes: Sequence[Pass]) -> list[dict[str, Any]]:
-    """`speed` for each category, in order of appearance; prompts without a category are left out."""
+    """`speed` for each category, in order of appearance; prompts without a category are left
+    out.
+    """
     keys = ("acceleration_rate", "speedup", "tokens_per_second", "baseline_tokens_per_second")
     rows = []
     for category, indices in categories_of(prompts).items():
         asked = [prompts[i] for i in indices]
-        figures = speed(asked, [{name: [done[i] for i in indices] for name, done in one.items()} for one in passes])
-        rows.append({"category": category, "prompts": len(indices), **{key: figures[key] for key in keys}})
+        figures = speed(
+            asked,
+            [{name: [done[i] for i in indices] for name, done in one.items()} for one in passes],
+        )
+        rows.append(
+            {"category": category, "prompts": len(indices), **{key: figures[key] for key in keys}}
+        )
     return rows
 
 

@@ -1,16 +1,18 @@
-"""Studies beside the check (`check.studies`): trees, acceptance rules, number of heads, batch sizes.
+"""Studies beside the check (`check.studies`): trees, acceptance rules, number of heads, batch
+sizes.
 
-    trees    plain, top-1 chain, Cartesian tree, the authors' stock tree, a searched one of its size, the export's own;
-             see tree_studies.py
-    typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling and rejection
-    heads    the export's tree cut at each depth; see tree_studies.py
-    batch    sequences decoded at once, plain and with the tree
-    load     vLLM as a server under load; see load_study.py, since another engine runs it
+    trees    plain, top-1 chain, Cartesian tree, the authors' stock tree, a searched one of its
+             size, the export's own; see tree_studies.py
+    typical  typical acceptance by eps, delta = sqrt(eps), and temperature, against greedy, sampling
+    and rejection heads    the export's tree cut at each depth; see tree_studies.py batch
+    sequences decoded at once, plain and with the tree load     vLLM as a server under load; see
+    load_study.py, since another engine runs it
 
-`trees` and `heads` cost a forward per prompt and a few steps per row. A row of `typical` decodes `NUM_PROMPTS` prompts
-of at most `MAX_NEW_TOKENS` tokens once (twice where steps are captured); a row of `batch` decodes the same prompts,
-repeated to fill a batch, `check.repeats` times (three times more where steps are captured). The figures of a study are
-comparable with each other, not with the check's own. Rows are flat dictionaries, for a table and a plot.
+`trees` and `heads` cost a forward per prompt and a few steps per row. A row of `typical` decodes
+`NUM_PROMPTS` prompts of at most `MAX_NEW_TOKENS` tokens once (twice where steps are captured); a
+row of `batch` decodes the same prompts, repeated to fill a batch, `check.repeats` times (three
+times more where steps are captured). The figures of a study are comparable with each other, not
+with the check's own. Rows are flat dictionaries, for a table and a plot.
 
     acceleration rate  tokens kept / target forwards after the prefill, pooled over sequences
     overhead           seconds per step / seconds per plain step of the same prompts, in turns
@@ -71,10 +73,13 @@ def run_studies(
     """The rows of the named studies.
 
     Args:
-        plain, accelerated: The check's decoders; the studies use their target, heads, tree and limits.
+        plain, accelerated: The check's decoders; the studies use their target, heads, tree and
+        limits.
         prompts: At least one.
-        settings: The check's: number of tokens, typical acceptance's first token, repetitions of batches.
-        calibration: What calibrate found, for the searched tree of the stock tree's size; None leaves its row out.
+        settings: The check's: number of tokens, typical acceptance's first token, repetitions of
+            batches.
+        calibration: What calibrate found, for the searched tree of the stock tree's size; None
+            leaves its row out.
         answers: Plain greedy decoding's answer to each prompt.
     """
     num_tokens = min(settings.max_new_tokens, MAX_NEW_TOKENS)
@@ -101,7 +106,8 @@ def typical_sweep(
     num_tokens: int,
     first_token: Literal["greedy", "sampled"],
 ) -> list[StudyRow]:
-    """Typical acceptance over eps and temperature, with greedy decoding, plain sampling and rejection (2.3.1).
+    """Typical acceptance over eps and temperature, with greedy decoding, plain sampling and
+    rejection (2.3.1).
 
     Each speedup is over plain decoding at the same temperature.
     """
@@ -113,16 +119,20 @@ def typical_sweep(
         for eps in EPS if temperature else ():
             rule = acceptance_rule("typical", temperature, eps, sqrt(eps), first_token=first_token)
             sides.append(Side("typical", eps, accelerated, rule))
-        rows += [{"temperature": temperature} | row for row in _measured(sides, prompts, num_tokens)]
+        rows += [
+            {"temperature": temperature} | row for row in _measured(sides, prompts, num_tokens)
+        ]
     return rows
 
 
 def batch_sizes(
     plain: Decoder, accelerated: Decoder, prompts: Sequence[Prompt], num_tokens: int, repeats: int
 ) -> list[StudyRow]:
-    """Tokens per second of the same prompts in batches of 1 to 16, prefill included; medians of `repeats`.
+    """Tokens per second of the same prompts in batches of 1 to 16, prefill included; medians of
+    `repeats`.
 
-    A power of two of the prompts is used, so that they fill every batch; they repeat where there are too few.
+    A power of two of the prompts is used, so that they fill every batch; they repeat where there
+    are too few.
     """
     asked = [prompt.ids for prompt in prompts[: 1 << (len(prompts).bit_length() - 1)]]
     rows = []
@@ -136,8 +146,14 @@ def batch_sizes(
         for _ in range(repeats):
             for decoder, rates in zip((plain, accelerated), speeds, strict=True):
                 started = perf_counter()
-                answers = [answer for batch in batches for answer in decoder.generate_batch(batch, num_tokens)]
-                rates.append(sum(len(answer.token_ids) for answer in answers) / (perf_counter() - started))
+                answers = [
+                    answer
+                    for batch in batches
+                    for answer in decoder.generate_batch(batch, num_tokens)
+                ]
+                rates.append(
+                    sum(len(answer.token_ids) for answer in answers) / (perf_counter() - started)
+                )
         plainly, by_tree = map(statistics.median, speeds)
         rows.append(
             {
@@ -151,13 +167,16 @@ def batch_sizes(
 
 
 def _measured(sides: Sequence[Side], prompts: Sequence[Prompt], num_tokens: int) -> list[StudyRow]:
-    """Each side's row, relative to the first side, which is plain decoding; sides take turns for each prompt.
+    """Each side's row, relative to the first side, which is plain decoding; sides take turns for
+    each prompt.
 
     A figure is None where no answer took a step.
     """
     answers: list[list[Decoded]] = [[] for _ in sides]
     for side in sides:  # warm-up: every length must be captured
-        warm_up = decode_by(side.decoder, side.rule, num_tokens if side.decoder.captures else WARM_UP_TOKENS)
+        warm_up = decode_by(
+            side.decoder, side.rule, num_tokens if side.decoder.captures else WARM_UP_TOKENS
+        )
         for seed, prompt in enumerate(prompts if side.decoder.captures else prompts[:1]):
             warm_up(prompt.ids, seed)
     for seed, prompt in enumerate(prompts):
@@ -169,11 +188,20 @@ def _measured(sides: Sequence[Side], prompts: Sequence[Prompt], num_tokens: int)
         figures = {"acceleration_rate": rate, "overhead": overhead, "speedup": rate / overhead}
         texts = [one.token_ids for one in decoded]
         figures["log_likelihood"] = mean_log_likelihood(side.decoder.model, prompts, texts)
-        rows.append({"rule": side.name, "eps": side.eps} | {key: rounded(value) for key, value in figures.items()})
+        rows.append(
+            {"rule": side.name, "eps": side.eps}
+            | {key: rounded(value) for key, value in figures.items()}
+        )
     return rows
 
 
 def _overhead(decoded: Sequence[Decoded], plain: Sequence[Decoded]) -> float:
-    both = [(one, other) for one, other in zip(decoded, plain, strict=True) if one.num_steps and other.num_steps]
-    ratios = [(one.seconds / one.num_steps) / (other.seconds / other.num_steps) for one, other in both]
+    both = [
+        (one, other)
+        for one, other in zip(decoded, plain, strict=True)
+        if one.num_steps and other.num_steps
+    ]
+    ratios = [
+        (one.seconds / one.num_steps) / (other.seconds / other.num_steps) for one, other in both
+    ]
     return statistics.median(ratios) if ratios else nan

@@ -1,8 +1,9 @@
 """Studies of trees on the same prompts: kinds of trees, and one tree cut at each depth.
 
-Greedy decoding gives the same text with any tree, so no tree has to decode it: one forward over each prompt and its
-plain answer gives the states that the heads read, and a walk through the answer gives each tree's acceleration rate,
-equal to decoding's up to ties. The time of a step is measured on a few prompts.
+Greedy decoding gives the same text with any tree, so no tree has to decode it: one forward over
+each prompt and its plain answer gives the states that the heads read, and a walk through the answer
+gives each tree's acceleration rate, equal to decoding's up to ties. The time of a step is measured
+on a few prompts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from pipeline.evaluation.answer_states import answer_states, guess_places, guess
 from pipeline.evaluation.overhead import Name, overheads, step_seconds, with_tree
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import rounded
-from pipeline.report.facts import DYNAMIC_TREE, SEARCHED_TREE, STATIC_TREE, STOCK_TREE, USED_DYNAMIC_TREE, USED_TREE
+from pipeline.report.facts import (
+    DYNAMIC_TREE,
+    SEARCHED_TREE,
+    STATIC_TREE,
+    STOCK_TREE,
+    USED_DYNAMIC_TREE,
+    USED_TREE,
+)
 
 CARTESIAN = (4, 2, 2, 2)  # guesses per head: 60 nodes
 NUM_TIMED = 4  # prompts
@@ -38,7 +46,8 @@ def tree_ladder(
 ) -> list[dict[str, Any]]:
     """Acceleration rate, overhead and speedup of each kind of tree, from none to the export's own.
 
-    Beside a static tree stands a dynamic one of its size, beside a dynamic one the static tree of the export.
+    Beside a static tree stands a dynamic one of its size, beside a dynamic one the static tree of
+    the export.
 
     Args:
         answers: Plain greedy decoding's.
@@ -48,10 +57,16 @@ def tree_ladder(
     num_heads = accelerated.heads.shape.num_heads
     widths, stock, used = CARTESIAN[:num_heads], stock_tree(num_heads), accelerated.tree
     if isinstance(used, DynamicTree):
-        last: dict[str, AnyTree] = {STATIC_TREE: calibration.choices if calibration else (), USED_DYNAMIC_TREE: used}
+        last: dict[str, AnyTree] = {
+            STATIC_TREE: calibration.choices if calibration else (),
+            USED_DYNAMIC_TREE: used,
+        }
     else:
         top = min(GUESSES, accelerated.heads.shape.vocab_size)
-        last = {DYNAMIC_TREE: DynamicTree(1, num_heads, top).resized(used.num_nodes), USED_TREE: used.choices}
+        last = {
+            DYNAMIC_TREE: DynamicTree(1, num_heads, top).resized(used.num_nodes),
+            USED_TREE: used.choices,
+        }
     trees: dict[str, AnyTree] = {
         "plain": (),
         "top-1 chain": cartesian_tree([1] * num_heads),
@@ -68,12 +83,18 @@ def tree_ladder(
 def chain_figures(
     accelerated: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]], num_tokens: int
 ) -> dict[str, float | None]:
-    """The acceleration rate of a chain of first guesses on plain greedy answers, as an engine that drafts it has."""
+    """The acceleration rate of a chain of first guesses on plain greedy answers, as an engine that
+    drafts it has.
+    """
     assert accelerated.heads is not None
-    ranks = guess_ranks(accelerated.heads, answer_states(accelerated.model, accelerated.heads, prompts, answers), 1)
+    ranks = guess_ranks(
+        accelerated.heads, answer_states(accelerated.model, accelerated.heads, prompts, answers), 1
+    )
     found = walk(ranks, cartesian_tree([1] * num_tokens)).estimate()
     figures = {"acceleration_rate": found.rate, "standard_error": found.standard_error}
-    return {"draft_tokens": num_tokens} | {name: rounded(figure) for name, figure in figures.items()}
+    return {"draft_tokens": num_tokens} | {
+        name: rounded(figure) for name, figure in figures.items()
+    }
 
 
 def heads_used(
@@ -87,7 +108,9 @@ def heads_used(
     else:
         trees = {depth: [path for path in used.choices if len(path) <= depth] for depth in depths}
     worth = tree_figures(plain, accelerated, prompts, answers, trees)
-    return [{"heads": depth, "nodes": size_of(tree), **worth[depth]} for depth, tree in trees.items()]
+    return [
+        {"heads": depth, "nodes": size_of(tree), **worth[depth]} for depth, tree in trees.items()
+    ]
 
 
 def tree_figures(
@@ -118,14 +141,21 @@ def size_of(tree: AnyTree) -> int:
 
 
 def _rates(
-    trees: Mapping[Name, AnyTree], accelerated: Decoder, prompts: Sequence[Prompt], answers: Sequence[list[int]]
+    trees: Mapping[Name, AnyTree],
+    accelerated: Decoder,
+    prompts: Sequence[Prompt],
+    answers: Sequence[list[int]],
 ) -> dict[Name, float]:
     """Every tree's acceleration rate on these answers."""
     heads = accelerated.heads
     assert heads is not None
     states = list(answer_states(accelerated.model, heads, prompts, answers))
     static = [tree for tree in trees.values() if not isinstance(tree, DynamicTree)]
-    ranks = guess_ranks(heads, states, 1 + max((rank for tree in static for path in tree for rank in path), default=0))
+    ranks = guess_ranks(
+        heads,
+        states,
+        1 + max((rank for tree in static for path in tree for rank in path), default=0),
+    )
     return {
         name: guess_places(heads, states, tree).walk(tree.num_nodes).acceleration_rate
         if isinstance(tree, DynamicTree)
@@ -139,4 +169,8 @@ def searched_tree(calibration: Calibration | None) -> tuple[TreePath, ...]:
     if calibration is None:
         return ()
     search = calibration.search
-    return search.searched[:STOCK_NODES] if search else greedy_tree(calibration.accuracies, STOCK_NODES)
+    return (
+        search.searched[:STOCK_NODES]
+        if search
+        else greedy_tree(calibration.accuracies, STOCK_NODES)
+    )

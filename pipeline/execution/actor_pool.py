@@ -1,8 +1,9 @@
 """The workers of one `map` as Ray actors, which process shards one by one.
 
-Tensors never travel through the object store: an actor is given a shard's path, reads and writes the shard itself, and
-returns a receipt. The pool is our own and not Ray Data's because of failures: it knows which shard ended its worker's
-process, the other workers continue meanwhile, and a failed shard goes to a worker that has its model loaded.
+Tensors never travel through the object store: an actor is given a shard's path, reads and writes
+the shard itself, and returns a receipt. The pool is our own and not Ray Data's because of failures:
+it knows which shard ended its worker's process, the other workers continue meanwhile, and a failed
+shard goes to a worker that has its model loaded.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ MAX_FAILED_STARTS = 3  # consecutive workers that end before their first shard
 SECONDS_TO_CLOSE = 30.0
 LEAST_SECONDS = 900.0  # for a few rows of a shard, including loading the model
 
-Work: TypeAlias = "tuple[Callable[..., ShardWorker], dict[str, Any]]"  # a worker's class and its arguments
+Work: TypeAlias = (
+    "tuple[Callable[..., ShardWorker], dict[str, Any]]"  # a worker's class and its arguments
+)
 
 
 class ShardActor:
@@ -83,7 +86,9 @@ class Slot:
 
 
 class ActorPool:
-    """At most `placement.workers` actors, and no more than there are tasks for; the arguments are those of `map`."""
+    """At most `placement.workers` actors, and no more than there are tasks for; the arguments are
+    those of `map`.
+    """
 
     def __init__(
         self,
@@ -94,7 +99,11 @@ class ActorPool:
         progress: ShardProgress | None,
         watch: ClusterWatch,
     ):
-        self._tasks, self._num_workers, self._seconds_per_task = tasks, placement.workers, seconds_per_task
+        self._tasks, self._num_workers, self._seconds_per_task = (
+            tasks,
+            placement.workers,
+            seconds_per_task,
+        )
         self._actor_class = ray.remote(num_cpus=placement.cpus, num_gpus=placement.gpus)(ShardActor)
         self._work, self._progress, self._watch = ray.put(work), progress, watch
         self._running: dict[Any, Slot] = {}  # by the reference of what it was asked for
@@ -116,7 +125,9 @@ class ActorPool:
             self._close()
 
     def _unfinished(self) -> bool:
-        """Whether there are tasks left; a worker that starts is not waited for without one: it may never have room."""
+        """Whether there are tasks left; a worker that starts is not waited for without one: it may
+        never have room.
+        """
         return bool(self._tasks) or any(slot.task for slot in self._running.values())
 
     def _assign(self) -> None:
@@ -139,7 +150,9 @@ class ActorPool:
             self._running[slot.actor.ready.remote()] = slot
 
     def _outcome(self, answer: Any, slot: Slot) -> Outcome | None:
-        """The outcome of a slot's task; None for a worker that has started, or that died before its first task."""
+        """The outcome of a slot's task; None for a worker that has started, or that died before its
+        first task.
+        """
         try:
             outcome: Outcome | None = ray.get(answer)
         except RayError as error:
@@ -168,7 +181,9 @@ class ActorPool:
 
 
 def hang_report(task: ShardTask) -> str:
-    """The stacks that a worker wrote when it was ended because it hung; empty of any other death."""
+    """The stacks that a worker wrote when it was ended because it hung; empty of any other
+    death.
+    """
     try:
         text = task.attempt_log.read_text(encoding="utf-8")
         task.attempt_log.unlink()

@@ -1,7 +1,8 @@
-"""Test whether a Ray cluster accepts connections: before a driver connects to it, and while the driver waits.
+"""Test whether a Ray cluster accepts connections: before a driver connects to it, and while the
+driver waits.
 
-Ray itself tries for minutes where nobody listens, and ends a driver whose cluster's head has died after a minute, with
-exit code 1 and no message. Here both are an `EnvironmentFault` within seconds.
+Ray itself tries for minutes where nobody listens, and ends a driver whose cluster's head has died
+after a minute, with exit code 1 and no message. Here both are an `EnvironmentFault` within seconds.
 
 Limit: a connection is opened and nothing is said, so a port where something else listens passes.
 """
@@ -51,7 +52,9 @@ class ClusterWatch:
             self.test()
 
     def settle(self) -> None:
-        """Wait until the cluster is known to be alive or dead, after an error that its death would explain."""
+        """Wait until the cluster is known to be alive or dead, after an error that its death would
+        explain.
+        """
         self.test()
         while self._silent_since is not None:
             time.sleep(SECONDS_BETWEEN_TESTS)
@@ -60,7 +63,9 @@ class ClusterWatch:
     def test(self) -> None:
         """Raise EnvironmentFault if a process has not answered for longer than `patience`."""
         now = self._tested = time.monotonic()
-        silent = [f"{name} at {address}" for name, address in self.addresses.items() if refusal(address)]
+        silent = [
+            f"{name} at {address}" for name, address in self.addresses.items() if refusal(address)
+        ]
         if not silent:
             self._silent_since = None
             return
@@ -69,4 +74,6 @@ class ClusterWatch:
         if now - self._silent_since >= self.patience:
             self.is_dead = True
             fix = "What was committed is kept; the same command continues."
-            raise EnvironmentFault(f"The Ray cluster has died: {silent[0]} does not answer.", "Ray", fix)
+            raise EnvironmentFault(
+                f"The Ray cluster has died: {silent[0]} does not answer.", "Ray", fix
+            )

@@ -14,7 +14,10 @@ def gpu_memory() -> float | None:
     """The memory of the smallest visible GPU, in bytes; None without one."""
     import torch
 
-    sizes = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(torch.cuda.device_count())]
+    sizes = [
+        torch.cuda.get_device_properties(gpu).total_memory
+        for gpu in range(torch.cuda.device_count())
+    ]
     return min(sizes, default=None)
 
 
@@ -37,16 +40,20 @@ def machine_memory(limits: tuple[str, ...] = CGROUP_LIMITS) -> float:
 def unusable_driver(
     environment: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/version")
 ) -> str | None:
-    """Why torch cannot use the GPU whose driver is installed here, in a sentence; None where nothing is amiss.
+    """Why torch cannot use the GPU whose driver is installed here, in a sentence; None where
+    nothing is amiss.
 
-    A torch that was built without CUDA, and GPUs that CUDA_VISIBLE_DEVICES hides, are somebody's choice.
+    A torch that was built without CUDA, and GPUs that CUDA_VISIBLE_DEVICES hides, are somebody's
+    choice.
     """
     import torch
 
     hidden = environment.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
     if torch.version.cuda is None or hidden or not driver.is_file() or torch.cuda.is_available():
         return None
-    first = driver.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["of an unknown version"]
+    first = driver.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
+        "of an unknown version"
+    ]
     said = " ".join(first[0].removeprefix("NVRM version:").split())
     return (
         f"A GPU's driver is installed here ({said}), and torch {torch.__version__}, built for CUDA "

@@ -1,4 +1,6 @@
-"""Where work runs: an executor maps a stage's worker over shards, or calls one function; here or through Ray."""
+"""Where work runs: an executor maps a stage's worker over shards, or calls one function; here or
+through Ray.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ Executor: TypeAlias = "InlineExecutor | RayExecutor"
 class InlineExecutor:
     """Everything in the calling process: for a debugger, a notebook, or a machine without Ray.
 
-    A shard that kills its worker kills the run, and one that hangs blocks it. `RayExecutor` has the same methods.
+    A shard that kills its worker kills the run, and one that hangs blocks it. `RayExecutor` has the
+    same methods.
     """
 
     name = "inline"
@@ -48,7 +51,8 @@ class InlineExecutor:
 
         Args:
             tasks: Consumed. The caller may append more while it iterates, such as one that failed.
-            seconds_per_task: A worker that takes longer is ended and counts as dead (inline: no limit).
+            seconds_per_task: A worker that takes longer is ended and counts as dead (inline: no
+                limit).
             progress: Passed to the worker under that name, and shown while it works.
         """
         lazy = LazyWorker(worker, with_progress(arguments, progress))
@@ -67,7 +71,8 @@ class InlineExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
-        """Run one function on its own resources and return what it returns; its errors are raised here.
+        """Run one function on its own resources and return what it returns; its errors are raised
+        here.
 
         A `progress` is passed to the function under that name, and shown while it runs.
         """
@@ -106,7 +111,9 @@ def make_executor(name: str) -> Executor:
     if name == "inline":
         return InlineExecutor()
     try:
-        from pipeline.execution.ray_executor import RayExecutor  # the inline executor works without Ray
+        from pipeline.execution.ray_executor import (
+            RayExecutor,
+        )  # the inline executor works without Ray
     except ImportError as error:
         fix = "Install it, or run with --executor inline."
         raise EnvironmentFault(f"Ray cannot be imported: {error}.", fix=fix) from None

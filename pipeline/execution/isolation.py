@@ -1,8 +1,10 @@
-"""Find the rows of a shard that kill their worker, by bisection, so that these rows alone are quarantined.
+"""Find the rows of a shard that kill their worker, by bisection, so that these rows alone are
+quarantined.
 
-A shard that ended its worker's process several times is tried once more by itself, then in halves, the halves that
-die in halves again, down to single rows. A row is given up only when it has killed its worker alone as often as the
-limit says: the loss of a machine, or memory that runs out over many rows, blames no row.
+A shard that ended its worker's process several times is tried once more by itself, then in halves,
+the halves that die in halves again, down to single rows. A row is given up only when it has killed
+its worker alone as often as the limit says: the loss of a machine, or memory that runs out over
+many rows, blames no row.
 """
 
 from __future__ import annotations
@@ -21,9 +23,13 @@ from pipeline.storage.tasks import ShardTask
 
 
 def find_crashing_rows(
-    map_tasks: Callable[..., Iterator[Outcome]], died: Outcome, stage: StageDirectory, max_deaths: int
+    map_tasks: Callable[..., Iterator[Outcome]],
+    died: Outcome,
+    stage: StageDirectory,
+    max_deaths: int,
 ) -> dict[str, str]:
-    """Return the ids of the rows of `died.task` that kill a worker alone, and how, including those known before.
+    """Return the ids of the rows of `died.task` that kill a worker alone, and how, including those
+    known before.
 
     `map_tasks` is an executor's `map` that lacks only the tasks.
     Nothing new is found where the shard succeeds when it is tried alone.
@@ -54,15 +60,18 @@ def find_crashing_rows(
             if deaths[name] < max_deaths:
                 trials.append(outcome.task)
             else:
-                crashing[name] = f"alone it ended its worker {max_deaths} times, last: {outcome.death}"
+                crashing[name] = (
+                    f"alone it ended its worker {max_deaths} times, last: {outcome.death}"
+                )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if not crashing and not survived:
         raise EnvironmentFault(
-            f"Shard {died.task.index} of {stage.stage} ends its worker each time, and none of its rows does alone: "
-            f"{died.death.splitlines()[0].rstrip('.')}.",
+            f"Shard {died.task.index} of {stage.stage} ends its worker each time, and none of its"
+            f" rows does alone: {died.death.splitlines()[0].rstrip('.')}.",
             str(stage.path),
-            "If memory runs out, use smaller batches or shards. What was committed is kept; run it again.",
+            "If memory runs out, use smaller batches or shards. What was committed is kept; run it"
+            " again.",
         )
     return {**died.task.poison, **crashing}
 

@@ -1,6 +1,8 @@
-"""How many workers a stage gets and what each may use; refused up front when the cluster can never fit it.
+"""How many workers a stage gets and what each may use; refused up front when the cluster can never
+fit it.
 
-Ray would wait forever for resources that no node has, so the sum is done here and spelled out in the error.
+Ray would wait forever for resources that no node has, so the sum is done here and spelled out in
+the error.
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ def place(stage: str, wanted: PlacementOf, have: Resources) -> Placement:
         need = f"{workers * cpus} CPU and {workers * gpus} GPU"
         nodes = "; ".join(f"{c} CPU and {g} GPU" for c, g in have.nodes)
         raise EnvironmentFault(
-            f"The cluster cannot place {stage}: {workers} worker(s) of {cpus} CPU and {gpus} GPU need {need}, "
-            f"each worker on one node; the {len(have.nodes)} node(s) have {nodes}: room for {fits}.",
+            f"The cluster cannot place {stage}: {workers} worker(s) of {cpus} CPU and {gpus} GPU"
+            f" need {need}, each worker on one node; the {len(have.nodes)} node(s) have {nodes}:"
+            f" room for {fits}.",
             f"placement.{stage}",
             "Ask for less, or start a larger cluster.",
         )
@@ -65,7 +68,8 @@ def gpus_of(wanted: PlacementOf, have: Resources) -> int:
 
 
 def most_workers(wanted: PlacementOf, have: Resources) -> int:
-    """How many such workers have room at once; without GPUs and a number of cores, one on each node.
+    """How many such workers have room at once; without GPUs and a number of cores, one on each
+    node.
 
     Two workers on the same cores and in the same memory are no faster than one.
     """
@@ -76,9 +80,15 @@ def most_workers(wanted: PlacementOf, have: Resources) -> int:
 
 
 def _share(workers: int, gpus: int, have: Resources) -> int:
-    """CPU cores of each worker: the share that belongs to its GPUs on the smallest node, else an equal share."""
+    """CPU cores of each worker: the share that belongs to its GPUs on the smallest node, else an
+    equal share.
+    """
     if gpus:
-        shares = [node_cpus // (node_gpus // gpus) for node_cpus, node_gpus in have.nodes if node_gpus >= gpus]
+        shares = [
+            node_cpus // (node_gpus // gpus)
+            for node_cpus, node_gpus in have.nodes
+            if node_gpus >= gpus
+        ]
         return max(1, min(shares, default=1))
     for cpus in range(have.cpus // workers, 1, -1):
         if _room(have, cpus, 0) >= workers:

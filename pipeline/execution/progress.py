@@ -1,8 +1,8 @@
 """Progress reports, also from other processes, and their display.
 
-On a terminal `Meter` shows a live bar, elsewhere a plain line now and then. Work reports to a `ProgressReporter`: in
-the process that made it, a report is shown at once; a copy that was pickled to another process writes to a
-`ProgressFile`, which the waiting process reads (`poll`).
+On a terminal `Meter` shows a live bar, elsewhere a plain line now and then. Work reports to a
+`ProgressReporter`: in the process that made it, a report is shown at once; a copy that was pickled
+to another process writes to a `ProgressFile`, which the waiting process reads (`poll`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def with_progress(arguments: dict[str, Any], progress: object) -> dict[str, Any]
 
 
 class Meter:
-    """Shows one stage's progress: done of total, a rate, time left. The time left restarts with each part."""
+    """Shows one stage's progress: done of total, a rate, time left. The time left restarts with
+    each part.
+    """
 
     def __init__(self, console: Console, name: str):
         self.console, self.name = console, name
@@ -139,7 +141,9 @@ class Meter:
         self._bar.update(self._task, completed=now.done, note=note)
         if not self.console.is_terminal and moment - self._last_line >= SECONDS_BETWEEN_LINES:
             self._last_line = moment
-            self.console.print(f"{self.name}: {self._line(now, note)}", highlight=False, soft_wrap=True)
+            self.console.print(
+                f"{self.name}: {self._line(now, note)}", highlight=False, soft_wrap=True
+            )
 
     def _line(self, now: Progress, note: str) -> str:
         parts = [f"{now.done} {now.unit}"]

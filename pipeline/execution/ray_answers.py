@@ -16,9 +16,13 @@ from pipeline.storage.progress_file import SECONDS_BETWEEN_REPORTS
 
 
 def wait_for_one(
-    references: Collection[Any], watch: ClusterWatch, progress: ProgressReporter | ShardProgress | None
+    references: Collection[Any],
+    watch: ClusterWatch,
+    progress: ProgressReporter | ShardProgress | None,
 ) -> Any:
-    """Return the first reference whose result is there; meanwhile watch the cluster and show the progress."""
+    """Return the first reference whose result is there; meanwhile watch the cluster and show the
+    progress.
+    """
     while True:
         ready, _ = ray.wait(list(references), timeout=SECONDS_BETWEEN_REPORTS)
         watch.check()
@@ -31,7 +35,9 @@ def wait_for_one(
 def run_and_carry_errors(
     function: Callable[..., Any], arguments: dict[str, Any]
 ) -> tuple[Any, MedusaDistillError | None]:
-    """Return (result, error): errors meant for the user cross process borders as values, not wrapped in Ray's own."""
+    """Return (result, error): errors meant for the user cross process borders as values, not
+    wrapped in Ray's own.
+    """
     try:
         with disk_errors():
             result = function(**arguments)
@@ -42,7 +48,10 @@ def run_and_carry_errors(
 
 def worker_died(error: Exception) -> EnvironmentFault:
     """Return the error for the user; `error` is Ray's."""
-    fix = "If memory ran out, use smaller batches or more GPUs. What was committed is kept; run it again."
+    fix = (
+        "If memory ran out, use smaller batches or more GPUs. What was committed is kept; run it"
+        " again."
+    )
     return EnvironmentFault(f"A worker died: {last_line(error)}.", "Ray", fix)
 
 

@@ -1,4 +1,6 @@
-"""Start a Ray cluster for this process, or join the one that RAY_ADDRESS names, without a word of Ray's own."""
+"""Start a Ray cluster for this process, or join the one that RAY_ADDRESS names, without a word of
+Ray's own.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ray
-from ray._private.services import canonicalize_bootstrap_address  # what `auto` means has no public name
+from ray._private.services import (
+    canonicalize_bootstrap_address,
+)  # what `auto` means has no public name
 from ray.util.client import ray as ray_client
 
 from pipeline import OPENMP
@@ -47,19 +51,26 @@ def connect(address: str) -> None:
 
 
 def start_cluster(num_cpus: int) -> Any:
-    """Start a cluster of this process's own, whose workers inherit their variables; return what `ray.init` does.
+    """Start a cluster of this process's own, whose workers inherit their variables; return what
+    `ray.init` does.
 
-    With a runtime environment instead, Ray would not use the workers that it starts with the cluster, and would import
-    itself twice in every other one.
+    With a runtime environment instead, Ray would not use the workers that it starts with the
+    cluster, and would import itself twice in every other one.
     """
     with environment(WORKER_ENVIRONMENT):
         return ray.init(
-            "local", num_cpus=num_cpus, include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **QUIET
+            "local",
+            num_cpus=num_cpus,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            **QUIET,
         )
 
 
 def worker_environment() -> dict[str, str]:
-    """Return the variables of workers on another cluster, without those of a submitted job: Ray refuses both."""
+    """Return the variables of workers on another cluster, without those of a submitted job: Ray
+    refuses both.
+    """
     variables = dict(WORKER_ENVIRONMENT)
     for name in OPENMP.keys() & os.environ.keys():
         variables[name] = os.environ[name]
@@ -73,12 +84,17 @@ def require_listener(address: str) -> None:
     """Raise EnvironmentFault unless somebody listens at RAY_ADDRESS."""
     reason = refusal(host_and_port(address))
     if reason:
-        fix = "Start the cluster (`ray start --head`), correct RAY_ADDRESS, or unset it to start one for this run."
+        fix = (
+            "Start the cluster (`ray start --head`), correct RAY_ADDRESS, or unset it to start one"
+            " for this run."
+        )
         raise EnvironmentFault(f"No Ray cluster answers at RAY_ADDRESS: {reason}.", address, fix)
 
 
 def host_and_port(address: str) -> str:
-    """Return where Ray connects to for a RAY_ADDRESS; raises ConnectionError where it is `auto` and no cluster runs."""
+    """Return where Ray connects to for a RAY_ADDRESS; raises ConnectionError where it is `auto` and
+    no cluster runs.
+    """
     if address.startswith(CLIENT):
         return address.removeprefix(CLIENT)
 
@@ -86,9 +102,13 @@ def host_and_port(address: str) -> str:
 
 
 def driver_needs(address: str) -> dict[str, str]:
-    """Return the addresses of the processes that this driver cannot do without, by what they are called."""
+    """Return the addresses of the processes that this driver cannot do without, by what they are
+    called.
+    """
     if ray_client.is_connected():
-        return {"its Ray Client server": host_and_port(address)} if address.startswith(CLIENT) else {}
+        return (
+            {"its Ray Client server": host_and_port(address)} if address.startswith(CLIENT) else {}
+        )
     context = ray.get_runtime_context()
     (node,) = (node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
     raylet = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"
@@ -100,7 +120,10 @@ def start_error(error: Exception, address: str) -> EnvironmentFault:
     reason = str(error).rstrip(".")
     fix = "Check RAY_ADDRESS and `ray status`, or run with --executor inline."
     if "AF_UNIX path length" in reason:
-        fix = "Set TMPDIR, or RAY_TMPDIR where it is set, to a path of at most 40 characters, such as /tmp."
+        fix = (
+            "Set TMPDIR, or RAY_TMPDIR where it is set, to a path of at most 40 characters, such as"
+            " /tmp."
+        )
     return EnvironmentFault(f"Ray did not start: {reason}.", address or "a local cluster", fix)
 
 
@@ -119,7 +142,9 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_signals() -> Iterator[None]:
-    """Keep this process's signal handlers: Ray's handler of SIGTERM would end it without a message."""
+    """Keep this process's signal handlers: Ray's handler of SIGTERM would end it without a
+    message.
+    """
     kept = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     stopped = False
     try:
@@ -127,7 +152,9 @@ def own_signals() -> Iterator[None]:
     except SystemExit:
         stopped = True
     finally:
-        if threading.current_thread() is threading.main_thread():  # handlers can be set nowhere else
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # handlers can be set nowhere else
             for signum, handler in kept.items():
                 signal.signal(signum, handler)
     if stopped:

@@ -18,7 +18,12 @@ from pipeline.execution.actor_pool import ActorPool
 from pipeline.execution.cluster_watch import PATIENCE, PATIENCE_WITH_OTHERS, ClusterWatch
 from pipeline.execution.placement import Placement, Resources
 from pipeline.execution.progress import ProgressReporter, with_progress
-from pipeline.execution.ray_answers import last_line, run_and_carry_errors, wait_for_one, worker_died
+from pipeline.execution.ray_answers import (
+    last_line,
+    run_and_carry_errors,
+    wait_for_one,
+    worker_died,
+)
 from pipeline.execution.ray_cluster import connect, driver_needs
 from pipeline.execution.shard_progress import ShardProgress
 from pipeline.execution.shard_worker import Outcome, ShardWorker
@@ -65,16 +70,27 @@ class RayExecutor:
         placement: Placement,
         progress: ProgressReporter | None = None,
     ) -> Any:
-        # max_calls=1: the process ends with the call and releases the memory and GPU that an engine holds.
-        options = {"num_cpus": placement.cpus, "num_gpus": placement.gpus, "max_calls": 1, "max_retries": 1}
+        # max_calls=1: the process ends with the call and releases the memory and GPU that an engine
+        # holds.
+        options = {
+            "num_cpus": placement.cpus,
+            "num_gpus": placement.gpus,
+            "max_calls": 1,
+            "max_retries": 1,
+        }
         remote = ray.remote(**options)(run_and_carry_errors)
         reference = remote.remote(function, with_progress(arguments, progress))
         try:
             wait_for_one([reference], self.watch, progress)
             result, error = ray.get(reference)
         except RayTaskError as failure:
-            fix = "MEDUSA_DISTILL_TRACEBACK=1 shows all of it; --executor inline does it in this process."
-            raise EnvironmentFault(f"{function.__name__} failed: {last_line(failure)}.", "Ray", fix) from failure
+            fix = (
+                "MEDUSA_DISTILL_TRACEBACK=1 shows all of it; --executor inline does it in this"
+                " process."
+            )
+            raise EnvironmentFault(
+                f"{function.__name__} failed: {last_line(failure)}.", "Ray", fix
+            ) from failure
         except RayError as death:
             self.watch.settle()
             raise worker_died(death) from death

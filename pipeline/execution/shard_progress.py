@@ -1,7 +1,9 @@
-"""What workers have done of shards that are not committed yet: conversations, and tokens or positions.
+"""What workers have done of shards that are not committed yet: conversations, and tokens or
+positions.
 
-Workers count into a `ShardProgress`. In the process that made it a count is shown at once; a copy that was pickled to
-a worker writes one small file per shard, which the driver reads while it waits (`poll`).
+Workers count into a `ShardProgress`. In the process that made it a count is shown at once; a copy
+that was pickled to a worker writes one small file per shard, which the driver reads while it waits
+(`poll`).
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ class ShardProgress:
             self._file(task.index).remove()
 
     def poll(self) -> None:
-        """Show what copies in other processes have written; they write no more often than this reads."""
+        """Show what copies in other processes have written; they write no more often than this
+        reads.
+        """
         now = time.monotonic()
         if self.folder is None or now - self._polled < SECONDS_BETWEEN_REPORTS:
             return

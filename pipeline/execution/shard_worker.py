@@ -1,7 +1,7 @@
 """Workers make shards; what becomes of each is an outcome.
 
-A worker is a plain class: its constructor loads the model, its call takes a `ShardTask`, commits the shard itself and
-returns the receipt. It does not depend on Ray.
+A worker is a plain class: its constructor loads the model, its call takes a `ShardTask`, commits
+the shard itself and returns the receipt. It does not depend on Ray.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pipeline.storage.tasks import ShardTask
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one shard: a receipt, an error for the user, a worker's traceback, or how its process ended."""
+    """The result of one shard: a receipt, an error for the user, a worker's traceback, or how its
+    process ended.
+    """
 
     task: ShardTask
     receipt: Receipt | None = None
@@ -39,7 +41,9 @@ class ShardWorker(Protocol):
 
 
 class LazyWorker:
-    """Builds the worker on its first task, and turns every failure, its constructor's too, into an `Outcome`."""
+    """Builds the worker on its first task, and turns every failure, its constructor's too, into an
+    `Outcome`.
+    """
 
     def __init__(self, worker: Callable[..., ShardWorker], arguments: dict[str, Any]):
         self._make, self._arguments = worker, arguments

@@ -1,8 +1,8 @@
 """The tuned backbone of Medusa-2 as a model directory that transformers and every engine load.
 
-Unchanged files are the target's own: tokenizer, chat template, generation settings. Weights are safetensors in shards
-of at most 5 GB, embeddings are untied, and the directory is created by one rename. `backbone.json` records its inputs
-without local paths.
+Unchanged files are the target's own: tokenizer, chat template, generation settings. Weights are
+safetensors in shards of at most 5 GB, embeddings are untied, and the directory is created by one
+rename. `backbone.json` records its inputs without local paths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ GENERATION_FILE = "generation_config.json"
 
 
 def write_backbone(
-    directory: Path, model: PreTrainedModel, tokenizer: Any, *, as_they_are: Iterable[Path], made_of: dict[str, Any]
+    directory: Path,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    *,
+    as_they_are: Iterable[Path],
+    made_of: dict[str, Any],
 ) -> None:
     """Write the model in place of what is there.
 
@@ -39,7 +44,9 @@ def write_backbone(
     from transformers import GenerationConfig
 
     remove(directory)
-    model.generation_config = GenerationConfig()  # the target's is copied: saving refuses some that loading accepts
+    model.generation_config = (
+        GenerationConfig()
+    )  # the target's is copied: saving refuses some that loading accepts
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         model.save_pretrained(partial, max_shard_size=SHARD_SIZE)
         (partial / GENERATION_FILE).unlink(missing_ok=True)
@@ -55,7 +62,9 @@ def is_made_of(directory: Path, made_of: dict[str, Any]) -> bool:
 
 
 def link_backbone(source: Path, directory: Path, files: Iterable[str]) -> list[Path]:
-    """Copy these files of the backbone, by hard links where the file system has them; returns the copies."""
+    """Copy these files of the backbone, by hard links where the file system has them; returns the
+    copies.
+    """
     remove(directory)
     with atomic_directory(directory, last=CONFIG_FILE) as partial:
         for file in files:

@@ -1,8 +1,8 @@
 """The cards of heads, of a tuned backbone, and of the conversations that the target wrote.
 
-The templates `card_*.md` are rendered with the facts of `card_facts.py`; a value that is missing at any depth renders
-as nothing. Above the text stands YAML that the Hub reads. Whether its identifiers exist the Hub decides when a card is
-pushed.
+The templates `card_*.md` are rendered with the facts of `card_facts.py`; a value that is missing at
+any depth renders as nothing. Above the text stands YAML that the Hub reads. Whether its identifiers
+exist the Hub decides when a card is pushed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ SIZES = {1_000: "n<1K", 10_000: "1K<n<10K", 100_000: "10K<n<100K", 1_000_000: "1
 
 
 def model_card(published: Published) -> str:
-    """The card of heads: an adapter of their base model, with the tags that their engines' users search for."""
+    """The card of heads: an adapter of their base model, with the tags that their engines' users
+    search for.
+    """
     kind, known = published.kind, facts(published)
     tags = [kind.vllm_method or kind.Shape.kind, "speculative-decoding", "self-distillation"]
     library = "medusa-distill"
@@ -33,7 +35,9 @@ def model_card(published: Published) -> str:
         library = "vllm"
     if kind.Shape.kind not in tags:
         tags.append(kind.Shape.kind)
-    return _rendered("card_heads.md", kind, known, _metadata(published, known, "adapter", library, tags))
+    return _rendered(
+        "card_heads.md", kind, known, _metadata(published, known, "adapter", library, tags)
+    )
 
 
 def backbone_card(published: Published) -> str:
@@ -44,7 +48,8 @@ def backbone_card(published: Published) -> str:
 
 
 def data_set_card(published: Published, rows: Mapping[str, int]) -> str:
-    """The card of the conversations that the target wrote: where prompts and answers are from, terms, columns.
+    """The card of the conversations that the target wrote: where prompts and answers are from,
+    terms, columns.
 
     Args:
         rows: The number of rows of each split that has any.
@@ -91,9 +96,16 @@ def _metadata(
 
 
 def _rendered(
-    template: str, kind: type[Heads], known: Mapping[str, Any], metadata: ModelCardData | DatasetCardData
+    template: str,
+    kind: type[Heads],
+    known: Mapping[str, Any],
+    metadata: ModelCardData | DatasetCardData,
 ) -> str:
-    text = _environment(kind).get_template(template).render(known, kind=kind, front_matter=metadata.to_yaml())
+    text = (
+        _environment(kind)
+        .get_template(template)
+        .render(known, kind=kind, front_matter=metadata.to_yaml())
+    )
     return re.sub(r"\n{3,}", "\n\n", text).rstrip() + "\n"
 
 
@@ -108,7 +120,9 @@ def _environment(kind: type[Heads]) -> Environment:
         lstrip_blocks=True,
         autoescape=False,
     )
-    environment.filters.update(number=number, measured=measured, expected=expected, escaped=escaped, words=_words)
+    environment.filters.update(
+        number=number, measured=measured, expected=expected, escaped=escaped, words=_words
+    )
     return environment
 
 

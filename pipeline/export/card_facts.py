@@ -1,7 +1,8 @@
 """Facts that cards state about a run, from its report and its configuration.
 
-Every part of the report is optional. Local paths and file names are private and never stated: a local model has no
-name, a local source of seeds is a number. Values that only need a format get it in the templates.
+Every part of the report is optional. Local paths and file names are private and never stated: a
+local model has no name, a local source of seeds is a number. Values that only need a format get it
+in the templates.
 """
 
 from __future__ import annotations
@@ -22,8 +23,20 @@ from pipeline.heads.kind import Heads
 from pipeline.heads.shape import head_kind
 from pipeline.report.facts import STAGES, disturbed, has_seen_answers, on_new_answers
 
-RECIPE_SECTIONS = {"target", "seeds", "generate", "features", "train", "calibrate", "export", "check"}
-CACHES = ("features", "tuned-features")  # stages that may be deleted to make room: no figure of a card is theirs
+RECIPE_SECTIONS = {
+    "target",
+    "seeds",
+    "generate",
+    "features",
+    "train",
+    "calibrate",
+    "export",
+    "check",
+}
+CACHES = (
+    "features",
+    "tuned-features",
+)  # stages that may be deleted to make room: no figure of a card is theirs
 ENGINES = {"native": "native, tree", "vllm": "vLLM, top-1 chain"}
 MEASURES = (
     ("overhead (time of a step over a plain one)", "overhead", ".2f"),
@@ -41,8 +54,8 @@ class Published:
         report: The content of `report.json`, possibly partial.
         config: The configuration that the heads were made by.
         repo_id: The repository of what the card describes; None where it is not known.
-        base_model: The heads' target or tuned backbone, or the model that a backbone was tuned from or that wrote the
-            answers. For None or a local path the card says "a local model".
+        base_model: The heads' target or tuned backbone, or the model that a backbone was tuned from
+            or that wrote the answers. For None or a local path the card says "a local model".
         tuned: Whether the heads belong to a backbone that was trained with them.
         licence: What the card declares; None declares nothing.
         data_set: Hub id of the conversations, where they are published.
@@ -107,7 +120,9 @@ def public(model: str | None) -> str | None:
 def public_names(sources: Sequence[SeedSource]) -> dict[str, str]:
     """The public name of each source, by its name in ids and categories."""
     found = {}
-    for number, (name, source) in enumerate(zip(name_sources(sources), sources, strict=True), start=1):
+    for number, (name, source) in enumerate(
+        zip(name_sources(sources), sources, strict=True), start=1
+    ):
         found[name] = source.hub or f"local-{number}"
     return found
 
@@ -119,30 +134,40 @@ def fingerprints(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def results(report: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Rows of the check's table: a label, then a text per engine; rows without any text are left out."""
+    """Rows of the check's table: a label, then a text per engine; rows without any text are left
+    out.
+    """
     columns = []
     for name in ENGINES:
         part = (report.get("check") or {}).get(name)
         if part:
             predicted = (report.get("tree") or {}) if name == "native" else part
-            columns.append(_engine_results(part, predicted, with_new=has_seen_answers(dict(report))))
+            columns.append(
+                _engine_results(part, predicted, with_new=has_seen_answers(dict(report)))
+            )
     if not columns:
         return {}
     rows = {label: [column[label] for column in columns] for label in columns[0]}
     return {label: texts for label, texts in rows.items() if any(texts)}
 
 
-def _engine_results(part: Mapping[str, Any], predicted: Mapping[str, Any], *, with_new: bool) -> dict[str, str]:
+def _engine_results(
+    part: Mapping[str, Any], predicted: Mapping[str, Any], *, with_new: bool
+) -> dict[str, str]:
     texts = {
         "acceleration rate (tokens per target forward)": measured(part),
         "predicted on held-out text": expected(predicted),
     }
     if with_new:
-        texts["answers that are in the training text as well"] = number(part.get("seen_share"), ".0%")
+        texts["answers that are in the training text as well"] = number(
+            part.get("seen_share"), ".0%"
+        )
         texts["acceleration rate on the other answers"] = on_new_answers(part)
         texts["predicted on other held-out answers"] = expected(predicted.get("new") or {})
     for label, key, spec in MEASURES:
-        is_untrue = key in ("overhead", "speedup") and disturbed(part)  # other load made the plain steps slow
+        is_untrue = key in ("overhead", "speedup") and disturbed(
+            part
+        )  # other load made the plain steps slow
         texts[label] = "" if is_untrue else number(part.get(key), spec)
     texts["greedy sequences identical"] = _matched(part.get("greedy_match") or {})
     return texts
@@ -175,7 +200,9 @@ def measured(part: Any) -> str:
 
 
 def expected(promise: Any) -> str:
-    return with_error(promise.get("expected_acceleration_rate"), promise.get("expected_standard_error"))
+    return with_error(
+        promise.get("expected_acceleration_rate"), promise.get("expected_standard_error")
+    )
 
 
 def recipe_yaml(config: Config, revision: str | None = None) -> str:
@@ -184,7 +211,9 @@ def recipe_yaml(config: Config, revision: str | None = None) -> str:
     Args:
         revision: The commit of a Hub target that was read.
     """
-    chosen = config.model_dump(mode="json", include=RECIPE_SECTIONS, exclude_defaults=True, exclude_none=True)
+    chosen = config.model_dump(
+        mode="json", include=RECIPE_SECTIONS, exclude_defaults=True, exclude_none=True
+    )
     if revision:
         chosen["target"]["revision"] = revision
     recipe = {"run": {"name": "reproduction", "seed": config.run.seed}, **_without_paths(chosen)}
@@ -202,7 +231,9 @@ def _without_paths(value: Any, key: str = "") -> Any:
 
 
 def _trained_with(report: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """The settings of `train`, also of the backbone's, with what was chosen in the place of `auto`."""
+    """The settings of `train`, also of the backbone's, with what was chosen in the place of
+    `auto`.
+    """
     chosen = (report.get("train") or {}).get("hyperparameters") or {}
     train = config.train.model_dump(mode="json")
     for section in (train, train["backbone"]):

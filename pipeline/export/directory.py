@@ -1,12 +1,14 @@
 """Trained heads as one directory that engines load unmodified, and back.
 
-It promises that the weights file holds exactly the tensors that the kind of heads names, finite and bit for bit as they
-were trained (engines drop unknown tensors silently and run on garbage where one is missing), and that no other weights
-lie beside it. One file of them: 70B Medusa heads with a vocabulary of 128k are about 12 GB in bfloat16. Further formats
-are whole directories in this one, named like the format (`export_format.py`).
+It promises that the weights file holds exactly the tensors that the kind of heads names, finite and
+bit for bit as they were trained (engines drop unknown tensors silently and run on garbage where one
+is missing), and that no other weights lie beside it. One file of them: 70B Medusa heads with a
+vocabulary of 128k are about 12 GB in bfloat16. Further formats are whole directories in this one,
+named like the format (`export_format.py`).
 
-Heads that share one tensor under several names expand on disk and not in memory: the file is serialized from pointers.
-Converting to another dtype holds the converted heads beside the original ones.
+Heads that share one tensor under several names expand on disk and not in memory: the file is
+serialized from pointers. Converting to another dtype holds the converted heads beside the original
+ones.
 """
 
 from __future__ import annotations
@@ -49,20 +51,22 @@ def write_export(
     card: str,
     further: Sequence[str] = (),
 ) -> list[Path]:
-    """Write heads, configuration, tokenizer, tree and model card, read them back, and only then put them in place.
+    """Write heads, configuration, tokenizer, tree and model card, read them back, and only then put
+    them in place.
 
     Args:
-        directory: Made by one rename if it does not exist. If it does, its files are replaced one by one, the
-            configuration last, and whoever owns it says when it is whole.
+        directory: Made by one rename if it does not exist. If it does, its files are replaced one
+            by one, the configuration last, and whoever owns it says when it is whole.
         heads: On any device, in any float dtype.
         target: The target's own config.json.
         tokenizer: Anything with `save_pretrained(directory)`.
         choices: The tree's paths, checked already.
         card: The text of `README.md`.
-        further: Other formats of the same heads, each as a whole directory of its name, but for the card.
+        further: Other formats of the same heads, each as a whole directory of its name, but for the
+            card.
 
-    Returns the files. Raises DataError for numbers that are not finite, EnvironmentFault for a full disk; whatever is
-    raised, nothing is left behind.
+    Returns the files. Raises DataError for numbers that are not finite, EnvironmentFault for a full
+    disk; whatever is raised, nothing is left behind.
     """
     directory, num_bytes = Path(directory), 0
     try:
@@ -80,7 +84,9 @@ def write_export(
             files = files_in(partial)
     except (OSError, SafetensorError) as error:
         fix = f"It takes {num_bytes / 1e9:.1f} GB and more; see to the disk and run again."
-        raise EnvironmentFault(f"The export cannot be written: {error}.", str(directory), fix) from error
+        raise EnvironmentFault(
+            f"The export cannot be written: {error}.", str(directory), fix
+        ) from error
     return [directory / file for file in files]
 
 
@@ -90,13 +96,17 @@ def places(root: Path, layout: ExportLayout, further: Sequence[str]) -> dict[Pat
 
 
 def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Heads:
-    """The heads of an export, in its dtype, on the CPU; matrices that it leaves out are those of `model`, its target.
+    """The heads of an export, in its dtype, on the CPU; matrices that it leaves out are those of
+    `model`, its target.
 
     Raises:
-        DataError: A tensor is missing, unknown, of another shape or dtype, or other weights lie beside the heads.
+        DataError: A tensor is missing, unknown, of another shape or dtype, or other weights lie
+            beside the heads.
     """
     layout, path = read_layout(directory), Path(directory)
-    target = TargetWeights(lambda: lm_head_weight(model), lambda: model.get_input_embeddings().weight.detach())
+    target = TargetWeights(
+        lambda: lm_head_weight(model), lambda: model.get_input_embeddings().weight.detach()
+    )
     tensors = _open_weights(path, layout).tensors()
     heads = layout.kind.from_named_tensors(layout.shape, tensors, layout.stored, where=str(path))
     heads.take_from(target.drafting(heads.vocabulary.token_map))
@@ -104,7 +114,8 @@ def read_heads(directory: str | os.PathLike[str], model: PreTrainedModel) -> Hea
 
 
 def read_tree(directory: str | os.PathLike[str]) -> tuple[TreePath, ...] | DynamicTree:
-    """The tree to decode an export with: a dynamic one where its `config.json` has one, else that of its choices file.
+    """The tree to decode an export with: a dynamic one where its `config.json` has one, else that
+    of its choices file.
 
     Raises:
         ConfigError: It is no tree, or not one of these heads.
@@ -116,8 +127,8 @@ def read_tree(directory: str | os.PathLike[str]) -> tuple[TreePath, ...] | Dynam
 
 
 def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
-    """The heads as the file will hold them: contiguous, on the CPU, in the export's dtype, names that share one tensor
-    still sharing it.
+    """The heads as the file will hold them: contiguous, on the CPU, in the export's dtype, names
+    that share one tensor still sharing it.
 
     Raises DataError for numbers that are not finite.
     """
@@ -127,7 +138,9 @@ def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
     for name, source in heads.stored_tensors(layout.stored).items():
         key = (source.data_ptr(), source.shape, source.stride())
         if key not in converted:
-            converted[key] = source.to("cpu", dtype if source.is_floating_point() else source.dtype).contiguous()
+            converted[key] = source.to(
+                "cpu", dtype if source.is_floating_point() else source.dtype
+            ).contiguous()
             if not is_finite(converted[key]):
                 raise DataError(
                     f"The tensor {name} holds numbers that are not finite in {layout.dtype}.",
@@ -140,26 +153,37 @@ def tensors_as_saved(heads: Heads, layout: ExportLayout) -> dict[str, Tensor]:
 
 def _compare(directory: Path, saved: Mapping[str, Tensor], layout: ExportLayout) -> None:
     if read_layout(directory) != layout:
-        raise DataError("The configuration is another one.", str(directory / CONFIG_FILE), "Export again.")
+        raise DataError(
+            "The configuration is another one.", str(directory / CONFIG_FILE), "Export again."
+        )
     file = _open_weights(directory, layout)
     for name, tensor in saved.items():
         if not torch.equal(file.tensor(name).view(torch.uint8), tensor.view(torch.uint8)):
             where = str(directory / layout.weights_file)
-            raise DataError(f"The tensor {name} is not the one that was trained.", where, "Export again.")
+            raise DataError(
+                f"The tensor {name} is not the one that was trained.", where, "Export again."
+            )
 
 
 def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:
     """The weights file, opened lazily, once its names, shapes and dtypes are known to be right."""
     path = directory / layout.weights_file
-    strangers = [p.name for p in sorted(directory.iterdir()) if p.suffix in WEIGHT_SUFFIXES and p.name != path.name]
+    strangers = [
+        p.name
+        for p in sorted(directory.iterdir())
+        if p.suffix in WEIGHT_SUFFIXES and p.name != path.name
+    ]
     if strangers:
         raise DataError(
-            f"Other weights lie beside the heads ({', '.join(strangers)}), and vLLM would load them too.",
+            f"Other weights lie beside the heads ({', '.join(strangers)}), and vLLM would load them"
+            " too.",
             str(directory),
             "Move them elsewhere.",
         )
     file = WeightsFile(path)
-    require_shapes(layout.shape, layout.kind.shapes(layout.shape, layout.stored), file.shapes, str(path))
+    require_shapes(
+        layout.shape, layout.kind.shapes(layout.shape, layout.stored), file.shapes, str(path)
+    )
     for name, dtype in file.dtypes.items():
         if dtype != ("int64" if name == TOKEN_MAP else layout.dtype):
             raise DataError(f"The tensor {name} is not {layout.dtype}.", str(path), "Export again.")
@@ -167,4 +191,7 @@ def _open_weights(directory: Path, layout: ExportLayout) -> WeightsFile:
 
 
 def _write_json(path: Path, content: object) -> None:
-    path.write_text(json.dumps(content, indent=2 if isinstance(content, dict) else None) + "\n", encoding="utf-8")
+    path.write_text(
+        json.dumps(content, indent=2 if isinstance(content, dict) else None) + "\n",
+        encoding="utf-8",
+    )

@@ -1,5 +1,5 @@
-"""Files of heads that were not made here: a directory or a repository of the Hub, in safetensors or in a pickle of
-plain tensors, which is read without running its code."""
+"""Files of heads that were not made here: a directory or a repository of the Hub, in safetensors or
+in a pickle of plain tensors, which is read without running its code."""
 
 from __future__ import annotations
 
@@ -29,24 +29,38 @@ def heads_directory(name: str) -> Path:
 
     if is_local(name):
         if not Path(name).expanduser().is_dir():
-            raise ConfigError(f"There is no directory {name}.", "check", "Give a directory of heads, or a Hub id.")
+            raise ConfigError(
+                f"There is no directory {name}.", "check", "Give a directory of heads, or a Hub id."
+            )
         return Path(name).expanduser()
     with hub_errors(f"repository of heads {name}", "check"):
-        return Path(snapshot_download(name, allow_patterns=["*.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)]))
+        return Path(
+            snapshot_download(
+                name, allow_patterns=["*.json", *(f"*{suffix}" for suffix in WEIGHT_SUFFIXES)]
+            )
+        )
 
 
-def read_foreign(directory: Path, target: TargetWeights, sizes: Sizes, num_tokens: int) -> ForeignHeads:
+def read_foreign(
+    directory: Path, target: TargetWeights, sizes: Sizes, num_tokens: int
+) -> ForeignHeads:
     """The heads of a directory, see `made_of`; DataError where there are no tensors at all."""
     return made_of(_Tensors(directory), target, sizes, num_tokens)
 
 
 class _Tensors:
-    """All tensors of a directory's weights, under their names but for `model.`; read when they are asked for."""
+    """All tensors of a directory's weights, under their names but for `model.`; read when they are
+    asked for.
+    """
 
     def __init__(self, directory: Path):
         self.directory = directory
         self.config = read_object(directory / CONFIG_FILE)
-        weights = [path for path in sorted(directory.iterdir()) if path.suffix in WEIGHT_SUFFIXES and path.is_file()]
+        weights = [
+            path
+            for path in sorted(directory.iterdir())
+            if path.suffix in WEIGHT_SUFFIXES and path.is_file()
+        ]
         safe = [path for path in weights if path.suffix == ".safetensors"]
         if not weights:
             raise DataError("There are no weights here.", str(directory), NOT_HERE)

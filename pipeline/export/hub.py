@@ -1,7 +1,8 @@
 """What goes to the Hub of heads and of a tuned backbone, each to its own repository.
 
-Only after a passed check, without local paths, and only to a repository that is new or holds the same kind of content
-and nothing else that engines would load. The conversations are in `hub_data_set.py`.
+Only after a passed check, without local paths, and only to a repository that is new or holds the
+same kind of content and nothing else that engines would load. The conversations are in
+`hub_data_set.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from pipeline.errors import CheckFailed, DataError
 from pipeline.export.backbone import BACKBONE_FILE
 from pipeline.export.card import backbone_card, model_card
 from pipeline.export.card_facts import Published
-from pipeline.export.layout import CARD_FILE, CONFIG_FILE, read_json_config, read_layout, with_base_model
+from pipeline.export.layout import (
+    CARD_FILE,
+    CONFIG_FILE,
+    read_json_config,
+    read_layout,
+    with_base_model,
+)
 from pipeline.export.upload import Upload, verified
 from pipeline.export.weights import WEIGHT_SUFFIXES
 from pipeline.heads.export_format import FORMATS
@@ -43,8 +50,9 @@ class Repositories:
 def repositories(push: PushConfig, kind: type[Heads], target: str, *, tuned: bool) -> Repositories:
     """The repositories that `push` asks for.
 
-    `push.repo_id` is that of the heads, or of a tuned backbone, whose heads go to `NAME-speculator.METHOD`, as the
-    authors of vLLM's speculators name theirs. `USER/` alone is completed from the target's name.
+    `push.repo_id` is that of the heads, or of a tuned backbone, whose heads go to
+    `NAME-speculator.METHOD`, as the authors of vLLM's speculators name theirs. `USER/` alone is
+    completed from the target's name.
     """
     suffix = f"-speculator.{kind.vllm_method or kind.Shape.kind}"
     name = (push.base_model or target).rstrip("/").rpartition("/")[2]
@@ -63,13 +71,19 @@ def _completed(repo_id: str | None, name: str) -> str | None:
 
 
 def require_allowed(published: Published, where: str = "push.repo_id") -> str:
-    """The repository's id; CheckFailed without a passed check, ConfigError for an id without owner and name."""
+    """The repository's id; CheckFailed without a passed check, ConfigError for an id without owner
+    and name.
+    """
     check = published.report.get("check")
     if not check:
-        raise CheckFailed("These heads have not been checked.", "report.json", "Run the check stage, then push.")
+        raise CheckFailed(
+            "These heads have not been checked.", "report.json", "Run the check stage, then push."
+        )
     reasons = [str(reason).rstrip(".") for reason in check.get("failures") or ()]
     if reasons or check.get("passed") is not True:
-        what = f"The check of these heads failed: {'; '.join(reasons) or 'the check stage says so'}."
+        what = (
+            f"The check of these heads failed: {'; '.join(reasons) or 'the check stage says so'}."
+        )
         raise CheckFailed(what, "report.json", "Nothing was pushed; the report says more.")
     repo_id = published.repo_id or ""
     check_repo_id(repo_id, where, with_owner=True)
@@ -77,12 +91,14 @@ def require_allowed(published: Published, where: str = "push.repo_id") -> str:
 
 
 def heads_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
-    """An export with a fresh card and the Hub id of its target in `config.json`, compared with what was checked.
+    """An export with a fresh card and the Hub id of its target in `config.json`, compared with what
+    was checked.
 
     Args:
         directory: An export. It is not changed.
         published: `base_model` is the heads' target, or None for the one that the export names.
-        checked: The sha256 (hex) of each of the heads' files as it was checked, by name; no other file goes.
+        checked: The sha256 (hex) of each of the heads' files as it was checked, by name; no other
+            file goes.
 
     Raises:
         CheckFailed: The check failed or was not run.
@@ -111,10 +127,14 @@ def heads_upload(directory: Path, published: Published, checked: Mapping[str, st
 
 
 def backbone_upload(directory: Path, published: Published, checked: Mapping[str, str]) -> Upload:
-    """A tuned backbone with a card of its own, compared with what was checked; arguments as in `heads_upload`."""
+    """A tuned backbone with a card of its own, compared with what was checked; arguments as in
+    `heads_upload`.
+    """
     repo_id, directory = require_allowed(published), directory.resolve()
     if gone := {CONFIG_FILE, BACKBONE_FILE} - checked.keys():
-        raise DataError(f"The tuned backbone lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
+        raise DataError(
+            f"The tuned backbone lacks {', '.join(sorted(gone))}.", str(directory), "Export again."
+        )
     return Upload(
         repo_id=repo_id,
         base_model=published.base_model,
@@ -134,15 +154,26 @@ def local_paths(published: Published, *further: str) -> set[str]:
 def _require_heads_alone(names: Collection[str], kind: type[Heads], directory: Path) -> None:
     """Raise DataError where the heads are not whole, or other weights would go with them."""
     if gone := {CONFIG_FILE, kind.weights_file, kind.choices_file} - set(names):
-        raise DataError(f"The export lacks {', '.join(sorted(gone))}.", str(directory), "Export again.")
+        raise DataError(
+            f"The export lacks {', '.join(sorted(gone))}.", str(directory), "Export again."
+        )
     if strangers := _other_weights(names, kind):
-        fix = "Push them to a repository of their own: engines load every weights file that they find."
-        raise DataError(f"Other weights lie beside the heads: {', '.join(strangers)}.", str(directory), fix)
+        fix = (
+            "Push them to a repository of their own: engines load every weights file that they"
+            " find."
+        )
+        raise DataError(
+            f"Other weights lie beside the heads: {', '.join(strangers)}.", str(directory), fix
+        )
 
 
 def _other_weights(names: Collection[str], kind: type[Heads]) -> list[str]:
-    """Weights that engines would load with the heads: those of another format are in a directory of its name."""
-    weights = [name for name in names if Path(name).suffix in WEIGHT_SUFFIXES and name != kind.weights_file]
+    """Weights that engines would load with the heads: those of another format are in a directory of
+    its name.
+    """
+    weights = [
+        name for name in names if Path(name).suffix in WEIGHT_SUFFIXES and name != kind.weights_file
+    ]
     return sorted(name for name in weights if str(Path(name).parent) not in FORMATS)
 
 
@@ -155,7 +186,11 @@ def _not_heads(names: Collection[str], kind: type[Heads]) -> list[str]:
 
 
 def _not_a_backbone(names: Collection[str]) -> list[str]:
-    """The files that conflict with a tuned backbone: any model that was not tuned by this project."""
+    """The files that conflict with a tuned backbone: any model that was not tuned by this
+    project.
+    """
     if BACKBONE_FILE in names:
         return []
-    return sorted(name for name in names if Path(name).suffix in WEIGHT_SUFFIXES or name == CONFIG_FILE)
+    return sorted(
+        name for name in names if Path(name).suffix in WEIGHT_SUFFIXES or name == CONFIG_FILE
+    )

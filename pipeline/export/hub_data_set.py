@@ -1,7 +1,8 @@
-"""What goes to the Hub of the conversations that the target wrote: a data set for `datasets.load_dataset`.
+"""What goes to the Hub of the conversations that the target wrote: a data set for
+`datasets.load_dataset`.
 
-Parquet files of each split, beside a card. Local file names are private: ids of a local source begin with `local-1`,
-`local-2`. A second push replaces the files of the first.
+Parquet files of each split, beside a card. Local file names are private: ids of a local source
+begin with `local-1`, `local-2`. A second push replaces the files of the first.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ OURS = re.compile(rf"data/({'|'.join(SPLITS)})-\d{{5}}\.parquet")
 BESIDE = re.compile(r"README\.md|\.gitattributes|LICEN[CS]E.*|NOTICE.*")
 
 
-def data_set_upload(shards: Collection[Path], fingerprint: str, published: Published, directory: Path) -> Upload:
+def data_set_upload(
+    shards: Collection[Path], fingerprint: str, published: Published, directory: Path
+) -> Upload:
     """Write the conversations into an empty directory, which must exist until they are sent.
 
     Args:
@@ -65,7 +68,11 @@ def data_set_upload(shards: Collection[Path], fingerprint: str, published: Publi
 
 
 def _write_split(
-    split: str, shards: Collection[Path], fingerprint: str, names: Mapping[str, str], directory: Path
+    split: str,
+    shards: Collection[Path],
+    fingerprint: str,
+    names: Mapping[str, str],
+    directory: Path,
 ) -> int:
     """Write `data/SPLIT-00000.parquet` and on, rows in their order; the number of rows."""
     (directory / "data").mkdir(exist_ok=True)
@@ -112,5 +119,7 @@ def _not_ours(names: Collection[str]) -> list[str]:
 
 
 def _outdated(names: Collection[str], kept: Collection[str]) -> list[str]:
-    """The files of an earlier push that the new one does not replace: they would be read with it."""
+    """The files of an earlier push that the new one does not replace: they would be read with
+    it.
+    """
     return sorted(name for name in names if OURS.fullmatch(name) and name not in kept)

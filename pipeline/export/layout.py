@@ -1,7 +1,7 @@
 """The layout of an export directory, and its `config.json`, written and read.
 
-`config.json` names the target twice: for engines that are given both directories, and in vLLM's speculators format, so
-that `vllm serve DIRECTORY` alone serves target and heads.
+`config.json` names the target twice: for engines that are given both directories, and in vLLM's
+speculators format, so that `vllm serve DIRECTORY` alone serves target and heads.
 """
 
 from __future__ import annotations
@@ -34,8 +34,9 @@ class ExportLayout:
     """The heads' kind and shape, their target, and their layout on disk.
 
     `format` is the name of one of `FORMATS`. `num_speculative_tokens` is
-    what an engine drafts per step; 0 stands for all the heads. With a `dynamic_tree` native decoding does not use the
-    static one of the choices file. Raises ConfigError for settings that no engine or file supports.
+    what an engine drafts per step; 0 stands for all the heads. With a `dynamic_tree` native
+    decoding does not use the static one of the choices file. Raises ConfigError for settings that
+    no engine or file supports.
     """
 
     base_model_name_or_path: str
@@ -46,7 +47,9 @@ class ExportLayout:
     dynamic_tree: DynamicTree | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "num_speculative_tokens", self.num_speculative_tokens or self.shape.num_heads)
+        object.__setattr__(
+            self, "num_speculative_tokens", self.num_speculative_tokens or self.shape.num_heads
+        )
         check_num_heads(self.shape.num_heads)
         if self.dtype not in DTYPES:
             fix = f"Use one of {', '.join(DTYPES)}."
@@ -89,7 +92,9 @@ class ExportLayout:
                 "speculators_config": {
                     "algorithm": method,
                     "default_proposal_method": "greedy",
-                    "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": num_tokens}],
+                    "proposal_methods": [
+                        {"proposal_type": "greedy", "speculative_tokens": num_tokens}
+                    ],
                     "verifier": {"architectures": list(target.get("architectures") or ())},
                 },
             }
@@ -98,13 +103,18 @@ class ExportLayout:
     def engine_args(self, directory: str | os.PathLike[str], target: str) -> dict[str, Any]:
         """The arguments that start vLLM with this target and the heads of `directory`.
 
-        The export alone where it names the target, as `vllm serve DIRECTORY` has it; else the two apart: of an export
-        or a target that was moved, and where the heads are served with another model than their own.
+        The export alone where it names the target, as `vllm serve DIRECTORY` has it; else the two
+        apart: of an export or a target that was moved, and where the heads are served with another
+        model than their own.
         """
         export, named = str(Path(directory).resolve()), self.base_model_name_or_path
-        if named == target or (os.path.isabs(named) and Path(named).resolve() == Path(target).resolve()):
+        if named == target or (
+            os.path.isabs(named) and Path(named).resolve() == Path(target).resolve()
+        ):
             return {"model": export}
-        return {"speculative_config": self.kind.speculative_config(export, self.num_speculative_tokens)}
+        return {
+            "speculative_config": self.kind.speculative_config(export, self.num_speculative_tokens)
+        }
 
 
 def with_base_model(content: Mapping[str, Any], base_model: str) -> dict[str, Any]:
@@ -129,7 +139,9 @@ def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any],
         format, num_tokens = heads.pop("format"), heads.pop("num_speculative_tokens")
         tree = DynamicTree(**heads.pop("dynamic_tree")) if "dynamic_tree" in heads else None
         base_model, dtype = content["base_model_name_or_path"], content["dtype"]
-        return content, ExportLayout(base_model, HeadsShape.from_json(heads), format, dtype, num_tokens, tree)
+        return content, ExportLayout(
+            base_model, HeadsShape.from_json(heads), format, dtype, num_tokens, tree
+        )
     except (FileNotFoundError, NotADirectoryError) as error:
         fix = "Give the directory that the export stage wrote."
         raise DataError(f"There is no {CONFIG_FILE}.", str(directory), fix) from error
@@ -163,28 +175,33 @@ def check_num_heads(num_heads: int) -> None:
     """Raise ConfigError for fewer than 1 head, or more than vLLM can draft with (128)."""
     if not 1 <= num_heads <= MAX_NUM_HEADS:
         raise ConfigError(
-            f"{num_heads} heads cannot be exported: vLLM drafts one token per head, at least 1 and at most "
-            f"{MAX_NUM_HEADS} (its rejection sampler's limit).",
+            f"{num_heads} heads cannot be exported: vLLM drafts one token per head, at least 1 and"
+            f" at most {MAX_NUM_HEADS} (its rejection sampler's limit).",
             "train.num_heads",
             "The paper trains 5, and finds 3 or 4 enough.",
         )
 
 
 def check_formats(kind: type[Heads], shape: Any, names: Sequence[str]) -> None:
-    """ConfigError unless such heads can be exported in these formats, of which the first is what the check decodes."""
+    """ConfigError unless such heads can be exported in these formats, of which the first is what
+    the check decodes.
+    """
     for name in names:
         kind.check_format(shape, export_format(name))
     if not export_format(names[0]).at_root:
         what = f"The {names[0]} format is read by one engine alone, and the check decodes another."
-        raise ConfigError(what, "export.formats", f"Begin with another: [expanded, {', '.join(names)}].")
+        raise ConfigError(
+            what, "export.formats", f"Begin with another: [expanded, {', '.join(names)}]."
+        )
 
 
 def check_vocabulary(shape: HeadsShape, target_vocab_size: int) -> None:
     """Raise DataError for heads of a target with another vocabulary."""
     if shape.target_vocab_size != target_vocab_size:
         raise DataError(
-            f"The heads are of a vocabulary of {shape.target_vocab_size} tokens, and the target's lm_head has "
-            f"{target_vocab_size}.",
+            f"The heads are of a vocabulary of {shape.target_vocab_size} tokens, and the target's"
+            f" lm_head has {target_vocab_size}.",
             "vocab_size",
-            "Train the heads on this very target: a padded or resized vocabulary does not load in vLLM.",
+            "Train the heads on this very target: a padded or resized vocabulary does not load in"
+            " vLLM.",
         )

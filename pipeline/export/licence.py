@@ -27,7 +27,8 @@ def licence_of(model: str, revision: str | None, *, online: bool) -> Licence | N
     """Read the licence of a model; None where there is none or the card cannot be read.
 
     Args:
-        model: A local directory or a Hub id; with `online: False` only what the Hub's cache holds is read.
+        model: A local directory or a Hub id; with `online: False` only what the Hub's cache holds
+            is read.
     """
     is_directory = Path(model).is_dir()
     try:
@@ -36,7 +37,9 @@ def licence_of(model: str, revision: str | None, *, online: bool) -> Licence | N
         elif online:
             file = hf_hub_download(model, CARD_FILE, revision=revision)
         else:
-            cached = try_to_load_from_cache(model, CARD_FILE, cache_dir=constants.HF_HUB_CACHE, revision=revision)
+            cached = try_to_load_from_cache(
+                model, CARD_FILE, cache_dir=constants.HF_HUB_CACHE, revision=revision
+            )
             if not isinstance(cached, str):
                 return None
             file = cached
@@ -48,5 +51,9 @@ def licence_of(model: str, revision: str | None, *, online: bool) -> Licence | N
     name = data.license_name if isinstance(data.license_name, str) else None
     link = data.license_link if isinstance(data.license_link, str) else None
     if link and "://" not in link:  # a file beside the card
-        link = None if is_directory else posixpath.join(f"{HUB}/{model}/blob/{revision or 'main'}", link)
+        link = (
+            None
+            if is_directory
+            else posixpath.join(f"{HUB}/{model}/blob/{revision or 'main'}", link)
+        )
     return Licence(data.license, name, link)

@@ -1,7 +1,7 @@
 """Verified files for repositories of the Hub, one commit each.
 
-All files of all repositories are verified before the first is sent. Files that the Hub has are not sent again; where it
-has all of them, no commit is made.
+All files of all repositories are verified before the first is sent. Files that the Hub has are not
+sent again; where it has all of them, no commit is made.
 """
 
 from __future__ import annotations
@@ -67,15 +67,26 @@ class Upload:
         files = []
         for file in self.files:
             info = file.upload_info
-            files.append({"path": file.path_in_repo, "size": info.size, "sha256": info.sha256.hex()})
-        return {"repo": self.repo_id, "private": private, "base_model": self.base_model, "files": files}
+            files.append(
+                {"path": file.path_in_repo, "size": info.size, "sha256": info.sha256.hex()}
+            )
+        return {
+            "repo": self.repo_id,
+            "private": private,
+            "base_model": self.base_model,
+            "files": files,
+        }
 
     def dry_run(self, private: bool) -> dict[str, Any]:
-        """The receipt without a commit; `missing` names what a push still requires. Uses no network and no token."""
+        """The receipt without a commit; `missing` names what a push still requires. Uses no network
+        and no token.
+        """
         return {**self.receipt(private), "dry_run": True, "commit": None, "missing": self.missing}
 
     def require_publishable(self) -> None:
-        """Raise ConfigError for a local base model, DataError where a file contains a private path."""
+        """Raise ConfigError for a local base model, DataError where a file contains a private
+        path.
+        """
         for missing in self.missing:
             fix = "Publish the target first, then push with push.base_model=USER/NAME."
             raise ConfigError(f"The push lacks {missing}.", self.base_model, fix)
@@ -105,10 +116,17 @@ class Upload:
         found = Existing(names, bool(info.private), info.sha)
         if private and not found.private:
             fix = "Make it private on the Hub, or push with push.private=false."
-            raise ConfigError("The repository is public, and push.private asks for a private one.", self.repo_id, fix)
+            raise ConfigError(
+                "The repository is public, and push.private asks for a private one.",
+                self.repo_id,
+                fix,
+            )
         if conflicting := self.conflicting(found.names):
             what = f"The repository holds something else ({', '.join(conflicting[:3])})."
-            fix = "Push to a repository of its own: engines and readers load every file that they find."
+            fix = (
+                "Push to a repository of its own: engines and readers load every file that they"
+                " find."
+            )
             raise ConfigError(what, self.repo_id, fix)
         return found
 
@@ -119,7 +137,9 @@ class Upload:
         operations: list[CommitOperationAdd | CommitOperationDelete] = [*self.files]
         if found is not None:
             operations += [CommitOperationDelete(name) for name in self.outdated(found.names)]
-        commit = api.create_commit(self.repo_id, operations, commit_message=self.message, repo_type=self.repo_type)
+        commit = api.create_commit(
+            self.repo_id, operations, commit_message=self.message, repo_type=self.repo_type
+        )
         place = self.repo_id if self.repo_type == "model" else f"datasets/{self.repo_id}"
         receipt = self.receipt(private if found is None else found.private)
         receipt["url"] = redacted(f"{api.endpoint}/{place}")
@@ -129,10 +149,12 @@ class Upload:
 
 
 def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, dict[str, Any]]:
-    """Send uploads in their order; nothing is sent where one of them is refused. Returns the receipts.
+    """Send uploads in their order; nothing is sent where one of them is refused. Returns the
+    receipts.
 
     Args:
-        private: Make new repositories private; an existing public one is an error, an existing private one stays so.
+        private: Make new repositories private; an existing public one is an error, an existing
+            private one stays so.
 
     Raises:
         ConfigError, DataError: One of them may not be published, or not there.
@@ -155,13 +177,17 @@ def send_all(uploads: Mapping[str, Upload], *, private: bool) -> dict[str, dict[
     return receipts
 
 
-def verified(directory: Path, checked: Mapping[str, str], written: Mapping[str, str]) -> list[CommitOperationAdd]:
+def verified(
+    directory: Path, checked: Mapping[str, str], written: Mapping[str, str]
+) -> list[CommitOperationAdd]:
     """The checked files of a directory for one commit, sorted by name.
 
     Args:
-        checked: The sha256 (hex) of each file as it was checked; no other file goes. Weights are read again while they
-            are sent, and the Hub compares them with this sum; of any other file the bytes that were compared are sent.
-        written: Texts that are written for the upload, in the place of the directory's files or besides them.
+        checked: The sha256 (hex) of each file as it was checked; no other file goes. Weights are
+            read again while they are sent, and the Hub compares them with this sum; of any other
+            file the bytes that were compared are sent.
+        written: Texts that are written for the upload, in the place of the directory's files or
+            besides them.
 
     Raises:
         DataError: A file is missing, or is not what was checked.
@@ -178,7 +204,11 @@ def _as_checked(directory: Path, name: str, sha256: str) -> CommitOperationAdd:
         is_weights = path.suffix in WEIGHT_SUFFIXES and path.is_file()
         file = CommitOperationAdd(name, path if is_weights else read_file(path))
     except (OSError, ValueError) as error:
-        raise DataError(f"A file of the export cannot be read: {error}.", str(path), EXPORT_AGAIN) from error
+        raise DataError(
+            f"A file of the export cannot be read: {error}.", str(path), EXPORT_AGAIN
+        ) from error
     if path.is_symlink() or file.upload_info.sha256.hex() != sha256:
-        raise DataError("This file is not what was checked, so nothing was pushed.", str(path), EXPORT_AGAIN)
+        raise DataError(
+            "This file is not what was checked, so nothing was pushed.", str(path), EXPORT_AGAIN
+        )
     return file

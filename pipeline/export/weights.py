@@ -1,8 +1,9 @@
-"""A file of named tensors, written and read: safetensors, or the pickle of plain tensors that older code reads.
+"""A file of named tensors, written and read: safetensors, or the pickle of plain tensors that older
+code reads.
 
-A pickle is written by `torch.save` and read with `weights_only=True` alone, which runs no code of the file's. A
-safetensors file is serialized from pointers, so that names that share one tensor expand on disk and not in memory; a
-pickle stores their bytes once.
+A pickle is written by `torch.save` and read with `weights_only=True` alone, which runs no code of
+the file's. A safetensors file is serialized from pointers, so that names that share one tensor
+expand on disk and not in memory; a pickle stores their bytes once.
 """
 
 from __future__ import annotations
@@ -20,8 +21,21 @@ from torch import Tensor
 from pipeline.errors import DataError
 
 PICKLES = (".pt", ".pth", ".bin")
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf")  # what engines take for weights
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64", "I64": "int64"}  # safetensors' own
+WEIGHT_SUFFIXES = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+)  # what engines take for weights
+DTYPES = {
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F64": "float64",
+    "I64": "int64",
+}  # safetensors' own
 
 
 class WeightsFile:
@@ -31,22 +45,30 @@ class WeightsFile:
         """Open the file.
 
         Raises:
-            DataError: It cannot be read, or holds something else than tensors; nothing of it is run.
+            DataError: It cannot be read, or holds something else than tensors; nothing of it is
+                run.
         """
         self._tensors: dict[str, Tensor] | None = None
         if path.suffix in PICKLES:
             self._tensors = _unpickled(path)
             self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-            self.dtypes = {name: str(t.dtype).removeprefix("torch.") for name, t in self._tensors.items()}
+            self.dtypes = {
+                name: str(t.dtype).removeprefix("torch.") for name, t in self._tensors.items()
+            }
             return
         try:
             self._file: Any = safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
-            what, fix = f"The weights cannot be read: {error}.", "Export again, or fetch the file again."
+            what, fix = (
+                f"The weights cannot be read: {error}.",
+                "Export again, or fetch the file again.",
+            )
             raise DataError(what, str(path), fix) from error
         slices = {name: self._file.get_slice(name) for name in self._file.offset_keys()}
         self.shapes = {name: tuple(part.get_shape()) for name, part in slices.items()}
-        self.dtypes = {name: DTYPES.get(part.get_dtype(), part.get_dtype()) for name, part in slices.items()}
+        self.dtypes = {
+            name: DTYPES.get(part.get_dtype(), part.get_dtype()) for name, part in slices.items()
+        }
 
     def tensor(self, name: str) -> Tensor:
         return self._file.get_tensor(name) if self._tensors is None else self._tensors[name]
@@ -66,7 +88,9 @@ def write_weights(tensors: Mapping[str, Tensor], path: Path) -> None:
         except RuntimeError as error:  # what its writer makes of a full disk
             raise OSError(f"{path.name}: {error}") from error
         return
-    specs = {  # `safetensors.torch.save_file` refuses shared memory, so the copies would have to exist in memory first
+    # `safetensors.torch.save_file` refuses shared memory, so the copies would have to exist in
+    # memory first
+    specs = {
         name: TensorSpec(
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=list(tensor.shape),

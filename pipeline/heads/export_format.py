@@ -1,12 +1,13 @@
 """The layouts that an export may have, one object each: `export.formats` names them.
 
-A format says which tensors an engine wants and what its files are called; a kind of heads says in which formats it can
-be stored (`Heads.formats`), and which tensors those are.
+A format says which tensors an engine wants and what its files are called; a kind of heads says in
+which formats it can be stored (`Heads.formats`), and which tensors those are.
 
     expanded   what vLLM, TGI and TensorRT-LLM load: every lm_head in full
     shared     one lm_head for all heads that share one
-    reference  FasterDecoding/Medusa: `medusa_lm_head.pt`, a pickle of plain tensors that `weights_only=True` loads
-    sglang     SGLang's EAGLE-1 model, `LlamaForCausalLMEagle`: its `fc` has a bias, here of zeros
+    reference  FasterDecoding/Medusa: `medusa_lm_head.pt`, a pickle of plain tensors that
+    `weights_only=True` loads sglang     SGLang's EAGLE-1 model, `LlamaForCausalLMEagle`: its `fc`
+    has a bias, here of zeros
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class ExportFormat:
     """A layout of exported heads.
 
     Attributes:
-        at_root: Whether vLLM and the check read it. The first of `export.formats` must be, since it is what is checked.
+        at_root: Whether vLLM and the check read it. The first of `export.formats` must be, since it
+            is what is checked.
         weights_file: Its name, where it is not the kind's own safetensors file.
         one_lm_head: Whether an lm_head that all heads share is stored once.
         architecture: The model class that its engine looks for, where it is not vLLM's.

@@ -1,17 +1,21 @@
-"""What a kind of heads is: its shape, parameters and start, what it learns, what it proposes, how it is exported.
+"""What a kind of heads is: its shape, parameters and start, what it learns, what it proposes, how
+it is exported.
 
-A kind is one file in this package: a `HeadsShape`, a subclass of `Heads`, and a line in `KINDS` (shape.py). Training,
-calibration, decoding, export and serving use this interface alone and never ask which kind it is.
+A kind is one file in this package: a `HeadsShape`, a subclass of `Heads`, and a line in `KINDS`
+(shape.py). Training, calibration, decoding, export and serving use this interface alone and never
+ask which kind it is.
 
-All kinds predict alike: head k (0-based) at position t predicts the token at t+2+k from the target's hidden state at t,
-after the target's final norm. A kind may also read the tokens t+1 … t+1+k between, in training the true ones (teacher
-forcing) and in decoding those that it has proposed.
+All kinds predict alike: head k (0-based) at position t predicts the token at t+2+k from the
+target's hidden state at t, after the target's final norm. A kind may also read the tokens t+1 …
+t+1+k between, in training the true ones (teacher forcing) and in decoding those that it has
+proposed.
 
-Of a pruned vocabulary (see `draft_vocabulary`) a kind knows nothing: `vocab_size` counts the rows of its `lm_head`, and
-it is given those rows of the target's. Tokens that it reads are the target's all the same.
+Of a pruned vocabulary (see `draft_vocabulary`) a kind knows nothing: `vocab_size` counts the rows
+of its `lm_head`, and it is given those rows of the target's. Tokens that it reads are the target's
+all the same.
 
-Letters: B texts, N rows (positions) or nodes of a tree, M nodes of one depth, P of them with children, D hidden size,
-V vocabulary, K heads.
+Letters: B texts, N rows (positions) or nodes of a tree, M nodes of one depth, P of them with
+children, D hidden size, V vocabulary, K heads.
 """
 
 from __future__ import annotations
@@ -51,27 +55,37 @@ class TargetWeights:
 class Heads(nn.Module, ABC):
     """A set of K heads of one kind; zero until it is filled, by `initial` or `from_named_tensors`.
 
-    A subclass defines an `__init__` with this signature, what has no default below, and each default that it improves
-    on. Parameters that do not train have `requires_grad=False`.
+    A subclass defines an `__init__` with this signature, what has no default below, and each
+    default that it improves on. Parameters that do not train have `requires_grad=False`.
     """
 
     Shape: ClassVar[type[HeadsShape]]
-    version: ClassVar[int] = 1  # of the code; raised by whoever changes what it learns, proposes or exports
+    version: ClassVar[int] = (
+        1  # of the code; raised by whoever changes what it learns, proposes or exports
+    )
     title: ClassVar[str]  # in the model card: "Medusa heads"
     units: ClassVar[str] = "heads"  # what `num_heads` counts, in the report and the model card
-    vllm_method: ClassVar[str | None] = None  # in vLLM's speculative configuration; None where it cannot serve them
+    vllm_method: ClassVar[str | None] = (
+        None  # in vLLM's speculative configuration; None where it cannot serve them
+    )
     formats: ClassVar[tuple[ExportFormat, ...]] = (EXPANDED,)  # in which they can be exported
     weights_file: ClassVar[str] = "model.safetensors"  # of the export
     choices_file: ClassVar[str] = "tree_choices.json"  # of the export: the tree's paths
     card_about: ClassVar[str]  # Jinja of the model card: what these heads are, in a sentence or two
-    card_engines: ClassVar[str] = ""  # Jinja of the model card: how other engines than vLLM serve them
+    card_engines: ClassVar[str] = (
+        ""  # Jinja of the model card: how other engines than vLLM serve them
+    )
     lr_scale: ClassVar[float] = 1.0  # what `train.lr: auto` multiplies the rule's learning rate by
-    saves_memory: ClassVar[tuple[str, ...]] = ()  # settings of the kind's own with which training takes less memory
+    saves_memory: ClassVar[
+        tuple[str, ...]
+    ] = ()  # settings of the kind's own with which training takes less memory
 
     shape: HeadsShape
     lm_head: Tensor  # [K, V, D], or one [V, D] that all heads share
 
-    def __init__(self, shape: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None):
+    def __init__(
+        self, shape: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ):
         super().__init__()
         self.shape = shape
         self.vocabulary = DraftVocabulary(shape)
@@ -96,13 +110,14 @@ class Heads(nn.Module, ABC):
 
     @abstractmethod
     def states(self, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
-        """What each head's lm_head reads, [K, N, D], given the true tokens between; up to `shape.max_depth` of them.
+        """What each head's lm_head reads, [K, N, D], given the true tokens between; up to
+        `shape.max_depth` of them.
 
         Args:
             hidden_ND: The target's states at positions t, in any float dtype.
             next_N: The tokens at t+1, int64.
-            labels_KN: The tokens at t+2+k, int64; -100 where the span has ended, and from there on for every later k.
-                Any of the target's, whether a head can propose it or not.
+            labels_KN: The tokens at t+2+k, int64; -100 where the span has ended, and from there on
+                for every later k. Any of the target's, whether a head can propose it or not.
         """
 
     def summed_losses(
@@ -113,11 +128,13 @@ class Heads(nn.Module, ABC):
         teacher: Teacher | None = None,
         weights_K: Tensor | None = None,
     ) -> Tensor:
-        """Each head's cross entropy summed over its labels, [K], never holding all logits; arguments as of `states`.
+        """Each head's cross entropy summed over its labels, [K], never holding all logits;
+        arguments as of `states`.
 
-        Labels outside the draft vocabulary add nothing. With a teacher part of it is that with the target's own
-        distributions. `weights_K` is what the caller weighs the sums by; heads that train one lm_head for all need to
-        know. See `summed_cross_entropy`. Products run in autocast's dtype where it is on.
+        Labels outside the draft vocabulary add nothing. With a teacher part of it is that with the
+        target's own distributions. `weights_K` is what the caller weighs the sums by; heads that
+        train one lm_head for all need to know. See `summed_cross_entropy`. Products run in
+        autocast's dtype where it is on.
         """
         states_KND, device = self.states(hidden_ND, next_N, labels_KN), hidden_ND.device.type
         if torch.is_autocast_enabled(device):
@@ -134,15 +151,17 @@ class Heads(nn.Module, ABC):
 
     @abstractmethod
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """The children of P nodes at `depth`: the states [B, P, D] to go on from, and the logits [B, P, V].
+        """The children of P nodes at `depth`: the states [B, P, D] to go on from, and the logits
+        [B, P, V].
 
-        At depth 0 stands the root: the token that the target chose, and the state that it chose it from. Below, each
-        node comes with its parent's state, as returned for it. Fixed shapes and no transfer to the host, so that a
-        step can be captured as a CUDA graph.
+        At depth 0 stands the root: the token that the target chose, and the state that it chose it
+        from. Below, each node comes with its parent's state, as returned for it. Fixed shapes and
+        no transfer to the host, so that a step can be captured as a CUDA graph.
         """
 
     def propose(self, hidden_BD: Tensor, token_B: Tensor, tree: ProposalTree) -> Tensor:
-        """The tokens [B, N] of the tree's nodes: a node of rank r holds the r-th guess below its parent.
+        """The tokens [B, N] of the tree's nodes: a node of rank r holds the r-th guess below its
+        parent.
 
         `hidden_BD` are the states that the target chose `token_B` from, the roots.
         """
@@ -150,7 +169,10 @@ class Heads(nn.Module, ABC):
         proposed = []
         for depth, level in enumerate(tree.levels):  # M nodes of one depth, P of them with children
             inner, parent, guess = (places.to(hidden_BD.device) for places in level[:3])
-            inner_BPD, inner_BP = hidden_BMD.index_select(1, inner), tokens_BM.index_select(1, inner)
+            inner_BPD, inner_BP = (
+                hidden_BMD.index_select(1, inner),
+                tokens_BM.index_select(1, inner),
+            )
             hidden_BPD, logits_BPV = self.expand(inner_BPD, inner_BP, depth)
             rows_BM = logits_BPV.topk(level.top).indices.flatten(1).index_select(1, guess)
             tokens_BM = self.vocabulary.tokens(rows_BM)
@@ -166,14 +188,22 @@ class Heads(nn.Module, ABC):
         if format not in cls.formats:
             known = ", ".join(each.name for each in cls.formats)
             what = f"The {format.name} format does not apply to {shape.kind} heads."
-            raise ConfigError(what, "export.formats", f"Export with `formats: [expanded]`; such heads have {known}.")
+            raise ConfigError(
+                what,
+                "export.formats",
+                f"Export with `formats: [expanded]`; such heads have {known}.",
+            )
 
     @classmethod
     @abstractmethod
-    def engine_config(cls, shape: Any, format: ExportFormat, target: Mapping[str, Any]) -> dict[str, Any]:
-        """The keys of the export's config.json that are this kind's own; `target` is its target's config.json.
+    def engine_config(
+        cls, shape: Any, format: ExportFormat, target: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """The keys of the export's config.json that are this kind's own; `target` is its target's
+        config.json.
 
-        The exporter adds sizes, dtype, `base_model_name_or_path` and what vLLM's speculators format asks for.
+        The exporter adds sizes, dtype, `base_model_name_or_path` and what vLLM's speculators format
+        asks for.
         """
 
     @classmethod
@@ -184,30 +214,43 @@ class Heads(nn.Module, ABC):
     @classmethod
     def speculative_config(cls, export: str, num_speculative_tokens: int | str) -> dict[str, Any]:
         """How vLLM is told to draft with these heads on a target of their own."""
-        return {"method": cls.vllm_method, "model": export, "num_speculative_tokens": num_speculative_tokens}
+        return {
+            "method": cls.vllm_method,
+            "model": export,
+            "num_speculative_tokens": num_speculative_tokens,
+        }
 
     # Files
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """Detached views by the names that files give them: all parameters, for `heads.safetensors`, or an export's.
+        """Detached views by the names that files give them: all parameters, for
+        `heads.safetensors`, or an export's.
 
         An export leaves out what engines take from the target.
         """
         return {name: parameter.detach() for name, parameter in self.named_parameters()}
 
     def stored_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """All that a file holds: `named_tensors` and, where the vocabulary is pruned, its `token_map`, int64 [V]."""
+        """All that a file holds: `named_tensors` and, where the vocabulary is pruned, its
+        `token_map`, int64 [V].
+        """
         token_map = self.vocabulary.token_map
         return self.named_tensors(format) | ({} if token_map is None else {TOKEN_MAP: token_map})
 
     @classmethod
     def from_named_tensors(
-        cls, shape: Any, tensors: Mapping[str, Tensor], format: ExportFormat | None = None, *, where: str | None = None
+        cls,
+        shape: Any,
+        tensors: Mapping[str, Tensor],
+        format: ExportFormat | None = None,
+        *,
+        where: str | None = None,
     ) -> Self:
         """The inverse of `stored_tensors`, in the tensors' own dtype.
 
         Raises:
-            DataError: A tensor is missing, unknown, of another shape or not finite, or names that share one differ.
+            DataError: A tensor is missing, unknown, of another shape or not finite, or names that
+                share one differ.
         """
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         require_shapes(shape, cls.shapes(shape, format), found, where)
@@ -222,7 +265,10 @@ class Heads(nn.Module, ABC):
                     raise DataError(what, where, "Export or train these heads again.")
                 view.copy_(source)
             elif not torch.equal(source, tensors[name]):
-                what = f"These heads share one tensor under several names, and {name} differs from the others."
+                what = (
+                    f"These heads share one tensor under several names, and {name} differs from the"
+                    " others."
+                )
                 raise DataError(what, where, "Export or train them again.")
         if shape.is_pruned:
             heads.vocabulary.fill(tensors[TOKEN_MAP], where)
@@ -235,7 +281,9 @@ class Heads(nn.Module, ABC):
         return {name: tuple(view.shape) for name, view in views.items()}
 
     def take_from(self, target: TargetWeights) -> None:
-        """Take the target's matrices where the heads borrow them: an export has none, and tuning changes them."""
+        """Take the target's matrices where the heads borrow them: an export has none, and tuning
+        changes them.
+        """
 
 
 def is_finite(tensor: Tensor) -> bool:

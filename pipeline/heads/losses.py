@@ -1,21 +1,21 @@
 """Each head's cross entropy, without ever holding the [K, N, V] logits.
 
-At K = 5, V = 32,000 and 16,384 rows the logits alone would be 10 GB in fp32. Here the forward pass computes losses and
-gradients together, one chunk of rows after another. For each chunk:
+At K = 5, V = 32,000 and 16,384 rows the logits alone would be 10 GB in fp32. Here the forward pass
+computes losses and gradients together, one chunk of rows after another. For each chunk:
 
-    1. choose its rows: labelled ones that one lm_head reads and, with soft labels, that one block of states teaches
-    2. compute their logits, into a buffer that all chunks share
-    3. compute the losses and, in the logits' place, the gradient of the losses, by slices in fp32
-    4. multiply that gradient with the lm_head: the gradient of the hidden states
-    5. multiply it with the hidden states, and add the product to the gradient of the lm_head
+    1. choose its rows: labelled ones that one lm_head reads and, with soft labels, that one block
+    of states teaches 2. compute their logits, into a buffer that all chunks share 3. compute the
+    losses and, in the logits' place, the gradient of the losses, by slices in fp32 4. multiply that
+    gradient with the lm_head: the gradient of the hidden states 5. multiply it with the hidden
+    states, and add the product to the gradient of the lm_head
 
-Backward only scales: once per forward, no second derivative. A buffer of logits is all that is held beside the
-gradients. With soft labels there is a second one, of the target's distributions, which are computed once per block of
-its states and used by all heads. Softmax and sums are in fp32 (fp64 for fp64), matrix products in the dtype of the
-hidden states. fp16's range is too small.
+Backward only scales: once per forward, no second derivative. A buffer of logits is all that is held
+beside the gradients. With soft labels there is a second one, of the target's distributions, which
+are computed once per block of its states and used by all heads. Softmax and sums are in fp32 (fp64
+for fp64), matrix products in the dtype of the hidden states. fp16's range is too small.
 
-Letters: N rows (positions), C rows of a chunk, S of a slice, M states of the target, D hidden size, V vocabulary, B of
-its rows, K heads.
+Letters: N rows (positions), C rows of a chunk, S of a slice, M states of the target, D hidden size,
+V vocabulary, B of its rows, K heads.
 """
 
 from __future__ import annotations
@@ -51,13 +51,16 @@ def summed_cross_entropy(
 ) -> Tensor:
     """Each head's cross entropy, summed over its labels: [K], weighted by the caller (paper 2.2.1).
 
-    Differentiable in the hidden states and in `lm_head`, which is [K, V, D], or one [V, D] that all heads share.
+    Differentiable in the hidden states and in `lm_head`, which is [K, V, D], or one [V, D] that all
+    heads share.
 
     Args:
         labels_KN: int64, -100 where a head has nothing to learn.
-        teacher: The target's distributions, of which the loss is a share; without it the labels are all.
-        weights_K: What the caller weighs the sums by, exactly (else RuntimeError in backward); all 1 where it is left
-            out. Only the gradient of a shared lm_head that trains needs to know: it is one sum over all heads.
+        teacher: The target's distributions, of which the loss is a share; without it the labels are
+            all.
+        weights_K: What the caller weighs the sums by, exactly (else RuntimeError in backward); all
+            1 where it is left out. Only the gradient of a shared lm_head that trains needs to know:
+            it is one sum over all heads.
         chunk_bytes: Bounds the logits held at a time.
     """
     device = hidden_KND.device
@@ -65,7 +68,9 @@ def summed_cross_entropy(
         weights_K = torch.ones(len(labels_KN), device=device)
     if chunk_bytes is None:
         chunk_bytes = chunk_bytes_on(device)
-    return _SummedCrossEntropy.apply(hidden_KND, lm_head, labels_KN, teacher, weights_K, chunk_bytes)
+    return _SummedCrossEntropy.apply(
+        hidden_KND, lm_head, labels_KN, teacher, weights_K, chunk_bytes
+    )
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
@@ -97,22 +102,31 @@ class _SummedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_sums_K: Tensor):
         grad_hidden_KND, grad_lm_head = ctx.grad_hidden_KND, ctx.grad_lm_head
-        ctx.grad_hidden_KND = ctx.grad_lm_head = None  # scaled in place, so good for one backward only
+        ctx.grad_hidden_KND = ctx.grad_lm_head = (
+            None  # scaled in place, so good for one backward only
+        )
         if grad_hidden_KND is None and grad_lm_head is None:
-            raise RuntimeError("the loss's gradients were already consumed: run the forward pass again")
+            raise RuntimeError(
+                "the loss's gradients were already consumed: run the forward pass again"
+            )
         if grad_hidden_KND is not None:
             grad_hidden_KND.mul_(grad_sums_K[:, None, None])
         if grad_lm_head is not None and not ctx.is_shared:
             grad_lm_head.mul_(grad_sums_K[:, None, None])
         if grad_lm_head is not None and ctx.is_shared:
             if not torch.equal(grad_sums_K, ctx.weights_K.to(grad_sums_K.dtype)):
-                raise RuntimeError("with a shared lm_head that trains, weigh the sums by the weights given to forward")
+                raise RuntimeError(
+                    "with a shared lm_head that trains, weigh the sums by the weights given to"
+                    " forward"
+                )
         return grad_hidden_KND, grad_lm_head, None, None, None, None
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows of the flattened [K·N] that one lm_head reads. The target's states teach the first of them."""
+    """Rows of the flattened [K·N] that one lm_head reads. The target's states teach the first of
+    them.
+    """
 
     head: int | None  # None where one lm_head reads the rows of all heads
     rows_C: Tensor
@@ -146,7 +160,9 @@ class _Loss:
         dtype, vocab_size = hidden_KND.dtype, lm_head.shape[-2]
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         bytes_per_logit, bytes_per_exact = dtype.itemsize, exact.itemsize
-        num_exact = 1  # numbers that a slice holds of each logit: log q, and with a teacher the target's p
+        num_exact = (
+            1  # numbers that a slice holds of each logit: log q, and with a teacher the target's p
+        )
         most_rows = labels_KN.numel() if self.is_shared else labels_KN.shape[1]
         if teacher is not None:
             bytes_per_logit += exact.itemsize
@@ -159,14 +175,18 @@ class _Loss:
 
         self.losses_KN = torch.zeros(labels_KN.shape, dtype=exact, device=hidden_KND.device)
         self.logits_buffer = hidden_KND.new_empty(self.chunk_rows, vocab_size)
-        self.scratch = self.logits_buffer.new_empty(num_exact, self.slice_rows, vocab_size, dtype=exact)
+        self.scratch = self.logits_buffer.new_empty(
+            num_exact, self.slice_rows, vocab_size, dtype=exact
+        )
         self.p_buffer: Tensor | None = None
         self.block_in_buffer: int | None = None  # the first state of those whose p is in the buffer
         if teacher is not None:
             self.p_buffer = torch.empty_like(self.logits_buffer, dtype=exact)
 
     def chunks(self) -> Iterator[_Chunk]:
-        """The labelled rows by the lm_head that reads them, at most a buffer's at a time (pass 1)."""
+        """The labelled rows by the lm_head that reads them, at most a buffer's at a time (pass
+        1).
+        """
         rows = (self.labels_KN.flatten() != IGNORED).nonzero()[:, 0]
         if self.teacher is not None:
             yield from self._taught_chunks(rows, self.teacher)
@@ -180,7 +200,9 @@ class _Loss:
                 yield _Chunk(None if self.is_shared else head, rows_C)
 
     def _taught_chunks(self, rows: Tensor, teacher: Teacher) -> Iterator[_Chunk]:
-        """The same by the block of states that teaches them; rows without a state are in the last block's chunks."""
+        """The same by the block of states that teaches them; rows without a state are in the last
+        block's chunks.
+        """
         block_size = self.chunk_rows
         num_blocks = max(1, -(-len(teacher.states_MD) // block_size))
         states = teacher.rows_KN.flatten()[rows]
@@ -201,7 +223,9 @@ class _Loss:
             while start < end:
                 stop = min(start + self.chunk_rows, end)
                 taught = states[start : min(stop, end_taught)] - block * block_size
-                yield _Chunk(None if self.is_shared else head, rows[start:stop], block * block_size, taught)
+                yield _Chunk(
+                    None if self.is_shared else head, rows[start:stop], block * block_size, taught
+                )
                 start = stop
 
     def add(self, chunk: _Chunk) -> None:
@@ -246,7 +270,9 @@ class _Loss:
     def _target_distributions(self, first: int) -> Tensor:
         """The target's p [M, V] at a block of its states; kept until another block is asked for."""
         assert self.teacher is not None and self.p_buffer is not None
-        states_MD = self.teacher.states_MD[first : first + self.chunk_rows].to(self.logits_buffer.dtype)
+        states_MD = self.teacher.states_MD[first : first + self.chunk_rows].to(
+            self.logits_buffer.dtype
+        )
         p_MV = self.p_buffer[: len(states_MD)]
         if self.block_in_buffer != first:
             logits_MV = self.teacher.head.logits(states_MD, self.logits_buffer[: len(states_MD)])
@@ -263,7 +289,8 @@ class _Loss:
         return torch.log_softmax(logits_SV, 1, dtype=self.scratch.dtype, out=out_SV)
 
     def _hard_losses(self, logits_SV: Tensor, labels_S1: Tensor) -> Tensor:
-        """Cross entropy [S] with the labels; puts its gradient q - onehot(label) in the logits' place.
+        """Cross entropy [S] with the labels; puts its gradient q - onehot(label) in the logits'
+        place.
 
         The label's entry is expm1(log q): q - 1 in bf16 would be 0 for every confident head.
         """
@@ -271,11 +298,16 @@ class _Loss:
         label_log_q_S1 = log_q_SV.gather(1, labels_S1)
         if self._wants_gradient:
             of_label_S1 = torch.expm1(label_log_q_S1)
-            torch.exp(log_q_SV, out=logits_SV).scatter_(1, labels_S1, of_label_S1.to(logits_SV.dtype))
+            torch.exp(log_q_SV, out=logits_SV).scatter_(
+                1, labels_S1, of_label_S1.to(logits_SV.dtype)
+            )
         return -label_log_q_S1[:, 0]
 
-    def _soft_losses(self, logits_SV: Tensor, labels_S1: Tensor, p_MV: Tensor, states_S: Tensor) -> Tensor:
-        """The losses [S] with soft labels, of which `share` is the cross entropy with the target's p.
+    def _soft_losses(
+        self, logits_SV: Tensor, labels_S1: Tensor, p_MV: Tensor, states_S: Tensor
+    ) -> Tensor:
+        """The losses [S] with soft labels, of which `share` is the cross entropy with the target's
+        p.
 
         Puts the gradient q - (1 - share) · onehot(label) - share · p in the logits' place.
         """
@@ -294,7 +326,9 @@ class _Loss:
 
 
 def _add_product(total_VD: Tensor, grad_CV: Tensor, hidden_CD: Tensor, num_rows: int) -> None:
-    """total += gradᵀ · hidden, in place; an fp32 total takes bf16 products, of so many of its rows at a time."""
+    """total += gradᵀ · hidden, in place; an fp32 total takes bf16 products, of so many of its rows
+    at a time.
+    """
     if total_VD.dtype == grad_CV.dtype:
         total_VD.addmm_(grad_CV.t(), hidden_CD)
         return

@@ -1,15 +1,18 @@
-"""The Medusa heads: K small networks that read one hidden state and guess the K tokens after the next one.
+"""The Medusa heads: K small networks that read one hidden state and guess the K tokens after the
+next one.
 
-Head k maps the target's hidden state at position t to the token at t+2+k, as `x + SiLU(W1 x + b1)`, L times, then
-`W2`; it reads none of the tokens between. With W1 = 0, b1 = 0 and W2 = lm_head at the start, every head's first
-prediction is exactly the target's (paper 2.1.1). Parameters are stacked over the heads, so that all K run in one
-batched product.
+Head k maps the target's hidden state at position t to the token at t+2+k, as `x + SiLU(W1 x + b1)`,
+L times, then `W2`; it reads none of the tokens between. With W1 = 0, b1 = 0 and W2 = lm_head at the
+start, every head's first prediction is exactly the target's (paper 2.1.1). Parameters are stacked
+over the heads, so that all K run in one batched product.
 
 The export is the common ground of vLLM 0.32, TGI and TensorRT-LLM:
 
-- vLLM folds every key that contains "num" and "heads" into one number (likewise "layers"), so each such key holds the
-  same number and none of the target's own are copied. Without `medusa_fc_bias` it drops the biases.
-- TGI starts Medusa when it sees `medusa_num_heads`, and forgets it again at the sight of an `architectures` key.
+- vLLM folds every key that contains "num" and "heads" into one number (likewise "layers"), so each
+  such key holds the same number and none of the target's own are copied. Without `medusa_fc_bias`
+  it drops the biases.
+- TGI starts Medusa when it sees `medusa_num_heads`, and forgets it again at the sight of an
+  `architectures` key.
 - TensorRT-LLM reads `medusa_num_*` or `num_medusa_*`, depending on its version and entry point.
 
 Letters: N rows, B texts, D hidden size, V vocabulary, K heads, L residual blocks per head, R ranks.
@@ -41,8 +44,8 @@ if TYPE_CHECKING:
 class MedusaShape(HeadsShape):
     """`num_layers` residual blocks per head.
 
-    `lm_head` is `untied`: each head trains its own; `shared`: all train one; or `tied`: all read the target's, frozen.
-    Raises ValueError for another word.
+    `lm_head` is `untied`: each head trains its own; `shared`: all train one; or `tied`: all read
+    the target's, frozen. Raises ValueError for another word.
     """
 
     kind: ClassVar[str] = "medusa"
@@ -52,17 +55,22 @@ class MedusaShape(HeadsShape):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.lm_head not in get_args(LmHead):
-            raise ValueError(f"lm_head is one of {', '.join(get_args(LmHead))}, not {self.lm_head!r}")
+            raise ValueError(
+                f"lm_head is one of {', '.join(get_args(LmHead))}, not {self.lm_head!r}"
+            )
 
     def _parts(self) -> str:
-        return f"{self.num_heads} heads with {self.lm_head} lm_heads, {self.num_layers} block(s) each"
+        return (
+            f"{self.num_heads} heads with {self.lm_head} lm_heads, {self.num_layers} block(s) each"
+        )
 
 
 class MedusaHeads(Heads):
     """All K heads at once.
 
-    Parameters: `block_weight` [L, K, D, D] and `block_bias` [L, K, D]; `lm_head` is [K, V, D], or, shared or tied, one
-    [V, D]. No gradient reaches the tied one: a parameter and not a buffer, so that DDP does not broadcast it each step.
+    Parameters: `block_weight` [L, K, D, D] and `block_bias` [L, K, D]; `lm_head` is [K, V, D], or,
+    shared or tied, one [V, D]. No gradient reaches the tied one: a parameter and not a buffer, so
+    that DDP does not broadcast it each step.
     """
 
     Shape = MedusaShape
@@ -90,7 +98,7 @@ and guesses the token at t+2+k.
 same tokens as medusa-distill, and compute all rows.
 {%- endif %}
 
-"""
+"""  # noqa: E501
     card_engines = """\
 {% if shared and train.medusa.num_layers != 1 %}
 TGI cannot load these heads: it shares one lm_head among heads of one block only.
@@ -112,15 +120,25 @@ this directory as `--medusa_model_dir`, with `--num_medusa_heads {{ num_heads or
 least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{ kind.choices_file }}` goes to
 `--medusa_choices`.
 {% endif %}
-"""
+"""  # noqa: E501
 
     shape: MedusaShape
 
-    def __init__(self, shape: MedusaShape, *, dtype: torch.dtype | None = None, device: torch.device | None = None):
+    def __init__(
+        self,
+        shape: MedusaShape,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__(shape)
         num_blocks, num_heads, size = shape.num_layers, shape.num_heads, shape.hidden_size
-        self.block_weight = nn.Parameter(torch.zeros(num_blocks, num_heads, size, size, dtype=dtype, device=device))
-        self.block_bias = nn.Parameter(torch.zeros(num_blocks, num_heads, size, dtype=dtype, device=device))
+        self.block_weight = nn.Parameter(
+            torch.zeros(num_blocks, num_heads, size, size, dtype=dtype, device=device)
+        )
+        self.block_bias = nn.Parameter(
+            torch.zeros(num_blocks, num_heads, size, dtype=dtype, device=device)
+        )
         copies = (num_heads,) if shape.lm_head == "untied" else ()
         lm_head = torch.zeros(*copies, shape.vocab_size, size, dtype=dtype, device=device)
         self.lm_head = nn.Parameter(lm_head, requires_grad=shape.lm_head != "tied")
@@ -137,14 +155,17 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
 
     @classmethod
     def from_lm_head(cls, shape: MedusaShape, lm_head_VD: Tensor) -> MedusaHeads:
-        """Heads that start as the target's own prediction, in the dtype and on the device of its lm_head (2.1.1).
+        """Heads that start as the target's own prediction, in the dtype and on the device of its
+        lm_head (2.1.1).
 
-        Untied heads get a copy each, shared ones one copy; tied ones share `lm_head_VD`'s storage. Raises ValueError on
-        another shape.
+        Untied heads get a copy each, shared ones one copy; tied ones share `lm_head_VD`'s storage.
+        Raises ValueError on another shape.
         """
         if lm_head_VD.shape != (shape.vocab_size, shape.hidden_size):
             expected = (shape.vocab_size, shape.hidden_size)
-            raise ValueError(f"the lm_head is {tuple(lm_head_VD.shape)}, the heads expect {expected}")
+            raise ValueError(
+                f"the lm_head is {tuple(lm_head_VD.shape)}, the heads expect {expected}"
+            )
         heads = cls(shape, dtype=lm_head_VD.dtype, device=lm_head_VD.device)
         if shape.lm_head == "tied":
             heads.lm_head = nn.Parameter(lm_head_VD.detach(), requires_grad=False)
@@ -153,11 +174,17 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return heads
 
     def hidden(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
-        """What each head's lm_head reads: [N, D] to [K, N, D], or the first `num_heads` heads' only."""
+        """What each head's lm_head reads: [N, D] to [K, N, D], or the first `num_heads` heads'
+        only.
+        """
         num_heads = self.shape.num_heads if num_heads is None else num_heads
         device = hidden_ND.device.type
-        autocast = torch.is_autocast_enabled(device)  # the sums x + SiLU(…) then stay in its dtype, as the products do
-        hidden_ND = hidden_ND.to(torch.get_autocast_dtype(device) if autocast else self.block_weight.dtype)
+        autocast = torch.is_autocast_enabled(
+            device
+        )  # the sums x + SiLU(…) then stay in its dtype, as the products do
+        hidden_ND = hidden_ND.to(
+            torch.get_autocast_dtype(device) if autocast else self.block_weight.dtype
+        )
         hidden_KND = hidden_ND.expand(num_heads, *hidden_ND.shape)
         for weight_KDD, bias_KD in zip(self.block_weight, self.block_bias, strict=True):
             weight_KDD, bias_K1D = weight_KDD[:num_heads], bias_KD[:num_heads, None]
@@ -168,15 +195,20 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         return self.hidden(hidden_ND)
 
     def forward(self, hidden_ND: Tensor, num_heads: int | None = None) -> Tensor:
-        """Logits [K, N, V] of all heads, or of the first `num_heads` (the others are then not evaluated)."""
+        """Logits [K, N, V] of all heads, or of the first `num_heads` (the others are then not
+        evaluated).
+        """
         hidden_KND = self.hidden(hidden_ND, num_heads)
         if self.lm_head.dim() == 2:
             return hidden_KND @ self.lm_head.mT
-        # Weights first: at N = 1, decoding's case, a CPU is then three times faster (K = 4, D = 256, V = 4,096).
+        # Weights first: at N = 1, decoding's case, a CPU is then three times faster (K = 4, D =
+        # 256, V = 4,096).
         return (self.lm_head[: len(hidden_KND)] @ hidden_KND.mT).mT
 
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """One head's guesses are the same below every node of a depth: they come from the root's state."""
+        """One head's guesses are the same below every node of a depth: they come from the root's
+        state.
+        """
         root_B1D, num_nodes = hidden_BPD[:, :1], hidden_BPD.shape[1]
         weights_DD, biases_D = self.block_weight[:, depth], self.block_bias[:, depth]
         read_B1D = root_B1D.to(weights_DD.dtype)
@@ -207,7 +239,9 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
             )
 
     @classmethod
-    def engine_config(cls, shape: MedusaShape, format: ExportFormat, target: Mapping[str, Any]) -> dict[str, Any]:
+    def engine_config(
+        cls, shape: MedusaShape, format: ExportFormat, target: Mapping[str, Any]
+    ) -> dict[str, Any]:
         return {
             "model_type": "medusa",
             "medusa_num_heads": shape.num_heads,
@@ -219,32 +253,50 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         }
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """`{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`; of a shared lm_head only `0.{L}.weight`.
+        """`{k}.{l}.linear.weight`, `.bias` and `{k}.{L}.weight`; of a shared lm_head only
+        `0.{L}.weight`.
 
         An export's lm_heads have a row for each of the target's tokens.
         """
         shape = self.shape
         blocks = [
-            (f"{k}.{block}.linear", block, k) for k in range(shape.num_heads) for block in range(shape.num_layers)
+            (f"{k}.{block}.linear", block, k)
+            for k in range(shape.num_heads)
+            for block in range(shape.num_layers)
         ]
         views = {f"{name}.weight": self.block_weight[block, k] for name, block, k in blocks}
         views |= {f"{name}.bias": self.block_bias[block, k] for name, block, k in blocks}
         one_lm_head = shape.lm_head != "untied" and (format is None or format.one_lm_head)
         lm_heads = range(1 if one_lm_head else shape.num_heads)
         weights = self.lm_head if format is None else self.vocabulary.over_all_tokens(self.lm_head)
-        views |= {f"{k}.{shape.num_layers}.weight": weights if weights.dim() == 2 else weights[k] for k in lm_heads}
+        views |= {
+            f"{k}.{shape.num_layers}.weight": weights if weights.dim() == 2 else weights[k]
+            for k in lm_heads
+        }
         return {name: view.detach() for name, view in views.items()}
 
     @classmethod
     def from_named_tensors(
-        cls, shape: Any, tensors: Mapping[str, Tensor], format: ExportFormat | None = None, *, where: str | None = None
+        cls,
+        shape: Any,
+        tensors: Mapping[str, Tensor],
+        format: ExportFormat | None = None,
+        *,
+        where: str | None = None,
     ) -> Self:
         if format is None or not shape.is_pruned:
             return super().from_named_tensors(shape, tensors, format, where=where)
-        require_shapes(shape, cls.shapes(shape, format), {name: tuple(t.shape) for name, t in tensors.items()}, where)
+        require_shapes(
+            shape,
+            cls.shapes(shape, format),
+            {name: tuple(t.shape) for name, t in tensors.items()},
+            where,
+        )
         given = dict(tensors)
         token_map = given.pop(TOKEN_MAP)
-        whole = super().from_named_tensors(shape.drafting(shape.target_vocab_size), given, format, where=where)
+        whole = super().from_named_tensors(
+            shape.drafting(shape.target_vocab_size), given, format, where=where
+        )
         heads = cls(shape, dtype=whole.lm_head.dtype, device=whole.lm_head.device)
         heads.vocabulary.fill(token_map, where)
         heads.block_weight, heads.block_bias = whole.block_weight, whole.block_bias

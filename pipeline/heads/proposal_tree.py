@@ -11,7 +11,9 @@ from torch import Tensor
 
 
 class Level(NamedTuple):
-    """One depth of a tree: which nodes of the depth above have children, P of them, and the M children."""
+    """One depth of a tree: which nodes of the depth above have children, P of them, and the M
+    children.
+    """
 
     inner: Tensor  # [P]: places among the nodes of the depth above
     parent: Tensor  # [M]: each child's parent, as a place in `inner`
@@ -20,7 +22,9 @@ class Level(NamedTuple):
 
 
 class ProposalTree(Protocol):
-    """What a proposal needs to know of a tree: as a whole, and depth by depth from the root's children on."""
+    """What a proposal needs to know of a tree: as a whole, and depth by depth from the root's
+    children on.
+    """
 
     max_depth: int
     top: int  # guesses per head

@@ -1,20 +1,23 @@
-"""The recurrent heads: one small cell, applied step after step, that reads each token it has proposed.
+"""The recurrent heads: one small cell, applied step after step, that reads each token it has
+proposed.
 
-Where Medusa's heads guess from the target's state alone, a sequential head also reads the tokens between (Hydra,
-arXiv 2402.05109; ReDrafter, arXiv 2403.09919; EAGLE, arXiv 2401.15077). Here one cell does all steps: from a state h
-and the token that follows it,
+Where Medusa's heads guess from the target's state alone, a sequential head also reads the tokens
+between (Hydra, arXiv 2402.05109; ReDrafter, arXiv 2403.09919; EAGLE, arXiv 2401.15077). Here one
+cell does all steps: from a state h and the token that follows it,
 
     z = fc([embedding(token); h]),    h' = z + down(SiLU(gate x) * up x)  with  x = RMSNorm(z),
 
-and the target's own lm_head reads h' as it reads the target's states. Step k starts from the target's state at t, after
-its final norm, and the token t+1, and guesses t+2+k. Embedding and lm_head are the target's, frozen: what trains are
-2D² + 3DI numbers and a norm. At the start fc passes h on and `down` is zero, so that the first prediction is the
-target's for t+1. The cell may take more steps than it was trained for.
+and the target's own lm_head reads h' as it reads the target's states. Step k starts from the
+target's state at t, after its final norm, and the token t+1, and guesses t+2+k. Embedding and
+lm_head are the target's, frozen: what trains are 2D² + 3DI numbers and a norm. At the start fc
+passes h on and `down` is zero, so that the first prediction is the target's for t+1. The cell may
+take more steps than it was trained for.
 
-The cell is vLLM 0.32's EAGLE-1 model with attention that adds nothing (o_proj is zero): x is then fc's output, and the
-layer is the residual MLP. So vLLM serves it unmodified, with the target's embedding and lm_head, which the export
-leaves out. The other projections of its attention compute nothing and are small: eight query heads, which up to eight
-workers can share, one key and value head, and the smallest head size that every attention backend of vLLM takes.
+The cell is vLLM 0.32's EAGLE-1 model with attention that adds nothing (o_proj is zero): x is then
+fc's output, and the layer is the residual MLP. So vLLM serves it unmodified, with the target's
+embedding and lm_head, which the export leaves out. The other projections of its attention compute
+nothing and are small: eight query heads, which up to eight workers can share, one key and value
+head, and the smallest head size that every attention backend of vLLM takes.
 
 Letters: N rows, B texts, P nodes of a tree, D hidden size, I inner size, V vocabulary, K steps.
 """
@@ -40,14 +43,22 @@ if TYPE_CHECKING:
     from pipeline.config import TrainConfig
 
 EPSILON = 1e-6  # of the RMSNorm of cells that are trained here
-QUERY_HEADS, HEAD_SIZE = 8, 64  # of the attention that computes nothing; it has one key and value head
-MLP, ATTENTION, NORM = "layers.0.mlp", "layers.0.self_attn", "layers.0.post_attention_layernorm.weight"
+QUERY_HEADS, HEAD_SIZE = (
+    8,
+    64,
+)  # of the attention that computes nothing; it has one key and value head
+MLP, ATTENTION, NORM = (
+    "layers.0.mlp",
+    "layers.0.self_attn",
+    "layers.0.post_attention_layernorm.weight",
+)
 OUTPUT, FC_BIAS = f"{ATTENTION}.o_proj.weight", "fc.bias"  # both zero
 
-# Targets whose vLLM class has the `model.embed_tokens` and the `lm_head` that the draft model borrows.
+# Targets whose vLLM class has the `model.embed_tokens` and the `lm_head` that the draft model
+# borrows.
 SERVED = (
-    "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",
-    "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM", "GemmaForCausalLM", "Gemma3ForCausalLM",
+    "LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM", "Qwen2ForCausalLM", "Qwen2MoeForCausalLM",  # noqa: E501
+    "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Phi3ForCausalLM", "GemmaForCausalLM", "Gemma3ForCausalLM",  # noqa: E501
 )  # fmt: skip
 
 
@@ -67,14 +78,18 @@ class RecurrentShape(HeadsShape):
         return 2 * self.num_heads
 
     def _parts(self) -> str:
-        return f"one recurrent cell of {self.num_heads} steps with an inner size of {self.intermediate_size}"
+        return (
+            f"one recurrent cell of {self.num_heads} steps with an inner size of"
+            f" {self.intermediate_size}"
+        )
 
 
 class RecurrentHeads(Heads):
     """One cell for all steps.
 
-    Parameters: `fc` [D, 2D], which reads the embedding first; `gate`, `up` [I, D] and `down` [D, I]; `norm` [D];
-    `embedding` and `lm_head` [V, D], frozen; the embedding is of all the target's tokens.
+    Parameters: `fc` [D, 2D], which reads the embedding first; `gate`, `up` [I, D] and `down` [D,
+    I]; `norm` [D]; `embedding` and `lm_head` [V, D], frozen; the embedding is of all the target's
+    tokens.
     """
 
     Shape = RecurrentShape
@@ -89,16 +104,24 @@ class RecurrentHeads(Heads):
 One recurrent cell drafts all tokens: it reads the target's last hidden state and the token that follows, guesses the
 next one with the target's own lm_head, and goes on from its own state and that guess. It is stored as vLLM's EAGLE-1
 model, with an attention that adds nothing; embedding and lm_head are the target's and not in this file.
-"""
+"""  # noqa: E501
 
     shape: RecurrentShape
 
-    def __init__(self, shape: RecurrentShape, *, dtype: torch.dtype | None = None, device: torch.device | None = None):
+    def __init__(
+        self,
+        shape: RecurrentShape,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__(shape)
         size, inner = shape.hidden_size, shape.intermediate_size
 
         def zeros(*sizes: int, trains: bool = True) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(*sizes, dtype=dtype, device=device), requires_grad=trains)
+            return nn.Parameter(
+                torch.zeros(*sizes, dtype=dtype, device=device), requires_grad=trains
+            )
 
         self.fc, self.norm = zeros(size, 2 * size), zeros(size)
         self.gate, self.up, self.down = zeros(inner, size), zeros(inner, size), zeros(size, inner)
@@ -136,7 +159,9 @@ model, with an attention that adds nothing; embedding and lm_head are the target
 
     def step(self, hidden: Tensor, tokens: Tensor) -> Tensor:
         """The states [..., D] after one more token [...] each."""
-        z = linear(torch.cat((embedding(tokens, self.embedding).to(hidden.dtype), hidden), -1), self.fc)
+        z = linear(
+            torch.cat((embedding(tokens, self.embedding).to(hidden.dtype), hidden), -1), self.fc
+        )
         x = rms_norm(z, z.shape[-1:], self.norm.to(z.dtype), self.shape.norm_eps)
         return z + linear(silu(linear(x, self.gate)) * linear(x, self.up), self.down)
 
@@ -145,7 +170,9 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         for labels_N in labels_KN:
             hidden_ND = self.step(hidden_ND, tokens_N)
             states.append(hidden_ND)
-            tokens_N = labels_N.where(labels_N != IGNORED, 0)  # where the span has ended, nothing is read from here on
+            tokens_N = labels_N.where(
+                labels_N != IGNORED, 0
+            )  # where the span has ended, nothing is read from here on
         return torch.stack(states)
 
     def expand(self, hidden_BPD: Tensor, tokens_BP: Tensor, depth: int) -> tuple[Tensor, Tensor]:
@@ -155,7 +182,9 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     def _in_its_dtype(self, hidden: Tensor) -> Tensor:
         """States in the dtype in which products run."""
         device = hidden.device.type
-        return hidden.to(torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.fc.dtype)
+        return hidden.to(
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.fc.dtype
+        )
 
     # Export: vLLM's EAGLE-1 container
 
@@ -163,23 +192,34 @@ model, with an attention that adds nothing; embedding and lm_head are the target
     def not_served(cls, shape: RecurrentShape, target: Mapping[str, Any]) -> str | None:
         if shape.is_pruned:
             return (
-                "vLLM's EAGLE-1 model drafts with its target's whole lm_head: recurrent heads with a draft vocabulary "
-                "(train.draft_vocab) decode natively only. It serves them without one, and Medusa heads with one."
+                "vLLM's EAGLE-1 model drafts with its target's whole lm_head: recurrent heads with"
+                " a draft vocabulary (train.draft_vocab) decode natively only. It serves them"
+                " without one, and Medusa heads with one."
             )
         architectures = target.get("architectures") or ["a target without architecture"]
         if set(SERVED).isdisjoint(architectures):
-            return f"vLLM's EAGLE-1 model borrows its target's embedding and lm_head; not from {architectures[0]}."
+            return (
+                "vLLM's EAGLE-1 model borrows its target's embedding and lm_head; not from"
+                f" {architectures[0]}."
+            )
         return None
 
     @classmethod
     def check_format(cls, shape: RecurrentShape, format: ExportFormat) -> None:
         super().check_format(shape, format)
         if format is SGLANG and shape.is_pruned:
-            what = "SGLang drafts with its target's whole lm_head, and these heads have a draft vocabulary."
-            raise ConfigError(what, "export.formats", "Leave sglang out, or train without train.draft_vocab.")
+            what = (
+                "SGLang drafts with its target's whole lm_head, and these heads have a draft"
+                " vocabulary."
+            )
+            raise ConfigError(
+                what, "export.formats", "Leave sglang out, or train without train.draft_vocab."
+            )
 
     @classmethod
-    def engine_config(cls, shape: RecurrentShape, format: ExportFormat, target: Mapping[str, Any]) -> dict[str, Any]:
+    def engine_config(
+        cls, shape: RecurrentShape, format: ExportFormat, target: Mapping[str, Any]
+    ) -> dict[str, Any]:
         return {
             "model_type": "llama",
             "architectures": [format.architecture or "LlamaForCausalLM"],
@@ -195,7 +235,9 @@ model, with an attention that adds nothing; embedding and lm_head are the target
         }
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:
-        """Those that train under vLLM's names; in `heads.safetensors` also the target's two, in an export attention."""
+        """Those that train under vLLM's names; in `heads.safetensors` also the target's two, in an
+        export attention.
+        """
         named: dict[str, Tensor] = {
             "fc.weight": self.fc,
             f"{MLP}.gate_proj.weight": self.gate,
@@ -207,19 +249,39 @@ model, with an attention that adds nothing; embedding and lm_head are the target
             named |= {"embed_tokens.weight": self.embedding, "lm_head.weight": self.lm_head}
         else:
             size, queries = self.shape.hidden_size, QUERY_HEADS * HEAD_SIZE
-            sizes = {"q": (queries, size), "k": (HEAD_SIZE, size), "v": (HEAD_SIZE, size), "o": (size, queries)}
-            named |= {f"{ATTENTION}.{name}_proj.weight": self.fc.new_zeros(of) for name, of in sizes.items()}
+            sizes = {
+                "q": (queries, size),
+                "k": (HEAD_SIZE, size),
+                "v": (HEAD_SIZE, size),
+                "o": (size, queries),
+            }
+            named |= {
+                f"{ATTENTION}.{name}_proj.weight": self.fc.new_zeros(of)
+                for name, of in sizes.items()
+            }
             named |= {FC_BIAS: self.fc.new_zeros(size)} if format.fc_bias else {}
         return {name: parameter.detach() for name, parameter in named.items()}
 
     @classmethod
     def from_named_tensors(
-        cls, shape: Any, tensors: Mapping[str, Tensor], format: ExportFormat | None = None, *, where: str | None = None
+        cls,
+        shape: Any,
+        tensors: Mapping[str, Tensor],
+        format: ExportFormat | None = None,
+        *,
+        where: str | None = None,
     ) -> Self:
         for name, part in ((OUTPUT, "attention"), (FC_BIAS, "bias")):
             if name in tensors and tensors[name].any():
-                what = f"The {part} of this cell is not zero, so vLLM would draft something else than native decoding."
-                raise DataError(what, where, "Export again; EAGLE-1 models of other trainers are no recurrent heads.")
+                what = (
+                    f"The {part} of this cell is not zero, so vLLM would draft something else than"
+                    " native decoding."
+                )
+                raise DataError(
+                    what,
+                    where,
+                    "Export again; EAGLE-1 models of other trainers are no recurrent heads.",
+                )
         heads = super().from_named_tensors(shape, tensors, format, where=where)
         heads._share()
         return heads

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from pipeline.config import TrainConfig
     from pipeline.heads.kind import Heads
 
-# A kind's name, as `train.heads` has it: its class, or where that is imported from when it is first asked for.
+# A kind's name, as `train.heads` has it: its class, or where that is imported from when it is first
+# asked for.
 KINDS: dict[str, str | type[Heads]] = {
     "medusa": "pipeline.heads.medusa:MedusaHeads",
     "recurrent": "pipeline.heads.recurrent:RecurrentHeads",
@@ -46,9 +47,10 @@ def head_kind(name: str) -> type[Heads]:
 class HeadsShape:
     """All that decides a set of heads' parameters, as plain data; a kind adds fields of its own.
 
-    `kind` is its name in `KINDS`. `vocab_size` counts the tokens that the heads can propose, the rows of `lm_head`:
-    those of the target, or fewer, a draft vocabulary. They read any of the target's `target_vocab_size`. Raises
-    ValueError for a size below 1, or a draft vocabulary above the target's.
+    `kind` is its name in `KINDS`. `vocab_size` counts the tokens that the heads can propose, the
+    rows of `lm_head`: those of the target, or fewer, a draft vocabulary. They read any of the
+    target's `target_vocab_size`. Raises ValueError for a size below 1, or a draft vocabulary above
+    the target's.
     """
 
     kind: ClassVar[str]
@@ -75,13 +77,18 @@ class HeadsShape:
 
     @property
     def max_depth(self) -> int:
-        """How many tokens ahead can be proposed; a kind may go on beyond what it was trained for."""
+        """How many tokens ahead can be proposed; a kind may go on beyond what it was trained
+        for.
+        """
         return self.num_heads
 
     def described(self) -> str:
         """In words, for an error: `3 linear heads, a hidden size of 64 and a vocabulary of 300`."""
         of_target = f" of the target's {self.target_vocab_size}" if self.is_pruned else ""
-        return f"{self._parts()}, a hidden size of {self.hidden_size} and a vocabulary of {self.vocab_size}{of_target}"
+        return (
+            f"{self._parts()}, a hidden size of {self.hidden_size} and a vocabulary of"
+            f" {self.vocab_size}{of_target}"
+        )
 
     def _parts(self) -> str:
         return f"{self.num_heads} {self.kind} heads"
@@ -98,8 +105,12 @@ class HeadsShape:
 
 
 def max_depth(settings: TrainConfig) -> int:
-    """How many tokens ahead the heads that are asked for can propose; raises ConfigError for an unknown kind."""
-    return head_kind(settings.heads).shape_of(settings, 1, 1).max_depth  # whatever the target's sizes
+    """How many tokens ahead the heads that are asked for can propose; raises ConfigError for an
+    unknown kind.
+    """
+    return (
+        head_kind(settings.heads).shape_of(settings, 1, 1).max_depth
+    )  # whatever the target's sizes
 
 
 def drafter(settings: TrainConfig) -> str:
@@ -113,7 +124,9 @@ def require_shapes(
     found: Mapping[str, tuple[int, ...]],
     where: str | None,
 ) -> None:
-    """Raise DataError, naming the first few, where names or shapes of tensors are not those of these heads."""
+    """Raise DataError, naming the first few, where names or shapes of tensors are not those of
+    these heads.
+    """
     problems = [f"{name} is missing" for name in expected if name not in found]
     problems += [f"{name} is unknown" for name in found if name not in expected]
     problems += [
@@ -124,4 +137,6 @@ def require_shapes(
     if problems:
         more = f", and {len(problems) - 3} more" if len(problems) > 3 else ""
         what = f"These are not {shape.described()}: {', '.join(problems[:3])}{more}."
-        raise DataError(what, where, "Use the heads and the target that belong together, or export again.")
+        raise DataError(
+            what, where, "Use the heads and the target that belong together, or export again."
+        )

@@ -1,4 +1,5 @@
-"""The tables of the check: one column per engine, one row per decoding method, categories and studies.
+"""The tables of the check: one column per engine, one row per decoding method, categories and
+studies.
 
 A cell that is not known is `-`; a table without rows was not run.
 """
@@ -31,13 +32,15 @@ from pipeline.report.formatting import (
 )
 
 RATES = (
-    "Acceleration rates are tokens kept over forwards of the target, without the prefill and its token, in either "
-    "engine. Accepted per position: the share of vLLM's steps that keep at least 1, 2, … drafted tokens."
+    "Acceleration rates are tokens kept over forwards of the target, without the prefill and its"
+    " token, in either engine. Accepted per position: the share of vLLM's steps that keep at least"
+    " 1, 2, … drafted tokens."
 )
 NOTE = (
-    "Tokens per forward of the target and per second, time to the first token and per further one. Speedups are over "
-    "plain decoding with the same engine; generate, prompt lookup and assistant are transformers' own; vLLM decodes "
-    "all prompts at once, and with the heads' top-1 chain, not the tree"
+    "Tokens per forward of the target and per second, time to the first token and per further one."
+    " Speedups are over plain decoding with the same engine; generate, prompt lookup and assistant"
+    " are transformers' own; vLLM decodes all prompts at once, and with the heads' top-1 chain, not"
+    " the tree"
 )
 
 Column = tuple[str, str, Callable[[Any], str]]  # heading, key, format
@@ -55,7 +58,11 @@ _SPEED: tuple[Column, ...] = (
 
 
 def _percentiles(times: Any) -> str:
-    return " / ".join(show(times.get(name), ".3g") for name in ("p50", "p90", "p99")) if times else UNKNOWN
+    return (
+        " / ".join(show(times.get(name), ".3g") for name in ("p50", "p90", "p99"))
+        if times
+        else UNKNOWN
+    )
 
 
 _BOTH_RATES: tuple[Column, ...] = (
@@ -72,17 +79,24 @@ _METHODS: tuple[Column, ...] = (
     ("per token", "time_per_output_token", duration),
     ("identical", "greedy_match", _identical),
 )
-STUDIES: dict[str, tuple[str, str, tuple[Column, ...], int]] = {  # title, note, columns, number of text columns
+STUDIES: dict[
+    str, tuple[str, str, tuple[Column, ...], int]
+] = {  # title, note, columns, number of text columns
     "trees": (
         "Study: trees",
-        "One ladder of trees on all the check's prompts, from plain decoding to the export's own.",
+        (
+            "One ladder of trees on all the check's prompts, from plain decoding to the"
+            " export's own."
+        ),
         (("tree", "tree", str), ("nodes", "nodes", count), *_SPEED),
         1,
     ),
     "typical": (
         "Study: typical acceptance",
-        "delta is sqrt(eps); the speedup is over plain decoding at the same temperature, the log-likelihood in nats "
-        "per token under the target at temperature 1.",
+        (
+            "delta is sqrt(eps); the speedup is over plain decoding at the same temperature,"
+            " the log-likelihood in nats per token under the target at temperature 1."
+        ),
         (
             ("temperature", "temperature", lambda value: show(value, ".1f")),
             ("rule", "rule", str),
@@ -107,9 +121,12 @@ STUDIES: dict[str, tuple[str, str, tuple[Column, ...], int]] = {  # title, note,
     ),
     "load": (
         "Study: load",
-        "vLLM as a server, with so many requests at once; time to the first token and per further one in ms, p50 / "
-        "p90 / p99 of the requests. Client and server share the machine. Per step: the answers' tokens without the "
-        "first of each, over the drafts that the server counts; the check counts the forwards of each request instead.",
+        (
+            "vLLM as a server, with so many requests at once; time to the first token and per"
+            " further one in ms, p50 / p90 / p99 of the requests. Client and server share the"
+            " machine. Per step: the answers' tokens without the first of each, over the drafts"
+            " that the server counts; the check counts the forwards of each request instead."
+        ),
         (
             ("requests", "requests", count),
             ("per step", "acceleration_rate", ratio),
@@ -129,12 +146,16 @@ STUDIES: dict[str, tuple[str, str, tuple[Column, ...], int]] = {  # title, note,
 def study_tables(report: dict) -> dict[str, Table]:
     """`study_…` for each study that was run."""
     engines = [pick(report, "check", name) or {} for name in ("native", "vllm")]
-    studies = {name: rows for engine in engines for name, rows in (pick(engine, "studies") or {}).items()}
+    studies = {
+        name: rows for engine in engines for name, rows in (pick(engine, "studies") or {}).items()
+    }
     in_words = {"load": pick(engines[1], "under_load")}
     found = {}
     for name, (title, note, columns, num_words) in STUDIES.items():
         if rows := studies.get(name):
-            shown = tuple(column for column in columns if column[1] in rows[0])  # limits may not be set
+            shown = tuple(
+                column for column in columns if column[1] in rows[0]
+            )  # limits may not be set
             note = " ".join(filter(None, (note, in_words.get(name))))
             found[f"study_{name}"] = filled(title, note, shown, rows, words=tuple(range(num_words)))
     return found
@@ -144,7 +165,9 @@ def check_table(report: dict) -> Table:
     """One column per engine; rows that no engine has are left out."""
     check = pick(report, "check") or {}
     engines = {name: part for name, part in check.items() if isinstance(part, dict)}
-    promises = [pick(report, "tree") if name == "native" else part for name, part in engines.items()]
+    promises = [
+        pick(report, "tree") if name == "native" else part for name, part in engines.items()
+    ]
     facts: tuple[tuple[str, str, Any], ...] = (
         ("the same chain on the same text, natively", "same_text_acceleration_rate", ratio),
         ("overhead", "overhead", times),
@@ -167,7 +190,10 @@ def check_table(report: dict) -> Table:
     if has_seen_answers(report):
         new_promises = [pick(promise, "new") for promise in promises]
         rows += [
-            ("answers seen in training", *(percent(part.get("seen_share")) for part in engines.values())),
+            (
+                "answers seen in training",
+                *(percent(part.get("seen_share")) for part in engines.values()),
+            ),
             ("acceleration rate on new answers", *map(on_new_answers, engines.values())),
             ("expected on new answers", *map(expected_rate, new_promises)),
         ]
@@ -184,22 +210,41 @@ def check_table(report: dict) -> Table:
 
 
 def served_model_table(report: dict) -> Table:
-    """The heads on the copy that will be served beside those on their target; one row per engine."""
+    """The heads on the copy that will be served beside those on their target; one row per
+    engine.
+    """
     copy = pick(report, "served_model") or {}
     labels = {"native": "native", "vllm": "vLLM"}
     rows = []
     for name in (name for name in labels if name in copy):
         found, on_target = copy[name], pick(report, "check", name)
         rates = [measured_rate(each) for each in (on_target, found)]
-        rest = times(pick(found, "speedup")), rate(pick(found, "tokens_per_second")), _identical(found["greedy_match"])
+        rest = (
+            times(pick(found, "speedup")),
+            rate(pick(found, "tokens_per_second")),
+            _identical(found["greedy_match"]),
+        )
         rows.append((labels[name], *rates, *rest))
-    note = f"{copy.get('model')}, {copy.get('format')}; its greedy text against itself alone." if rows else ""
-    columns = ("", "rate on the target", "rate on the copy", "speedup", "tokens/s", "greedy identical")
+    note = (
+        f"{copy.get('model')}, {copy.get('format')}; its greedy text against itself alone."
+        if rows
+        else ""
+    )
+    columns = (
+        "",
+        "rate on the target",
+        "rate on the copy",
+        "speedup",
+        "tokens/s",
+        "greedy identical",
+    )
     return Table("Served model", columns, tuple(rows), note)
 
 
 def _runners(by_side: Any) -> str:
-    """Both sides' where they differ: then a part of a difference in speed, or in rounding, is the runners'."""
+    """Both sides' where they differ: then a part of a difference in speed, or in rounding, is the
+    runners'.
+    """
     runners = set((by_side or {}).values())
     return runners.pop() if len(runners) == 1 else pairs(by_side) or UNKNOWN
 
@@ -215,16 +260,28 @@ def _ties(engine: dict) -> str:
 
 
 def _rule(engine: dict) -> str:
-    """The acceptance rule with its parameters, and how many sampled texts equal those of plain sampling."""
+    """The acceptance rule with its parameters, and how many sampled texts equal those of plain
+    sampling.
+    """
     rule = engine.get("acceptance")
-    numbers = [f"{name} {engine[name]:g}" for name in ("temperature", "eps", "delta", "top_p") if name in engine]
+    numbers = [
+        f"{name} {engine[name]:g}"
+        for name in ("temperature", "eps", "delta", "top_p")
+        if name in engine
+    ]
     first = [f"first token {engine['first_token']}"] if "first_token" in engine else []
-    same = [f"as plain sampling {engine['sampled_identical']}"] if "sampled_identical" in engine else []
+    same = (
+        [f"as plain sampling {engine['sampled_identical']}"]
+        if "sampled_identical" in engine
+        else []
+    )
     return UNKNOWN if rule is None else ", ".join([rule, *numbers, *first, *same])
 
 
 def _by_name(values: Any) -> str:
-    return ", ".join(f"{name} {ratio(value)}" for name, value in values.items()) if values else UNKNOWN
+    return (
+        ", ".join(f"{name} {ratio(value)}" for name, value in values.items()) if values else UNKNOWN
+    )
 
 
 def _per_position(values: Any) -> str:
@@ -256,7 +313,11 @@ def _both_sides(engine: dict | None, prefix: str) -> list[dict[str, Any]]:
     """An engine's figures of plain decoding and with heads; none where it was not run."""
     if not engine:
         return []
-    plain = {key.removeprefix("baseline_"): value for key, value in engine.items() if key.startswith("baseline_")}
+    plain = {
+        key.removeprefix("baseline_"): value
+        for key, value in engine.items()
+        if key.startswith("baseline_")
+    }
     plain = {"acceleration_rate": 1.0, "speedup": 1.0} | plain | {"name": f"{prefix}plain"}
     return [plain, engine | {"name": f"{prefix}with heads"}]
 
@@ -273,7 +334,10 @@ def categories_table(report: dict) -> Table:
     names = dict.fromkeys(name for row in rows for name in row.get("baselines") or {})
     beside: tuple[Column, ...] = tuple((name.replace("-", " "), name, str) for name in names)
     rows = [row | {name: _beside(pick(row, "baselines", name)) for name in names} for row in rows]
-    note = "Tokens per forward of the target, and per second; of transformers' baselines the rate and the speedup."
+    note = (
+        "Tokens per forward of the target, and per second; of transformers' baselines the rate and"
+        " the speedup."
+    )
     return filled("Categories", note, (*columns, *beside), rows if len(rows) > 1 else [])
 
 
@@ -282,19 +346,28 @@ def _beside(figures: Any) -> str:
 
 
 def exact_match_table(report: dict) -> Table:
-    """The share of answers that are their reference, by category of question; empty without references."""
+    """The share of answers that are their reference, by category of question; empty without
+    references.
+    """
     rows = pick(report, "check", "exact_match") or []
-    methods = dict.fromkeys(key for row in rows for key in row if key not in ("category", "answers"))
+    methods = dict.fromkeys(
+        key for row in rows for key in row if key not in ("category", "answers")
+    )
     columns: tuple[Column, ...] = (
         ("category", "category", str),
         ("answers", "answers", count),
         *((method, method, percent) for method in methods),
     )
-    note = "Answers that are their reference, but for case, punctuation and articles; of a number the last one counts."
+    note = (
+        "Answers that are their reference, but for case, punctuation and articles; of a number the"
+        " last one counts."
+    )
     return filled("Exact match", note, columns, rows)
 
 
-def filled(title: str, note: str, columns: tuple[Column, ...], rows: list[dict], **settings: Any) -> Table:
+def filled(
+    title: str, note: str, columns: tuple[Column, ...], rows: list[dict], **settings: Any
+) -> Table:
     """A table with a row for each dictionary; `settings` are further fields of `Table`."""
     cells = tuple(tuple(word(row.get(key)) for _, key, word in columns) for row in rows)
     return Table(title, tuple(heading for heading, *_ in columns), cells, note, **settings)

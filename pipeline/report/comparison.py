@@ -1,4 +1,6 @@
-"""Runs side by side: the settings in which they differ, and what came of them. Is handed data, opens nothing."""
+"""Runs side by side: the settings in which they differ, and what came of them. Is handed data,
+opens nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ Report = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ComparedRun:
-    """One run: its name, its report as far as it goes, and its resolved configuration as plain data.
+    """One run: its name, its report as far as it goes, and its resolved configuration as plain
+    data.
 
-    `unfinished` names the stages that are still to be made, `heads_bytes` is the size of the trained heads, `questions`
-    stands for the prompts of its check: equal where these are equal, None where there was no check.
+    `unfinished` names the stages that are still to be made, `heads_bytes` is the size of the
+    trained heads, `questions` stands for the prompts of its check: equal where these are equal,
+    None where there was no check.
     """
 
     name: str
@@ -40,14 +44,22 @@ class ComparedRun:
 
 
 def comparison(runs: Sequence[ComparedRun]) -> tuple[Table, tuple[str, ...]]:
-    """The table, a column for each run, and what a reader should know before comparing the columns."""
+    """The table, a column for each run, and what a reader should know before comparing the
+    columns.
+    """
     recipes = [dict(_settings(run)) for run in runs]
-    keys = [key for key in dict.fromkeys(key for recipe in recipes for key in recipe) if _differs(key, recipes)]
+    keys = [
+        key
+        for key in dict.fromkeys(key for recipe in recipes for key in recipe)
+        if _differs(key, recipes)
+    ]
     rows = [(key, *(recipe.get(key, UNKNOWN) for recipe in recipes)) for key in keys]
     found = [(label, *(cell(run) for run in runs)) for label, cell in FIGURES.items()]
     rows += [row for row in found if any(cell != UNKNOWN for cell in row[1:])]
     columns = ("", *(run.name for run in runs))
-    return Table("Runs", columns, tuple(rows), words=(0, *range(1, len(columns)))), tuple(_notes(runs))
+    return Table("Runs", columns, tuple(rows), words=(0, *range(1, len(columns)))), tuple(
+        _notes(runs)
+    )
 
 
 def _settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
@@ -56,8 +68,16 @@ def _settings(run: ComparedRun) -> Iterator[tuple[str, str]]:
     for section, value in run.recipe.items():
         for key, setting in _flat(value, section) if section not in NO_RECIPE else ():
             name = key.removeprefix("train.")
-            beside = f" ({chosen[name]:g})" if setting == "auto" and key != name and name in chosen else ""
-            text = setting if isinstance(setting, str) else json.dumps(setting, default=str, ensure_ascii=False)
+            beside = (
+                f" ({chosen[name]:g})"
+                if setting == "auto" and key != name and name in chosen
+                else ""
+            )
+            text = (
+                setting
+                if isinstance(setting, str)
+                else json.dumps(setting, default=str, ensure_ascii=False)
+            )
             yield key, f"{text[:LONGEST]}{'…' if len(text) > LONGEST else ''}{beside}"
 
 
@@ -118,8 +138,12 @@ FIGURES: dict[str, Callable[[ComparedRun], str]] = {
     "on new answers, native": _on_new_answers("native"),
     "overhead, native": _of_time("native", "overhead"),
     "speedup, native": _of_time("native", "speedup"),
-    "tokens/s with heads, native": lambda run: rate(pick(run.report, "check", "native", "tokens_per_second")),
-    "tokens/s plain, native": lambda run: rate(pick(run.report, "check", "native", "baseline_tokens_per_second")),
+    "tokens/s with heads, native": lambda run: rate(
+        pick(run.report, "check", "native", "tokens_per_second")
+    ),
+    "tokens/s plain, native": lambda run: rate(
+        pick(run.report, "check", "native", "baseline_tokens_per_second")
+    ),
     "acceleration rate, vLLM": _reached("vllm"),
     "on new answers, vLLM": _on_new_answers("vllm"),
     "speedup, vLLM": _of_time("vllm", "speedup"),
@@ -136,11 +160,17 @@ def _notes(runs: Sequence[ComparedRun]) -> Iterator[str]:
         elif not pick(run.report, "check"):
             yield f"{run.name} was not checked: its rates are expected ones."
         elif disturbed(pick(run.report, "check", "native")):
-            yield f"{run.name}: other load made a step with heads faster than a plain one; its speedup is left out."
+            yield (
+                f"{run.name}: other load made a step with heads faster than a plain one; its"
+                " speedup is left out."
+            )
     checked = [run for run in runs if pick(run.report, "check")]
     questions = (
         ("checked on different questions", [run.questions for run in checked]),
-        ("checked on different machines", [json.dumps(run.report.get("hardware"), sort_keys=True) for run in checked]),
+        (
+            "checked on different machines",
+            [json.dumps(run.report.get("hardware"), sort_keys=True) for run in checked],
+        ),
         ("of different targets", [run.report.get("target") for run in runs]),
     )
     for said, values in questions:

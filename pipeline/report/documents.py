@@ -1,8 +1,9 @@
 """A run's report as texts: report.json for programs, report.md and report.html for people.
 
-`report` is the dictionary that report.json shows; `extras` is data for the drawings only: `tree` {"choices",
-"node_shares"}, `losses` and `held_out` (rows of {"step", "loss", "head_losses"}), `samples` ({"prompt", "tokens":
-[{"text", "step"}]}). Every part of both is optional. Nothing is read or written here.
+`report` is the dictionary that report.json shows; `extras` is data for the drawings only: `tree`
+{"choices", "node_shares"}, `losses` and `held_out` (rows of {"step", "loss", "head_losses"}),
+`samples` ({"prompt", "tokens": [{"text", "step"}]}). Every part of both is optional. Nothing is
+read or written here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pipeline.report.warnings import warnings
 
 
 def report_texts(report: dict, extras: dict) -> dict[str, str]:
-    """The contents of report.json, report.md and report.html by name; a number that is not finite is null."""
+    """The contents of report.json, report.md and report.html by name; a number that is not finite
+    is null.
+    """
     from pipeline.report.html import page  # slow to import: matplotlib
 
     report, extras = in_order(finite(report)), finite(extras)
@@ -41,7 +44,10 @@ def markdown(report: dict, extras: dict) -> str:
     for notes in filter(None, (outcome.failures, warnings(report))):
         lines += [*(f"- {escaped(note)}" for note in notes), ""]
     figures = tuple((figure.label, figure.value, figure.note) for figure in headline(report))
-    parts = [Table("Headline", ("figure", "value", "meaning"), figures, words=(0, 2)), *tables(report, extras).values()]
+    parts = [
+        Table("Headline", ("figure", "value", "meaning"), figures, words=(0, 2)),
+        *tables(report, extras).values(),
+    ]
     return "\n".join(lines) + "\n" + "\n\n".join(map(section, parts)) + "\n"
 
 

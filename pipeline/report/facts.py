@@ -1,7 +1,7 @@
 """A report's title, outcome and headline figures, shared by the terminal, Markdown and HTML.
 
-Every form shows the same `Figure`s and `Table`s. Every part of a report is optional, since a run may be unfinished;
-missing parts read "not run".
+Every form shows the same `Figure`s and `Table`s. Every part of a report is optional, since a run
+may be unfinished; missing parts read "not run".
 """
 
 from __future__ import annotations
@@ -11,13 +11,26 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.report.formatting import NOT_RUN, UNKNOWN, count, percent, rate, ratio, signed_percent, times, with_error
+from pipeline.report.formatting import (
+    NOT_RUN,
+    UNKNOWN,
+    count,
+    percent,
+    rate,
+    ratio,
+    signed_percent,
+    times,
+    with_error,
+)
 
 STAGES = ("seeds", "generate", "features", "train", "calibrate", "export", "check", "push")
 
 # Names in the study of trees.
 STOCK_TREE, SEARCHED_TREE, USED_TREE = "stock (Vicuna-7B's)", "searched, stock size", "the export's"
-DYNAMIC_TREE, STATIC_TREE = "dynamic, the export's size", "searched, the export's size"  # beside the other kind
+DYNAMIC_TREE, STATIC_TREE = (
+    "dynamic, the export's size",
+    "searched, the export's size",
+)  # beside the other kind
 USED_DYNAMIC_TREE = "the export's, dynamic"
 
 _ORDER = (
@@ -58,7 +71,9 @@ class CheckOutcome:
 
 
 def finite(value: Any) -> Any:
-    """`value` as JSON allows it: non-finite numbers become None, arrays lists, other objects their text."""
+    """`value` as JSON allows it: non-finite numbers become None, arrays lists, other objects their
+    text.
+    """
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -91,7 +106,9 @@ def pick(report: Any, *path: str) -> Any:
 
 def expected_rate(promise: Any) -> str:
     """The expected acceleration rate with its standard error: `4.03 ± 0.32`."""
-    return with_error(pick(promise, "expected_acceleration_rate"), pick(promise, "expected_standard_error"))
+    return with_error(
+        pick(promise, "expected_acceleration_rate"), pick(promise, "expected_standard_error")
+    )
 
 
 def measured_rate(engine: Any) -> str:
@@ -100,7 +117,9 @@ def measured_rate(engine: Any) -> str:
 
 
 def on_new_answers(part: Any) -> str:
-    """The rate on answers that the target has not written in training rows, of an engine or of the tree's promise."""
+    """The rate on answers that the target has not written in training rows, of an engine or of the
+    tree's promise.
+    """
     new = pick(part, "new")
     if new is None:
         return UNKNOWN
@@ -142,19 +161,33 @@ def check_outcome(report: dict) -> CheckOutcome:
 
 
 def disturbed(engine: Any) -> bool:
-    """Whether a step with heads was measured as faster than a plain one, though it does more: no speedup follows."""
-    overhead, speedup, reached = (pick(engine, key) for key in ("overhead", "speedup", "acceleration_rate"))
-    return overhead < 1 if overhead is not None else None not in (speedup, reached) and speedup > reached
+    """Whether a step with heads was measured as faster than a plain one, though it does more: no
+    speedup follows.
+    """
+    overhead, speedup, reached = (
+        pick(engine, key) for key in ("overhead", "speedup", "acceleration_rate")
+    )
+    return (
+        overhead < 1
+        if overhead is not None
+        else None not in (speedup, reached) and speedup > reached
+    )
 
 
 def headline(report: dict) -> list[Figure]:
     """The headline figures, in the paper's terms (section 3 and appendix B)."""
-    native, vllm, text = pick(report, "check", "native"), pick(report, "check", "vllm"), pick(report, "target_text")
+    native, vllm, text = (
+        pick(report, "check", "native"),
+        pick(report, "check", "vllm"),
+        pick(report, "target_text"),
+    )
     matched, matched_note = identical(pick(native, "greedy_match"))
     expected = f"; {expected_rate(pick(report, 'tree'))} expected" if pick(report, "tree") else ""
     entropy = f"distinct-4; mean entropy {ratio(pick(text, 'mean_entropy_nats'))} nats"
     untrue = disturbed(native)
-    overhead, speedup = (UNKNOWN if untrue else times(pick(native, key)) for key in ("overhead", "speedup"))
+    overhead, speedup = (
+        UNKNOWN if untrue else times(pick(native, key)) for key in ("overhead", "speedup")
+    )
     doubt = "; measured beside other load, see the warning" if untrue else ""
     figures: tuple[tuple[Any, str, str, str], ...] = (
         (
@@ -172,11 +205,28 @@ def headline(report: dict) -> list[Figure]:
             measured_rate(vllm),
             _vllm_note(vllm),
         ),
-        (text, "Target's own text", ratio(pick(text, "distinct_4")), entropy if text else "distinct-4, mean entropy"),
-        (native, "Tokens/s, plain", rate(pick(native, "baseline_tokens_per_second")), "the target alone, same prompts"),
-        (native, "Tokens/s, with heads", rate(pick(native, "tokens_per_second")), "the target with its heads"),
+        (
+            text,
+            "Target's own text",
+            ratio(pick(text, "distinct_4")),
+            entropy if text else "distinct-4, mean entropy",
+        ),
+        (
+            native,
+            "Tokens/s, plain",
+            rate(pick(native, "baseline_tokens_per_second")),
+            "the target alone, same prompts",
+        ),
+        (
+            native,
+            "Tokens/s, with heads",
+            rate(pick(native, "tokens_per_second")),
+            "the target with its heads",
+        ),
     )
-    found = [Figure(label, value if part else NOT_RUN, note) for part, label, value, note in figures]
+    found = [
+        Figure(label, value if part else NOT_RUN, note) for part, label, value, note in figures
+    ]
     return found[:1] + _on_new_answers(report) + _searched_over_stock(native) + found[1:]
 
 
@@ -197,29 +247,51 @@ def _on_new_answers(report: dict) -> list[Figure]:
 
 
 def _searched_over_stock(native: Any) -> list[Figure]:
-    """The gain of the searched tree over the tree of the authors' code, where the study of trees was run."""
+    """The gain of the searched tree over the tree of the authors' code, where the study of trees
+    was run.
+    """
     rows = pick(native, "studies", "trees") or []
     rates = {row.get("tree"): row.get("acceleration_rate") for row in rows}
     stock, searched = rates.get(STOCK_TREE), rates.get(SEARCHED_TREE)
     used = rates.get(USED_TREE, rates.get(USED_DYNAMIC_TREE))
     if not stock or not searched:
         return []
-    note = f"stock tree {ratio(stock)}, searched tree of the same size {ratio(searched)}, used tree {ratio(used)}"
-    return [Figure("Search over stock tree", signed_percent(searched / stock - 1), f"acceleration rate: {note}")]
+    note = (
+        f"stock tree {ratio(stock)}, searched tree of the same size {ratio(searched)}, used tree"
+        f" {ratio(used)}"
+    )
+    return [
+        Figure(
+            "Search over stock tree",
+            signed_percent(searched / stock - 1),
+            f"acceleration rate: {note}",
+        )
+    ]
 
 
 def identical(match: Any) -> tuple[str, str]:
-    """How many greedy sequences equal plain decoding, as `31/32`, and a note on those that differ at a tie."""
+    """How many greedy sequences equal plain decoding, as `31/32`, and a note on those that differ
+    at a tie.
+    """
     sequences, equal, ties = (pick(match, key) for key in ("sequences", "identical", "ties"))
     if sequences is None:
         return UNKNOWN, "sequences equal to plain decoding"
     others = sequences - (equal or 0) - (ties or 0)
-    notes = [f"{ties} more equal up to a tie" if ties else "", f"{others} not equal" if others else ""]
-    return f"{count(equal)}/{count(sequences)}", ", ".join(filter(None, notes)) or "sequences equal to plain decoding"
+    notes = [
+        f"{ties} more equal up to a tie" if ties else "",
+        f"{others} not equal" if others else "",
+    ]
+    return (
+        f"{count(equal)}/{count(sequences)}",
+        ", ".join(filter(None, notes)) or "sequences equal to plain decoding",
+    )
 
 
 def _vllm_note(vllm: Any) -> str:
-    drafted, (matched, _) = pick(vllm, "num_speculative_tokens"), identical(pick(vllm, "greedy_match"))
+    drafted, (matched, _) = (
+        pick(vllm, "num_speculative_tokens"),
+        identical(pick(vllm, "greedy_match")),
+    )
     parts = [f"top-1 chain{f' of {drafted}' if drafted else ''}, no tree"]
     if pick(vllm, "expected_acceleration_rate") is not None:
         parts.append(f"{expected_rate(vllm)} expected")

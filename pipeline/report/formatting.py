@@ -1,4 +1,6 @@
-"""Number formats of reports, the same in every form (`-` for an unknown number), and texts that a terminal may show."""
+"""Number formats of reports, the same in every form (`-` for an unknown number), and texts that a
+terminal may show.
+"""
 
 from __future__ import annotations
 
@@ -67,9 +69,17 @@ def pairs(value: Any) -> str:
     """A dictionary as `name value, name value`, a list joined by commas, anything else as it is."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {item}" for key, item in value.items() if item is not None)
-    return ", ".join(map(str, value)) if isinstance(value, list) else "" if value is None else str(value)
+    return (
+        ", ".join(map(str, value))
+        if isinstance(value, list)
+        else ""
+        if value is None
+        else str(value)
+    )
 
 
 def visible(text: str) -> str:
-    """The text with each control character replaced by its symbol, so that escape sequences have no effect."""
+    """The text with each control character replaced by its symbol, so that escape sequences have no
+    effect.
+    """
     return text.translate(CONTROLS)

@@ -1,7 +1,9 @@
-"""report.html: the whole run in one self-contained page, for desktop and phone, light and dark scheme.
+"""report.html: the whole run in one self-contained page, for desktop and phone, light and dark
+scheme.
 
-Styles and plots are inside the file; it loads nothing and runs no script (the page's security policy forbids both).
-The template engine escapes all text; only our own drawings and the style sheet are passed as markup.
+Styles and plots are inside the file; it loads nothing and runs no script (the page's security
+policy forbids both). The template engine escapes all text; only our own drawings and the style
+sheet are passed as markup.
 """
 
 from __future__ import annotations
@@ -56,7 +58,11 @@ def _template() -> jinja2.Template:
 
 def drawings(report: dict, extras: dict) -> dict[str, str]:
     """The plots for which there is data, by name."""
-    native, heads, sizes = pick(report, "check", "native"), pick(report, "heads") or (), pick(report, "tree", "sizes")
+    native, heads, sizes = (
+        pick(report, "check", "native"),
+        pick(report, "heads") or (),
+        pick(report, "tree", "sizes"),
+    )
     choices, shares = pick(extras, "tree", "choices"), pick(extras, "tree", "node_shares") or ()
     losses, held_out = pick(extras, "losses") or (), pick(extras, "held_out") or ()
     evaluated = [row for row in held_out if row.get("head_top1")]
@@ -64,14 +70,26 @@ def drawings(report: dict, extras: dict) -> dict[str, str]:
     typical, used, batch = (pick(native, "studies", name) for name in ("typical", "heads", "batch"))
     load = pick(report, "check", "vllm", "studies", "load")
     wanted: dict[str, tuple[Any, Callable[[], str]]] = {  # whether there is data, and what draws it
-        "heads": (any(head.get("top1") is not None for head in heads), lambda: plots.head_accuracy(heads)),
-        "tree": (choices and not pick(report, "tree", "dynamic"), lambda: plots.tree(choices, shares)),
+        "heads": (
+            any(head.get("top1") is not None for head in heads),
+            lambda: plots.head_accuracy(heads),
+        ),
+        "tree": (
+            choices and not pick(report, "tree", "dynamic"),
+            lambda: plots.tree(choices, shares),
+        ),
         "sizes": (sizes, lambda: speed_plots.tree_sizes(sizes, pick(report, "tree", "nodes"))),
         "losses": (losses, lambda: plots.losses(losses, held_out)),
         "accuracy": (evaluated, lambda: plots.held_out_accuracy(evaluated)),
-        "drift": (any(row.get("backbone_loss") is not None for row in losses), lambda: plots.drift(losses, held_out)),
+        "drift": (
+            any(row.get("backbone_loss") is not None for row in losses),
+            lambda: plots.drift(losses, held_out),
+        ),
         "accepted": (lengths, lambda: speed_plots.accepted_lengths(lengths)),
-        "study_typical": (typical, lambda: speed_plots.typical(typical, "acceleration_rate", "tokens per step")),
+        "study_typical": (
+            typical,
+            lambda: speed_plots.typical(typical, "acceleration_rate", "tokens per step"),
+        ),
         "study_typical_likelihood": (
             typical,
             lambda: speed_plots.typical(typical, "log_likelihood", "log-likelihood"),
@@ -84,7 +102,9 @@ def drawings(report: dict, extras: dict) -> dict[str, str]:
 
 
 def speedup_bars(report: dict) -> dict[str, dict[str, Any]]:
-    """Speedups as bars: each row's name, text and share of the largest, and the place of plain decoding."""
+    """Speedups as bars: each row's name, text and share of the largest, and the place of plain
+    decoding.
+    """
     native = pick(report, "check", "native")
     tabled = {
         "categories": (pick(native, "categories"), "category"),
@@ -92,16 +112,24 @@ def speedup_bars(report: dict) -> dict[str, dict[str, Any]]:
     }
     found = {}
     for name, (rows, key) in tabled.items():
-        known = [(str(row.get(key)), row["speedup"]) for row in rows or [] if row.get("speedup") is not None]
+        known = [
+            (str(row.get(key)), row["speedup"])
+            for row in rows or []
+            if row.get("speedup") is not None
+        ]
         largest = max([1.0, *(speedup for _, speedup in known)])
-        bars = [(label, times(speedup), speedup / largest, speedup <= 1) for label, speedup in known]
+        bars = [
+            (label, times(speedup), speedup / largest, speedup <= 1) for label, speedup in known
+        ]
         if bars:
             found[name] = {"plain": 1 / largest, "bars": bars}
     return found
 
 
 def pace_bars(report: dict) -> list[tuple[str, str, float]]:
-    """Tokens per second of plain decoding and with heads: name, text, and share of the faster one."""
+    """Tokens per second of plain decoding and with heads: name, text, and share of the faster
+    one.
+    """
     keys = {"plain": "baseline_tokens_per_second", "heads": "tokens_per_second"}
     speeds = {name: pick(report, "check", "native", key) for name, key in keys.items()}
     if not all(speeds.values()):
@@ -118,5 +146,8 @@ def _coloured(sample: dict) -> dict[str, Any] | None:
         steps.append({"text": "".join(texts), "hue": i % _NUM_HUES, "title": words})
     if not steps:
         return None
-    caption = f"{count(len(tokens))} tokens in {count(len(steps))} steps: {ratio(len(tokens) / len(steps))} a step"
+    caption = (
+        f"{count(len(tokens))} tokens in {count(len(steps))} steps:"
+        f" {ratio(len(tokens) / len(steps))} a step"
+    )
     return {"prompt": str(sample.get("prompt", "")), "steps": steps, "caption": caption}

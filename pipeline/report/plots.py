@@ -1,4 +1,6 @@
-"""Plots of the heads, their training and their tree (paper, section 2.3.3); all text in them is ours and ASCII."""
+"""Plots of the heads, their training and their tree (paper, section 2.3.3); all text in them is
+ours and ASCII.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,15 @@ _MAX_POINTS = 120  # per curve: keeps curves readable and the page small
 
 
 def head_accuracy(heads: Sequence[dict]) -> str:
-    """For each head, the share of held-out positions whose token is among its first k guesses, one band per k."""
-    ranks = [rank for rank in range(1, 6) if any(head.get(f"top{rank}") is not None for head in heads)]
-    top_RK = np.array([[head.get(f"top{rank}") for head in heads] for rank in ranks], dtype=float)  # R ranks, K heads
+    """For each head, the share of held-out positions whose token is among its first k guesses, one
+    band per k.
+    """
+    ranks = [
+        rank for rank in range(1, 6) if any(head.get(f"top{rank}") is not None for head in heads)
+    ]
+    top_RK = np.array(
+        [[head.get(f"top{rank}") for head in heads] for rank in ranks], dtype=float
+    )  # R ranks, K heads
 
     def draw(axes: Axes) -> None:
         x = np.arange(len(heads))
@@ -29,11 +37,28 @@ def head_accuracy(heads: Sequence[dict]) -> str:
         for rank, top_K in zip(ranks, top_RK, strict=True):
             top_K = np.fmax(top_K, below)  # an unknown top-k adds nothing
             alpha = 1.0 if rank == ranks[0] else 0.55 * 0.72 ** (rank - 2)
-            axes.bar(x, top_K - below, 0.62, bottom=below, color=ACCENT, alpha=alpha, label=f"top-{rank}", linewidth=0)
+            axes.bar(
+                x,
+                top_K - below,
+                0.62,
+                bottom=below,
+                color=ACCENT,
+                alpha=alpha,
+                label=f"top-{rank}",
+                linewidth=0,
+            )
             below = top_K
         for i, (first, last) in enumerate(zip(top_RK[0], below, strict=True)):
             if np.isfinite(first) and first > 0.08:
-                axes.text(i, first / 2, f"{first:.0%}", ha="center", va="center", color=CARD, weight="bold")
+                axes.text(
+                    i,
+                    first / 2,
+                    f"{first:.0%}",
+                    ha="center",
+                    va="center",
+                    color=CARD,
+                    weight="bold",
+                )
             axes.text(i, last + 0.015, f"{last:.0%}", ha="center", va="bottom", color=INK)
         axes.set_xticks(x, [f"head {i}\nt+{i + 2}" for i in x])
         axes.tick_params(axis="x", length=0)
@@ -47,7 +72,8 @@ def head_accuracy(heads: Sequence[dict]) -> str:
 def losses(steps: Sequence[dict], held_out: Sequence[dict] = ()) -> str:
     """Cross-entropy of every head over the training steps, held-out losses dashed.
 
-    Each row is `{"step", "loss", "head_losses"}`; long runs are averaged down to a few hundred points.
+    Each row is `{"step", "loss", "head_losses"}`; long runs are averaged down to a few hundred
+    points.
     """
     num_heads = max((len(row.get("head_losses") or ()) for row in [*steps, *held_out]), default=0)
 
@@ -59,7 +85,15 @@ def losses(steps: Sequence[dict], held_out: Sequence[dict] = ()) -> str:
             for k in range(num_heads):
                 label = f"head {k}" if style == "-" else None
                 colour = SERIES[k % len(SERIES)]
-                axes.plot(step_N, head_losses_NK[:, k], style, color=colour, linewidth=width, label=label, ms=3)
+                axes.plot(
+                    step_N,
+                    head_losses_NK[:, k],
+                    style,
+                    color=colour,
+                    linewidth=width,
+                    label=label,
+                    ms=3,
+                )
             if not num_heads:
                 label = "loss" if style == "-" else "held-out loss"
                 axes.plot(step_N, loss_N, style[:2], color=ACCENT, label=label)
@@ -72,7 +106,9 @@ def losses(steps: Sequence[dict], held_out: Sequence[dict] = ()) -> str:
 
 
 def held_out_accuracy(held_out: Sequence[dict]) -> str:
-    """Held-out top-1 accuracy of every head over the training steps; rows of `{"step", "head_top1"}`."""
+    """Held-out top-1 accuracy of every head over the training steps; rows of `{"step",
+    "head_top1"}`.
+    """
 
     def draw(axes: Axes) -> None:
         step_N = np.array([row["step"] for row in held_out], dtype=float)
@@ -83,22 +119,36 @@ def held_out_accuracy(held_out: Sequence[dict]) -> str:
         axes.set_ylim(bottom=0)
         _over_steps(axes, "held-out top-1", 5)
 
-    return svg("accuracy", "Held-out top-1 accuracy of every head over the training steps", 2.6, draw)
+    return svg(
+        "accuracy", "Held-out top-1 accuracy of every head over the training steps", 2.6, draw
+    )
 
 
 def drift(steps: Sequence[dict], held_out: Sequence[dict] = ()) -> str:
-    """The backbone's drift in Medusa-2: its loss in training, and KL to the original on held-out text (dashed).
+    """The backbone's drift in Medusa-2: its loss in training, and KL to the original on held-out
+    text (dashed).
 
     Rows of `{"step", "backbone_loss"}` and of `{"step", "kl"}`.
     """
 
     def draw(axes: Axes) -> None:
-        step_N, loss_N, _ = _curves([row | {"loss": row.get("backbone_loss"), "head_losses": ()} for row in steps], 0)
-        axes.plot(step_N, loss_N, color=SERIES[1], linewidth=1.3, label="backbone's loss in training")
+        step_N, loss_N, _ = _curves(
+            [row | {"loss": row.get("backbone_loss"), "head_losses": ()} for row in steps], 0
+        )
+        axes.plot(
+            step_N, loss_N, color=SERIES[1], linewidth=1.3, label="backbone's loss in training"
+        )
         known = [row for row in held_out if row.get("kl") is not None]
         if known:
             label = "held-out KL to the original"
-            axes.plot([row["step"] for row in known], [row["kl"] for row in known], "--o", ms=3, color=INK, label=label)
+            axes.plot(
+                [row["step"] for row in known],
+                [row["kl"] for row in known],
+                "--o",
+                ms=3,
+                color=INK,
+                label=label,
+            )
         axes.set_ylim(bottom=0)
         _over_steps(axes, "nats per position", 2)
 
@@ -113,7 +163,9 @@ def _over_steps(axes: Axes, label: str, num_columns: int) -> None:
 
 
 def _curves(rows: Sequence[dict], num_heads: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps [N], losses [N] and head losses [N, K] of at most `_MAX_POINTS` points, each the mean of its neighbours."""
+    """Steps [N], losses [N] and head losses [N, K] of at most `_MAX_POINTS` points, each the mean
+    of its neighbours.
+    """
     rows = [row for row in rows if row.get("step") is not None]
     table = np.full((len(rows), 2 + num_heads), np.nan)
     for i, row in enumerate(rows):
@@ -122,15 +174,20 @@ def _curves(rows: Sequence[dict], num_heads: int) -> tuple[np.ndarray, np.ndarra
     table = table[np.isfinite(table[:, 1:]).any(axis=1)]
     if len(table) > _MAX_POINTS:
         table = np.stack(
-            [np.ma.masked_invalid(part).mean(0).filled(np.nan) for part in np.array_split(table, _MAX_POINTS)]
+            [
+                np.ma.masked_invalid(part).mean(0).filled(np.nan)
+                for part in np.array_split(table, _MAX_POINTS)
+            ]
         )
     return table[:, 0], table[:, 1], table[:, 2:]
 
 
 def layout(choices: Sequence[Sequence[int]]) -> dict[Path, Place]:
-    """Every node's place as (depth, line): a first child stays on its parent's line, further ones take new lines.
+    """Every node's place as (depth, line): a first child stays on its parent's line, further ones
+    take new lines.
 
-    The path of first guesses is thus the top line. The root and prefixes missing from `choices` are included.
+    The path of first guesses is thus the top line. The root and prefixes missing from `choices` are
+    included.
     """
     places: dict[Path, Place] = {}
     line, parents = 0, set()
@@ -143,15 +200,23 @@ def layout(choices: Sequence[Sequence[int]]) -> dict[Path, Place]:
 
 
 def tree(choices: Sequence[Sequence[int]], node_shares: Sequence[float | None] = ()) -> str:
-    """The tree from left to right, one column per head; a node's area and colour show the share of steps that add it.
+    """The tree from left to right, one column per head; a node's area and colour show the share of
+    steps that add it.
 
-    Above each column is the share of steps that add any of its nodes: 1 and their sum are the expected rate.
+    Above each column is the share of steps that add any of its nodes: 1 and their sum are the
+    expected rate.
     """
     places = layout(choices)
-    known = {tuple(path): p or 0.0 for path, p in zip(choices, node_shares, strict=True)} if node_shares else {}
+    known = (
+        {tuple(path): p or 0.0 for path, p in zip(choices, node_shares, strict=True)}
+        if node_shares
+        else {}
+    )
     shares = {node: known.get(node, 0.0 if known and node else 1.0) for node in places}
     depth = max(map(len, places))
-    columns = [sum(share for node, share in known.items() if len(node) == k + 1) for k in range(depth)]
+    columns = [
+        sum(share for node, share in known.items() if len(node) == k + 1) for k in range(depth)
+    ]
     names = [f"head {k}" + (f"\n{column:.0%}" if known else "") for k, column in enumerate(columns)]
     num_lines = 1 + max(line for _, line in places.values())
     height = 0.7 + min(0.15 * max(num_lines, 6), 12)  # inches; large trees have closer lines
@@ -175,19 +240,27 @@ def tree(choices: Sequence[Sequence[int]], node_shares: Sequence[float | None] =
 
 def _edge(axes: Axes, start: Place, end: Place, share: float) -> None:
     (x0, y0), (x1, y1) = start, end
-    curve = Curve([(x0, y0), (x0 + 0.5, y0), (x0 + 0.4, y1), (x1, y1)], [Curve.MOVETO, *[Curve.CURVE4] * 3])
+    curve = Curve(
+        [(x0, y0), (x0 + 0.5, y0), (x0 + 0.4, y1), (x1, y1)], [Curve.MOVETO, *[Curve.CURVE4] * 3]
+    )
     alpha = 0.2 + 0.5 * share**0.5
-    axes.add_patch(PathPatch(curve, facecolor="none", edgecolor=ACCENT, alpha=alpha, linewidth=0.9 + 5 * share))
+    axes.add_patch(
+        PathPatch(curve, facecolor="none", edgecolor=ACCENT, alpha=alpha, linewidth=0.9 + 5 * share)
+    )
 
 
 def _nodes(axes: Axes, places: dict[Path, Place], shares: dict[Path, float]) -> None:
     x_N, y_N = np.array(list(places.values()), dtype=float).T
     share_N = np.array(list(shares.values()))
     area_N = 20 + 200 * share_N
-    axes.scatter(x_N, y_N, area_N, color=CARD, zorder=3, linewidth=0)  # hides the edges behind a translucent node
+    axes.scatter(
+        x_N, y_N, area_N, color=CARD, zorder=3, linewidth=0
+    )  # hides the edges behind a translucent node
     dots = axes.scatter(x_N, y_N, area_N, color=ACCENT, zorder=4, linewidth=0)
     dots.set_alpha(0.3 + 0.7 * np.sqrt(share_N))
     for node, x, y, share in zip(places, x_N, y_N, share_N, strict=True):
         if node and share >= 0.02:
             offset = (0.5 * np.sqrt(20 + 200 * share) + 2, 4)
-            axes.annotate(f"{share:.0%}", (x, y), offset, textcoords="offset points", color=INK, size=8)
+            axes.annotate(
+                f"{share:.0%}", (x, y), offset, textcoords="offset points", color=INK, size=8
+            )

@@ -1,4 +1,6 @@
-"""Plots of speed: accepted lengths, tree sizes on the device, the studies; all text in them is ours and ASCII."""
+"""Plots of speed: accepted lengths, tree sizes on the device, the studies; all text in them is ours
+and ASCII.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ _FIGURES = (
 
 
 def accepted_lengths(num_steps: Sequence[float]) -> str:
-    """The share of decoding steps by accepted length; entry i counts the steps that accepted i guessed tokens."""
+    """The share of decoding steps by accepted length; entry i counts the steps that accepted i
+    guessed tokens.
+    """
     share = np.nan_to_num(np.array(num_steps, dtype=float))
     share = share / max(share.sum(), 1)
 
@@ -26,7 +30,9 @@ def accepted_lengths(num_steps: Sequence[float]) -> str:
         x = np.arange(len(share))
         axes.bar(x, share, 0.68, color=ACCENT, linewidth=0)
         for i, value in enumerate(share):
-            axes.text(i, value + share.max() * 0.02, f"{value:.0%}", ha="center", va="bottom", color=INK)
+            axes.text(
+                i, value + share.max() * 0.02, f"{value:.0%}", ha="center", va="bottom", color=INK
+            )
         axes.set_xticks(x)
         axes.tick_params(axis="x", length=0)
         axes.set_xlabel("guessed tokens kept in a step")
@@ -38,7 +44,9 @@ def accepted_lengths(num_steps: Sequence[float]) -> str:
 
 
 def tree_sizes(sizes: Sequence[dict], chosen: int | None) -> str:
-    """Overhead, expected acceleration rate and their ratio, the speedup, by nodes; a line at the chosen size."""
+    """Overhead, expected acceleration rate and their ratio, the speedup, by nodes; a line at the
+    chosen size.
+    """
     keys = {"acceleration_rate": "expected_acceleration_rate", "speedup": "expected_speedup"}
     rows = [{key: size.get(keys.get(key, key)) for key, *_ in _FIGURES} for size in sizes]
 
@@ -46,15 +54,17 @@ def tree_sizes(sizes: Sequence[dict], chosen: int | None) -> str:
         _figures(axes, [size.get("nodes") for size in sizes], rows)
         axes.set_xlabel("nodes")
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_locator(FixedLocator([size["nodes"] for size in sizes if size.get("nodes")]))
+        axes.xaxis.set_major_locator(
+            FixedLocator([size["nodes"] for size in sizes if size.get("nodes")])
+        )
         axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(ScalarFormatter())
         if chosen:
             axes.axvline(chosen, color=INK, linewidth=1, linestyle=":")
             is_right = chosen > max(size.get("nodes") or 0 for size in sizes) / 4
             axes.annotate(
-                f"{chosen} used", (chosen, 1), (-5 if is_right else 5, 0), xycoords=axes.get_xaxis_transform(),
-                textcoords="offset points", ha="right" if is_right else "left", va="top", color=INK, size=9,
+                f"{chosen} used", (chosen, 1), (-5 if is_right else 5, 0), xycoords=axes.get_xaxis_transform(),  # noqa: E501
+                textcoords="offset points", ha="right" if is_right else "left", va="top", color=INK, size=9,  # noqa: E501
             )  # fmt: skip
 
     return svg("sizes", "Overhead, expected acceleration rate and speedup by tree size", 3.0, draw)
@@ -66,14 +76,20 @@ def heads_used(rows: Sequence[dict]) -> str:
     def draw(axes: Axes) -> None:
         _figures(axes, [row.get("heads") for row in rows], rows)
         axes.set_xlabel("heads used")
-        axes.xaxis.set_major_locator(FixedLocator([row["heads"] for row in rows if row.get("heads")]))
+        axes.xaxis.set_major_locator(
+            FixedLocator([row["heads"] for row in rows if row.get("heads")])
+        )
 
     return svg("study-heads", "Acceleration rate, overhead and speedup by heads used", 2.8, draw)
 
 
 def batch_sizes(rows: Sequence[dict]) -> str:
-    """Tokens per second, plain and with heads, by how many sequences decode at once; the speedup above each pair."""
-    plain_N, heads_N = (_numbers(rows, key) for key in ("baseline_tokens_per_second", "tokens_per_second"))
+    """Tokens per second, plain and with heads, by how many sequences decode at once; the speedup
+    above each pair.
+    """
+    plain_N, heads_N = (
+        _numbers(rows, key) for key in ("baseline_tokens_per_second", "tokens_per_second")
+    )
 
     def draw(axes: Axes) -> None:
         x_N = np.arange(len(rows))
@@ -81,7 +97,15 @@ def batch_sizes(rows: Sequence[dict]) -> str:
         axes.bar(x_N + 0.19, heads_N, 0.36, color=ACCENT, linewidth=0, label="with heads")
         for x, height, row in zip(x_N, np.fmax(plain_N, heads_N), rows, strict=True):
             if np.isfinite(height) and row.get("speedup") is not None:
-                axes.text(float(x), height, f"{row['speedup']:.2f}x", ha="center", va="bottom", color=INK, size=9)
+                axes.text(
+                    float(x),
+                    height,
+                    f"{row['speedup']:.2f}x",
+                    ha="center",
+                    va="bottom",
+                    color=INK,
+                    size=9,
+                )
         axes.set_xticks(x_N, [f"{row.get('batch_size')}" for row in rows])
         axes.tick_params(axis="x", length=0)
         axes.margins(y=0.1)
@@ -93,9 +117,12 @@ def batch_sizes(rows: Sequence[dict]) -> str:
 
 
 def load(rows: Sequence[dict]) -> str:
-    """Tokens per second of the server, plain and with heads, by requests at once, and the speedup at each."""
+    """Tokens per second of the server, plain and with heads, by requests at once, and the speedup
+    at each.
+    """
     plain_N, heads_N, x_N = (
-        _numbers(rows, key) for key in ("baseline_tokens_per_second", "tokens_per_second", "requests")
+        _numbers(rows, key)
+        for key in ("baseline_tokens_per_second", "tokens_per_second", "requests")
     )
 
     def draw(axes: Axes) -> None:
@@ -104,7 +131,7 @@ def load(rows: Sequence[dict]) -> str:
         for x, height, row in zip(x_N, np.fmax(plain_N, heads_N), rows, strict=True):
             if np.isfinite(height) and row.get("speedup") is not None:
                 axes.annotate(
-                    f"{row['speedup']:.2f}x", (float(x), float(height)), (0, 5), textcoords="offset points",
+                    f"{row['speedup']:.2f}x", (float(x), float(height)), (0, 5), textcoords="offset points",  # noqa: E501
                     ha="center", va="bottom", color=INK, size=9,
                 )  # fmt: skip
         axes.set_xscale("log", base=2)
@@ -121,30 +148,52 @@ def load(rows: Sequence[dict]) -> str:
 
 
 def typical(rows: Sequence[dict], key: str, label: str) -> str:
-    """A figure of typical acceptance over eps, one colour per temperature; dashed: sampling from the target.
+    """A figure of typical acceptance over eps, one colour per temperature; dashed: sampling from
+    the target.
 
     The dashed line is rejection sampling's acceleration rate, or plain sampling's log-likelihood.
     """
     exact = "plain" if key == "log_likelihood" else "rejection"
-    temperatures = sorted({row["temperature"] for row in rows if row.get("temperature") is not None})
+    temperatures = sorted(
+        {row["temperature"] for row in rows if row.get("temperature") is not None}
+    )
 
     def draw(axes: Axes) -> None:
         for temperature in temperatures:
             here = [row for row in rows if row.get("temperature") == temperature]
             swept = [row for row in here if row.get("rule") == "typical"]
-            others = [row for row in here if row.get("rule") in (exact, "greedy") and row.get(key) is not None]
+            others = [
+                row
+                for row in here
+                if row.get("rule") in (exact, "greedy") and row.get(key) is not None
+            ]
             colour = SERIES[temperatures.index(temperature) % len(SERIES)]
             name = f"T = {temperature:g}" if temperature else "greedy"
             if swept:
-                axes.plot(_numbers(swept, "eps"), _numbers(swept, key), "-o", ms=4, color=colour, label=name)
+                axes.plot(
+                    _numbers(swept, "eps"),
+                    _numbers(swept, key),
+                    "-o",
+                    ms=4,
+                    color=colour,
+                    label=name,
+                )
             for row in others[-1:]:
-                axes.axhline(row[key], color=colour, linewidth=1.2, linestyle="--", label=None if swept else name)
+                axes.axhline(
+                    row[key],
+                    color=colour,
+                    linewidth=1.2,
+                    linestyle="--",
+                    label=None if swept else name,
+                )
         axes.plot([], [], "--", color=MUTED, linewidth=1.2, label=f"{exact} sampling")
         axes.set_xlabel("eps, delta = sqrt(eps)")
         axes.set_ylabel(label)
         legend_above(axes, 3)
 
-    return svg(f"study-typical-{key.replace('_', '-')}", f"Typical acceptance: {label} by eps", 3.0, draw)
+    return svg(
+        f"study-typical-{key.replace('_', '-')}", f"Typical acceptance: {label} by eps", 3.0, draw
+    )
 
 
 def _figures(axes: Axes, x: Sequence[float | None], rows: Sequence[dict]) -> None:

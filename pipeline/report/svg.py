@@ -1,8 +1,8 @@
 """Drawings as SVG elements inside HTML.
 
-Drawn by matplotlib through its object-oriented API. The same data gives the same bytes: no date, a fixed
-salt for ids, the user's matplotlibrc ignored. Colours are CSS variables, so that one drawing serves the light and the
-dark scheme; text stays text, in the page's font.
+Drawn by matplotlib through its object-oriented API. The same data gives the same bytes: no date, a
+fixed salt for ids, the user's matplotlibrc ignored. Colours are CSS variables, so that one drawing
+serves the light and the dark scheme; text stays text, in the page's font.
 """
 
 from __future__ import annotations
@@ -47,18 +47,24 @@ _SETTINGS: dict[Any, Any] = {
     "legend.columnspacing": 1.2,
     "lines.linewidth": 1.6,
 }
-_WIDTH = 5.0  # inches: 360 units, so that 10-unit text is 9 pixels high on a phone and 14 on a desktop
+_WIDTH = (
+    5.0  # inches: 360 units, so that 10-unit text is 9 pixels high on a phone and 14 on a desktop
+)
 
 
 def svg(name: str, label: str, height: float, draw: Callable[[Axes], None]) -> str:
-    """The drawing by `draw`, `height` inches high, as an `<svg>` element; its ids begin with `name`."""
+    """The drawing by `draw`, `height` inches high, as an `<svg>` element; its ids begin with
+    `name`.
+    """
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS | {"svg.hashsalt": name})
         figure = Figure(figsize=(_WIDTH, height), layout="constrained")
         draw(figure.add_subplot())
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+        figure.savefig(
+            buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
     return _themed(buffer.getvalue(), name, label)
 
 
@@ -67,14 +73,20 @@ def legend_above(axes: Axes, num_columns: int) -> None:
 
 
 def _themed(text: str, name: str, label: str) -> str:
-    """The drawing without prologue and style sheet, with ids of its own and the page's colours and fonts."""
+    """The drawing without prologue and style sheet, with ids of its own and the page's colours and
+    fonts.
+    """
     text = text[text.index("<svg") :]
     view_box = re.search(r'viewBox="[^"]*"', text)
     assert view_box
-    text = re.sub(r"<svg[^>]*>", f'<svg role="img" aria-label="{label}" {view_box[0]}>', text, count=1)
+    text = re.sub(
+        r"<svg[^>]*>", f'<svg role="img" aria-label="{label}" {view_box[0]}>', text, count=1
+    )
     # Coordinates are cut to a hundredth of a unit, less than a pixel.
     text = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\.\d\d)\d+", r"\1", tag[0]), text)
     text = re.sub(r"<style.*?</style>|<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r"font-family: [^;\"]*;? ?", "", text)
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\1{name}-", text)
-    return re.sub(r"#000[01][0-9a-f]{2}", lambda found: f"var(--{_VARIABLES.get(found[0], 'ink')})", text).strip()
+    return re.sub(
+        r"#000[01][0-9a-f]{2}", lambda found: f"var(--{_VARIABLES.get(found[0], 'ink')})", text
+    ).strip()

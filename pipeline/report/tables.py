@@ -1,4 +1,5 @@
-"""All tables of a report, the same in every form, and those of the run: heads, tree, stages, quarantine, provenance.
+"""All tables of a report, the same in every form, and those of the run: heads, tree, stages,
+quarantine, provenance.
 
 A table without rows stands for something that was not run. A cell that is not known is `-`.
 """
@@ -66,7 +67,9 @@ def tables(report: dict, extras: dict) -> dict[str, Table]:
 def heads_table(report: dict) -> Table:
     """Top-k accuracy of every head on held-out rows; head k predicts the token at t+2+k."""
     heads = pick(report, "heads") or []
-    ranks = sorted({int(key[3:]) for head in heads for key in head if key[:3] == "top" and key[3:].isdecimal()})
+    ranks = sorted(
+        {int(key[3:]) for head in heads for key in head if key[:3] == "top" and key[3:].isdecimal()}
+    )
     columns = ["head", "predicts", *(f"top-{rank}" for rank in ranks)]
     on_new = bool(pick(report, "tree", "seen_share"))
     if on_new:
@@ -80,18 +83,26 @@ def heads_table(report: dict) -> Table:
     note = f"Accuracy on {pick(report, 'tree', 'text') or 'held-out rows'}."
     if on_new:
         seen = percent(pick(report, "tree", "seen_share"))
-        note += f" {seen} of the answers are in the training text as well; the new ones stand apart."
+        note += (
+            f" {seen} of the answers are in the training text as well; the new ones stand apart."
+        )
     return Table("Heads", tuple(columns), tuple(rows), note, words=(0, 1))
 
 
 def tree_table(report: dict, extras: dict) -> Table:
-    """The tree by depth: its nodes, and the tokens that each depth adds to a step; they sum to the expected rate."""
+    """The tree by depth: its nodes, and the tokens that each depth adds to a step; they sum to the
+    expected rate.
+    """
     if pick(report, "tree", "dynamic"):
         return _dynamic_tree_table(report)
     choices = pick(extras, "tree", "choices") or []
     shares = pick(extras, "tree", "node_shares") or [None] * len(choices)
     nodes, expected = pick(report, "tree", "nodes"), expected_rate(pick(report, "tree"))
-    note = f"{count(nodes)} nodes, expected acceleration rate {expected}." if pick(report, "tree") else ""
+    note = (
+        f"{count(nodes)} nodes, expected acceleration rate {expected}."
+        if pick(report, "tree")
+        else ""
+    )
     if searches := pick(report, "tree", "searches"):
         note += " On text not used for the search, " + ", ".join(
             f"the {name} search reaches {ratio(found)}" for name, found in searches.items()
@@ -104,7 +115,9 @@ def tree_table(report: dict, extras: dict) -> Table:
     for depth, entries in sorted(by_depth.items()):
         known = [share for _, share in entries if share is not None]
         num_ranks = 1 + max(rank for rank, _ in entries)
-        rows.append((str(depth), count(len(entries)), str(num_ranks), ratio(sum(known) if known else None)))
+        rows.append(
+            (str(depth), count(len(entries)), str(num_ranks), ratio(sum(known) if known else None))
+        )
     if not rows and note:
         rows = [("all", count(nodes), UNKNOWN, UNKNOWN)]
     return Table("Tree", ("depth", "nodes", "ranks used", "tokens per step"), tuple(rows), note)
@@ -115,10 +128,10 @@ def _dynamic_tree_table(report: dict) -> Table:
     nodes, source = count(pick(report, "tree", "nodes")), pick(report, "tree", "source")
     static = ratio(pick(report, "tree", "searches", source))
     note = (
-        f"Native decoding grows a dynamic tree: in every step the {nodes} nodes that the heads hold most probable, "
-        f"expected acceleration rate {expected_rate(pick(report, 'tree'))}. A static tree of the same size, by the "
-        f"{source} search, reaches {static} on text not used for the search; it is in the export for engines that read "
-        "paths."
+        f"Native decoding grows a dynamic tree: in every step the {nodes} nodes that the heads hold"
+        f" most probable, expected acceleration rate {expected_rate(pick(report, 'tree'))}. A"
+        f" static tree of the same size, by the {source} search, reaches {static} on text not used"
+        " for the search; it is in the export for engines that read paths."
     )
     added = [1.0, *(pick(report, "tree", "tokens_by_depth") or [])]
     what = ["the target's own token", *[UNKNOWN] * (len(added) - 1)]
@@ -132,7 +145,14 @@ def sizes_table(report: dict) -> Table:
     which = "Dynamic trees" if pick(report, "tree", "dynamic") else f"The {source} search"
     note = f"{which}; {nodes} nodes are used, the fastest up to 5 %."
     rows = [row | {"rate": expected_rate(row)} for row in pick(report, "tree", "sizes") or []]
-    return filled("Tree sizes", note, (("nodes", "nodes", count), *_PROMISED), rows, empty="not measured", words=())
+    return filled(
+        "Tree sizes",
+        note,
+        (("nodes", "nodes", count), *_PROMISED),
+        rows,
+        empty="not measured",
+        words=(),
+    )
 
 
 def chain_table(report: dict) -> Table:
@@ -140,18 +160,26 @@ def chain_table(report: dict) -> Table:
     drafted = count(pick(report, "tree", "num_speculative_tokens"))
     rows = [row | {"rate": expected_rate(row)} for row in pick(report, "tree", "chain") or []]
     timed = any(row.get("overhead") for row in rows)
-    rates = {row["draft_tokens"]: row.get("expected_acceleration_rate") or 0 for row in rows if row.get("draft_tokens")}
+    rates = {
+        row["draft_tokens"]: row.get("expected_acceleration_rate") or 0
+        for row in rows
+        if row.get("draft_tokens")
+    }
     note = f"What vLLM drafts: first guesses alone. {drafted} tokens are drafted"
     if timed:
         accepts_most = max(rates, key=lambda number: rates[number])
-        note += f", the fastest up to 5 % by native overheads; {count(accepts_most)} would accept most"
+        note += (
+            f", the fastest up to 5 % by native overheads; {count(accepts_most)} would accept most"
+        )
     note += "."
     columns = _PROMISED if timed else tuple(column for column in _PROMISED if column[1] == "rate")
     return filled("Chain", note, (("tokens", "draft_tokens", count), *columns), rows, words=())
 
 
 def drift_table(report: dict) -> Table:
-    """How far Medusa-2 moved the target from the original, on held-out text that the original wrote."""
+    """How far Medusa-2 moved the target from the original, on held-out text that the original
+    wrote.
+    """
     drift = pick(report, "train", "drift") or {}
     facts = (
         ("KL to the original, nats per position", show(pick(drift, "kl"), ".4f")),
@@ -161,7 +189,11 @@ def drift_table(report: dict) -> Table:
         ("same greedy token", percent(pick(drift, "greedy_agreement"))),
         ("positions", count(pick(drift, "positions"))),
     )
-    copy = f" in {bits}, in which it was trained" if (bits := pick(report, "train", "quantization")) else ""
+    copy = (
+        f" in {bits}, in which it was trained"
+        if (bits := pick(report, "train", "quantization"))
+        else ""
+    )
     sides = f"The tuned target against the original{copy}"
     if pick(report, "train", "adapter_drift"):
         sides = "The published weights against the original"
@@ -182,9 +214,23 @@ def stages_table(report: dict) -> Table:
         if quarantined is None and (reasons := pick(report, "quarantine", name)) is not None:
             quarantined = sum(reasons.values())
         num_rows = pick(part, "rows") if name != "check" else pick(part, "native", "prompts")
-        rows.append((name, count(num_rows), count(quarantined), duration(seconds.get(name)), _made(report, name)))
+        rows.append(
+            (
+                name,
+                count(num_rows),
+                count(quarantined),
+                duration(seconds.get(name)),
+                _made(report, name),
+            )
+        )
     shares = _shares([seconds.get(row[0]) for row in rows])
-    return Table("Stages", ("stage", "rows", "quarantined", "time", "made"), tuple(rows), words=(0, 4), shares=shares)
+    return Table(
+        "Stages",
+        ("stage", "rows", "quarantined", "time", "made"),
+        tuple(rows),
+        words=(0, 4),
+        shares=shares,
+    )
 
 
 def _stages_in_order(seconds: dict) -> list[str]:
@@ -222,7 +268,11 @@ def _made(report: dict, stage: str) -> str:
         ),
         "calibrate": (
             ("nodes", count, "{} nodes"),
-            ("expected_acceleration_rate", lambda _: expected_rate(pick(report, "tree")), "expects {} tokens per step"),
+            (
+                "expected_acceleration_rate",
+                lambda _: expected_rate(pick(report, "tree")),
+                "expects {} tokens per step",
+            ),
         ),
         "check": (("native.skipped_prompts", count, "{} prompts skipped"),),
     }
@@ -232,12 +282,23 @@ def _made(report: dict, stage: str) -> str:
 def quarantine_table(report: dict) -> Table:
     """Quarantined rows by stage and reason, most frequent first."""
     by_stage = pick(report, "quarantine") or {}
-    entries = [(stage, reason, num) for stage, part in by_stage.items() for reason, num in (part or {}).items() if num]
+    entries = [
+        (stage, reason, num)
+        for stage, part in by_stage.items()
+        for reason, num in (part or {}).items()
+        if num
+    ]
     entries.sort(key=lambda entry: (-entry[2], entry[0], entry[1]))
     rows = tuple((stage, reason, count(num)) for stage, reason, num in entries)
     empty = NOT_RUN if pick(report, "quarantine") is None else "nothing quarantined"
     return Table(
-        "Quarantine", ("stage", "reason", "rows"), rows, "", empty, (0, 1), _shares([num for _, _, num in entries])
+        "Quarantine",
+        ("stage", "reason", "rows"),
+        rows,
+        "",
+        empty,
+        (0, 1),
+        _shares([num for _, _, num in entries]),
     )
 
 
@@ -246,7 +307,13 @@ def skipped_files_table(report: dict) -> Table:
     sources = pick(report, "seeds", "sources") or []
     rows = tuple((file["name"], file["why"]) for source in sources for file in source["skipped"])
     read = sum(len(source["read"]) for source in sources)
-    return Table("Skipped files", ("file", "why"), rows, f"{count(read)} files of seeds were read.", words=(0, 1))
+    return Table(
+        "Skipped files",
+        ("file", "why"),
+        rows,
+        f"{count(read)} files of seeds were read.",
+        words=(0, 1),
+    )
 
 
 def provenance_table(report: dict) -> Table:
@@ -261,7 +328,9 @@ def provenance_table(report: dict) -> Table:
         "versions": ("versions",),
         "fingerprints": ("run", "fingerprints"),
     }
-    rows = tuple((name, text) for name, place in places.items() if (text := pairs(pick(report, *place))))
+    rows = tuple(
+        (name, text) for name, place in places.items() if (text := pairs(pick(report, *place)))
+    )
     return Table("Provenance", ("", ""), rows, words=(0, 1))
 
 

@@ -1,7 +1,7 @@
 """The report in a terminal, at most 100 columns wide.
 
-Plain text without escape codes where the output is not a terminal. In texts from data neither rich's markup nor control
-characters have an effect.
+Plain text without escape codes where the output is not a terminal. In texts from data neither
+rich's markup nor control characters have an effect.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def print_report(report: dict, console: Console, extras: dict | None = None) -> 
     show(_text(""))
     show(_headline(report))
     parts = tables(report, extras)
-    between = [name for name in parts if name not in ("check", "stages", "quarantine", "provenance")]
+    between = [
+        name for name in parts if name not in ("check", "stages", "quarantine", "provenance")
+    ]
     print_tables([parts[name] for name in ("stages", *between, "quarantine")], console)
 
 
@@ -55,7 +57,9 @@ def print_tables(tables: Iterable[Table], console: Console) -> None:
             heading, grid = _text(f"{table.title}  {table.note}".strip(), "bold"), _grid(table)
             console.print(heading, grid, sep="\n", width=width, highlight=False)
         else:
-            console.print(_text(f"{table.title}: {table.empty}", "bold"), width=width, highlight=False)
+            console.print(
+                _text(f"{table.title}: {table.empty}", "bold"), width=width, highlight=False
+            )
 
 
 def _headline(report: dict) -> Grid:
@@ -70,7 +74,9 @@ def _headline(report: dict) -> Grid:
 
 def _grid(table: Table) -> Grid:
     grid = Grid(box=box.SIMPLE, pad_edge=False, show_edge=False, collapse_padding=True)
-    named = max(len(row[0]) for row in (table.columns, *table.rows)) <= _NAMES  # a short name is never broken
+    named = (
+        max(len(row[0]) for row in (table.columns, *table.rows)) <= _NAMES
+    )  # a short name is never broken
     for i, column in enumerate(table.columns):
         justify: Literal["left", "right"] = "left" if i in table.words else "right"
         grid.add_column(_text(column), justify=justify, overflow="fold", no_wrap=not i and named)
@@ -80,4 +86,8 @@ def _grid(table: Table) -> Grid:
 
 
 def _text(text: str, style: str = "") -> Text:
-    return Text("".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text), style, overflow="fold")
+    return Text(
+        "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text),
+        style,
+        overflow="fold",
+    )

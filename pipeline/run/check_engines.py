@@ -1,5 +1,5 @@
-"""What the check decodes, engine by engine. Each part's result is kept as soon as it is there: what fails later, or is
-interrupted, does not cost it.
+"""What the check decodes, engine by engine. Each part's result is kept as soon as it is there: what
+fails later, or is interrupted, does not cost it.
 """
 
 from __future__ import annotations
@@ -72,11 +72,15 @@ def natively(
 
     def decode() -> dict[str, Any]:
         arguments = {"function": check_native, "request": request}
-        found = context.executor.call(with_surroundings, arguments, context.placement(OF_ENGINE["native"]), progress)
+        found = context.executor.call(
+            with_surroundings, arguments, context.placement(OF_ENGINE["native"]), progress
+        )
         answers = found.pop("answers")
         write_answers(stage.path, answers)
         if isinstance(request.settings.prompts, Path):
-            write_model_answers(stage.path, {name: model_answers(lines) for name, lines in answers.items()})
+            write_model_answers(
+                stage.path, {name: model_answers(lines) for name, lines in answers.items()}
+            )
         return dict(found)
 
     return kept_part(stage, NATIVE, decode)
@@ -89,15 +93,21 @@ def in_vllm(
     chain: Mapping[str, Any] | None,
     progress: ProgressReporter,
 ) -> dict[str, Any]:
-    """vLLM's result with what its chain is expected to reach; `chain` is native decoding's of the same text."""
+    """vLLM's result with what its chain is expected to reach; `chain` is native decoding's of the
+    same text.
+    """
     placement = context.placement(OF_ENGINE["vllm"])
     call, arguments = context.executor.call, {"request": replace(request, gpus=placement.gpus)}
     decoding = {"function": check_served, **arguments}
     served = kept_part(stage, VLLM, lambda: call(with_surroundings, decoding, placement, progress))
     under_load: dict[str, Any] = {}
     if "load" in request.settings.studies:
-        under_load = kept_part(stage, LOAD, lambda: call(load_study, arguments, placement, progress))
-    of_one_kind = not isinstance(request.settings.prompts, Path) and context.config.calibrate.data is None
+        under_load = kept_part(
+            stage, LOAD, lambda: call(load_study, arguments, placement, progress)
+        )
+    of_one_kind = (
+        not isinstance(request.settings.prompts, Path) and context.config.calibrate.data is None
+    )
     assert request.calibration is not None
     promise = chain_promise(request.calibration, chain, of_one_kind=of_one_kind)
     vllm = served["vllm"] | promise | under_load
@@ -105,8 +115,12 @@ def in_vllm(
     return {**served, "vllm": vllm}
 
 
-def kept_part(stage: StageDirectory, part: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A part's result as its file has it, so that a check that was interrupted gives the same; made where none is."""
+def kept_part(
+    stage: StageDirectory, part: str, make: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """A part's result as its file has it, so that a check that was interrupted gives the same; made
+    where none is.
+    """
     file = stage.path / f"{part}.json"
     if read_json(file) is None:
         write_json(file, make())
@@ -120,7 +134,9 @@ def forget_parts(stage: StageDirectory) -> None:
 
 
 def served_copies(context: Context) -> dict[str, TargetSpec]:
-    """The copy that will be served as each engine of the check loads it; empty where there is none."""
+    """The copy that will be served as each engine of the check loads it; empty where there is
+    none.
+    """
     config = context.config
     found = {
         engine: served_model(config, context.target, on_gpu=context.on_gpu(OF_ENGINE[engine]))
@@ -130,21 +146,35 @@ def served_copies(context: Context) -> dict[str, TargetSpec]:
 
 
 def on_served_model(
-    context: Context, request: CheckRequest, copies: Mapping[str, TargetSpec], progress: ProgressReporter
+    context: Context,
+    request: CheckRequest,
+    copies: Mapping[str, TargetSpec],
+    progress: ProgressReporter,
 ) -> dict[str, Any]:
     """The heads on the copy that will be served, in every engine of the check."""
     found: dict[str, Any] = {"differing": []}
     for engine, copy in copies.items():
         placement = context.placement(OF_ENGINE[engine])
         asked = replace(request, gpus=placement.gpus)
-        arguments = {"function": check_on_served_model, "request": asked, "spec": copy, "engine": engine}
+        arguments = {
+            "function": check_on_served_model,
+            "request": asked,
+            "spec": copy,
+            "engine": engine,
+        }
         one = context.executor.call(with_surroundings, arguments, placement, progress)
         found["differing"] += one["differing"]
-        found |= {"model": one["model"], "format": one["format"], engine: one["figures"] | {"dtype": one["dtype"]}}
+        found |= {
+            "model": one["model"],
+            "format": one["format"],
+            engine: one["figures"] | {"dtype": one["dtype"]},
+        }
     return found
 
 
-def drift_of_published(context: Context, stage: StageDirectory, progress: ProgressReporter) -> dict[str, Any]:
+def drift_of_published(
+    context: Context, stage: StageDirectory, progress: ProgressReporter
+) -> dict[str, Any]:
     """The drift of the published weights; leaves the original's answers to a file of questions."""
     settings, placement = context.config.check, context.placement(OF_ENGINE["native"])
     generated = context.upstream["generate"]
@@ -187,7 +217,8 @@ def _prompts(context: Context, target: TargetSpec, progress: ProgressReporter) -
         raise DataError(
             f"No {kind} leaves room for {settings.max_new_tokens} tokens in the target's context.",
             where,
-            "Shorten check.max_new_tokens, raise check.max_tokens, or name other prompts in check.prompts.",
+            "Shorten check.max_new_tokens, raise check.max_tokens, or name other prompts in"
+            " check.prompts.",
         )
     return prompts
 

@@ -63,12 +63,15 @@ class Context:
         return FileDigests(self.run.store / "digests.json", read_only=self.read_only)
 
     def on_gpu(self, section: str) -> bool | None:
-        """Whether the workers of a section have GPUs, as placement says, or the cluster that RAY_ADDRESS names.
+        """Whether the workers of a section have GPUs, as placement says, or the cluster that
+        RAY_ADDRESS names.
 
         None: as this machine. `dtype: auto` depends on it, of the target and of its copies.
         """
         gpus = self.config.placement.of_stages()[section].gpus_per_worker
-        on_cluster = self.executor_name == "ray" and os.environ.get("RAY_ADDRESS") and not self.read_only
+        on_cluster = (
+            self.executor_name == "ray" and os.environ.get("RAY_ADDRESS") and not self.read_only
+        )
         if gpus is None and on_cluster:
             gpus = self.executor.resources().gpus
         return None if gpus is None else gpus > 0
@@ -83,17 +86,22 @@ class Context:
         return resolve(self.config.target, on_gpu=self.on_gpu("features"))
 
     def backbone(self, stage: str) -> TargetSpec:
-        """What the heads sit on: the target itself, or the one that training has tuned, in the directory of `stage`."""
+        """What the heads sit on: the target itself, or the one that training has tuned, in the
+        directory of `stage`.
+        """
         if not method_of(self.config.train).tunes_backbone:
             return self.target
-        return replace(self.target, model=str(self.upstream[stage].path / BACKBONE_DIRECTORY), revision=None)
+        return replace(
+            self.target, model=str(self.upstream[stage].path / BACKBONE_DIRECTORY), revision=None
+        )
 
     @functools.cached_property
     def target_identity(self) -> Identity:
         """The target's part of a fingerprint: the content of its files, not their paths.
 
         Raises:
-            EnvironmentFault: Its weights would have to be downloaded first, and the context is read-only.
+            EnvironmentFault: Its weights would have to be downloaded first, and the context is
+                read-only.
         """
         return self._identify_target(fetch=not self.read_only)
 
@@ -111,9 +119,11 @@ class Context:
         }
 
     def look_again(self) -> bool:
-        """Look at the target's files anew; whether they are what they were when they were first looked at.
+        """Look at the target's files anew; whether they are what they were when they were first
+        looked at.
 
-        The Hub is not asked: what was downloaded is of one commit. Raises what `target_identity` raises.
+        The Hub is not asked: what was downloaded is of one commit. Raises what `target_identity`
+        raises.
         """
         before = self.__dict__.get("target_identity")
         return bool(before is None or before == self._identify_target(fetch=False))
@@ -125,7 +135,8 @@ class Context:
     def check_placements(self, stages: Collection[str], fresh: str | None = None) -> None:
         """Refuse workers that can never be placed.
 
-        A stage with a finished result in the store is not checked, since it may be kept, except `fresh`.
+        A stage with a finished result in the store is not checked, since it may be kept, except
+        `fresh`.
 
         Raises:
             EnvironmentFault: The sum, spelled out.
@@ -136,7 +147,9 @@ class Context:
         ray = sys.modules.get("ray")
         cluster = os.environ.get("RAY_ADDRESS") or (ray and ray.is_initialized())
         on_cluster = self.executor_name == "ray" and cluster
-        have = self.executor.resources() if on_cluster else InlineExecutor().resources()  # as Ray will find them here
+        have = (
+            self.executor.resources() if on_cluster else InlineExecutor().resources()
+        )  # as Ray will find them here
         sections = sections_of(self.config, missing)
         for name, wanted in self.config.placement.of_stages().items():
             if name in sections:
@@ -144,7 +157,9 @@ class Context:
 
     @contextlib.contextmanager
     def progress(self, stage: StageDirectory) -> Iterator[ProgressReporter]:
-        """A reporter for the work of one stage, also in other processes, whose reports a meter shows."""
+        """A reporter for the work of one stage, also in other processes, whose reports a meter
+        shows.
+        """
         with Meter(self.console, stage.stage) as meter:
             progress = ProgressReporter(stage.path.absolute() / "progress.tmp", meter.show)
             try:

@@ -1,7 +1,7 @@
 """How large a run is, before it starts: tokens, disk, and the memory of each stage's worker.
 
-Tokens are upper bounds until `generate` has counted them. Memory is arithmetic on config.json and settings, good to
-about `TOLERANCE`: what allocators and vLLM hold beside tensors is not in it.
+Tokens are upper bounds until `generate` has counted them. Memory is arithmetic on config.json and
+settings, good to about `TOLERANCE`: what allocators and vLLM hold beside tensors is not in it.
 
 Letters: N positions of a micro-batch on one worker, K heads, D hidden size, V vocabulary.
 """
@@ -35,20 +35,33 @@ from pipeline.training.recipe import Recipe
 
 TOLERANCE = 0.2  # of an estimate of memory
 ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, while the target cannot be looked up
-MANY_POSITIONS = 10**8  # where their number is not known: batches are then the largest that the recipe makes
+MANY_POSITIONS = (
+    10**8
+)  # where their number is not known: batches are then the largest that the recipe makes
 FORWARD_TOKENS = 4096  # of a conversation, and of a forward
-HELD_IN_FORWARD = 14  # numbers of a token in a decoder layer of Llama's proportions, in multiples of D
+HELD_IN_FORWARD = (
+    14  # numbers of a token in a decoder layer of Llama's proportions, in multiples of D
+)
 KEPT_FOR_BACKWARD = 36
-KEPT_BY_MATRICES = 1.75  # numbers that the heads keep of a position for backward, times matrices' numbers over D
+KEPT_BY_MATRICES = (
+    1.75  # numbers that the heads keep of a position for backward, times matrices' numbers over D
+)
 FP32 = 4  # bytes
 MOMENTS = {"adamw": 2 * FP32, "adamw-8bit": 2}  # bytes of a parameter's two moments
 BITS: dict[Bits, int] = {"8bit": 8, "4bit": 4}
-FOUR_BITS = ("'num_bits': 4", "'bits': 4", "'w_bit': 4", "'load_in_4bit': True")  # in a checkpoint's settings
+FOUR_BITS = (
+    "'num_bits': 4",
+    "'bits': 4",
+    "'w_bit': 4",
+    "'load_in_4bit': True",
+)  # in a checkpoint's settings
 
 
 @dataclass(frozen=True)
 class RunSize:
-    """Upper bounds: every answer as long as it may be, until generate has run and the true counts are known."""
+    """Upper bounds: every answer as long as it may be, until generate has run and the true counts
+    are known.
+    """
 
     conversations: int | None  # None where only reading a data set on the Hub would tell
     tokens: int | None  # to write, and to cache a state of each
@@ -73,11 +86,17 @@ def run_size(config: Config, seeds: Summary | None, generated: Summary | None) -
     longest, assumed = config.generate.rounds * config.generate.max_new_tokens, ""
     try:
         spec = resolve(config.target, on_gpu=gpus_of(config, "features") > 0)
-        hidden_size, dtype = model_config(spec).get_text_config().hidden_size, getattr(torch, spec.dtype)
+        hidden_size, dtype = (
+            model_config(spec).get_text_config().hidden_size,
+            getattr(torch, spec.dtype),
+        )
         longest = min(longest, context_length(spec))
     except EnvironmentFault as error:
         hidden_size, dtype = ASSUMED_HIDDEN_SIZE, torch.bfloat16
-        assumed = f"{error.what} So states of {hidden_size:,} numbers in 16 bits are assumed, as 7B models have them."
+        assumed = (
+            f"{error.what} So states of {hidden_size:,} numbers in 16 bits are assumed, as 7B"
+            " models have them."
+        )
     rows = int(seeds["rows"]) if seeds else _count_conversations(config)
     tokens = None if rows is None else rows * longest
     if generated:
@@ -90,8 +109,12 @@ def run_size(config: Config, seeds: Summary | None, generated: Summary | None) -
         train_share = seeds["train_rows"] / seeds["rows"]
     positions, recipes = round((tokens or 0) * train_share), []
     for _, learner in method.phases(train) if positions else ():
-        recipes.append(learner.expected_recipe(train, positions, hidden_size, head_kind(train.heads).lr_scale))
-    return RunSize(rows, tokens, stored, bool(generated), assumed, positions or None, tuple(recipes))
+        recipes.append(
+            learner.expected_recipe(train, positions, hidden_size, head_kind(train.heads).lr_scale)
+        )
+    return RunSize(
+        rows, tokens, stored, bool(generated), assumed, positions or None, tuple(recipes)
+    )
 
 
 def _count_conversations(config: Config) -> int | None:
@@ -108,7 +131,9 @@ def _count_conversations(config: Config) -> int | None:
 
 
 def gpus_of(config: Config, section: str) -> int:
-    """The GPUs of each worker that a section of `placement` places, as far as that is known here."""
+    """The GPUs of each worker that a section of `placement` places, as far as that is known
+    here.
+    """
     wanted = config.placement.of_stages()[section].gpus_per_worker
     if wanted is not None:
         return wanted
@@ -120,7 +145,9 @@ def _workers_of(config: Config, section: str) -> int:
     wanted = config.placement.of_stages()[section].workers
     if wanted != "auto":
         return wanted
-    if config.placement.gpu_memory_gb or os.environ.get("RAY_ADDRESS"):  # whose GPUs are not counted here
+    if config.placement.gpu_memory_gb or os.environ.get(
+        "RAY_ADDRESS"
+    ):  # whose GPUs are not counted here
         return 1
     return max(1, num_gpus() // max(1, gpus_of(config, section)))
 
@@ -157,7 +184,8 @@ class TargetSizes:
 
 
 def target_sizes(config: Config) -> TargetSizes | None:
-    """The sizes of the configured target, in its workers' dtype; None of a model whose code needs its weights.
+    """The sizes of the configured target, in its workers' dtype; None of a model whose code needs
+    its weights.
 
     Raises:
         ConfigError, EnvironmentFault: Its configuration cannot be read.
@@ -172,7 +200,9 @@ def target_sizes(config: Config) -> TargetSizes | None:
         del model_settings.quantization_config
     try:
         with torch.device("meta"):  # where parameters have shapes and take no memory
-            model = AutoModelForCausalLM.from_config(model_settings, trust_remote_code=spec.trust_remote_code)
+            model = AutoModelForCausalLM.from_config(
+                model_settings, trust_remote_code=spec.trust_remote_code
+            )
     except Exception:  # whatever a family's code raises where there are no numbers
         return None
     lm_head = model.get_output_embeddings()
@@ -233,14 +263,28 @@ class StageMemory:
 
     @property
     def total(self) -> float:
-        return self.weights + self.heads + self.gradients + self.optimizer + self.activations + self.cache
+        return (
+            self.weights
+            + self.heads
+            + self.gradients
+            + self.optimizer
+            + self.activations
+            + self.cache
+        )
 
     def fits(self, tolerance: float = TOLERANCE) -> bool:
-        """Whether it would fit on a device that is larger by the tolerance, or smaller where that is negative."""
-        return self.device_bytes is None or self.total * self.sharing <= (1 + tolerance) * self.device_bytes
+        """Whether it would fit on a device that is larger by the tolerance, or smaller where that
+        is negative.
+        """
+        return (
+            self.device_bytes is None
+            or self.total * self.sharing <= (1 + tolerance) * self.device_bytes
+        )
 
 
-def memory_of_stages(config: Config, target: TargetSizes, positions: int | None = None) -> list[StageMemory]:
+def memory_of_stages(
+    config: Config, target: TargetSizes, positions: int | None = None
+) -> list[StageMemory]:
     """The memory of every stage that needs much.
 
     Args:
@@ -272,8 +316,12 @@ def _on(stage: str, config: Config, section: str) -> StageMemory:
     return StageMemory(stage, stage, _device_bytes(config, section), on_gpu, sharing, saves_memory)
 
 
-def _decoding(config: Config, target: TargetSizes, stage: str, section: str, num_texts: int) -> StageMemory:
-    """A stage that runs the target without gradients, with the keys and values of so many conversations."""
+def _decoding(
+    config: Config, target: TargetSizes, stage: str, section: str, num_texts: int
+) -> StageMemory:
+    """A stage that runs the target without gradients, with the keys and values of so many
+    conversations.
+    """
     gpus = max(1, gpus_of(config, section))
     saves_memory = (
         f"placement.{section}.gpus_per_worker: {2 * gpus}",
@@ -290,7 +338,12 @@ def _decoding(config: Config, target: TargetSizes, stage: str, section: str, num
 
 
 def _training(
-    config: Config, target: TargetSizes, heads: HeadsSizes, name: str, learner: type[Learner], positions: int
+    config: Config,
+    target: TargetSizes,
+    heads: HeadsSizes,
+    name: str,
+    learner: type[Learner],
+    positions: int,
 ) -> StageMemory:
     """A step of training, at its peak in the loss."""
     train, workers, hidden_size = config.train, _workers_of(config, "train"), target.hidden_size
@@ -303,7 +356,9 @@ def _training(
         on = _with_backbone(on, config, target, num_positions * width)
         gradients *= 2  # those of a micro-batch, beside the sum of the ones before
     else:
-        recipe = learner.expected_recipe(train, positions, hidden_size, head_kind(train.heads).lr_scale)
+        recipe = learner.expected_recipe(
+            train, positions, hidden_size, head_kind(train.heads).lr_scale
+        )
         num_positions = -(-recipe.batch_tokens // workers)
         batch = num_positions * hidden_size * target.itemsize
         if train.soft_labels:
@@ -325,8 +380,12 @@ def _training(
     )
 
 
-def _with_backbone(on: StageMemory, config: Config, target: TargetSizes, row_bytes: float) -> StageMemory:
-    """The backbone that trains along, its adapter, and what its layers keep of rows of so many bytes per number."""
+def _with_backbone(
+    on: StageMemory, config: Config, target: TargetSizes, row_bytes: float
+) -> StageMemory:
+    """The backbone that trains along, its adapter, and what its layers keep of rows of so many
+    bytes per number.
+    """
     tuned = config.train.backbone
     weights = target.weight_bytes(tuned.quantization_beside(config.target.quantization))
     if tuned.shard:
@@ -353,10 +412,12 @@ def check_memory(
 ) -> None:
     """Refuse a run of which a stage cannot fit into memory, as far as that is known here.
 
-    A stage with a finished result in the store is not checked, since it may be kept, except `fresh`.
+    A stage with a finished result in the store is not checked, since it may be kept, except
+    `fresh`.
 
     Args:
-        count_positions: Counts those to train on; called only where the largest batches would not fit.
+        count_positions: Counts those to train on; called only where the largest batches would not
+            fit.
 
     Raises:
         EnvironmentFault: See `require_memory`.
@@ -372,7 +433,9 @@ def check_memory(
 
 
 def require_memory(found: Collection[StageMemory]) -> None:
-    """Raise EnvironmentFault where stages need more than their device has by more than the tolerance."""
+    """Raise EnvironmentFault where stages need more than their device has by more than the
+    tolerance.
+    """
     missing = [each for each in found if not each.fits()]
     sums: list[str] = []
     settings: dict[str, None] = {}  # each once, in order
@@ -380,11 +443,16 @@ def require_memory(found: Collection[StageMemory]) -> None:
         device = "its GPU" if each.on_gpu else "this machine"
         workers = f" in each of {each.sharing} workers" if each.sharing > 1 else ""
         room = (each.device_bytes or 0) / GIB
-        sums.append(f"{each.name} needs about {each.total / GIB:.1f} GiB{workers}, {device} has {room:.1f}")
+        sums.append(
+            f"{each.name} needs about {each.total / GIB:.1f} GiB{workers}, {device} has {room:.1f}"
+        )
         settings |= dict.fromkeys(each.saves_memory)
     if missing:
         fix = f"What helps most: {', '.join(settings)}."
         if not missing[0].on_gpu:
             fix += " To plan for GPUs that are elsewhere, give placement.gpu_memory_gb."
-        what = f"This does not fit into memory, by an estimate that is ±{TOLERANCE:.0%}: {'; '.join(sums)}."
+        what = (
+            f"This does not fit into memory, by an estimate that is ±{TOLERANCE:.0%}:"
+            f" {'; '.join(sums)}."
+        )
         raise EnvironmentFault(what, "placement", fix)

@@ -1,4 +1,6 @@
-"""Where stages work: the sections of `placement` that place their workers, and those of each engine of the check."""
+"""Where stages work: the sections of `placement` that place their workers, and those of each engine
+of the check.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,24 @@ _OF_STAGE: dict[str, Callable[[Config], set[str]]] = {
 
 def sections_of(config: Config, stages: Iterable[str]) -> set[str]:
     """The sections that place these stages' workers; of a stage that has none, nothing."""
-    return {section for stage in stages if stage in _OF_STAGE for section in _OF_STAGE[stage](config)}
+    return {
+        section for stage in stages if stage in _OF_STAGE for section in _OF_STAGE[stage](config)
+    }
 
 
 def may_be_kept(config: Config, stage: str, fresh: str | None = None) -> bool:
-    """Whether a stage has a finished result in the store, perhaps another machine's; that of `fresh` is thrown away."""
+    """Whether a stage has a finished result in the store, perhaps another machine's; that of
+    `fresh` is thrown away.
+    """
     return stage != fresh and finished_before(config.run.store or config.run.directory, stage)
 
 
-def unfinished(config: Config, stages: Collection[str] | None = None, fresh: str | None = None) -> list[str]:
+def unfinished(
+    config: Config, stages: Collection[str] | None = None, fresh: str | None = None
+) -> list[str]:
     """Those with workers of these stages, or of all, that have no result which may be kept."""
-    possible = _OF_STAGE.keys() - (set() if method_of(config.train).tunes_backbone else {"tuned-features"})
+    possible = _OF_STAGE.keys() - (
+        set() if method_of(config.train).tunes_backbone else {"tuned-features"}
+    )
     asked = [name for name in _OF_STAGE if name in (possible if stages is None else stages)]
     return [name for name in asked if not may_be_kept(config, name, fresh)]

@@ -40,14 +40,15 @@ def check_config(
 
     Args:
         stages: Those to run, None for all.
-        notes: Where it is given, what only this machine lacks (a package, a driver, the Hub) is noted there and not
-            refused: a plan may be of a run elsewhere.
+        notes: Where it is given, what only this machine lacks (a package, a driver, the Hub) is
+            noted there and not refused: a plan may be of a run elsewhere.
         fresh: The one of them whose finished result is not kept.
 
     Raises:
         ConfigError: With the key.
         DataError: A source of seeds is not there.
-        EnvironmentFault: A package that a stage needs is not installed, or torch cannot use the GPU that is here.
+        EnvironmentFault: A package that a stage needs is not installed, or torch cannot use the GPU
+            that is here.
     """
     kind, method = head_kind(config.train.heads), method_of(config.train)
     check_num_heads(config.train.num_heads)
@@ -112,15 +113,27 @@ def not_served(config: Config) -> str | None:
         return kind.not_served(kind.shape_of(config.train, 1, 1), {})
     target = model_config(resolve(config.target))
     text = target.get_text_config()
-    shape = kind.shape_of(config.train, text.hidden_size, text.vocab_size).drafting(config.train.draft_vocab)
+    shape = kind.shape_of(config.train, text.hidden_size, text.vocab_size).drafting(
+        config.train.draft_vocab
+    )
     return kind.not_served(shape, target.to_dict())
 
 
 def require_files(config: Config) -> None:
-    """Raise ConfigError where `check.prompts` or `calibrate.data` names a file that does not exist."""
+    """Raise ConfigError where `check.prompts` or `calibrate.data` names a file that does not
+    exist.
+    """
     for key, path, fix in (
-        ("check.prompts", config.check.prompts, "Name a file of questions, or how many held-out rows to ask."),
-        ("calibrate.data", config.calibrate.data, "Name a file of conversations, or leave it unset for held-out rows."),
+        (
+            "check.prompts",
+            config.check.prompts,
+            "Name a file of questions, or how many held-out rows to ask.",
+        ),
+        (
+            "calibrate.data",
+            config.calibrate.data,
+            "Name a file of conversations, or leave it unset for held-out rows.",
+        ),
     ):
         if isinstance(path, Path) and not path.is_file():
             raise ConfigError(f"There is no file {path}.", key, fix)
@@ -141,19 +154,23 @@ def _check_sources(config: Config) -> None:
 
 
 def _check_driver(config: Config) -> None:
-    """Raise EnvironmentFault where a GPU is here that torch cannot use, unless every stage is to do without."""
+    """Raise EnvironmentFault where a GPU is here that torch cannot use, unless every stage is to do
+    without.
+    """
     without = all(wanted.gpus_per_worker == 0 for wanted in config.placement.of_stages().values())
     if not without and (reason := unusable_driver()):
         fix = (
-            "Update the driver or install torch for an older CUDA; to compute on the CPU all the same, set "
-            "placement.generate.gpus_per_worker, placement.features.gpus_per_worker and "
-            "placement.train.gpus_per_worker to 0."
+            "Update the driver or install torch for an older CUDA; to compute on the CPU all the"
+            " same, set placement.generate.gpus_per_worker, placement.features.gpus_per_worker and"
+            " placement.train.gpus_per_worker to 0."
         )
         raise EnvironmentFault(f"{reason}.", "nvidia driver", fix)
 
 
 def _check_target(config: Config) -> None:
-    """Raise ConfigError for a local target that is not there, and where vLLM cannot serve these heads with it."""
+    """Raise ConfigError for a local target that is not there, and where vLLM cannot serve these
+    heads with it.
+    """
     if is_local(config.target.model):
         resolve(config.target)
     _check_vocabulary(config)
@@ -162,14 +179,25 @@ def _check_target(config: Config) -> None:
 
 
 def _check_vocabulary(config: Config) -> None:
-    """Raise ConfigError for a draft vocabulary above the target's, or for more guesses than heads can make."""
+    """Raise ConfigError for a draft vocabulary above the target's, or for more guesses than heads
+    can make.
+    """
     drafted, top = config.train.draft_vocab, config.calibrate.top
-    if not drafted and config.calibrate.tree != "dynamic":  # a static tree makes as many guesses as there are
+    if (
+        not drafted and config.calibrate.tree != "dynamic"
+    ):  # a static tree makes as many guesses as there are
         return
     target_size = model_config(resolve(config.target)).get_text_config().vocab_size
     if drafted and drafted > target_size:
-        what = f"A draft vocabulary of {drafted} tokens is asked for, and the target's has {target_size}."
-        raise ConfigError(what, "train.draft_vocab", f"Lower it, such as to {target_size // 4}, or leave it unset.")
+        what = (
+            f"A draft vocabulary of {drafted} tokens is asked for, and the target's has"
+            f" {target_size}."
+        )
+        raise ConfigError(
+            what,
+            "train.draft_vocab",
+            f"Lower it, such as to {target_size // 4}, or leave it unset.",
+        )
     if top > (most := drafted or target_size):
         what = f"{top} guesses of each head are asked for, and it can propose only {most} tokens."
         raise ConfigError(what, "calibrate.top", f"Lower it to at most {most}.")
@@ -179,11 +207,23 @@ def _check_rule(check: CheckConfig) -> None:
     """Raise ConfigError for parameters that the acceptance rule rejects or does not use."""
     rule, wrong = check.acceptance, None
     if rule != "greedy" and check.temperature == 0:
-        wrong = "temperature", f"At temperature 0 {rule} acceptance is greedy acceptance", "Raise it, or say greedy."
+        wrong = (
+            "temperature",
+            f"At temperature 0 {rule} acceptance is greedy acceptance",
+            "Raise it, or say greedy.",
+        )
     elif rule in ("greedy", "typical") and check.top_p < 1:
-        wrong = "top_p", f"It is of no effect with {rule} acceptance", "Leave it at 1, or take rejection."
+        wrong = (
+            "top_p",
+            f"It is of no effect with {rule} acceptance",
+            "Leave it at 1, or take rejection.",
+        )
     elif rule != "typical" and check.first_token == "sampled":
-        wrong = "first_token", f"It is of no effect with {rule} acceptance", "Leave it, or take typical."
+        wrong = (
+            "first_token",
+            f"It is of no effect with {rule} acceptance",
+            "Leave it, or take typical.",
+        )
     if wrong:
         key, what, fix = wrong
         raise ConfigError(f"{what}.", f"check.{key}", fix)
@@ -199,17 +239,24 @@ def _check_push(push: PushConfig, target: str, heads: str, *, tuned: bool) -> No
         check_repo_id(push.base_model, "push.base_model")
     elif push.repo_id and os.path.isabs(target) and not tuned:
         fix = "Publish the target and name it there, or leave push.repo_id unset."
-        raise ConfigError("Nobody else can load heads for a target that is only here.", "push.base_model", fix)
+        raise ConfigError(
+            "Nobody else can load heads for a target that is only here.", "push.base_model", fix
+        )
 
 
 def _check_packages(config: Config, stages: Collection[str] | None, fresh: str | None) -> None:
     """Check that the packages that the settings need are installed, without importing them.
 
-    Stages with a finished result in the store are not checked, since they may have run on another machine.
+    Stages with a finished result in the store are not checked, since they may have run on another
+    machine.
     """
     for stage, package, key, fix in _needed_packages(config):
         installed = sys.modules.get(package) or importlib.util.find_spec(package)
-        if (stages is None or stage in stages) and not installed and not may_be_kept(config, stage, fresh):
+        if (
+            (stages is None or stage in stages)
+            and not installed
+            and not may_be_kept(config, stage, fresh)
+        ):
             name = {"vllm": "vLLM"}.get(package, package)
             raise EnvironmentFault(f"{name} is not installed here, and {stage} needs it.", key, fix)
 
@@ -236,16 +283,25 @@ def _needed_packages(config: Config) -> Iterator[tuple[str, str, str, str]]:
         yield "train", *package
     if config.target.quantization:
         loads_it = "tuned-features" if method.tunes_backbone else "features"
-        yield loads_it, "bitsandbytes", "target.quantization", "Install it, or leave target.quantization unset."
+        yield (
+            loads_it,
+            "bitsandbytes",
+            "target.quantization",
+            "Install it, or leave target.quantization unset.",
+        )
 
 
 def _check_lasting(config: Config) -> None:
-    """Raise ConfigError for results inside the uploaded directory of a submitted job, which is deleted after it."""
+    """Raise ConfigError for results inside the uploaded directory of a submitted job, which is
+    deleted after it.
+    """
     uploaded = Path.cwd().resolve()
     for key, path in (("run.root", config.run.root), ("run.store", config.run.store)):
         if path is not None and path.resolve().is_relative_to(uploaded):
             raise ConfigError(
-                "A submitted job runs in an uploaded copy of the directory, and results there would vanish with it.",
+                "A submitted job runs in an uploaded copy of the directory, and results there would"
+                " vanish with it.",
                 f"{key} = {path}",
-                "Give an absolute path on storage that every node sees, such as run.root=/mnt/runs.",
+                "Give an absolute path on storage that every node sees, such as"
+                " run.root=/mnt/runs.",
             )

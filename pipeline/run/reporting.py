@@ -49,7 +49,9 @@ SUMMARY_KEYS = (
 
 
 def publish_report(context: Context) -> dict[str, Any]:
-    """Write report.json, .md and .html into the run, renew the export's model card, and print the report."""
+    """Write report.json, .md and .html into the run, renew the export's model card, and print the
+    report.
+    """
     report, extras = assemble(context.run, context.config)
     for name, text in report_texts(report, extras).items():
         write_text(context.run.path / name, text)
@@ -59,13 +61,17 @@ def publish_report(context: Context) -> dict[str, Any]:
     return report
 
 
-def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The content of report.json, and data for the drawings, made of the stages' records; partial for an unfinished
-    run, and without some stages.
+def assemble(
+    run: RunDirectory, config: Config, without: Collection[str] = ()
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The content of report.json, and data for the drawings, made of the stages' records; partial
+    for an unfinished run, and without some stages.
 
     Speeds, hardware, versions and a Hub target's commit, the `target_revision`, are the check's.
     """
-    found = {name: stage for name, stage in run.stages().items() if stage.done and name not in without}
+    found = {
+        name: stage for name, stage in run.stages().items() if stage.done and name not in without
+    }
     summaries = {name: stage.summary for name, stage in found.items()}
     checked = CheckResult.of(summaries.get("check", {}))
     report: dict[str, Any] = {
@@ -75,17 +81,27 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
         "num_heads": config.train.num_heads,
         "drafter": drafter(config.train),
         **{name: _selected(summaries[name]) for name in REPORTED_STAGES if name in summaries},
-        **({"skipped": skipped} if (skipped := method_of(config.train).skipped(config.train)) else {}),
+        **(
+            {"skipped": skipped}
+            if (skipped := method_of(config.train).skipped(config.train))
+            else {}
+        ),
         "heads": summaries.get("calibrate", {}).get("heads", []),
         "tree": summaries.get("calibrate", {}).get("tree", {}),
         **({"export": {"vllm": summaries["export"]["vllm"]}} if "export" in summaries else {}),
         "check": _check_figures(checked, config) if checked.engines else {},
         **({"served_model": dict(checked.served_model)} if checked.served_model else {}),
         "target_text": checked.target_text,
-        "quarantine": {name: summary["reasons"] for name, summary in summaries.items() if summary.get("reasons")},
+        "quarantine": {
+            name: summary["reasons"]
+            for name, summary in summaries.items()
+            if summary.get("reasons")
+        },
         "hardware": checked.hardware or hardware(),
         "versions": checked.versions or versions(),
-        "seconds_by_stage": {name: summary["seconds"] for name, summary in summaries.items() if "seconds" in summary},
+        "seconds_by_stage": {
+            name: summary["seconds"] for name, summary in summaries.items() if "seconds" in summary
+        },
         "run": {
             "name": config.run.name,
             "date": time.strftime("%Y-%m-%d"),
@@ -95,7 +111,10 @@ def assemble(run: RunDirectory, config: Config, without: Collection[str] = ()) -
     if "train" in report:
         report["train"] |= method_of(config.train).reported(config.train)
         if checked.drift:  # of the published weights; training has measured the adapter's
-            report["train"] |= {"drift": checked.drift, "adapter_drift": report["train"].get("drift")}
+            report["train"] |= {
+                "drift": checked.drift,
+                "adapter_drift": report["train"].get("drift"),
+            }
     extras: dict[str, Any] = {"samples": checked.samples}
     if "calibrate" in found:
         extras["tree"] = read_calibration(found["calibrate"].path).stored()
@@ -108,7 +127,11 @@ def _check_figures(checked: CheckResult, config: Config) -> dict[str, Any]:
     """The check's result under the limits of this configuration."""
     found = failures(checked, config)
     figures = {name: engine.figures for name, engine in checked.engines.items()}
-    contaminated = {} if checked.contaminated_rows is None else {"contaminated_rows": checked.contaminated_rows}
+    contaminated = (
+        {}
+        if checked.contaminated_rows is None
+        else {"contaminated_rows": checked.contaminated_rows}
+    )
     matched = {"exact_match": list(checked.exact_match)} if checked.exact_match else {}
     return figures | contaminated | matched | {"passed": not found, "failures": found}
 

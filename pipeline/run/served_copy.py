@@ -13,12 +13,14 @@ WHERE = "check.served_model"
 
 
 def served_model(config: Config, target: TargetSpec, *, on_gpu: bool | None) -> TargetSpec | None:
-    """The copy that `check.served_model` names, with the target's template and context; None where there is none.
+    """The copy that `check.served_model` names, with the target's template and context; None where
+    there is none.
 
     Its dtype is its own where workers have GPUs; `on_gpu` is as of `resolve`.
 
     Raises:
-        ConfigError: There is no such model, or it has another vocabulary or hidden size than the target.
+        ConfigError: There is no such model, or it has another vocabulary or hidden size than the
+            target.
     """
     if config.check.served_model is None:
         return None
@@ -35,13 +37,17 @@ def served_model(config: Config, target: TargetSpec, *, on_gpu: bool | None) -> 
     of_copy, of_target = (model_config(each).get_text_config() for each in (spec, target))
     for name, word in (("vocab_size", "vocabulary"), ("hidden_size", "hidden size")):
         if (found := getattr(of_copy, name)) != (own := getattr(of_target, name)):
-            what = f"{spec.model} has a {word} of {found}, and the target one of {own}: the heads do not fit it."
+            what = (
+                f"{spec.model} has a {word} of {found}, and the target one of {own}: the heads do"
+                " not fit it."
+            )
             raise ConfigError(what, WHERE, "Name a copy of the target, such as a quantized one.")
     return spec
 
 
 def require_served_model(config: Config, target: TargetSpec, *, on_gpu: Mapping[str, bool]) -> None:
-    """Refuse a copy that is not the target's, or that an engine of the check cannot read on this machine.
+    """Refuse a copy that is not the target's, or that an engine of the check cannot read on this
+    machine.
 
     Args:
         on_gpu: Whether each engine's workers have GPUs.

@@ -1,4 +1,6 @@
-"""Run a stage's worker over its pending shards, retry failed ones, and stop after repeated failures."""
+"""Run a stage's worker over its pending shards, retry failed ones, and stop after repeated
+failures.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,8 @@ def run_sharded(
 
     Args:
         worker: A class whose instances take a `ShardTask` and return its `Receipt`.
-        arguments: What the class is constructed with, in the worker's own process; `progress` is added, which it
-            counts its work into.
+        arguments: What the class is constructed with, in the worker's own process; `progress` is
+            added, which it counts its work into.
         unit: The receipt's statistic that the rate is shown in.
         split: The only rows of `upstream` that the worker reads; None for all.
 
@@ -73,18 +75,24 @@ def run_sharded(
                 shown.outcome(outcome)
                 if outcome.receipt:
                     _check_disk(limits, stage)
-                    totals.check_quarantine(stage.stage, str(stage.path), limits.max_quarantine_fraction, final=False)
+                    totals.check_quarantine(
+                        stage.stage, str(stage.path), limits.max_quarantine_fraction, final=False
+                    )
                 elif failures.may_retry(outcome):
                     pending.append(outcome.task)
                 else:
                     killers.append(outcome)
             for killer in killers:
-                context.console.print(f"{stage.stage}: looking for what kills the worker in shard {killer.task.index}")
+                context.console.print(
+                    f"{stage.stage}: looking for what kills the worker in shard {killer.task.index}"
+                )
                 failures.find_rows(map_tasks, killer)
             have = stage.receipts()
             pending.extend(failures.left_over(stage.pending(tasks, have), killers))
     totals = StageTotals(have.values())
-    totals.check_quarantine(stage.stage, str(stage.path), limits.max_quarantine_fraction, final=True)
+    totals.check_quarantine(
+        stage.stage, str(stage.path), limits.max_quarantine_fraction, final=True
+    )
     return totals.summary()
 
 
@@ -94,7 +102,9 @@ def _size(receipt: Receipt, split: str | None) -> int:
 
 
 class Failures:
-    """How often each shard of a stage has failed, at most `limit` times, and the rows that kill their worker."""
+    """How often each shard of a stage has failed, at most `limit` times, and the rows that kill
+    their worker.
+    """
 
     def __init__(self, stage: StageDirectory, limit: int):
         self.stage, self.limit = stage, limit
@@ -102,10 +112,12 @@ class Failures:
         self._poison: dict[int, dict[str, str]] = {}
 
     def may_retry(self, outcome: Outcome) -> bool:
-        """Whether a failed shard is to be tried again; False where its rows have to be looked at one by one.
+        """Whether a failed shard is to be tried again; False where its rows have to be looked at
+        one by one.
 
         Raises:
-            MedusaDistillError: The worker's own, or it has failed too often without ending its process.
+            MedusaDistillError: The worker's own, or it has failed too often without ending its
+                process.
         """
         if outcome.error:
             raise outcome.error
@@ -120,19 +132,23 @@ class Failures:
         raise EnvironmentFault(
             f"Shard {index} of {self.stage.stage} failed {self.limit} times, last with: {last}.",
             str(self.stage.path),
-            "The full traceback is in events.jsonl. Everything that was committed is kept; the same command continues.",
+            "The full traceback is in events.jsonl. Everything that was committed is kept; the same"
+            " command continues.",
         )
 
     def find_rows(self, map_tasks: Callable[..., Iterator[Outcome]], killer: Outcome) -> None:
-        """Find the rows of a shard that kill their worker; raises EnvironmentFault where none is to blame."""
+        """Find the rows of a shard that kill their worker; raises EnvironmentFault where none is to
+        blame.
+        """
         index = killer.task.index
         found = find_crashing_rows(map_tasks, killer, self.stage, self.limit)
         if found == self._poison.get(index):
             raise EnvironmentFault(
-                f"Shard {index} of {self.stage.stage} ends its worker again and again, and not when tried by itself: "
-                f"{killer.death.splitlines()[0].rstrip('.')}.",
+                f"Shard {index} of {self.stage.stage} ends its worker again and again, and not when"
+                f" tried by itself: {killer.death.splitlines()[0].rstrip('.')}.",
                 str(self.stage.path),
-                "If memory runs out, use smaller batches or fewer workers. What was committed is kept; run it again.",
+                "If memory runs out, use smaller batches or fewer workers. What was committed is"
+                " kept; run it again.",
             )
         self._poison[index] = found
 
@@ -140,7 +156,8 @@ class Failures:
         """The tasks that are still to do, without the rows that kill their worker.
 
         Raises:
-            EnvironmentFault: Other shards than those of `killers` are not there although workers commit them.
+            EnvironmentFault: Other shards than those of `killers` are not there although workers
+                commit them.
         """
         searched = {killer.task.index for killer in killers}
         left = [replace(task, poison=self._poison.get(task.index, {})) for task in tasks]
@@ -161,7 +178,12 @@ def _record(context: Context, stage: StageDirectory, outcome: Outcome) -> None:
     if receipt := outcome.receipt:
         busy = {"busy_seconds": receipt.note.busy_seconds} if receipt.note else {}
         context.run.event(
-            "shard", **facts, rows=receipt.num_rows, quarantined=receipt.num_quarantined, **receipt.stats, **busy
+            "shard",
+            **facts,
+            rows=receipt.num_rows,
+            quarantined=receipt.num_quarantined,
+            **receipt.stats,
+            **busy,
         )
     elif outcome.death:
         context.run.event("worker-died", **facts, error=outcome.death)
@@ -173,7 +195,8 @@ def _check_disk(limits: LimitsConfig, stage: StageDirectory) -> None:
     free = shutil.disk_usage(stage.path).free / 1e9
     if free < limits.min_free_disk_gb:
         raise EnvironmentFault(
-            f"The disk has {free:.1f} GB left, less than limits.min_free_disk_gb = {limits.min_free_disk_gb}.",
+            f"The disk has {free:.1f} GB left, less than limits.min_free_disk_gb ="
+            f" {limits.min_free_disk_gb}.",
             str(stage.path),
             "Free some space and run the same command again: it continues where it stopped.",
         )

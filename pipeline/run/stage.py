@@ -29,17 +29,33 @@ class Stage:
     identity: Callable[[Context], Identity]  # what its result depends on besides them
     run: Callable[[Context, StageDirectory], Summary]  # makes the result exist
     one_line: Callable[[Summary], str]  # what the terminal shows of a finished one
-    conclude: Callable[[Context, StageDirectory], None] = lambda context, directory: None  # made or kept, every time
-    failures: Callable[[Summary, Config], list[str]] = lambda summary, config: []  # why its result may not be used
-    skipped: Callable[[Config], str | None] = lambda config: None  # why it is no part of a run, "" where that is plain
-    asked_for: Callable[[Config], bool] = lambda config: True  # whether a run of this configuration wants it
+    conclude: Callable[[Context, StageDirectory], None] = lambda context, directory: (
+        None
+    )  # made or kept, every time
+    failures: Callable[[Summary, Config], list[str]] = (
+        lambda summary, config: []
+    )  # why its result may not be used
+    skipped: Callable[[Config], str | None] = lambda config: (
+        None
+    )  # why it is no part of a run, "" where that is plain
+    asked_for: Callable[[Config], bool] = lambda config: (
+        True
+    )  # whether a run of this configuration wants it
     sharded: bool = False  # whether the result is shards
-    scratch: tuple[str, ...] = ()  # files and folders in its directory that do not count once it is done
-    parts: tuple[str, ...] = ()  # folders in it that are made again alone when one of their files is damaged
+    scratch: tuple[
+        str, ...
+    ] = ()  # files and folders in its directory that do not count once it is done
+    parts: tuple[
+        str, ...
+    ] = ()  # folders in it that are made again alone when one of their files is damaged
 
     def identity_of(self, context: Context) -> Identity:
-        """Everything that the result depends on: code version, settings and their inputs, the stages before it."""
-        upstream = {name: context.upstream[name].fingerprint for name in self.upstream(context.config)}
+        """Everything that the result depends on: code version, settings and their inputs, the
+        stages before it.
+        """
+        upstream = {
+            name: context.upstream[name].fingerprint for name in self.upstream(context.config)
+        }
         return {"version": self.version, "settings": self.identity(context), "upstream": upstream}
 
     def locate(self, context: Context) -> StageDirectory:

@@ -21,11 +21,12 @@ from pipeline.storage.totals import StageTotals
 
 @dataclass(frozen=True)
 class StageStatus:
-    """One stage: `status` is done, failed, partial (some must be made), stale (made from something else), not run or
-    skipped; failed is a finished one whose result may not be used, such as a check that found too low a rate.
+    """One stage: `status` is done, failed, partial (some must be made), stale (made from something
+    else), not run or skipped; failed is a finished one whose result may not be used, such as a
+    check that found too low a rate.
 
-    `made` counts the shards that a run would keep, `expected` all that it would have at its end; both are 0 for a
-    stage without shards, and `expected` is None while nobody can know it.
+    `made` counts the shards that a run would keep, `expected` all that it would have at its end;
+    both are 0 for a stage without shards, and `expected` is None while nobody can know it.
     """
 
     status: str
@@ -41,7 +42,9 @@ class StageStatus:
 
     @property
     def summary(self) -> Summary:
-        """What a finished stage says of itself, and of an unfinished one the sums over its shards."""
+        """What a finished stage says of itself, and of an unfinished one the sums over its
+        shards.
+        """
         if self.directory is None:
             return {}
         return self.directory.summary or (
@@ -49,8 +52,12 @@ class StageStatus:
         )
 
 
-def stage_statuses(run: RunDirectory, config: Config, stages: Mapping[str, Stage]) -> dict[str, StageStatus]:
-    """Every stage's status, upstream first; without the target or the seeds it is what the links say."""
+def stage_statuses(
+    run: RunDirectory, config: Config, stages: Mapping[str, Stage]
+) -> dict[str, StageStatus]:
+    """Every stage's status, upstream first; without the target or the seeds it is what the links
+    say.
+    """
     context = Context(config, run, Console(quiet=True), read_only=True)
     statuses: dict[str, StageStatus] = {}
     obstacle: MedusaDistillError | None = None
@@ -69,7 +76,9 @@ def stage_statuses(run: RunDirectory, config: Config, stages: Mapping[str, Stage
             found = _status(context, run.latest(name), wanted, stage, statuses)
             context.upstream[name] = wanted
         failures = stage.failures(found.summary, config) if found.status == "done" else []
-        statuses[name] = replace(found, status="failed", why="; ".join(failures)) if failures else found
+        statuses[name] = (
+            replace(found, status="failed", why="; ".join(failures)) if failures else found
+        )
     return statuses
 
 
@@ -79,7 +88,9 @@ def _as_linked(linked: StageDirectory | None, obstacle: MedusaDistillError | Non
         return StageStatus("not run", why, expected=None)
     why = f"taken to be unchanged: {why}" if why else ""
     made = len(linked.shards())
-    return StageStatus("done" if linked.done else "partial", why, linked, made, made if linked.done else None)
+    return StageStatus(
+        "done" if linked.done else "partial", why, linked, made, made if linked.done else None
+    )
 
 
 def _status(
@@ -96,12 +107,16 @@ def _status(
         return StageStatus("done", "", wanted, made, made)
     made = _made(context, wanted, sources)
     expected: int | None = 0
-    if stage.sharded:  # one for each of the stage before; how many seeds there are, only reading them tells
+    if (
+        stage.sharded
+    ):  # one for each of the stage before; how many seeds there are, only reading them tells
         expected = before[sources[0]].expected if sources else None
     if not wanted.path.exists():
         if linked is None:
             return StageStatus("not run", "never run", expected=expected)
-        return StageStatus("stale", _difference(linked.identity, stage.identity_of(context)), linked, 0, expected)
+        return StageStatus(
+            "stale", _difference(linked.identity, stage.identity_of(context)), linked, 0, expected
+        )
     unready = [name for name in sources if before[name].status not in ("done", "failed")]
     status, why = "stale", "what it was made from has changed"
     if wanted.done is None:
@@ -116,7 +131,9 @@ def _status(
 
 
 def _made(context: Context, wanted: StageDirectory, sources: Sequence[str]) -> int:
-    """The shards that are whole and, where there is something to compare with, made from what is there now."""
+    """The shards that are whole and, where there is something to compare with, made from what is
+    there now.
+    """
     have = wanted.receipts()
     source = context.upstream[sources[0]].done if sources else None
     if not source or not source.shards:
@@ -131,13 +148,20 @@ def _difference(before: Identity, now: Identity) -> str:
     changed = [key.removeprefix("settings.") for key in changed]
     if changed:
         return "changed: " + ", ".join(changed[:4])
-    return "what comes before it changed" if before.get("upstream") != now["upstream"] else "the stage's code changed"
+    return (
+        "what comes before it changed"
+        if before.get("upstream") != now["upstream"]
+        else "the stage's code changed"
+    )
 
 
 def _changed_keys(before: Any, now: Any, prefix: str = "") -> set[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         keys = before.keys() | now.keys()
         return set().union(
-            *(_changed_keys(before.get(key), now.get(key), f"{prefix}.{key}".strip(".")) for key in keys)
+            *(
+                _changed_keys(before.get(key), now.get(key), f"{prefix}.{key}".strip("."))
+                for key in keys
+            )
         )
     return set() if before == now else {prefix}

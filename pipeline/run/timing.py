@@ -1,6 +1,7 @@
 """What calibrate times: trees and chains of several sizes, where the target decodes natively.
 
-On held-out prompts, one request at a time. The results decide and are kept; nothing is timed again on resume.
+On held-out prompts, one request at a time. The results decide and are kept; nothing is timed again
+on resume.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def native_overheads(
     chains: Mapping[int, Choices],
     progress: ProgressReporter,
 ) -> tuple[Overheads, Overheads]:
-    """The overheads of trees of several sizes, and of these chains, where the target decodes natively.
+    """The overheads of trees of several sizes, and of these chains, where the target decodes
+    natively.
 
     Empty where no size is to be chosen.
     """
@@ -50,15 +52,24 @@ def native_overheads(
 
 
 def _prompts(context: Context, features: StageDirectory) -> list[list[int]]:
-    """Held-out prompts, chosen as the check's are; whoever has too little room cuts them at the beginning."""
+    """Held-out prompts, chosen as the check's are; whoever has too little room cuts them at the
+    beginning.
+    """
     rows = read_token_rows(features.shards(), features.fingerprint)
-    return [prompt.ids for prompt in held_out_prompts(rows, NUM_PROMPTS, context_length(context.target), SPLIT).kept]
+    return [
+        prompt.ids
+        for prompt in held_out_prompts(
+            rows, NUM_PROMPTS, context_length(context.target), SPLIT
+        ).kept
+    ]
 
 
 def _timed_trees(fits: CrossFit, dynamic: DynamicTree | None) -> dict[int, Choices | DynamicTree]:
     """Trees of the measured sizes, as far as there are any, and a static one of the largest."""
     if dynamic:
-        return {size: dynamic.resized(size) for size in MEASURED_SIZES if size <= dynamic.num_proposed}
+        return {
+            size: dynamic.resized(size) for size in MEASURED_SIZES if size <= dynamic.num_proposed
+        }
     longest = max(fits.whole.values(), key=len)
     sizes = [size for size in sorted({*MEASURED_SIZES, len(longest)}) if size <= len(longest)]
     return {size: longest[:size] for size in sizes}

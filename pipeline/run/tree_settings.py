@@ -1,4 +1,6 @@
-"""What the settings ask of the tree and of the chain that vLLM drafts, as far as the kind of heads can propose it."""
+"""What the settings ask of the tree and of the chain that vLLM drafts, as far as the kind of heads
+can propose it.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,27 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.export.layout import MAX_NUM_HEADS
 from pipeline.heads.shape import head_kind, max_depth
 
-MEASURED_SIZES = (1, 3, 7, 15, 31, 63, 127, 255)  # with the root powers of two, which matrix products are fastest at
+MEASURED_SIZES = (
+    1,
+    3,
+    7,
+    15,
+    31,
+    63,
+    127,
+    255,
+)  # with the root powers of two, which matrix products are fastest at
 
 
 def check_tree(config: Config) -> None:
-    """Raise ConfigError where more is asked of the heads than they can propose, or the tree cannot be read."""
+    """Raise ConfigError where more is asked of the heads than they can propose, or the tree cannot
+    be read.
+    """
     settings, most = config.calibrate, max_depth(config.train)
     if (settings.depth or 1) > most:
         raise ConfigError(
-            f"{config.train.num_heads} {config.train.heads} heads propose at most {most} tokens ahead, and a tree of "
-            f"depth {settings.depth} is asked for.",
+            f"{config.train.num_heads} {config.train.heads} heads propose at most {most} tokens"
+            f" ahead, and a tree of depth {settings.depth} is asked for.",
             "calibrate.depth",
             "Lower it or raise train.num_heads.",
         )
@@ -31,13 +44,16 @@ def check_tree(config: Config) -> None:
     longest, wanted = most_draft_tokens(config), settings.draft_tokens
     if wanted != "auto" and wanted > longest:
         fix = f"Lower it to at most {longest}, or raise train.num_heads."
-        raise ConfigError(f"These heads cannot draft {wanted} tokens.", "calibrate.draft_tokens", fix)
+        raise ConfigError(
+            f"These heads cannot draft {wanted} tokens.", "calibrate.draft_tokens", fix
+        )
     if settings.choices:
         read_choices(config)
 
 
 def read_choices(config: Config) -> tuple[TreePath, ...]:
-    """The tree of `calibrate.choices`, given directly, by name or as a file, validated for these heads.
+    """The tree of `calibrate.choices`, given directly, by name or as a file, validated for these
+    heads.
 
     A named tree that is deeper than they can propose is cut.
 
@@ -61,8 +77,8 @@ def read_choices(config: Config) -> tuple[TreePath, ...]:
 
 
 def dynamic_tree(config: Config) -> DynamicTree | None:
-    """How the dynamic tree of these settings grows, to a single node where the number is to be found; None of a static
-    one.
+    """How the dynamic tree of these settings grows, to a single node where the number is to be
+    found; None of a static one.
 
     Raises ConfigError where more nodes are asked for than are proposed.
     """
@@ -74,8 +90,8 @@ def dynamic_tree(config: Config) -> DynamicTree | None:
         return smallest
     if settings.nodes > (most := smallest.num_proposed):
         raise ConfigError(
-            f"A dynamic tree of {settings.nodes} nodes is asked for, and of {settings.top} guesses per node up to a "
-            f"depth of {smallest.max_depth} only {most} are proposed.",
+            f"A dynamic tree of {settings.nodes} nodes is asked for, and of {settings.top} guesses"
+            f" per node up to a depth of {smallest.max_depth} only {most} are proposed.",
             "calibrate.nodes",
             f"Lower it to at most {most}, or raise calibrate.top or calibrate.depth.",
         )

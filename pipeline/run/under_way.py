@@ -1,4 +1,6 @@
-"""What is shown while a stage's workers make its shards: conversations, tokens, rate, shards, quarantined rows."""
+"""What is shown while a stage's workers make its shards: conversations, tokens, rate, shards,
+quarantined rows.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class UnderWay:
         self._started: float | None = None  # when the first worker had loaded its model
 
     def outcome(self, outcome: Outcome) -> None:
-        """A worker is done with a shard, or has failed: what it was doing is no longer under way."""
+        """A worker is done with a shard, or has failed: what it was doing is no longer under
+        way.
+        """
         self.progress.drop(outcome.task)
         if outcome.receipt:
             self._committed.add(outcome.task.index)

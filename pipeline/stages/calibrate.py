@@ -1,14 +1,17 @@
-"""calibrate: each head's accuracy on held-out rows, the tree with the highest expected speedup, and the chain's depth.
+"""calibrate: each head's accuracy on held-out rows, the tree with the highest expected speedup, and
+the chain's depth.
 
-Promises: everything is measured on the `calibrate` split, which nothing is trained on, or on what the target answers to
-the questions of `calibrate.data`. Trees are searched greedily by the product of accuracies (paper 2.3.3) and by the
-frequency of whole paths, on each half of the conversations; each half's trees are judged on the other half, and both
-together give the expected rate with its standard error. The search with the higher rate is repeated on all of it. With
-`calibrate.nodes: auto` the size with the highest speedup is used, by the overhead of each size measured on this device;
-among sizes within 5 % of it the acceleration rate counts too. The number of draft tokens of the chain that vLLM serves
-is chosen by the same rule, by native overheads. `calibrate.choices` gives a tree instead. A dynamic tree
-(`calibrate.tree`) is grown at held-out positions: one pass gives the rate of every size, and nothing is fitted. Where
-training tuned the backbone, the states are those of the `tuned-features` stage.
+Promises: everything is measured on the `calibrate` split, which nothing is trained on, or on what
+the target answers to the questions of `calibrate.data`. Trees are searched greedily by the product
+of accuracies (paper 2.3.3) and by the frequency of whole paths, on each half of the conversations;
+each half's trees are judged on the other half, and both together give the expected rate with its
+standard error. The search with the higher rate is repeated on all of it. With `calibrate.nodes:
+auto` the size with the highest speedup is used, by the overhead of each size measured on this
+device; among sizes within 5 % of it the acceleration rate counts too. The number of draft tokens of
+the chain that vLLM serves is chosen by the same rule, by native overheads. `calibrate.choices`
+gives a tree instead. A dynamic tree (`calibrate.tree`) is grown at held-out positions: one pass
+gives the rate of every size, and nothing is fitted. Where training tuned the backbone, the states
+are those of the `tuned-features` stage.
 
 Limits: one request is decoded at a time, and native overheads stand for those of the chain in vLLM.
 """
@@ -49,7 +52,13 @@ from pipeline.run.context import Context
 from pipeline.run.preflight import require_files
 from pipeline.run.stage import Stage
 from pipeline.run.timing import native_overheads
-from pipeline.run.tree_settings import MEASURED_SIZES, dynamic_tree, most_draft_tokens, read_choices, times_chain
+from pipeline.run.tree_settings import (
+    MEASURED_SIZES,
+    dynamic_tree,
+    most_draft_tokens,
+    read_choices,
+    times_chain,
+)
 from pipeline.storage.done import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.evaluation import held_out_places, held_out_ranks
@@ -62,7 +71,9 @@ REPORTED_TOPS = 5
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The states that the heads are measured on, cached or of the tuned backbone; and the training rows' answers."""
+    """The states that the heads are measured on, cached or of the tuned backbone; and the training
+    rows' answers.
+    """
     states = "tuned-features" if method_of(config.train).tunes_backbone else "features"
     return (states, "train", "generate")
 
@@ -82,7 +93,9 @@ def identity(context: Context) -> Identity:
     }
     if settings.data:
         require_files(context.config)
-        written = context.config.generate.model_dump(mode="json", include={"max_new_tokens", "rounds", "on_truncated"})
+        written = context.config.generate.model_dump(
+            mode="json", include={"max_new_tokens", "rounds", "on_truncated"}
+        )
         found["data"] = {"file": context.digests.of(settings.data), **written}
     return found
 
@@ -93,7 +106,9 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         return _measure_and_choose(context, stage, progress)
 
 
-def _measure_and_choose(context: Context, stage: StageDirectory, progress: ProgressReporter) -> Summary:
+def _measure_and_choose(
+    context: Context, stage: StageDirectory, progress: ProgressReporter
+) -> Summary:
     settings, features = context.config.calibrate, context.upstream[upstream(context.config)[0]]
     measured = _on_answers if settings.data else _on_held_out_rows
     ranks, places = measured(context, dynamic_tree(context.config), progress)
@@ -104,9 +119,13 @@ def _measure_and_choose(context: Context, stage: StageDirectory, progress: Progr
     fits = _cross_fit(context, ranks)
     most = most_draft_tokens(context.config)
     timed_chains = chains(most) if times_chain(context.config) else {}
-    tree_overheads, chain_overheads = native_overheads(context, features, fits, timed_chains, progress)
+    tree_overheads, chain_overheads = native_overheads(
+        context, features, fits, timed_chains, progress
+    )
     tree = _chosen(context.config, ranks, places, fits, tree_overheads)
-    fixed = context.config.train.num_heads if settings.draft_tokens == "auto" else settings.draft_tokens
+    fixed = (
+        context.config.train.num_heads if settings.draft_tokens == "auto" else settings.draft_tokens
+    )
     num_tokens, chain = chosen_chain(ranks, most, fixed, chain_overheads)
     estimate = tree.walked.estimate()
     expected = promise(estimate)
@@ -153,12 +172,16 @@ def _accuracies(ranks: HeldOutRanks, top: int, num_heads: int) -> list[dict[str,
 
 
 def _require_labels(trained_K: np.ndarray, num_conversations: int, where: str) -> None:
-    """Raise DataError where a head has nothing to be measured on, or there is one conversation alone."""
+    """Raise DataError where a head has nothing to be measured on, or there is one conversation
+    alone.
+    """
     if int(trained_K.min()) == 0 or num_conversations < 2:
         raise DataError(
-            f"Head {int(trained_K.argmin())} has nothing to be measured on: the held-out answers are too short for it.",
+            f"Head {int(trained_K.argmin())} has nothing to be measured on: the held-out answers"
+            " are too short for it.",
             where,
-            "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers be longer.",
+            "Train fewer heads (train.num_heads), hold out more rows (seeds.holdout) or let answers"
+            " be longer.",
         )
 
 
@@ -177,7 +200,11 @@ def _tree_facts(tree: ChosenTree, text: str) -> dict[str, Any]:
 
 
 def _chosen(
-    config: Config, ranks: HeldOutRanks, places: HeldOutPlaces | None, fits: CrossFit | None, overheads: Overheads
+    config: Config,
+    ranks: HeldOutRanks,
+    places: HeldOutPlaces | None,
+    fits: CrossFit | None,
+    overheads: Overheads,
 ) -> ChosenTree:
     """The user's tree, a dynamic one, or the best that was searched."""
     if fits is None:
@@ -210,8 +237,14 @@ def _on_held_out_rows(
         "device": "cuda" if placement.gpus else "cpu",
         "trained": training_text(context.upstream["generate"]),
     }
-    ranks = context.executor.call(held_out_ranks, where | {"top": context.config.calibrate.top}, placement, progress)
-    return ranks, context.executor.call(held_out_places, where | {"tree": tree}, placement, progress) if tree else None
+    ranks = context.executor.call(
+        held_out_ranks, where | {"top": context.config.calibrate.top}, placement, progress
+    )
+    return ranks, (
+        context.executor.call(held_out_places, where | {"tree": tree}, placement, progress)
+        if tree
+        else None
+    )
 
 
 def _on_answers(
@@ -246,7 +279,9 @@ def one_line(summary: Summary) -> str:
     accuracies = " ".join(f"{head['top1']:.0%}" for head in summary["heads"])
     rate = with_error(tree["expected_acceleration_rate"], tree["expected_standard_error"])
     words = "a dynamic tree" if tree.get("dynamic") else "a tree"
-    line = f"top-1 {accuracies}; {words} of {tree['nodes']} nodes, expected acceleration rate {rate}"
+    line = (
+        f"top-1 {accuracies}; {words} of {tree['nodes']} nodes, expected acceleration rate {rate}"
+    )
     if tree["seen_share"]:
         line += f", {expected_rate(tree['new'])} on new answers"
     return line

@@ -1,12 +1,14 @@
-"""check: the export decoded, natively with the tree and in vLLM as it will be served, against the target alone.
+"""check: the export decoded, natively with the tree and in vLLM as it will be served, against the
+target alone.
 
-Promises: it fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie, when vLLM accepts
-nothing or much less than its chain should, below `check.min_acceleration_rate`, beyond `train.backbone.max_kl`, or
-where the heads guess no better than frequency would. A changed limit is applied to the stored result without decoding
-again. Each engine runs in a process of its own and decodes the same prompts; what one has decoded is kept when another
-fails. Native answers are left in `answers/plain.jsonl` and, with the heads, `answers/KIND.jsonl`, in Spec-Bench's
-schema. Those to a file of questions are in `model_answer/MODEL.jsonl` too, as FastChat's judge reads them, and the
-original's own beside a tuned backbone's.
+Promises: it fails (exit 1, and push refuses) when a greedy sequence differs other than at a tie,
+when vLLM accepts nothing or much less than its chain should, below `check.min_acceleration_rate`,
+beyond `train.backbone.max_kl`, or where the heads guess no better than frequency would. A changed
+limit is applied to the stored result without decoding again. Each engine runs in a process of its
+own and decodes the same prompts; what one has decoded is kept when another fails. Native answers
+are left in `answers/plain.jsonl` and, with the heads, `answers/KIND.jsonl`, in Spec-Bench's schema.
+Those to a file of questions are in `model_answer/MODEL.jsonl` too, as FastChat's judge reads them,
+and the original's own beside a tuned backbone's.
 """
 
 from __future__ import annotations
@@ -67,7 +69,9 @@ def identity(context: Context) -> Identity:
     else:
         settings.pop("served_model")
     if assistant := assistant_of(context):
-        settings["assistant_model"] = context.digests.of_all(weight_files(assistant, fetch=not context.read_only))
+        settings["assistant_model"] = context.digests.of_all(
+            weight_files(assistant, fetch=not context.read_only)
+        )
     return {"settings": settings}
 
 
@@ -77,7 +81,9 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         return _decode_and_compare(context, stage, progress)
 
 
-def _decode_and_compare(context: Context, stage: StageDirectory, progress: ProgressReporter) -> Summary:
+def _decode_and_compare(
+    context: Context, stage: StageDirectory, progress: ProgressReporter
+) -> Summary:
     settings, (request, skipped) = context.config.check, check_request(context, progress)
     result: Summary = {"skipped_prompts": skipped}
     if "native" in settings.engines:
@@ -90,7 +96,9 @@ def _decode_and_compare(context: Context, stage: StageDirectory, progress: Progr
         result = {**surroundings, **result, "vllm": served["vllm"], "differing": differing}
     if isinstance(settings.prompts, Path):
         questions = CheckQuestions(read_questions(settings.prompts))
-        result["contaminated_rows"] = num_contaminated(context.upstream["generate"].shards(), questions)
+        result["contaminated_rows"] = num_contaminated(
+            context.upstream["generate"].shards(), questions
+        )
     if copies := served_copies(context):
         result["served_model"] = on_served_model(context, request, copies, progress)
         result["differing"] = result.get("differing", []) + result["served_model"].pop("differing")
@@ -101,7 +109,9 @@ def _decode_and_compare(context: Context, stage: StageDirectory, progress: Progr
         drift = drift_of_published(context, stage, progress) or trained["drift"]
         result |= {"drift": drift, "kl": drift["kl"]}
     if isinstance(settings.prompts, Path):
-        result["exact_match"] = exact_match(read_answers(stage.path), read_references(settings.prompts))
+        result["exact_match"] = exact_match(
+            read_answers(stage.path), read_references(settings.prompts)
+        )
     forget_parts(stage)
     return result | made_of(context) | {"passed": not failures_of(result, context.config)}
 
@@ -125,18 +135,23 @@ def failures_of(summary: Summary, config: Config) -> list[str]:
 
 
 def require_passed(stage: StageDirectory, config: Config) -> None:
-    """Raise `CheckFailed` when what the finished check has found is beyond the limits of this configuration."""
+    """Raise `CheckFailed` when what the finished check has found is beyond the limits of this
+    configuration.
+    """
     if found := failures_of(stage.summary, config):
         reasons = "; ".join(found)
         fix = (
-            "Nothing was pushed. Sequences that differ are in DONE.json there. More data or epochs raise a low rate; "
-            "where few tree sizes were timed, calibrate again with --fresh calibrate."
+            "Nothing was pushed. Sequences that differ are in DONE.json there. More data or epochs"
+            " raise a low rate; where few tree sizes were timed, calibrate again with --fresh"
+            " calibrate."
         )
         raise CheckFailed(f"The check failed: {reasons}.", str(stage.path), fix)
 
 
 def configuration(stage: StageDirectory, now: Config) -> Config:
-    """What the finished check and all before it were made by; limits, `run` and `push` are those of `now`."""
+    """What the finished check and all before it were made by; limits, `run` and `push` are those of
+    `now`.
+    """
     found = validate(stage.summary["configuration"], str(stage.path))
     limits = {name: getattr(now.check, name) for name in LIMITS}
     backbone = found.train.backbone.model_copy(update={"max_kl": now.train.backbone.max_kl})
@@ -154,7 +169,10 @@ def one_line(summary: Summary) -> str:
     for name, engine in CheckResult.of(summary).engines.items():
         line = f"vLLM: {engine.acceleration_rate:.2f}"
         if name == "native":
-            line = f"native: acceleration rate {engine.acceleration_rate:.2f}, speedup {engine.speedup:.2f}x"
+            line = (
+                f"native: acceleration rate {engine.acceleration_rate:.2f}, speedup"
+                f" {engine.speedup:.2f}x"
+            )
         if engine.figures.get("seen_share"):
             line += f", on new answers {on_new_answers(engine.figures)}"
         parts.append(f"{line}, {engine.identical}/{engine.sequences} identical")

@@ -1,9 +1,10 @@
 """export: one directory that engines load unmodified.
 
-Promises: exactly the expected tensors and shapes, read back and compared bit for bit; heads, tokenizer, configuration,
-tree and model card together; further formats
-in directories of their names. With Medusa-2 the tuned backbone lies in `backbone/`, and the configuration names it by
-its absolute path, where it was made: of an export that was moved since, that directory is meant all the same.
+Promises: exactly the expected tensors and shapes, read back and compared bit for bit; heads,
+tokenizer, configuration, tree and model card together; further formats in directories of their
+names. With Medusa-2 the tuned backbone lies in `backbone/`, and the configuration names it by its
+absolute path, where it was made: of an export that was moved since, that directory is meant all the
+same.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ VERSION = 5
 
 
 def identity(context: Context) -> Identity:
-    """The format, the dtype, and what the export calls its target; a tuned backbone is wherever the export is."""
+    """The format, the dtype, and what the export calls its target; a tuned backbone is wherever the
+    export is.
+    """
     tuned = method_of(context.config.train).tunes_backbone
     return {
         "settings": context.config.export.model_dump(mode="json"),
@@ -77,7 +80,11 @@ def run(context: Context, stage: StageDirectory) -> Summary:
 
 
 def one_line(summary: Summary) -> str:
-    tuned = f"; the tuned backbone, {summary['backbone_bytes'] / 1e6:,.1f} MB" if "backbone_bytes" in summary else ""
+    tuned = (
+        f"; the tuned backbone, {summary['backbone_bytes'] / 1e6:,.1f} MB"
+        if "backbone_bytes" in summary
+        else ""
+    )
     heads = f"{len(summary['files'])} files, {summary['bytes'] / 1e6:,.1f} MB, {summary['dtype']}"
     return f"{heads}, read back and compared{tuned}"
 

@@ -1,11 +1,14 @@
-"""features: one forward of the backbone over every generated row, its last hidden states cached in Parquet.
+"""features: one forward of the backbone over every generated row, its last hidden states cached in
+Parquet.
 
-Promises: for a span [s, e) the states at positions s-1 … e-2, after the final norm, in the target's own dtype: one per
-target-written token, exactly what its lm_head read when it predicted that token, or with `features.precision` that in 8
-bits. Rows keep their order and ids; a row with a state that is not finite is quarantined.
+Promises: for a span [s, e) the states at positions s-1 … e-2, after the final norm, in the target's
+own dtype: one per target-written token, exactly what its lm_head read when it predicted that token,
+or with `features.precision` that in 8 bits. Rows keep their order and ids; a row with a state that
+is not finite is quarantined.
 
-`tuned-features` does the same for the held-out rows that calibrate looks at, with the backbone that training tuned. All
-runs of one store that have the same tuned backbone share it, whatever tree they search.
+`tuned-features` does the same for the held-out rows that calibrate looks at, with the backbone that
+training tuned. All runs of one store that have the same tuned backbone share it, whatever tree they
+search.
 """
 
 from __future__ import annotations
@@ -42,10 +45,11 @@ TUNED_NAME = "tuned-features"
 
 
 class Worker:
-    """Holds a backbone; turns one shard of generated rows into one shard of features, of all its rows or of one split.
+    """Holds a backbone; turns one shard of generated rows into one shard of features, of all its
+    rows or of one split.
 
-    Rows are written behind the forwards. The next shard's rows are read meanwhile, and its states are computed while
-    the last rows of this one are written and committed.
+    Rows are written behind the forwards. The next shard's rows are read meanwhile, and its states
+    are computed while the last rows of this one are written and committed.
     """
 
     def __init__(
@@ -88,8 +92,12 @@ class Worker:
         self._reader.shutdown()
         self.engine.close()
 
-    def _work_ahead(self, task: ShardTask, rows: Future[list[TokenRow]], committed: Future[Receipt]) -> None:
-        """Compute the next shard's states until this one is committed. What fails here is begun again in its turn."""
+    def _work_ahead(
+        self, task: ShardTask, rows: Future[list[TokenRow]], committed: Future[Receipt]
+    ) -> None:
+        """Compute the next shard's states until this one is committed. What fails here is begun
+        again in its turn.
+        """
         with contextlib.suppress(Exception), contextlib.ExitStack() as undo:
             ahead = undo.enter_context(self._begin(task, rows.result()))
             while not committed.done() and ahead.advance():
@@ -108,7 +116,9 @@ class Worker:
     def _begin(self, task: ShardTask, rows: list[TokenRow]) -> ShardUnderWay:
         self.progress.begin(task)
         report = functools.partial(self.progress.add, task)
-        return ShardUnderWay(task, rows, self.engine, self.states, self.settings.codec, self.backlog, report)
+        return ShardUnderWay(
+            task, rows, self.engine, self.states, self.settings.codec, self.backlog, report
+        )
 
     def _rows(self, task: ShardTask) -> list[TokenRow]:
         rows = map(TokenRow.of, task_rows(task, TOKEN_COLUMNS))
@@ -131,9 +141,13 @@ class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
         self.task, self._rows, self._report = task, rows, report
         self._computed = engine.stream(row.input_ids.tolist() for row in rows)
         with contextlib.ExitStack() as opened:
-            writer = opened.enter_context(shard_writer(task, states.schema, footer=states.footer, codec=codec))
+            writer = opened.enter_context(
+                shard_writer(task, states.schema, footer=states.footer, codec=codec)
+            )
             self._writer = opened.enter_context(FeatureWriter(writer, rows, states, backlog))
-            opened.callback(self._computed.close)  # an engine would go on with rows that nobody takes
+            opened.callback(
+                self._computed.close
+            )  # an engine would go on with rows that nobody takes
             self._opened = opened.pop_all()
 
     def advance(self) -> bool:
@@ -161,7 +175,11 @@ class ShardUnderWay(contextlib.AbstractContextManager["ShardUnderWay"]):
 def engine_identity(settings: FeaturesConfig) -> Identity:
     """What of the settings the states depend on; the batch size only moves rounding noise."""
     stored = {"codec": settings.codec, "precision": settings.precision}
-    return {"engine": settings.engine, **stored, "engine_args": semantic_arguments(settings.engine_args)}
+    return {
+        "engine": settings.engine,
+        **stored,
+        "engine_args": semantic_arguments(settings.engine_args),
+    }
 
 
 def identity(context: Context) -> Identity:
@@ -177,18 +195,35 @@ def tuned_identity(context: Context) -> Identity:
 
 
 def run(context: Context, stage: StageDirectory, *, tuned: bool = False) -> Summary:
-    """Cache every pending shard's states: the target's of all rows, or those of the tuned backbone of held-out rows."""
+    """Cache every pending shard's states: the target's of all rows, or those of the tuned backbone
+    of held-out rows.
+    """
     target, split = (context.backbone("train"), SPLIT) if tuned else (context.target, None)
     placement = context.placement(NAME)
-    arguments = {"target": target, "settings": context.config.features, "gpus": placement.gpus, "split": split}
-    summary = run_sharded(context, stage, context.upstream["generate"], Worker, arguments, placement, "tokens", split)
+    arguments = {
+        "target": target,
+        "settings": context.config.features,
+        "gpus": placement.gpus,
+        "split": split,
+    }
+    summary = run_sharded(
+        context, stage, context.upstream["generate"], Worker, arguments, placement, "tokens", split
+    )
     size = sum(path.stat().st_size for path in stage.shards())
-    return summary | {"bytes": size, "bytes_per_position": round(size / max(1, summary.get("positions", 0)), 2)}
+    return summary | {
+        "bytes": size,
+        "bytes_per_position": round(size / max(1, summary.get("positions", 0)), 2),
+    }
 
 
 def one_line(summary: Summary) -> str:
-    speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
-    positions = f"{summary.get('positions', 0):,.0f} positions of {summary['bytes_per_position']:,.0f} bytes"
+    speed = (
+        f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
+    )
+    positions = (
+        f"{summary.get('positions', 0):,.0f} positions of {summary['bytes_per_position']:,.0f}"
+        " bytes"
+    )
     return f"{positions}{speed}, {summary['quarantined']} quarantined"
 
 

@@ -1,9 +1,11 @@
-"""generate: the target writes the conversations that its heads will learn from (self-distillation, paper 2.3.2).
+"""generate: the target writes the conversations that its heads will learn from (self-distillation,
+paper 2.3.2).
 
 Promises: every seed becomes a row or is quarantined; answers are the very token
-ids that were sampled; a conversation's next turn is submitted the moment its last one ended, so no turn waits for a
-slower neighbour. A row's samples depend on the run's seed and the row's id alone, not on its shard, its batch or the
-number of workers (exactly on a CPU in fp32; on a GPU with `generate.batch_invariant`).
+ids that were sampled; a conversation's next turn is submitted the moment its last one ended, so no
+turn waits for a slower neighbour. A row's samples depend on the run's seed and the row's id alone,
+not on its shard, its batch or the number of workers (exactly on a CPU in fp32; on a GPU with
+`generate.batch_invariant`).
 """
 
 from __future__ import annotations
@@ -44,7 +46,12 @@ def identity(context: Context) -> Identity:
     settings["engine_args"] = semantic_arguments(settings["engine_args"])
     special = context.config.seeds.special_tokens
     seed = context.config.run.seed
-    return {"settings": settings, "special_tokens": special, "seed": seed, "target": context.target_identity}
+    return {
+        "settings": settings,
+        "special_tokens": special,
+        "seed": seed,
+        "target": context.target_identity,
+    }
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
@@ -59,24 +66,35 @@ def run(context: Context, stage: StageDirectory) -> Summary:
         "gpus": placement.gpus,
         "special_tokens": context.config.seeds.special_tokens,
     }
-    summary = run_sharded(context, stage, context.upstream["seeds"], Worker, arguments, placement, unit="tokens")
+    summary = run_sharded(
+        context, stage, context.upstream["seeds"], Worker, arguments, placement, unit="tokens"
+    )
     require_enough(summary, stage)
     return summary
 
 
 def require_enough(summary: Summary, stage: StageDirectory) -> None:
-    """Raise DataError where a split has lost its rows: the stages that read it would fail, and only after training."""
+    """Raise DataError where a split has lost its rows: the stages that read it would fail, and only
+    after training.
+    """
     fewest = min(SPLITS, key=lambda split: summary[f"{split}_rows"])
     if summary[f"{fewest}_rows"] < MIN_ROWS:
         counts = ", ".join(f"{split} {summary[f'{split}_rows']:.0f}" for split in SPLITS)
-        reasons = ", ".join(f"{reason} {count}" for reason, count in summary["reasons"].items()) or "none"
+        reasons = (
+            ", ".join(f"{reason} {count}" for reason, count in summary["reasons"].items()) or "none"
+        )
         what = f"Too few rows are left to {fewest}: {counts}; quarantined: {reasons}."
-        fix = f"Read the quarantine files there: correct the seeds, name more of them, or {other_holdout(fewest)}."
+        fix = (
+            "Read the quarantine files there: correct the seeds, name more of them, or"
+            f" {other_holdout(fewest)}."
+        )
         raise DataError(what, str(stage.path), fix)
 
 
 def one_line(summary: Summary) -> str:
-    speed = f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
+    speed = (
+        f", {summary['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in summary else ""
+    )
     written = f"{summary['rows']:,} rows, {summary.get('tokens', 0):,.0f} tokens written"
     special = summary.get("special_token_rows")
     noted = f", {special:,.0f} with special tokens in the seed's text" if special else ""
@@ -126,7 +144,9 @@ class Worker:
                 try:
                     generated = dialogue.rows()
                 except RowRejected as rejected:
-                    writer.reject(RejectedRow(seed.id, rejected.reason, rejected.detail, seed.stored()))
+                    writer.reject(
+                        RejectedRow(seed.id, rejected.reason, rejected.detail, seed.stored())
+                    )
                     continue
                 rows += [stored_row(row, seed.split) for row in generated]
             writer.write(rows)
@@ -135,11 +155,14 @@ class Worker:
             return writer.commit(NAME, ids_in, counts, time.monotonic() - started)
 
     def _begin(self, task: ShardTask) -> tuple[list[SeedRow], DialogueGroup]:
-        """The shard's seeds and their conversations, which wait for their turn unless they have begun already."""
+        """The shard's seeds and their conversations, which wait for their turn unless they have
+        begun already.
+        """
         if task.shard not in self._begun:
             seeds = [SeedRow.of(row) for row in task_rows(task)]
             dialogues = (
-                Dialogue(seed.conversation, self.template, self._dialogue_settings(seed.split)) for seed in seeds
+                Dialogue(seed.conversation, self.template, self._dialogue_settings(seed.split))
+                for seed in seeds
             )
             self.progress.begin(task)
             group = self.pool.add(dialogues, functools.partial(self.progress.add, task))
@@ -175,10 +198,16 @@ class Worker:
 
 
 def _counts_of_seeds(dialogues: list[Dialogue]) -> dict[str, float]:
-    """The conversations with special tokens in the seed's text, and those that end before functions are called."""
+    """The conversations with special tokens in the seed's text, and those that end before functions
+    are called.
+    """
     special = sum(bool(dialogue.special_tokens()) for dialogue in dialogues)
     cut = sum(dialogue.cut_at_tools for dialogue in dialogues)
-    return {name: float(rows) for name, rows in (("special_token_rows", special), ("cut_at_tools", cut)) if rows}
+    return {
+        name: float(rows)
+        for name, rows in (("special_token_rows", special), ("cut_at_tools", cut))
+        if rows
+    }
 
 
 STAGE = Stage(NAME, VERSION, reads("seeds"), identity, run, one_line, sharded=True)

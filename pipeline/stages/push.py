@@ -1,7 +1,7 @@
 """push: the export on the Hub, as one commit, and never when the check failed.
 
-With `push.dataset` the conversations go first, to a data set. With Medusa-2 the tuned backbone goes to `push.repo_id`,
-and its heads to the same name with `-speculator.METHOD` behind it.
+With `push.dataset` the conversations go first, to a data set. With Medusa-2 the tuned backbone goes
+to `push.repo_id`, and its heads to the same name with `-speculator.METHOD` behind it.
 """
 
 from __future__ import annotations
@@ -68,14 +68,16 @@ def _summary(receipt: dict[str, Any]) -> dict[str, Any]:
 
 
 def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None) -> dict[str, Any]:
-    """Send what is asked for with fresh cards, made of the stages' records and not of report.json or of the Hub as they
-    are now; a dry run touches no network and returns what would go.
+    """Send what is asked for with fresh cards, made of the stages' records and not of report.json
+    or of the Hub as they are now; a dry run touches no network and returns what would go.
 
     Args:
-        work_in: Where the data set's files are written before they go, and deleted; the system's place by default.
+        work_in: Where the data set's files are written before they go, and deleted; the system's
+            place by default.
 
     Returns:
-        The heads' receipt, with the data set's under `data_set` and a tuned backbone's under `backbone`.
+        The heads' receipt, with the data set's under `data_set` and a tuned backbone's under
+        `backbone`.
     """
     config = context.config
     settings, target = config.push, config.target.model
@@ -99,14 +101,21 @@ def push(context: Context, *, dry_run: bool = False, work_in: Path | None = None
     with tempfile.TemporaryDirectory(dir=work_in, prefix=".data-set-") as directory:
         uploads = {}
         if to.data_set:
-            generated, conversations = context.upstream["generate"], replace(published, repo_id=to.data_set)
+            generated, conversations = (
+                context.upstream["generate"],
+                replace(published, repo_id=to.data_set),
+            )
             shards, fingerprint = generated.shards(), generated.fingerprint
-            uploads["data_set"] = data_set_upload(shards, fingerprint, conversations, Path(directory))
+            uploads["data_set"] = data_set_upload(
+                shards, fingerprint, conversations, Path(directory)
+            )
         if to.backbone:
             uploads["backbone"] = _backbone(context, replace(published, repo_id=to.backbone))
         if to.heads:
             base = to.backbone or settings.base_model
-            uploads["heads"] = _heads(context, replace(published, repo_id=to.heads, base_model=base))
+            uploads["heads"] = _heads(
+                context, replace(published, repo_id=to.heads, base_model=base)
+            )
         if dry_run:
             receipts = {name: upload.dry_run(settings.private) for name, upload in uploads.items()}
         else:
@@ -124,16 +133,24 @@ def _heads(context: Context, published: Published) -> Upload:
 
 def _backbone(context: Context, published: Published) -> Upload:
     exported = context.upstream["export"]
-    checked = {name: facts.sha256 for name, facts in exported.files_below(BACKBONE_DIRECTORY).items()}
+    checked = {
+        name: facts.sha256 for name, facts in exported.files_below(BACKBONE_DIRECTORY).items()
+    }
     return backbone_upload(exported.path / BACKBONE_DIRECTORY, published, checked)
 
 
 def print_dry_run(console: Console, receipt: dict[str, Any]) -> None:
     for part in _parts(receipt):
         visibility = "private" if part["private"] else "public"
-        console.print(f"Would push to {part['repo']} ({visibility}), as one commit:", highlight=False)
+        console.print(
+            f"Would push to {part['repo']} ({visibility}), as one commit:", highlight=False
+        )
         for file in part["files"]:
-            console.print(f"  {file['size']:>14,} bytes  {visible(file['path'])}", highlight=False, markup=False)
+            console.print(
+                f"  {file['size']:>14,} bytes  {visible(file['path'])}",
+                highlight=False,
+                markup=False,
+            )
         for missing in part["missing"]:
             console.print(f"[yellow]Still missing:[/] {missing}", highlight=False, soft_wrap=True)
 
@@ -144,7 +161,9 @@ def one_line(summary: Summary) -> str:
         if part["unchanged"]:
             parts.append(f"{part['repo']} has it already")
         else:
-            parts.append(f"{part['files']} files to {part['repo']}, commit {str(part['commit'])[:8]}")
+            parts.append(
+                f"{part['files']} files to {part['repo']}, commit {str(part['commit'])[:8]}"
+            )
     return "; ".join(parts)
 
 
@@ -157,4 +176,12 @@ def _parts(summary: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield summary
 
 
-STAGE = Stage(NAME, VERSION, upstream, identity, run, one_line, asked_for=lambda config: config.push.asks_for_something)
+STAGE = Stage(
+    NAME,
+    VERSION,
+    upstream,
+    identity,
+    run,
+    one_line,
+    asked_for=lambda config: config.push.asks_for_something,
+)

@@ -1,10 +1,12 @@
-"""seeds: conversations from files and the Hub, each row kept once or quarantined with its reason, and split for good.
+"""seeds: conversations from files and the Hub, each row kept once or quarantined with its reason,
+and split for good.
 
-Promises: every row of every source is accounted for; ids are `source:row`; of rows of which generation reads the same
-(the answers do not count where the target writes its own) only the first is kept; `split` (train | calibrate | check)
-comes from the hash of the first question, so that no question opens conversations of two splits, with at least 8
-held-out rows each. Shards are as large as `seeds.rows_per_shard` says, by default by the number of rows alone. Reads
-and writes on the driver: this is text, minutes at most.
+Promises: every row of every source is accounted for; ids are `source:row`; of rows of which
+generation reads the same (the answers do not count where the target writes its own) only the first
+is kept; `split` (train | calibrate | check) comes from the hash of the first question, so that no
+question opens conversations of two splits, with at least 8 held-out rows each. Shards are as large
+as `seeds.rows_per_shard` says, by default by the number of rows alone. Reads and writes on the
+driver: this is text, minutes at most.
 """
 
 from __future__ import annotations
@@ -75,13 +77,17 @@ def identity(context: Context) -> Identity:
 
 def _what_is_read(generate: GenerateConfig) -> Identity:
     """What of a conversation generation reads, and so what makes two of them the same."""
-    return {"mode": generate.mode, **({"rounds": generate.rounds} if generate.mode == "replay" else {})}
+    return {
+        "mode": generate.mode,
+        **({"rounds": generate.rounds} if generate.mode == "replay" else {}),
+    }
 
 
 def _contaminated(context: Context, rows: Identity) -> str | None:
     """What the check's questions take out of these rows, as a digest; None where that is nothing.
 
-    Only the run reads a data set of the Hub: with one of them it is the digest of the questions' file.
+    Only the run reads a data set of the Hub: with one of them it is the digest of the questions'
+    file.
     """
     readers = source_readers(context.config.seeds)
     if not (questions := _questions(context)):
@@ -92,20 +98,33 @@ def _contaminated(context: Context, rows: Identity) -> str | None:
 
     def found() -> str:
         check = CheckQuestions(read_questions(questions))
-        each = (check.check(row) for reader in readers for row in reader if isinstance(row, Conversation))
+        each = (
+            check.check(row)
+            for reader in readers
+            for row in reader
+            if isinstance(row, Conversation)
+        )
         return ids_digest(f"{row.id}: {row.detail}" for row in each if isinstance(row, RejectedRow))
 
-    known = context.digests.derived(fingerprint({"contaminated": VERSION, "questions": content, **rows}), found)
+    known = context.digests.derived(
+        fingerprint({"contaminated": VERSION, "questions": content, **rows}), found
+    )
     return None if known == ids_digest(()) else known
 
 
 def _source_identity(context: Context, reader: SourceReader) -> Identity:
     source = reader.source
-    described: Identity = {"format": source.format, "limit": source.limit, "columns": source.columns}
+    described: Identity = {
+        "format": source.format,
+        "limit": source.limit,
+        "columns": source.columns,
+    }
     described["weight"] = source.weight
     if source.hub:
         return described | {"hub": source.hub, "split": source.split}
-    return described | {"files": [[file.name, context.digests.of(file)] for file in reader.survey().files]}
+    return described | {
+        "files": [[file.name, context.digests.of(file)] for file in reader.survey().files]
+    }
 
 
 def run(context: Context, stage: StageDirectory) -> Summary:
@@ -121,7 +140,9 @@ def run(context: Context, stage: StageDirectory) -> Summary:
             context.run.event("shard", stage=NAME, shard=index, **counts)
     stage.drop_shards_but(receipts)
     totals = StageTotals(receipts.values())
-    totals.check_quarantine(NAME, str(stage.path), context.config.limits.max_quarantine_fraction, final=True)
+    totals.check_quarantine(
+        NAME, str(stage.path), context.config.limits.max_quarantine_fraction, final=True
+    )
     summary = totals.summary() | {"sources": _sources(readers)}
     _say(context, summary)
     if too_alike := require_enough(summary, str(stage.path), settings.holdout, openings):
@@ -137,22 +158,35 @@ def _sources(readers: Iterable[SourceReader]) -> list[dict[str, Any]]:
             "source": reader.name,
             **({"weight": reader.source.weight} if reader.source.weight else {}),
             "read": [asdict(count) | {"name": encodable(count.name)} for count in reader.read],
-            "skipped": [{"name": encodable(file.name), "why": encodable(file.why)} for file in reader.skipped],
+            "skipped": [
+                {"name": encodable(file.name), "why": encodable(file.why)}
+                for file in reader.skipped
+            ],
         }
         for reader in readers
     ]
 
 
 def _say(context: Context, summary: Summary) -> None:
-    """Name the skipped files, and the files of directories; say how many rows the check's questions took out."""
+    """Name the skipped files, and the files of directories; say how many rows the check's questions
+    took out.
+    """
     for source in summary["sources"]:
-        told = [f"read {file['name']}: {file['rows']:,} row{'s' * (file['rows'] != 1)}" for file in source["read"]]
+        told = [
+            f"read {file['name']}: {file['rows']:,} row{'s' * (file['rows'] != 1)}"
+            for file in source["read"]
+        ]
         told = told if len(told) > 1 or source["skipped"] else []
-        told = [*_first(told), *_first([f"skipped {file['name']}: {file['why']}" for file in source["skipped"]])]
+        told = [
+            *_first(told),
+            *_first([f"skipped {file['name']}: {file['why']}" for file in source["skipped"]]),
+        ]
         for line in told:
             _print(context, f"{NAME}: {line}")
     if number := summary.get("reasons", {}).get(Reason.CONTAMINATED):
-        line = f"{NAME}: {number:,} conversations hold a question of check.prompts and are left out; "
+        line = (
+            f"{NAME}: {number:,} conversations hold a question of check.prompts and are left out; "
+        )
         line += "seeds.decontaminate=false keeps them."
         _print(context, line)
 
@@ -167,14 +201,18 @@ def _first(lines: list[str]) -> list[str]:
 
 
 def one_line(summary: Summary) -> str:
-    held_out = f"{summary['calibrate_rows']:,.0f} to calibrate, {summary['check_rows']:,.0f} to check"
+    held_out = (
+        f"{summary['calibrate_rows']:,.0f} to calibrate, {summary['check_rows']:,.0f} to check"
+    )
     return f"{summary['rows']:,} conversations ({held_out}), {summary['quarantined']} quarantined"
 
 
 def _read(context: Context, readers: Sequence[SourceReader]) -> Iterator[Row]:
     settings, questions = context.config.seeds, _questions(context)
     read_by = _what_is_read(context.config.generate)
-    deduplicator = Deduplicator(**read_by, near=settings.near_duplicates, similarity=settings.similarity)
+    deduplicator = Deduplicator(
+        **read_by, near=settings.near_duplicates, similarity=settings.similarity
+    )
     check = CheckQuestions(read_questions(questions) if questions else ())
 
     def checked(row: Conversation) -> Row:
@@ -205,7 +243,11 @@ def _counted(rows: Iterable[Row], meter: Meter, openings: Openings) -> Iterator[
 
 def _write_shard(stage: StageDirectory, index: int, chunk: list[Split]) -> Receipt:
     with ShardWriter(
-        stage.shard_path(index), stage.quarantine_path(index), SEEDS, index=index, fingerprint=stage.fingerprint
+        stage.shard_path(index),
+        stage.quarantine_path(index),
+        SEEDS,
+        index=index,
+        fingerprint=stage.fingerprint,
     ) as writer:
         kept = [SeedRow(row, split) for row, split in chunk if isinstance(row, Conversation)]
         writer.write([row.stored() for row in kept])
@@ -223,7 +265,8 @@ def require_enough(summary: Summary, where: str, holdout: float, openings: Openi
     """Check that every split has its 8 rows.
 
     Returns:
-        A warning where a split has fewer than 8, since too many conversations open alike; None where all have enough.
+        A warning where a split has fewer than 8, since too many conversations open alike; None
+        where all have enough.
 
     Raises:
         DataError: There are too few rows, or a split has none.
@@ -239,13 +282,16 @@ def require_enough(summary: Summary, where: str, holdout: float, openings: Openi
         fix = "Name more or larger sources in seeds.sources"
         if num_rows >= len(SPLITS) * MIN_HELD_OUT:
             fix += f", or {other_holdout(fewest)}"
-        what = f"{num_rows} usable conversations are too few: training, calibration and the check need at least "
+        what = (
+            f"{num_rows} usable conversations are too few: training, calibration and the check need"
+            " at least "
+        )
         raise DataError(f"{what}{MIN_HELD_OUT} rows each.", where, f"{fix}.")
     question = shorten(openings.question, LONGEST_QUESTION)
     counts = ", ".join(f"{split} {number:,}" for split, number in rows_of.items())
     too_alike = (
-        f'"{question}" opens {openings.rows:,} of {num_rows:,} conversations. Conversations that open alike are in '
-        f"one split, so that the splits are {counts}."
+        f'"{question}" opens {openings.rows:,} of {num_rows:,} conversations. Conversations that'
+        f" open alike are in one split, so that the splits are {counts}."
     )
     if rows_of[fewest] == 0:
         fix = "Name sources in seeds.sources whose conversations open with different questions."

@@ -1,8 +1,10 @@
-"""train: the heads, by the method of `train.method`: from the cached features or, with the backbone, from the text.
+"""train: the heads, by the method of `train.method`: from the cached features or, with the
+backbone, from the text.
 
-Promises: trains on the `train` split alone; interrupted, it continues at the very next batch; one worker or many
-follow the same loss curve. A method that tunes the backbone leaves an adapter beside the heads and the merged model
-(`backbone/`), and reports its drift. With Ray, Ray Train starts the workers and restarts those that die.
+Promises: trains on the `train` split alone; interrupted, it continues at the very next batch; one
+worker or many follow the same loss curve. A method that tunes the backbone leaves an adapter beside
+the heads and the merged model (`backbone/`), and reports its drift. With Ray, Ray Train starts the
+workers and restarts those that die.
 """
 
 from __future__ import annotations
@@ -30,18 +32,24 @@ from pipeline.training.trackers import FILE as TRACKING_FILE
 NAME = "train"
 VERSION = 3
 
-QUANTIZED_TEACHER = "the backbone is held to the quantized target, a worse teacher than the target itself"
+QUANTIZED_TEACHER = (
+    "the backbone is held to the quantized target, a worse teacher than the target itself"
+)
 
 
 def upstream(config: Config) -> tuple[str, ...]:
-    """The stages that the method reads: the cache for heads alone, the text where the backbone learns along."""
+    """The stages that the method reads: the cache for heads alone, the text where the backbone
+    learns along.
+    """
     return method_of(config.train).reads(config.train)
 
 
 def identity(context: Context) -> Identity:
-    """The recipe, the seed, and the target that heads and backbone start from; no key that this method never reads.
+    """The recipe, the seed, and the target that heads and backbone start from; no key that this
+    method never reads.
 
-    The version of the kind's code is in it: a kind that changes is trained, calibrated, exported and checked again.
+    The version of the kind's code is in it: a kind that changes is trained, calibrated, exported
+    and checked again.
     """
     train = context.config.train
     return {
@@ -95,7 +103,9 @@ def run(context: Context, stage: StageDirectory) -> Summary:
     return summary | ({"warnings": warnings} if warnings else {})
 
 
-def _train(context: Context, spec: TrainSpec, placement: Placement, progress: ProgressReporter) -> Summary:
+def _train(
+    context: Context, spec: TrainSpec, placement: Placement, progress: ProgressReporter
+) -> Summary:
     if context.executor.name != "ray":
         return train(spec, progress=progress)
     from pipeline.training.ray_entry import train_on_ray
@@ -110,14 +120,18 @@ def _train(context: Context, spec: TrainSpec, placement: Placement, progress: Pr
 
 
 def warnings_of(summary: Summary) -> list[str]:
-    """What went wrong without ending the training, in any of its phases: an earlier one's summary is in the last's."""
+    """What went wrong without ending the training, in any of its phases: an earlier one's summary
+    is in the last's.
+    """
     phases = [*(each for each in summary.values() if isinstance(each, dict)), summary]
     return [said for phase in phases for said in phase.get("warnings", [])]
 
 
 def one_line(summary: Summary) -> str:
     steps = f"{summary['steps']:,} steps, loss {summary['final_loss']:.3f}"
-    drift = f"; KL {summary['drift']['kl']:.4f} nats from the target" if summary.get("drift") else ""
+    drift = (
+        f"; KL {summary['drift']['kl']:.4f} nats from the target" if summary.get("drift") else ""
+    )
     drift += f" in {summary['quantization']}" if summary.get("quantization") else ""
     return f"{steps}, {summary['tokens_per_second']:,.0f} positions/s{drift}"
 

@@ -1,7 +1,9 @@
-"""Files and directories that are either whole or absent: temporary name, fsync, rename, fsync of the directory.
+"""Files and directories that are either whole or absent: temporary name, fsync, rename, fsync of
+the directory.
 
-A file's temporary name is unique to its writer, so that an orphaned worker and the resumed run never write into the
-same file; the last rename wins, with equal content. Leftovers end in `.tmp` and are removed on resume.
+A file's temporary name is unique to its writer, so that an orphaned worker and the resumed run
+never write into the same file; the last rename wins, with equal content. Leftovers end in `.tmp`
+and are removed on resume.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from typing import Any
 from pipeline.errors import EnvironmentFault, MedusaDistillError
 
 FULL_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # the last one of `ulimit -f` and of FAT32
-FAILED_ERRORS = {errno.EIO, errno.ESTALE}  # of a disk, or of a network file system whose server has lost the file
+FAILED_ERRORS = {
+    errno.EIO,
+    errno.ESTALE,
+}  # of a disk, or of a network file system whose server has lost the file
 ACCESS_ERRORS = {errno.EACCES, errno.EPERM, errno.EROFS}
 UMASK = os.umask(0)  # which can only be read by setting it
 os.umask(UMASK)
@@ -33,7 +38,8 @@ NO_FSYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EBADF}
 
 @contextlib.contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it becomes `path` durably, on failure it vanishes.
+    """Yield a temporary path beside `path`; on success it becomes `path` durably, on failure it
+    vanishes.
 
     Raises:
         EnvironmentFault: The disk is full. What was committed before is intact.
@@ -49,10 +55,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_directory(directory: Path, last: str = "") -> Iterator[Path]:
-    """Yield an empty directory beside `directory`; on success its content is put there durably, on failure it vanishes.
+    """Yield an empty directory beside `directory`; on success its content is put there durably, on
+    failure it vanishes.
 
-    `directory` is made by one rename if it does not exist. If it does, its files are replaced one by one, the one named
-    `last` at the end, and whoever owns it says when it is whole. There is one writer at a time.
+    `directory` is made by one rename if it does not exist. If it does, its files are replaced one
+    by one, the one named `last` at the end, and whoever owns it says when it is whole. There is one
+    writer at a time.
     """
     partial = directory.with_name(f".{directory.name}.partial")
     remove(partial)  # what a killed process left
@@ -107,14 +115,18 @@ def publish(temporary: Path, path: Path) -> None:
 
 
 def _make_readable(path: Path) -> None:
-    """Give a new file the access that the umask allows: safetensors makes its files their owner's alone."""
+    """Give a new file the access that the umask allows: safetensors makes its files their owner's
+    alone.
+    """
     with contextlib.suppress(OSError):  # of a file system without modes
         path.chmod(0o666 & ~UMASK)
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path | None = None) -> Iterator[None]:
-    """Turn what the file system refuses, as any library reports it, into the error that `disk_fault` makes of it."""
+    """Turn what the file system refuses, as any library reports it, into the error that
+    `disk_fault` makes of it.
+    """
     try:
         yield
     except MedusaDistillError:
@@ -136,7 +148,10 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
     again = "run the same command again: it continues where it stopped."
     number = _full_error(error) or _error_number(error)
     if number == errno.EFBIG:
-        what = "The disk is full for this file: it has reached the largest size that is allowed (`ulimit -f`)."
+        what = (
+            "The disk is full for this file: it has reached the largest size that is allowed"
+            " (`ulimit -f`)."
+        )
         return EnvironmentFault(what, where, f"Raise this limit and {again}")
     if number in FULL_ERRORS:
         return EnvironmentFault("The disk is full.", where, f"Free some space and {again}")
@@ -144,7 +159,10 @@ def disk_fault(error: BaseException, path: Path | None = None) -> EnvironmentFau
         fix = f"Repair the disk or its connection (`dmesg` says more) and {again}"
         return EnvironmentFault(f"The file system fails: {error}.", where, fix)
     if number in ACCESS_ERRORS:
-        fix = "Give this user access to it, or set run.root to a place of its own; the same command then continues."
+        fix = (
+            "Give this user access to it, or set run.root to a place of its own; the same command"
+            " then continues."
+        )
         return EnvironmentFault(f"A file cannot be opened or written: {error}.", where, fix)
     if isinstance(error, IsADirectoryError | NotADirectoryError | FileExistsError):
         what = f"A directory stands where a file belongs, or the other way round: {error}."
@@ -187,7 +205,9 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text durably; the file is whole or as it was. A lone surrogate becomes its escape `\\udXXX`."""
+    """Write UTF-8 text durably; the file is whole or as it was. A lone surrogate becomes its escape
+    `\\udXXX`.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -210,7 +230,9 @@ def read_file(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> Any | None:
-    """The file's JSON, or None where it is absent or damaged; raises as `read_file` where the file system fails."""
+    """The file's JSON, or None where it is absent or damaged; raises as `read_file` where the file
+    system fails.
+    """
     try:
         return json.loads(read_file(path).decode())
     except (OSError, ValueError, RecursionError):
@@ -226,7 +248,8 @@ def read_object(path: Path) -> dict[str, Any]:
 def sync(path: Path) -> None:
     """Make a file's content, or the renames in a directory, survive a power cut.
 
-    Some network file systems have no fsync of a directory; there the renames are as durable as the server makes them.
+    Some network file systems have no fsync of a directory; there the renames are as durable as the
+    server makes them.
     """
     handle = os.open(path, os.O_RDONLY)
     try:

@@ -1,7 +1,8 @@
 """Fingerprints: what a stage's result depends on, as one sha256.
 
-A fingerprint covers meaning and content (settings, code version, upstream, input bytes, the target's weights), never
-paths or placement, so that a copied cache resumes elsewhere and going from 1 to 8 GPUs resumes.
+A fingerprint covers meaning and content (settings, code version, upstream, input bytes, the
+target's weights), never paths or placement, so that a copied cache resumes elsewhere and going from
+1 to 8 GPUs resumes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from pipeline.storage.checksums import sha256_of
 
 def fingerprint(parts: dict[str, Any]) -> str:
     """The sha256 (hex) of JSON-able parts, independent of the order of keys."""
-    canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    canonical = json.dumps(
+        parts, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def ids_digest(ids: Iterable[str]) -> str:
-    """The sha256 (hex) of ids in their order; length-prefixed, so that no two lists collide by concatenation."""
+    """The sha256 (hex) of ids in their order; length-prefixed, so that no two lists collide by
+    concatenation.
+    """
     digest = hashlib.sha256()
     for row_id in ids:
         encoded = row_id.encode()
@@ -39,10 +44,11 @@ def is_digest(value: object) -> bool:
 class FileDigests:
     """sha256 of files, remembered by size, times and inode in a small JSON file.
 
-    Hashing 140 GB of weights takes minutes; a second run should not pay for it. A file that changes behind the same
-    path changes one of them and is hashed again: the time of its last change (ctime) is the kernel's own, also where a
-    copying tool sets the modification time back. The file's position in a directory counts, not its path.
-    `read_only` remembers nothing for the next time.
+    Hashing 140 GB of weights takes minutes; a second run should not pay for it. A file that changes
+    behind the same path changes one of them and is hashed again: the time of its last change
+    (ctime) is the kernel's own, also where a copying tool sets the modification time back. The
+    file's position in a directory counts, not its path. `read_only` remembers nothing for the next
+    time.
     """
 
     def __init__(self, cache: Path, *, read_only: bool = False):
@@ -58,7 +64,11 @@ class FileDigests:
 
     def changed(self) -> list[Path]:
         """The files that are no longer what they were when they were first asked for."""
-        return [path for path, digest in self.seen.items() if not path.is_file() or self._digest(path) != digest]
+        return [
+            path
+            for path, digest in self.seen.items()
+            if not path.is_file() or self._digest(path) != digest
+        ]
 
     def _digest(self, path: Path) -> str:
         blob = path.resolve()
@@ -69,7 +79,9 @@ class FileDigests:
         return self.derived(key, lambda: sha256_of(path))
 
     def derived(self, key: str, make: Callable[[], str]) -> str:
-        """A sha256 (hex) that takes long to make and follows from what `key`, a fingerprint, names."""
+        """A sha256 (hex) that takes long to make and follows from what `key`, a fingerprint,
+        names.
+        """
         if key not in self.known:
             self.known[key] = make()
             if not self.read_only:

@@ -18,7 +18,9 @@ RECEIPT_KEY = b"medusa-distill.receipt"
 
 @dataclass(frozen=True)
 class Receipt:
-    """A committed shard: `fingerprint` identifies its stage, `upstream` the shard that it was made from."""
+    """A committed shard: `fingerprint` identifies its stage, `upstream` the shard that it was made
+    from.
+    """
 
     index: int
     fingerprint: str
@@ -28,13 +30,20 @@ class Receipt:
     ids_sha256: str
     content_sha256: str
     reasons: dict[str, int] = field(default_factory=dict)  # quarantined rows by reason
-    stats: dict[str, float] = field(default_factory=dict)  # what the stage counts: tokens, positions
-    note: Note | None = None  # None where its writer was killed before it, or the file was not written by this receipt
+    stats: dict[str, float] = field(
+        default_factory=dict
+    )  # what the stage counts: tokens, positions
+    note: Note | None = (
+        # None where its writer was killed before it, or the file was not written by this receipt
+        None
+    )
 
 
 @dataclass(frozen=True)
 class Note:
-    """The file beside a shard: the shard's facts as it was written, and the seconds that a worker was busy with it."""
+    """The file beside a shard: the shard's facts as it was written, and the seconds that a worker
+    was busy with it.
+    """
 
     content_sha256: str
     file: FileFacts
@@ -51,7 +60,8 @@ def note_path(shard: str | Path) -> Path:
 
 
 def read_receipt(path: str | Path) -> Receipt | None:
-    """The receipt in a shard's footer with the note that fits it, or None where there is no whole shard.
+    """The receipt in a shard's footer with the note that fits it, or None where there is no whole
+    shard.
 
     Raises OSError or EnvironmentFault where the file system fails.
     """
@@ -70,7 +80,9 @@ def read_receipt(path: str | Path) -> Receipt | None:
 
 
 def read_note(shard: str | Path) -> Note | None:
-    """The note beside a shard, or None where its writer was killed before it; raises as `read_file`."""
+    """The note beside a shard, or None where its writer was killed before it; raises as
+    `read_file`.
+    """
     try:
         return NOTE.validate_json(read_file(note_path(shard)), strict=True)
     except (OSError, ValidationError):

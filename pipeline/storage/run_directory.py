@@ -1,6 +1,7 @@
 """A run's directory: run.yaml, events, the lock, links to its stages, the report.
 
-Stage directories lie beside it or, when runs share a `store`, over there; `latest/<stage>` is always a relative link.
+Stage directories lie beside it or, when runs share a `store`, over there; `latest/<stage>` is
+always a relative link.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class RunDirectory:
             run.store.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise EnvironmentFault(
-                f"The run directory cannot be made: {error}.", str(run.path), "Set run.root to a writable place."
+                f"The run directory cannot be made: {error}.",
+                str(run.path),
+                "Set run.root to a writable place.",
             ) from None
         return run
 
@@ -56,13 +59,17 @@ class RunDirectory:
         """
         if not (path / "run.yaml").is_file():
             raise ConfigError(
-                "This is no run directory: it has no run.yaml." if path.exists() else "There is no such directory.",
+                "This is no run directory: it has no run.yaml."
+                if path.exists()
+                else "There is no such directory.",
                 str(path),
                 "Name the directory that `run` printed, such as runs/demo.",
             )
         config = load_config(path / "run.yaml")
         run = cls(path.resolve(), config.run.store)
-        run.store = linked_store(run.path) or run.store  # its place now: the store may have been copied along
+        run.store = (
+            linked_store(run.path) or run.store
+        )  # its place now: the store may have been copied along
         return run, config
 
     def latest(self, name: str) -> StageDirectory | None:
@@ -71,13 +78,17 @@ class RunDirectory:
         return StageDirectory.at(link.resolve()) if link.is_dir() else None
 
     def stages(self) -> dict[str, StageDirectory]:
-        """The current directories of the stages that the run has reached, those first that others read."""
+        """The current directories of the stages that the run has reached, those first that others
+        read.
+        """
         found: dict[str, StageDirectory] = {}
         for link in self.links():
             stage = self.latest(link.name)
             if stage:
                 found[link.name] = stage
-        read = {name: found.keys() & stage.identity.get("upstream", ()) for name, stage in found.items()}
+        read = {
+            name: found.keys() & stage.identity.get("upstream", ()) for name, stage in found.items()
+        }
         return {name: found[name] for name in TopologicalSorter(read).static_order()}
 
     def links(self) -> list[Path]:
@@ -107,7 +118,9 @@ class RunDirectory:
             yield
 
     def event(self, kind: str, **facts: Any) -> None:
-        """Append one line to events.jsonl; a line that a full disk cut off before it stays separate."""
+        """Append one line to events.jsonl; a line that a full disk cut off before it stays
+        separate.
+        """
         told = redacted_values({"time": round(time.time(), 3), "event": kind, **facts})
         line = json.dumps(told, ensure_ascii=False, default=lambda value: redacted(str(value)))
         with (self.path / EVENTS).open("ab+") as file:
@@ -117,5 +130,7 @@ class RunDirectory:
 
 
 def finished_before(store: Path, stage: str) -> bool:
-    """Whether a finished result of a stage lies in a store, which a run may keep; perhaps another machine made it."""
+    """Whether a finished result of a stage lies in a store, which a run may keep; perhaps another
+    machine made it.
+    """
     return any(store.glob(f"{stage}-*/DONE.json"))

@@ -28,7 +28,9 @@ class ShardFolder:
         return [self.shard_path(index) for index in sorted(self.receipts())]
 
     def receipts(self) -> dict[int, Receipt]:
-        """The receipts of whole shards of this fingerprint; damaged and foreign files are as if absent."""
+        """The receipts of whole shards of this fingerprint; damaged and foreign files are as if
+        absent.
+        """
         receipts = {}
         for path in self.parquet_files():
             receipt = read_receipt(path)
@@ -39,7 +41,9 @@ class ShardFolder:
                 receipts[receipt.index] = receipt
         return receipts
 
-    def tasks(self, upstream: ShardFolder, receipts: dict[int, Receipt] | None = None) -> list[ShardTask]:
+    def tasks(
+        self, upstream: ShardFolder, receipts: dict[int, Receipt] | None = None
+    ) -> list[ShardTask]:
         """One task per upstream shard; `receipts` is what `upstream.receipts` has just returned."""
         if receipts is None:
             receipts = upstream.receipts()
@@ -55,17 +59,25 @@ class ShardFolder:
             for index, receipt in sorted(receipts.items())
         ]
 
-    def pending(self, tasks: Sequence[ShardTask], have: dict[int, Receipt] | None = None) -> list[ShardTask]:
+    def pending(
+        self, tasks: Sequence[ShardTask], have: dict[int, Receipt] | None = None
+    ) -> list[ShardTask]:
         """The tasks whose shard does not exist, or was made from other upstream content.
 
         `have` is what `receipts` has just returned; without it every footer is read again.
         """
         if have is None:
             have = self.receipts()
-        return [task for task in tasks if task.index not in have or have[task.index].upstream != task.upstream]
+        return [
+            task
+            for task in tasks
+            if task.index not in have or have[task.index].upstream != task.upstream
+        ]
 
     def drop_shards_but(self, indices: Collection[int]) -> dict[int, Receipt]:
-        """Drop the shards of indices that upstream no longer has; returns the receipts of the others."""
+        """Drop the shards of indices that upstream no longer has; returns the receipts of the
+        others.
+        """
         kept = {}
         for index, receipt in self.receipts().items():
             if index in indices:
@@ -81,7 +93,9 @@ class ShardFolder:
             path.unlink(missing_ok=True)
 
     def shard_problems(self) -> list[str]:
-        """What is wrong with the shards of an unfinished stage, one line each; all of them are read."""
+        """What is wrong with the shards of an unfinished stage, one line each; all of them are
+        read.
+        """
         problems = []
         for path in self.parquet_files():
             receipt = read_receipt(path)

@@ -1,9 +1,10 @@
 """A shard: one Parquet file of a stage, committed by one rename.
 
-The order is: quarantine file (also when empty), then the shard, then a note beside it. The Parquet footer carries the
-receipt (fingerprint, ids, counts, content hash, the upstream shard's content hash), which identifies the shard; equal
-content makes equal bytes. The content hash is the sha256 of every page of every column, as they lie in the file before
-the footer. The note (`receipts/00017.json`) has what the file itself cannot hold: its sha256, and how long the work
+The order is: quarantine file (also when empty), then the shard, then a note beside it. The Parquet
+footer carries the receipt (fingerprint, ids, counts, content hash, the upstream shard's content
+hash), which identifies the shard; equal content makes equal bytes. The content hash is the sha256
+of every page of every column, as they lie in the file before the footer. The note
+(`receipts/00017.json`) has what the file itself cannot hold: its sha256, and how long the work
 took. Page checksums are written and verified, since a flipped bit would be read back silently.
 """
 
@@ -67,7 +68,11 @@ class ShardWriter:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.quarantine_path.parent.mkdir(parents=True, exist_ok=True)
             self._file = HashedFile(self._temporary)
-            codecs = {leaf: self._codec_of(field) for field in self.schema for leaf in _leaves(field.name, field.type)}
+            codecs = {
+                leaf: self._codec_of(field)
+                for field in self.schema
+                for leaf in _leaves(field.name, field.type)
+            }
             self._writer = pq.ParquetWriter(
                 pa.PythonFile(self._file, mode="w"),
                 self.schema.with_metadata({**self.footer, "fingerprint": self.fingerprint}),
@@ -76,7 +81,8 @@ class ShardWriter:
                 use_dictionary=False,
                 write_statistics=False,
                 write_page_checksum=True,
-                write_batch_size=1,  # a page ends with the value that fills it; one of 64 MB takes twice as long
+                # a page ends with the value that fills it; one of 64 MB takes twice as long
+                write_batch_size=1,
             )
             undo.pop_all()
         return self
@@ -94,10 +100,16 @@ class ShardWriter:
             self.write_batch(pa.RecordBatch.from_pylist(list(rows), schema=self.schema))
 
     def write_batch(self, batch: pa.RecordBatch) -> None:
-        """Append the rows of a batch of the schema as one row group; what it refers to is not read later."""
+        """Append the rows of a batch of the schema as one row group; what it refers to is not read
+        later.
+        """
         self.ids += batch.column("id").to_pylist()
-        with disk_errors(self.path):  # a table's pages are written at once, a batch's when the next one comes
-            self._writer.write_table(pa.Table.from_batches([batch]), row_group_size=max(1, len(batch)))
+        with disk_errors(
+            self.path
+        ):  # a table's pages are written at once, a batch's when the next one comes
+            self._writer.write_table(
+                pa.Table.from_batches([batch]), row_group_size=max(1, len(batch))
+            )
 
     def _codec_of(self, field: pa.Field) -> Codec:
         """The codec is that of tensors; text and ids always compress."""
@@ -107,17 +119,24 @@ class ShardWriter:
         self.rejected.append(rejected)
 
     def commit(
-        self, stage: str, ids_in: Iterable[str] | None, stats: dict[str, float] | None = None, busy_seconds: float = 0.0
+        self,
+        stage: str,
+        ids_in: Iterable[str] | None,
+        stats: dict[str, float] | None = None,
+        busy_seconds: float = 0.0,
     ) -> Receipt:
         """Prove that no row was lost, then make the shard exist.
 
         Args:
-            ids_in: The upstream rows' ids; every one must be kept (itself, or as `id#turn`) or quarantined, once.
-            stats: What of the content is worth counting; no times, for equal content has equal stats.
+            ids_in: The upstream rows' ids; every one must be kept (itself, or as `id#turn`) or
+                quarantined, once.
+            stats: What of the content is worth counting; no times, for equal content has equal
+                stats.
             busy_seconds: How long a worker was busy with the shard.
 
         Raises:
-            AssertionError: A row is missing or stands twice; a defect of the stage, never of the data.
+            AssertionError: A row is missing or stands twice; a defect of the stage, never of the
+                data.
         """
         assert len(set(self.ids)) == len(self.ids), f"shard {self.index} of {stage} repeats an id"
         if ids_in is not None:
@@ -148,15 +167,21 @@ class ShardWriter:
         return replace(receipt, note=note)
 
     def _prove_complete(self, ids_in: set[str], stage: str) -> None:
-        """ids(in) = ids(kept) + ids(quarantined); a split row `<id>#<turn>` counts for its parent."""
+        """ids(in) = ids(kept) + ids(quarantined); a split row `<id>#<turn>` counts for its
+        parent.
+        """
 
         def owners(ids: Iterable[str]) -> set[str]:
             return {row_id if row_id in ids_in else parent_of(row_id) for row_id in ids}
 
         rejected = [row.id for row in self.rejected]
         kept = owners(self.ids)
-        assert kept | owners(rejected) == ids_in, f"shard {self.index} of {stage} lost a row or made one up"
-        assert not kept & set(rejected), f"shard {self.index} of {stage} kept and rejected the same row"
+        assert kept | owners(rejected) == ids_in, (
+            f"shard {self.index} of {stage} lost a row or made one up"
+        )
+        assert not kept & set(rejected), (
+            f"shard {self.index} of {stage} kept and rejected the same row"
+        )
 
 
 def _leaves(name: str, of: pa.DataType) -> list[str]:
@@ -199,7 +224,10 @@ def open_shard(path: str | Path) -> Iterator[pq.ParquetFile]:
         ):
             yield shard
     except (OSError, pa.ArrowException) as error:
-        if getattr(error, "errno", None) in (None, errno.ENOENT):  # Arrow's own findings carry no number
+        if getattr(error, "errno", None) in (
+            None,
+            errno.ENOENT,
+        ):  # Arrow's own findings carry no number
             raise DamagedShard(str(path), str(error)) from error
         raise EnvironmentFault(f"A shard cannot be read: {error}.", str(path)) from error
 
@@ -208,11 +236,17 @@ def read_rows(path: str | Path, columns: Sequence[str] | None = None) -> Iterato
     """A shard's rows in order, one row group in memory at a time."""
     with open_shard(path) as shard:
         for group in range(shard.num_row_groups):
-            yield from shard.read_row_group(group, columns=list(columns) if columns else None).to_pylist()
+            yield from shard.read_row_group(
+                group, columns=list(columns) if columns else None
+            ).to_pylist()
 
 
 def read_footer(path: str | Path) -> dict[str, str]:
     """The schema metadata of a shard (dtype, hidden_size, tap, fingerprint) as text."""
     with pa.OSFile(os.fsencode(path)) as file:
         metadata = cast(dict[bytes, bytes], pq.read_schema(file).metadata or {})
-    return {key.decode(): value.decode() for key, value in metadata.items() if not key.startswith(b"ARROW")}
+    return {
+        key.decode(): value.decode()
+        for key, value in metadata.items()
+        if not key.startswith(b"ARROW")
+    }

@@ -1,8 +1,8 @@
 """One stage's directory: `<stage>-<fingerprint[:8]>/` with its shards and DONE.json.
 
 A stage directory belongs to one fingerprint: a changed meaning gets another directory. Which shards
-exist is read from their footers. DONE.json adds each file's size, time and sha256: `verify` compares
-all files with it, and a run those whose modification time has changed.
+exist is read from their footers. DONE.json adds each file's size, time and sha256: `verify`
+compares all files with it, and a run those whose modification time has changed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ from pipeline.storage.receipts import read_note, write_note
 from pipeline.storage.shard_folder import ShardFolder
 
 SHARD_FOLDERS = ("shards", "quarantine", "receipts")
-BOOKKEEPING = ("stage.json", "upstream.json", "DONE.json", "lock", "receipts", "attempts", "isolation")
+BOOKKEEPING = (
+    "stage.json",
+    "upstream.json",
+    "DONE.json",
+    "lock",
+    "receipts",
+    "attempts",
+    "isolation",
+)
 
 
 class StageDirectory(ShardFolder):
@@ -39,7 +47,13 @@ class StageDirectory(ShardFolder):
     """
 
     def __init__(
-        self, store: Path, stage: str, fingerprint: str, *, scratch: Sequence[str] = (), parts: Sequence[str] = ()
+        self,
+        store: Path,
+        stage: str,
+        fingerprint: str,
+        *,
+        scratch: Sequence[str] = (),
+        parts: Sequence[str] = (),
     ):
         super().__init__(store / f"{stage}-{fingerprint[:8]}", fingerprint)
         self.stage, self.parts = stage, parts
@@ -59,7 +73,8 @@ class StageDirectory(ShardFolder):
         return Lock(self.path / "lock", f"the {self.stage} stage")
 
     def enter(self, identity: Identity) -> None:
-        """Make the directory, write what it depends on, and hold it; remove killed workers' leftovers.
+        """Make the directory, write what it depends on, and hold it; remove killed workers'
+        leftovers.
 
         Raises:
             DataError: It is a link: in a copied run it would lead to the original's stage.
@@ -78,7 +93,9 @@ class StageDirectory(ShardFolder):
         Description(self.stage, self.fingerprint, identity).write(self.path)
 
     def is_whole(self, upstream: dict[str, str]) -> bool:
-        """Whether the stage is finished, made from this upstream content, and no file is damaged."""
+        """Whether the stage is finished, made from this upstream content, and no file is
+        damaged.
+        """
         return self.is_current(upstream) and not self.examine()
 
     def begin(self, upstream: dict[str, str], *, fresh: bool = False) -> list[Path]:
@@ -123,7 +140,9 @@ class StageDirectory(ShardFolder):
         return done.summary if done else {}
 
     def shards(self) -> list[Path]:
-        """The shards of the finished stage, in order; while it is unfinished, those that are whole."""
+        """The shards of the finished stage, in order; while it is unfinished, those that are
+        whole.
+        """
         done = self.done
         if done is None:
             return super().shards()
@@ -161,7 +180,9 @@ class StageDirectory(ShardFolder):
 
     @property
     def content(self) -> str:
-        """A hash of what the stage made, without logs (*.jsonl); dependants are stale when it changes."""
+        """A hash of what the stage made, without logs (*.jsonl); dependants are stale when it
+        changes.
+        """
         done = self.done
         if done and done.shards:
             return fingerprint({"made": [receipt.content_sha256 for receipt in done.shards]})
@@ -174,14 +195,17 @@ class StageDirectory(ShardFolder):
     def is_current(self, upstream: dict[str, str]) -> bool:
         """Whether the stage is finished and was made from this upstream content."""
         done = self.done
-        return done is not None and done.fingerprint == self.fingerprint and done.upstream == upstream
+        return (
+            done is not None and done.fingerprint == self.fingerprint and done.upstream == upstream
+        )
 
     def misfits(self) -> list[Path]:
         """The files that count and are missing or of another size; nothing is read."""
         return [path for path, facts in self._facts().items() if not facts.fit(path)]
 
     def examine(self) -> list[Path]:
-        """The files that are missing or changed; only those with another modification time are read.
+        """The files that are missing or changed; only those with another modification time are
+        read.
 
         The new time of an unchanged file is stored, so that it is not read again. The caller holds
         the lock.
@@ -212,8 +236,8 @@ class StageDirectory(ShardFolder):
     def discard(self, damaged: Sequence[Path]) -> None:
         """Hold the directory alone, forget that the stage is done, and drop what is damaged.
 
-        A shard goes with its quarantine file and is made again alone, and so is a folder of `parts`.
-        Any other file takes all but the shards along.
+        A shard goes with its quarantine file and is made again alone, and so is a folder of
+        `parts`. Any other file takes all but the shards along.
         """
         self.lock.own()
         (self.path / "DONE.json").unlink(missing_ok=True)

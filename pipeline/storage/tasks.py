@@ -1,4 +1,6 @@
-"""One unit of work: the upstream shard to read, the shard to write, and the rows that are left out."""
+"""One unit of work: the upstream shard to read, the shard to write, and the rows that are left
+out.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ class ShardTask:
     shard: str
     quarantine: str
     fingerprint: str
-    poison: dict[str, str] = field(default_factory=dict)  # ids of rows that kill their worker, and how
-    rows: tuple[int, int] | None = None  # only rows [start, stop), while looking for the one that kills the worker
+    poison: dict[str, str] = field(
+        default_factory=dict
+    )  # ids of rows that kill their worker, and how
+    rows: tuple[int, int] | None = (
+        None  # only rows [start, stop), while looking for the one that kills the worker
+    )
     share: float = 1.0  # of all rows, and so of the time that the shard may take
 
     @property
@@ -58,5 +64,7 @@ def shard_writer(task: ShardTask, schema: pa.Schema, **more: Any) -> Iterator[Sh
     ) as writer:
         for row in read_rows(task.source) if task.poison else ():
             if row["id"] in task.poison:
-                writer.reject(RejectedRow(row["id"], Reason.KILLED_WORKER, task.poison[row["id"]], row))
+                writer.reject(
+                    RejectedRow(row["id"], Reason.KILLED_WORKER, task.poison[row["id"]], row)
+                )
         yield writer

@@ -35,7 +35,9 @@ class StageTotals:
             self._busy_seconds += receipt.note.busy_seconds
 
     def summary(self) -> Summary:
-        """The sums as DONE.json has them; the rate is per second that a worker was busy, so that a resume keeps it."""
+        """The sums as DONE.json has them; the rate is per second that a worker was busy, so that a
+        resume keeps it.
+        """
         summary: Summary = {
             "rows": self.rows,
             "quarantined": self.quarantined,
@@ -47,20 +49,24 @@ class StageTotals:
         return summary
 
     def check_quarantine(self, stage: str, where: str, max_fraction: float, *, final: bool) -> None:
-        """Raise where more than the allowed fraction was rejected; before the end, only once enough rows were seen.
+        """Raise where more than the allowed fraction was rejected; before the end, only once enough
+        rows were seen.
 
         Raises:
             DataError: Names the fraction and the top reasons.
         """
         repeated = (Reason.DUPLICATE, Reason.CONTAMINATED)
-        reasons = Counter({reason: n for reason, n in self.reasons.items() if reason not in repeated})
+        reasons = Counter(
+            {reason: n for reason, n in self.reasons.items() if reason not in repeated}
+        )
         refused = reasons.total()
         seen = self.rows + refused
         if seen and refused / seen > max_fraction and (final or seen >= ENOUGH_TO_JUDGE):
             top = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common(3))
             raise DataError(
-                f"{stage} refused {refused} of {seen} rows, a fraction above limits.max_quarantine_fraction = "
-                f"{max_fraction}; top reasons: {top}.",
+                f"{stage} refused {refused} of {seen} rows, a fraction above"
+                f" limits.max_quarantine_fraction = {max_fraction}; top reasons: {top}.",
                 where,
-                "Read the quarantine files there, correct the input or raise the limit; what was committed is kept.",
+                "Read the quarantine files there, correct the input or raise the limit; what was"
+                " committed is kept.",
             )

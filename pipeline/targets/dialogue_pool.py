@@ -1,7 +1,8 @@
-"""Continuous generation of many conversations: each one's next turn is requested as soon as its last one is answered.
+"""Continuous generation of many conversations: each one's next turn is requested as soon as its
+last one is answered.
 
-As many conversations are open as the engine has capacity for; the others are queued, so that open ones still find their
-prefix in the cache. When the queue is empty, the caller may add more.
+As many conversations are open as the engine has capacity for; the others are queued, so that open
+ones still find their prefix in the cache. When the queue is empty, the caller may add more.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from dataclasses import dataclass
 from pipeline.conversations.dialogue import Dialogue
 from pipeline.targets.engines import GenerationEngine
 
-Report = Callable[[int, int], None]  # given finished conversations and written tokens, each as they come
+Report = Callable[
+    [int, int], None
+]  # given finished conversations and written tokens, each as they come
 
 
 def silent(conversations: int, tokens: int) -> None:
@@ -37,7 +40,9 @@ class DialoguePool:
         self._engine = engine
         self._capacity = engine.capacity if engine else math.inf
         self._queued: deque[tuple[Dialogue, DialogueGroup]] = deque()
-        self._waiting: dict[str, tuple[Dialogue, DialogueGroup]] = {}  # open conversations, by request id
+        self._waiting: dict[
+            str, tuple[Dialogue, DialogueGroup]
+        ] = {}  # open conversations, by request id
 
     def add(self, dialogues: Iterable[Dialogue], report: Report = silent) -> DialogueGroup:
         listed = list(dialogues)
@@ -46,7 +51,9 @@ class DialoguePool:
         return group
 
     def finish(self, group: DialogueGroup, add_more: Callable[[], None] = lambda: None) -> None:
-        """Run until these conversations are finished; `add_more` is called whenever there is capacity and no queue."""
+        """Run until these conversations are finished; `add_more` is called whenever there is
+        capacity and no queue.
+        """
         self._open(add_more)
         while group.num_left:
             assert self._engine is not None, "a request needs an engine"

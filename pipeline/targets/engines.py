@@ -1,7 +1,9 @@
-"""Generation and feature engines: their protocols, and the classes of `engine: vllm` and `engine: transformers`.
+"""Generation and feature engines: their protocols, and the classes of `engine: vllm` and `engine:
+transformers`.
 
-Token ids in, token ids or states out: no engine tokenizes, detokenizes or adds special tokens. The two protocols are
-separate because they are loaded at different times and use memory differently. Classes are imported when they are used.
+Token ids in, token ids or states out: no engine tokenizes, detokenizes or adds special tokens. The
+two protocols are separate because they are loaded at different times and use memory differently.
+Classes are imported when they are used.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 EngineName = Literal["vllm", "transformers"]
 
 
-# Engine arguments that limit resources and not results: a run that ran out of memory resumes with smaller ones.
+# Engine arguments that limit resources and not results: a run that ran out of memory resumes with
+# smaller ones.
 PLACEMENT_ARGUMENTS = {
     "gpu_memory_utilization",
     "kv_cache_memory_bytes",
@@ -33,16 +36,19 @@ PLACEMENT_ARGUMENTS = {
 
 
 class GenerationEngine(Protocol):
-    """Generates text. Requests may be added at any time, so a conversation's next turn can follow at once.
+    """Generates text. Requests may be added at any time, so a conversation's next turn can follow
+    at once.
 
-    A text ends with a token of the target's EOS set or of the request's `stop_token_ids` (included; finished "stop"),
-    or at `max_new_tokens` or the end of the context ("length").
+    A text ends with a token of the target's EOS set or of the request's `stop_token_ids` (included;
+    finished "stop"), or at `max_new_tokens` or the end of the context ("length").
     """
 
     capacity: int  # concurrent requests; more are queued
 
     def add(self, request: Request) -> None:
-        """Queue a request. ValueError: an empty prompt, one that fills the context, or an id that is running."""
+        """Queue a request. ValueError: an empty prompt, one that fills the context, or an id that
+        is running.
+        """
 
     def step(self) -> list[Completion]:
         """Advance every running request by at least one token; returns those that finished."""
@@ -54,22 +60,30 @@ class GenerationEngine(Protocol):
 def check_request(request: Request, context: int, under_way: Container[str]) -> None:
     """Raise the ValueError that `GenerationEngine.add` promises."""
     if not 0 < len(request.prompt_ids) < context:
-        raise ValueError(f"{request.id}: {len(request.prompt_ids)} prompt tokens in a context of {context}")
+        raise ValueError(
+            f"{request.id}: {len(request.prompt_ids)} prompt tokens in a context of {context}"
+        )
     if request.id in under_way:
         raise ValueError(f"{request.id} is running already")
 
 
 class FeatureEngine(Protocol):
-    """Computes the last hidden states after the final norm, which are what the target's lm_head reads."""
+    """Computes the last hidden states after the final norm, which are what the target's lm_head
+    reads.
+    """
 
     hidden_size: int
     dtype: torch.dtype
 
-    def stream(self, rows: Iterable[Sequence[int]]) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Each row's index and its states [T_i, D] on the host, as soon as they are there, in any order.
+    def stream(
+        self, rows: Iterable[Sequence[int]]
+    ) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """Each row's index and its states [T_i, D] on the host, as soon as they are there, in any
+        order.
 
-        Later rows are computed meanwhile. A tensor may be a view of a shared buffer: copy what is to be kept. Close it
-        before the next one is begun, as an engine goes on with what it was given.
+        Later rows are computed meanwhile. A tensor may be a view of a shared buffer: copy what is
+        to be kept. Close it before the next one is begun, as an engine goes on with what it was
+        given.
         """
 
     def close(self) -> None:
@@ -82,13 +96,19 @@ def semantic_arguments(engine_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_generation_engine(
-    name: EngineName, target: TargetSpec, engine_args: Mapping[str, Any], gpus: int, batch_invariant: bool = False
+    name: EngineName,
+    target: TargetSpec,
+    engine_args: Mapping[str, Any],
+    gpus: int,
+    batch_invariant: bool = False,
 ) -> GenerationEngine:
     """The generation engine; raises what its class raises."""
     if name == "vllm":
         from pipeline.targets.vllm_engine import VLLMGenerationEngine
 
-        return VLLMGenerationEngine(target, engine_args=engine_args, gpus=gpus, batch_invariant=batch_invariant)
+        return VLLMGenerationEngine(
+            target, engine_args=engine_args, gpus=gpus, batch_invariant=batch_invariant
+        )
     from pipeline.targets.transformers_generation import TransformersGenerationEngine
 
     return TransformersGenerationEngine(
@@ -97,13 +117,19 @@ def make_generation_engine(
 
 
 def make_feature_engine(
-    name: EngineName, target: TargetSpec, tokens_per_batch: int, engine_args: Mapping[str, Any], gpus: int
+    name: EngineName,
+    target: TargetSpec,
+    tokens_per_batch: int,
+    engine_args: Mapping[str, Any],
+    gpus: int,
 ) -> FeatureEngine:
     """The feature engine; raises what its class raises."""
     if name == "vllm":
         from pipeline.targets.vllm_features import VLLMFeatureEngine
 
-        return VLLMFeatureEngine(target, engine_args=engine_args, gpus=gpus, tokens_per_batch=tokens_per_batch)
+        return VLLMFeatureEngine(
+            target, engine_args=engine_args, gpus=gpus, tokens_per_batch=tokens_per_batch
+        )
     from pipeline.targets.transformers_features import TransformersFeatureEngine
 
     _known(engine_args, "features.engine_args", set())
@@ -113,5 +139,7 @@ def make_feature_engine(
 def _known(engine_args: Mapping[str, Any], where: str, known: set[str]) -> Mapping[str, Any]:
     if unknown := sorted(set(engine_args) - known):
         takes = f"It takes {', '.join(sorted(known))}." if known else "It takes none."
-        raise ConfigError(f"The transformers engine has no argument {', '.join(unknown)}.", where, takes)
+        raise ConfigError(
+            f"The transformers engine has no argument {', '.join(unknown)}.", where, takes
+        )
     return engine_args

@@ -1,8 +1,8 @@
 """A target's files: a local directory, or a Hub repository at one commit.
 
-The Hub's errors become ConfigError for a target that does not exist and EnvironmentFault for one that cannot be reached
-now. Weights are read from safetensors; where a repository has none (Vicuna), `*.bin` is read by torch's weights-only
-loader, which runs no code.
+The Hub's errors become ConfigError for a target that does not exist and EnvironmentFault for one
+that cannot be reached now. Weights are read from safetensors; where a repository has none (Vicuna),
+`*.bin` is read by torch's weights-only loader, which runs no code.
 """
 
 from __future__ import annotations
@@ -38,7 +38,11 @@ SINGLE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 def is_local(model: str) -> bool:
     """Whether `model` is a directory: it exists as one, or it cannot be a Hub id."""
-    return Path(model).expanduser().is_dir() or model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
+    return (
+        Path(model).expanduser().is_dir()
+        or model.startswith(("/", "./", "../", "~"))
+        or model.count("/") > 1
+    )
 
 
 def local_directory(model: str) -> Path:
@@ -51,7 +55,9 @@ def local_directory(model: str) -> Path:
     if not directory.is_dir():
         what = "is no directory" if directory.exists() else "does not exist"
         made = " `make demo` makes the demo's." if directory.name.startswith("demo-target") else ""
-        raise ConfigError(f"The target {model} {what}.", WHERE, f"Give a model directory or a Hub id.{made}")
+        raise ConfigError(
+            f"The target {model} {what}.", WHERE, f"Give a model directory or a Hub id.{made}"
+        )
     if not (directory / "config.json").is_file():
         gguf = next(directory.glob("*.gguf"), None)
         found = f"only {gguf.name}, and GGUF is not read here" if gguf else "no config.json"
@@ -61,13 +67,17 @@ def local_directory(model: str) -> Path:
 
 
 def has_weights(model: str) -> bool:
-    """Whether a local target's directory holds weights, whole or not; ConfigError where there is no such target."""
+    """Whether a local target's directory holds weights, whole or not; ConfigError where there is no
+    such target.
+    """
     directory = local_directory(model)
     return any((directory / name).is_file() for name in (*SINGLE_WEIGHTS, *WEIGHT_INDEXES))
 
 
 def find_file(model: str, revision: str | None, name: str) -> Path | None:
-    """The path of one file of the target, downloaded if needed; None where the target has no such file."""
+    """The path of one file of the target, downloaded if needed; None where the target has no such
+    file.
+    """
     if is_local(model):
         path = local_directory(model) / name
         return path if path.is_file() else None
@@ -112,15 +122,24 @@ def read_index(path: Path) -> dict[str, str]:
     """
     found = parse(path).get("weight_map")
     index = found if isinstance(found, dict) else {}
-    inside = (isinstance(name, str) and ".." not in name and not name.startswith("/") for name in index.values())
+    inside = (
+        isinstance(name, str) and ".." not in name and not name.startswith("/")
+        for name in index.values()
+    )
     if not index or not all(inside):
         fix = "Download or save the target again."
-        raise ConfigError(f"{path} does not say which file of the target holds which tensor.", WHERE, fix)
+        raise ConfigError(
+            f"{path} does not say which file of the target holds which tensor.", WHERE, fix
+        )
     return index
 
 
-def identifying_files(model: str, revision: str | None, *, with_code: bool, fetch: bool = True) -> list[Path]:
-    """The files that `weight_files` of spec.py promises, `with_code` also the repository's Python files."""
+def identifying_files(
+    model: str, revision: str | None, *, with_code: bool, fetch: bool = True
+) -> list[Path]:
+    """The files that `weight_files` of spec.py promises, `with_code` also the repository's Python
+    files.
+    """
     if is_local(model):
         directory = local_directory(model)
     elif fetch:
@@ -133,7 +152,9 @@ def identifying_files(model: str, revision: str | None, *, with_code: bool, fetc
 
 
 def _weight_names(directory: Path, model: str) -> list[str]:
-    """Names of the weight files that transformers and vLLM would load: an index's shards, else the single file."""
+    """Names of the weight files that transformers and vLLM would load: an index's shards, else the
+    single file.
+    """
     for single, index in zip(SINGLE_WEIGHTS, WEIGHT_INDEXES, strict=True):
         if (directory / single).is_file():
             return [single]
@@ -141,19 +162,30 @@ def _weight_names(directory: Path, model: str) -> list[str]:
             shards = sorted(set(read_index(directory / index).values()))
             missing = [shard for shard in shards if not (directory / shard).is_file()]
             if missing:
-                what = f"The target {model} lacks {len(missing)} of {len(shards)} weight files, {missing[0]} first."
+                what = (
+                    f"The target {model} lacks {len(missing)} of {len(shards)} weight files,"
+                    f" {missing[0]} first."
+                )
                 raise ConfigError(what, WHERE, "Download it again.")
             return [index, *shards]
     kinds = {path.suffix for path in directory.iterdir()} & {".gguf", ".pt", ".pth", ".safetensors"}
-    what = f"The target {model} has no model.safetensors{f', only {min(kinds)} files' if kinds else ''}."
-    fix = "Load it once where it came from and `save_pretrained` it to a directory, then name that directory."
+    what = (
+        f"The target {model} has no"
+        f" model.safetensors{f', only {min(kinds)} files' if kinds else ''}."
+    )
+    fix = (
+        "Load it once where it came from and `save_pretrained` it to a directory, then name that"
+        " directory."
+    )
     raise ConfigError(what, WHERE, fix)
 
 
 def _download(model: str, revision: str | None, *, with_code: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    has_safetensors = any(find_file(model, revision, name) for name in ("model.safetensors", WEIGHT_INDEXES[0]))
+    has_safetensors = any(
+        find_file(model, revision, name) for name in ("model.safetensors", WEIGHT_INDEXES[0])
+    )
     weights = "model*.safetensors*" if has_safetensors else "pytorch_model*.bin*"
     patterns = [*DESCRIBING_FILES, weights, *(["*.py"] if with_code else [])]
     with hub_errors(model, revision):
@@ -187,9 +219,11 @@ def hub_errors(model: str, revision: str | None) -> AbstractContextManager[None]
 
 @contextmanager
 def one_look_at_the_hub(*models: str | None) -> Iterator[None]:
-    """Within it a Hub that does not answer now is not asked again: what is not cached is refused without waiting.
+    """Within it a Hub that does not answer now is not asked again: what is not cached is refused
+    without waiting.
 
-    The Hub's client tries six times at every file. Nobody asks where every model is a directory or None.
+    The Hub's client tries six times at every file. Nobody asks where every model is a directory or
+    None.
     """
     from huggingface_hub import constants, get_session
 
@@ -197,7 +231,9 @@ def one_look_at_the_hub(*models: str | None) -> Iterator[None]:
     if not before and not all(model is None or is_local(model) for model in models):
         try:
             model = next(model for model in models if model and not is_local(model))
-            get_session().head(f"{constants.ENDPOINT}/api/models/{model}", timeout=FIRST_LOOK)  # whatever it answers
+            get_session().head(
+                f"{constants.ENDPOINT}/api/models/{model}", timeout=FIRST_LOOK
+            )  # whatever it answers
         except Exception:  # no network, no such host, an endpoint that is no URL
             constants.HF_HUB_OFFLINE = True  # which it reads at each request
     try:

@@ -23,7 +23,11 @@ def check_repo_id(repo_id: str, where: str, *, with_owner: bool = False) -> None
         what = f'"{repo_id}" is neither a Hub id nor an absolute path.'
         raise ConfigError(what, where, "Write a Hub id as USER/NAME.") from error
     if with_owner and "/" not in repo_id:
-        raise ConfigError(f'"{repo_id}" does not name the owner of the repository.', where, "Write it as USER/NAME.")
+        raise ConfigError(
+            f'"{repo_id}" does not name the owner of the repository.',
+            where,
+            "Write it as USER/NAME.",
+        )
 
 
 @contextmanager
@@ -33,11 +37,13 @@ def hub_errors(subject: str, where: str, *, writes: bool = False) -> Iterator[No
     Args:
         subject: What is read or written, such as `target owner/name`.
         where: The configuration key or the repository.
-        writes: Whether files are sent. The client wraps errors of an upload in RuntimeError and ValueError too.
+        writes: Whether files are sent. The client wraps errors of an upload in RuntimeError and
+            ValueError too.
 
     Raises:
         ConfigError: What is read does not exist, or is gated.
-        EnvironmentFault: The Hub cannot be reached or refuses. The message never contains the token.
+        EnvironmentFault: The Hub cannot be reached or refuses. The message never contains the
+            token.
     """
     from huggingface_hub import errors as hub
 
@@ -61,9 +67,16 @@ def _read_fault(error: Exception, subject: str, where: str) -> MedusaDistillErro
     if isinstance(error, hub.GatedRepoError):
         fix = "Accept its terms on its Hub page and log in with `hf auth login`."
         return ConfigError(f"The {subject} is gated.", where, fix)
-    if isinstance(error, hub.RepositoryNotFoundError | hub.RevisionNotFoundError | hub.HFValidationError):
-        fix = "Check the spelling; a private one needs `hf auth login`; a directory is written with ./ or /."
-        return ConfigError(f"There is no {subject}, neither as a directory nor on the Hub.", where, fix)
+    if isinstance(
+        error, hub.RepositoryNotFoundError | hub.RevisionNotFoundError | hub.HFValidationError
+    ):
+        fix = (
+            "Check the spelling; a private one needs `hf auth login`; a directory is written with"
+            " ./ or /."
+        )
+        return ConfigError(
+            f"There is no {subject}, neither as a directory nor on the Hub.", where, fix
+        )
     what = f"The {subject} can be neither read nor fetched now ({type(error).__name__})."
     return EnvironmentFault(what, where, f"{NETWORK}, or give a local directory.")
 
@@ -78,7 +91,10 @@ def _write_fault(error: Exception, subject: str, where: str) -> EnvironmentFault
         what = f"The Hub answered {status} for the {subject}"
     fix = f"{NETWORK}, then run the same command again: what has arrived is not sent twice."
     if status in (401, 403):
-        fix = "The token must be valid and may write there: `hf auth login`, or HF_TOKEN. Then push again."
+        fix = (
+            "The token must be valid and may write there: `hf auth login`, or HF_TOKEN. Then push"
+            " again."
+        )
     text = str(error)
     if error.__cause__:
         text = f"{text} ({error.__cause__})"

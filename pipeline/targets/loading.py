@@ -1,7 +1,7 @@
 """Loads a target, and verifies that its features are what its lm_head reads.
 
-The model is frozen and in eval mode. In 4 or 8 bit the backbone is quantized by bitsandbytes; the lm_head keeps the
-target's dtype, because heads are initialised from it.
+The model is frozen and in eval mode. In 4 or 8 bit the backbone is quantized by bitsandbytes; the
+lm_head keeps the target's dtype, because heads are initialised from it.
 """
 
 from __future__ import annotations
@@ -25,28 +25,40 @@ if TYPE_CHECKING:
 
 
 FEWER_BYTES = "Raise gpus_per_worker, or set target.quantization to 8bit or 4bit."
-OTHER_KERNELS = "Set target.dtype: float16, name a copy in another format, or run on a GPU that computes this one."
+OTHER_KERNELS = (
+    "Set target.dtype: float16, name a copy in another format, or run on a GPU that computes this"
+    " one."
+)
 
 
 def require_gpus(num_gpus: int) -> None:
     """Raise EnvironmentFault when fewer GPUs are visible than a worker needs."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if visible < num_gpus:
-        fix = "Set gpus_per_worker in placement to what a node has (0 runs on the CPU), or install torch with CUDA."
-        raise EnvironmentFault(f"{num_gpus} GPUs are asked for and {visible} are visible.", "placement", fix)
+        fix = (
+            "Set gpus_per_worker in placement to what a node has (0 runs on the CPU), or install"
+            " torch with CUDA."
+        )
+        raise EnvironmentFault(
+            f"{num_gpus} GPUs are asked for and {visible} are visible.", "placement", fix
+        )
 
 
 def load_causal_lm(
-    spec: TargetSpec, device: str | torch.device = "cpu", num_gpus: int = 1, too_large: str = FEWER_BYTES
+    spec: TargetSpec,
+    device: str | torch.device = "cpu",
+    num_gpus: int = 1,
+    too_large: str = FEWER_BYTES,
 ) -> PreTrainedModel:
     """The target, frozen, on `device`; over the first `num_gpus` GPUs when that is more than one.
 
     `too_large` is the advice in the error where it does not fit.
 
     Raises:
-        ConfigError: transformers cannot load it, or its files lack tensors, or hold others than the model has.
-        EnvironmentFault: The GPU is missing, too small or lacks a kernel, a package is missing, or the
-            weights cannot be read.
+        ConfigError: transformers cannot load it, or its files lack tensors, or hold others than the
+            model has.
+        EnvironmentFault: The GPU is missing, too small or lacks a kernel, a package is missing, or
+            the weights cannot be read.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -56,10 +68,13 @@ def load_causal_lm(
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu:
         require_gpus(num_gpus)
-        # torch's first choice on Hopper and Blackwell builds a plan for every new shape, in up to half a second, and
-        # the shapes of batches and of texts that grow are always new. vLLM has it off as well.
+        # torch's first choice on Hopper and Blackwell builds a plan for every new shape, in up to
+        # half a second, and the shapes of batches and of texts that grow are always new. vLLM has
+        # it off as well.
         torch.backends.cuda.enable_cudnn_sdp(False)
-    does_not_fit = EnvironmentFault(f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", too_large)
+    does_not_fit = EnvironmentFault(
+        f"The target {spec.model} does not fit.", f"{num_gpus} GPU(s)", too_large
+    )
     settings = _device_map(device, num_gpus if on_gpu else 1)
     if quantization := _quantization(spec):  # None would take a quantized checkpoint's own away
         settings["quantization_config"] = quantization
@@ -75,7 +90,8 @@ def load_causal_lm(
     if {"cpu", "disk"} & set(getattr(model, "hf_device_map", {}).values()) and on_gpu:
         raise does_not_fit  # offloaded to the CPU it would run a hundred times slower
     if spec.quantization is None and getattr(model, "hf_quantizer", None):
-        # What a quantizer leaves in its files and transformers has no place for: biases of zeros, a cache's scales.
+        # What a quantizer leaves in its files and transformers has no place for: biases of zeros, a
+        # cache's scales.
         report["unexpected_keys"] = ()
     _require_whole(spec, report)
     if not on_gpu:
@@ -85,7 +101,9 @@ def load_causal_lm(
 
 @contextmanager
 def _readable_errors(spec: TargetSpec, does_not_fit: EnvironmentFault) -> Iterator[None]:
-    """Turn what loading raises into errors for a person; those of files are left to `files.hub_errors`."""
+    """Turn what loading raises into errors for a person; those of files are left to
+    `files.hub_errors`.
+    """
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
@@ -100,11 +118,15 @@ def _readable_errors(spec: TargetSpec, does_not_fit: EnvironmentFault) -> Iterat
         what = f"transformers cannot load {spec.model}: {first_lines(error)}."
         if _blames_the_machine(error, spec):
             raise EnvironmentFault(what, files.WHERE, OTHER_KERNELS) from error
-        raise ConfigError(what, files.WHERE, "Upgrade transformers, or fetch the target's files again.") from error
+        raise ConfigError(
+            what, files.WHERE, "Upgrade transformers, or fetch the target's files again."
+        ) from error
 
 
 def _blames_the_machine(error: Exception, spec: TargetSpec) -> bool:
-    """Whether a package or a GPU's kernel is missing: CUDA says so, or the quantizer of the target's format."""
+    """Whether a package or a GPU's kernel is missing: CUDA says so, or the quantizer of the
+    target's format.
+    """
     if isinstance(error, ImportError | torch.AcceleratorError):
         return True
     is_quantized = spec.quantization or quantization_of(model_config(spec))
@@ -115,18 +137,25 @@ def _device_map(device: str | torch.device, num_gpus: int) -> dict[str, Any]:
     """Where `from_pretrained` is to put the weights."""
     if num_gpus == 1:
         return {"device_map": {"": device}}
-    return {"device_map": "auto", "max_memory": {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)}}
+    return {
+        "device_map": "auto",
+        "max_memory": {gpu: torch.cuda.mem_get_info(gpu)[0] for gpu in range(num_gpus)},
+    }
 
 
 def _require_whole(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> None:
-    """Raise ConfigError where files and model do not fit: transformers fills what is missing with random numbers.
+    """Raise ConfigError where files and model do not fit: transformers fills what is missing with
+    random numbers.
 
-    `report` is transformers' own of the loading. It leaves out what a family may lack: tied matrices, buffers.
+    `report` is transformers' own of the loading. It leaves out what a family may lack: tied
+    matrices, buffers.
     """
     names = {
         "its files lack": sorted(report["missing_keys"]),
         "its files hold, and the model has no place for,": sorted(report["unexpected_keys"]),
-        "of another shape than the model's:": sorted(str(key[0]) for key in report["mismatched_keys"]),
+        "of another shape than the model's:": sorted(
+            str(key[0]) for key in report["mismatched_keys"]
+        ),
     }
     found = [
         f"{what} {', '.join(keys[:3])}" + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
@@ -134,8 +163,12 @@ def _require_whole(spec: TargetSpec, report: Mapping[str, Collection[Any]]) -> N
         if keys
     ]
     if found:
-        fix = "Its config.json and its weights must be of one model: fetch the target's files again."
-        raise ConfigError(f"The target's files are not this model: {'; '.join(found)}.", spec.model, fix)
+        fix = (
+            "Its config.json and its weights must be of one model: fetch the target's files again."
+        )
+        raise ConfigError(
+            f"The target's files are not this model: {'; '.join(found)}.", spec.model, fix
+        )
 
 
 def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
@@ -146,8 +179,13 @@ def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
-        fix = "pip install bitsandbytes, or leave target.quantization and train.backbone.quantization unset."
-        raise EnvironmentFault("bitsandbytes is not importable.", f"quantization: {spec.quantization}", fix) from error
+        fix = (
+            "pip install bitsandbytes, or leave target.quantization and train.backbone.quantization"
+            " unset."
+        )
+        raise EnvironmentFault(
+            "bitsandbytes is not importable.", f"quantization: {spec.quantization}", fix
+        ) from error
     from transformers import BitsAndBytesConfig
 
     if spec.quantization == "8bit":
@@ -161,7 +199,8 @@ def _quantization(spec: TargetSpec) -> BitsAndBytesConfig | None:
 
 
 def _keep_ragged_layers_unpacked(model: PreTrainedModel) -> None:
-    """Keep bitsandbytes from packing 4-bit layers for its CPU kernel whose rows are not whole blocks: it would raise.
+    """Keep bitsandbytes from packing 4-bit layers for its CPU kernel whose rows are not whole
+    blocks: it would raise.
 
     They are multiplied dequantized, as on a CPU without that kernel.
     """
@@ -193,8 +232,8 @@ def lm_head_weight(model: PreTrainedModel) -> torch.Tensor:
 def verify_tap(model: PreTrainedModel) -> None:
     """Check that the last hidden state is exactly what the target's lm_head reads.
 
-    Runs eight tokens with a hook on the lm_head. Some model families apply something in between; heads would then train
-    well and have no guess accepted.
+    Runs eight tokens with a hook on the lm_head. Some model families apply something in between;
+    heads would then train well and have no guess accepted.
 
     Raises:
         ConfigError: The states differ, or are not finite in the target's dtype.
@@ -211,22 +250,32 @@ def verify_tap(model: PreTrainedModel) -> None:
         raise EnvironmentFault(what, files.WHERE, OTHER_KERNELS) from error
     if not torch.isfinite(tapped_BTD).all():
         fix = "float16 overflows in some models: set target.dtype to bfloat16."
-        raise ConfigError(f"The target's states are not finite in {tapped_BTD.dtype}.", "target.dtype", fix)
+        raise ConfigError(
+            f"The target's states are not finite in {tapped_BTD.dtype}.", "target.dtype", fix
+        )
     tapped_BTD = tapped_BTD.float()
     if (
         len(read_by_head) != 1
         or read_by_head[0].shape != tapped_BTD.shape
-        or not (read_by_head[0].float() - tapped_BTD).norm() <= 1e-2 * tapped_BTD.norm()  # bf16 rounds at 4e-3
+        or not (read_by_head[0].float() - tapped_BTD).norm()
+        <= 1e-2 * tapped_BTD.norm()  # bf16 rounds at 4e-3
     ):
-        fix = "Heads need lm_head to read the last hidden state after the final norm, and nothing in between."
-        raise ConfigError("The target's last hidden state is not what its lm_head reads.", files.WHERE, fix)
+        fix = (
+            "Heads need lm_head to read the last hidden state after the final norm, and nothing in"
+            " between."
+        )
+        raise ConfigError(
+            "The target's last hidden state is not what its lm_head reads.", files.WHERE, fix
+        )
 
 
 @contextmanager
 def lm_head_inputs(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """The states that the lm_head reads, appended by each forward within the context."""
     seen: list[torch.Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0])
+    )
     try:
         yield seen
     finally:

@@ -1,8 +1,8 @@
 """LoRA on a target by peft (paper 2.2.2; Hu et al. 2106.09685): checking, adding and merging it.
 
-Every linear layer is adapted, lm_head included. Targets with weights that peft does not adapt are rejected before any
-weight is loaded (`require_tunable`). The adapter of a tied lm_head does not change the shared embedding, which stays
-frozen; merging unties the two.
+Every linear layer is adapted, lm_head included. Targets with weights that peft does not adapt are
+rejected before any weight is loaded (`require_tunable`). The adapter of a tied lm_head does not
+change the shared embedding, which stays frozen; merging unties the two.
 """
 
 from __future__ import annotations
@@ -27,19 +27,25 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 HEADS_ALONE = "Train the heads alone (train.method: medusa-1), or choose another target."
-LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", *MULTIPLIERS)  # applied after lm_head by some families
+LOGIT_CHANGES = (
+    "final_logit_softcapping",
+    "logits_scaling",
+    *MULTIPLIERS,
+)  # applied after lm_head by some families
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """The names of all layers that LoRA adapts.
 
     Raises:
-        ConfigError: There are none, lm_head is not among them, or there are other matrices: a mixture's experts stored
-            as one parameter, or layers of a kind that peft does not know.
+        ConfigError: There are none, lm_head is not among them, or there are other matrices: a
+            mixture's experts stored as one parameter, or layers of a kind that peft does not know.
     """
     from transformers.pytorch_utils import Conv1D
 
-    found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+    found = [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    ]
     missed = [
         f"{name}.{parameter}"
         for name, module in model.named_modules()
@@ -48,9 +54,15 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
         if weight.dim() > 1
     ]
     if missed or not isinstance(model.get_output_embeddings(), nn.Linear):
-        what = f"LoRA does not find {missed[0]}" if missed else "LoRA does not find the target's lm_head"
+        what = (
+            f"LoRA does not find {missed[0]}"
+            if missed
+            else "LoRA does not find the target's lm_head"
+        )
         more = f" and {len(missed) - 1} more of its weights" if len(missed) > 1 else ""
-        raise ConfigError(f"{what}{more}, so the backbone cannot be tuned whole.", files.WHERE, HEADS_ALONE)
+        raise ConfigError(
+            f"{what}{more}, so the backbone cannot be tuned whole.", files.WHERE, HEADS_ALONE
+        )
     return found
 
 
@@ -62,18 +74,23 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    if layers := [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
+    if layers := [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]:
         return layers
     fix = "Set train.backbone.shard: false, or choose a target whose layers transformers knows."
-    raise ConfigError("The target has no decoder layers that could be split over workers.", files.WHERE, fix)
+    raise ConfigError(
+        "The target has no decoder layers that could be split over workers.", files.WHERE, fix
+    )
 
 
 def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> None:
     """Check, without loading weights, that the target can be tuned and its adapter merged.
 
     Raises:
-        ConfigError: It is quantized on disk, changes its logits after lm_head, has weights that LoRA does not adapt,
-            the rank exceeds its hidden size, or it is to be `sharded` and has no layers to shard.
+        ConfigError: It is quantized on disk, changes its logits after lm_head, has weights that
+            LoRA does not adapt, the rank exceeds its hidden size, or it is to be `sharded` and has
+            no layers to shard.
     """
     from transformers import AutoModelForCausalLM
 
@@ -82,14 +99,18 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
     if getattr(config, "quantization_config", None):
         what = "A tuned backbone cannot be merged into weights that are quantized."
         fix = (
-            "Name the target's original weights; train.backbone.quantization: 4bit trains on a quantized copy of them."
+            "Name the target's original weights; train.backbone.quantization: 4bit trains on a"
+            " quantized copy of them."
         )
         raise ConfigError(what, files.WHERE, fix)
     if rank > text.hidden_size:
         what = f"A rank of {rank} is more than the hidden size, {text.hidden_size}."
         raise ConfigError(what, "train.backbone.lora_rank", "Lower it: 32 is usual.")
     if changed := changed_logits(config):
-        what = f"The target changes its logits after lm_head ({changed}), which the backbone's loss does not include."
+        what = (
+            f"The target changes its logits after lm_head ({changed}), which the backbone's loss"
+            " does not include."
+        )
         raise ConfigError(what, files.WHERE, HEADS_ALONE)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=spec.trust_remote_code)
@@ -101,36 +122,46 @@ def require_tunable(spec: TargetSpec, rank: int, *, sharded: bool = False) -> No
 def changed_logits(config: PretrainedConfig) -> str | None:
     """The setting by which the model scales or caps its logits after lm_head, if any."""
     text = config.get_text_config()
-    return next((key for key in LOGIT_CHANGES if getattr(text, key, None) not in (None, 1, 1.0)), None)
+    return next(
+        (key for key in LOGIT_CHANGES if getattr(text, key, None) not in (None, 1, 1.0)), None
+    )
 
 
 def add_lora(model: PreTrainedModel, *, rank: int, alpha: int, dropout: float) -> PeftModel:
     """The target with new LoRA adapters in fp32; everything else is frozen.
 
-    The B matrices are zero, so the model is unchanged; the A matrices are drawn from torch's global generator.
+    The B matrices are zero, so the model is unchanged; the A matrices are drawn from torch's global
+    generator.
 
     Raises:
         ConfigError: As `linear_layers` does.
     """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported by peft; warns of missing kernels on a CPU
+    logging.getLogger("bitsandbytes").setLevel(
+        logging.ERROR
+    )  # imported by peft; warns of missing kernels on a CPU
     from peft import LoraConfig, get_peft_model
 
     layers = linear_layers(model)
-    settings = LoraConfig(task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=layers)
+    settings = LoraConfig(
+        task_type="CAUSAL_LM", r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=layers
+    )
     with warnings.catch_warnings(action="ignore"):  # warns of tied embeddings, see above
         return get_peft_model(model, settings)
 
 
 def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
-    """The target with `adapter` (a directory of peft's `save_pretrained`) merged, frozen, on the CPU.
+    """The target with `adapter` (a directory of peft's `save_pretrained`) merged, frozen, on the
+    CPU.
 
-    The merge is computed in fp32 and rounded once to the target's dtype, in unquantized weights also for a target that
-    runs in 4 or 8 bit. Tied embeddings are untied: the lm_head was trained and the input embedding was not. Memory: the
-    target once, plus the fp32 change of one matrix at a time (for a 70B target 140 GB and 4 GB).
+    The merge is computed in fp32 and rounded once to the target's dtype, in unquantized weights
+    also for a target that runs in 4 or 8 bit. Tied embeddings are untied: the lm_head was trained
+    and the input embedding was not. Memory: the target once, plus the fp32 change of one matrix at
+    a time (for a 70B target 140 GB and 4 GB).
 
     Raises:
         ConfigError: transformers cannot load the target.
-        DataError: There is no adapter of this target, or merging it gives numbers that are not finite.
+        DataError: There is no adapter of this target, or merging it gives numbers that are not
+            finite.
     """
     from peft import PeftModel
 
@@ -141,13 +172,19 @@ def load_tuned(spec: TargetSpec, adapter: Path) -> PreTrainedModel:
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         reason = str(error).strip().split("\n")[0].rstrip(".")
         fix = "Run again with --fresh train."
-        raise DataError(f"There is no adapter of this target here: {reason}.", str(adapter), fix) from error
-    with warnings.catch_warnings(action="ignore"):  # warns of tied embeddings, which are untied above
+        raise DataError(
+            f"There is no adapter of this target here: {reason}.", str(adapter), fix
+        ) from error
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # warns of tied embeddings, which are untied above
         merged = adapted.merge_and_unload()
     for name, weight in merged.named_parameters():
         if not torch.isfinite(torch.stack(weight.aminmax())).all():
             fix = "Train again with a lower train.backbone.lr, or set target.dtype to bfloat16."
-            raise DataError(f"The merged {name} is not finite in {weight.dtype}.", str(adapter), fix)
+            raise DataError(
+                f"The merged {name} is not finite in {weight.dtype}.", str(adapter), fix
+            )
     return merged.eval().requires_grad_(False)
 
 
@@ -155,5 +192,7 @@ def untie(model: PreTrainedModel) -> None:
     """Give a model with tied embeddings a separate lm_head, a copy of its input embedding."""
     text, head = model.config.get_text_config(), model.get_output_embeddings()
     if head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr():
-        head.weight = torch.nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
+        head.weight = torch.nn.Parameter(
+            head.weight.detach().clone(), requires_grad=head.weight.requires_grad
+        )
     model.config.tie_word_embeddings = text.tie_word_embeddings = False

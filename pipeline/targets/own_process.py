@@ -1,7 +1,8 @@
-"""Work in a new interpreter, so that nothing of an engine stays behind in the caller; its errors come back as they are.
+"""Work in a new interpreter, so that nothing of an engine stays behind in the caller; its errors
+come back as they are.
 
-The caller's half is `in_own_process`, that of the module which does the work `work_off`. How far the work has come
-travels in a `ProgressFile`, which the waiting caller reads twice a second.
+The caller's half is `in_own_process`, that of the module which does the work `work_off`. How far
+the work has come travels in a `ProgressFile`, which the waiting caller reads twice a second.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def in_own_process(
         defaults: Variables of its environment where this process's has none of these names.
 
     Raises:
-        MedusaDistillError: What the module raised, and EnvironmentFault where its process ended without a word.
+        MedusaDistillError: What the module raised, and EnvironmentFault where its process ended
+            without a word.
     """
     with tempfile.TemporaryDirectory(prefix="vllm-") as directory:
         task_file, result_file = Path(directory, "task.json"), Path(directory, "result.json")
@@ -56,9 +58,16 @@ def in_own_process(
     return result["found"]
 
 
-def _run(command: Sequence[str], environ: Mapping[str, str], meanwhile: Callable[[], None]) -> tuple[int, str]:
+def _run(
+    command: Sequence[str], environ: Mapping[str, str], meanwhile: Callable[[], None]
+) -> tuple[int, str]:
     """Exit status and standard error of a process, which does not outlive this call."""
-    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    pipes: dict[str, Any] = {
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "errors": "replace",
+    }
     with subprocess.Popen(command, env=environ, **pipes) as process:
         try:
             while True:
@@ -81,7 +90,9 @@ def _progress_beside(task_file: Path) -> ProgressFile:
     return ProgressFile(task_file.with_name("progress.json"))
 
 
-def work_off(function: Callable[[Mapping[str, Any], Tell], Any], task_file: str, result_file: str) -> None:
+def work_off(
+    function: Callable[[Mapping[str, Any], Tell], Any], task_file: str, result_file: str
+) -> None:
     """The child process: read the tasks, do them, write the results or the error."""
     file = _progress_beside(Path(task_file))
     part: str | None = None
@@ -101,7 +112,9 @@ def work_off(function: Callable[[Mapping[str, Any], Tell], Any], task_file: str,
 
 def environment() -> dict[str, str]:
     """This process's, in which a new interpreter finds this package."""
-    path = os.pathsep.join(filter(None, [str(Path(pipeline.__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(
+        filter(None, [str(Path(pipeline.__file__).parents[1]), os.environ.get("PYTHONPATH")])
+    )
     return {**os.environ, "PYTHONPATH": path}
 
 

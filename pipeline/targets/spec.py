@@ -1,7 +1,9 @@
-"""A target before its weights are loaded: configuration, dtype, context, end-of-sequence ids and files.
+"""A target before its weights are loaded: configuration, dtype, context, end-of-sequence ids and
+files.
 
-What must be equal in every engine is decided here: `resolve` pins a Hub target to a commit and "auto" to a dtype, and
-`eos_token_ids` is the set that ends a text. A spec is plain data that can be pickled and written as JSON.
+What must be equal in every engine is decided here: `resolve` pins a Hub target to a commit and
+"auto" to a dtype, and `eos_token_ids` is the set that ends a text. A spec is plain data that can be
+pickled and written as JSON.
 """
 
 from __future__ import annotations
@@ -27,14 +29,36 @@ if TYPE_CHECKING:
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 VERIFIABLE_LAYERS = {"full_attention", "sliding_attention"}
-STATEFUL_WORDS = ("mamba", "ssm", "rwkv", "xlstm", "linear_attn", "linear_attention", "recurr", "retention")
-STATEFUL_TYPES = {"bamba", "jamba", "zamba", "zamba2", "falcon_h1", "nemotron_h", "hyena", "plamo2", "lfm2", "lfm2_moe"}
+STATEFUL_WORDS = (
+    "mamba",
+    "ssm",
+    "rwkv",
+    "xlstm",
+    "linear_attn",
+    "linear_attention",
+    "recurr",
+    "retention",
+)
+STATEFUL_TYPES = {
+    "bamba",
+    "jamba",
+    "zamba",
+    "zamba2",
+    "falcon_h1",
+    "nemotron_h",
+    "hyena",
+    "plamo2",
+    "lfm2",
+    "lfm2_moe",
+}
 SLOT_BIASED_TYPES = {"bloom", "mpt"}
 
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """What every engine and worker loads. `dtype` is resolved; `chat_template` is text, not a path."""
+    """What every engine and worker loads. `dtype` is resolved; `chat_template` is text, not a
+    path.
+    """
 
     model: str
     revision: str | None = None
@@ -61,12 +85,16 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
     model, revision = target.model, target.revision
     config_file = files.find_file(model, revision, "config.json")
     if config_file is None:
-        raise ConfigError(f"The target {model} has no config.json.", files.WHERE, "Name a transformers model.")
+        raise ConfigError(
+            f"The target {model} has no config.json.", files.WHERE, "Name a transformers model."
+        )
     files.parse(config_file)
     if files.is_local(model):
         model = str(files.local_directory(model))
     elif config_file.parent.parent.name == "snapshots":
-        revision = config_file.parent.name  # the commit: all workers load the same weights, also after a resume
+        revision = (
+            config_file.parent.name
+        )  # the commit: all workers load the same weights, also after a resume
     spec = TargetSpec(
         model=model,
         revision=revision,
@@ -81,7 +109,9 @@ def resolve(target: TargetConfig, *, on_gpu: bool | None = None) -> TargetSpec:
     require_verifiable(config)
     if target.quantization and getattr(config, "quantization_config", None):
         fix = "Leave target.quantization unset for a checkpoint that is quantized already."
-        raise ConfigError(f"The target {target.model} is quantized already.", "target.quantization", fix)
+        raise ConfigError(
+            f"The target {target.model} is quantized already.", "target.quantization", fix
+        )
     context_length(spec, config)
     _stated_eos_ids(spec, config)
     dtype = target.dtype if target.dtype != "auto" else _own_dtype(config, on_gpu)
@@ -103,10 +133,12 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
             )
         except OSError:
             raise
-        except Exception as error:  # whatever a family's configuration raises on values that it does not expect
+        except (
+            Exception
+        ) as error:  # whatever a family's configuration raises on values that it does not expect
             fix = (
-                "Repair its config.json, upgrade transformers, or set target.trust_remote_code: true if you trust the "
-                "code beside the weights."
+                "Repair its config.json, upgrade transformers, or set target.trust_remote_code:"
+                " true if you trust the code beside the weights."
             )
             what = f"transformers cannot read the target {spec.model}: {first_lines(error)}."
             raise ConfigError(what, files.WHERE, fix) from error
@@ -114,7 +146,10 @@ def model_config(spec: TargetSpec) -> PretrainedConfig:
 
 def first_lines(error: Exception) -> str:
     """The first two lines of an error's message, as one."""
-    return " ".join(" ".join(str(error).strip().split("\n")[:2]).split()).rstrip(".") or type(error).__name__
+    return (
+        " ".join(" ".join(str(error).strip().split("\n")[:2]).split()).rstrip(".")
+        or type(error).__name__
+    )
 
 
 def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
@@ -132,10 +167,14 @@ def load_tokenizer(spec: TargetSpec) -> PreTrainedTokenizerBase:
             )
         except Exception as error:  # the tokenizers library raises no narrower one
             fix = "Put the tokenizer's files beside the weights (`tokenizer.save_pretrained`)."
-            raise ConfigError(f"The target {spec.model} has no tokenizer that loads.", files.WHERE, fix) from error
+            raise ConfigError(
+                f"The target {spec.model} has no tokenizer that loads.", files.WHERE, fix
+            ) from error
 
 
-def load_chat_template(spec: TargetSpec, tokenizer: PreTrainedTokenizerBase | None = None) -> ChatTemplate:
+def load_chat_template(
+    spec: TargetSpec, tokenizer: PreTrainedTokenizerBase | None = None
+) -> ChatTemplate:
     """The target's chat template, with its tokenizer where that is loaded already.
 
     Raises:
@@ -146,14 +185,21 @@ def load_chat_template(spec: TargetSpec, tokenizer: PreTrainedTokenizerBase | No
 
 
 def asks_for_date(spec: TargetSpec, paths: Iterable[Path]) -> bool:
-    """Whether the chat template, in `spec` or among the target's files, writes the date of the day into its prompts."""
+    """Whether the chat template, in `spec` or among the target's files, writes the date of the day
+    into its prompts.
+    """
     stored = (path for path in paths if path.name in files.TEMPLATE_FILES)
-    texts = [spec.chat_template] if spec.chat_template else (path.read_text("utf-8", "replace") for path in stored)
+    texts = (
+        [spec.chat_template]
+        if spec.chat_template
+        else (path.read_text("utf-8", "replace") for path in stored)
+    )
     return any("strftime_now" in text for text in texts)
 
 
 def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> int:
-    """The longest conversation in tokens: the model's own context, or target.max_tokens where that is shorter.
+    """The longest conversation in tokens: the model's own context, or target.max_tokens where that
+    is shorter.
 
     Raises:
         ConfigError: Neither is known.
@@ -162,14 +208,19 @@ def context_length(spec: TargetSpec, config: PretrainedConfig | None = None) -> 
     own = next((value for key in CONTEXT_KEYS if (value := getattr(text, key, None))), None)
     known = [length for length in (own, spec.max_tokens) if length]
     if not known:
-        raise ConfigError(f"The target {spec.model} does not state its context length.", "target.max_tokens", "Set it.")
+        raise ConfigError(
+            f"The target {spec.model} does not state its context length.",
+            "target.max_tokens",
+            "Set it.",
+        )
     return min(known)
 
 
 def cached_numbers(config: PretrainedConfig) -> int:
     """Numbers of all layers' keys and values of one token.
 
-    With multi-head latent attention (DeepSeek's) a layer keeps one compressed vector and one rotated key for all heads.
+    With multi-head latent attention (DeepSeek's) a layer keeps one compressed vector and one
+    rotated key for all heads.
     """
     text = config.get_text_config()
     latent = getattr(text, "kv_lora_rank", None)
@@ -182,7 +233,8 @@ def cached_numbers(config: PretrainedConfig) -> int:
 
 
 def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
-    """The sorted ids that end a text: generation_config's, else the model's, else the tokenizer's; may be empty.
+    """The sorted ids that end a text: generation_config's, else the model's, else the tokenizer's;
+    may be empty.
 
     Raises:
         ConfigError: One of the first two holds something else than tokens of the vocabulary.
@@ -195,7 +247,9 @@ def eos_token_ids(spec: TargetSpec) -> tuple[int, ...]:
 
 
 def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ...] | None:
-    """The sorted end-of-sequence ids in generation_config.json or config.json; None where neither has any."""
+    """The sorted end-of-sequence ids in generation_config.json or config.json; None where neither
+    has any.
+    """
     vocab_size = getattr(config.get_text_config(), "vocab_size", None)
     for name in ("generation_config.json", "config.json"):
         value = files.read_json(spec.model, spec.revision, name).get("eos_token_id")
@@ -204,7 +258,10 @@ def _stated_eos_ids(spec: TargetSpec, config: PretrainedConfig) -> tuple[int, ..
         ids = value if isinstance(value, list) else [value]
         if not ids or not all(_is_token(id, vocab_size) for id in ids):
             tokens = f"a token id from 0 to {vocab_size - 1}" if vocab_size else "a token id"
-            what = f"The target's eos_token_id is {json.dumps(value)[:40]}, neither {tokens} nor a list of such ids."
+            what = (
+                f"The target's eos_token_id is {json.dumps(value)[:40]}, neither {tokens} nor a"
+                " list of such ids."
+            )
             raise ConfigError(what, f"eos_token_id in {spec.model}, {name}", "Correct it there.")
         return tuple(sorted(set(ids)))
     return None
@@ -218,33 +275,44 @@ def _is_token(id: Any, vocab_size: int | None) -> bool:
 
 
 def weight_files(spec: TargetSpec, *, fetch: bool = True) -> list[Path]:
-    """Local files whose content identifies the target: weights, configuration, tokenizer, template; sorted by name.
+    """Local files whose content identifies the target: weights, configuration, tokenizer, template;
+    sorted by name.
 
-    A Hub target is downloaded. Its files are links into the Hub cache, named there by the content's hash.
+    A Hub target is downloaded. Its files are links into the Hub cache, named there by the content's
+    hash.
 
     Args:
         fetch: False downloads nothing.
 
     Raises:
         ConfigError: The target holds no weights that can be read.
-        EnvironmentFault: The Hub cannot be reached, or without `fetch` the weights are not downloaded.
+        EnvironmentFault: The Hub cannot be reached, or without `fetch` the weights are not
+            downloaded.
     """
-    return files.identifying_files(spec.model, spec.revision, with_code=spec.trust_remote_code, fetch=fetch)
+    return files.identifying_files(
+        spec.model, spec.revision, with_code=spec.trust_remote_code, fetch=fetch
+    )
 
 
 def require_verifiable(config: PretrainedConfig) -> None:
-    """Check that the target's layers can verify a tree of candidates in one forward (section 2.1.2).
+    """Check that the target's layers can verify a tree of candidates in one forward (section
+    2.1.2).
 
-    A tree needs attention that can be masked per candidate. A recurrent state has a single past, and a bias by cache
-    slot (ALiBi) treats siblings as successors.
+    A tree needs attention that can be masked per candidate. A recurrent state has a single past,
+    and a bias by cache slot (ALiBi) treats siblings as successors.
 
     Raises:
         ConfigError: The target is not a decoder, or has such layers.
     """
     reason = _why_not_verifiable(config)
     if reason:
-        fix = "Choose a decoder-only target with attention in every layer, as Llama, Mistral or Qwen2/3 have."
-        raise ConfigError(f"The target ({config.model_type}) cannot verify a tree: {reason}.", files.WHERE, fix)
+        fix = (
+            "Choose a decoder-only target with attention in every layer, as Llama, Mistral or"
+            " Qwen2/3 have."
+        )
+        raise ConfigError(
+            f"The target ({config.model_type}) cannot verify a tree: {reason}.", files.WHERE, fix
+        )
 
 
 def _why_not_verifiable(config: PretrainedConfig) -> str | None:
@@ -255,17 +323,26 @@ def _why_not_verifiable(config: PretrainedConfig) -> str | None:
     causal = any("CausalLM" in name or "LMHeadModel" in name for name in architectures)
     if config.is_encoder_decoder:
         return "it is an encoder-decoder"
-    if architectures and not causal and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {}):
+    if (
+        architectures
+        and not causal
+        and "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {})
+    ):
         return f"{architectures[0]} is no causal language model"
     if types & SLOT_BIASED_TYPES or getattr(text, "alibi", False):
         return "its attention is biased by cache slot (ALiBi)"
-    layers = {*(getattr(text, "layer_types", None) or ()), *(getattr(text, "layers_block_type", None) or ())}
+    layers = {
+        *(getattr(text, "layer_types", None) or ()),
+        *(getattr(text, "layers_block_type", None) or ()),
+    }
     if unknown := sorted(layers - VERIFIABLE_LAYERS - {"attention"}):
         return f"it has layers of type {', '.join(unknown)}"
     if types & STATEFUL_TYPES:
         return "some of its layers keep a running state instead of attention's past"
     words = {*types, *vars(text)}
-    if word := next((key for key in sorted(words) if any(mark in key.lower() for mark in STATEFUL_WORDS)), None):
+    if word := next(
+        (key for key in sorted(words) if any(mark in key.lower() for mark in STATEFUL_WORDS)), None
+    ):
         return f"it has layers that keep a running state ({word})"
     return None
 

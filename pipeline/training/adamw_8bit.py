@@ -1,7 +1,8 @@
 """bitsandbytes' 8-bit AdamW over parameters that are stacked over the heads.
 
-Its CUDA kernels count elements in 32 bits: five lm_heads of a 128k vocabulary in one tensor (2.6e9) would overflow. So
-each matrix of a stack is a parameter to it, a view that shares the stack's memory.
+Its CUDA kernels count elements in 32 bits: five lm_heads of a 128k vocabulary in one tensor (2.6e9)
+would overflow. So each matrix of a stack is a parameter to it, a view that shares the stack's
+memory.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ class SlicedAdamW8bit(AdamW8bit):
         self._stacks: list[tuple[nn.Parameter, list[nn.Parameter]]] = []
         sliced = []
         for group in groups:
-            stacks = [(stack, [nn.Parameter(view) for view in _matrices(stack.detach())]) for stack in group["params"]]
+            stacks = [
+                (stack, [nn.Parameter(view) for view in _matrices(stack.detach())])
+                for stack in group["params"]
+            ]
             self._stacks += stacks
             sliced.append({**group, "params": [view for _, views in stacks for view in views]})
         super().__init__(sliced)

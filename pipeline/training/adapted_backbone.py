@@ -1,7 +1,8 @@
-"""The target with LoRA on it, and itself without: what trains, and what it is held to; and their merging in the end.
+"""The target with LoRA on it, and itself without: what trains, and what it is held to; and their
+merging in the end.
 
-The original is the same weights with the adapter off. The lm_head never runs as a layer: what reads the states holds
-its logits in chunks (`pipeline.training.backbone_losses`).
+The original is the same weights with the adapter off. The lm_head never runs as a layer: what reads
+the states holds its logits in chunks (`pipeline.training.backbone_losses`).
 
 Letters: B sequences, T tokens, N learned positions, D hidden size, V vocabulary, R rank.
 """
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "default"  # peft's, of an adapter
-LESS_ON_EACH = "Set train.backbone.shard: true with several workers, or train.backbone.quantization: 4bit."
+LESS_ON_EACH = (
+    "Set train.backbone.shard: true with several workers, or train.backbone.quantization: 4bit."
+)
 
 
 class Backbone(nn.Module):
@@ -50,8 +53,8 @@ class Backbone(nn.Module):
         workers: `settings.shard` splits the frozen layers over them, where they are several.
 
     Raises:
-        ConfigError: LoRA does not find its layers, its lm_head reads something else than its last states, or packed
-            conversations see each other in it.
+        ConfigError: LoRA does not find its layers, its lm_head reads something else than its last
+            states, or packed conversations see each other in it.
         EnvironmentFault: It does not fit.
     """
 
@@ -68,7 +71,12 @@ class Backbone(nn.Module):
         sharded = settings.shard and workers.world_size > 1
         target = load_causal_lm(spec, "cpu" if sharded else device, too_large=LESS_ON_EACH)
         _keep_differentiable(target)
-        self.tuned = add_lora(target, rank=settings.lora_rank, alpha=settings.lora_alpha, dropout=settings.lora_dropout)
+        self.tuned = add_lora(
+            target,
+            rank=settings.lora_rank,
+            alpha=settings.lora_alpha,
+            dropout=settings.lora_dropout,
+        )
         if sharded:
             shard_layers(target, device, workers)
         with cast(Any, self.tuned).disable_adapter():
@@ -76,7 +84,8 @@ class Backbone(nn.Module):
             verify_packing(target)
         for module in cast(Any, self.tuned).modules():
             if hasattr(module, "cast_input_dtype_enabled"):
-                # Autocast casts once, to bf16; peft would first make an fp32 copy of what each layer reads.
+                # Autocast casts once, to bf16; peft would first make an fp32 copy of what each
+                # layer reads.
                 module.cast_input_dtype_enabled = dtype == torch.float32
         if settings.gradient_checkpointing:
             target.gradient_checkpointing_enable({"use_reentrant": False})
@@ -84,7 +93,9 @@ class Backbone(nn.Module):
 
     def states(self, batch: TextBatch) -> Tensor:
         """The tuned states [N, D] at the learned positions, differentiable."""
-        found = self._target.base_model(input_ids=batch.ids_BT, position_ids=batch.positions_BT, use_cache=False)
+        found = self._target.base_model(
+            input_ids=batch.ids_BT, position_ids=batch.positions_BT, use_cache=False
+        )
         return found.last_hidden_state.flatten(0, 1)[batch.learned_N]
 
     @torch.no_grad()
@@ -94,10 +105,14 @@ class Backbone(nn.Module):
             return self.states(batch)
 
     def low(self, hidden_ND: Tensor) -> Tensor:
-        """What the inner half of lm_head's LoRA makes of the states, dropout and scale included: [N, R]."""
+        """What the inner half of lm_head's LoRA makes of the states, dropout and scale included:
+        [N, R].
+        """
         layer = self._lm_head
         inner = layer.lora_A[NAME]
-        return inner(layer.lora_dropout[NAME](hidden_ND.to(inner.weight.dtype))) * layer.scaling[NAME]
+        return (
+            inner(layer.lora_dropout[NAME](hidden_ND.to(inner.weight.dtype))) * layer.scaling[NAME]
+        )
 
     @property
     def head(self) -> TunedHead:
@@ -123,7 +138,9 @@ class Backbone(nn.Module):
         return self._target.get_output_embeddings()
 
     def train(self, mode: bool = True) -> Backbone:
-        """Turn LoRA's dropout on or off, and with it, where it is asked for, recomputation; nothing else."""
+        """Turn LoRA's dropout on or off, and with it, where it is asked for, recomputation; nothing
+        else.
+        """
         super().train(False)
         _keep_differentiable(self)
         if mode:
@@ -138,22 +155,26 @@ class Backbone(nn.Module):
 
 
 def _keep_differentiable(module: nn.Module) -> None:
-    """Tell 4-bit layers that they train: else bitsandbytes, on a CPU, takes a kernel that has no backward."""
+    """Tell 4-bit layers that they train: else bitsandbytes, on a CPU, takes a kernel that has no
+    backward.
+    """
     for layer in module.modules():
         if type(layer).__module__.startswith("bitsandbytes"):
             layer.training = True
 
 
 def shard_layers(target: PreTrainedModel, device: torch.device, workers: Workers) -> None:
-    """Split each layer's frozen weights over the workers (FSDP2), in place; bring `target`, from the CPU, to `device`.
+    """Split each layer's frozen weights over the workers (FSDP2), in place; bring `target`, from
+    the CPU, to `device`.
 
-    A worker keeps its part of every decoder layer, gathers a layer whole where it is run, forward, again in backward,
-    and frees it. What trains is left out: LoRA stays whole on every worker, and with it gradients, optimizer and
-    checkpoints. So do embeddings, the last norm and lm_head, which is read in chunks rather than run. Every worker has
-    to run the same layers equally often, also the one that has no text left: a gather waits for all of them.
+    A worker keeps its part of every decoder layer, gathers a layer whole where it is run, forward,
+    again in backward, and frees it. What trains is left out: LoRA stays whole on every worker, and
+    with it gradients, optimizer and checkpoints. So do embeddings, the last norm and lm_head, which
+    is read in chunks rather than run. Every worker has to run the same layers equally often, also
+    the one that has no text left: a gather waits for all of them.
 
-    One layer at a time is whole on the device; later, as the next is gathered while one runs, two are. Parameters that
-    train are not split.
+    One layer at a time is whole on the device; later, as the next is gathered while one runs, two
+    are. Parameters that train are not split.
 
     Raises:
         ConfigError: The target has no layers of the kind that can be split.
@@ -167,7 +188,8 @@ def shard_layers(target: PreTrainedModel, device: torch.device, workers: Workers
     for layer in decoder_layers(target):
         fully_shard(layer, mesh=mesh, ignored_params=trained)
     whole = [parameter for parameter in target.parameters() if not isinstance(parameter, DTensor)]
-    # Of no parameters; it has the layers know each other, so that one is gathered while another runs.
+    # Of no parameters; it has the layers know each other, so that one is gathered while another
+    # runs.
     fully_shard(cast(Any, target).base_model, mesh=mesh, ignored_params=set(whole))
     for tensor in (*whole, *target.buffers()):
         tensor.data = tensor.data.to(device)
@@ -185,9 +207,13 @@ def verify_packing(model: Any) -> None:
     rows = [torch.arange(length, device=device)[None] for length in lengths]
     alone = [model.base_model(input_ids=row, use_cache=False).last_hidden_state for row in rows]
     ids_BT = torch.cat(rows, 1)
-    packed = model.base_model(input_ids=ids_BT, position_ids=ids_BT, use_cache=False).last_hidden_state
+    packed = model.base_model(
+        input_ids=ids_BT, position_ids=ids_BT, use_cache=False
+    ).last_hidden_state
     expected = torch.cat(alone, 1).float()
-    if (packed.float() - expected).norm() > 0.1 * expected.norm():  # other kernels in bf16 differ by some percent
+    if (
+        packed.float() - expected
+    ).norm() > 0.1 * expected.norm():  # other kernels in bf16 differ by some percent
         what = "In the target, conversations that are packed into one sequence see each other."
         raise ConfigError(what, files.WHERE, HEADS_ALONE)
 
@@ -195,22 +221,35 @@ def verify_packing(model: Any) -> None:
 def write_adapter(directory: Path, backbone: Backbone, spec: TargetSpec) -> None:
     """Write the adapter as peft reads it: adapter_model.safetensors, then adapter_config.json.
 
-    peft's own writer would add a copy of the embeddings where lm_head is adapted, and list layers in no fixed order.
+    peft's own writer would add a copy of the embeddings where lm_head is adapted, and list layers
+    in no fixed order.
     """
     from peft import get_peft_model_state_dict
 
     directory.mkdir(exist_ok=True)
     tensors = get_peft_model_state_dict(backbone.tuned, save_embedding_layers=False)
     with atomic_path(directory / "adapter_model.safetensors") as temporary:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, temporary)
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+            temporary,
+        )
     settings = backbone.tuned.peft_config[NAME].to_dict()
-    settings |= {"base_model_name_or_path": spec.model, "revision": spec.revision, "inference_mode": True}
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()}
-    write_text(directory / "adapter_config.json", json.dumps(plain, indent=2, sort_keys=True) + "\n")
+    settings |= {
+        "base_model_name_or_path": spec.model,
+        "revision": spec.revision,
+        "inference_mode": True,
+    }
+    plain = {
+        key: sorted(value) if isinstance(value, set) else value for key, value in settings.items()
+    }
+    write_text(
+        directory / "adapter_config.json", json.dumps(plain, indent=2, sort_keys=True) + "\n"
+    )
 
 
 def merge_backbone(target: TargetSpec, directory: str) -> None:
-    """Write `backbone/` from the target and `adapter/` in a train stage's directory, unless it is there already.
+    """Write `backbone/` from the target and `adapter/` in a train stage's directory, unless it is
+    there already.
 
     On the CPU; see `load_tuned` for what it takes of memory.
 
@@ -235,7 +274,13 @@ def merge_backbone(target: TargetSpec, directory: str) -> None:
 
 
 def _own_files(target: TargetSpec) -> list[Path]:
-    """What of a target is copied as it is: its generation settings, and code that lies beside local weights."""
+    """What of a target is copied as it is: its generation settings, and code that lies beside local
+    weights.
+    """
     settings = find_file(target.model, target.revision, GENERATION_FILE)
-    code = sorted(Path(target.model).glob("*.py")) if target.trust_remote_code and is_local(target.model) else []
+    code = (
+        sorted(Path(target.model).glob("*.py"))
+        if target.trust_remote_code and is_local(target.model)
+        else []
+    )
     return [*([settings] if settings else []), *code]

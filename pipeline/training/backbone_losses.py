@@ -1,9 +1,11 @@
-"""How far the tuned backbone is from the original, or from the text, without ever holding the [N, V] logits.
+"""How far the tuned backbone is from the original, or from the text, without ever holding the [N,
+V] logits.
 
-The tuned logits are `hidden · Wᵀ + low · Bᵀ`: W is the target's own lm_head, frozen, B the outer half of its LoRA, and
-`low` what the inner half makes of the hidden states, scale and dropout included. The original's are `original · Wᵀ`.
-The forward pass walks chunks of rows and computes loss and gradients of a chunk while both logits exist; backward only
-scales, once per forward. Softmax and sums are in fp32 (fp64 for fp64), matrix products in the hidden states' dtype.
+The tuned logits are `hidden · Wᵀ + low · Bᵀ`: W is the target's own lm_head, frozen, B the outer
+half of its LoRA, and `low` what the inner half makes of the hidden states, scale and dropout
+included. The original's are `original · Wᵀ`. The forward pass walks chunks of rows and computes
+loss and gradients of a chunk while both logits exist; backward only scales, once per forward.
+Softmax and sums are in fp32 (fp64 for fp64), matrix products in the hidden states' dtype.
 
 Letters: N rows (positions), C rows of a chunk, D hidden size, V vocabulary, R rank.
 """
@@ -28,19 +30,27 @@ class TunedHead(NamedTuple):
 
 
 def summed_divergence(
-    hidden_ND: Tensor, low_NR: Tensor, head: TunedHead, truth: Tensor, *, chunk_bytes: int | None = None
+    hidden_ND: Tensor,
+    low_NR: Tensor,
+    head: TunedHead,
+    truth: Tensor,
+    *,
+    chunk_bytes: int | None = None,
 ) -> Tensor:
     """How far the tuned model is from `truth`, summed over the rows.
 
-    With the original's states [N, D]: KL(original ‖ tuned) over the whole vocabulary at temperature 1 (paper 2.3.2).
-    With the tokens that were written, int64 [N]: their cross entropy. Differentiable in `hidden_ND`, `low_NR` and
-    `head.lora_VR`. `chunk_bytes` bounds the logits held at a time.
+    With the original's states [N, D]: KL(original ‖ tuned) over the whole vocabulary at temperature
+    1 (paper 2.3.2). With the tokens that were written, int64 [N]: their cross entropy.
+    Differentiable in `hidden_ND`, `low_NR` and `head.lora_VR`. `chunk_bytes` bounds the logits held
+    at a time.
     """
     return _SummedDivergence.apply(hidden_ND, low_NR, head.lora_VR, head, truth, chunk_bytes)
 
 
 class Drift(NamedTuple):
-    """Sums over positions: what tuning has changed. fp64 scalars that add up over batches and workers."""
+    """Sums over positions: what tuning has changed. fp64 scalars that add up over batches and
+    workers.
+    """
 
     kl: Tensor
     original_loss: Tensor  # cross entropy of the text
@@ -64,7 +74,9 @@ def measure_drift(
     *,
     chunk_bytes: int | None = None,
 ) -> Drift:
-    """How the tuned model's predictions differ from the original's where `labels_N` were written."""
+    """How the tuned model's predictions differ from the original's where `labels_N` were
+    written.
+    """
     total = Drift.zero(hidden_ND.device)
     for rows in _chunks(hidden_ND, head, chunk_bytes):
         tuned_CV = _logits(hidden_ND[rows], head, low_NR[rows])
@@ -93,24 +105,40 @@ class _SummedDivergence(torch.autograd.Function):
     ) -> Tensor:
         head = head._replace(lora_VR=lora_VR)
         with torch.autocast(hidden_ND.device.type, enabled=False):
-            loss, *ctx.gradients = _walk(hidden_ND, low_NR, head, truth, any(ctx.needs_input_grad), chunk_bytes)
+            loss, *ctx.gradients = _walk(
+                hidden_ND, low_NR, head, truth, any(ctx.needs_input_grad), chunk_bytes
+            )
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor):
         if not ctx.gradients:
-            raise RuntimeError("the loss's gradients were already consumed: run the forward pass again")
-        gradients, ctx.gradients = ctx.gradients, []  # scaled in place, so good for one backward only
+            raise RuntimeError(
+                "the loss's gradients were already consumed: run the forward pass again"
+            )
+        gradients, ctx.gradients = (
+            ctx.gradients,
+            [],
+        )  # scaled in place, so good for one backward only
         return *(gradient.mul_(grad_loss) for gradient in gradients), None, None, None
 
 
 def _walk(
-    hidden_ND: Tensor, low_NR: Tensor, head: TunedHead, truth: Tensor, wants_gradients: bool, chunk_bytes: int | None
+    hidden_ND: Tensor,
+    low_NR: Tensor,
+    head: TunedHead,
+    truth: Tensor,
+    wants_gradients: bool,
+    chunk_bytes: int | None,
 ) -> tuple[Tensor, ...]:
     """The loss, then the gradients in hidden, low and lora of the plain sum, chunk by chunk."""
     dtype = hidden_ND.dtype
     loss = torch.zeros((), dtype=_exact(dtype), device=hidden_ND.device)
-    gradients = [torch.zeros_like(each) for each in (hidden_ND, low_NR, head.lora_VR)] if wants_gradients else []
+    gradients = (
+        [torch.zeros_like(each) for each in (hidden_ND, low_NR, head.lora_VR)]
+        if wants_gradients
+        else []
+    )
     weight_VD, lora_VR = head.weight_VD.to(dtype), head.lora_VR.to(dtype)
     head = head._replace(weight_VD=weight_VD, lora_VR=lora_VR)
     for rows in _chunks(hidden_ND, head, chunk_bytes):
@@ -138,7 +166,9 @@ def _walk(
 
 
 def _chunks(hidden_ND: Tensor, head: TunedHead, chunk_bytes: int | None) -> Iterator[slice]:
-    """Ranges of rows whose logits, of both models and with what becomes of them, take `chunk_bytes`."""
+    """Ranges of rows whose logits, of both models and with what becomes of them, take
+    `chunk_bytes`.
+    """
     exact_bytes = _exact(hidden_ND.dtype).itemsize
     row_bytes = len(head.weight_VD) * (2 * hidden_ND.element_size() + 3 * exact_bytes)
     num_rows = max(1, (chunk_bytes or chunk_bytes_on(hidden_ND.device)) // row_bytes)

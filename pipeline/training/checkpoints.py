@@ -1,10 +1,11 @@
 """Checkpoints: safetensors files, whole or absent; nothing is ever unpickled.
 
-A checkpoint holds all that a resume needs to end with the same weights: named tensors (heads, optimizer) and, in its
-header, a JSON state (step, running sums) and a digest of all this. The first worker writes it, and
-every worker reads it, however many there are. Training waits for a copy alone, of a GPU into pinned memory that all
-copies share; hashing and writing, for which 30 GB of state take a minute, go on in the background. A damaged checkpoint
-(its digest disagrees) falls back to the one before.
+A checkpoint holds all that a resume needs to end with the same weights: named tensors (heads,
+optimizer) and, in its header, a JSON state (step, running sums) and a digest of all this. The first
+worker writes it, and every worker reads it, however many there are. Training waits for a copy
+alone, of a GPU into pinned memory that all copies share; hashing and writing, for which 30 GB of
+state take a minute, go on in the background. A damaged checkpoint (its digest disagrees) falls back
+to the one before.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """The checkpoints of one training directory; a context, so that leaving it awaits the last write.
+    """The checkpoints of one training directory; a context, so that leaving it awaits the last
+    write.
 
     Args:
         settings: How often they are due, and how many stay.
@@ -73,7 +75,8 @@ class Checkpoints:
         return time.monotonic() - self._saved >= 60 * self.settings.checkpoint_minutes
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: State) -> None:
-        """Copy everything now and write it in the background; awaits (and reports) the write before it.
+        """Copy everything now and write it in the background; awaits (and reports) the write before
+        it.
 
         Raises:
             EnvironmentFault: The disk was full at the write before.
@@ -103,7 +106,9 @@ class Checkpoints:
         return step or None
 
     def load(self, step: int) -> Content:
-        """The tensors, on the CPU, and the state of a checkpoint that `newest`, here or elsewhere, verified."""
+        """The tensors, on the CPU, and the state of a checkpoint that `newest`, here or elsewhere,
+        verified.
+        """
         verified, self._verified = self._verified, None
         if verified and verified[0] == step:
             return verified[1]
@@ -135,7 +140,9 @@ class Checkpoints:
         self._forget(step)
 
     def _forget(self, step: int) -> None:
-        """Remove what is older than the newest to be kept, or newer than this step: damaged, or another history's."""
+        """Remove what is older than the newest to be kept, or newer than this step: damaged, or
+        another history's.
+        """
         saved = self.saved()
         history = [each for each in saved if each <= step]
         for each in set(saved) - set(history[: self.settings.keep_checkpoints]):

@@ -1,13 +1,15 @@
 """Which cached positions each step of an epoch reads, by arithmetic.
 
-Heads read one state each, so a batch is a set of *positions*, not of rows: rows are cut wherever a batch ends, and a
-row longer than the budget needs no rule of its own. The epoch's row groups are shuffled, and the rows within each; laid
-end to end they form a line of positions, cut into `LANES` equal lanes. Step s takes the s-th equal part of every lane.
-So every position is read once per epoch; batches have one size (give or take one position per lane); each mixes rows of
-`LANES` row groups from all over the data; no more row groups than that are open at once; any (epoch, step) is reached
-by arithmetic. Workers cut a batch into contiguous shares: the batch is the same for any number of them, their shares
-are equal, and a row group is read by one worker, not by all. Limits: shuffling between row groups is as fine as they
-are small; a group that two lanes share is read twice.
+Heads read one state each, so a batch is a set of *positions*, not of rows: rows are cut wherever a
+batch ends, and a row longer than the budget needs no rule of its own. The epoch's row groups are
+shuffled, and the rows within each; laid end to end they form a line of positions, cut into `LANES`
+equal lanes. Step s takes the s-th equal part of every lane. So every position is read once per
+epoch; batches have one size (give or take one position per lane); each mixes rows of `LANES` row
+groups from all over the data; no more row groups than that are open at once; any (epoch, step) is
+reached by arithmetic. Workers cut a batch into contiguous shares: the batch is the same for any
+number of them, their shares are equal, and a row group is read by one worker, not by all. Limits:
+shuffling between row groups is as fine as they are small; a group that two lanes share is read
+twice.
 """
 
 from __future__ import annotations
@@ -47,14 +49,24 @@ class EpochPlan:
         limit: Plan only this many positions, the first of the shuffled line.
     """
 
-    def __init__(self, lengths: Lengths, *, batch_tokens: int, seed: int, epoch: int = 0, limit: int | None = None):
+    def __init__(
+        self,
+        lengths: Lengths,
+        *,
+        batch_tokens: int,
+        seed: int,
+        epoch: int = 0,
+        limit: int | None = None,
+    ):
         random = np.random.default_rng([seed, epoch])
         groups = random.permutation(len(lengths))
         rows = [random.permutation(np.flatnonzero(lengths[group])) for group in groups]
         sizes = [lengths[group][order] for group, order in zip(groups, rows, strict=True)]
         self._groups = np.repeat(groups, [len(order) for order in rows])
         self._rows = np.concatenate([*rows, np.empty(0, np.int64)])
-        self._edges = np.cumsum(np.concatenate([[0], *sizes]))  # row i of the line is [edges[i], edges[i+1])
+        self._edges = np.cumsum(
+            np.concatenate([[0], *sizes])
+        )  # row i of the line is [edges[i], edges[i+1])
         self.num_positions = min(int(self._edges[-1]), limit or int(self._edges[-1]))
         self.num_steps = -(-self.num_positions // batch_tokens)
         # Fewer lanes where positions are so few that a lane could not give one to every step.
@@ -62,20 +74,27 @@ class EpochPlan:
         self._lanes = [part(0, self.num_positions, lane, num_lanes) for lane in range(num_lanes)]
 
     def pieces(self, step: int, rank: int = 0, world_size: int = 1) -> list[Piece]:
-        """What one worker reads in one step, in the line's order; its share may be empty when positions are few.
+        """What one worker reads in one step, in the line's order; its share may be empty when
+        positions are few.
 
         Raises:
             ValueError: The epoch has no such step.
         """
         ranges, share = self._share(step, rank, world_size)
-        return [piece for start, stop in _within(ranges, *share) for piece in self._between(start, stop)]
+        return [
+            piece for start, stop in _within(ranges, *share) for piece in self._between(start, stop)
+        ]
 
     def first(self, step: int, rank: int = 0, world_size: int = 1) -> int:
         """The place of a worker's first position among all of the step."""
         return self._share(step, rank, world_size)[1][0]
 
-    def _share(self, step: int, rank: int, world_size: int) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-        """The ranges of the line that a step reads, and the worker's range of these laid end to end."""
+    def _share(
+        self, step: int, rank: int, world_size: int
+    ) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+        """The ranges of the line that a step reads, and the worker's range of these laid end to
+        end.
+        """
         if not 0 <= step < self.num_steps:
             raise ValueError(f"step {step} of {self.num_steps}")
         ranges = [part(start, stop, step, self.num_steps) for start, stop in self._lanes]

@@ -1,4 +1,5 @@
-"""Figures on held-out conversations: how good heads are, and how far a tuned backbone is from the original.
+"""Figures on held-out conversations: how good heads are, and how far a tuned backbone is from the
+original.
 
 Letters: N positions, D hidden size, K heads, R ranks.
 """
@@ -45,13 +46,16 @@ def evaluate(
 ) -> dict[str, Any]:
     """Figures over the held-out rows, all workers together; see `figures_of`.
 
-    Matrix products run in `dtype`. At most `MAX_POSITIONS` positions are looked at, always the same ones.
+    Matrix products run in `dtype`. At most `MAX_POSITIONS` positions are looked at, always the same
+    ones.
     """
     device = heads.device
     plan = EpochPlan(rows.lengths(SPLIT), batch_tokens=batch_tokens, seed=0, limit=MAX_POSITIONS)
     total = Score.zero(heads.shape, TOP, device)
     steps = range(plan.num_steps)
-    for batch in load_batches(rows, plan, steps, rank=workers.rank, world_size=workers.world_size, device=device):
+    for batch in load_batches(
+        rows, plan, steps, rank=workers.rank, world_size=workers.world_size, device=device
+    ):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             found = score(heads, batch.hidden_ND, batch.next_N, batch.labels_KN, TOP)
         for sums, more in zip(total, found, strict=True):
@@ -61,25 +65,39 @@ def evaluate(
 
 
 def figures_of(found: Score) -> dict[str, Any]:
-    """`held_out`: per head {loss, top1, …, top5}; `frequency`: head 0's {top1, …, top5}, had it guessed by frequency.
+    """`held_out`: per head {loss, top1, …, top5}; `frequency`: head 0's {top1, …, top5}, had it
+    guessed by frequency.
 
-    That is the share of the most frequent of its own labels, of the two most frequent, …: the most that guesses can
-    reach that read nothing. Both are empty of no labels. Where some labels are outside the draft vocabulary,
-    `draft_coverage` is the share of head 0's that are not.
+    That is the share of the most frequent of its own labels, of the two most frequent, …: the most
+    that guesses can reach that read nothing. Both are empty of no labels. Where some labels are
+    outside the draft vocabulary, `draft_coverage` is the share of head 0's that are not.
     """
-    num_ranks, num_labels, num_drafted = found.hits_KR.shape[1], int(found.counts_K[0]), int(found.drafted_K[0])
-    hits_R = found.tokens_V.topk(min(num_ranks, len(found.tokens_V))).values.cumsum(0).tolist() if num_labels else []
+    num_ranks, num_labels, num_drafted = (
+        found.hits_KR.shape[1],
+        int(found.counts_K[0]),
+        int(found.drafted_K[0]),
+    )
+    hits_R = (
+        found.tokens_V.topk(min(num_ranks, len(found.tokens_V))).values.cumsum(0).tolist()
+        if num_labels
+        else []
+    )
     frequency = {f"top{rank + 1}": hits / num_labels for rank, hits in enumerate(hits_R)}
     coverage = {"draft_coverage": num_drafted / num_labels} if num_drafted < num_labels else {}
     return {"held_out": per_head(found), "frequency": frequency, **coverage}
 
 
 def per_head(found: Score) -> list[dict[str, float]]:
-    """A score as {loss, top1, …} per head; empty of no labels. Losses are means over labels that can be proposed."""
+    """A score as {loss, top1, …} per head; empty of no labels. Losses are means over labels that
+    can be proposed.
+    """
     if not found.counts_K.any():
         return []
     hits_KR = found.hits_KR
-    losses_K, shares_KR = found.losses_K / found.drafted_K.clamp(min=1), hits_KR / found.counts_K.clamp(min=1)[:, None]
+    losses_K, shares_KR = (
+        found.losses_K / found.drafted_K.clamp(min=1),
+        hits_KR / found.counts_K.clamp(min=1)[:, None],
+    )
     means_KR = torch.cat([losses_K[:, None], shares_KR], 1)
     names = ["loss", *(f"top{rank + 1}" for rank in range(hits_KR.shape[1]))]
     return [dict(zip(names, row, strict=True)) for row in means_KR.tolist()]
@@ -102,13 +120,16 @@ def held_out_ranks(
         heads: Path of the trained heads.
         trained: The training rows' answers; None where they are not known, and none counts as seen.
 
-    At most about `MAX_POSITIONS` positions are looked at, of rows from all over the data, in fp32 on `device`.
+    At most about `MAX_POSITIONS` positions are looked at, of rows from all over the data, in fp32
+    on `device`.
     """
 
     def ranks(module: Heads, hidden_ND: Tensor, next_N: Tensor, labels_KN: Tensor) -> Tensor:
         return label_ranks(module, hidden_ND, next_N, labels_KN, top)
 
-    found = _held_out(shards, fingerprint, heads, roles, device, MAX_POSITIONS, ranks, trained, progress)
+    found = _held_out(
+        shards, fingerprint, heads, roles, device, MAX_POSITIONS, ranks, trained, progress
+    )
     return HeldOutRanks(*found)
 
 
@@ -122,11 +143,14 @@ def held_out_places(
     trained: TrainingText | None = None,
     progress: ProgressReporter | None = None,
 ) -> HeldOutPlaces:
-    """Where the tokens of held-out rows stand among the nodes that a dynamic tree proposes, whatever its size.
+    """Where the tokens of held-out rows stand among the nodes that a dynamic tree proposes,
+    whatever its size.
 
     As `held_out_ranks`, of at most about `GROWN_POSITIONS` positions.
     """
-    found = _held_out(shards, fingerprint, heads, roles, device, GROWN_POSITIONS, tree.places, trained, progress)
+    found = _held_out(
+        shards, fingerprint, heads, roles, device, GROWN_POSITIONS, tree.places, trained, progress
+    )
     return HeldOutPlaces(*found)
 
 
@@ -141,8 +165,8 @@ def _held_out(
     trained: TrainingText | None,
     progress: ProgressReporter | None,
 ) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    """What is measured [K, N] of the heads at held-out positions; of each span its first one, its conversation, and
-    whether it is seen.
+    """What is measured [K, N] of the heads at held-out positions; of each span its first one, its
+    conversation, and whether it is seen.
 
     `measure` is given the heads, the states, the next tokens and the labels of one row.
     """
@@ -162,8 +186,13 @@ def _held_out(
     seen_answers = SeenAnswers() if trained is None else trained.answers()
     num_positions = 0
     lengths = rows.lengths(SPLIT)
-    places = [(group, int(row)) for group, found in enumerate(lengths) for row in np.flatnonzero(found)]
-    chosen = sorted(places[index] for index in _sample([int(lengths[group][row]) for group, row in places], limit))
+    places = [
+        (group, int(row)) for group, found in enumerate(lengths) for row in np.flatnonzero(found)
+    ]
+    chosen = sorted(
+        places[index]
+        for index in _sample([int(lengths[group][row]) for group, row in places], limit)
+    )
     progress = progress or ProgressReporter()
     progress.begin("held-out rows", len(chosen), unit="conversations")
     for group, in_group in groupby(chosen, key=itemgetter(0)):
@@ -186,7 +215,9 @@ def _held_out(
 
 
 def _sample(sizes: Sequence[int], limit: int) -> list[int]:
-    """Indices into `sizes` until `limit` positions are reached, from all over the data, always the same ones."""
+    """Indices into `sizes` until `limit` positions are reached, from all over the data, always the
+    same ones.
+    """
     order = np.random.default_rng(0).permutation(len(sizes))
     totals = np.cumsum(np.array(sizes, np.int64)[order])
     return order[: np.searchsorted(totals, limit) + 1].tolist()
@@ -203,18 +234,23 @@ def evaluate_tuned(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The heads' figures, as of `evaluate`, and the drift; empty where nothing is held out.
 
-    The drift is {kl, perplexity: {original, tuned}, perplexity_change, greedy_agreement, positions}: KL(original ‖
-    tuned) in nats per position, perplexity of the text, the share of positions at which both would choose the same
-    token. At most about `MAX_POSITIONS` positions are looked at, always the same ones.
+    The drift is {kl, perplexity: {original, tuned}, perplexity_change, greedy_agreement,
+    positions}: KL(original ‖ tuned) in nats per position, perplexity of the text, the share of
+    positions at which both would choose the same token. At most about `MAX_POSITIONS` positions are
+    looked at, always the same ones.
     """
     settings, device = spec.settings, heads.device
     dtype = product_dtype(spec, device)
-    chosen = [texts[index] for index in _sample([text.num_learned for text in texts], MAX_POSITIONS)]
+    chosen = [
+        texts[index] for index in _sample([text.num_learned for text in texts], MAX_POSITIONS)
+    ]
     groups = pack([text.num_read for text in chosen], settings.backbone.sequence_length)
     drift, scores = Drift.zero(device), Score.zero(heads.shape, TOP, device)
     backbone.eval()
     share = groups[slice(*part(0, len(groups), workers.rank, workers.world_size))]
-    padding = -(-len(groups) // workers.world_size) - len(share)  # where layers are split, all workers run them
+    padding = -(-len(groups) // workers.world_size) - len(
+        share
+    )  # where layers are split, all workers run them
     for sequences in [*([[chosen[index] for index in group]] for group in share), *[[]] * padding]:
         batch = assemble_texts(sequences, settings.num_heads).to(device)
         with autocast():
@@ -235,7 +271,10 @@ def summarized(drift: Drift) -> dict[str, Any]:
         return {}
     return {
         "kl": kl / positions,
-        "perplexity": {"original": _exp(original_loss / positions), "tuned": _exp(tuned_loss / positions)},
+        "perplexity": {
+            "original": _exp(original_loss / positions),
+            "tuned": _exp(tuned_loss / positions),
+        },
         "perplexity_change": _exp((tuned_loss - original_loss) / positions) - 1,
         "greedy_agreement": agreed / positions,
         "positions": int(positions),

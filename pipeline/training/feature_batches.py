@@ -1,9 +1,9 @@
 """Batches of cached states: their loading ahead of use.
 
-A batch is flat: rows end to end, no padding; which positions it holds, an `EpochPlan` says. Row groups are read by a
-small pool of threads in the order in which the plan needs them and dropped after their last use; one more thread
-assembles batches (in pinned memory for a GPU, and copied there on a stream of its own), so that training waits only
-when reading is slower than computing.
+A batch is flat: rows end to end, no padding; which positions it holds, an `EpochPlan` says. Row
+groups are read by a small pool of threads in the order in which the plan needs them and dropped
+after their last use; one more thread assembles batches (in pinned memory for a GPU, and copied
+there on a stream of its own), so that training waits only when reading is slower than computing.
 
 Letters: N positions, D hidden size, K heads, M states that predict labels.
 """
@@ -30,10 +30,11 @@ STEPS_AHEAD = 4  # steps whose row groups are being read already
 
 @dataclass(frozen=True)
 class Batch:
-    """Hidden states in their stored dtype, the tokens that follow, and labels, -100 where a head has nothing to learn.
+    """Hidden states in their stored dtype, the tokens that follow, and labels, -100 where a head
+    has nothing to learn.
 
-    Tokens are int64. Where soft labels are asked for, `teacher_MD` holds the states that the target predicted the
-    labels from, and `teacher_KN` the row of each label's, -1 where there is none.
+    Tokens are int64. Where soft labels are asked for, `teacher_MD` holds the states that the target
+    predicted the labels from, and `teacher_KN` the row of each label's, -1 where there is none.
     """
 
     hidden_ND: Tensor
@@ -80,12 +81,16 @@ def assemble(
 def _teachers(
     rows: FeatureRows, pieces: Sequence[Piece], groups: dict[int, RowGroup], pin: bool
 ) -> tuple[Tensor, Tensor]:
-    """A batch's `teacher_MD` and `teacher_KN`: the states of its pieces, and of up to K positions behind each."""
+    """A batch's `teacher_MD` and `teacher_KN`: the states of its pieces, and of up to K positions
+    behind each.
+    """
     found = [groups[piece.group][piece.row].teachers(piece.start, piece.stop) for piece in pieces]
     teacher_MD = torch.empty(
         sum(len(states) for states, _ in found), rows.hidden_size, dtype=rows.dtype, pin_memory=pin
     )
-    teacher_KN = torch.empty(rows.num_heads, sum(map(len, pieces)), dtype=torch.int64, pin_memory=pin)
+    teacher_KN = torch.empty(
+        rows.num_heads, sum(map(len, pieces)), dtype=torch.int64, pin_memory=pin
+    )
     first, start = 0, 0
     for states_MD, rows_KN in found:
         stop = start + rows_KN.shape[1]
@@ -105,7 +110,8 @@ def load_batches(
     device: torch.device | None = None,
     soft_labels: bool = False,
 ) -> Iterator[Batch]:
-    """One worker's batches of the plan's `steps`, in order, on `device`; with the target's states for soft labels.
+    """One worker's batches of the plan's `steps`, in order, on `device`; with the target's states
+    for soft labels.
 
     Raises:
         DataError: A page fails its checksum, or a row does not belong to this target.
@@ -144,13 +150,17 @@ class _Source:
         self._groups: dict[int, Future[RowGroup]] = {}
 
     def walk(self, steps: Iterable[int]) -> Iterator[dict[Piece, Future[RowGroup]]]:
-        """Each step's pieces with the row groups that hold them; those of the next steps are already being read."""
+        """Each step's pieces with the row groups that hold them; those of the next steps are
+        already being read.
+        """
         ahead: deque[list[Piece]] = deque()
         for step in steps:
             ahead.append(self._plan.pieces(step, self._rank, self._world_size))
             for piece in ahead[-1]:
                 if piece.group not in self._groups:
-                    self._groups[piece.group] = self._readers.submit(self._rows.read_group, piece.group)
+                    self._groups[piece.group] = self._readers.submit(
+                        self._rows.read_group, piece.group
+                    )
             if len(ahead) > STEPS_AHEAD:
                 yield self._next(ahead)
         while ahead:
@@ -161,11 +171,16 @@ class _Source:
         pieces = ahead.popleft()
         found = {piece: self._groups[piece.group] for piece in pieces}
         needed = {piece.group for step in ahead for piece in step}
-        self._groups = {group: reading for group, reading in self._groups.items() if group in needed}
+        self._groups = {
+            group: reading for group, reading in self._groups.items() if group in needed
+        }
         return found
 
     def batch(
-        self, pieces: dict[Piece, Future[RowGroup]], device: torch.device | None, stream: torch.cuda.Stream | None
+        self,
+        pieces: dict[Piece, Future[RowGroup]],
+        device: torch.device | None,
+        stream: torch.cuda.Stream | None,
     ) -> tuple[Batch, torch.cuda.Event | None]:
         """Wait for the row groups and put the batch together, on the device if it is a GPU."""
         groups = {piece.group: reading.result() for piece, reading in pieces.items()}
@@ -174,7 +189,10 @@ class _Source:
         if stream is None:
             return batch, None
         with torch.cuda.stream(stream):
-            moved = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.tensors().items()}
+            moved = {
+                name: tensor.to(device, non_blocking=True)
+                for name, tensor in batch.tensors().items()
+            }
             return Batch(**moved), stream.record_event()
 
 

@@ -1,9 +1,10 @@
-"""Heads and backbone together: the backbone learns along and is held to what it was (Medusa-2, paper 2.2.2, 2.3.2).
+"""Heads and backbone together: the backbone learns along and is held to what it was (Medusa-2,
+paper 2.2.2, 2.3.2).
 
-The loss is L_backbone + lambda_0(t) · sum over heads of 0.8^(k+1) CE_k. L_backbone is KL(original ‖ tuned) over every
-position whose next token the target wrote, or that token's cross entropy. The heads' soft labels
-(`train.soft_labels`) are the original's predictions. The adapter and the heads are fp32. Dropout and noise are drawn
-anew from (seed, step, sequence).
+The loss is L_backbone + lambda_0(t) · sum over heads of 0.8^(k+1) CE_k. L_backbone is KL(original ‖
+tuned) over every position whose next token the target wrote, or that token's cross entropy. The
+heads' soft labels (`train.soft_labels`) are the original's predictions. The adapter and the heads
+are fp32. Dropout and noise are drawn anew from (seed, step, sequence).
 
 Letters: N learned positions, C components of the loss (the backbone's, then the heads'), K heads.
 """
@@ -30,7 +31,14 @@ from pipeline.training.learner import Learner
 from pipeline.training.optimizers import heads_weight
 from pipeline.training.recipe import Recipe, backbone_recipe
 from pipeline.training.task import TrainSpec, Workers, product_dtype
-from pipeline.training.text_batches import Text, TextBatch, TextPlan, assemble_texts, pack, read_texts
+from pipeline.training.text_batches import (
+    Text,
+    TextBatch,
+    TextPlan,
+    assemble_texts,
+    pack,
+    read_texts,
+)
 
 
 class MicroBatch(NamedTuple):
@@ -45,8 +53,8 @@ class BackboneLearner(Learner):
 
     Raises:
         ConfigError: The target cannot be tuned; see `Backbone`.
-        DataError: A shard is damaged or of another run or target, there is nothing to learn, or no held-out text to
-            measure on how far the backbone moves.
+        DataError: A shard is damaged or of another run or target, there is nothing to learn, or no
+            held-out text to measure on how far the backbone moves.
     """
 
     tunes_backbone = True
@@ -55,11 +63,20 @@ class BackboneLearner(Learner):
         "train.backbone.shard: true with several placement.train.workers",
     )
 
-    def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
+    def __init__(
+        self,
+        spec: TrainSpec,
+        workers: Workers,
+        device: torch.device,
+        heads_from: Path | None = None,
+    ):
         super().__init__(spec, workers, device, heads_from)
         self.settings, self.dtype = spec.settings.backbone, product_dtype(spec, device)
         self.texts = open_texts(spec)
-        self.recipe, self.plan = recipe_of(spec, self.texts["train"]), text_plan(spec, self.texts["train"])
+        self.recipe, self.plan = (
+            recipe_of(spec, self.texts["train"]),
+            text_plan(spec, self.texts["train"]),
+        )
         held_out = num_positions(self.texts.get(SPLIT, ()))
         self.held_out_share = min(held_out, MAX_POSITIONS) / num_positions(self.texts["train"])
         self.backbone = Backbone(spec.trained_target, self.settings, device, self.dtype, workers)
@@ -72,8 +89,12 @@ class BackboneLearner(Learner):
         return recipe_of(spec, open_texts(spec)["train"])
 
     @classmethod
-    def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float) -> Recipe:
-        """As if sequences held nothing but what the target writes: in truth there are some more steps."""
+    def expected_recipe(
+        cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float
+    ) -> Recipe:
+        """As if sequences held nothing but what the target writes: in truth there are some more
+        steps.
+        """
         sequences = -(-positions // settings.backbone.sequence_length)
         return backbone_recipe(settings, sequences, positions, hidden_size, lr_scale)
 
@@ -82,7 +103,9 @@ class BackboneLearner(Learner):
             yield list(self.batches(step))
 
     def batches(self, step: int) -> Iterator[MicroBatch]:
-        """This worker's part of a step: equally many batches as any other's, of which the last may hold nothing."""
+        """This worker's part of a step: equally many batches as any other's, of which the last may
+        hold nothing.
+        """
         epoch, of_epoch = divmod(step, self.steps_per_epoch)
         share = self.plan.sequences(epoch, of_epoch, self.workers.rank, self.workers.world_size)
         texts, size = self.texts["train"], self.settings.micro_batch
@@ -90,7 +113,9 @@ class BackboneLearner(Learner):
             part = share[start : start + size]
             sequences = [[texts[index] for index in group] for _, group in part]
             number = part[0][0] if part else 0  # of the first sequence within the step
-            seed = np.random.SeedSequence((self.spec.seed, step, number)).generate_state(1, np.uint64)[0]
+            seed = np.random.SeedSequence((self.spec.seed, step, number)).generate_state(
+                1, np.uint64
+            )[0]
             yield MicroBatch(assemble_texts(sequences, self.spec.settings.num_heads), int(seed))
 
     def label_counts(self, batches: Sequence[MicroBatch]) -> Tensor:
@@ -111,27 +136,43 @@ class BackboneLearner(Learner):
                 original_ND = self.backbone.original_states(texts)
             if share:
                 own = self.backbone.head
-                teacher = Teacher(TargetHead(own.weight_VD, own.bias_V), original_ND, texts.teacher_KN, share)
+                teacher = Teacher(
+                    TargetHead(own.weight_VD, own.bias_V), original_ND, texts.teacher_KN, share
+                )
             truth = original_ND if self.settings.loss == "kl" else texts.next_N
             hidden_ND = self.backbone.states(texts)
             low_NR = self.backbone.low(hidden_ND)
             read_ND = noisy(hidden_ND, self.spec.settings.noise, (batch.seed,))
-            head_losses_K = self.heads.summed_losses(read_ND, texts.next_N, texts.labels_KN, teacher, weights_C[1:])
-        backbone_loss = summed_divergence(hidden_ND.to(self.dtype), low_NR, self.backbone.head, truth)
+            head_losses_K = self.heads.summed_losses(
+                read_ND, texts.next_N, texts.labels_KN, teacher, weights_C[1:]
+            )
+        backbone_loss = summed_divergence(
+            hidden_ND.to(self.dtype), low_NR, self.backbone.head, truth
+        )
         return torch.cat([backbone_loss[None], head_losses_K])
 
     def figures(self, step: int, means: list[float]) -> dict[str, Any]:
-        losses = {"backbone_loss": means[0], "head_losses": means[1:], "heads_weight": self._heads_weight(step)}
+        losses = {
+            "backbone_loss": means[0],
+            "head_losses": means[1:],
+            "heads_weight": self._heads_weight(step),
+        }
         return losses | {"backbone_lr": self.lr_share(step) * self.peak_lrs["backbone"]}
 
     def evaluate(self) -> dict[str, Any]:
-        """The heads' figures, and the drift: how far the backbone has moved; DataError without held-out text."""
+        """The heads' figures, and the drift: how far the backbone has moved; DataError without
+        held-out text.
+        """
         texts = self.texts.get(SPLIT, ())
         if not any(text.num_read for text in texts):
             where = "train.backbone.sequence_length"
-            what = f"No held-out row has target-written text within {where} to measure the drift on."
+            what = (
+                f"No held-out row has target-written text within {where} to measure the drift on."
+            )
             raise DataError(what, where, "Raise it, or hold out more rows (seeds.holdout).")
-        figures, drift = evaluate_tuned(self.backbone, self.heads, texts, self.spec, self.workers, self.autocast)
+        figures, drift = evaluate_tuned(
+            self.backbone, self.heads, texts, self.spec, self.workers, self.autocast
+        )
         return figures | {"drift": drift}
 
     def facts(self) -> dict[str, Any]:
@@ -141,7 +182,9 @@ class BackboneLearner(Learner):
         return found | ({"quantization": bits} if bits else {})
 
     def write(self) -> None:
-        """The adapter, as peft reads it. Heads that borrow the target's matrices get the tuned ones, as engines do."""
+        """The adapter, as peft reads it. Heads that borrow the target's matrices get the tuned
+        ones, as engines do.
+        """
         write_adapter(self.spec.adapter_path, self.backbone, self.spec.target)
         with torch.no_grad():
             self.heads.take_from(self.backbone.matrices().drafting(self.heads.vocabulary.token_map))
@@ -151,7 +194,9 @@ class BackboneLearner(Learner):
 
 
 def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
-    """The generated conversations by split, checked against the run and the target; raises DataError."""
+    """The generated conversations by split, checked against the run and the target; raises
+    DataError.
+    """
     texts = read_texts(
         spec.texts,
         fingerprint=spec.texts_fingerprint,
@@ -162,13 +207,19 @@ def open_texts(spec: TrainSpec) -> dict[str, list[Text]]:
     if not any(text.num_read for text in texts.get("train", ())):
         within = f"in the roles {spec.settings.roles} within train.backbone.sequence_length"
         what = f"No train row has target-written text {within}."
-        raise DataError(what, "train.roles", "Generate more answers, learn from other roles or raise the length.")
+        raise DataError(
+            what,
+            "train.roles",
+            "Generate more answers, learn from other roles or raise the length.",
+        )
     return texts
 
 
 def recipe_of(spec: TrainSpec, texts: Sequence[Text]) -> Recipe:
     sequences = len(pack([text.num_read for text in texts], spec.settings.backbone.sequence_length))
-    return backbone_recipe(spec.settings, sequences, num_positions(texts), spec.hidden_size, spec.kind.lr_scale)
+    return backbone_recipe(
+        spec.settings, sequences, num_positions(texts), spec.hidden_size, spec.kind.lr_scale
+    )
 
 
 def num_positions(texts: Sequence[Text]) -> int:

@@ -1,7 +1,8 @@
 """Heads alone, from cached hidden states: the backbone is never run (Medusa-1, paper 2.2.1).
 
-The loss is the sum over heads of 0.8^(k+1) CE_k, each CE over the labels of the whole batch: a share of it is that with
-the target's own distributions (`train.soft_labels`), whose states lie in the same cache.
+The loss is the sum over heads of 0.8^(k+1) CE_k, each CE over the labels of the whole batch: a
+share of it is that with the target's own distributions (`train.soft_labels`), whose states lie in
+the same cache.
 
 Letters: N positions, D hidden size, V vocabulary, K heads.
 """
@@ -46,11 +47,19 @@ class HeadsLearner(Learner):
 
     saves_memory = ("train.optimizer: adamw-8bit", "a smaller train.batch_tokens")
 
-    def __init__(self, spec: TrainSpec, workers: Workers, device: torch.device, heads_from: Path | None = None):
+    def __init__(
+        self,
+        spec: TrainSpec,
+        workers: Workers,
+        device: torch.device,
+        heads_from: Path | None = None,
+    ):
         super().__init__(spec, workers, device, heads_from)
         self.rows = open_features(spec)
         self.recipe = recipe_of(spec, self.rows)
-        self.held_out_share = min(num_positions(self.rows, SPLIT), MAX_POSITIONS) / num_positions(self.rows)
+        self.held_out_share = min(num_positions(self.rows, SPLIT), MAX_POSITIONS) / num_positions(
+            self.rows
+        )
         self.heads = initial_heads(spec, heads_from).to(device)
         self.modules, self.peak_lrs = {"heads": self.heads}, {"heads": self.recipe.lr}
         self.target_head = read_target_head(spec, device) if spec.settings.soft_labels else None
@@ -60,7 +69,9 @@ class HeadsLearner(Learner):
         return recipe_of(spec, open_features(spec))
 
     @classmethod
-    def expected_recipe(cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float) -> Recipe:
+    def expected_recipe(
+        cls, settings: TrainConfig, positions: int, hidden_size: int, lr_scale: float
+    ) -> Recipe:
         return heads_recipe(settings, positions, hidden_size, lr_scale)
 
     def steps(self, first: int) -> Iterator[Sequence[Batch]]:
@@ -70,12 +81,18 @@ class HeadsLearner(Learner):
             steps = range(start, self.steps_per_epoch)
             shares = {"rank": workers.rank, "world_size": workers.world_size}
             plan = EpochPlan(
-                self.rows.lengths("train"), batch_tokens=self.recipe.batch_tokens, seed=self.spec.seed, epoch=epoch
+                self.rows.lengths("train"),
+                batch_tokens=self.recipe.batch_tokens,
+                seed=self.spec.seed,
+                epoch=epoch,
             )
             soft_labels = self.target_head is not None
-            batches = load_batches(self.rows, plan, steps, **shares, device=self.device, soft_labels=soft_labels)
+            batches = load_batches(
+                self.rows, plan, steps, **shares, device=self.device, soft_labels=soft_labels
+            )
             for step, batch in zip(steps, batches, strict=True):
-                # The step within the whole training, and the share's place within the step: any worker draws the same.
+                # The step within the whole training, and the share's place within the step: any
+                # worker draws the same.
                 seed, place = (self.spec.seed, first + step - start), plan.first(step, **shares)
                 hidden_ND = noisy(batch.hidden_ND, self.spec.settings.noise, seed, place)
                 yield [replace(batch, hidden_ND=hidden_ND)]
@@ -93,7 +110,9 @@ class HeadsLearner(Learner):
         if self.target_head and batch.teacher_MD is not None and batch.teacher_KN is not None:
             teacher = Teacher(self.target_head, batch.teacher_MD, batch.teacher_KN, share)
         with self.autocast():
-            return self.heads.summed_losses(batch.hidden_ND, batch.next_N, batch.labels_KN, teacher, weights_C)
+            return self.heads.summed_losses(
+                batch.hidden_ND, batch.next_N, batch.labels_KN, teacher, weights_C
+            )
 
     def figures(self, step: int, means: list[float]) -> dict[str, Any]:
         return {"head_losses": means}
@@ -123,13 +142,20 @@ def open_features(spec: TrainSpec) -> FeatureRows:
         roles=spec.settings.roles,
     )
     if not num_positions(rows):
-        what = f"No train row has target-written text of two tokens or more in the roles {spec.settings.roles}."
-        raise DataError(what, "train.roles", "Generate more or longer answers, or learn from other roles.")
+        what = (
+            "No train row has target-written text of two tokens or more in the roles"
+            f" {spec.settings.roles}."
+        )
+        raise DataError(
+            what, "train.roles", "Generate more or longer answers, or learn from other roles."
+        )
     return rows
 
 
 def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
-    """The heads in this file, else untrained ones of the kind that is asked for; in fp32 on the CPU."""
+    """The heads in this file, else untrained ones of the kind that is asked for; in fp32 on the
+    CPU.
+    """
     if heads_from:
         return read_trained_heads(heads_from)
 
@@ -147,7 +173,9 @@ def initial_heads(spec: TrainSpec, heads_from: Path | None = None) -> Heads:
 
 
 def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
-    """How often the target wrote each token in the train rows' learned roles, whatever the shards' order; [V]."""
+    """How often the target wrote each token in the train rows' learned roles, whatever the shards'
+    order; [V].
+    """
     cached = spec.shards, spec.fingerprint
     shards, fingerprint = cached if spec.shards else (spec.texts, spec.texts_fingerprint)
     counts_V = np.zeros(spec.vocab_size, np.int64)
@@ -161,14 +189,21 @@ def _count_written_tokens(spec: TrainSpec) -> npt.NDArray[np.int64]:
 def read_target_head(spec: TrainSpec, device: torch.device) -> TargetHead:
     """What turns the target's states into its own predictions, in the dtype of the products."""
     weight_VD = _of_the_right_size("lm_head", read_lm_head(spec.target), spec)
-    return TargetHead(weight_VD, *read_logit_changes(spec.target)).to(device, product_dtype(spec, device))
+    return TargetHead(weight_VD, *read_logit_changes(spec.target)).to(
+        device, product_dtype(spec, device)
+    )
 
 
 def _of_the_right_size(name: str, matrix_VD: Tensor, spec: TrainSpec) -> Tensor:
     if matrix_VD.shape != (spec.vocab_size, spec.hidden_size):
-        found, said = " x ".join(map(str, matrix_VD.shape)), f"{spec.vocab_size} x {spec.hidden_size}"
+        found, said = (
+            " x ".join(map(str, matrix_VD.shape)),
+            f"{spec.vocab_size} x {spec.hidden_size}",
+        )
         what = f"The target's {name} is {found}, its configuration says {said}."
-        raise ConfigError(what, spec.target.model, "Check the target's config.json against its weights.")
+        raise ConfigError(
+            what, spec.target.model, "Check the target's config.json against its weights."
+        )
     return matrix_VD
 
 

@@ -1,7 +1,8 @@
-"""How heads are trained: what each method reads, which backbone its heads belong to, what it needs to be installed.
+"""How heads are trained: what each method reads, which backbone its heads belong to, what it needs
+to be installed.
 
-`train.method` names an object in `METHODS`; nothing else asks which method it is. A method does not know which kind of
-head it trains. Importing this module does not import torch.
+`train.method` names an object in `METHODS`; nothing else asks which method it is. A method does not
+know which kind of head it trains. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ BOOKKEEPING = {"checkpoint_minutes", "checkpoint_every", "keep_checkpoints", "re
 
 
 class Package(NamedTuple):
-    """A package that training imports, the key that asks for it, and what to do where it is not installed."""
+    """A package that training imports, the key that asks for it, and what to do where it is not
+    installed.
+    """
 
     name: str
     key: str
@@ -36,7 +39,7 @@ class Method(ABC):
     name: ClassVar[str]
     tunes_backbone: ClassVar[bool] = False
     """Whether training changes the backbone too. That backbone is then exported, checked and published with the heads,
-    and the held-out states that calibrate reads are computed with it instead of taken from the features stage."""
+    and the held-out states that calibrate reads are computed with it instead of taken from the features stage."""  # noqa: E501
     sections: ClassVar[tuple[str, ...]] = ()
     """The nested sections of `train` that belong to this method."""
 
@@ -53,20 +56,28 @@ class Method(ABC):
         return {}
 
     def settings(self, train: TrainConfig, target_quantization: Bits | None) -> dict[str, Any]:
-        """The keys of `train` that the result depends on, as plain data: no bookkeeping, and no section of another
-        kind or method."""
-        found = train.model_dump(mode="json", exclude=BOOKKEEPING | _sections(train) - self.sections_of(train))
+        """The keys of `train` that the result depends on, as plain data: no bookkeeping, and no
+        section of another kind or method."""
+        found = train.model_dump(
+            mode="json", exclude=BOOKKEEPING | _sections(train) - self.sections_of(train)
+        )
         return found | ({"recipe": recipe.VERSION} if recipe.uses_rule(found) else {})
 
     def unread(self, train: TrainConfig) -> list[str]:
-        """The keys of `train` that are set to no use, since only another kind or method reads them."""
+        """The keys of `train` that are set to no use, since only another kind or method reads
+        them.
+        """
         others = sorted(_sections(train) - self.sections_of(train))
         return [
-            f"train.{name}.{key}" for name in others for key in getattr(train, name).model_dump(exclude_defaults=True)
+            f"train.{name}.{key}"
+            for name in others
+            for key in getattr(train, name).model_dump(exclude_defaults=True)
         ]
 
     def sections_of(self, train: TrainConfig) -> set[str]:
-        """The nested sections of `train` that are read: the kind's, which has its name, and the method's."""
+        """The nested sections of `train` that are read: the kind's, which has its name, and the
+        method's.
+        """
         return {train.heads, *self.sections}
 
     def check(self, config: Config) -> None:  # noqa: B027  (most methods train any target)
@@ -78,7 +89,9 @@ class Method(ABC):
 
     @abstractmethod
     def phases(self, train: TrainConfig) -> list[tuple[str, type[Learner]]]:
-        """The trainings that follow one another, each with the name of its directory; the last one's is empty."""
+        """The trainings that follow one another, each with the name of its directory; the last
+        one's is empty.
+        """
 
 
 class HeadsOnly(Method):
@@ -96,7 +109,9 @@ class HeadsOnly(Method):
 
 
 class HeadsAndBackbone(Method):
-    """Medusa-2: heads and backbone (LoRA) together, from the generated text (2.2.2); after the heads alone, or not."""
+    """Medusa-2: heads and backbone (LoRA) together, from the generated text (2.2.2); after the
+    heads alone, or not.
+    """
 
     name = "medusa-2"
     tunes_backbone = True
@@ -120,7 +135,11 @@ class HeadsAndBackbone(Method):
             unread.add("quantization")  # set or not, it is the target's own
         if train.backbone.recipe == "joint":
             del found["batch_tokens"]
-        return found | {"backbone": {key: value for key, value in found["backbone"].items() if key not in unread}}
+        return found | {
+            "backbone": {
+                key: value for key, value in found["backbone"].items() if key not in unread
+            }
+        }
 
     def check(self, config: Config) -> None:
         from pipeline.targets.lora import require_tunable
@@ -131,17 +150,20 @@ class HeadsAndBackbone(Method):
             raise ConfigError(
                 "Medusa-2 computes on one GPU per worker; more would stand idle.",
                 "placement.train.gpus_per_worker",
-                "Set it to 1 and raise placement.train.workers; where the target does not fit on one GPU, "
-                "train.backbone.shard: true splits it over the workers.",
+                "Set it to 1 and raise placement.train.workers; where the target does not fit on"
+                " one GPU, train.backbone.shard: true splits it over the workers.",
             )
         bits = settings.quantization_beside(config.target.quantization)
         if settings.shard and bits:
             raise ConfigError(
                 f"Weights in {bits} cannot be split over workers.",
                 "train.backbone.shard",
-                "Set it to false, since a quantized backbone is small, or train.backbone.quantization to none.",
+                "Set it to false, since a quantized backbone is small, or"
+                " train.backbone.quantization to none.",
             )
-        require_tunable(resolve(config.target, on_gpu=False), settings.lora_rank, sharded=settings.shard)
+        require_tunable(
+            resolve(config.target, on_gpu=False), settings.lora_rank, sharded=settings.shard
+        )
 
     def packages(self, config: Config) -> Iterator[Package]:
         fix = "Install it with the right lock (`make install`), or set train.method to medusa-1."
@@ -149,7 +171,9 @@ class HeadsAndBackbone(Method):
         settings = config.train.backbone
         if settings.quantization_beside(config.target.quantization):
             key = "train.backbone.quantization" if settings.quantization else "target.quantization"
-            yield Package("bitsandbytes", key, "Install it, or set train.backbone.quantization to none.")
+            yield Package(
+                "bitsandbytes", key, "Install it, or set train.backbone.quantization to none."
+            )
 
     def phases(self, train: TrainConfig) -> list[tuple[str, type[Learner]]]:
         from pipeline.training.heads_and_backbone import BackboneLearner
@@ -173,6 +197,8 @@ def method_of(train: TrainConfig) -> Method:
         near = difflib.get_close_matches(train.method, METHODS, n=1)
         hint = f"Did you mean '{near[0]}'? " if near else ""
         raise ConfigError(
-            f"There is no training method '{train.method}'.", "train.method", f"{hint}It is {' or '.join(METHODS)}."
+            f"There is no training method '{train.method}'.",
+            "train.method",
+            f"{hint}It is {' or '.join(METHODS)}.",
         )
     return METHODS[train.method]

@@ -1,4 +1,6 @@
-"""Where training's figures go: metrics.jsonl, one line per step, and the trackers; a resume repeats no step."""
+"""Where training's figures go: metrics.jsonl, one line per step, and the trackers; a resume repeats
+no step.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ class MetricsLog:
 
     Args:
         watched: The training; its directory has the logs.
-        step: The step that training resumes from; lines of later steps are dropped, as they will be written again.
-            They go by a rename, so that a worker that outlived its driver cannot append to the new file.
+        step: The step that training resumes from; lines of later steps are dropped, as they will be
+            written again. They go by a rename, so that a worker that outlived its driver cannot
+            append to the new file.
         report_to: The trackers that are told of each step, too.
     """
 
@@ -29,7 +32,9 @@ class MetricsLog:
         kept = [line for line in before if line["step"] <= step] if step else []
         write_text(directory / FILE, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = (directory / FILE).open("a", encoding="utf-8")
-        self.trackers = Trackers(report_to, watched, max((line["step"] for line in before), default=-1))
+        self.trackers = Trackers(
+            report_to, watched, max((line["step"] for line in before), default=-1)
+        )
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -45,13 +50,17 @@ class MetricsLog:
         self.trackers.log(step, figures)
 
     def conclude(self, figures: dict[str, Any]) -> dict[str, Any]:
-        """Tell the trackers the final figures; returns warnings of those that were given up, for the summary."""
+        """Tell the trackers the final figures; returns warnings of those that were given up, for
+        the summary.
+        """
         self.trackers.finish(figures)
         return {"warnings": list(self.trackers.failed.values())} if self.trackers.failed else {}
 
 
 def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
-    """The lines of metrics.jsonl; those that a kill cut short, or that are damaged, are left out."""
+    """The lines of metrics.jsonl; those that a kill cut short, or that are damaged, are left
+    out.
+    """
     path = directory / FILE
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with contextlib.suppress(ValueError, RecursionError):
@@ -63,7 +72,8 @@ def read_metrics(directory: Path) -> Iterator[dict[str, Any]]:
 def read_curves(directory: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """The training's curve and the held-out one, as the report draws them.
 
-    Rows of step and head_losses; the held-out ones with head_top1 and, of Medusa-2, the `kl` to the original.
+    Rows of step and head_losses; the held-out ones with head_top1 and, of Medusa-2, the `kl` to the
+    original.
     """
     lines = list(read_metrics(directory))
     trained = [line for line in lines if "loss" in line]

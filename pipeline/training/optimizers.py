@@ -18,13 +18,16 @@ from pipeline.errors import EnvironmentFault
 
 def trained(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters that an optimizer moves, by name."""
-    return {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return {
+        name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad
+    }
 
 
 def make_optimizer(
     modules: Mapping[str, nn.Module], peak_lrs: Mapping[str, float], settings: TrainConfig
 ) -> torch.optim.Optimizer:
-    """AdamW over the parameters that train, with 32-bit or 8-bit moments; biases and norms do not decay.
+    """AdamW over the parameters that train, with 32-bit or 8-bit moments; biases and norms do not
+    decay.
 
     Each group's `peak_lr` is the learning rate at its highest, that of its module.
 
@@ -32,7 +35,9 @@ def make_optimizer(
         EnvironmentFault: 8-bit moments are asked for and bitsandbytes cannot be imported.
     """
     groups = [
-        group for name, module in modules.items() for group in _groups(module, peak_lrs[name], settings.weight_decay)
+        group
+        for name, module in modules.items()
+        for group in _groups(module, peak_lrs[name], settings.weight_decay)
     ]
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(groups, fused=True)
@@ -40,7 +45,9 @@ def make_optimizer(
         from pipeline.training.adamw_8bit import SlicedAdamW8bit
     except (ImportError, RuntimeError) as error:
         fix = "Install bitsandbytes for this machine, or set train.optimizer: adamw."
-        raise EnvironmentFault(f"bitsandbytes cannot be imported: {error}.", "train.optimizer", fix) from error
+        raise EnvironmentFault(
+            f"bitsandbytes cannot be imported: {error}.", "train.optimizer", fix
+        ) from error
     return SlicedAdamW8bit(groups)
 
 
@@ -54,21 +61,33 @@ def _groups(module: nn.Module, lr: float, weight_decay: float) -> list[dict[str,
     weights: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in trained(module).items():
-        is_weight = parameter.dim() > 1 and not name.endswith("bias")  # a norm's has one dimension; biases are stacked
+        is_weight = parameter.dim() > 1 and not name.endswith(
+            "bias"
+        )  # a norm's has one dimension; biases are stacked
         (weights if is_weight else others).append(parameter)
     decays = [(weights, weight_decay), (others, 0.0)]
-    return [{"params": each, "weight_decay": decay, "lr": lr, "peak_lr": lr} for each, decay in decays if each]
+    return [
+        {"params": each, "weight_decay": decay, "lr": lr, "peak_lr": lr}
+        for each, decay in decays
+        if each
+    ]
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, int | float]]:
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[dict[str, Tensor], dict[str, int | float]]:
     """The optimizer's state as tensors and numbers, each under `<parameter>.<path>`."""
     leaves = dict(_leaves(optimizer.state_dict()["state"]))
     tensors = {name: value for name, value in leaves.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in leaves.items() if name not in tensors}
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-    """Put a state of `optimizer_tensors` back; learning rates and decays stay those of the settings."""
+def load_optimizer(
+    optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor], numbers: dict[str, Any]
+) -> None:
+    """Put a state of `optimizer_tensors` back; learning rates and decays stay those of the
+    settings.
+    """
     state: dict[Any, Any] = {}
     for name, value in {**tensors, **numbers}.items():
         index, *path, last = name.split(".")
@@ -76,7 +95,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor],
         for part in path:
             place = place.setdefault(part, {})
         place[last] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict(
+        {"state": state, "param_groups": optimizer.state_dict()["param_groups"]}
+    )
 
 
 def _leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -88,7 +109,8 @@ def _leaves(tree: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def cosine_with_warmup(step: int, total_steps: int, warmup_steps: int) -> float:
-    """Linear from 0 to 1 over the warmup, then half a cosine down to 0 at `total_steps` (paper, appendix B).
+    """Linear from 0 to 1 over the warmup, then half a cosine down to 0 at `total_steps` (paper,
+    appendix B).
 
     The same multiplier as transformers' `get_cosine_schedule_with_warmup`; 0 from `total_steps` on.
     """
@@ -101,10 +123,11 @@ def cosine_with_warmup(step: int, total_steps: int, warmup_steps: int) -> float:
 def heads_weight(
     step: int, total_steps: int, lambda_0: float, schedule: Literal["sine", "linear", "constant"]
 ) -> float:
-    """What the heads' losses weigh beside the backbone's in step t of T (paper 2.2.2 and 2.3.2, appendix B).
+    """What the heads' losses weigh beside the backbone's in step t of T (paper 2.2.2 and 2.3.2,
+    appendix B).
 
-    `sine`: lambda_0 · sin(pi/2 · t/T), a quarter wave, so that the heads do not disturb the backbone while they know
-    nothing; `linear`: lambda_0 · t/T; `constant`: lambda_0.
+    `sine`: lambda_0 · sin(pi/2 · t/T), a quarter wave, so that the heads do not disturb the
+    backbone while they know nothing; `linear`: lambda_0 · t/T; `constant`: lambda_0.
     """
     progress = min(1.0, step / max(1, total_steps))
     shares = {"sine": math.sin(math.pi / 2 * progress), "linear": progress, "constant": 1.0}

@@ -1,7 +1,7 @@
 """Training by a method, from beginning to end: its phases, one after another.
 
-Each phase is a training of its own that resumes for itself: all but the last in a directory of their own within the
-last one's, each starting from the heads of the one before.
+Each phase is a training of its own that resumes for itself: all but the last in a directory of
+their own within the last one's, each starting from the heads of the one before.
 """
 
 from __future__ import annotations
@@ -20,19 +20,23 @@ from pipeline.training.task import TrainSpec, Workers, choose_device, gpu_errors
 from pipeline.training.trainer import Trainer
 
 
-def train(spec: TrainSpec, workers: Workers | None = None, progress: ProgressReporter | None = None) -> dict[str, Any]:
-    """Train by the method of the spec; returns {steps, tokens, seconds, tokens_per_second, final_loss, held_out, …}.
+def train(
+    spec: TrainSpec, workers: Workers | None = None, progress: ProgressReporter | None = None
+) -> dict[str, Any]:
+    """Train by the method of the spec; returns {steps, tokens, seconds, tokens_per_second,
+    final_loss, held_out, …}.
 
-    Leaves `heads.safetensors`, `summary.jsonl`, `metrics.jsonl`, `checkpoints/`, what trackers keep there and what the
-    learner writes. A run that is finished already only returns its summary. The summary of an earlier phase stands in
-    it under that phase's name.
+    Leaves `heads.safetensors`, `summary.jsonl`, `metrics.jsonl`, `checkpoints/`, what trackers keep
+    there and what the learner writes. A run that is finished already only returns its summary. The
+    summary of an earlier phase stands in it under that phase's name.
 
     Raises:
         CheckFailed: The loss or its gradient is no longer finite.
         ConfigError: The target cannot be trained on: see the method's learners.
-        DataError: A shard is damaged or of another run or target, there is nothing to learn, or heads of another shape
-            lie where these are to be.
-        EnvironmentFault: The GPU or bitsandbytes is missing, memory is too small, or the disk is full.
+        DataError: A shard is damaged or of another run or target, there is nothing to learn, or
+            heads of another shape lie where these are to be.
+        EnvironmentFault: The GPU or bitsandbytes is missing, memory is too small, or the disk is
+            full.
     """
     if summary := finished(spec):
         return summary
@@ -48,7 +52,9 @@ def train(spec: TrainSpec, workers: Workers | None = None, progress: ProgressRep
             with gpu_errors(spec, learner.saves_memory), torch.random.fork_rng(generators):
                 torch.manual_seed(spec.seed)  # every worker draws the same
                 steps_after = sum(later[number:])
-                summary = Trainer(learner(of_phase, workers, device, heads_from)).run(progress, done, steps_after)
+                summary = Trainer(learner(of_phase, workers, device, heads_from)).run(
+                    progress, done, steps_after
+                )
             gc.collect()  # its weights and moments; the next phase needs their memory
             workers.wait()  # for the first to write the heads
         done, heads_from = done + summary["steps"], of_phase.heads_path
@@ -57,10 +63,16 @@ def train(spec: TrainSpec, workers: Workers | None = None, progress: ProgressRep
 
 
 def phases_of(spec: TrainSpec) -> list[tuple[str, TrainSpec, type[Learner]]]:
-    """Each phase's name, its spec with its own directory, and its learner; the last one's name is empty."""
+    """Each phase's name, its spec with its own directory, and its learner; the last one's name is
+    empty.
+    """
     phases = spec.method.phases(spec.settings)
     return [
-        (name.replace("-", "_"), replace(spec, directory=str(spec.path / name), phase=name), learner)
+        (
+            name.replace("-", "_"),
+            replace(spec, directory=str(spec.path / name), phase=name),
+            learner,
+        )
         for name, learner in phases
     ]
 
@@ -71,7 +83,9 @@ def finished(spec: TrainSpec) -> dict[str, Any] | None:
     Raises:
         DataError: Heads of another shape lie where these are to be.
     """
-    summaries = {name: read_summary(each.heads_path, each.heads_shape) for name, each, _ in phases_of(spec)}
+    summaries = {
+        name: read_summary(each.heads_path, each.heads_shape) for name, each, _ in phases_of(spec)
+    }
     last = summaries.pop("")
     return None if last is None else last | summaries
 

@@ -1,8 +1,10 @@
-"""Training on a Ray cluster: Ray Train starts the workers, forms their process group, and restarts them when one dies.
+"""Training on a Ray cluster: Ray Train starts the workers, forms their process group, and restarts
+them when one dies.
 
-Resume is the trainer's: the workers report no checkpoint to Ray, so a restarted group (or a new driver) reads on from
-the newest whole checkpoint in the stage directory. Ray's own bookkeeping therefore has a name of its own in every call
-and is removed afterwards. Each worker computes on one device, however many GPUs it reserves.
+Resume is the trainer's: the workers report no checkpoint to Ray, so a restarted group (or a new
+driver) reads on from the newest whole checkpoint in the stage directory. Ray's own bookkeeping
+therefore has a name of its own in every call and is removed afterwards. Each worker computes on one
+device, however many GPUs it reserves.
 """
 
 from __future__ import annotations
@@ -42,12 +44,15 @@ def train_on_ray(
 ) -> dict[str, Any]:
     """`train` on the placement's workers; returns the first worker's summary.
 
-    Call it in a Ray task, through the executor: Ray Train's `fit` blocks and takes SIGINT for itself, and in a thread
-    of the driver it would not survive that Ray is shut down, which is how a driver stops.
+    Call it in a Ray task, through the executor: Ray Train's `fit` blocks and takes SIGINT for
+    itself, and in a thread of the driver it would not survive that Ray is shut down, which is how a
+    driver stops.
 
     Args:
-        max_failures: A worker's death restarts the group from the newest checkpoint, in all less than so many times.
-        on_death: Called with `error="..."` for each death, in the process of Ray Train's controller; picklable.
+        max_failures: A worker's death restarts the group from the newest checkpoint, in all less
+            than so many times.
+        on_death: Called with `error="..."` for each death, in the process of Ray Train's
+            controller; picklable.
         progress: What the first worker reports to.
         worker: What every worker runs, where it is not `run_worker`.
 
@@ -81,14 +86,19 @@ def _run_config(storage: str, max_failures: int, on_death: Callable[..., None] |
     return RunConfig(
         name=uuid.uuid4().hex[:12],
         storage_path=storage,
-        failure_config=FailureConfig(max_failures=max_failures - 1, controller_failure_limit=MAX_START_FAILURES),
+        failure_config=FailureConfig(
+            max_failures=max_failures - 1, controller_failure_limit=MAX_START_FAILURES
+        ),
         logging_config=LoggingConfig(log_level="ERROR"),
         callbacks=[DeathReporter(on_death)] if on_death else [],
     )
 
 
 def _trainer(
-    worker: Callable[[dict[str, Any]], WorkerResult], settings: dict[str, Any], placement: Placement, run: RunConfig
+    worker: Callable[[dict[str, Any]], WorkerResult],
+    settings: dict[str, Any],
+    placement: Placement,
+    run: RunConfig,
 ) -> TorchTrainer:
     gpus = {"GPU": placement.gpus} if placement.gpus else {}
     return TorchTrainer(
@@ -124,8 +134,8 @@ def _absolute(spec: TrainSpec) -> TrainSpec:
 def run_worker(config: dict[str, Any]) -> WorkerResult:
     """What every worker runs; Ray has formed the process group and chosen the GPU.
 
-    An error that a restart would only repeat is handed back. Where this worker may be the only one to meet it, it is
-    raised instead: the others wait for this one, and Ray has to end them.
+    An error that a restart would only repeat is handed back. Where this worker may be the only one
+    to meet it, it is raised instead: the others wait for this one, and Ray has to end them.
     """
     import torch
 
@@ -133,7 +143,9 @@ def run_worker(config: dict[str, Any]) -> WorkerResult:
     context = get_context()
     workers = Workers(context.get_world_rank(), context.get_world_size())
     progress = config["progress"] if workers.is_first else None
-    summary, error = run_and_carry_errors(train, {"spec": config["spec"], "workers": workers, "progress": progress})
+    summary, error = run_and_carry_errors(
+        train, {"spec": config["spec"], "workers": workers, "progress": progress}
+    )
     if error and workers.world_size > 1 and not isinstance(error, CheckFailed | ConfigError):
         raise error
     return summary, error
@@ -146,5 +158,8 @@ def _readable(error: Exception, spec: TrainSpec) -> MedusaDistillError:
         if isinstance(failure, MedusaDistillError):
             return failure
     said = last_line(failures[0] if failures else error)
-    fix = "If memory ran out, lower train.batch_tokens. The same command continues from the newest checkpoint."
+    fix = (
+        "If memory ran out, lower train.batch_tokens. The same command continues from the newest"
+        " checkpoint."
+    )
     return EnvironmentFault(f"Training workers died too often: {said}.", spec.directory, fix)

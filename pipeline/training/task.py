@@ -1,4 +1,6 @@
-"""What a training is asked to do, as plain data that travels to its workers; and the workers that share it."""
+"""What a training is asked to do, as plain data that travels to its workers; and the workers that
+share it.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,13 @@ from pipeline.training.trackers import Watched
 
 @dataclass(frozen=True)
 class TrainSpec:
-    """All that a worker needs to know; picklable. It carries kind and method, so that workers look neither up."""
+    """All that a worker needs to know; picklable. It carries kind and method, so that workers look
+    neither up.
+    """
 
-    shards: tuple[str, ...]  # the features stage's shards, in order; none where nothing is trained from the cache
+    shards: tuple[
+        str, ...
+    ]  # the features stage's shards, in order; none where nothing is trained from the cache
     fingerprint: str  # of the features stage
     settings: TrainConfig
     kind: type[Heads]
@@ -41,12 +47,16 @@ class TrainSpec:
     texts_fingerprint: str = ""
     run_name: str = "run"
     phase: str = ""  # of several trainings, one after another; empty for the last
-    configuration: Mapping[str, Any] = field(default_factory=dict)  # of the run, for those that watch it
+    configuration: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of the run, for those that watch it
 
     @property
     def watched(self) -> Watched:
         """This training as trackers see it."""
-        return Watched("-".join(filter(None, (self.run_name, self.phase))), self.path, self.configuration)
+        return Watched(
+            "-".join(filter(None, (self.run_name, self.phase))), self.path, self.configuration
+        )
 
     @property
     def path(self) -> Path:
@@ -54,7 +64,9 @@ class TrainSpec:
 
     @property
     def heads_path(self) -> Path:
-        """Where the trained heads will be; heads of `heads_shape` there say that training is finished."""
+        """Where the trained heads will be; heads of `heads_shape` there say that training is
+        finished.
+        """
         return self.path / HEADS_FILE
 
     @property
@@ -65,7 +77,10 @@ class TrainSpec:
     @property
     def trained_target(self) -> TargetSpec:
         """The target as Medusa-2 trains it: its copy in `train.backbone.quantization`."""
-        return replace(self.target, quantization=self.settings.backbone.quantization_beside(self.target.quantization))
+        return replace(
+            self.target,
+            quantization=self.settings.backbone.quantization_beside(self.target.quantization),
+        )
 
     @property
     def heads_shape(self) -> HeadsShape:
@@ -106,7 +121,8 @@ class Workers:
     def sum_all(self, tensors: Iterable[Tensor]) -> None:
         """Sum each tensor over all workers, in place, all in flight at once.
 
-        The heads' parameters are stacked, so their gradients are few and large; LoRA's are small, and many.
+        The heads' parameters are stacked, so their gradients are few and large; LoRA's are small,
+        and many.
         """
         if self.world_size > 1:
             for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
@@ -121,8 +137,13 @@ def choose_device(spec: TrainSpec) -> torch.device:
     """
     has_gpu = torch.cuda.is_available()
     if spec.device == "cuda" and not has_gpu:
-        fix = "Install torch with CUDA and check nvidia-smi, or set placement.train.gpus_per_worker: 0."
-        raise EnvironmentFault("Training is to run on a GPU, and none is visible.", "placement.train", fix)
+        fix = (
+            "Install torch with CUDA and check nvidia-smi, or set"
+            " placement.train.gpus_per_worker: 0."
+        )
+        raise EnvironmentFault(
+            "Training is to run on a GPU, and none is visible.", "placement.train", fix
+        )
     if has_gpu and spec.device != "cpu":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -139,7 +160,9 @@ def gpu_errors(spec: TrainSpec, saves_memory: Sequence[str]) -> Iterator[None]:
         raise EnvironmentFault(what, spec.directory, fix) from error
     except torch.AcceleratorError as error:
         what = f"The GPU cannot compute this training: {first_lines(error)}."
-        raise EnvironmentFault(what, spec.directory, "Set train.precision: fp32, or train on a newer GPU.") from error
+        raise EnvironmentFault(
+            what, spec.directory, "Set train.precision: fp32, or train on a newer GPU."
+        ) from error
 
 
 def product_dtype(spec: TrainSpec, device: torch.device) -> torch.dtype:

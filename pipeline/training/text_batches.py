@@ -1,10 +1,13 @@
-"""The generated conversations, packed into sequences of one length, none of which sees another (Medusa-2).
+"""The generated conversations, packed into sequences of one length, none of which sees another
+(Medusa-2).
 
-A conversation is cut after the last state that learns something; what reaches beyond `sequence_length` is left out and
-counted. Sequences are packed once, as densely as the longest-first rule can, and every epoch goes through them in an
-order of its own, so that all epochs have equally many steps and any (epoch, step) is reached by arithmetic.
+A conversation is cut after the last state that learns something; what reaches beyond
+`sequence_length` is left out and counted. Sequences are packed once, as densely as the
+longest-first rule can, and every epoch goes through them in an order of its own, so that all epochs
+have equally many steps and any (epoch, step) is reached by arithmetic.
 
-Positions start from 0 in each conversation: transformers reads from that where one ends, and masks the others.
+Positions start from 0 in each conversation: transformers reads from that where one ends, and masks
+the others.
 
 Letters: B sequences, T tokens of the longest, N learned positions of all of them, K heads.
 """
@@ -28,7 +31,9 @@ from pipeline.training.epoch_plan import part
 
 @dataclass(frozen=True)
 class Text:
-    """A conversation: its tokens, what the target wrote in the roles that are learned, and how much of it is read."""
+    """A conversation: its tokens, what the target wrote in the roles that are learned, and how much
+    of it is read.
+    """
 
     ids: npt.NDArray[np.int32]
     spans: tuple[Span, ...]
@@ -75,13 +80,16 @@ def read_texts(
 
 
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices into `lengths`, in groups of at most `capacity` together: longest first, each where it fits tightest.
+    """Indices into `lengths`, in groups of at most `capacity` together: longest first, each where
+    it fits tightest.
 
     A length of 0 leaves its index out.
     """
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens that still fit, group), sorted
-    for index in sorted(filter(lengths.__getitem__, range(len(lengths))), key=lambda i: (-lengths[i], i)):
+    for index in sorted(
+        filter(lengths.__getitem__, range(len(lengths))), key=lambda i: (-lengths[i], i)
+    ):
         place = bisect.bisect_left(free, (lengths[index], 0))
         if place < len(free):
             space, group = free.pop(place)
@@ -94,15 +102,23 @@ def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class TextPlan:
-    """Which sequences each step reads: `batch_sequences` of them, give or take one, over all workers."""
+    """Which sequences each step reads: `batch_sequences` of them, give or take one, over all
+    workers.
+    """
 
-    def __init__(self, texts: Sequence[Text], *, sequence_length: int, batch_sequences: int, seed: int):
+    def __init__(
+        self, texts: Sequence[Text], *, sequence_length: int, batch_sequences: int, seed: int
+    ):
         self.groups = pack([text.num_read for text in texts], sequence_length)
         self.steps_per_epoch = -(-len(self.groups) // batch_sequences)
         self._seed = seed
 
-    def sequences(self, epoch: int, step: int, rank: int = 0, world_size: int = 1) -> list[tuple[int, list[int]]]:
-        """One worker's share of a step: each sequence's number within the step, and its texts; it may be empty."""
+    def sequences(
+        self, epoch: int, step: int, rank: int = 0, world_size: int = 1
+    ) -> list[tuple[int, list[int]]]:
+        """One worker's share of a step: each sequence's number within the step, and its texts; it
+        may be empty.
+        """
         order = np.random.default_rng([self._seed, epoch]).permutation(len(self.groups))
         chosen = order[slice(*part(0, len(order), step, self.steps_per_epoch))]
         first, last = part(0, len(chosen), rank, world_size)
@@ -123,7 +139,8 @@ class TextBatch:
     learned_N: Tensor
     next_N: Tensor  # the tokens that follow
     labels_KN: Tensor  # the heads', -100 where one has nothing to learn
-    teacher_KN: Tensor  # which of the states at `learned_N` predicts each label; -1 where none does, or it is cut off
+    # which of the states at `learned_N` predicts each label; -1 where none does, or it is cut off
+    teacher_KN: Tensor
 
     def to(self, device: torch.device) -> TextBatch:
         moved = (getattr(self, field.name) for field in fields(self))
@@ -131,7 +148,8 @@ class TextBatch:
 
 
 def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextBatch:
-    """One batch of sequences; behind a shorter one every token of padding is a conversation of its own.
+    """One batch of sequences; behind a shorter one every token of padding is a conversation of its
+    own.
 
     Of no sequences it is one token that nobody learns from.
     """
@@ -153,11 +171,19 @@ def assemble_texts(sequences: Sequence[Sequence[Text]], num_heads: int) -> TextB
             learned.append(row * longest + start + positions_N[read_N].astype(np.int64))
             following.append(text.ids[positions_N[read_N] + 1])
             labels.append(head_labels(text.ids, text.spans, num_heads, every_role)[:, read_N])
-            # Head k's label, the token at t+2+k, is predicted at t+1+k: k+1 states on, within the same span.
+            # Head k's label, the token at t+2+k, is predicted at t+1+k: k+1 states on, within the
+            # same span.
             number_N = np.arange(text.num_learned)
             rows_KN = number_N + 1 + np.arange(num_heads)[:, None]
             taught_KN = (labels[-1] != IGNORED) & (rows_KN < len(number_N))
             teachers.append(np.where(taught_KN, rows_KN + num_before, -1))
             start, num_before = stop, num_before + len(number_N)
-    flat = (np.concatenate(learned), np.concatenate(following), np.concatenate(labels, 1), np.concatenate(teachers, 1))
-    return TextBatch(*(torch.from_numpy(array.astype(np.int64)) for array in (ids_BT, positions_BT, *flat)))
+    flat = (
+        np.concatenate(learned),
+        np.concatenate(following),
+        np.concatenate(labels, 1),
+        np.concatenate(teachers, 1),
+    )
+    return TextBatch(
+        *(torch.from_numpy(array.astype(np.int64)) for array in (ids_BT, positions_BT, *flat))
+    )

@@ -1,9 +1,10 @@
 """Where people watch a training: TensorBoard, Trackio, Weights & Biases, each by its own library.
 
-A library is imported only where `train.report_to` names it. A training that resumes goes on with the same run of each
-tracker, and no point stands there twice; points that a killed process had not sent yet are not sent again. A tracker
-that fails is given up, and training goes on without it. TensorBoard's files lie beside the heads; Trackio's where its
-dashboard looks for them; Weights & Biases' beside the heads, offline or on its server as its own settings say.
+A library is imported only where `train.report_to` names it. A training that resumes goes on with
+the same run of each tracker, and no point stands there twice; points that a killed process had not
+sent yet are not sent again. A tracker that fails is given up, and training goes on without it.
+TensorBoard's files lie beside the heads; Trackio's where its dashboard looks for them; Weights &
+Biases' beside the heads, offline or on its server as its own settings say.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ SECONDS_TO_FINISH = 120  # the same where it has stopped to answer: heads are wr
 
 @dataclass(frozen=True)
 class Watched:
-    """A training as trackers see it: the run's name and configuration, and the directory of the heads."""
+    """A training as trackers see it: the run's name and configuration, and the directory of the
+    heads.
+    """
 
     name: str
     directory: Path
@@ -39,7 +42,9 @@ class Watched:
 
 @dataclass(frozen=True)
 class Continued:
-    """What a tracker goes on with: the run's id, and the last step that it was told, -1 of a new run."""
+    """What a tracker goes on with: the run's id, and the last step that it was told, -1 of a new
+    run.
+    """
 
     id: str
     reported: int
@@ -73,7 +78,9 @@ class TensorBoard:
     def begin(self, watched: Watched, continued: Continued) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(watched.directory / "tensorboard"), purge_step=continued.reported + 1)
+        self.writer = SummaryWriter(
+            str(watched.directory / "tensorboard"), purge_step=continued.reported + 1
+        )
         self.step = continued.reported + 1
         self.writer.add_text("run", watched.name, self.step)
         self.writer.add_text("configuration", _as_code(watched.configuration), self.step)
@@ -85,7 +92,9 @@ class TensorBoard:
 
     def finish(self, figures: Mapping[str, Any] | None) -> None:
         if figures is not None:
-            self.writer.add_text("final figures", _as_code(figures), self.step)  # not 0, which would hide the others
+            self.writer.add_text(
+                "final figures", _as_code(figures), self.step
+            )  # not 0, which would hide the others
         self.writer.close()
 
 
@@ -97,8 +106,13 @@ class Trackio:
         from huggingface_hub import get_token
 
         if (space := os.environ.get("TRACKIO_SPACE_ID")) and not get_token():
-            fix = "Run `hf auth login`, unset TRACKIO_SPACE_ID, or leave trackio out of train.report_to."
-            raise EnvironmentFault(f"Trackio is to report to the Space {space}, and nobody is logged in.", KEY, fix)
+            fix = (
+                "Run `hf auth login`, unset TRACKIO_SPACE_ID, or leave trackio out of"
+                " train.report_to."
+            )
+            raise EnvironmentFault(
+                f"Trackio is to report to the Space {space}, and nobody is logged in.", KEY, fix
+            )
 
     def begin(self, watched: Watched, continued: Continued) -> None:
         import trackio
@@ -134,7 +148,9 @@ class WeightsAndBiases:
         import wandb
 
         if wandb.setup().settings.mode == "online" and not wandb.api.api_key:
-            fix = "Run `wandb login`, set WANDB_MODE=offline, or leave wandb out of train.report_to."
+            fix = (
+                "Run `wandb login`, set WANDB_MODE=offline, or leave wandb out of train.report_to."
+            )
             raise EnvironmentFault("Nobody is logged in to Weights & Biases.", KEY, fix)
 
     def begin(self, watched: Watched, continued: Continued) -> None:
@@ -166,14 +182,19 @@ class WeightsAndBiases:
 
 
 KEY = "train.report_to"
-TRACKERS: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": WeightsAndBiases}
+TRACKERS: dict[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "wandb": WeightsAndBiases,
+}
 
 
 class Trackers:
     """Those that a training reports to; used by the first worker alone.
 
     Args:
-        reported: The last step that was reported before, -1 for none; up to it nothing is reported again.
+        reported: The last step that was reported before, -1 for none; up to it nothing is reported
+            again.
     """
 
     def __init__(self, names: Sequence[str], watched: Watched, reported: int = -1):
@@ -205,7 +226,9 @@ class Trackers:
             except Exception as error:  # whatever a library or its server comes up with
                 del self.active[name]
                 said = " ".join(str(error).split())[:200]
-                self.failed[name] = f"{name} was given up and has not all points: {type(error).__name__}: {said}"
+                self.failed[name] = (
+                    f"{name} was given up and has not all points: {type(error).__name__}: {said}"
+                )
                 logging.getLogger(__name__).warning("%s. Training goes on.", self.failed[name])
 
 
@@ -220,7 +243,10 @@ def require_trackers(names: Sequence[str]) -> None:
         try:
             importlib.import_module(tracker.package)
         except ImportError as error:
-            fix = f"Install it (pip install {tracker.package}, or medusa-distill[trackers]), or leave it out."
+            fix = (
+                f"Install it (pip install {tracker.package}, or medusa-distill[trackers]), or leave"
+                " it out."
+            )
             raise EnvironmentFault(f"{tracker.package} is not installed here.", KEY, fix) from error
         tracker.require_login()
 

@@ -32,7 +32,11 @@ class TrainState:
         return loss is not None
 
     def advance(self, loss: float, positions: int, seconds: float) -> None:
-        self.step, self.tokens, self.seconds = self.step + 1, self.tokens + positions, self.seconds + seconds
+        self.step, self.tokens, self.seconds = (
+            self.step + 1,
+            self.tokens + positions,
+            self.seconds + seconds,
+        )
         self.losses = [*self.losses, loss][-LAST_STEPS:]
 
     @property

@@ -1,4 +1,6 @@
-"""The public API: light to import, complete, documented; and what it loads decodes as the run's own check does."""
+"""The public API: light to import, complete, documented; and what it loads decodes as the run's own
+check does.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def export(run):
 
 
 def test_importing_the_package_loads_neither_torch_nor_an_engine():
-    heavy = "import sys, pipeline; print(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)))"
+    heavy = (
+        "import sys, pipeline; print(sorted({'torch', 'ray', 'vllm', 'transformers'} &"
+        " set(sys.modules)))"
+    )
     done = subprocess.run([sys.executable, "-c", heavy], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
@@ -55,7 +60,8 @@ def test_a_run_opens_with_what_its_stages_made(run, finished_run):
     report = json.loads((finished_run.path / "report.json").read_text())
     assert run.report == report
     assert (
-        sum(len(list(run.conversations(split))) for split in ("train", "calibrate", "check")) == report["seeds"]["rows"]
+        sum(len(list(run.conversations(split))) for split in ("train", "calibrate", "check"))
+        == report["seeds"]["rows"]
     )
     assert {row.split for row in run.generated("check")} == {"check"}
     assert len(run.tree()) == report["tree"]["nodes"]
@@ -71,7 +77,9 @@ def test_a_run_that_has_not_come_so_far_says_so(tmp_path, copied_run):
         open_run(tmp_path / "absent")
 
 
-@pytest.mark.parametrize("late", [{"chat_template": "{{ messages }}"}, {"gpus": 0}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "late", [{"chat_template": "{{ messages }}"}, {"gpus": 0}, {"dtype": "bfloat16"}]
+)
 def test_what_a_loaded_target_would_have_to_be_loaded_with_is_refused(export, late):
     with pytest.raises(ConfigError, match=f"loaded already, without {next(iter(late))}"):
         load_export(export.path, target=export.target, **late)

@@ -29,7 +29,9 @@ def open_rows(*shards: str | Path, roles=("assistant",), fingerprint=FINGERPRINT
 
 def write(path: Path, groups: list[list[dict]], dtype: str = "float32") -> Path:
     footer = StateFormat(getattr(torch, dtype), D).footer
-    with ShardWriter(path, path.with_suffix(".q"), FEATURES, index=0, fingerprint=FINGERPRINT, footer=footer) as writer:
+    with ShardWriter(
+        path, path.with_suffix(".q"), FEATURES, index=0, fingerprint=FINGERPRINT, footer=footer
+    ) as writer:
         for group in groups:
             writer.write(group)
         writer.commit("features", None)
@@ -78,7 +80,9 @@ def test_states_and_labels_come_back_as_they_were_written(shards, roles):
 
 
 def test_a_label_is_taught_by_the_state_that_predicts_it(tmp_path):
-    """Head k's label at position t is the token at t+2+k, which the target predicted from its state at t+1+k."""
+    """Head k's label at position t is the token at t+2+k, which the target predicted from its state
+    at t+1+k.
+    """
     spans = [Span(2, 5, "assistant"), Span(7, 12, "assistant"), Span(12, 13, "assistant")]
     found = open_rows(write(tmp_path / "0.parquet", [[row("a", spans)]])).read_group(0)[0]
     positions = feature_positions(spans).tolist()
@@ -98,7 +102,9 @@ def test_a_label_is_taught_by_the_state_that_predicts_it(tmp_path):
 def test_states_keep_their_stored_dtype_and_are_not_copied(tmp_path, dtype):
     spans = [Span(1, 9, "assistant")]
     name = str(dtype).removeprefix("torch.")
-    path = write(tmp_path / "a.parquet", [[row("a", spans, dtype), row("b", spans, dtype, 1)]], name)
+    path = write(
+        tmp_path / "a.parquet", [[row("a", spans, dtype), row("b", spans, dtype, 1)]], name
+    )
     rows = open_rows(path)
     group = rows.read_group(0)
     assert rows.dtype == group[0].hidden_ND.dtype == dtype
@@ -108,7 +114,10 @@ def test_states_keep_their_stored_dtype_and_are_not_copied(tmp_path, dtype):
 
 @given(
     st.lists(
-        st.lists(st.tuples(st.integers(1, 3), st.integers(1, 6), st.sampled_from(["assistant", "user"])), max_size=4),
+        st.lists(
+            st.tuples(st.integers(1, 3), st.integers(1, 6), st.sampled_from(["assistant", "user"])),
+            max_size=4,
+        ),
         min_size=1,
         max_size=4,
     )
@@ -124,7 +133,9 @@ def test_lengths_read_from_the_spans_alone_count_the_labels(tmp_path_factory, dr
     written = [row(str(i), spans_of(steps)) for i, steps in enumerate(drawn)]
     rows = open_rows(write(tmp_path_factory.mktemp("drawn") / "a.parquet", [written]))
     group = rows.read_group(0)
-    assert rows.lengths("train")[0].tolist() == [len(group[i].learnable) for i in range(len(written))]
+    assert rows.lengths("train")[0].tolist() == [
+        len(group[i].learnable) for i in range(len(written))
+    ]
 
 
 def test_a_shard_of_another_run_is_refused_by_name(shards):

@@ -31,20 +31,25 @@ def conversations(lengths, held_out=()) -> list[TokenRow]:
         spans = [Span(1, middle, "user")] if middle > 1 else []
         spans.append(Span(middle, length, "assistant"))
         split = "check" if number in held_out else "train"
-        rows.append(TokenRow(str(number), str(number), split, np.arange(length, dtype=np.int32), spans))
+        rows.append(
+            TokenRow(str(number), str(number), split, np.arange(length, dtype=np.int32), spans)
+        )
     return rows
 
 
 def states_of(number: int, row: TokenRow) -> torch.Tensor:
     return (
-        torch.full((len(row.input_ids), D), float(number)) + torch.arange(len(row.input_ids))[:, None] / 8
+        torch.full((len(row.input_ids), D), float(number))
+        + torch.arange(len(row.input_ids))[:, None] / 8
     ).bfloat16()
 
 
 def shard(path, rows, order, backlog=None):
     """Write rows, whose states arrive in `order`."""
     with (
-        ShardWriter(path, path.with_suffix(".q"), FEATURES, index=0, fingerprint="f", codec="none") as writer,
+        ShardWriter(
+            path, path.with_suffix(".q"), FEATURES, index=0, fingerprint="f", codec="none"
+        ) as writer,
         FeatureWriter(writer, rows, STATES, backlog or Backlog()) as features,
     ):
         for number in order:
@@ -54,29 +59,41 @@ def shard(path, rows, order, backlog=None):
 
 @settings(max_examples=25, deadline=None)
 @given(data=st.data(), lengths=st.lists(st.integers(2, 30), max_size=12), limit=st.integers(1, 600))
-def test_states_in_any_order_make_the_same_shard_of_the_same_rows(tmp_path_factory, data, lengths, limit):
+def test_states_in_any_order_make_the_same_shard_of_the_same_rows(
+    tmp_path_factory, data, lengths, limit
+):
     folder, rows = tmp_path_factory.mktemp("shard"), conversations(lengths)
     order = data.draw(st.permutations(range(len(rows))))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feature_writer, "ROW_GROUP_BYTES", limit)
         receipt = shard(folder / "a.parquet", rows, order, Backlog(limit))
-        assert shard(folder / "b.parquet", rows, range(len(rows))).content_sha256 == receipt.content_sha256
+        assert (
+            shard(folder / "b.parquet", rows, range(len(rows))).content_sha256
+            == receipt.content_sha256
+        )
     assert (folder / "a.parquet").read_bytes() == (folder / "b.parquet").read_bytes()
     written = list(read_rows(folder / "a.parquet"))
     assert [found["id"] for found in written] == [row.id for row in rows]
     for number, (row, found) in enumerate(zip(rows, written, strict=True)):
         positions = feature_positions(row.spans)
         kept = states_of(number, row)[torch.from_numpy(positions).long()]
-        assert found["positions"] == positions.tolist() and found["input_ids"] == row.input_ids.tolist()
+        assert (
+            found["positions"] == positions.tolist()
+            and found["input_ids"] == row.input_ids.tolist()
+        )
         assert found["spans"] == [vars(span) for span in row.spans]
         assert found["hidden"] == kept.view(torch.uint8).numpy().tobytes()
 
 
 @settings(max_examples=40)
 @given(
-    lengths=st.lists(st.integers(2, 30), max_size=20), limit=st.integers(1, 400), held_out=st.sets(st.integers(0, 19))
+    lengths=st.lists(st.integers(2, 30), max_size=20),
+    limit=st.integers(1, 400),
+    held_out=st.sets(st.integers(0, 19)),
 )
-def test_groups_hold_every_row_once_in_order_and_end_when_they_are_large_or_at_another_split(lengths, limit, held_out):
+def test_groups_hold_every_row_once_in_order_and_end_when_they_are_large_or_at_another_split(
+    lengths, limit, held_out
+):
     rows = conversations(lengths, held_out)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feature_writer, "ROW_GROUP_BYTES", limit)
@@ -96,7 +113,9 @@ def small_groups(monkeypatch):
     return conversations([10] * 6)
 
 
-def test_computing_waits_when_as_many_bytes_wait_to_be_written_as_may(small_groups, tmp_path, monkeypatch):
+def test_computing_waits_when_as_many_bytes_wait_to_be_written_as_may(
+    small_groups, tmp_path, monkeypatch
+):
     may_write, real = threading.Event(), ShardWriter.write_batch
 
     def slow(self, batch):
@@ -111,7 +130,9 @@ def test_computing_waits_when_as_many_bytes_wait_to_be_written_as_may(small_grou
             yield number
             put.append(number)
 
-    thread = threading.Thread(target=shard, args=(tmp_path / "a", small_groups, order(), Backlog(3 * 72)))
+    thread = threading.Thread(
+        target=shard, args=(tmp_path / "a", small_groups, order(), Backlog(3 * 72))
+    )
     thread.start()
     thread.join(0.2)
     assert put == [0, 1, 2]  # the fourth waits for room

@@ -1,4 +1,6 @@
-"""States in 8 bits come back within what the formats' definitions allow, and their cache is half as large."""
+"""States in 8 bits come back within what the formats' definitions allow, and their cache is half as
+large.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16
 
 @settings(max_examples=60, deadline=None)
 @given(
-    values=st.lists(st.lists(st.floats(-6e4, 6e4, width=16), min_size=8, max_size=8), min_size=1, max_size=6),
+    values=st.lists(
+        st.lists(st.floats(-6e4, 6e4, width=16), min_size=8, max_size=8), min_size=1, max_size=6
+    ),
     dtype=st.sampled_from(list(UNIT_ROUNDOFF)),
     precision=st.sampled_from(["fp8", "int8"]),
     exponent=st.integers(-30, 0),
@@ -34,7 +38,9 @@ def test_a_state_comes_back_within_half_a_step_of_its_format(values, dtype, prec
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quantized_states, "PIECE", 16)  # two rows at a time
         scales_N = quantize(memory.view(dtype).view(hidden_ND.shape), precision, stored_ND)
-        found_ND = dequantize(stored_ND.view(torch.uint8).numpy(), scales_N.numpy(), precision, dtype)
+        found_ND = dequantize(
+            stored_ND.view(torch.uint8).numpy(), scales_N.numpy(), precision, dtype
+        )
     assert found_ND.dtype == dtype
     true_ND, error_ND = hidden_ND.double(), (found_ND.double() - hidden_ND.double()).abs()
     largest_N1 = true_ND.abs().amax(1, keepdim=True).clamp_min(1e-30)
@@ -43,31 +49,54 @@ def test_a_state_comes_back_within_half_a_step_of_its_format(values, dtype, prec
     else:  # four bits with the leading one; below 2^-6 of the scale, multiples of 2^-9 of it
         allowed_ND = torch.maximum(true_ND.abs() / 16, largest_N1 / 448 * 2.0**-10)
     smallest = 2.0**-24 if dtype == torch.float16 else 0.0  # float16's own last place near zero
-    assert (error_ND <= allowed_ND * (1 + 1e-5) + (true_ND.abs() + allowed_ND) * UNIT_ROUNDOFF[dtype] + smallest).all()
+    assert (
+        error_ND
+        <= allowed_ND * (1 + 1e-5) + (true_ND.abs() + allowed_ND) * UNIT_ROUNDOFF[dtype] + smallest
+    ).all()
 
 
 @pytest.mark.parametrize("precision", ["native", "fp8", "int8"])
 def test_a_shard_of_8_bits_is_read_as_the_target_s_dtype_and_says_what_it_is(tmp_path, precision):
     states = StateFormat(torch.bfloat16, 64, precision)
-    rows = [TokenRow(n, n, "train", np.arange(40, dtype=np.int32), [Span(1, 40, "assistant")]) for n in "abc"]
+    rows = [
+        TokenRow(n, n, "train", np.arange(40, dtype=np.int32), [Span(1, 40, "assistant")])
+        for n in "abc"
+    ]
     random = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 40, 64, generator=random).bfloat16()
     hidden[1, 5, 7] = torch.nan
     path = tmp_path / "0.parquet"
     with (
         ShardWriter(
-            path, path.with_suffix(".q"), states.schema, index=0, fingerprint="f", footer=states.footer, codec="none"
+            path,
+            path.with_suffix(".q"),
+            states.schema,
+            index=0,
+            fingerprint="f",
+            footer=states.footer,
+            codec="none",
         ) as writer,
         FeatureWriter(writer, rows, states, Backlog()) as features,
     ):
         for index in (2, 0, 1):
             features.put(index, hidden[index])
         receipt = features.commit("features", "abc").result()
-    assert (receipt.num_rows, receipt.num_quarantined, read_footer(path)["precision"]) == (2, 1, precision)
+    assert (receipt.num_rows, receipt.num_quarantined, read_footer(path)["precision"]) == (
+        2,
+        1,
+        precision,
+    )
     stored = next(read_rows(path))
     scales = 4 * len(stored.get("scales", ()))
     assert len(stored["hidden"]) + scales == 39 * state_bytes(64, torch.bfloat16, precision)
-    opened = FeatureRows([str(path)], fingerprint="f", hidden_size=64, vocab_size=40, num_heads=2, roles=["assistant"])
+    opened = FeatureRows(
+        [str(path)],
+        fingerprint="f",
+        hidden_size=64,
+        vocab_size=40,
+        num_heads=2,
+        roles=["assistant"],
+    )
     group = opened.read_group(0)
     for index, true_TD in enumerate((hidden[0], hidden[2])):
         found_ND = group[index].hidden_ND

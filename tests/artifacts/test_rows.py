@@ -8,7 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.artifacts.generated_rows import GENERATED, TokenRow, num_contaminated, read_token_rows, stored_row
+from pipeline.artifacts.generated_rows import (
+    GENERATED,
+    TokenRow,
+    num_contaminated,
+    read_token_rows,
+    stored_row,
+)
 from pipeline.artifacts.seed_rows import SEEDS, SeedRow, read_seeds
 from pipeline.conversations.conversation import Conversation, Message
 from pipeline.conversations.duplicates import CheckQuestions
@@ -19,11 +25,15 @@ from pipeline.storage.shards import ShardWriter, read_rows
 
 FINGERPRINT = "f" * 64
 TALK = (Message("user", "Why?"), Message("assistant", "Because."))
-GENERATED_ROW = GeneratedRow("s:1#1", "s:1", [5, 6, 7, 8], [Span(2, 4, "assistant")], ["stop"], TALK)
+GENERATED_ROW = GeneratedRow(
+    "s:1#1", "s:1", [5, 6, 7, 8], [Span(2, 4, "assistant")], ["stop"], TALK
+)
 
 
 def write(path: Path, schema, rows: list[dict]) -> Path:
-    with ShardWriter(path, path.with_suffix(".jsonl"), schema, index=0, fingerprint=FINGERPRINT) as writer:
+    with ShardWriter(
+        path, path.with_suffix(".jsonl"), schema, index=0, fingerprint=FINGERPRINT
+    ) as writer:
         writer.write(rows)
         writer.commit("seeds", None)
     return path
@@ -66,7 +76,15 @@ def test_rows_of_another_run_or_another_vocabulary_and_damaged_ones_are_refused(
 def test_training_rows_that_hold_a_question_of_the_check_are_counted(tmp_path):
     question, answer = Message("user", "Why?"), Message("assistant", "Why?")
     other = (Message("user", "How?"), Message("assistant", "So."))
-    talks = [("train", (question,)), ("train", (*other, answer)), ("train", other), ("check", (question,))]
-    rows = [stored_row(replace(GENERATED_ROW, id=f"s:{n}", messages=said), of) for n, (of, said) in enumerate(talks)]
+    talks = [
+        ("train", (question,)),
+        ("train", (*other, answer)),
+        ("train", other),
+        ("check", (question,)),
+    ]
+    rows = [
+        stored_row(replace(GENERATED_ROW, id=f"s:{n}", messages=said), of)
+        for n, (of, said) in enumerate(talks)
+    ]
     path = write(tmp_path / "a.parquet", GENERATED, rows)
     assert num_contaminated([path], CheckQuestions([Conversation("q:0", (question,))])) == 2

@@ -42,7 +42,9 @@ def written(run, split: str) -> list[tuple[str, list[int]]]:
     for path in run.latest("generate").shards():
         for row in read_rows(path):
             if row["split"] == split:
-                found += [(row["id"], row["input_ids"][s["start"] : s["end"]]) for s in row["spans"]]
+                found += [
+                    (row["id"], row["input_ids"][s["start"] : s["end"]]) for s in row["spans"]
+                ]
     return found
 
 
@@ -62,7 +64,9 @@ def test_only_answers_of_training_rows_are_seen(finished_run):
     assert all(answer in seen for answer in trained)
     for split in ("calibrate", "check"):
         held_out = [answer for _, answer in written(finished_run, split)]
-        assert sum(answer in seen for answer in held_out) / len(held_out) == share(held_out, trained)
+        assert sum(answer in seen for answer in held_out) / len(held_out) == share(
+            held_out, trained
+        )
 
 
 def test_calibration_and_the_check_report_the_share_of_seen_answers(finished_run):

@@ -54,11 +54,23 @@ def test_a_file_of_another_writer_is_not_taken_for_trained_heads(tmp_path):
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
-def test_heads_with_a_number_that_is_not_finite_are_refused_wherever_heads_are_read(tmp_path, number):
-    """Trained ones, and an export's: `chat` decoded with them, one token per step, and said nothing."""
+def test_heads_with_a_number_that_is_not_finite_are_refused_wherever_heads_are_read(
+    tmp_path, number
+):
+    """Trained ones, and an export's: `chat` decoded with them, one token per step, and said
+    nothing.
+    """
     heads = MedusaHeads.from_lm_head(MedusaShape(8, 12, 3), torch.randn(12, 8))
     layout = ExportLayout("owner/target", heads.shape)
-    write_export(tmp_path / "export", heads, layout, target={}, tokenizer=TokenizerStub(), choices=[[0]], card="")
+    write_export(
+        tmp_path / "export",
+        heads,
+        layout,
+        target={},
+        tokenizer=TokenizerStub(),
+        choices=[[0]],
+        card="",
+    )
     exported = tmp_path / "export" / "medusa_lm_head.safetensors"
     tensors = load_file(exported)
     tensors["1.0.linear.bias"][3] = number

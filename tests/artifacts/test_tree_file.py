@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.artifacts.tree_file import TREE_FILE, Calibration, Search, read_calibration, read_paths, read_tree
+from pipeline.artifacts.tree_file import (
+    TREE_FILE,
+    Calibration,
+    Search,
+    read_calibration,
+    read_paths,
+    read_tree,
+)
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import DataError
 
@@ -28,12 +35,18 @@ SEARCHED = replace(OWN, expected_standard_error=0.2, search=SEARCH)
 DYNAMIC = replace(SEARCHED, dynamic=DynamicTree(2, 2, 3))
 
 
-@pytest.mark.parametrize("calibration", [OWN, SEARCHED, DYNAMIC], ids=["own", "searched", "dynamic"])
+@pytest.mark.parametrize(
+    "calibration", [OWN, SEARCHED, DYNAMIC], ids=["own", "searched", "dynamic"]
+)
 def test_a_tree_comes_back_as_it_was_written(tmp_path, calibration):
     calibration.write(tmp_path)
     assert read_calibration(tmp_path) == calibration
     assert read_paths(tmp_path / TREE_FILE) == calibration.choices
-    assert read_tree(tmp_path / TREE_FILE) == calibration.tree == (calibration.dynamic or calibration.choices)
+    assert (
+        read_tree(tmp_path / TREE_FILE)
+        == calibration.tree
+        == (calibration.dynamic or calibration.choices)
+    )
 
 
 def test_paths_are_read_from_any_json_list(tmp_path):
@@ -41,7 +54,9 @@ def test_paths_are_read_from_any_json_list(tmp_path):
     assert read_paths(tmp_path / "choices.json") == ((0,), (0, 0))
 
 
-@pytest.mark.parametrize("sizes", [{"num_nodes": 9, "max_depth": 1, "top": 3}, {"num_nodes": 1}, {"nodes": 1}, [1]])
+@pytest.mark.parametrize(
+    "sizes", [{"num_nodes": 9, "max_depth": 1, "top": 3}, {"num_nodes": 1}, {"nodes": 1}, [1]]
+)
 def test_a_damaged_dynamic_tree_is_named(tmp_path, sizes):
     DYNAMIC.write(tmp_path)
     stored = json.loads((tmp_path / TREE_FILE).read_text())
@@ -55,6 +70,8 @@ def test_a_damaged_dynamic_tree_is_named(tmp_path, sizes):
 def test_a_damaged_tree_is_named(tmp_path, text):
     if text is not None:
         (tmp_path / TREE_FILE).write_text(text)
-    with pytest.raises(DataError, match=r"cannot be read|not a list of paths|no tree that calibrate wrote") as caught:
+    with pytest.raises(
+        DataError, match=r"cannot be read|not a list of paths|no tree that calibrate wrote"
+    ) as caught:
         read_calibration(tmp_path)
     assert TREE_FILE in str(caught.value)

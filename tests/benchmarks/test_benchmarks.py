@@ -29,7 +29,8 @@ ON_RAY, ON_VLLM = "scheduling", ("generate", "serving")
 
 @pytest.fixture(scope="module")
 def tiny_result(tmp_path_factory):
-    """What a benchmark measures at a tiny size, each measured once; its processes come from the tests' own server.
+    """What a benchmark measures at a tiny size, each measured once; its processes come from the
+    tests' own server.
 
     It leaves nothing behind where temporary files are.
     """
@@ -40,9 +41,13 @@ def tiny_result(tmp_path_factory):
         threads = torch.get_num_threads()
         with pytest.MonkeyPatch.context() as patched, tempfile.TemporaryDirectory() as place:
             patched.setattr("tempfile.tempdir", place)
-            patched.setattr("benchmarks.targets.DEMO_TARGET", tmp_path_factory.mktemp(name))  # random, trained or not
+            patched.setattr(
+                "benchmarks.targets.DEMO_TARGET", tmp_path_factory.mktemp(name)
+            )  # random, trained or not
             patched.setattr("pipeline.report.html.drawings", lambda *_: {})
-            found[name] = found.get(name) or importlib.import_module(f"benchmarks.{name}").measure(tiny=True)
+            found[name] = found.get(name) or importlib.import_module(f"benchmarks.{name}").measure(
+                tiny=True
+            )
             assert os.listdir(place) == []
         torch.set_num_threads(threads)
         return found[name]
@@ -72,7 +77,9 @@ def test_the_benchmarks_of_vllm_run_at_a_tiny_size(name, vllm_here, tiny_result,
 def assert_measured(result: Result) -> None:
     assert result.claims
     assert all(math.isfinite(claim.measured) for claim in result.claims)
-    assert all(claim.measured > 0 for claim in result.claims if claim.unit != "MB")  # memory may not grow at all
+    assert all(
+        claim.measured > 0 for claim in result.claims if claim.unit != "MB"
+    )  # memory may not grow at all
     json.dumps(result.facts)
 
 
@@ -96,7 +103,9 @@ def test_sides_take_turns_after_a_round_that_does_not_count():
 
 
 def test_a_ratio_is_of_medians_and_its_spread_of_rounds():
-    claim = speed_ratio("x", {"ours": [1.0, 2.0, 4.0], "theirs": [3.0, 4.0, 6.0]}, 12, "tokens", aim=3)
+    claim = speed_ratio(
+        "x", {"ours": [1.0, 2.0, 4.0], "theirs": [3.0, 4.0, 6.0]}, 12, "tokens", aim=3
+    )
     assert (claim.measured, claim.spread, claim.met) == (2.0, (1.5, 3.0), False)
     assert claim.sides == {"ours, tokens/s": 6.0, "theirs, tokens/s": 3.0}
     percent = ratio("x", rates(1, [2.0]), rates(1, [1.0]), {}, unit="%", aim=50)
@@ -105,7 +114,10 @@ def test_a_ratio_is_of_medians_and_its_spread_of_rounds():
 
 
 def test_the_table_is_made_of_the_files_and_says_what_is_missing(tmp_path):
-    claims = [Claim("a claim", 0.5, aim=0.85, sides={"a side, tokens/s": 1234.5}), Claim("a figure", 12.0, unit="MB/s")]
+    claims = [
+        Claim("a claim", 0.5, aim=0.85, sides={"a side, tokens/s": 1234.5}),
+        Claim("a figure", 12.0, unit="MB/s"),
+    ]
     write_result(tmp_path, "one", Result(claims), seconds=1.0, peak_memory_gb=0.5)
     write_table(tmp_path, {"one": "never read", "two": "needs a GPU"})
     table = (tmp_path / "README.md").read_text()
@@ -116,9 +128,19 @@ def test_the_table_is_made_of_the_files_and_says_what_is_missing(tmp_path):
 
 def test_a_benchmark_of_another_target_stands_below_its_own(tmp_path):
     for name in ("one", "one-chat", "two"):
-        write_result(tmp_path, name, Result([Claim(f"claim of {name}", 0.5)]), seconds=1.0, peak_memory_gb=0.5)
+        write_result(
+            tmp_path,
+            name,
+            Result([Claim(f"claim of {name}", 0.5)]),
+            seconds=1.0,
+            peak_memory_gb=0.5,
+        )
     write_table(tmp_path, {"one": "never read", "two": "never read"})
-    rows = [line.split("|")[1:3] for line in (tmp_path / "README.md").read_text().splitlines() if "claim of" in line]
+    rows = [
+        line.split("|")[1:3]
+        for line in (tmp_path / "README.md").read_text().splitlines()
+        if "claim of" in line
+    ]
     assert rows == [[f" {name} ", f" claim of {name} "] for name in ("one", "one-chat", "two")]
 
 
@@ -130,12 +152,15 @@ def test_the_ladder_of_another_target_keeps_what_is_asked_for_under_its_name(mon
     asked, kept = [], []
     monkeypatch.setattr(ladder, "compare", compare)
     monkeypatch.setattr(ladder, "keep", lambda name, result, seconds: kept.append(name))
-    ladder.main(["chat.yaml", "run.seed=1", "--results=chat", "--recipe=recurrent", "--recipe=Medusa, tied"])
+    ladder.main(
+        ["chat.yaml", "run.seed=1", "--results=chat", "--recipe=recurrent", "--recipe=Medusa, tied"]
+    )
     ladder.main(["chat.yaml"])
     recipes = [["recurrent", "Medusa, tied"], list(ladder.RECIPES)]
-    assert asked == [("chat.yaml", ["run.seed=1"], recipes[0]), ("chat.yaml", [], recipes[1])] and kept == [
-        "ladder-chat"
-    ]
+    assert asked == [
+        ("chat.yaml", ["run.seed=1"], recipes[0]),
+        ("chat.yaml", [], recipes[1]),
+    ] and kept == ["ladder-chat"]
     with pytest.raises(ConfigError, match=r"no recipe 'medusa'.*recurrent"):
         ladder.main(["chat.yaml", "--recipe=medusa"])
 
@@ -167,5 +192,7 @@ def test_trainings_operations_are_those_that_torch_counts(lm_head, num_layers):
     heads = MedusaHeads.from_lm_head(config, torch.randn(40, 24))
     hidden_ND, labels_KN = torch.randn(10, 24), torch.randint(0, 40, (3, 10))
     with FlopCounterMode(display=False) as counter:
-        plain_summed_cross_entropy(heads.hidden(hidden_ND), heads.lm_head, labels_KN).sum().backward()
+        plain_summed_cross_entropy(
+            heads.hidden(hidden_ND), heads.lm_head, labels_KN
+        ).sum().backward()
     assert training_flops(config, 10, 30) == counter.get_total_flops()

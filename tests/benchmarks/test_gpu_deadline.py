@@ -42,13 +42,19 @@ def test_without_time_nothing_is_measured_and_all_of_it_is_said():
     assert not result.claims
     kinds = len(gpu.TINY.vocabularies) * 4
     features, decoding, batch, training, *others = result.not_measured
-    assert [what.split(":")[0] for what in (features, decoding, training)] == ["features", "decoding", "training"]
+    assert [what.split(":")[0] for what in (features, decoding, training)] == [
+        "features",
+        "decoding",
+        "training",
+    ]
     assert batch == "overhead, 2 texts at once, 2 nodes, tied heads" and len(others) == kinds
 
 
 @pytest.mark.slow
 def test_a_part_that_is_late_leaves_out_what_it_does_not_reach(monkeypatch):
-    """The clock stands until a text was decoded plainly and with one tree; then all time is over."""
+    """The clock stands until a text was decoded plainly and with one tree; then all time is
+    over.
+    """
     decoded, generate = [], Decoder.generate
 
     def counted(*arguments, **options):
@@ -60,7 +66,11 @@ def test_a_part_that_is_late_leaves_out_what_it_does_not_reach(monkeypatch):
     measured = [claim.what for claim in result.claims]
     assert any(what.startswith("features") for what in measured)
     nodes = [what for what in measured if what.startswith("overhead")]
-    late = [what for what in result.not_measured if what.startswith("overhead") and "at once" not in what]
+    late = [
+        what
+        for what in result.not_measured
+        if what.startswith("overhead") and "at once" not in what
+    ]
     assert len(nodes) >= 1 and len(nodes) + len(late) == 2 * len(gpu.TINY.tree_nodes) and late
     assert not any(what.startswith("training") for what in measured)
 

@@ -1,4 +1,6 @@
-"""The loss that the benchmark compares with is the same loss, and bytes are counted as one counts them by hand."""
+"""The loss that the benchmark compares with is the same loss, and bytes are counted as one counts
+them by hand.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The tampering benchmark finds a command that misses damage, mends nothing, or writes outside of a copied run."""
+"""The tampering benchmark finds a command that misses damage, mends nothing, or writes outside of a
+copied run.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ HEADS = ("train", "heads.safetensors")
 
 @pytest.fixture
 def found_where(finished_run, tmp_path, monkeypatch):
-    """`found_where(command, case)`: what the benchmark finds where every command is this function."""
+    """`found_where(command, case)`: what the benchmark finds where every command is this
+    function.
+    """
 
     def found(command, case: Case) -> list[str]:
         place = tmp_path / "place"
@@ -43,7 +47,9 @@ def test_a_verify_that_finds_nothing_and_a_run_that_mends_nothing_are_found(foun
 
 def test_what_no_command_mends_is_no_finding_where_it_stays_named(found_where):
     def named(name: str, given: Path, *words: str) -> tuple[int, str]:
-        return (1, str(next(given.glob("train-*/heads.safetensors")))) if name == "verify" else (0, "")
+        return (
+            (1, str(next(given.glob("train-*/heads.safetensors")))) if name == "verify" else (0, "")
+        )
 
     assert found_where(named, Case(0, "copied", *HEADS, "flip_unnoticed")) == []
 
@@ -52,7 +58,9 @@ def test_what_no_command_mends_is_no_finding_where_it_stays_named(found_where):
 def test_a_command_that_writes_outside_of_the_copy_is_found(found_where, name):
     def writes(given_name: str, given: Path, *words: str) -> tuple[int, str]:
         if given_name == name:
-            next(given.parents[1 if name == "status" else 2].glob("plain/run/seeds-*/DONE.json")).touch()
+            next(
+                given.parents[1 if name == "status" else 2].glob("plain/run/seeds-*/DONE.json")
+            ).touch()
         return 0, ""
 
     (found,) = found_where(writes, Case(0, "copied", "check"))
@@ -70,7 +78,9 @@ def test_each_damage_changes_the_file(copied_run, way):
     before = results_of(copied_run)
     DAMAGE[way](heads, random.Random(0))
     after = results_of(copied_run)
-    assert {name for name in before if before[name] != after.get(name)} == {"train/heads.safetensors"}
+    assert {name for name in before if before[name] != after.get(name)} == {
+        "train/heads.safetensors"
+    }
 
 
 def test_cases_damage_every_file_in_every_way(finished_run):

@@ -1,4 +1,6 @@
-"""A Hub on loopback that serves one directory as one repository, as far as huggingface_hub reads from one."""
+"""A Hub on loopback that serves one directory as one repository, as far as huggingface_hub reads
+from one.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,12 @@ def serve(directory: Path) -> Iterator[HubToRead]:
             file = directory / path.rpartition("/")[2]
             if path.startswith(f"/api/models/{REPOSITORY}/tree/"):
                 tree = [
-                    {"type": "file", "path": file.name, "size": file.stat().st_size, "oid": digest(file)}
+                    {
+                        "type": "file",
+                        "path": file.name,
+                        "size": file.stat().st_size,
+                        "oid": digest(file),
+                    }
                     for file in sorted(directory.iterdir())
                 ]
                 self._send(200, json.dumps(tree).encode(), {})
@@ -59,7 +66,9 @@ def serve(directory: Path) -> Iterator[HubToRead]:
                     hub.fetched.append(file.name)
                 self._send(200, data, headers, with_body=with_body)
 
-        def _send(self, status: int, data: bytes, headers: dict[str, str], *, with_body: bool = True) -> None:
+        def _send(
+            self, status: int, data: bytes, headers: dict[str, str], *, with_body: bool = True
+        ) -> None:
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(data))}.items():
                 self.send_header(name, value)
@@ -71,7 +80,9 @@ def serve(directory: Path) -> Iterator[HubToRead]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     hub = HubToRead(f"http://127.0.0.1:{server.server_address[1]}", directory)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     try:
         yield hub

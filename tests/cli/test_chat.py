@@ -1,4 +1,6 @@
-"""`chat`: the same text with the heads and without, free tokens coloured, and an end to every answer."""
+"""`chat`: the same text with the heads and without, free tokens coloured, and an end to every
+answer.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_answers_are_written_on_as_many_threads_as_make_plain_steps_fastest(pipe
     monkeypatch.setattr(overhead, "step_seconds", lambda *_: [0.01 * cost[torch.get_num_threads()]])
     stream = Decoder.stream
     monkeypatch.setattr(
-        Decoder, "stream", lambda *arguments: (seen.append(torch.get_num_threads()), stream(*arguments))[1]
+        Decoder,
+        "stream",
+        lambda *arguments: (seen.append(torch.get_num_threads()), stream(*arguments))[1],
     )
     try:
         torch.set_num_threads(4)
@@ -67,10 +71,17 @@ def test_answers_are_written_on_as_many_threads_as_make_plain_steps_fastest(pipe
 
 
 def test_a_template_and_its_variables_are_given_as_in_a_run(piped, tmp_path):
-    template = "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }} {% endfor %}"
-    (tmp_path / "chat.jinja").write_text(template + "{% if add_generation_prompt %}{{ begins }}{% endif %}")
+    template = (
+        "{% for message in messages %}[{{ message['role'] }}] {{ message['content'] }} {% endfor %}"
+    )
+    (tmp_path / "chat.jinja").write_text(
+        template + "{% if add_generation_prompt %}{{ begins }}{% endif %}"
+    )
     given = f"target.chat_template={tmp_path / 'chat.jinja'}"
-    answers = [piped("why\n", given, f"target.template_arguments.begins={begins}") for begins in ("moon", "stone")]
+    answers = [
+        piped("why\n", given, f"target.template_arguments.begins={begins}")
+        for begins in ("moon", "stone")
+    ]
     assert [ended.code for ended in answers] == [0, 0], answers[0].err
     assert answers[0].out != answers[1].out
 
@@ -104,19 +115,33 @@ def test_a_seed_samples_one_text_with_the_heads_and_without(piped):
 
 def test_a_question_that_does_not_fit_is_refused_and_the_chat_goes_on(piped):
     ended = piped(f"{'stone ' * 400}\nwhy\n")
-    assert ended.code == 0 and "cannot be asked" in ended.err and ended.err.count("the first after") == 1
+    assert (
+        ended.code == 0
+        and "cannot be asked" in ended.err
+        and ended.err.count("the first after") == 1
+    )
 
 
 @pytest.mark.parametrize(
     ("damage", "code", "says"),
     [
         (lambda path: shutil.rmtree(path), 3, "no config.json"),
-        (lambda path: (path / "medusa_choices.json").write_text("[[0, 0"), 3, "tree cannot be read"),
-        (lambda path: (path / "medusa_choices.json").write_text("[[0, 0]]"), 2, "its parent is missing"),
+        (
+            lambda path: (path / "medusa_choices.json").write_text("[[0, 0"),
+            3,
+            "tree cannot be read",
+        ),
+        (
+            lambda path: (path / "medusa_choices.json").write_text("[[0, 0]]"),
+            2,
+            "its parent is missing",
+        ),
         (lambda path: rename_target(path, "/gone"), 2, "Say where it is with --base-model"),
     ],
 )
-def test_an_export_that_cannot_be_talked_to_is_told_in_one_paragraph(command, export, tmp_path, damage, code, says):
+def test_an_export_that_cannot_be_talked_to_is_told_in_one_paragraph(
+    command, export, tmp_path, damage, code, says
+):
     copy = shutil.copytree(export, tmp_path / "export")
     damage(copy)
     ended = command("chat", copy)
@@ -163,19 +188,28 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(command, export, monkeypatch
     ended = command("chat", export)
     assert ended.code == 0 and next(asked, None) is None
     assert (ended.out + ended.err).count("3 tokens, 2.00 per step") == 2
-    assert (ended.out + ended.err).count("(stopped)") == 2 and "Ctrl-D ends the chat" in ended.out + ended.err
+    assert (ended.out + ended.err).count(
+        "(stopped)"
+    ) == 2 and "Ctrl-D ends the chat" in ended.out + ended.err
 
 
 def test_tokens_beyond_the_first_of_a_step_are_coloured_and_control_characters_shown(tiny_target):
     tokenizer = AutoTokenizer.from_pretrained(tiny_target)
-    ids = {word: tokenizer.convert_tokens_to_ids(word) for word in "abcd"} | {"\x1b": tokenizer("\x1b")["input_ids"][0]}
+    ids = {word: tokenizer.convert_tokens_to_ids(word) for word in "abcd"} | {
+        "\x1b": tokenizer("\x1b")["input_ids"][0]
+    }
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, color_system="standard")
     steps = [[ids["a"]], [ids["b"], ids["c"]], [ids["d"], ids["\x1b"]]]
-    written, speed = write((new_ids for new_ids in steps), TextStream(tokenizer), console, lambda: False)
+    written, speed = write(
+        (new_ids for new_ids in steps), TextStream(tokenizer), console, lambda: False
+    )
     assert written == [token for step in steps for token in step] and speed.num_steps == 2
     green, off = "\x1b[32m", "\x1b[0m"
-    assert ACCEPTED == "green" and file.getvalue() == f"ab{green}c{off}d{green}\N{SYMBOL FOR ESCAPE}{off}\n"
+    assert (
+        ACCEPTED == "green"
+        and file.getvalue() == f"ab{green}c{off}d{green}\N{SYMBOL FOR ESCAPE}{off}\n"
+    )
 
 
 def test_the_prefill_and_its_token_are_no_part_of_the_pace():

@@ -19,7 +19,9 @@ QUICK = ("--engine", "native", "--number", "3", "--max-new-tokens", "12", "--rep
 @pytest.fixture
 def checked(command, tiny_target, tiny_seeds):
     def call(heads: object, *words: object):
-        return command("check", heads, "--target", tiny_target, "--prompts", tiny_seeds, *QUICK, *words)
+        return command(
+            "check", heads, "--target", tiny_target, "--prompts", tiny_seeds, *QUICK, *words
+        )
 
     return call
 
@@ -33,12 +35,16 @@ def test_an_export_and_its_pickle_alone_are_measured_alike(checked, finished_run
     torch.save(tensors, tmp_path / "other" / "medusa_lm_head.pt")
     other = checked(tmp_path / "other", "--out", tmp_path / "found")
     assert other.code == 0, other.err
-    first, second = (json.loads((tmp_path / name / "check.json").read_text()) for name in ("own", "found"))
+    first, second = (
+        json.loads((tmp_path / name / "check.json").read_text()) for name in ("own", "found")
+    )
     for found in (first, second):
         native = found["check"]["native"]
         assert native["greedy_match"] == {"sequences": 6, "identical": 6, "ties": 0}
         assert found["check"]["passed"] is True and native["acceleration_rate"] > 1
-    assert first["check"]["native"]["chain"] == second["check"]["native"]["chain"], "the same heads, the same chain"
+    assert first["check"]["native"]["chain"] == second["check"]["native"]["chain"], (
+        "the same heads, the same chain"
+    )
     assert "acceleration rate" in other.out and "3 Medusa heads" in other.out
     assert "| acceleration rate |" in (tmp_path / "found" / "check.md").read_text()
     assert len((tmp_path / "found" / "answers" / "medusa.jsonl").read_text().splitlines()) == 3
@@ -64,12 +70,16 @@ def asked_of_vllm(monkeypatch, accepted: float = 0.5) -> list[dict]:
 def test_an_export_drafts_as_many_tokens_as_asked(checked, finished_run, monkeypatch):
     export, asked = finished_run.latest("export").path, asked_of_vllm(monkeypatch)
     assert checked(export, "--engine", "vllm", "--draft-tokens", 2).code == 0
-    assert asked == [{"method": "medusa", "model": str(export.resolve()), "num_speculative_tokens": 2}]
+    assert asked == [
+        {"method": "medusa", "model": str(export.resolve()), "num_speculative_tokens": 2}
+    ]
     refused = checked(export, "--draft-tokens", 4)
     assert refused.code == 2 and "propose 3 tokens ahead" in one_paragraph(refused.err)
 
 
-def test_heads_of_which_nothing_is_accepted_are_exit_code_1(checked, finished_run, tmp_path, monkeypatch):
+def test_heads_of_which_nothing_is_accepted_are_exit_code_1(
+    checked, finished_run, tmp_path, monkeypatch
+):
     asked_of_vllm(monkeypatch, accepted=0.0)
     words = ("--engine", "vllm", "--draft-tokens", 2, "--out", tmp_path)
     ended = checked(finished_run.latest("export").path, *words)
@@ -79,8 +89,13 @@ def test_heads_of_which_nothing_is_accepted_are_exit_code_1(checked, finished_ru
 
 def test_an_eagle_container_made_by_hand_is_measured(checked, tiny_target, tmp_path):
     """A cell that passes on its state: it guesses what the target's lm_head reads there."""
-    config = AutoConfig.from_pretrained(tiny_target).to_dict() | {"num_hidden_layers": 1, "intermediate_size": 8}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
+    config = AutoConfig.from_pretrained(tiny_target).to_dict() | {
+        "num_hidden_layers": 1,
+        "intermediate_size": 8,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps(config | {"architectures": ["LlamaForCausalLM"]})
+    )
     attention = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64)}
     save_file(
         {
@@ -88,7 +103,10 @@ def test_an_eagle_container_made_by_hand_is_measured(checked, tiny_target, tmp_p
             **{f"layers.0.mlp.{name}_proj.weight": torch.zeros(8, 64) for name in ("gate", "up")},
             "layers.0.mlp.down_proj.weight": torch.zeros(64, 8),
             "layers.0.post_attention_layernorm.weight": torch.ones(64),
-            **{f"layers.0.self_attn.{name}_proj.weight": torch.zeros(size) for name, size in attention.items()},
+            **{
+                f"layers.0.self_attn.{name}_proj.weight": torch.zeros(size)
+                for name, size in attention.items()
+            },
         },
         tmp_path / "model.safetensors",
     )
@@ -100,8 +118,16 @@ def test_an_eagle_container_made_by_hand_is_measured(checked, tiny_target, tmp_p
 @pytest.mark.parametrize(
     ("change", "code", "says"),
     [
-        (lambda export: None, 3, "states of 64 numbers and a vocabulary of 301 tokens; this one has 64 and 300"),
-        (lambda export: (export / "config.json").unlink(), 3, "vocabulary of 301 tokens, and the target's lm_head"),
+        (
+            lambda export: None,
+            3,
+            "states of 64 numbers and a vocabulary of 301 tokens; this one has 64 and 300",
+        ),
+        (
+            lambda export: (export / "config.json").unlink(),
+            3,
+            "vocabulary of 301 tokens, and the target's lm_head",
+        ),
         (lambda export: shutil.rmtree(export), 2, "There is no directory"),
         (lambda export: [path.unlink() for path in export.iterdir()], 3, "no weights here"),
     ],
@@ -123,15 +149,30 @@ def test_attention_is_refused_natively_before_anything_is_decoded_and_vllm_gets_
     save_file({"fc.weight": torch.zeros(64, 128)} | attention, Path(tmp_path, "model.safetensors"))
     ended = checked(tmp_path)
     assert ended.code == 3 and "--engine vllm" in one_paragraph(ended.err) and not asked
-    questions = tmp_path / "questions.jsonl"  # of one turn: nothing has to be written before they are asked
-    questions.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in ("red", "why cat", "how")))
-    words = ("--prompts", questions, "--max-new-tokens", 12, "--engine", "vllm", "--draft-tokens", 3)
+    questions = (
+        tmp_path / "questions.jsonl"
+    )  # of one turn: nothing has to be written before they are asked
+    questions.write_text(
+        "".join(json.dumps({"prompt": word}) + "\n" for word in ("red", "why cat", "how"))
+    )
+    words = (
+        "--prompts",
+        questions,
+        "--max-new-tokens",
+        12,
+        "--engine",
+        "vllm",
+        "--draft-tokens",
+        3,
+    )
     served = command("check", tmp_path, "--target", tiny_target, *words)
     assert served.code == 0 and "an EAGLE-1 model with attention" in served.out
     assert asked == [{"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}]
 
 
-def test_a_target_that_an_engine_cannot_read_is_refused_before_anything_is_loaded(command, tmp_path, tiny_target):
+def test_a_target_that_an_engine_cannot_read_is_refused_before_anything_is_loaded(
+    command, tmp_path, tiny_target
+):
     target = tmp_path / "target"
     shutil.copytree(tiny_target, target)
     config = json.loads((target / "config.json").read_text())
@@ -159,7 +200,9 @@ def test_what_a_foreign_configuration_says_to_draft_is_read_whatever_it_holds(co
     assert proposed_tokens(config) == number
 
 
-def test_a_place_that_results_cannot_go_to_is_refused_before_anything_is_measured(checked, tmp_path):
+def test_a_place_that_results_cannot_go_to_is_refused_before_anything_is_measured(
+    checked, tmp_path
+):
     (tmp_path / "file").write_text("somebody's")
     ended = checked(tmp_path, "--out", tmp_path / "file")
     assert ended.code == 4 and "stands where a file belongs" in one_paragraph(ended.err)

@@ -20,7 +20,9 @@ from tests.flows.tiny import stages_run
 
 
 def test_a_signal_that_typer_would_take_for_its_own_is_told_too(command, finished_run, monkeypatch):
-    monkeypatch.setattr("pipeline.run.stage_status.stage_statuses", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(
+        "pipeline.run.stage_status.stage_statuses", lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
     ended = command("status", finished_run.path)
     assert ended.code == 143 and ended.err.startswith("stopped: Stopped (SIGTERM).")
 
@@ -41,10 +43,17 @@ def test_the_version_is_the_installed_package_s(command):
 def test_the_command_line_does_not_wait_for_torch():
     heavy = "{'torch', 'transformers', 'ray', 'vllm'} & sys.modules.keys()"
     code = f"import sys, pipeline.cli.app; print(sorted({heavy}))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "[]\n"
+    )
 
 
-@pytest.mark.parametrize("words", [(), ("rum",), ("run",), ("run", "--what"), ("status", "--deep", "x")])
+@pytest.mark.parametrize(
+    "words", [(), ("rum",), ("run",), ("run", "--what"), ("status", "--deep", "x")]
+)
 def test_a_wrong_command_line_is_exit_code_2(command, words):
     ended = command(*words)
     assert ended.code == 2
@@ -60,7 +69,9 @@ def test_verify_says_that_a_record_cannot_be_read(command, copied_run):
 
 def test_keys_of_one_section_and_of_none(command):
     rows = command("keys", "limits").out.splitlines()[2:]
-    assert [row.split("`")[1] for row in rows] == [f"limits.{name}" for name in LimitsConfig.model_fields]
+    assert [row.split("`")[1] for row in rows] == [
+        f"limits.{name}" for name in LimitsConfig.model_fields
+    ]
     ended = command("keys", "trian")
     assert ended.code == 2 and "no section 'trian'" in one_paragraph(ended.err)
 
@@ -72,14 +83,18 @@ def test_run_prints_one_line_per_stage_and_the_report(command, config_file):
     assert ticked == STAGES
     assert "Acceleration rate" in ended.out and "\x1b" not in ended.out
     again = command("run", config_file, "--executor", "inline")
-    assert [line.split()[2] for line in again.out.splitlines() if line.startswith("✓")] == ["kept"] * 7
+    assert [line.split()[2] for line in again.out.splitlines() if line.startswith("✓")] == [
+        "kept"
+    ] * 7
 
 
 def test_run_takes_overrides_until_and_fresh(command, config_file, copied_run):
     words = ("run", config_file, "--executor", "inline", "train.lr=2e-2")
     assert command(*words, "--until", "features").code == 0 and stages_run(copied_run) == []
     assert command(*words, "--until", "train").code == 0 and stages_run(copied_run) == ["train"]
-    assert command(*words, "--until", "train", "--fresh", "train").code == 0 and stages_run(copied_run) == ["train"]
+    assert command(*words, "--until", "train", "--fresh", "train").code == 0 and stages_run(
+        copied_run
+    ) == ["train"]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +107,9 @@ def test_run_takes_overrides_until_and_fresh(command, config_file, copied_run):
     ],
 )
 def test_a_mistake_in_the_words_of_run_starts_nothing(command, config_file, tmp_path, words, says):
-    ended = command("run", config_file, *(("--executor", "inline") if "--executor" not in words else ()), *words)
+    ended = command(
+        "run", config_file, *(("--executor", "inline") if "--executor" not in words else ()), *words
+    )
     assert ended.code == 2 and says in one_paragraph(ended.err)
     assert not (tmp_path / "run").exists()
 
@@ -163,7 +180,9 @@ def test_a_run_reads_as_it_lies_copied_elsewhere_without_its_target_and_seeds(
     target, seeds = tmp_path / "target", tmp_path / "seeds.jsonl"
     shutil.copytree(tiny_target, target)
     shutil.copy(tiny_seeds, seeds)
-    here = make_config(tmp_path / "here", target__model=str(target), seeds__sources=[{"path": str(seeds)}])
+    here = make_config(
+        tmp_path / "here", target__model=str(target), seeds__sources=[{"path": str(seeds)}]
+    )
     run = run_flow(here, executor="inline", console=Console(quiet=True))
     shutil.copytree(run.path, tmp_path / "there", symlinks=True)
     for path in (run.path, target):
@@ -209,11 +228,15 @@ def test_a_directory_that_is_no_run_is_named(command, tmp_path, name):
 def test_verify_of_a_whole_run_is_ok(command, finished_run):
     ended = command("verify", finished_run.path)
     assert ended.code == 0
-    assert [line.split()[:2] for line in ended.out.splitlines()] == [["ok", name] for name in (*STAGES, "splits")]
+    assert [line.split()[:2] for line in ended.out.splitlines()] == [
+        ["ok", name] for name in (*STAGES, "splits")
+    ]
 
 
 def test_verify_names_what_is_damaged_and_its_advice_mends_it(command, copied_run, config_file):
-    """A flipped bit in a shard's rows and one in the heads, which no file size shows; and a file that is gone."""
+    """A flipped bit in a shard's rows and one in the heads, which no file size shows; and a file
+    that is gone.
+    """
     shard = copied_run.latest("features").shard_path(1)
     heads = copied_run.path / "latest/train/heads.safetensors"
     tree = copied_run.path / "latest/calibrate/tree.json"

@@ -1,4 +1,6 @@
-"""However a command ends, its exit code is the promised one and what it says is one paragraph on stderr."""
+"""However a command ends, its exit code is the promised one and what it says is one paragraph on
+stderr.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from pipeline.errors import CheckFailed, ConfigError, DataError, EnvironmentFaul
 
 @pytest.fixture(autouse=True)
 def signals_as_they_were():
-    handlers = {name: signal.signal(name, signal.SIG_DFL) for name in STOPS}  # also where nohup had one ignored
+    handlers = {
+        name: signal.signal(name, signal.SIG_DFL) for name in STOPS
+    }  # also where nohup had one ignored
     yield
     for name, handler in handlers.items():
         signal.signal(name, handler)
@@ -42,7 +46,9 @@ def test_a_story_that_ends_is_exit_code_0(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("kind", "code"), [(CheckFailed, 1), (ConfigError, 2), (DataError, 3), (EnvironmentFault, 4)])
+@pytest.mark.parametrize(
+    ("kind", "code"), [(CheckFailed, 1), (ConfigError, 2), (DataError, 3), (EnvironmentFault, 4)]
+)
 def test_each_error_has_its_exit_code_and_says_what_where_and_what_to_do(kind, code, capsys):
     assert ends_well(raising(kind("It broke.", "in here", "Mend it."))) == code
     assert capsys.readouterr() == ("", "error: It broke (in here). Mend it.\n")
@@ -50,7 +56,9 @@ def test_each_error_has_its_exit_code_and_says_what_where_and_what_to_do(kind, c
 
 def test_what_an_error_quotes_is_said_as_it_is_and_in_one_line(capsys):
     long = "word " * 100
-    ends_well(raising(ConfigError(f"Bad:\n  [bold]x[/bold] :smile:\n\t{long}", "a[0]/[/]", "Mend\nit.")))
+    ends_well(
+        raising(ConfigError(f"Bad:\n  [bold]x[/bold] :smile:\n\t{long}", "a[0]/[/]", "Mend\nit."))
+    )
     said = capsys.readouterr().err
     assert said == f"error: Bad: [bold]x[/bold] :smile: {long.strip()} (a[0]/[/]). Mend it.\n"
 
@@ -78,22 +86,32 @@ def test_a_defect_is_one_paragraph_with_a_code_of_its_own_and_its_traceback_is_k
     assert "Traceback" in kept.read_text() and "s3cr3t" not in kept.read_text() + said
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO])
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO]
+)
 def test_what_a_file_system_refuses_is_no_defect(number, capsys):
-    assert ends_well(raising(OSError(number, os.strerror(number), "somewhere/file"))) == EnvironmentFault.exit_code
+    assert (
+        ends_well(raising(OSError(number, os.strerror(number), "somewhere/file")))
+        == EnvironmentFault.exit_code
+    )
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "somewhere/file" in said
 
 
 SAYS_A_MARK = (
-    "import sys; from pipeline.cli.ending import STOPS, ends_well; sys.exit(ends_well(lambda: print('\u2713 done')))"
+    "import sys; from pipeline.cli.ending import STOPS, ends_well; sys.exit(ends_well(lambda:"
+    " print('\u2713 done')))"
 )
 
 
-@pytest.mark.parametrize(("encoding", "mark"), [("utf-8", "\u2713"), ("latin-1", "?"), ("ascii", "?")])
+@pytest.mark.parametrize(
+    ("encoding", "mark"), [("utf-8", "\u2713"), ("latin-1", "?"), ("ascii", "?")]
+)
 def test_a_mark_that_the_terminal_lacks_ends_nothing(encoding, mark):
     environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    ended = subprocess.run([sys.executable, "-c", SAYS_A_MARK], env=environment, capture_output=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", SAYS_A_MARK], env=environment, capture_output=True
+    )
     assert (ended.returncode, ended.stdout.decode(), ended.stderr) == (0, f"{mark} done\n", b"")
 
 
@@ -101,7 +119,9 @@ def test_output_that_cannot_be_written_is_said_so_and_a_reader_who_has_gone_is_n
     command = [sys.executable, "-c", SAYS_A_MARK]
     with open("/dev/full", "wb") as full:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert ended.returncode == 4 and ended.stderr.startswith("error: Standard output cannot be written: No space left")
+    assert ended.returncode == 4 and ended.stderr.startswith(
+        "error: Standard output cannot be written: No space left"
+    )
     reader, writer = os.pipe()
     os.close(reader)
     ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
@@ -109,8 +129,12 @@ def test_output_that_cannot_be_written_is_said_so_and_a_reader_who_has_gone_is_n
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-@pytest.mark.parametrize("taken_for", ["what it is", "an error for the user", "a defect", "nothing"])
+@pytest.mark.parametrize(
+    ("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+@pytest.mark.parametrize(
+    "taken_for", ["what it is", "an error for the user", "a defect", "nothing"]
+)
 def test_a_signal_is_a_stop_whatever_a_library_takes_it_for(sent, code, taken_for, capsys):
     def story() -> None:
         try:
@@ -127,5 +151,8 @@ def test_a_signal_is_a_stop_whatever_a_library_takes_it_for(sent, code, taken_fo
 
     assert ends_well(story) == code
     said = capsys.readouterr().err
-    assert said == f"stopped: Stopped ({sent.name}). What was committed is kept; the same command continues.\n"
+    assert (
+        said == f"stopped: Stopped ({sent.name}). What was committed is kept; the same command"
+        " continues.\n"
+    )
     assert signal.getsignal(sent) is signal.SIG_DFL, "a second one ends it at once"

@@ -27,7 +27,9 @@ def test_inspect_shows_a_row_as_it_was_said(command, finished_run):
 
 def test_inspect_prints_texts_as_they_are(command, make_config, tmp_path):
     texts = [f"[bold]{number}[/bold] :smile: [/]" for number in range(30)]
-    (tmp_path / "seeds.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    (tmp_path / "seeds.jsonl").write_text(
+        "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
+    )
     config = make_config(tmp_path, seeds__sources=[{"path": str(tmp_path / "seeds.jsonl")}])
     run = run_flow(config, until="seeds", executor="inline", console=Console(quiet=True))
     assert f"user: {texts[7]}\n" in command("inspect", run.path, "seeds", "seeds:7").out
@@ -45,15 +47,24 @@ def test_inspect_colours_what_the_target_wrote_and_nothing_else(finished_run, ti
     row = next(read_rows(finished_run.latest("generate").shards()[0]))
     text = coloured(TokenRow.of(row), tokenizer)
     assert text.plain.startswith("<|user|>")
-    green = [text.plain[span.start : span.end] for span in text.spans if span.style == COLOURS["assistant"]]
-    answers = [tokenizer.decode(row["input_ids"][span["start"] : span["end"]]) for span in row["spans"]]
+    green = [
+        text.plain[span.start : span.end]
+        for span in text.spans
+        if span.style == COLOURS["assistant"]
+    ]
+    answers = [
+        tokenizer.decode(row["input_ids"][span["start"] : span["end"]]) for span in row["spans"]
+    ]
     assert green == [visible(answer) for answer in answers]
 
 
 def test_inspect_says_what_features_are(command, finished_run):
     row = next(read_rows(finished_run.latest("features").shards()[0]))
     out = command("inspect", finished_run.path, "features").out
-    assert f"{len(row['positions'])} positions of 64 × float32, last hidden state after the final norm" in out
+    assert (
+        f"{len(row['positions'])} positions of 64 × float32, last hidden state after the final norm"
+        in out
+    )
 
 
 def test_inspect_shows_the_summary_of_a_stage_without_rows(command, finished_run):
@@ -64,13 +75,17 @@ def test_inspect_shows_the_summary_of_a_stage_without_rows(command, finished_run
 def test_inspect_shows_no_empty_summary_for_one_that_cannot_be_read(command, copied_run):
     (copied_run.latest("calibrate").path / "DONE.json").write_text("{")
     ended = command("inspect", copied_run.path, "calibrate")
-    assert ended.code == 3 and "DONE.json cannot be read" in one_paragraph(ended.err) and not ended.out
+    assert (
+        ended.code == 3 and "DONE.json cannot be read" in one_paragraph(ended.err) and not ended.out
+    )
 
 
 def test_inspect_counts_the_rows_of_the_shards_that_were_written(command, copied_run):
     said = command("inspect", copied_run.path, "generate", 0).out
     first = copied_run.latest("generate").shard_path(0)
-    shutil.copy(copied_run.latest("generate").shard_path(3), first.with_name("!.parquet"))  # sorted, it is the first
+    shutil.copy(
+        copied_run.latest("generate").shard_path(3), first.with_name("!.parquet")
+    )  # sorted, it is the first
     assert command("inspect", copied_run.path, "generate", 0).out == said
     first.unlink()
     ended = command("inspect", copied_run.path, "generate", 0)

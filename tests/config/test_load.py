@@ -1,4 +1,6 @@
-"""Settings are strict data: unknown keys are named, paths mean what their place says, and a dump gives the same run."""
+"""Settings are strict data: unknown keys are named, paths mean what their place says, and a dump
+gives the same run.
+"""
 
 import ast
 from pathlib import Path
@@ -14,7 +16,10 @@ from pipeline.config.load import dump_config, load_config
 from pipeline.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-MINIMAL = "run: {name: trial, root: runs}\ntarget: {model: ./target}\nseeds: {sources: [{path: seeds.jsonl}]}\n"
+MINIMAL = (
+    "run: {name: trial, root: runs}\ntarget: {model: ./target}\nseeds: {sources: [{path:"
+    " seeds.jsonl}]}\n"
+)
 
 
 @pytest.fixture
@@ -58,13 +63,20 @@ def test_paths_in_an_override_are_relative_to_the_working_directory(file, tmp_pa
 
 def test_a_tree_is_a_list_of_paths_or_a_file_with_one(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert load_config(file, ["calibrate.choices=[[0], [0, 1]]"]).calibrate.choices == ((0,), (0, 1))
-    assert load_config(file, ["calibrate.choices=tree.json"]).calibrate.choices == tmp_path / "tree.json"
+    assert load_config(file, ["calibrate.choices=[[0], [0, 1]]"]).calibrate.choices == (
+        (0,),
+        (0, 1),
+    )
+    assert (
+        load_config(file, ["calibrate.choices=tree.json"]).calibrate.choices
+        == tmp_path / "tree.json"
+    )
 
 
 def test_a_hub_id_stays_a_hub_id(file):
     assert (
-        load_config(file, ["target.model=HuggingFaceH4/zephyr-7b-beta"]).target.model == "HuggingFaceH4/zephyr-7b-beta"
+        load_config(file, ["target.model=HuggingFaceH4/zephyr-7b-beta"]).target.model
+        == "HuggingFaceH4/zephyr-7b-beta"
     )
 
 
@@ -73,37 +85,67 @@ def test_a_hub_id_stays_a_hub_id(file):
     [
         ("train.num_haeds=3", "did you mean 'train.num_heads'"),
         ("tarin.lr=1", "did you mean 'train'"),
-        ("seeds.sources=[{paht: x}]", "there is no key 'seeds.sources.0.paht'; did you mean 'seeds.sources.0.path'"),
+        (
+            "seeds.sources=[{paht: x}]",
+            "there is no key 'seeds.sources.0.paht'; did you mean 'seeds.sources.0.path'",
+        ),
         ("train.lr=fast", "'train.lr'"),
         ("train.decay=2", "less than or equal to 1"),
         ("train.backbone.lambda_0=0", "'train.backbone.lambda_0': it must be greater than 0"),
-        ("train.backbone.lambda_0=1.5", "'train.backbone.lambda_0': it must be less than or equal to 1"),
+        (
+            "train.backbone.lambda_0=1.5",
+            "'train.backbone.lambda_0': it must be less than or equal to 1",
+        ),
         ("train.backbone.lora_rank=0", "'train.backbone.lora_rank'"),
         ("train.backbone.lora_dropout=1", "'train.backbone.lora_dropout': it must be less than 1"),
         ("train.backbone.lr=-1e-4", "'train.backbone.lr'"),
         ("train.backbone.schedule=cosine", "'train.backbone.schedule'"),
-        ("calibrate.choices=[[0], [a]]", "'calibrate.choices': give a list of paths such as [[0], [0, 0], [1]]"),
+        (
+            "calibrate.choices=[[0], [a]]",
+            "'calibrate.choices': give a list of paths such as [[0], [0, 0], [1]]",
+        ),
         ("calibrate.choices=[]", "'calibrate.choices': give a list of paths"),
         ("calibrate.choices=3", "'calibrate.choices': give a list of paths"),
         ("nonsense", "is not an override"),
         ("train.lr.x=1", "'train.lr': it must be a number or 'auto', not {\"x\": 1}"),
         ("train.epochs=[1]", "'train.epochs': it must be a whole number or 'auto', not [1]"),
-        ("generate.rounds=2024-01-02", "'generate.rounds': it must be a whole number, not 2024-01-02"),
+        (
+            "generate.rounds=2024-01-02",
+            "'generate.rounds': it must be a whole number, not 2024-01-02",
+        ),
         ("train.roles=5", "'train.roles': it must be a list, not 5"),
         ("train.medusa=5", "'train.medusa': it must be a section with keys, not 5"),
-        ("train.recurrent.intermediate_size=1.5", "'train.recurrent.intermediate_size': it must be a whole number"),
+        (
+            "train.recurrent.intermediate_size=1.5",
+            "'train.recurrent.intermediate_size': it must be a whole number",
+        ),
         ("export.formats=[expanded, expanded]", "'export.formats': name each format once"),
         ("run.name.x=1", "reaches into a value"),
         ("generate.mode=reply", "'generate.mode'"),
         ("seeds.sources=[]", "at least one source"),
-        ("check.prompts=0", "'check.prompts': ask at least one held-out row, or name a file of questions, not 0"),
-        ("check.prompts=-3", "'check.prompts': ask at least one held-out row, or name a file of questions, not -3"),
-        ("check.prompts=1.5", "'check.prompts': ask at least one held-out row, or name a file of questions, not 1.5"),
-        ("check.prompts=true", "'check.prompts': ask at least one held-out row, or name a file of questions, not true"),
+        (
+            "check.prompts=0",
+            "'check.prompts': ask at least one held-out row, or name a file of questions, not 0",
+        ),
+        (
+            "check.prompts=-3",
+            "'check.prompts': ask at least one held-out row, or name a file of questions, not -3",
+        ),
+        (
+            "check.prompts=1.5",
+            "'check.prompts': ask at least one held-out row, or name a file of questions, not 1.5",
+        ),
+        (
+            "check.prompts=true",
+            "'check.prompts': ask at least one held-out row, or name a file of questions, not true",
+        ),
         ("train.lr=.inf", "'train.lr'"),
         ("train.shard_heads=true", "'train.shard_heads' is gone"),
         ("generate.engine_args={hf_token: hf_abc}", "hf_token would be written to run.yaml"),
-        ("generate.engine_args={proxies: [x, 'http://me:word@host']}", "generate.engine_args.proxies holds a token"),
+        (
+            "generate.engine_args={proxies: [x, 'http://me:word@host']}",
+            "generate.engine_args.proxies holds a token",
+        ),
     ],
 )
 def test_a_mistake_is_named_in_one_paragraph_with_exit_code_2(file, word, says):
@@ -142,7 +184,9 @@ MOVED = {
 
 
 @pytest.mark.parametrize(("key", "meant"), MOVED.items())
-def test_a_key_that_has_moved_or_is_misspelt_is_answered_with_the_full_key_that_was_meant(file, key, meant):
+def test_a_key_that_has_moved_or_is_misspelt_is_answered_with_the_full_key_that_was_meant(
+    file, key, meant
+):
     with pytest.raises(ConfigError) as caught:
         load_config(file, [f"{key}=1"])
     said = str(caught.value)
@@ -180,7 +224,9 @@ def test_runs_go_into_the_home_directory_where_no_root_is_given(file, tmp_path, 
 def test_a_chat_template_may_be_a_path_or_the_text_itself(file):
     (file.parent / "chat.jinja").write_text("{{ messages }}")
     assert (
-        load_config(file, [f"target.chat_template={file.parent / 'chat.jinja'}"]).target.chat_template
+        load_config(
+            file, [f"target.chat_template={file.parent / 'chat.jinja'}"]
+        ).target.chat_template
         == "{{ messages }}"
     )
     with pytest.raises(ConfigError, match="chat template cannot be read"):
@@ -197,7 +243,9 @@ def test_a_chat_template_may_be_a_path_or_the_text_itself(file):
 def test_the_dumped_configuration_gives_the_same_run_again(tmp_path_factory, lr, heads, text):
     path = tmp_path_factory.mktemp("dump") / "run.yaml"
     path.write_text(MINIMAL)
-    settings = yaml.safe_load(dump_config(load_config(path))) | {"train": {"lr": lr, "num_heads": heads}}
+    settings = yaml.safe_load(dump_config(load_config(path))) | {
+        "train": {"lr": lr, "num_heads": heads}
+    }
     settings["target"]["chat_template"] = "{" + text
     path.write_text(yaml.safe_dump(settings))
     config = load_config(path)
@@ -213,7 +261,10 @@ def test_every_bundled_configuration_is_valid(path):
 def test_every_key_is_read_somewhere():
     sources = [file.read_text() for file in (ROOT / "pipeline").rglob("*.py")]
     attributes = {
-        node.attr for text in sources for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)
+        node.attr
+        for text in sources
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute)
     }
     classes = [
         value
@@ -230,7 +281,10 @@ def test_every_key_is_read_somewhere():
     ("word", "says"),
     [
         ("generate.engine_args={hf_token: not-to-be-shown}", "environment (HF_TOKEN) instead"),
-        ("check.assistant_model=not-to-be-shown", "'check': the baseline 'assistant' and check.assistant_model"),
+        (
+            "check.assistant_model=not-to-be-shown",
+            "'check': the baseline 'assistant' and check.assistant_model",
+        ),
     ],
 )
 def test_keys_that_do_not_go_together_are_told_without_their_section_s_content(file, word, says):

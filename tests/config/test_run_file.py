@@ -8,7 +8,10 @@ import pytest
 
 from pipeline.config.load import linked_store, load_config
 
-SETTINGS = "run: {name: first, root: /elsewhere}\ntarget: {model: owner/target}\nseeds: {sources: [x.jsonl]}\n"
+SETTINGS = (
+    "run: {name: first, root: /elsewhere}\ntarget: {model: owner/target}\nseeds: {sources:"
+    " [x.jsonl]}\n"
+)
 
 
 def link(run: Path, store: Path, name: str, goal: str | None = None) -> None:

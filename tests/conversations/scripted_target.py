@@ -27,16 +27,22 @@ def ids_of(text: str, tokenizer) -> list[int]:
 
 
 def hold(dialogue: Dialogue, tokenizer, *texts: str) -> list[Request]:
-    """Let the target say the texts, with ChatML's end of turn; one that ends with '…' runs into its limit there."""
+    """Let the target say the texts, with ChatML's end of turn; one that ends with '…' runs into its
+    limit there.
+    """
     requests = []
     for text in texts:
         request = dialogue.next_request()
         if request is None:
             break
         requests.append(request)
-        ids = ids_of(text.removesuffix("…") if text.endswith("…") else text + "<|im_end|>", tokenizer)
+        ids = ids_of(
+            text.removesuffix("…") if text.endswith("…") else text + "<|im_end|>", tokenizer
+        )
         cut = text.endswith("…") or len(ids) > request.max_new_tokens
-        dialogue.receive(Completion(request.id, ids[: request.max_new_tokens], "length" if cut else "stop"))
+        dialogue.receive(
+            Completion(request.id, ids[: request.max_new_tokens], "length" if cut else "stop")
+        )
     return requests
 
 

@@ -1,4 +1,6 @@
-"""Alpaca's form, answers beside prompts, content in parts, and columns of other names in every kind of file."""
+"""Alpaca's form, answers beside prompts, content in parts, and columns of other names in every kind
+of file.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,17 @@ ASK, ANSWER = "Translate.", "Bonjour."
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"input": "Hello.", "output": ANSWER}, [("user", "Translate.\n\nHello."), ("assistant", ANSWER)]),
+        (
+            {"input": "Hello.", "output": ANSWER},
+            [("user", "Translate.\n\nHello."), ("assistant", ANSWER)],
+        ),
         ({"input": "", "output": ANSWER}, [("user", ASK), ("assistant", ANSWER)]),
         ({"input": None, "output": None}, [("user", ASK)]),
         ({}, [("user", ASK)]),
-        ({"output": ANSWER, "system": "Be kind."}, [("system", "Be kind."), ("user", ASK), ("assistant", ANSWER)]),
+        (
+            {"output": ANSWER, "system": "Be kind."},
+            [("system", "Be kind."), ("user", ASK), ("assistant", ANSWER)],
+        ),
         (
             {"history": [["Hi?", "Yes."]], "output": ANSWER},
             [("user", "Hi?"), ("assistant", "Yes."), ("user", ASK), ("assistant", ANSWER)],
@@ -46,10 +54,16 @@ ASK, ANSWER = "Translate.", "Bonjour."
     ],
 )
 def test_alpaca_asks_the_instruction_with_its_input_after_earlier_turns(row, expected):
-    assert texts({"instruction": ASK, **row}) == texts({"instruction": ASK, **row}, form="alpaca") == expected
+    assert (
+        texts({"instruction": ASK, **row})
+        == texts({"instruction": ASK, **row}, form="alpaca")
+        == expected
+    )
 
 
-@pytest.mark.parametrize("odd", [{"input": 7}, {"history": "x"}, {"history": [["a"]]}, {"output": ["b"]}])
+@pytest.mark.parametrize(
+    "odd", [{"input": 7}, {"history": "x"}, {"history": [["a"]]}, {"output": ["b"]}]
+)
 def test_an_alpaca_row_of_other_types_is_refused(odd):
     assert read({"instruction": ASK, **odd}).reason in (Reason.NOT_TEXT, Reason.UNKNOWN_FORMAT)
 
@@ -58,7 +72,10 @@ def test_answers_beside_prompts_are_the_seed_s_answers_be_they_texts_or_turns():
     for row in (
         {"prompt": ASK, "response": ANSWER},
         {"prompt": ASK, "completion": ANSWER},
-        {"prompt": [{"role": "user", "content": ASK}], "completion": [{"role": "assistant", "content": ANSWER}]},
+        {
+            "prompt": [{"role": "user", "content": ASK}],
+            "completion": [{"role": "assistant", "content": ANSWER}],
+        },
     ):
         assert texts(row) == [("user", ASK), ("assistant", ANSWER)]
 
@@ -81,8 +98,12 @@ COLUMNS = {"prompt": "q", "response": "a", "id": "number"}
 WRITERS = {
     "a.jsonl": lambda path: path.write_text("\n".join(map(json.dumps, ROWS))),
     "a.json": lambda path: path.write_text(json.dumps(ROWS)),
-    "a.csv": lambda path: path.write_text("q,a,number,prompt\n" + "".join(f"问题 {n}?,So.,{n},x\n" for n in range(5))),
-    "a.tsv": lambda path: path.write_text("q\ta\tnumber\n" + "".join(f"问题 {n}?\tSo.\t{n}\n" for n in range(5))),
+    "a.csv": lambda path: path.write_text(
+        "q,a,number,prompt\n" + "".join(f"问题 {n}?,So.,{n},x\n" for n in range(5))
+    ),
+    "a.tsv": lambda path: path.write_text(
+        "q\ta\tnumber\n" + "".join(f"问题 {n}?\tSo.\t{n}\n" for n in range(5))
+    ),
     "a.parquet": lambda path: pq.write_table(pa.Table.from_pylist(ROWS), path),
     "a.arrow": lambda path: feather.write_feather(pa.Table.from_pylist(ROWS), path),
 }
@@ -101,7 +122,9 @@ def test_columns_of_other_names_are_read_from_every_kind_of_file(name, tmp_path)
 def test_a_column_that_is_not_there_is_named_with_those_that_are(name, tmp_path):
     WRITERS[name](tmp_path / name)
     source = SeedSource(path=tmp_path / name, columns={"prompt": "question"})
-    error = DataError if ".json" in name else ConfigError  # rows of JSON may differ, a table's columns may not
+    error = (
+        DataError if ".json" in name else ConfigError
+    )  # rows of JSON may differ, a table's columns may not
     with pytest.raises(error, match=r"`question`.*`q`, `a`, `number`"):
         list(SourceReader(source, "s", 1000))
 

@@ -1,4 +1,6 @@
-"""A chat's prompts are what the chat template would write, around the very ids that the model wrote."""
+"""A chat's prompts are what the chat template would write, around the very ids that the model
+wrote.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def test_a_question_that_is_too_long_is_refused_and_changes_nothing(tokenizer, t
     with pytest.raises(RowRejected, match="room for 30"):
         chat.ask("stone " * 40)
     prompt, forgets = chat.ask("how")
-    assert not forgets and prompt == rendered(tokenizer, ("user", "why"), ("assistant", ""), ("user", "how"))
+    assert not forgets and prompt == rendered(
+        tokenizer, ("user", "why"), ("assistant", ""), ("user", "how")
+    )
 
 
 def test_half_a_surrogate_pair_cannot_be_asked(tokenizer, template):

@@ -14,7 +14,16 @@ from pipeline.conversations.dialogue import Dialogue
 from pipeline.conversations.requests import Completion, Sampling, sample_seed
 from pipeline.conversations.spans import Span
 from pipeline.conversations.template import ChatTemplate
-from tests.conversations.scripted_target import LOOP, SEED, SETTINGS, answers, hold, ids_of, only_row, written
+from tests.conversations.scripted_target import (
+    LOOP,
+    SEED,
+    SETTINGS,
+    answers,
+    hold,
+    ids_of,
+    only_row,
+    written,
+)
 
 
 def test_replay_asks_the_seeds_questions_in_order_and_hears_none_of_its_answers(chatml, tokenizer):
@@ -37,7 +46,9 @@ def test_replay_asks_the_seeds_questions_in_order_and_hears_none_of_its_answers(
 
 def test_sampled_ids_stand_in_the_row_as_they_were_sampled(chatml, tokenizer):
     letters = [token for letter in "Hello" for token in ids_of(letter, tokenizer)]
-    assert letters != ids_of("Hello", tokenizer), "the tokenizer itself would write it in other tokens"
+    assert letters != ids_of("Hello", tokenizer), (
+        "the tokenizer itself would write it in other tokens"
+    )
     dialogue = Dialogue(SEED, chatml, replace(SETTINGS, rounds=1))
     request = dialogue.next_request()
     dialogue.receive(Completion(request.id, letters + ids_of("<|im_end|>", tokenizer), "stop"))
@@ -49,7 +60,9 @@ def test_sampled_ids_stand_in_the_row_as_they_were_sampled(chatml, tokenizer):
 
 def test_each_prompt_extends_all_that_went_before(chatml, tokenizer):
     dialogue = Dialogue(SEED, chatml, SETTINGS)
-    prompts = [request.prompt_ids for request in hold(dialogue, tokenizer, "One.", "Two…", "Three.")]
+    prompts = [
+        request.prompt_ids for request in hold(dialogue, tokenizer, "One.", "Two…", "Three.")
+    ]
     for shorter, longer in itertools.pairwise([*prompts, only_row(dialogue).input_ids]):
         assert longer[: len(shorter)] == shorter
 
@@ -59,7 +72,9 @@ def test_an_end_of_sequence_that_the_template_does_not_use_ends_an_answer_too(ch
     dialogue = Dialogue(SEED, chatml, replace(SETTINGS, sampling=sampling, rounds=1))
     request = dialogue.next_request()
     assert set(request.stop_token_ids) == {tokenizer.eos_token_id, *ids_of("<|im_end|>", tokenizer)}
-    dialogue.receive(Completion(request.id, [*ids_of("One.", tokenizer), tokenizer.eos_token_id], "stop"))
+    dialogue.receive(
+        Completion(request.id, [*ids_of("One.", tokenizer), tokenizer.eos_token_id], "stop")
+    )
     assert answers(only_row(dialogue)) == ["One."]
 
 
@@ -92,7 +107,9 @@ def test_dropping_a_truncated_turn_keeps_the_turns_before_it(chatml, tokenizer):
     assert tokenizer.decode(row.input_ids).endswith("One.<|im_end|>")
 
 
-@pytest.mark.parametrize(("policy", "texts"), [("drop-turn", ["One…"]), ("quarantine", ["One.", "Two…"])])
+@pytest.mark.parametrize(
+    ("policy", "texts"), [("drop-turn", ["One…"]), ("quarantine", ["One.", "Two…"])]
+)
 def test_a_truncated_answer_refuses_the_conversation_where_the_policy_says_so_or_nothing_is_left(
     policy, texts, chatml, tokenizer
 ):
@@ -129,14 +146,22 @@ def test_replay_that_reaches_the_contexts_end_keeps_its_finished_turns(policy, c
     room = len(second.prompt_ids) + 3
     dialogue = Dialogue(SEED, chatml, replace(SETTINGS, max_tokens=room, on_truncated=policy))
     requests = hold(dialogue, tokenizer, "One.", "A long story about a cat and the moon.", "Three.")
-    assert [request.max_new_tokens for request in requests] == [min(200, room - len(first.prompt_ids)), 3]
+    assert [request.max_new_tokens for request in requests] == [
+        min(200, room - len(first.prompt_ids)),
+        3,
+    ]
     row = only_row(dialogue)
     assert row.finish == (["stop", "length"] if policy == "keep" else ["stop"])
     assert len(row.input_ids) <= room
 
 
-@given(st.integers(1, 120), st.lists(st.sampled_from(["Yes.", "A cat and the moon…", LOOP, "", "Hm…"]), max_size=4))
-def test_no_row_is_longer_than_the_context_and_every_span_is_what_was_sampled(chatml, tokenizer, max_tokens, texts):
+@given(
+    st.integers(1, 120),
+    st.lists(st.sampled_from(["Yes.", "A cat and the moon…", LOOP, "", "Hm…"]), max_size=4),
+)
+def test_no_row_is_longer_than_the_context_and_every_span_is_what_was_sampled(
+    chatml, tokenizer, max_tokens, texts
+):
     dialogue = Dialogue(SEED, chatml, replace(SETTINGS, max_tokens=max_tokens))
     requests = hold(dialogue, tokenizer, *texts, "Yes.", "Yes.", "Yes.")
     assert dialogue.next_request() is None
@@ -146,7 +171,9 @@ def test_no_row_is_longer_than_the_context_and_every_span_is_what_was_sampled(ch
     except RowRejected:
         return
     assert len(row.input_ids) <= max_tokens
-    assert [span.start for span in row.spans] == [len(request.prompt_ids) for request in requests[: len(row.spans)]]
+    assert [span.start for span in row.spans] == [
+        len(request.prompt_ids) for request in requests[: len(row.spans)]
+    ]
     assert row.spans[-1].end == len(row.input_ids)
     assert len(row.finish) == len(row.spans) == len(answers(row))
 
@@ -156,9 +183,15 @@ def test_no_row_is_longer_than_the_context_and_every_span_is_what_was_sampled(ch
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [(LOOP + "…", Reason.DEGENERATE_LOOP), ("", Reason.NOTHING_GENERATED), (" \n", Reason.NOTHING_GENERATED)],
+    [
+        (LOOP + "…", Reason.DEGENERATE_LOOP),
+        ("", Reason.NOTHING_GENERATED),
+        (" \n", Reason.NOTHING_GENERATED),
+    ],
 )
-def test_a_useless_answer_ends_the_conversation_and_refuses_it_only_if_nothing_remains(text, reason, chatml, tokenizer):
+def test_a_useless_answer_ends_the_conversation_and_refuses_it_only_if_nothing_remains(
+    text, reason, chatml, tokenizer
+):
     later = Dialogue(SEED, chatml, SETTINGS)
     assert len(hold(later, tokenizer, "One.", text, "Never asked.")) == 2
     assert answers(only_row(later)) == ["One."]
@@ -182,15 +215,26 @@ def test_a_seed_that_the_template_refuses_is_refused_before_anything_is_asked(te
 
 def test_a_samples_seed_depends_on_the_run_the_row_and_the_turn_alone(chatml, tokenizer):
     sampled = replace(SETTINGS, sampling=Sampling(temperature=0.7, top_p=0.9))
-    seeds = [request.seed for request in hold(Dialogue(SEED, chatml, sampled), tokenizer, "One.", "Two.", "Three.")]
-    again = [request.seed for request in hold(Dialogue(SEED, chatml, sampled), tokenizer, "Other.", "Words.", "Here.")]
+    seeds = [
+        request.seed
+        for request in hold(Dialogue(SEED, chatml, sampled), tokenizer, "One.", "Two.", "Three.")
+    ]
+    again = [
+        request.seed
+        for request in hold(Dialogue(SEED, chatml, sampled), tokenizer, "Other.", "Words.", "Here.")
+    ]
     assert seeds == again
     other_run = [
-        request.seed for request in hold(Dialogue(SEED, chatml, replace(sampled, seed=1)), tokenizer, "One.", "Two.")
+        request.seed
+        for request in hold(
+            Dialogue(SEED, chatml, replace(sampled, seed=1)), tokenizer, "One.", "Two."
+        )
     ]
     other_row = [
         request.seed
-        for request in hold(Dialogue(replace(SEED, id="seeds:8"), chatml, sampled), tokenizer, "One.", "Two.")
+        for request in hold(
+            Dialogue(replace(SEED, id="seeds:8"), chatml, sampled), tokenizer, "One.", "Two."
+        )
     ]
     assert len({*seeds, *other_run, *other_row}) == 7
 
@@ -208,5 +252,9 @@ def test_a_seed_fits_the_engines_signed_64_bits(run_seed, row_id, turn):
 
 
 def test_request_ids_are_unique_in_a_conversation(chatml, tokenizer):
-    requests = hold(Dialogue(SEED, chatml, replace(SETTINGS, mode="self-talk", rounds=4)), tokenizer, *["Yes."] * 9)
+    requests = hold(
+        Dialogue(SEED, chatml, replace(SETTINGS, mode="self-talk", rounds=4)),
+        tokenizer,
+        *["Yes."] * 9,
+    )
     assert len({request.id for request in requests}) == len(requests) == 7

@@ -11,7 +11,15 @@ from pipeline.conversations.dialogue import Dialogue
 from pipeline.conversations.requests import Sampling
 from pipeline.conversations.template import ChatTemplate
 from pipeline.errors import ConfigError
-from tests.conversations.scripted_target import LOOP, SEED, SETTINGS, answers, hold, only_row, written
+from tests.conversations.scripted_target import (
+    LOOP,
+    SEED,
+    SETTINGS,
+    answers,
+    hold,
+    only_row,
+    written,
+)
 
 # Self-talk.
 
@@ -22,7 +30,9 @@ def test_self_talk_writes_both_roles_from_the_first_prompt_alone(chatml, tokeniz
     row = only_row(dialogue)
     assert len(requests) == 3
     assert [span.role for span in row.spans] == ["assistant", "user", "assistant"]
-    assert written(row, tokenizer) == [*("One.<|im_end|>", "A question?<|im_end|>", "Two.<|im_end|>")]
+    assert written(row, tokenizer) == [
+        *("One.<|im_end|>", "A question?<|im_end|>", "Two.<|im_end|>")
+    ]
     assert tokenizer.decode(row.input_ids) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\nOne.<|im_end|>\n"
@@ -35,12 +45,20 @@ def test_self_talk_supplies_the_end_of_a_truncated_user_text(chatml, tokenizer):
     hold(dialogue, tokenizer, "One…", "A question…", "Two.")
     row = only_row(dialogue)
     one, question, two = row.spans
-    assert tokenizer.decode(row.input_ids[one.end : question.start]) == "<|im_end|>\n<|im_start|>user\n"
-    assert tokenizer.decode(row.input_ids[question.end : two.start]) == "<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer.decode(row.input_ids[one.end : question.start])
+        == "<|im_end|>\n<|im_start|>user\n"
+    )
+    assert (
+        tokenizer.decode(row.input_ids[question.end : two.start])
+        == "<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 @pytest.mark.parametrize("text", ["", LOOP + "…"], ids=["empty", "loop"])
-def test_self_talk_ends_with_its_last_answer_when_the_user_has_nothing_to_say(text, chatml, tokenizer):
+def test_self_talk_ends_with_its_last_answer_when_the_user_has_nothing_to_say(
+    text, chatml, tokenizer
+):
     dialogue = Dialogue(SEED, chatml, replace(SETTINGS, mode="self-talk"))
     assert len(hold(dialogue, tokenizer, "One.", text, "Never asked.")) == 2
     row = only_row(dialogue)
@@ -59,7 +77,9 @@ def test_self_talk_without_rounds_ends_with_the_context(chatml, tokenizer):
 
 def test_self_talk_needs_a_token_that_ends_a_user_text(templates, tokenizer):
     with pytest.raises(ConfigError, match="replay"):
-        Dialogue(SEED, ChatTemplate(tokenizer, templates["vicuna"]), replace(SETTINGS, mode="self-talk"))
+        Dialogue(
+            SEED, ChatTemplate(tokenizer, templates["vicuna"]), replace(SETTINGS, mode="self-talk")
+        )
 
 
 # Passthrough.
@@ -69,7 +89,9 @@ def test_passthrough_keeps_the_seeds_answers_and_asks_for_nothing(chatml, tokeni
     dialogue = Dialogue(SEED, chatml, replace(SETTINGS, mode="passthrough"))
     row = only_row(dialogue)
     assert answers(row) == ["Seed one.", "Seed two."]
-    answered = [{"role": message.role, "content": message.content} for message in SEED.messages[:-1]]
+    answered = [
+        {"role": message.role, "content": message.content} for message in SEED.messages[:-1]
+    ]
     expected = tokenizer.apply_chat_template(answered, chat_template=chatml._template)["input_ids"]
     assert row.input_ids == expected[: len(row.input_ids)]
     assert written(row, tokenizer) == [*("Seed one.<|im_end|>", "Seed two.<|im_end|>")]
@@ -77,7 +99,9 @@ def test_passthrough_keeps_the_seeds_answers_and_asks_for_nothing(chatml, tokeni
 
 def test_passthrough_refuses_a_seed_without_answers(chatml):
     dialogue = Dialogue(
-        Conversation("q:0", (Message("user", "Hello?"),)), chatml, replace(SETTINGS, mode="passthrough")
+        Conversation("q:0", (Message("user", "Hello?"),)),
+        chatml,
+        replace(SETTINGS, mode="passthrough"),
     )
     assert dialogue.next_request() is None
     with pytest.raises(RowRejected) as caught:
@@ -98,14 +122,18 @@ def test_an_answer_that_nothing_ends_is_passed_through_whole(tokenizer):
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    row = only_row(Dialogue(SEED, ChatTemplate(tokenizer, plain), replace(SETTINGS, mode="passthrough")))
+    row = only_row(
+        Dialogue(SEED, ChatTemplate(tokenizer, plain), replace(SETTINGS, mode="passthrough"))
+    )
     assert answers(row) == ["Seed one.", "Seed two."]
 
 
 # Templates that rewrite history.
 
 
-def test_a_rewritten_history_gives_one_row_per_turn_each_with_the_prompt_that_is_served(templates, tokenizer):
+def test_a_rewritten_history_gives_one_row_per_turn_each_with_the_prompt_that_is_served(
+    templates, tokenizer
+):
     template = ChatTemplate(tokenizer, templates["forgetful"])
     dialogue = Dialogue(SEED, template, SETTINGS)
     answers = ["<think>\nHm.\n</think>\n\nOne.", "<think>\nOh.\n</think>\n\nTwo.", "Three."]
@@ -119,7 +147,10 @@ def test_a_rewritten_history_gives_one_row_per_turn_each_with_the_prompt_that_is
     for turn, row in enumerate(rows):
         history = [{"role": "system", "content": "Be brief."}]
         for question, answer in zip(questions[:turn], answers, strict=False):
-            history += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            history += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
         history.append({"role": "user", "content": questions[turn]})
         served = tokenizer.apply_chat_template(
             history, chat_template=templates["forgetful"], add_generation_prompt=True

@@ -31,7 +31,9 @@ def overlap(one: list[str], other: list[str]) -> float:
 
 
 def test_minhash_leaves_out_what_is_similar_and_keeps_what_is_not():
-    """300 pairs of a prompt and a changed copy, against the true similarity; five standard errors are left between."""
+    """300 pairs of a prompt and a changed copy, against the true similarity; five standard errors
+    are left between.
+    """
     rng = random.Random(0)
     found = {"similar": [], "other": []}
     for number in range(300):
@@ -54,20 +56,32 @@ def test_a_similar_prompt_names_the_first_and_how_similar_it_is():
     text = " ".join(WORDS[:80])
     assert isinstance(deduplicator.check(asks(text, "a:0")), Conversation)
     refused = deduplicator.check(asks(text + " indeed", "a:1"))
-    assert refused.reason is Reason.DUPLICATE and refused.detail.startswith("Similar to a:0: about 0.9")
+    assert refused.reason is Reason.DUPLICATE and refused.detail.startswith(
+        "Similar to a:0: about 0.9"
+    )
     for near in ("keep", "quarantine"):
         other = Deduplicator("replay", near=near)
-        assert [type(other.check(asks(t, t))) for t in (text, text + " indeed")] == [Conversation] * 2
+        assert [type(other.check(asks(t, t))) for t in (text, text + " indeed")] == [
+            Conversation
+        ] * 2
 
 
 def test_other_calls_or_other_tools_make_another_conversation():
     def calls(id: str, city: str, tools: str) -> Conversation:
         called = json.dumps([{"name": "weather", "arguments": {"city": city}}])
-        messages = Message("user", "Rain?"), Message("assistant", "", called), Message("tool", "No.")
+        messages = (
+            Message("user", "Rain?"),
+            Message("assistant", "", called),
+            Message("tool", "No."),
+        )
         return Conversation(id, messages, tools=tools)
 
     deduplicator = Deduplicator("passthrough")
-    for id, city, tools in (("s:0", "Rome", "[]"), ("s:1", "Oslo", "[]"), ("s:2", "Rome", '["other"]')):
+    for id, city, tools in (
+        ("s:0", "Rome", "[]"),
+        ("s:1", "Oslo", "[]"),
+        ("s:2", "Rome", '["other"]'),
+    ):
         assert isinstance(deduplicator.check(calls(id, city, tools)), Conversation)
     assert deduplicator.check(calls("s:3", "Oslo", "[]")).detail == "The same as s:1."
 
@@ -84,7 +98,10 @@ def test_scripts_without_spaces_are_compared_by_their_characters():
     said = "请告诉我明天在巴黎天气怎么样我要不要带一把雨伞出门"
     assert isinstance(deduplicator.check(asks(said, "a:0")), Conversation)
     assert isinstance(deduplicator.check(asks(said + "呢", "a:1")), RejectedRow)
-    assert isinstance(deduplicator.check(asks("从前有一只猫它住在一座高高的山上每天都看月亮", "a:2")), Conversation)
+    assert isinstance(
+        deduplicator.check(asks("从前有一只猫它住在一座高高的山上每天都看月亮", "a:2")),
+        Conversation,
+    )
 
 
 QUESTION = "Compose an engaging travel blog post about a recent trip to Hawaii"
@@ -116,7 +133,9 @@ def test_a_conversation_that_holds_a_question_of_the_check_is_found_in_any_turn(
     after=st.lists(st.sampled_from(WORDS[:9]), max_size=12),
     other=st.lists(st.sampled_from(WORDS[:9]), min_size=1, max_size=12),
 )
-def test_questions_are_found_where_a_search_for_their_words_finds_them(before, question, after, other):
+def test_questions_are_found_where_a_search_for_their_words_finds_them(
+    before, question, after, other
+):
     def holds(words: list[str], wanted: list[str]) -> bool:
         within = any(words[at : at + len(wanted)] == wanted for at in range(len(words)))
         return words == wanted or (len(wanted) >= 8 and within)
@@ -132,14 +151,19 @@ def readers(folder: Path, sizes: list[int], weights: list[float | None]) -> list
     for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
         path = folder / f"{number}.jsonl"
         path.write_text(
-            "\n".join(json.dumps(f"{number}-{row}") if row % 5 else "{broken" for row in range(1, size + 1))
+            "\n".join(
+                json.dumps(f"{number}-{row}") if row % 5 else "{broken"
+                for row in range(1, size + 1)
+            )
         )
         made.append(SourceReader(SeedSource(path=path, weight=weight), f"s{number}", 1000))
     return made
 
 
 def test_sources_are_mixed_in_proportion_to_their_weights_until_one_has_no_more(tmp_path):
-    """Broken rows are passed on and do not count; the shares are right up to one conversation at every moment."""
+    """Broken rows are passed on and do not count; the shares are right up to one conversation at
+    every moment.
+    """
     weights = [3.0, 1.0, 0.5]
     rows = list(mixed(readers(tmp_path, [400, 100, 400], weights)))
     names = [row.id.partition(":")[0] for row in rows if isinstance(row, Conversation)]
@@ -147,7 +171,11 @@ def test_sources_are_mixed_in_proportion_to_their_weights_until_one_has_no_more(
         for number, weight in enumerate(weights):
             share = Fraction(weight) / Fraction(sum(weights)) * end
             assert abs(names[:end].count(f"s{number}") - share) < len(weights)
-    assert names.count("s1") == 80 and 237 <= names.count("s0") <= 243 and 38 <= names.count("s2") <= 42
+    assert (
+        names.count("s1") == 80
+        and 237 <= names.count("s0") <= 243
+        and 38 <= names.count("s2") <= 42
+    )
     assert any(isinstance(row, RejectedRow) for row in rows)
     ids = [row.id for row in rows]
     assert len(set(ids)) == len(ids)

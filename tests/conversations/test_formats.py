@@ -1,4 +1,6 @@
-"""Every form of dump as the same conversation; what is repaired, and what is refused with which reason."""
+"""Every form of dump as the same conversation; what is repaired, and what is refused with which
+reason.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,20 @@ SHAREGPT_ROLES = ("human", "gpt", "user", "bard")
 SAME_DIALOGUE = {
     "sharegpt": {
         "id": "x",
-        "conversations": [{"from": r, "value": m.content} for r, m in zip(SHAREGPT_ROLES, DIALOGUE, strict=True)],
+        "conversations": [
+            {"from": r, "value": m.content} for r, m in zip(SHAREGPT_ROLES, DIALOGUE, strict=True)
+        ],
     },
     "ultrachat": {"id": "x", "data": ["Hello?", "Hi.", "你好", "Bye."]},
     "messages": {"id": "x", "messages": [{"role": m.role, "content": m.content} for m in DIALOGUE]},
 }
 SAME_QUESTIONS = {
-    "turns": {"question_id": 81, "category": "writing", "turns": ["First?", "Second?"], "reference": ["-"]}
+    "turns": {
+        "question_id": 81,
+        "category": "writing",
+        "turns": ["First?", "Second?"],
+        "reference": ["-"],
+    }
 }
 
 
@@ -71,7 +80,9 @@ def test_a_plain_prompt_is_a_conversation_of_one_question(row):
 def test_every_name_of_a_role_is_known(name):
     first = "human" if ROLES[name.lower()] != "user" else name
     turns = [(name, "Be kind.")] if ROLES[name.lower()] == "system" else []
-    row = sharegpt(*turns, (first, "Hello?"), (name if ROLES[name.lower()] == "assistant" else "gpt", "Hi."))
+    row = sharegpt(
+        *turns, (first, "Hello?"), (name if ROLES[name.lower()] == "assistant" else "gpt", "Hi.")
+    )
     assert contents(read(row))[-2:] == [("user", "Hello?"), ("assistant", "Hi.")]
 
 
@@ -86,8 +97,12 @@ def test_content_in_text_parts_is_joined_and_any_other_part_is_not_text():
     def parts(*parts):
         return {"messages": [{"role": "user", "content": list(parts)}]}
 
-    assert contents(read(parts({"type": "text", "text": "Hello"}, " there?"))) == [("user", "Hello there?")]
-    image = read(parts({"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": "x"}}))
+    assert contents(read(parts({"type": "text", "text": "Hello"}, " there?"))) == [
+        ("user", "Hello there?")
+    ]
+    image = read(
+        parts({"type": "text", "text": "Look:"}, {"type": "image_url", "image_url": {"url": "x"}})
+    )
     assert (image.reason, "image_url" in image.detail) == (Reason.NOT_TEXT, True)
 
 
@@ -111,7 +126,14 @@ def test_a_system_prompt_among_the_turns_goes_before_the_one_beside_them():
 
 def test_null_columns_of_a_table_of_mixed_dumps_are_no_content():
     turn = {"from": None, "value": None, "role": "user", "content": "Hello?"}
-    row = {"conversations": None, "data": None, "messages": [turn], "system": None, "id": None, "prompt_id": 5}
+    row = {
+        "conversations": None,
+        "data": None,
+        "messages": [turn],
+        "system": None,
+        "id": None,
+        "prompt_id": 5,
+    }
     assert read(row) == Conversation("seeds:0", (Message("user", "Hello?"),), "5")
 
 
@@ -177,27 +199,40 @@ def test_the_two_halves_of_a_surrogate_pair_are_joined():
 def test_what_is_not_plain_is_refused_with_its_reason_and_row(row, reason):
     outcome = read(row)
     assert isinstance(outcome, RejectedRow)
-    assert (outcome.id, outcome.reason, outcome.row) == ("seeds:0", reason, json.loads(json.dumps(row)))
+    assert (outcome.id, outcome.reason, outcome.row) == (
+        "seeds:0",
+        reason,
+        json.loads(json.dumps(row)),
+    )
     assert outcome.detail
 
 
 def calling(**changes):
     function = {"name": "f", "arguments": "{}"} | changes
     call = {"role": "assistant", "tool_calls": [{"function": function}]}
-    return {"messages": [{"role": "user", "content": "Hello?"}, call, {"role": "tool", "content": "7"}]}
+    return {
+        "messages": [{"role": "user", "content": "Hello?"}, call, {"role": "tool", "content": "7"}]
+    }
 
 
 HOLDERS = {
     "a prompt": lambda text: text,
     "a question": lambda text: sharegpt(("human", text), B),
     "an answer": lambda text: sharegpt(A, ("gpt", text)),
-    "a part of a text": lambda text: {"messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]},
+    "a part of a text": lambda text: {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": text}]}]
+    },
     "a system prompt": lambda text: {"system": text, "prompt": "Hello?"},
     "an input": lambda text: {"instruction": "Hello?", "input": text},
     "a function's name": lambda text: calling(name=text),
     "a function's arguments": lambda text: calling(arguments=json.dumps({"x": text})),
-    "a function's result": lambda text: {"messages": [*calling()["messages"][:2], {"role": "tool", "content": text}]},
-    "an offered function": lambda text: {"prompt": "Hello?", "tools": [{"name": "f", "description": text}]},
+    "a function's result": lambda text: {
+        "messages": [*calling()["messages"][:2], {"role": "tool", "content": text}]
+    },
+    "an offered function": lambda text: {
+        "prompt": "Hello?",
+        "tools": [{"name": "f", "description": text}],
+    },
     "an id": lambda text: {"id": text, "prompt": "Hello?"},
     "a category": lambda text: {"category": text, "prompt": "Hello?"},
 }
@@ -236,7 +271,13 @@ def test_a_refused_row_is_storable_whatever_a_data_set_holds():
     deep = []
     for _ in range(5000):
         deep = [deep]
-    row = {"a\ud800": float("nan"), 3: datetime.date(2024, 1, 1), "deep": deep, "bytes": b"\xff", "big": 10**30}
+    row = {
+        "a\ud800": float("nan"),
+        3: datetime.date(2024, 1, 1),
+        "deep": deep,
+        "bytes": b"\xff",
+        "big": 10**30,
+    }
     line = json.dumps(read(row).row, ensure_ascii=False, allow_nan=False).encode()
     assert set(json.loads(line)) == {"a\\ud800", "3", "deep", "bytes", "big"}
 
@@ -260,7 +301,9 @@ def test_the_same_texts_in_other_roles_are_no_duplicate():
 
 # Anything at all.
 
-texts = st.text(st.characters(), max_size=6) | st.sampled_from(["", " ", "\ud800", "\0", "\ufeff", "\ufdd0", "Hello?"])
+texts = st.text(st.characters(), max_size=6) | st.sampled_from(
+    ["", " ", "\ud800", "\0", "\ufeff", "\ufdd0", "Hello?"]
+)
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | texts,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
@@ -275,7 +318,8 @@ turns = st.fixed_dictionaries(
         "content": texts
         | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": texts}), max_size=2)
         | anything,
-        "tool_calls": anything | st.lists(st.fixed_dictionaries({"name": texts, "arguments": anything}), max_size=2),
+        "tool_calls": anything
+        | st.lists(st.fixed_dictionaries({"name": texts, "arguments": anything}), max_size=2),
     },
 )
 mutated = st.dictionaries(
@@ -298,8 +342,13 @@ def test_any_row_has_exactly_one_outcome_and_it_can_be_stored(row, form):
     assert "user" in roles and "system" not in roles[1:]
     asked = roles[1:] if roles[0] == "system" else roles
     assert asked[0] == "user"
-    assert "assistant" not in asked or all(one != other or one == "tool" for one, other in itertools.pairwise(asked))
+    assert "assistant" not in asked or all(
+        one != other or one == "tool" for one, other in itertools.pairwise(asked)
+    )
     assert all(message.content or message.tool_calls for message in outcome.messages)
     assert not any("\0" in message.content for message in outcome.messages)
-    stored = [message.content for message in outcome.messages] + [outcome.source_id or "", outcome.category or ""]
+    stored = [message.content for message in outcome.messages] + [
+        outcome.source_id or "",
+        outcome.category or "",
+    ]
     assert "".join(stored).encode()

@@ -1,4 +1,6 @@
-"""Whatever bytes a dump is made of, the readers end, and every row comes out once: kept or refused."""
+"""Whatever bytes a dump is made of, the readers end, and every row comes out once: kept or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,37 @@ from pipeline.conversations.readers import SourceReader
 from pipeline.errors import DataError
 from tests.conversations.test_readers import JSONL, ROWS
 
-MANY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+MANY = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 TEXTS = st.text() | st.sampled_from(["user", "gpt", "\0", "\ud800", "\ufeff", "../../x"])
 KEYS = st.sampled_from(
-    ["conversations", "messages", "data", "turns", "prompt", "system", "id", "from", "role", "value", "content"]
+    [
+        "conversations",
+        "messages",
+        "data",
+        "turns",
+        "prompt",
+        "system",
+        "id",
+        "from",
+        "role",
+        "value",
+        "content",
+    ]
 )
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | TEXTS,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS | TEXTS, inner, max_size=4),
     max_leaves=12,
 )
-NOISE = st.binary(max_size=12) | st.sampled_from([b"\xff", b"\0", b'"', b"{", b"]", b"\\ud800", b"\\", b"\xed\xa0\x80"])
+NOISE = st.binary(max_size=12) | st.sampled_from(
+    [b"\xff", b"\0", b'"', b"{", b"]", b"\\ud800", b"\\", b"\xed\xa0\x80"]
+)
 
 
 @dataclass(frozen=True)
@@ -65,14 +87,18 @@ def in_order(rows: list[Conversation | RejectedRow]) -> bool:
 )
 def test_rows_of_any_shape_come_out_once_each(values, form, array, tmp_path):
     path = tmp_path / "rows.jsonl"
-    lines = [json.dumps(value) for value in [None, *values]]  # what begins with a bracket is read as an array
+    lines = [
+        json.dumps(value) for value in [None, *values]
+    ]  # what begins with a bracket is read as an array
     path.write_text(f"[{','.join(lines)}]" if array else "\n".join(lines))
     rows, _ = read(path, form)
     assert in_order(rows) and len(rows) == len(lines)
 
 
 @MANY
-@given(data=st.binary(max_size=400), suffix=st.sampled_from([".json", ".jsonl", ".txt", ".jsonl.gz"]))
+@given(
+    data=st.binary(max_size=400), suffix=st.sampled_from([".json", ".jsonl", ".txt", ".jsonl.gz"])
+)
 def test_any_bytes_are_rows_or_a_refusal_that_names_the_file(data, suffix, tmp_path):
     path = tmp_path / f"bytes{suffix}"
     path.write_bytes(data)
@@ -86,23 +112,34 @@ def test_any_bytes_are_rows_or_a_refusal_that_names_the_file(data, suffix, tmp_p
 def test_a_mutated_dump_has_the_rows_that_its_bytes_say(seed, tmp_path):
     file = mutated_file(random.Random(seed), 12)
     outcomes = fuzz_seeds.prove(file, tmp_path)
-    assert outcomes.total() <= fuzz_seeds.expected(file).rows or fuzz_seeds.expected(file).breaks_off
+    assert (
+        outcomes.total() <= fuzz_seeds.expected(file).rows or fuzz_seeds.expected(file).breaks_off
+    )
 
 
 def test_a_table_whose_lines_end_as_no_reader_s_do_is_refused_by_name(tmp_path):
     path = tmp_path / "old.csv"
     path.write_bytes(b"prompt,note\rwhy?,a\rhow?,b\r")
     rows, refusal = read(path)
-    assert rows == [] and str(path) in refusal and "names no columns" in refusal and "line feed" in refusal
+    assert (
+        rows == []
+        and str(path) in refusal
+        and "names no columns" in refusal
+        and "line feed" in refusal
+    )
 
 
 def test_a_line_that_is_cut_down_to_its_brace_costs_itself_alone(tmp_path):
     lines = [json.dumps({"prompt": f"why {number}?"}) for number in range(6)]
     for broken in (0, 3, 5):
         path = tmp_path / "cut.jsonl"
-        path.write_text("\n".join(["{" if number == broken else line for number, line in enumerate(lines)]))
+        path.write_text(
+            "\n".join(["{" if number == broken else line for number, line in enumerate(lines)])
+        )
         rows, refusal = read(path)
-        assert [row.id for row in rows if isinstance(row, RejectedRow)] == [f"s:{broken}"] and len(rows) == 6
+        assert [row.id for row in rows if isinstance(row, RejectedRow)] == [f"s:{broken}"] and len(
+            rows
+        ) == 6
         assert not refusal
 
 
@@ -129,7 +166,9 @@ def test_the_fuzzer_reads_as_many_rows_as_it_is_told(capsys):
 
 
 @pytest.mark.parametrize("defect", ["loses", "repeats", "crashes"])
-def test_the_fuzzer_finds_a_reader_that_loses_repeats_or_crashes(monkeypatch, tmp_path, capsys, defect):
+def test_the_fuzzer_finds_a_reader_that_loses_repeats_or_crashes(
+    monkeypatch, tmp_path, capsys, defect
+):
     real = readers.read_row
 
     def crashing(row, id, *more):
@@ -163,7 +202,9 @@ def test_every_line_of_a_mangled_file_comes_out_exactly_once_and_storable(tmp_pa
     assert in_order(outcomes) and len(outcomes) == len(lines)
     for outcome in outcomes:
         if isinstance(outcome, RejectedRow):
-            assert json.dumps([outcome.detail, outcome.row], ensure_ascii=False, allow_nan=False).encode()
+            assert json.dumps(
+                [outcome.detail, outcome.row], ensure_ascii=False, allow_nan=False
+            ).encode()
         else:
             assert isinstance(outcome, Conversation)
             assert "".join(message.content for message in outcome.messages).encode()

@@ -1,4 +1,6 @@
-"""Files of any size: read in chunks, a row over the limit refused alone, in time linear in its length."""
+"""Files of any size: read in chunks, a row over the limit refused alone, in time linear in its
+length.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,30 @@ from tests.conversations.test_readers import Source, read, written
 
 @pytest.mark.parametrize("chunk", [1, 2, 3, 7, 64])
 def test_an_array_is_the_same_in_chunks_of_any_size(tmp_path, monkeypatch, chunk):
-    rows = [{"prompt": text} for text in ("why?", 'a "quoted, [one]', "back\\slash\\", "怎么样 \\u00e4", "{")]
+    rows = [
+        {"prompt": text}
+        for text in ("why?", 'a "quoted, [one]', "back\\slash\\", "怎么样 \\u00e4", "{")
+    ]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     whole = list(SourceReader(Source(tmp_path / "rows.json"), "s", max_characters=1000))
     monkeypatch.setattr(byte_rows, "CHUNK_BYTES", chunk)
     with (tmp_path / "rows.json").open("rb") as file:
-        assert list(byte_rows.array(file, tmp_path)) == rows and [row.messages[0].content for row in whole]
+        assert list(byte_rows.array(file, tmp_path)) == rows and [
+            row.messages[0].content for row in whole
+        ]
 
 
-@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.txt", "rows.json.gz", "rows.jsonl.gz"])
-def test_a_row_of_more_bytes_than_the_limit_is_refused_alone_and_never_held_in_memory(tmp_path, monkeypatch, name):
+@pytest.mark.parametrize(
+    "name", ["rows.json", "rows.jsonl", "rows.txt", "rows.json.gz", "rows.jsonl.gz"]
+)
+def test_a_row_of_more_bytes_than_the_limit_is_refused_alone_and_never_held_in_memory(
+    tmp_path, monkeypatch, name
+):
     monkeypatch.setattr(byte_rows, "MAX_ROW_BYTES", 1000)
     rows = ['"why?"', f'"{"x" * 30_000_000}"', '"and?"']
-    data = (f"[{','.join(rows)}]" if ".json" in name and "jsonl" not in name else "\n".join(rows)).encode()
+    data = (
+        f"[{','.join(rows)}]" if ".json" in name and "jsonl" not in name else "\n".join(rows)
+    ).encode()
     (tmp_path / name).write_bytes(gzip.compress(data, 1) if name.endswith("gz") else data)
     del data, rows
     tracemalloc.start()
@@ -45,14 +58,19 @@ def test_a_file_that_unpacks_to_more_than_the_limit_is_refused_and_names_the_key
     data = b"prompt\n" + b"hello there?\n" * 20_000
     data = b"[" + b'"hello there?",' * 20_000 if ".json." in name else data
     data = gzip.compress(data) if name.endswith("gz") else data
-    rows, reader = [], SourceReader(Source(written(tmp_path / name, data)), "s", 1000, max_file_bytes=200_000)
+    rows, reader = (
+        [],
+        SourceReader(Source(written(tmp_path / name, data)), "s", 1000, max_file_bytes=200_000),
+    )
     with pytest.raises(DataError, match=r"more than 0.0002 GB, unpacked.*seeds\.max_file_gb"):
         rows.extend(reader)
     assert 10_000 < len(rows) < 16_000
 
 
 def test_one_long_string_of_an_array_takes_time_linear_in_its_length(tmp_path, monkeypatch):
-    """Counted in bytes that are searched for a mark or a string's end, as no test here depends on the clock."""
+    """Counted in bytes that are searched for a mark or a string's end, as no test here depends on
+    the clock.
+    """
     looked_at = 0
 
     class Counting:
@@ -76,5 +94,7 @@ def test_one_long_string_of_an_array_takes_time_linear_in_its_length(tmp_path, m
         looked_at = 0
         text = '\\"' + "x, [" * (megabytes * 250_000)
         rows = read(written(tmp_path / "a.json", f'["{text}", "why?"]'))
-        assert [row.reason for row in rows[:1]] == [Reason.TOO_LONG] and isinstance(rows[1], Conversation)
+        assert [row.reason for row in rows[:1]] == [Reason.TOO_LONG] and isinstance(
+            rows[1], Conversation
+        )
         assert looked_at < 1.1 * len(text)

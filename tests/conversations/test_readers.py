@@ -1,4 +1,6 @@
-"""Files and data sets as rows: each exactly once, damaged ones quarantined alone, and what is no seed file refused."""
+"""Files and data sets as rows: each exactly once, damaged ones quarantined alone, and what is no
+seed file refused.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ class Source:
     columns: dict[str, str] | None = None
 
 
-ROWS = [{"id": f"dump-{n}", "conversations": [{"from": "human", "value": f"问题 {n}?"}]} for n in range(5)]
+ROWS = [
+    {"id": f"dump-{n}", "conversations": [{"from": "human", "value": f"问题 {n}?"}]}
+    for n in range(5)
+]
 
 
 def read(path, **settings):
@@ -82,7 +87,10 @@ def test_an_array_larger_than_a_chunk_is_read_whole(tmp_path):
 
 def test_numbers_of_any_size_in_an_array_are_read(tmp_path):
     rows = read(
-        written(tmp_path / "a.json", b'[{"prompt": "a", "id": 9223372036854775808}, {"prompt": "b", "x": 1e400}]')
+        written(
+            tmp_path / "a.json",
+            b'[{"prompt": "a", "id": 9223372036854775808}, {"prompt": "b", "x": 1e400}]',
+        )
     )
     assert first_texts(rows) == ["a", "b"] and rows[0].source_id == str(2**63)
 
@@ -111,9 +119,17 @@ def test_an_undecodable_line_of_jsonl_is_quarantined_alone(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.json", "a.txt"])
 def test_undecodable_bytes_cost_one_row_of_an_array_or_a_text_file_too(name, tmp_path):
-    data = b'["first", "sec\xe6\x9dond", "third"]' if name == "a.json" else b"first\nsec\xe6\x9dond\nthird"
+    data = (
+        b'["first", "sec\xe6\x9dond", "third"]'
+        if name == "a.json"
+        else b"first\nsec\xe6\x9dond\nthird"
+    )
     outcomes = read(written(tmp_path / name, data))
-    assert [getattr(outcome, "reason", None) for outcome in outcomes] == [None, Reason.UNDECODABLE, None]
+    assert [getattr(outcome, "reason", None) for outcome in outcomes] == [
+        None,
+        Reason.UNDECODABLE,
+        None,
+    ]
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
@@ -121,13 +137,23 @@ def test_half_a_surrogate_pair_costs_its_row_alone(name, tmp_path):
     rows = ['"first"', '"sec\\ud83dond"', '"thi\\ud83d\\ude00rd"']
     data = f"[{','.join(rows)}]" if name == "a.json" else "\n".join(rows)
     outcomes = read(written(tmp_path / name, data))
-    assert [getattr(outcome, "reason", None) for outcome in outcomes] == [None, Reason.UNDECODABLE, None]
+    assert [getattr(outcome, "reason", None) for outcome in outcomes] == [
+        None,
+        Reason.UNDECODABLE,
+        None,
+    ]
 
 
-@pytest.mark.parametrize("line", ["{broken", '{"conversations": [', "1" * 5000, "[" * 100_000], ids=range(4))
+@pytest.mark.parametrize(
+    "line", ["{broken", '{"conversations": [', "1" * 5000, "[" * 100_000], ids=range(4)
+)
 def test_a_broken_line_of_jsonl_is_quarantined_alone_with_its_text(line, tmp_path):
     outcomes = read(written(tmp_path / "a.jsonl", f'"first"\n{line}\n"third"'))
-    assert [getattr(outcome, "reason", None) for outcome in outcomes] == [None, Reason.BROKEN_JSON, None]
+    assert [getattr(outcome, "reason", None) for outcome in outcomes] == [
+        None,
+        Reason.BROKEN_JSON,
+        None,
+    ]
     assert outcomes[1].row == line
 
 
@@ -142,7 +168,11 @@ def test_a_broken_line_of_jsonl_is_quarantined_alone_with_its_text(line, tmp_pat
         ("empty.txt", b"", "empty"),
         ("none.json", b"[]", "empty"),
         ("empty.jsonl.gz", gzip.compress(b"", mtime=0), "empty"),
-        ("table.jsonl", b'{"text": "Once", "label": 1}\n{"text": "upon", "label": 0}', "`text`, `label`"),
+        (
+            "table.jsonl",
+            b'{"text": "Once", "label": 1}\n{"text": "upon", "label": 0}',
+            "`text`, `label`",
+        ),
         ("numbers.json", b"[1, 2, 3]", "a number"),
         ("package.json", b'{\n  "name": "left-pad",\n  "version": "1.0"\n}', "`name`, `version`"),
         ("prose.json", b"Call me Ishmael.\nSome years ago", "not valid JSON"),
@@ -150,7 +180,9 @@ def test_a_broken_line_of_jsonl_is_quarantined_alone_with_its_text(line, tmp_pat
         ("utf-16.txt", "Hello?\n你好".encode("utf-16"), "not UTF-8"),
     ],
 )
-def test_a_file_without_conversations_says_what_was_found_and_what_was_expected(name, data, found, tmp_path):
+def test_a_file_without_conversations_says_what_was_found_and_what_was_expected(
+    name, data, found, tmp_path
+):
     with pytest.raises(DataError) as caught:
         read(written(tmp_path / name, data))
     assert found in str(caught.value)
@@ -209,7 +241,9 @@ def test_a_hub_out_of_reach_is_a_fault_of_the_environment(monkeypatch):
     assert "long trace" not in str(caught.value)
 
 
-def test_without_the_datasets_package_files_still_read_and_the_hub_says_what_is_missing(tmp_path, monkeypatch):
+def test_without_the_datasets_package_files_still_read_and_the_hub_says_what_is_missing(
+    tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert len(read(written(tmp_path / "a.jsonl", JSONL))) == 5
     with pytest.raises(EnvironmentFault, match="datasets"):
@@ -218,10 +252,21 @@ def test_without_the_datasets_package_files_still_read_and_the_hub_says_what_is_
 
 def test_an_array_reads_ids_of_any_size_and_a_row_that_is_no_json_costs_itself_alone(tmp_path):
     number = "123456789012345678901234567890"
-    rows = [f'{{"id": {number}, "prompt": "why?"}}', '{"prompt": }', '{"prompt": "a, [b] \\"{c"}', ""]
+    rows = [
+        f'{{"id": {number}, "prompt": "why?"}}',
+        '{"prompt": }',
+        '{"prompt": "a, [b] \\"{c"}',
+        "",
+    ]
     path = tmp_path / "rows.json"
     path.write_text("[" + ",\n ".join([*rows, '{"prompt": "and?"}']) + "]\n")
     found = list(SourceReader(Source(path), "s", max_characters=1000))
-    assert [type(row) for row in found] == [Conversation, RejectedRow, Conversation, RejectedRow, Conversation]
+    assert [type(row) for row in found] == [
+        Conversation,
+        RejectedRow,
+        Conversation,
+        RejectedRow,
+        Conversation,
+    ]
     assert found[0].source_id == number and found[2].messages[0].content == 'a, [b] "{c'
     assert {row.reason for row in found if isinstance(row, RejectedRow)} == {Reason.BROKEN_JSON}

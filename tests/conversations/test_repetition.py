@@ -11,7 +11,11 @@ from pipeline.conversations.repetition import degenerate_loop, distinct_n
 PROSE = list(range(1000, 1200))
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=20), st.lists(st.integers(0, 9), max_size=50), st.data())
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=20),
+    st.lists(st.integers(0, 9), max_size=50),
+    st.data(),
+)
 def test_any_ngram_repeated_often_enough_is_a_loop_wherever_it_breaks_off(ngram, before, data):
     repeats = max(4, -(-32 // len(ngram)))
     broken_off = data.draw(st.integers(0, len(ngram) - 1))
@@ -21,9 +25,13 @@ def test_any_ngram_repeated_often_enough_is_a_loop_wherever_it_breaks_off(ngram,
 @given(st.lists(st.integers(0, 3), max_size=90))
 def test_a_loop_is_a_tail_of_32_tokens_in_four_equal_parts_or_more(ids):
     def repeats(period, length):
-        return length <= len(ids) and all(ids[-i] == ids[-i - period] for i in range(1, length - period + 1))
+        return length <= len(ids) and all(
+            ids[-i] == ids[-i - period] for i in range(1, length - period + 1)
+        )
 
-    assert degenerate_loop(ids) == any(repeats(p, max(32, 4 * p)) for p in range(1, len(ids) // 4 + 1))
+    assert degenerate_loop(ids) == any(
+        repeats(p, max(32, 4 * p)) for p in range(1, len(ids) // 4 + 1)
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,18 @@ def test_a_directory_is_its_files_in_order_with_rows_counted_through(tmp_path):
     written(tmp_path / "a.json.gz", gzip.compress(b'["first", ""]'))
     outcomes = read(tmp_path)
     assert [outcome.id for outcome in outcomes] == ["s:0", "s:1", "s:2", "s:3"]
-    assert [getattr(outcome, "reason", None) for outcome in outcomes] == [None, Reason.EMPTY, None, None]
+    assert [getattr(outcome, "reason", None) for outcome in outcomes] == [
+        None,
+        Reason.EMPTY,
+        None,
+        None,
+    ]
 
 
 def test_what_a_directory_holds_is_read_or_skipped_by_name_with_the_reason(tmp_path):
-    """An upper-case suffix and a linked folder are read; what a suffix alone would make prompts of is not."""
+    """An upper-case suffix and a linked folder are read; what a suffix alone would make prompts of
+    is not.
+    """
     seeds, elsewhere = tmp_path / "seeds", tmp_path / "elsewhere"
     for folder in (seeds / "part", elsewhere):
         folder.mkdir(parents=True)
@@ -62,20 +69,30 @@ def test_what_a_directory_holds_is_read_or_skipped_by_name_with_the_reason(tmp_p
     skipped = {file.name: file.why for file in reader.skipped}
     assert skipped.keys() == {*left_out, "gone.jsonl", "linked/round"}
     assert "describes the folder" in skipped["README.txt"] and "suffix" in skipped["notes.md"]
-    assert skipped["empty.jsonl"] == skipped["blank.csv"] == "it is empty" and "hidden" in skipped[".cache.jsonl"]
-    assert "`features`, `splits`" in skipped["dataset_info.json"] and "a number" in skipped["numbers.json"]
+    assert (
+        skipped["empty.jsonl"] == skipped["blank.csv"] == "it is empty"
+        and "hidden" in skipped[".cache.jsonl"]
+    )
+    assert (
+        "`features`, `splits`" in skipped["dataset_info.json"]
+        and "a number" in skipped["numbers.json"]
+    )
     assert "links to nothing" in skipped["gone.jsonl"] and "read already" in skipped["linked/round"]
 
 
 def test_a_directory_of_nothing_but_skipped_files_says_each_reason(tmp_path):
     written(tmp_path / "README.txt", "Call me Ishmael.")
     written(tmp_path / "b.json", '{"name": "x"}')
-    with pytest.raises(DataError, match=r"README\.txt \(by its name.*b\.json \(it holds no conversation.*`name`"):
+    with pytest.raises(
+        DataError, match=r"README\.txt \(by its name.*b\.json \(it holds no conversation.*`name`"
+    ):
         read(tmp_path)
 
 
 def test_a_path_that_looks_like_a_data_set_of_the_hub_is_told_how_to_name_one(tmp_path):
-    with pytest.raises(ConfigError, match=r'"seeds.sources=\[\{hub: HuggingFaceH4/ultrachat_200k\}\]"'):
+    with pytest.raises(
+        ConfigError, match=r'"seeds.sources=\[\{hub: HuggingFaceH4/ultrachat_200k\}\]"'
+    ):
         read(tmp_path / "HuggingFaceH4" / "ultrachat_200k")
     for no_id in ("nowhere.jsonl", "a b/c", "seeds"):
         with pytest.raises(ConfigError) as caught:
@@ -87,8 +104,19 @@ def test_a_path_that_looks_like_a_data_set_of_the_hub_is_told_how_to_name_one(tm
 
 
 def test_names_are_unique_safe_and_never_paths():
-    paths = ["/x/chat.json", "/y/chat.jsonl.gz", "chat-2.txt", "/x/a.gpt.json", "/种子.jsonl", "/a b:c#d.json", "/d/"]
-    sources = [*(Source(path=Path(path)) for path in paths), Source(hub="HuggingFaceH4/ultrachat_200k")]
+    paths = [
+        "/x/chat.json",
+        "/y/chat.jsonl.gz",
+        "chat-2.txt",
+        "/x/a.gpt.json",
+        "/种子.jsonl",
+        "/a b:c#d.json",
+        "/d/",
+    ]
+    sources = [
+        *(Source(path=Path(path)) for path in paths),
+        Source(hub="HuggingFaceH4/ultrachat_200k"),
+    ]
     assert name_sources(sources) == [
         *("chat", "chat-2", "chat-2-2", "a.gpt", "source", "a-b-c-d", "d", "ultrachat_200k")
     ]
@@ -106,4 +134,6 @@ def test_of_a_directory_tables_without_the_columns_that_are_named_are_skipped_an
     written(tmp_path / "labels.csv", "label\n1\n")
     reader = SourceReader(Source(path=tmp_path, columns={"prompt": "question"}), "s", 1000)
     assert [type(row) for row in reader] == [Conversation]
-    assert [file.name for file in reader.skipped] == ["labels.csv"] and "`question`" in reader.skipped[0].why
+    assert [file.name for file in reader.skipped] == [
+        "labels.csv"
+    ] and "`question`" in reader.skipped[0].why

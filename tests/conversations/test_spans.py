@@ -1,4 +1,6 @@
-"""Masks, against a slow reading of the rule: head k at t learns iff t+1 and t+2+k lie in the same span."""
+"""Masks, against a slow reading of the rule: head k at t learns iff t+1 and t+2+k lie in the same
+span.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def test_positions_are_the_states_that_predict_a_target_written_token(row):
     assert feature_positions(spans).tolist() == expected
 
 
-@given(rows(), st.integers(1, 6), st.sampled_from([("assistant",), ("user",), ("assistant", "user")]))
+@given(
+    rows(), st.integers(1, 6), st.sampled_from([("assistant",), ("user",), ("assistant", "user")])
+)
 def test_a_head_learns_where_the_rule_says_and_nowhere_else(row, num_heads, roles):
     ids, spans = row
     labels_KN = head_labels(ids, spans, num_heads, roles)
@@ -64,7 +68,11 @@ def test_a_row_without_spans_teaches_nothing():
 
 def test_positions_and_labels_are_32_bit():
     spans = [Span(1, 3, "assistant")]
-    assert feature_positions(spans).dtype == head_labels([1, 2, 3], spans, 2, ("assistant",)).dtype == np.int32
+    assert (
+        feature_positions(spans).dtype
+        == head_labels([1, 2, 3], spans, 2, ("assistant",)).dtype
+        == np.int32
+    )
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (3, 3), (4, 3)])

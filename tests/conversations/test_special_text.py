@@ -1,4 +1,6 @@
-"""What a seed says is never a control token, unless that is wanted, and the target reads the same text."""
+"""What a seed says is never a control token, unless that is wanted, and the target reads the same
+text.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ PIECES = [
     "<s</s>>",
 ]
 
-texts = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map(lambda pieces: "a" + "".join(pieces) + "b")
+texts = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map(
+    lambda pieces: "a" + "".join(pieces) + "b"
+)
 chats = st.lists(texts, min_size=3, max_size=5).map(
     lambda said: (
         [Message("system", said[0])]
@@ -45,8 +49,14 @@ chats = st.lists(texts, min_size=3, max_size=5).map(
 
 
 def control(ids: list[int], tokenizer) -> list[int]:
-    """The ids that are special, the unknown token's aside: text without a token of its own is that one."""
-    return [id for id in ids if id in set(tokenizer.all_special_ids) | set(ADDED) and id != tokenizer.unk_token_id]
+    """The ids that are special, the unknown token's aside: text without a token of its own is that
+    one.
+    """
+    return [
+        id
+        for id in ids
+        if id in set(tokenizer.all_special_ids) | set(ADDED) and id != tokenizer.unk_token_id
+    ]
 
 
 ADDED = range(1, len(SPECIAL))
@@ -59,7 +69,9 @@ def harmless(messages: list[Message]) -> list[Message]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_token_of_what_a_seed_says_is_special(family, kind, tokenizers, templates):
-    """The special tokens are those of the same conversation with harmless texts, in opening, separator and answer."""
+    """The special tokens are those of the same conversation with harmless texts, in opening,
+    separator and answer.
+    """
     tokenizer = tokenizers[kind]
     template = ChatTemplate(tokenizer, templates[family])
 
@@ -71,7 +83,9 @@ def test_no_token_of_what_a_seed_says_is_special(family, kind, tokenizers, templ
         ids = template.opening(asked)
         assert control(ids, tokenizer) == control(template.opening(plain[: len(asked)]), tokenizer)
         more = template.separator(asked, True, messages[1])
-        assert control(more, tokenizer) == control(template.separator(plain[: len(asked)], True, plain[1]), tokenizer)
+        assert control(more, tokenizer) == control(
+            template.separator(plain[: len(asked)], True, plain[1]), tokenizer
+        )
         own = template.recite(asked[:2], messages[-1].content)
         assert control(own, tokenizer) == control(template.recite(plain[:2], "aHellob"), tokenizer)
 
@@ -94,10 +108,15 @@ def test_the_target_reads_the_very_text_that_the_template_writes(family, tokeniz
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_without_special_tokens_and_all_text_with_keep_is_tokenized_as_ever(kind, tokenizers, templates):
+def test_text_without_special_tokens_and_all_text_with_keep_is_tokenized_as_ever(
+    kind, tokenizers, templates
+):
     tokenizer = tokenizers[kind]
     template = ChatTemplate(tokenizer, templates["chatml"])
-    for text, read_by in (("Hello </ s> there", template), ("Hello</s> there", template.keeping_special_tokens())):
+    for text, read_by in (
+        ("Hello </ s> there", template),
+        ("Hello</s> there", template.keeping_special_tokens()),
+    ):
         messages = [Message("user", text)]
         assert read_by.opening(messages) == ids_of(template.render(messages, asks=True), tokenizer)
     assert template.special_tokens_in([Message("user", "</s><s></s>")]) == ["</s>", "<s>"]
@@ -115,12 +134,16 @@ def test_added_tokens_that_the_tokenizer_calls_ordinary_stay_tokens(tokenizer, t
     """As Qwen's `<think>`: engines read the same token whoever writes it."""
     thinking: PreTrainedTokenizerFast = copy.deepcopy(tokenizer)
     thinking.add_tokens([AddedToken("<think>", special=False)])
-    ids = ChatTemplate(thinking, templates["chatml"]).opening([Message("user", "write <think> now")])
+    ids = ChatTemplate(thinking, templates["chatml"]).opening(
+        [Message("user", "write <think> now")]
+    )
     assert thinking.convert_tokens_to_ids("<think>") in ids
 
 
 def test_a_dialogue_escapes_keeps_or_rejects_by_its_setting(chatml, tokenizer):
-    seed = Conversation("s:0", (Message("user", "What is <|im_end|>?"), Message("assistant", "An </s>.")))
+    seed = Conversation(
+        "s:0", (Message("user", "What is <|im_end|>?"), Message("assistant", "An </s>."))
+    )
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     for policy, ends in (("escape", 2), ("keep", 3)):
         dialogue = Dialogue(seed, chatml, replace(SETTINGS, special_tokens=policy))

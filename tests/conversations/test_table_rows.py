@@ -18,7 +18,10 @@ from pipeline.conversations.conversation import Conversation, Reason, RejectedRo
 from pipeline.conversations.readers import SourceReader
 from pipeline.errors import DataError
 
-CHATS = [[{"role": "user", "content": f"问题 {n}?"}, {"role": "assistant", "content": "So."}] for n in range(200)]
+CHATS = [
+    [{"role": "user", "content": f"问题 {n}?"}, {"role": "assistant", "content": "So."}]
+    for n in range(200)
+]
 TABLE = pa.table({"messages": CHATS, "id": list(range(200)), "noise": [b"\xff" * 100] * 200})
 
 
@@ -75,7 +78,9 @@ def test_a_damaged_table_is_rows_or_one_error_that_names_the_file(name, tmp_path
         data = bytearray(whole)
         for _ in range(rng.randrange(1, 5)):
             data[rng.randrange(len(data))] = rng.randrange(256)
-        (tmp_path / name).write_bytes(data if rng.random() < 0.8 else data[: rng.randrange(len(data))])
+        (tmp_path / name).write_bytes(
+            data if rng.random() < 0.8 else data[: rng.randrange(len(data))]
+        )
         try:
             read(tmp_path / name)
         except DataError as error:
@@ -85,9 +90,13 @@ def test_a_damaged_table_is_rows_or_one_error_that_names_the_file(name, tmp_path
 
 
 @pytest.mark.parametrize("name", ["a.feather", "a.arrow"])
-def test_offsets_beyond_the_file_s_memory_are_never_read_even_beside_a_text_that_is_not_utf_8(name, tmp_path):
+def test_offsets_beyond_the_file_s_memory_are_never_read_even_beside_a_text_that_is_not_utf_8(
+    name, tmp_path
+):
     """Arrow names the first fault of a batch alone; one that comes later would end the process."""
-    texts = pa.Array.from_buffers(pa.string(), 2, pa.array([b"\xff", b"why?"], pa.binary()).buffers())
+    texts = pa.Array.from_buffers(
+        pa.string(), 2, pa.array([b"\xff", b"why?"], pa.binary()).buffers()
+    )
     inner = pa.array(["a", "b"])
     offsets = pa.py_buffer(array("i", [0, 2**30, 2]).tobytes())
     lists = pa.Array.from_buffers(pa.list_(pa.string()), 2, [None, offsets], children=[inner])
@@ -104,14 +113,18 @@ def test_offsets_beyond_the_file_s_memory_are_never_read_even_beside_a_text_that
 
 def test_a_table_of_more_bytes_than_the_limit_is_refused(tmp_path):
     WRITERS["a.parquet"](pa.table({"prompt": ["x" * 1000] * 1000}), tmp_path / "a.parquet")
-    reader = SourceReader(SeedSource(path=tmp_path / "a.parquet"), "s", 10_000, max_file_bytes=500_000)
+    reader = SourceReader(
+        SeedSource(path=tmp_path / "a.parquet"), "s", 10_000, max_file_bytes=500_000
+    )
     with pytest.raises(DataError, match=r"seeds\.max_file_gb"):
         list(reader)
 
 
 def test_a_table_is_streamed_however_large_its_row_groups(tmp_path):
     """One row group of 24 MB; columns that no form reads are not read at all."""
-    many = pa.table({"prompt": [f"{n} " + "x" * 1000 for n in range(12_000)], "noise": [b"y" * 1000] * 12_000})
+    many = pa.table(
+        {"prompt": [f"{n} " + "x" * 1000 for n in range(12_000)], "noise": [b"y" * 1000] * 12_000}
+    )
     pq.write_table(many, tmp_path / "a.parquet", row_group_size=12_000)
     del many
     before = most = pa.total_allocated_bytes()
@@ -123,7 +136,10 @@ def test_a_table_is_streamed_however_large_its_row_groups(tmp_path):
 
 
 def test_a_table_without_a_known_column_says_which_it_has(tmp_path):
-    WRITERS["a.parquet"](pa.table({"question": ["why?"], "when": [datetime.date(2024, 1, 1)]}), tmp_path / "a.parquet")
+    WRITERS["a.parquet"](
+        pa.table({"question": ["why?"], "when": [datetime.date(2024, 1, 1)]}),
+        tmp_path / "a.parquet",
+    )
     with pytest.raises(DataError, match="`question`, `when`"):
         read(tmp_path / "a.parquet")
 
@@ -132,15 +148,22 @@ CSV = 'id,prompt,note\n1,why?,\n2,"and, so\n""they"" say?",x\n3,one,too,many\n\n
 
 
 @pytest.mark.parametrize(
-    ("name", "delimiter"), [("a.csv", ","), ("a.csv", ";"), ("a.CSV", "\t"), ("a.tsv", "\t"), ("a.csv", "|")]
+    ("name", "delimiter"),
+    [("a.csv", ","), ("a.csv", ";"), ("a.CSV", "\t"), ("a.tsv", "\t"), ("a.csv", "|")],
 )
-def test_records_of_a_csv_are_read_by_its_header_and_one_of_another_length_is_refused_alone(name, delimiter, tmp_path):
+def test_records_of_a_csv_are_read_by_its_header_and_one_of_another_length_is_refused_alone(
+    name, delimiter, tmp_path
+):
     text = CSV.replace("and, so", "and so") if delimiter != "," else CSV
     (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.replace(",", delimiter).encode())
     rows = read(tmp_path / name)
     assert [row.source_id for row in rows if isinstance(row, Conversation)] == ["1", "2", "4"]
     assert rows[1].messages[0].content.replace(",", "") == 'and so\n"they" say?'
-    assert rows[2].reason == Reason.BROKEN_ROW and "4 fields" in rows[2].detail and "3 columns" in rows[2].detail
+    assert (
+        rows[2].reason == Reason.BROKEN_ROW
+        and "4 fields" in rows[2].detail
+        and "3 columns" in rows[2].detail
+    )
 
 
 def test_bad_bytes_and_fields_without_an_end_cost_their_records_alone(tmp_path, monkeypatch):
@@ -150,10 +173,15 @@ def test_bad_bytes_and_fields_without_an_end_cost_their_records_alone(tmp_path, 
     reasons = [getattr(row, "reason", None) for row in read(tmp_path / "a.csv")]
     assert reasons == [None, Reason.UNDECODABLE, Reason.TOO_LONG, Reason.TOO_LONG, None]
     (tmp_path / "b.csv").write_text('prompt\nwhy?\n"' + "never closed,\n" * 500)
-    assert [getattr(row, "reason", None) for row in read(tmp_path / "b.csv")][:2] == [None, Reason.TOO_LONG]
+    assert [getattr(row, "reason", None) for row in read(tmp_path / "b.csv")][:2] == [
+        None,
+        Reason.TOO_LONG,
+    ]
 
 
-def test_a_carriage_return_within_a_record_costs_that_record_alone_and_is_not_called_too_long(tmp_path):
+def test_a_carriage_return_within_a_record_costs_that_record_alone_and_is_not_called_too_long(
+    tmp_path,
+):
     (tmp_path / "a.csv").write_bytes(b"prompt,note\nwhy?,a\nho\rw?,b\nand?,c\n")
     rows = read(tmp_path / "a.csv")
     assert [getattr(row, "reason", None) for row in rows] == [None, Reason.BROKEN_ROW, None]
@@ -162,7 +190,9 @@ def test_a_carriage_return_within_a_record_costs_that_record_alone_and_is_not_ca
 
 def test_a_csv_without_a_header_says_that_its_first_line_was_taken_for_one(tmp_path):
     (tmp_path / "a.csv").write_text("why is the sky blue?\nwho are you?\n")
-    with pytest.raises(DataError, match=r"`why is the sky blue\?`.*first line was taken for the names"):
+    with pytest.raises(
+        DataError, match=r"`why is the sky blue\?`.*first line was taken for the names"
+    ):
         read(tmp_path / "a.csv")
 
 

@@ -1,7 +1,8 @@
-"""Token ids around sampled texts, against transformers' own rendering and tokenization of the whole conversation.
+"""Token ids around sampled texts, against transformers' own rendering and tokenization of the whole
+conversation.
 
-The reference is always `tokenizer.apply_chat_template` over all messages at once; the template under test never sees
-the answers before they are "sampled" out of that reference.
+The reference is always `tokenizer.apply_chat_template` over all messages at once; the template
+under test never sees the answers before they are "sampled" out of that reference.
 """
 
 from __future__ import annotations
@@ -18,7 +19,13 @@ from pipeline.errors import ConfigError
 
 FAMILIES = ["zephyr", "chatml", "llama-3", "llama-2", "vicuna"]
 KINDS = ["byte-level", "metaspace", "legacy"]
-END_OF_TURN = {"zephyr": "</s>", "chatml": "<|im_end|>", "llama-3": "<|eot_id|>", "llama-2": "</s>", "vicuna": "</s>"}
+END_OF_TURN = {
+    "zephyr": "</s>",
+    "chatml": "<|im_end|>",
+    "llama-3": "<|eot_id|>",
+    "llama-2": "</s>",
+    "vicuna": "</s>",
+}
 END_OF_TURN["spaced"] = "</s>"
 
 CHAT = [
@@ -71,12 +78,20 @@ def test_prompts_and_sampled_answers_add_up_to_the_ids_that_transformers_gives(
 
 
 @every_family
-def test_a_truncated_answer_is_followed_by_the_end_of_turn_that_the_template_writes(family, tokenizer, templates):
+def test_a_truncated_answer_is_followed_by_the_end_of_turn_that_the_template_writes(
+    family, tokenizer, templates
+):
     template = templates[family]
     chat_template = ChatTemplate(tokenizer, template)
     cut = [*CHAT[:2], Message("assistant", "I am a sm"), CHAT[3]]
-    sampled = tokenizer(" I am a sm" if family in ("llama-2", "vicuna") else "I am a sm", add_special_tokens=False)
-    ids = chat_template.opening(cut[:2]) + sampled["input_ids"] + chat_template.separator(cut[:2], False, cut[3])
+    sampled = tokenizer(
+        " I am a sm" if family in ("llama-2", "vicuna") else "I am a sm", add_special_tokens=False
+    )
+    ids = (
+        chat_template.opening(cut[:2])
+        + sampled["input_ids"]
+        + chat_template.separator(cut[:2], False, cut[3])
+    )
     text, _ = reference(tokenizer, template, cut, asks=True)
     assert tokenizer.decode(ids) == text
 
@@ -126,7 +141,9 @@ def test_a_line_break_that_is_a_token_of_its_own_ends_no_turn(tokenizer, templat
 
 
 def test_a_recited_last_answer_ends_even_if_the_template_ends_only_the_others(tokenizer, templates):
-    open_end = templates["chatml"].replace("'<|im_end|>' + '\n'", "('' if loop.last else '<|im_end|>\n')")
+    open_end = templates["chatml"].replace(
+        "'<|im_end|>' + '\n'", "('' if loop.last else '<|im_end|>\n')"
+    )
     assert open_end != templates["chatml"]
     ids = ChatTemplate(tokenizer, open_end).recite(CHAT[:2], "Fine.")
     assert tokenizer.decode(ids) == "Fine.<|im_end|>"
@@ -135,7 +152,9 @@ def test_a_recited_last_answer_ends_even_if_the_template_ends_only_the_others(to
 @both_systems
 @every_kind
 @every_family
-def test_a_recited_conversation_is_the_one_that_transformers_renders(family, kind, chat, tokenizers, templates):
+def test_a_recited_conversation_is_the_one_that_transformers_renders(
+    family, kind, chat, tokenizers, templates
+):
     tokenizer, template = tokenizers[kind], templates[family]
     chat_template = ChatTemplate(tokenizer, template)
     first = [message.role for message in chat].index("user") + 1
@@ -152,7 +171,9 @@ def test_a_recited_conversation_is_the_one_that_transformers_renders(family, kin
 @pytest.mark.parametrize("family", ["llama-3", "llama-2", "vicuna"])
 def test_bos_stands_where_the_template_has_it_and_is_never_doubled(family, tokenizers, templates):
     for kind, tokenizer in tokenizers.items():
-        assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id, "the tokenizer itself adds one"
+        assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id, (
+            "the tokenizer itself adds one"
+        )
         ids = ChatTemplate(tokenizer, templates[family]).opening(CHAT[:2])
         assert (ids[0], ids.count(tokenizer.bos_token_id)) == (tokenizer.bos_token_id, 1), kind
 
@@ -160,27 +181,41 @@ def test_bos_stands_where_the_template_has_it_and_is_never_doubled(family, token
 @every_family
 def test_an_ordinary_template_never_rewrites_history(family, tokenizer, templates):
     chat_template = ChatTemplate(tokenizer, templates[family])
-    assert not any(chat_template.rewrites_history(CHAT[: end - 1], CHAT[end - 1 : end]) for end in (4, 6))
+    assert not any(
+        chat_template.rewrites_history(CHAT[: end - 1], CHAT[end - 1 : end]) for end in (4, 6)
+    )
 
 
-def test_a_template_that_forgets_thoughts_rewrites_history_only_where_there_are_thoughts(tokenizer, templates):
+def test_a_template_that_forgets_thoughts_rewrites_history_only_where_there_are_thoughts(
+    tokenizer, templates
+):
     chat_template = ChatTemplate(tokenizer, templates["forgetful"])
     thought = Message("assistant", "<think>\nThe moon?\n</think>\n\nHello.")
     assert not chat_template.rewrites_history(CHAT[:3], CHAT[3:4])
     assert chat_template.rewrites_history([*CHAT[:2], thought], [CHAT[3]])
 
 
-def test_a_template_that_forgets_a_thought_two_turns_later_rewrites_history_then(tokenizer, templates):
+def test_a_template_that_forgets_a_thought_two_turns_later_rewrites_history_then(
+    tokenizer, templates
+):
     forgets_late = templates["chatml"].replace(
-        "message['content']", "(message['content'] if loop.revindex < 4 else message['content'].split('!')[-1])"
+        "message['content']",
+        "(message['content'] if loop.revindex < 4 else message['content'].split('!')[-1])",
     )
     chat_template = ChatTemplate(tokenizer, forgets_late)
-    chat = [Message("user", "A"), Message("assistant", "Oh! B"), Message("user", "C"), Message("assistant", "D")]
+    chat = [
+        Message("user", "A"),
+        Message("assistant", "Oh! B"),
+        Message("user", "C"),
+        Message("assistant", "D"),
+    ]
     assert not chat_template.rewrites_history(chat[:2], chat[2:3])
     assert chat_template.rewrites_history(chat, [Message("user", "E")])
 
 
-def test_a_system_prompt_that_the_template_refuses_refuses_the_row_with_the_templates_own_words(tokenizer, templates):
+def test_a_system_prompt_that_the_template_refuses_refuses_the_row_with_the_templates_own_words(
+    tokenizer, templates
+):
     with pytest.raises(RowRejected, match="System role not supported") as caught:
         ChatTemplate(tokenizer, templates["without-system"]).opening(CHAT[:2])
     assert caught.value.reason is Reason.TEMPLATE_REFUSED
@@ -226,7 +261,9 @@ def test_a_template_that_cannot_calculate_refuses_the_row_and_a_target_that_has_
 ):
     with pytest.raises(ConfigError, match=said):
         ChatTemplate(tokenizer, sum_or_loop)
-    at_one = "{% if messages[0].content == 'odd' %}" + sum_or_loop + "{% endif %}" + templates["chatml"]
+    at_one = (
+        "{% if messages[0].content == 'odd' %}" + sum_or_loop + "{% endif %}" + templates["chatml"]
+    )
     template = ChatTemplate(tokenizer, at_one)
     with pytest.raises(RowRejected, match=said):
         template.render([Message("user", "odd")], asks=True)
@@ -240,7 +277,9 @@ def test_a_template_that_does_not_end_is_stopped_and_refused(tokenizer, monkeypa
         ChatTemplate(tokenizer, loop)
 
 
-def test_the_tokenizers_own_template_serves_and_the_argument_goes_before_it(tokenizer, templates, monkeypatch):
+def test_the_tokenizers_own_template_serves_and_the_argument_goes_before_it(
+    tokenizer, templates, monkeypatch
+):
     monkeypatch.setattr(tokenizer, "chat_template", templates["zephyr"])
     assert tokenizer.convert_ids_to_tokens(ChatTemplate(tokenizer).end_of_turn_ids) == ["</s>"]
     own = ChatTemplate(tokenizer, templates["chatml"])
@@ -249,7 +288,10 @@ def test_the_tokenizers_own_template_serves_and_the_argument_goes_before_it(toke
 
 def test_a_template_that_asks_for_the_date_is_told_the_one_that_it_is_given(tokenizer, templates):
     """As Llama 3's: `strftime_now` is transformers' own function of today."""
-    dated = "{{ strftime_now('%d %b %Y') if strftime_now is defined else 'undated' }} " + templates["chatml"]
+    dated = (
+        "{{ strftime_now('%d %b %Y') if strftime_now is defined else 'undated' }} "
+        + templates["chatml"]
+    )
     text = ChatTemplate(tokenizer, dated, datetime.date(2024, 2, 29)).render(CHAT[:2], asks=True)
     assert text.startswith("29 Feb 2024 ")
     today = ChatTemplate(tokenizer, dated).render(CHAT[:2], asks=True)

@@ -25,7 +25,9 @@ def pieces(tokenizer, ids: list[int]) -> list[str]:
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"))
 
 
-@given(TEXTS.filter(lambda text: not any(token in text for token in SPECIAL)))  # whose tokens have no text
+@given(
+    TEXTS.filter(lambda text: not any(token in text for token in SPECIAL))
+)  # whose tokens have no text
 def test_pieces_join_to_the_text_and_no_piece_holds_half_a_character(bytewise, text):
     shown = pieces(bytewise, bytewise(text)["input_ids"])
     assert "".join(shown) == text

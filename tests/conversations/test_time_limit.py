@@ -1,4 +1,6 @@
-"""Code that does not end is ended, in whichever thread it runs; code that ends in time notices nothing."""
+"""Code that does not end is ended, in whichever thread it runs; code that ends in time notices
+nothing.
+"""
 
 from __future__ import annotations
 

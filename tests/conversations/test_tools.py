@@ -1,4 +1,6 @@
-"""Functions that a seed's assistant calls: context that no head learns from, or the conversation cut, or left out."""
+"""Functions that a seed's assistant calls: context that no head learns from, or the conversation
+cut, or left out.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from tests.conversations.scripted_target import SETTINGS, hold, ids_of, only_row
 CALL = {"name": "weather", "arguments": {"city": "Paris", "days": 2}}
 RESULT = '{"sky": "clear"}'
 DEEP = '{"name": "f", "arguments": ' + "[" * 200 + "]" * 200 + "}"
-OFFERED = [{"name": "weather", "description": "Says the weather.", "parameters": {"type": "object"}}]
+OFFERED = [
+    {"name": "weather", "description": "Says the weather.", "parameters": {"type": "object"}}
+]
 SHAREGPT = {
     "conversations": [
         {"from": "human", "value": "Weather in Paris?"},
@@ -61,7 +65,7 @@ CALLING = """{% if tools %}<|im_start|>system
 {% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}\
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{% endif %}"""  # noqa: E501
 
 
 def conversation(row=SHAREGPT, **settings):
@@ -99,11 +103,16 @@ def test_the_character_limit_counts_calls():
 def test_every_call_has_an_id_of_its_own_which_its_result_names():
     two = json.dumps([CALL, CALL | {"name": "clock"}])
     results = Message("tool", "one"), Message("tool", "two")
-    said = for_template([Message("assistant", "", two), *results, Message("assistant", "", two), *results], str)
+    said = for_template(
+        [Message("assistant", "", two), *results, Message("assistant", "", two), *results], str
+    )
     ids = [call["id"] for message in said for call in message.get("tool_calls", ())]
     assert len(set(ids)) == len(ids) == 4
     assert [message["tool_call_id"] for message in said if message["role"] == "tool"] == ids
-    assert [message["name"] for message in said if message["role"] == "tool"] == ["weather", "clock"] * 2
+    assert [message["name"] for message in said if message["role"] == "tool"] == [
+        "weather",
+        "clock",
+    ] * 2
 
 
 def test_the_conversation_is_cut_before_a_call_or_left_out_where_that_is_wanted():
@@ -120,7 +129,10 @@ def test_the_conversation_is_cut_before_a_call_or_left_out_where_that_is_wanted(
         ({"from": "function_call", "value": "weather(Paris)"}, Reason.BROKEN_JSON),
         ({"from": "function_call", "value": '{"arguments": {}}'}, Reason.NOT_TEXT),
         (
-            {"from": "function_call", "value": '{"name": "f", "arguments": ' + "[" * 200 + "]" * 200 + "}"},
+            {
+                "from": "function_call",
+                "value": '{"name": "f", "arguments": ' + "[" * 200 + "]" * 200 + "}",
+            },
             Reason.BROKEN_JSON,
         ),
         ({"from": "observation", "value": ""}, Reason.EMPTY),
@@ -128,7 +140,11 @@ def test_the_conversation_is_cut_before_a_call_or_left_out_where_that_is_wanted(
     ],
 )
 def test_a_turn_of_a_function_without_a_text_costs_its_row_alone_and_says_why(turn, reason):
-    turns = [*SHAREGPT["conversations"][:2], {"from": "observation", "value": RESULT}, *SHAREGPT["conversations"][3:]]
+    turns = [
+        *SHAREGPT["conversations"][:2],
+        {"from": "observation", "value": RESULT},
+        *SHAREGPT["conversations"][3:],
+    ]
     turns[1 if turn["from"] == "function_call" else 2] = turn
     refused = conversation({"conversations": turns})
     assert refused.reason is reason and refused.detail
@@ -141,19 +157,26 @@ def test_a_result_that_no_call_asks_for_is_refused():
 
 def test_offers_that_are_no_functions_are_refused():
     for tools in ("get_weather(city)", [{"nameless": 1}], '["weather"]'):
-        assert conversation(SHAREGPT | {"tools": tools}).reason in (Reason.BROKEN_JSON, Reason.NOT_TEXT)
+        assert conversation(SHAREGPT | {"tools": tools}).reason in (
+            Reason.BROKEN_JSON,
+            Reason.NOT_TEXT,
+        )
     for nothing in ("", "[]", None, []):
         assert conversation(SHAREGPT | {"tools": nothing}).tools is None
 
 
-def test_in_a_replay_calls_and_results_are_context_and_the_target_answers_after_them(calling, tokenizer):
+def test_in_a_replay_calls_and_results_are_context_and_the_target_answers_after_them(
+    calling, tokenizer
+):
     dialogue = Dialogue(conversation(), calling, SETTINGS)
     requests = hold(dialogue, tokenizer, "Sunny.", "Bye.")
     row = only_row(dialogue)
     assert len(requests) == 2 and written(row, tokenizer) == ["Sunny.<|im_end|>", "Bye.<|im_end|>"]
     prompt = tokenizer.decode(requests[0].prompt_ids)
     assert '<tool_call>weather {"city": "Paris", "days": 2}</tool_call>' in prompt
-    assert prompt.endswith(f"<tool_response>{RESULT}</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert prompt.endswith(
+        f"<tool_response>{RESULT}</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
     assert "Says the weather." in prompt and "Clear." not in tokenizer.decode(row.input_ids)
     roles = [message.role for message in row.messages]
     assert roles == ["user", "assistant", "tool", "assistant", "user", "assistant"]
@@ -167,30 +190,41 @@ def test_a_call_in_a_later_turn_stands_between_the_answers(calling, tokenizer):
     hold(dialogue, tokenizer, "Bye.", "Sunny.")
     row = only_row(dialogue)
     text = tokenizer.decode(row.input_ids)
-    assert calling.render(row.messages, asks=False).startswith(text) and text.count("<tool_call>") == 1
+    assert (
+        calling.render(row.messages, asks=False).startswith(text) and text.count("<tool_call>") == 1
+    )
     assert written(row, tokenizer) == ["Bye.<|im_end|>", "Sunny.<|im_end|>"]
 
 
 @pytest.mark.timeout(120)
-def test_a_template_that_does_not_end_where_functions_are_called_is_stopped_and_refused(tokenizer, monkeypatch):
+def test_a_template_that_does_not_end_where_functions_are_called_is_stopped_and_refused(
+    tokenizer, monkeypatch
+):
     endless = "{% for i in range(50000) %}{% for j in range(50000) %}{% endfor %}{% endfor %}"
-    template = ChatTemplate(tokenizer, "{% if messages[-1].role == 'tool' %}" + endless + "{% endif %}" + CALLING)
+    template = ChatTemplate(
+        tokenizer, "{% if messages[-1].role == 'tool' %}" + endless + "{% endif %}" + CALLING
+    )
     monkeypatch.setattr("pipeline.conversations.template.PATIENCE", 0.1)
     with pytest.raises(ConfigError, match="a call of a function: it takes more than"):
         _ = template.renders_tools
 
 
-def test_where_the_template_cannot_render_functions_the_conversation_ends_before_them(chatml, tokenizer):
+def test_where_the_template_cannot_render_functions_the_conversation_ends_before_them(
+    chatml, tokenizer
+):
     assert not chatml.renders_tools
     dialogue = Dialogue(conversation(), chatml, SETTINGS)
     hold(dialogue, tokenizer, "It is sunny.", "never asked")
     row = only_row(dialogue)
-    assert dialogue.cut_at_tools and [message.role for message in row.messages] == ["user", "assistant"]
+    assert dialogue.cut_at_tools and [message.role for message in row.messages] == [
+        "user",
+        "assistant",
+    ]
 
 
 def test_a_template_that_takes_one_call_at_a_time_ends_a_conversation_before_two(tokenizer):
     """As Llama 3.1's."""
-    picky = CALLING.replace("<|im_start|>{{", "{% if m.tool_calls and m.tool_calls | length > 1 %}\\\n"
+    picky = CALLING.replace("<|im_start|>{{", "{% if m.tool_calls and m.tool_calls | length > 1 %}\\\n"  # noqa: E501
         "{{ raise_exception('one call at a time') }}{% endif %}<|im_start|>{{")  # fmt: skip
     template = ChatTemplate(tokenizer, picky)
     two = copy.deepcopy(SHAREGPT)
@@ -227,7 +261,7 @@ QWEN3 = """{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role =
 {% if m.role == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}\
 {{ '<think>\\n' + thought + '\\n</think>\\n\\n' }}{% endif %}{{ content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{% endif %}"""  # noqa: E501
 THOUGHTS = [
     "<think>\nThe moon?\n</think>\n\nHello.",
     "<think>\nA cat.\n</think>\n\nBye.",
@@ -235,10 +269,16 @@ THOUGHTS = [
 ]
 
 
-def test_thinking_stays_in_the_row_that_the_target_wrote_it_in_and_is_gone_where_the_template_drops_it(tokenizer):
-    """Each row's prompt is what a server would send, and its answer the very ids that were sampled."""
+def test_thinking_stays_in_the_row_that_the_target_wrote_it_in_and_is_gone_where_the_template_drops_it(  # noqa: E501
+    tokenizer,
+):
+    """Each row's prompt is what a server would send, and its answer the very ids that were
+    sampled.
+    """
     thinking = copy.deepcopy(tokenizer)
-    thinking.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
+    thinking.add_tokens(
+        [AddedToken("<think>", special=False), AddedToken("</think>", special=False)]
+    )
     template = ChatTemplate(thinking, QWEN3)
     seed = Conversation("s:0", tuple(Message("user", text) for text in ("Hello?", "And?", "Sure?")))
     dialogue = Dialogue(seed, template, SETTINGS)
@@ -253,7 +293,9 @@ def test_thinking_stays_in_the_row_that_the_target_wrote_it_in_and_is_gone_where
         assert row.input_ids[: span.start] == request.prompt_ids
         assert row.input_ids[span.start : span.end] == ids_of(answer + "<|im_end|>", thinking)
         dicts = [{"role": message.role, "content": message.content} for message in history]
-        served = thinking.apply_chat_template(dicts, chat_template=QWEN3, add_generation_prompt=True)["input_ids"]
+        served = thinking.apply_chat_template(
+            dicts, chat_template=QWEN3, add_generation_prompt=True
+        )["input_ids"]
         assert request.prompt_ids == served
         assert thinking.decode(request.prompt_ids).count("<think>") == 0
         history.append(Message("assistant", answer))

@@ -51,7 +51,9 @@ def test_the_composer_writes_the_bundled_files_byte_for_byte(composer):
     composed = composer.compose()
     assert sorted(composed) == sorted(path.name for path in DATA.glob("seeds.*.jsonl"))
     for name, content in composed.items():
-        assert content.encode() == (DATA / name).read_bytes(), f"{name} is stale: run python data/compose.py"
+        assert content.encode() == (DATA / name).read_bytes(), (
+            f"{name} is stale: run python data/compose.py"
+        )
 
 
 def test_each_form_has_hundreds_of_conversations_in_less_than_a_megabyte():
@@ -100,8 +102,14 @@ def test_no_two_answers_begin_with_the_same_words(conversations):
 
 
 def test_a_tenth_or_more_is_chinese_and_the_rest_has_no_chinese_character(conversations):
-    share = sum(all(HAN.search(text) for text in each) for each in conversations) / len(conversations)
-    mixed = [each for each in conversations if 0 < sum(bool(HAN.search(text)) for text in each) < len(each)]
+    share = sum(all(HAN.search(text) for text in each) for each in conversations) / len(
+        conversations
+    )
+    mixed = [
+        each
+        for each in conversations
+        if 0 < sum(bool(HAN.search(text)) for text in each) < len(each)
+    ]
     assert 0.08 <= share <= 0.2
     assert not mixed
 
@@ -114,7 +122,9 @@ def test_no_slot_is_left_open_and_every_text_reads_as_a_text(conversations):
 
 
 def test_answers_are_long_enough_to_measure_decoding_on(conversations):
-    words = sorted(len(text.split()) for each in conversations for text in each[1::2] if not HAN.search(text))
+    words = sorted(
+        len(text.split()) for each in conversations for text in each[1::2] if not HAN.search(text)
+    )
     assert words[len(words) // 20] >= 25
     assert words[-1] <= 150
 
@@ -130,10 +140,21 @@ def test_no_answer_repeats_itself(conversations):
 def test_every_subject_of_a_topic_has_every_value_and_every_value_is_used(path):
     topic = yaml.CSafeLoader(path.read_text("utf-8")).get_single_data()
     keys = set(topic["subjects"][0])
-    asked = set(re.findall(r"\{([a-z_]+)", json.dumps([topic[part] for part in ("opening", "more", "closing")])))
-    summed = {side for operands in topic.get("sums", {}).values() for side in operands if isinstance(side, str)}
+    asked = set(
+        re.findall(
+            r"\{([a-z_]+)", json.dumps([topic[part] for part in ("opening", "more", "closing")])
+        )
+    )
+    summed = {
+        side
+        for operands in topic.get("sums", {}).values()
+        for side in operands
+        if isinstance(side, str)
+    }
     for subject in topic["subjects"]:
-        assert set(subject) == keys and None not in subject.values(), subject  # a stray comma makes a key of its own
+        assert set(subject) == keys and None not in subject.values(), (
+            subject
+        )  # a stray comma makes a key of its own
     assert keys | set(topic.get("words", {})) | set(topic.get("sums", {})) <= asked | summed
 
 

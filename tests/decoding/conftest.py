@@ -47,18 +47,30 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama-eager": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, attn_implementation="eager")),
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=5)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-    "qwen2-tied-mixed-windows": lambda: Qwen2ForCausalLM(  # the first layer sees all, the second slides
-        Qwen2Config(**SHAPE, tie_word_embeddings=True, use_sliding_window=True, sliding_window=5, max_window_layers=1)
+    "qwen2-tied-mixed-windows": lambda: (
+        Qwen2ForCausalLM(  # the first layer sees all, the second slides
+            Qwen2Config(
+                **SHAPE,
+                tie_word_embeddings=True,
+                use_sliding_window=True,
+                sliding_window=5,
+                max_window_layers=1,
+            )
+        )
     ),
-    "qwen3-head-dim": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=20, tie_word_embeddings=True)),
-    "gemma2-both-windows": lambda: Gemma2ForCausalLM(  # every other layer slides; logits are soft-capped
-        Gemma2Config(
-            **SHAPE,
-            head_dim=12,
-            query_pre_attn_scalar=12,
-            sliding_window=5,
-            attn_logit_softcapping=None,
-            tie_word_embeddings=False,
+    "qwen3-head-dim": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**SHAPE, head_dim=20, tie_word_embeddings=True)
+    ),
+    "gemma2-both-windows": lambda: (
+        Gemma2ForCausalLM(  # every other layer slides; logits are soft-capped
+            Gemma2Config(
+                **SHAPE,
+                head_dim=12,
+                query_pre_attn_scalar=12,
+                sliding_window=5,
+                attn_logit_softcapping=None,
+                tie_word_embeddings=False,
+            )
         )
     ),
     "cohere-scaled": lambda: CohereForCausalLM(CohereConfig(**SHAPE, logit_scale=0.25)),
@@ -94,22 +106,38 @@ def target_of() -> Callable[[str], PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def continuation() -> Callable[..., list[int]]:
-    """(model, prompt, num_tokens, eos): what transformers itself decodes greedily; each asked of it once."""
+    """(model, prompt, num_tokens, eos): what transformers itself decodes greedily; each asked of it
+    once.
+    """
 
     @cache
-    def decode(model: PreTrainedModel, prompt: tuple[int, ...], num_tokens: int, eos: tuple[int, ...]) -> list[int]:
+    def decode(
+        model: PreTrainedModel, prompt: tuple[int, ...], num_tokens: int, eos: tuple[int, ...]
+    ) -> list[int]:
         ids = torch.tensor([prompt])
         model.generation_config.eos_token_id = None
-        settings = {"do_sample": False, "max_new_tokens": num_tokens, "eos_token_id": list(eos) or None}
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[0, len(prompt) :].tolist()
+        settings = {
+            "do_sample": False,
+            "max_new_tokens": num_tokens,
+            "eos_token_id": list(eos) or None,
+        }
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **settings)[
+            0, len(prompt) :
+        ].tolist()
 
-    return lambda model, prompt, num_tokens, eos=(): list(decode(model, tuple(prompt), num_tokens, tuple(eos)))
+    return lambda model, prompt, num_tokens, eos=(): list(
+        decode(model, tuple(prompt), num_tokens, tuple(eos))
+    )
 
 
 @torch.no_grad()
-def _fitted_heads(model: PreTrainedModel, ids: list[int], num_heads: int, known: float = 1.0) -> MedusaHeads:
+def _fitted_heads(
+    model: PreTrainedModel, ids: list[int], num_heads: int, known: float = 1.0
+) -> MedusaHeads:
     seen: list[torch.Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0])
+    )
     model(input_ids=torch.tensor([ids]))
     hook.remove()
     heads = MedusaHeads(MedusaShape(SIZE, VOCAB, num_heads), dtype=torch.float64)
@@ -119,19 +147,25 @@ def _fitted_heads(model: PreTrainedModel, ids: list[int], num_heads: int, known:
         kept = torch.rand(len(labels), generator=generator) <= known
         one_hot = torch.nn.functional.one_hot(labels, VOCAB).double()
         heads.lm_head[k] = torch.linalg.lstsq(hidden[kept], one_hot[kept]).solution.T
-    heads.lm_head += 1e-3 * torch.randn(heads.lm_head.shape, generator=generator)  # no two guesses exactly as good
+    heads.lm_head += 1e-3 * torch.randn(
+        heads.lm_head.shape, generator=generator
+    )  # no two guesses exactly as good
     return heads
 
 
 @pytest.fixture(scope="session")
 def fitted_heads() -> Callable[..., MedusaHeads]:
-    """(model, ids, num_heads, known): heads that are right on a share of a text's positions, mostly wrong elsewhere."""
+    """(model, ids, num_heads, known): heads that are right on a share of a text's positions, mostly
+    wrong elsewhere.
+    """
     return _fitted_heads
 
 
 @pytest.fixture(scope="session")
 def pair(target_of, continuation) -> Callable[[str], tuple[PreTrainedModel, MedusaHeads]]:
-    """(family): a target, and three heads that know its answer to `PROMPT` well and others hardly."""
+    """(family): a target, and three heads that know its answer to `PROMPT` well and others
+    hardly.
+    """
 
     def get(family: str) -> tuple[PreTrainedModel, MedusaHeads]:
         model = target_of(family)

@@ -20,7 +20,15 @@ EPS, DELTA = 0.09, 0.3
 
 situations = st.tuples(
     st.integers(0, 2**31),
-    st.sampled_from([(), ((0,),), cartesian_tree((2, 2)), cartesian_tree((3, 2, 1)), greedy_tree([[0.5, 0.4]] * 4, 9)])
+    st.sampled_from(
+        [
+            (),
+            ((0,),),
+            cartesian_tree((2, 2)),
+            cartesian_tree((3, 2, 1)),
+            greedy_tree([[0.5, 0.4]] * 4, 9),
+        ]
+    )
     | random_trees(),
     st.sampled_from([0.3, 1.0, 4.0]),
 )
@@ -34,7 +42,9 @@ def test_greedy_keeps_what_the_target_would_have_written(situation):
     row, next_token = greedy_acceptance.accept(logits, tokens, tree)
 
     best = logits.argmax(-1).tolist()
-    row_after = {(parent, token): row for path in candidates(tree, tokens) for row, parent, token in path}
+    row_after = {
+        (parent, token): row for path in candidates(tree, tokens) for row, parent, token in path
+    }
     expected = 0
     while (expected, best[expected]) in row_after:
         expected = row_after[expected, best[expected]]
@@ -56,8 +66,13 @@ def test_typical_is_the_papers_formula_over_every_candidate(situation):
     assert (accepted.row, accepted.next_token) == (row, logits[row].argmax())
 
     noise = gumbel((tree.max_depth + 1, VOCAB), seed)
-    sampled = TypicalAcceptance(temperature, EPS, DELTA, samples=True).accept(logits, tokens, tree, noise)
-    assert (sampled.row, sampled.next_token) == (row, (logits[row] / temperature + noise[tree.depth[row]]).argmax())
+    sampled = TypicalAcceptance(temperature, EPS, DELTA, samples=True).accept(
+        logits, tokens, tree, noise
+    )
+    assert (sampled.row, sampled.next_token) == (
+        row,
+        (logits[row] / temperature + noise[tree.depth[row]]).argmax(),
+    )
 
 
 def longest_candidate(tree, logits, tokens, temperature, passes) -> int:
@@ -111,7 +126,9 @@ def test_token_id_zero_is_a_token_like_any_other(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rows_past_a_short_path_are_never_accepted(rule):
-    """The reference pads short candidates with token 0 and accepts the padding when the target says 0."""
+    """The reference pads short candidates with token 0 and accepts the padding when the target says
+    0.
+    """
     tree = Tree([(0,), (1,), (1, 0), (1, 0, 0)])
     tokens = torch.tensor([4, 1, 2, 3, 3])
     logits = torch.full((5, VOCAB), -20.0)
@@ -153,7 +170,10 @@ def test_without_a_tree_a_rule_chooses_as_it_does_at_a_root_without_children(rul
     logits, noise = torch.randn(200, VOCAB) * 2, gumbel((200, VOCAB), 2)
     chosen = rule.choose(logits, noise if rule.samples else None)
     at_root = rule.accept(
-        logits[:, None], torch.zeros(200, 1, dtype=torch.int64), Tree(()), noise[:, None] if rule.samples else None
+        logits[:, None],
+        torch.zeros(200, 1, dtype=torch.int64),
+        Tree(()),
+        noise[:, None] if rule.samples else None,
     )
     assert at_root.row.eq(0).all() and at_root.next_token.equal(chosen)
     assert chosen.ne(logits.argmax(-1)).any() == rule.samples
@@ -167,12 +187,18 @@ def test_likelier_of_two_equally_long_candidates_wins():
 
 def test_temperature_zero_is_greedy_acceptance():
     for name in ("typical", "rejection"):
-        assert acceptance_rule(name, 0.0, top_p=0.9) is acceptance_rule("greedy", 0.7) is greedy_acceptance
+        assert (
+            acceptance_rule(name, 0.0, top_p=0.9)
+            is acceptance_rule("greedy", 0.7)
+            is greedy_acceptance
+        )
 
 
 def test_a_rule_is_made_by_its_name():
     assert acceptance_rule("typical", 0.7, 0.1, 0.2) == TypicalAcceptance(0.7, 0.1, 0.2)
-    assert acceptance_rule("typical", 0.7, first_token="sampled") == TypicalAcceptance(0.7, 0.09, 0.3, samples=True)
+    assert acceptance_rule("typical", 0.7, first_token="sampled") == TypicalAcceptance(
+        0.7, 0.09, 0.3, samples=True
+    )
     assert acceptance_rule("rejection", 0.7, top_p=0.9) == RejectionSampling(0.7, 0.9)
     assert acceptance_rule("rejection", 0.7) == RejectionSampling(0.7, 1.0)
 
@@ -190,5 +216,9 @@ def test_top_p_is_a_probability(top_p):
 
 
 def test_impossible_tokens_do_not_turn_the_entropy_into_nan():
-    tree, logits, tokens = Tree([(0,)]), torch.tensor([[0.0, 0.0, -torch.inf], [5.0, 0.0, -torch.inf]]), [2, 1]
+    tree, logits, tokens = (
+        Tree([(0,)]),
+        torch.tensor([[0.0, 0.0, -torch.inf], [5.0, 0.0, -torch.inf]]),
+        [2, 1],
+    )
     assert int(TypicalAcceptance(1.0).accept(logits, torch.tensor(tokens), tree).row) == 1

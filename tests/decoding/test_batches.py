@@ -1,4 +1,6 @@
-"""A batch writes what each of its texts is alone, in float64, where rounding cannot tell them apart."""
+"""A batch writes what each of its texts is alone, in float64, where rounding cannot tell them
+apart.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_every_text_of_a_batch_is_what_transformers_writes(family, pair, continu
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("tree", [(), SPARSE, cartesian_tree((3, 2))], ids=["plain", "sparse", "cartesian"])
+@pytest.mark.parametrize(
+    "tree", [(), SPARSE, cartesian_tree((3, 2))], ids=["plain", "sparse", "cartesian"]
+)
 def test_every_rule_judges_a_batch_as_it_judges_each_text(rule, tree, pair):
     model, heads = pair("mistral-window")
     decoder = Decoder(model, heads, tree, eos_token_ids=())
@@ -53,10 +57,13 @@ def test_a_text_that_has_ended_leaves_the_batch(pair, continuation):
     )
     decoded = Decoder(model, heads, SPARSE, eos_token_ids=ends).generate_batch(PROMPTS, 24)
     hook.remove()
-    assert [one.token_ids for one in decoded] == [continuation(model, prompt, 24, ends) for prompt in PROMPTS]
+    assert [one.token_ids for one in decoded] == [
+        continuation(model, prompt, 24, ends) for prompt in PROMPTS
+    ]
     steps = batches[len(PROMPTS) :]
     assert steps == [
-        sum(one.num_steps > step for one in decoded) for step in range(max(one.num_steps for one in decoded))
+        sum(one.num_steps > step for one in decoded)
+        for step in range(max(one.num_steps for one in decoded))
     ]
     assert len(set(steps)) > 2
 
@@ -66,7 +73,9 @@ def test_texts_end_at_the_context_each_for_itself(pair):
     prompts = [PROMPT * 11, PROMPT * 5, [2] * (CONTEXT - 1)]
     decoder = Decoder(model, heads, SPARSE, eos_token_ids=())
     together = decoder.generate_batch(prompts, 30)
-    assert [one.token_ids for one in together] == [decoder.generate(prompt, 30).token_ids for prompt in prompts]
+    assert [one.token_ids for one in together] == [
+        decoder.generate(prompt, 30).token_ids for prompt in prompts
+    ]
     assert [len(one.token_ids) for one in together] == [8, 30, 1]
 
 

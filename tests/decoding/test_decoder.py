@@ -12,7 +12,14 @@ from pipeline.decoding.tree import cartesian_tree, check_choices
 from pipeline.errors import ConfigError
 from pipeline.heads.medusa import MedusaHeads, MedusaShape
 
-FAMILIES = ["llama", "llama-eager", "mistral-window", "qwen2", "qwen3-head-dim", "gemma2-both-windows"]
+FAMILIES = [
+    "llama",
+    "llama-eager",
+    "mistral-window",
+    "qwen2",
+    "qwen3-head-dim",
+    "gemma2-both-windows",
+]
 FAMILIES += ["qwen2-tied-mixed-windows", "cohere-scaled", "gpt2-positions"]
 CHAIN = ((0,), (0, 0), (0, 0, 0))
 SPARSE = ((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0), (1, 0, 1))
@@ -26,14 +33,18 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 def with_a_wrong_best_guess(heads: MedusaHeads, text: list[int]) -> MedusaHeads:
-    """Makes a token that the text lacks every head's best guess, so that the accepted rows are never the first."""
+    """Makes a token that the text lacks every head's best guess, so that the accepted rows are
+    never the first.
+    """
     wrong = next(token for token in range(heads.shape.vocab_size) if token not in text)
     heads.lm_head.data[:, wrong] = 4 * heads.lm_head.data.sum(1)  # one-hot logits sum to about 1
     return heads
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tree_decoding_writes_what_transformers_writes(family, target_of, continuation, fitted_heads):
+def test_greedy_tree_decoding_writes_what_transformers_writes(
+    family, target_of, continuation, fitted_heads
+):
     model = target_of(family)
     expected = continuation(model, PROMPT, 40)
     heads = fitted_heads(model, PROMPT + expected, 3, known=0.7)
@@ -57,7 +68,9 @@ def test_no_tree_and_no_heads_change_the_text(name, known, target_of, continuati
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma2-both-windows"])
-def test_cache_after_compaction_is_that_of_the_accepted_tokens_alone(family, target_of, continuation, fitted_heads):
+def test_cache_after_compaction_is_that_of_the_accepted_tokens_alone(
+    family, target_of, continuation, fitted_heads
+):
     model = target_of(family)
     text = continuation(model, PROMPT, 40)
     heads = with_a_wrong_best_guess(fitted_heads(model, PROMPT + text, 3), text)
@@ -73,8 +86,12 @@ def test_cache_after_compaction_is_that_of_the_accepted_tokens_alone(family, tar
         with torch.no_grad():
             model(input_ids=torch.tensor([ids[:-1]]), past_key_values=plain)
         for layer, expected in zip(cache.layers, plain.layers, strict=True):
-            torch.testing.assert_close(layer.keys[:, :, : cache.length], expected.keys, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(layer.values[:, :, : cache.length], expected.values, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(
+                layer.keys[:, :, : cache.length], expected.keys, atol=1e-5, rtol=1e-5
+            )
+            torch.testing.assert_close(
+                layer.values[:, :, : cache.length], expected.values, atol=1e-5, rtol=1e-5
+            )
         break
 
 
@@ -82,7 +99,9 @@ def test_paths_that_do_not_lie_in_order_are_moved(target_of, continuation, fitte
     model = target_of("llama")
     expected = continuation(model, PROMPT, 40)
     heads = with_a_wrong_best_guess(fitted_heads(model, PROMPT + expected, 3), expected)
-    decoded = Decoder(model, heads, cartesian_tree((2, 2, 2)), eos_token_ids=()).generate(PROMPT, 40)
+    decoded = Decoder(model, heads, cartesian_tree((2, 2, 2)), eos_token_ids=()).generate(
+        PROMPT, 40
+    )
     assert decoded.token_ids == expected
     assert decoded.accepted == [4] * 9 + [3]
 
@@ -101,15 +120,23 @@ def test_target_runs_once_per_step_and_once_for_the_prompt(target_of, continuati
 
 
 @pytest.mark.parametrize("position", [1, 4, 5, 6, 11])
-def test_an_end_token_inside_an_accepted_path_ends_the_text_there(position, target_of, continuation, fitted_heads):
+def test_an_end_token_inside_an_accepted_path_ends_the_text_there(
+    position, target_of, continuation, fitted_heads
+):
     model = target_of("qwen3-head-dim")
     text = continuation(model, PROMPT, 40)[:24]
     heads = fitted_heads(model, PROMPT + text, 3)
     ends = [text[position], 23]
     decoded = Decoder(model, heads, CHAIN, eos_token_ids=ends).generate(PROMPT, 24)
-    assert decoded.token_ids == continuation(model, PROMPT, 24, ends) == text[: text.index(text[position]) + 1]
+    assert (
+        decoded.token_ids
+        == continuation(model, PROMPT, 24, ends)
+        == text[: text.index(text[position]) + 1]
+    )
     assert decoded.finished == "stop"
-    assert plain_decoder(model, eos_token_ids=ends).generate(PROMPT, 24).token_ids == decoded.token_ids
+    assert (
+        plain_decoder(model, eos_token_ids=ends).generate(PROMPT, 24).token_ids == decoded.token_ids
+    )
     assert sum(decoded.accepted) == len(decoded.token_ids) - 1
 
 
@@ -134,7 +161,9 @@ def test_an_end_token_behind_the_length_cut_does_not_count(target_of, continuati
             assert (decoded.token_ids, decoded.finished) == (text[:num_tokens], "length")
 
 
-def test_text_ends_with_the_context_even_where_positions_are_a_table(target_of, continuation, fitted_heads):
+def test_text_ends_with_the_context_even_where_positions_are_a_table(
+    target_of, continuation, fitted_heads
+):
     model = target_of("gpt2-positions")
     prompt = [token % 24 for token in range(86)]
     text = continuation(model, prompt, 10)
@@ -152,10 +181,17 @@ def test_a_prompt_without_room_is_refused(prompt, target_of):
 def test_a_decoder_forgets_the_last_prompt(target_of, continuation, fitted_heads):
     model = target_of("mistral-window")
     heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40)[:20], 3)
-    decoder, plain = Decoder(model, heads, SPARSE, eos_token_ids=()), plain_decoder(model, eos_token_ids=())
+    decoder, plain = (
+        Decoder(model, heads, SPARSE, eos_token_ids=()),
+        plain_decoder(model, eos_token_ids=()),
+    )
     for prompt in (PROMPT, [2], [5, 6] * 20, PROMPT[::-1], PROMPT):
         expected = continuation(model, prompt, 12)
-        assert decoder.generate(prompt, 12).token_ids == plain.generate(prompt, 12).token_ids == expected
+        assert (
+            decoder.generate(prompt, 12).token_ids
+            == plain.generate(prompt, 12).token_ids
+            == expected
+        )
 
 
 def test_cache_grows_for_a_longer_sequence(target_of, continuation, monkeypatch):
@@ -167,24 +203,34 @@ def test_cache_grows_for_a_longer_sequence(target_of, continuation, monkeypatch)
     assert plain._cache.num_slots == len(PROMPT) * 3 + 12 + 1
 
 
-def test_acceleration_rate_is_pooled_over_sequences_without_the_prefills_token(target_of, continuation, fitted_heads):
+def test_acceleration_rate_is_pooled_over_sequences_without_the_prefills_token(
+    target_of, continuation, fitted_heads
+):
     model = target_of("llama")
     heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3)
     decoder = Decoder(model, heads, CHAIN, eos_token_ids=())
-    decoded = [decoder.generate(PROMPT, 21), decoder.generate([5, 6], 8), decoder.generate(PROMPT, 1)]
+    decoded = [
+        decoder.generate(PROMPT, 21),
+        decoder.generate([5, 6], 8),
+        decoder.generate(PROMPT, 1),
+    ]
     steps = sum(one.num_steps for one in decoded)
     assert acceleration_rate(decoded) == pytest.approx((20 + 7 + 0) / steps)
     assert acceleration_rate([plain_decoder(model, eos_token_ids=()).generate(PROMPT, 9)]) == 1.0
     assert math.isnan(acceleration_rate(decoded[2:]))
 
 
-def written_by_the_papers_words(model, heads, choices, prompt, num_tokens, temperature, eps, delta) -> list[int]:
+def written_by_the_papers_words(
+    model, heads, choices, prompt, num_tokens, temperature, eps, delta
+) -> list[int]:
     """Typical acceptance without a cache, a mask or a tree: one full forward per candidate."""
 
     @torch.no_grad()
     def read(ids):
         seen = []
-        hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        hook = model.get_output_embeddings().register_forward_pre_hook(
+            lambda _, inputs: seen.append(inputs[0])
+        )
         logits = model(input_ids=torch.tensor([ids])).logits[0]
         hook.remove()
         return seen[0][0], logits
@@ -213,14 +259,20 @@ def written_by_the_papers_words(model, heads, choices, prompt, num_tokens, tempe
 
 
 @pytest.mark.parametrize("temperature", [0.1, 4.0])
-def test_typical_decoding_follows_the_paper_step_by_step(temperature, target_of, continuation, fitted_heads):
+def test_typical_decoding_follows_the_paper_step_by_step(
+    temperature, target_of, continuation, fitted_heads
+):
     model = target_of("qwen2")
     heads = fitted_heads(model, PROMPT + continuation(model, PROMPT, 40), 3, known=0.1)
     choices = (*cartesian_tree((6, 3)), (0, 0, 0), (1, 0, 0))
-    expected = written_by_the_papers_words(model, heads, choices, PROMPT, 10, temperature, 0.09, 0.3)
+    expected = written_by_the_papers_words(
+        model, heads, choices, PROMPT, 10, temperature, 0.09, 0.3
+    )
     decoder = Decoder(model, heads, choices, eos_token_ids=())
     assert decoder.generate(PROMPT, 10, TypicalAcceptance(temperature)).token_ids == expected
-    assert decoder.generate(PROMPT, 10).token_ids != expected, "the case must see more accepted than greedily"
+    assert decoder.generate(PROMPT, 10).token_ids != expected, (
+        "the case must see more accepted than greedily"
+    )
 
 
 def test_heads_of_another_vocabulary_or_size_are_refused(target_of):

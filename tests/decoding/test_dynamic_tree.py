@@ -1,4 +1,6 @@
-"""Trees that grow in every step: against growing them one node after another, and against plain decoding."""
+"""Trees that grow in every step: against growing them one node after another, and against plain
+decoding.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,20 @@ from tests.heads.test_recurrent import SIZE, VOCAB, random_cell
 
 SHAPES = st.tuples(st.integers(1, 4), st.integers(1, 4)).flatmap(
     lambda sizes: st.builds(
-        DynamicTree, st.integers(1, sizes[1] + (sizes[0] - 1) * sizes[1] ** 2), st.just(sizes[0]), st.just(sizes[1])
+        DynamicTree,
+        st.integers(1, sizes[1] + (sizes[0] - 1) * sizes[1] ** 2),
+        st.just(sizes[0]),
+        st.just(sizes[1]),
     )
 )
 
 
 @torch.no_grad()
-def grown_by_hand(tree: DynamicTree, heads, hidden_D: torch.Tensor, token: int) -> dict[tuple[int, ...], float]:
-    """The chosen nodes as the tokens on their paths, each with its score; no guess is held less probable than e^-100.
+def grown_by_hand(
+    tree: DynamicTree, heads, hidden_D: torch.Tensor, token: int
+) -> dict[tuple[int, ...], float]:
+    """The chosen nodes as the tokens on their paths, each with its score; no guess is held less
+    probable than e^-100.
 
     Examples with two nodes as probable as each other, by what fp32 can tell, are passed over.
     """
@@ -46,7 +54,12 @@ def grown_by_hand(tree: DynamicTree, heads, hidden_D: torch.Tensor, token: int) 
             log_p = logits[0, 0].log_softmax(0)
             for guess in log_p.argsort(descending=True)[: tree.top].tolist():
                 children.append(
-                    ((*path, guess), score + max(float(log_p[guess]), -100.0) - PREFER_PARENT, state[0, 0], guess)
+                    (
+                        (*path, guess),
+                        score + max(float(log_p[guess]), -100.0) - PREFER_PARENT,
+                        state[0, 0],
+                        guess,
+                    )
                 )
         proposed |= {path: score for path, score, *_ in children}
         level = heapq.nlargest(tree.top, children, key=lambda child: child[1])
@@ -57,7 +70,11 @@ def grown_by_hand(tree: DynamicTree, heads, hidden_D: torch.Tensor, token: int) 
 @given(SHAPES, st.integers(0, 99))
 @settings(max_examples=50, deadline=None)
 def test_the_most_probable_nodes_are_chosen_and_form_a_tree(tree: DynamicTree, seed: int):
-    heads, hidden, tokens = random_cell(seed), torch.randn(2, SIZE, dtype=torch.float64), torch.tensor([4, 9])
+    heads, hidden, tokens = (
+        random_cell(seed),
+        torch.randn(2, SIZE, dtype=torch.float64),
+        torch.tensor([4, 9]),
+    )
     grown, tokens_BN = tree.grow(heads, hidden, tokens)
     for text, token in enumerate(tokens.tolist()):
         expected = grown_by_hand(tree, heads, hidden[text], token)
@@ -65,14 +82,30 @@ def test_the_most_probable_nodes_are_chosen_and_form_a_tree(tree: DynamicTree, s
         for row in range(tree.num_nodes + 1):
             depth = int(grown.depth[text, row])
             rows = grown.retrieve_indices[text, row, : depth + 1].tolist()
-            assert rows[0] == 0 and rows[-1] == row and not grown.retrieve_indices[text, row, depth + 1 :].any()
-            assert all(int(grown.parent[text, below]) == above for above, below in itertools.pairwise(rows))
-            seen = [other for other in range(tree.num_nodes + 1) if grown.ancestors[text, row, other]]
+            assert (
+                rows[0] == 0
+                and rows[-1] == row
+                and not grown.retrieve_indices[text, row, depth + 1 :].any()
+            )
+            assert all(
+                int(grown.parent[text, below]) == above for above, below in itertools.pairwise(rows)
+            )
+            seen = [
+                other for other in range(tree.num_nodes + 1) if grown.ancestors[text, row, other]
+            ]
             assert seen == sorted(rows)
-            elsewhere = [other for other in range(tree.num_nodes + 1) if not grown.elsewhere[text, row, other]]
+            elsewhere = [
+                other
+                for other in range(tree.num_nodes + 1)
+                if not grown.elsewhere[text, row, other]
+            ]
             assert elsewhere == sorted(rows[1:])
             paths.append(tuple(tokens_BN[text, rows[1:]].tolist()))
-        assert tokens_BN[text, 0] == token and set(paths[1:]) == expected.keys() and len(set(paths)) == len(paths)
+        assert (
+            tokens_BN[text, 0] == token
+            and set(paths[1:]) == expected.keys()
+            and len(set(paths)) == len(paths)
+        )
 
 
 @pytest.mark.parametrize(
@@ -87,26 +120,38 @@ def test_the_most_probable_nodes_are_chosen_and_form_a_tree(tree: DynamicTree, s
 @given(st.lists(random_trees(), min_size=2, max_size=2), st.integers(0, 99))
 @settings(max_examples=25, deadline=None)
 def test_rules_accept_of_one_tree_per_text_what_they_accept_of_one_tree(rule, choices, seed):
-    """Two texts with trees of their own; the smaller one is filled up with nodes whose token is impossible."""
+    """Two texts with trees of their own; the smaller one is filled up with nodes whose token is
+    impossible.
+    """
     steps = [random_step(seed + text, each) for text, each in enumerate(choices)]
     steps = [(tree, with_impossible_token(logits), tokens) for tree, logits, tokens in steps]
-    num_rows, deepest = max(len(tokens) for *_, tokens in steps), max(tree.max_depth for tree, *_ in steps)
+    num_rows, deepest = (
+        max(len(tokens) for *_, tokens in steps),
+        max(tree.max_depth for tree, *_ in steps),
+    )
     filled = [filled_up(*step, num_rows) for step in steps]
-    parent, depth, ancestors, logits, tokens = (torch.stack(column) for column in zip(*filled, strict=True))
+    parent, depth, ancestors, logits, tokens = (
+        torch.stack(column) for column in zip(*filled, strict=True)
+    )
     elsewhere = ~ancestors | (depth == 0)[:, None]
     grown = GrownTree(parent, depth, ancestors, elsewhere, parent[..., None], deepest)
     noise = gumbel((2, deepest + 1, logits.shape[-1]), seed)
     together = rule.accept(logits, tokens, grown, noise)
     for text, (tree, logits_NV, tokens_N) in enumerate(steps):
         alone = rule.accept(logits_NV, tokens_N, tree, noise[text])
-        assert (int(together.row[text]), int(together.next_token[text])) == (int(alone.row), int(alone.next_token))
+        assert (int(together.row[text]), int(together.next_token[text])) == (
+            int(alone.row),
+            int(alone.next_token),
+        )
 
 
 def with_impossible_token(logits: torch.Tensor) -> torch.Tensor:
     return torch.cat((logits, torch.full_like(logits[:, :1], -1e9)), 1)
 
 
-def filled_up(tree: Tree, logits: torch.Tensor, tokens: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
+def filled_up(
+    tree: Tree, logits: torch.Tensor, tokens: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, ...]:
     """A step with more children of the root, which no rule accepts."""
     more, num_tokens = num_rows - len(tokens), logits.shape[1]
     ancestors = torch.eye(num_rows, dtype=torch.bool)
@@ -127,7 +172,9 @@ def filled_up(tree: Tree, logits: torch.Tensor, tokens: torch.Tensor, num_rows: 
 def test_masks_of_grown_trees_are_those_of_the_same_trees_known_before(window, choices, lengths):
     tree, where = Tree(choices), (torch.float64, torch.device("cpu"))
     columns = tree.parent, tree.depth, tree.ancestors, tree.elsewhere, tree.retrieve_indices
-    grown = GrownTree(*(column.expand(len(lengths), *column.shape) for column in columns), tree.max_depth)
+    grown = GrownTree(
+        *(column.expand(len(lengths), *column.shape) for column in columns), tree.max_depth
+    )
     expected = TreeMasks(tree, {"any": window}, 12, *where).after(lengths)
     assert torch.equal(GrownMasks({"any": window}, torch.float64).after(lengths, grown), expected)
 
@@ -170,17 +217,29 @@ def test_sampled_text_is_what_plain_sampling_draws(pair):
 
 @given(SHAPES, st.integers(0, 99), st.data())
 @settings(max_examples=50, deadline=None)
-def test_a_true_token_s_place_is_that_of_its_node_among_all_that_are_proposed(tree: DynamicTree, seed, data):
-    heads, hidden, tokens = random_cell(seed), torch.randn(3, SIZE, dtype=torch.float64), torch.tensor([4, 9, 4])
+def test_a_true_token_s_place_is_that_of_its_node_among_all_that_are_proposed(
+    tree: DynamicTree, seed, data
+):
+    heads, hidden, tokens = (
+        random_cell(seed),
+        torch.randn(3, SIZE, dtype=torch.float64),
+        torch.tensor([4, 9, 4]),
+    )
     widest = tree.resized(10**9)
-    labels, expected = torch.full((widest.max_depth + 1, 3), IGNORED), torch.full((widest.max_depth, 3), NEVER)
+    labels, expected = (
+        torch.full((widest.max_depth + 1, 3), IGNORED),
+        torch.full((widest.max_depth, 3), NEVER),
+    )
     for text, token in enumerate(tokens.tolist()):
         scores = grown_by_hand(widest, heads, hidden[text], token)
         ordered = sorted(scores, key=scores.__getitem__, reverse=True)
         assert len(ordered) == widest.num_proposed
         path = data.draw(st.sampled_from(ordered))
         for depth in range(len(path)):
-            labels[depth, text], expected[depth, text] = path[depth], ordered.index(path[: depth + 1])
+            labels[depth, text], expected[depth, text] = (
+                path[depth],
+                ordered.index(path[: depth + 1]),
+            )
     for chunk_bytes in (1, 1 << 30):
         found = tree.places(heads, hidden, tokens, labels, chunk_bytes=chunk_bytes)
         assert found.dtype == torch.int16 and found.tolist() == expected.tolist()
@@ -218,10 +277,14 @@ def test_the_walk_by_places_takes_the_very_steps_of_the_decoder_whatever_the_tre
     for prompt, text in zip(prompts, texts, strict=True):
         with torch.no_grad():
             hidden_TD = model.base_model(torch.tensor([prompt + text])).last_hidden_state[0]
-        labels = [[text[t + 1 + k] if t + 1 + k < 40 else IGNORED for t in range(39)] for k in range(3)]
+        labels = [
+            [text[t + 1 + k] if t + 1 + k < 40 else IGNORED for t in range(39)] for k in range(3)
+        ]
         roots = hidden_TD[len(prompt) - 1 :][:39], torch.tensor(text[:39])
         parts.append(DynamicTree(1, 3, 4).places(heads, *roots, torch.tensor(labels)).numpy())
-    places = HeldOutPlaces(np.concatenate(parts, axis=1), np.array([0, 39, 78]), np.arange(3), np.zeros(3, bool))
+    places = HeldOutPlaces(
+        np.concatenate(parts, axis=1), np.array([0, 39, 78]), np.arange(3), np.zeros(3, bool)
+    )
     rates = []
     for num_nodes in (1, 3, 9, 36):
         decoder = Decoder(model, heads, DynamicTree(num_nodes, 3, 4), eos_token_ids=())
@@ -230,7 +293,9 @@ def test_the_walk_by_places_takes_the_very_steps_of_the_decoder_whatever_the_tre
         walked = places.walk(num_nodes)
         assert (walked.kept_S + 1).tolist() == [kept for one in decoded for kept in one.accepted]
         rates.append(walked.acceleration_rate)
-    assert rates == sorted(rates) and rates[-1] > rates[0] > 1.1, "the case must see guesses accepted"
+    assert rates == sorted(rates) and rates[-1] > rates[0] > 1.1, (
+        "the case must see guesses accepted"
+    )
 
 
 def test_a_tree_that_the_heads_cannot_fill_is_refused():

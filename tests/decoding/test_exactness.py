@@ -1,4 +1,6 @@
-"""Over 200 prompts tree decoding and plain decoding write what the target's own `generate` in transformers writes."""
+"""Over 200 prompts tree decoding and plain decoding write what the target's own `generate` in
+transformers writes.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def answers(target_of):
         for length in LENGTHS:
             prompts = torch.randint(VOCAB, (PROMPTS_PER_LENGTH, length), generator=generator)
             model.generation_config.eos_token_id = None
-            settings = {"do_sample": False, "max_new_tokens": NUM_TOKENS, "attention_mask": torch.ones_like(prompts)}
+            settings = {
+                "do_sample": False,
+                "max_new_tokens": NUM_TOKENS,
+                "attention_mask": torch.ones_like(prompts),
+            }
             written = model.generate(prompts, **settings)[:, length:]
             found += zip(prompts.tolist(), written.tolist(), strict=True)
         return found
@@ -47,11 +53,15 @@ def test_fifty_prompts_are_answered_token_for_token(family, target_of, fitted_he
     plain, kept = plain_decoder(model, eos_token_ids=()), Counter()
     for number, (prompt, expected) in enumerate(answers(family)):
         heads = fitted_heads(model, prompt + expected, 3, known=0.7)
-        decoded = Decoder(model, heads, TREES[number % 3], eos_token_ids=()).generate(prompt, NUM_TOKENS)
+        decoded = Decoder(model, heads, TREES[number % 3], eos_token_ids=()).generate(
+            prompt, NUM_TOKENS
+        )
         assert decoded.token_ids == expected, prompt
         assert plain.generate(prompt, NUM_TOKENS).token_ids == expected, prompt
         kept.update(decoded.accepted)
-    assert min(kept[length] for length in (1, 2, 3, 4)) >= 5, "the prompts must see paths of every length"
+    assert min(kept[length] for length in (1, 2, 3, 4)) >= 5, (
+        "the prompts must see paths of every length"
+    )
 
 
 @pytest.mark.slow
@@ -62,9 +72,18 @@ def test_in_float32_answers_differ_at_ties_alone(family, target_of, fitted_heads
     plain = plain_decoder(model, eos_token_ids=())
     for number, (prompt, expected) in enumerate(answers(family)):
         heads = fitted_heads(exact, prompt + expected, 3, known=0.7).float()
-        decoded = Decoder(model, heads, TREES[number % 3], eos_token_ids=()).generate(prompt, NUM_TOKENS)
+        decoded = Decoder(model, heads, TREES[number % 3], eos_token_ids=()).generate(
+            prompt, NUM_TOKENS
+        )
         for text in (decoded.token_ids, plain.generate(prompt, NUM_TOKENS).token_ids):
-            same = next((i for i, pair in enumerate(zip(text, expected, strict=True)) if len(set(pair)) > 1), None)
+            same = next(
+                (
+                    i
+                    for i, pair in enumerate(zip(text, expected, strict=True))
+                    if len(set(pair)) > 1
+                ),
+                None,
+            )
             if same is not None:
                 with torch.no_grad():
                     logits = exact(input_ids=torch.tensor([prompt + expected[:same]])).logits[0, -1]

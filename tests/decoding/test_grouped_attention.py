@@ -1,4 +1,6 @@
-"""Grouped queries under a mask: what transformers computes with keys and values expanded, without expanding them."""
+"""Grouped queries under a mask: what transformers computes with keys and values expanded, without
+expanding them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def test_it_is_the_attention_of_expanded_keys(batch, rows, num_groups):
     draw = lambda *sizes: torch.randn(*sizes, generator=generator, dtype=torch.float64)  # noqa: E731
     query = draw(batch, rows, 2 * num_groups, 8).transpose(1, 2)  # as a projection leaves it
     key, value = draw(batch, 2, 10, 8), draw(batch, 2, 10, 8)
-    mask = draw(batch, 1, rows, 10).where(draw(batch, 1, rows, 10) > 0, torch.finfo(torch.float64).min)
+    mask = draw(batch, 1, rows, 10).where(
+        draw(batch, 1, rows, 10) > 0, torch.finfo(torch.float64).min
+    )
     module = SimpleNamespace(num_key_value_groups=num_groups, is_causal=True)
     for one in (mask, None):
         expected, _ = sdpa_attention_forward(module, query, key, value, one, scaling=0.3)
@@ -29,5 +33,8 @@ def test_it_is_the_attention_of_expanded_keys(batch, rows, num_groups):
 def test_a_model_s_own_attention_is_back_after_each_forward(target_of):
     model, eager = target_of("llama"), target_of("llama-eager")
     with GroupedRows(model).grouped(), GroupedRows(eager).grouped():
-        assert (model.config._attn_implementation, eager.config._attn_implementation) == (NAME, "eager")
+        assert (model.config._attn_implementation, eager.config._attn_implementation) == (
+            NAME,
+            "eager",
+        )
     assert model.config._attn_implementation == "sdpa"

@@ -52,15 +52,21 @@ def test_what_depths_and_nodes_add_to_a_step_sums_to_the_rate(ranks, num_nodes):
     choices, _ = joint_tree(ranks, num_nodes)
     walked = walk(ranks, choices)
     by_depth, by_node = walked.depth_shares(), walked.node_shares(ranks, choices)
-    assert 1 + sum(by_depth) == pytest.approx(walked.acceleration_rate) == pytest.approx(1 + sum(by_node))
+    assert (
+        1 + sum(by_depth)
+        == pytest.approx(walked.acceleration_rate)
+        == pytest.approx(1 + sum(by_node))
+    )
     for depth, share in enumerate(by_depth, start=1):
         peers = [added for path, added in zip(choices, by_node, strict=True) if len(path) == depth]
         assert sum(peers) == pytest.approx(share)
     assert walked.estimate().rate == pytest.approx(walked.acceleration_rate)
 
 
-def test_a_guess_that_ends_the_text_is_the_step_s_own_token_and_a_node_is_counted_where_it_is_kept():
-    """Six positions, both heads always right: steps of 3, and of 3 of which nothing is cut; then one position less."""
+def test_a_guess_that_ends_the_text_is_the_step_s_own_token_and_a_node_is_counted_where_it_is_kept():  # noqa: E501
+    """Six positions, both heads always right: steps of 3, and of 3 of which nothing is cut; then
+    one position less.
+    """
     ranks = of(np.array([[0, 0, 1, 0, 0, 0], [0, 1, 0, 0, 0, NO_LABEL]], np.uint8), np.array([0]))
     chain = ((0,), (0, 0))
     walked = walk(ranks, chain)
@@ -97,9 +103,15 @@ def test_halves_share_the_conversations_out(ranks):
     spans = [part.tolist() for part in np.split(ranks.ranks_KN, ranks.starts[1:], axis=1)]
     numbers = list(dict.fromkeys(ranks.conversations.tolist()))
     for odd, half in enumerate((one, other)):
-        found = [part.tolist() for part in np.split(half.ranks_KN, half.starts[1:], axis=1)] if len(half) else []
+        found = (
+            [part.tolist() for part in np.split(half.ranks_KN, half.starts[1:], axis=1)]
+            if len(half)
+            else []
+        )
         owners = ranks.conversations.tolist()
-        assert found == [span for span, of in zip(spans, owners, strict=True) if numbers.index(of) % 2 == odd]
+        assert found == [
+            span for span, of in zip(spans, owners, strict=True) if numbers.index(of) % 2 == odd
+        ]
         assert len(half.conversations) == len(half.starts)
 
 
@@ -112,9 +124,13 @@ def test_the_walk_foretells_what_the_decoder_does(target_of, continuation, fitte
     for prompt, text in zip(prompts, texts, strict=True):
         with torch.no_grad():
             hidden_TD = model.base_model(torch.tensor([prompt + text])).last_hidden_state[0]
-        labels = [[text[t + 1 + k] if t + 1 + k < 40 else IGNORED for t in range(39)] for k in range(3)]
+        labels = [
+            [text[t + 1 + k] if t + 1 + k < 40 else IGNORED for t in range(39)] for k in range(3)
+        ]
         next_N, labels_KN = torch.tensor(text[:39]), torch.tensor(labels)
-        parts.append(label_ranks(heads, hidden_TD[len(prompt) - 1 :][:39], next_N, labels_KN, 4).numpy())
+        parts.append(
+            label_ranks(heads, hidden_TD[len(prompt) - 1 :][:39], next_N, labels_KN, 4).numpy()
+        )
     ranks = of(np.concatenate(parts, axis=1), np.array([0, 39, 78]))
     choices, _ = joint_tree(ranks, 10)
     decoder = Decoder(model, heads, choices, eos_token_ids=())

@@ -27,13 +27,19 @@ def test_a_row_sees_its_prefix_and_its_ancestors_within_the_window(choices, num_
         for column in range(mask.shape[-1]):
             other = None if column < num_prefix else paths[column - num_prefix]
             at = column if other is None else num_prefix + len(other)
-            sees = (other is None or path[: len(other)] == other) and (window is None or position - at < window)
+            sees = (other is None or path[: len(other)] == other) and (
+                window is None or position - at < window
+            )
             assert mask[0, 0, row, column] == (0 if sees else torch.finfo(torch.float32).min)
 
 
 def test_models_with_both_kinds_of_layers_get_a_mask_for_each():
     masks = TreeMasks(
-        Tree(TREES[1]), {"full_attention": None, "sliding_attention": 3}, 9, torch.float32, torch.device("cpu")
+        Tree(TREES[1]),
+        {"full_attention": None, "sliding_attention": 3},
+        9,
+        torch.float32,
+        torch.device("cpu"),
     )
     both = masks.after([6])
     assert set(both) == {"full_attention", "sliding_attention"}
@@ -44,12 +50,19 @@ def test_windows_are_read_from_the_configuration():
     assert attention_windows(LlamaConfig()) == {"full_attention": None}
     assert attention_windows(MistralConfig(sliding_window=7)) == {"sliding_attention": 7}
     assert attention_windows(MistralConfig(sliding_window=None)) == {"full_attention": None}
-    assert attention_windows(Qwen2Config(use_sliding_window=False, sliding_window=7)) == {"full_attention": None}
-    assert attention_windows(Gemma2Config(sliding_window=7)) == {"sliding_attention": 7, "full_attention": None}
+    assert attention_windows(Qwen2Config(use_sliding_window=False, sliding_window=7)) == {
+        "full_attention": None
+    }
+    assert attention_windows(Gemma2Config(sliding_window=7)) == {
+        "sliding_attention": 7,
+        "full_attention": None,
+    }
 
 
 @pytest.mark.parametrize("kind", ["linear_attention", "chunked_attention"])
 def test_layers_in_which_a_tree_cannot_be_verified_are_refused(kind: str):
-    config = LlamaConfig(num_hidden_layers=2, layer_types=["full_attention", kind], attention_chunk_size=4)
+    config = LlamaConfig(
+        num_hidden_layers=2, layer_types=["full_attention", kind], attention_chunk_size=4
+    )
     with pytest.raises(ConfigError, match=kind):
         attention_windows(config)

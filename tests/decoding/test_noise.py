@@ -1,4 +1,6 @@
-"""Draws follow the distributions that they claim, one step at a time: chi-square tests against exact laws."""
+"""Draws follow the distributions that they claim, one step at a time: chi-square tests against
+exact laws.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ NUM_SAMPLES, DOUBT = 20_000, 1e-3
 
 
 def law_of_rejection(tree, p, tokens) -> dict[tuple[int, int], float]:
-    """How likely each (row, next token) is when children are tried one after another, as the method is defined."""
+    """How likely each (row, next token) is when children are tried one after another, as the method
+    is defined.
+    """
     law: Counter[tuple[int, int]] = Counter()
 
     def visit(row: int, reached: float) -> None:
@@ -56,7 +60,9 @@ def truncated(logits, temperature: float, top_p: float) -> list[list[float]]:
 
 def outcomes(rule, tree, logits, tokens, seed: int) -> Counter[tuple[int, int]]:
     noise = gumbel((NUM_SAMPLES, tree.max_depth + 1, VOCAB), seed)
-    found = rule.accept(logits.expand(NUM_SAMPLES, -1, -1), tokens.expand(NUM_SAMPLES, -1), tree, noise)
+    found = rule.accept(
+        logits.expand(NUM_SAMPLES, -1, -1), tokens.expand(NUM_SAMPLES, -1), tree, noise
+    )
     return Counter(zip(found.row.tolist(), found.next_token.tolist(), strict=True))
 
 
@@ -75,7 +81,9 @@ def test_rejection_has_the_law_of_trying_the_children_one_after_another(name, te
 
 
 def test_law_of_rejection_gives_each_token_the_targets_own_probability():
-    """The method as it is defined keeps the distribution: the twin above is itself what it should be."""
+    """The method as it is defined keeps the distribution: the twin above is itself what it should
+    be.
+    """
     for name, choices in TREES.items():
         tree, logits, tokens = random_step(11, choices, spread=1.0)
         p = truncated(logits, 1.0, 1.0)
@@ -86,12 +94,16 @@ def test_law_of_rejection_gives_each_token_the_targets_own_probability():
 
 
 class KeepsRejectedChildren(RejectionSampling):
-    """Wrong: after a rejection it draws from the whole distribution, the rejected children included."""
+    """Wrong: after a rejection it draws from the whole distribution, the rejected children
+    included.
+    """
 
     def accept(self, logits_NV, tokens_N, tree, noise_TV=None):
         found = super().accept(logits_NV, tokens_N, tree, noise_TV)
         last_logits_V = logits_NV[torch.arange(NUM_SAMPLES), found.row]
-        return found._replace(next_token=self.choose(last_logits_V, gumbel((NUM_SAMPLES, VOCAB), 9)))
+        return found._replace(
+            next_token=self.choose(last_logits_V, gumbel((NUM_SAMPLES, VOCAB), 9))
+        )
 
 
 class ForgetsTheTemperature(RejectionSampling):
@@ -100,7 +112,8 @@ class ForgetsTheTemperature(RejectionSampling):
 
 
 @pytest.mark.parametrize(
-    "wrong", [KeepsRejectedChildren(1.0), ForgetsTheTemperature(1.0), TypicalAcceptance(1.0, samples=True)]
+    "wrong",
+    [KeepsRejectedChildren(1.0), ForgetsTheTemperature(1.0), TypicalAcceptance(1.0, samples=True)],
 )
 def test_the_test_sees_what_does_not_keep_the_distribution(wrong):
     tree, logits, tokens = random_step(11, TREES["ragged"], spread=1.0)
@@ -109,23 +122,34 @@ def test_the_test_sees_what_does_not_keep_the_distribution(wrong):
 
 
 def test_rejection_draws_the_same_text_whatever_the_tree():
-    """Positions have their noise: with the same logits for equal texts, only the number of tokens per step differs."""
+    """Positions have their noise: with the same logits for equal texts, only the number of tokens
+    per step differs.
+    """
     rule, noise = RejectionSampling(1.0), gumbel((500, 3, VOCAB), 3)
-    logits_by_depth = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    plain = [[int(rule.choose(logits_by_depth[d], noise[s, d])) for d in range(3)] for s in range(500)]
+    logits_by_depth = torch.randn(
+        3, VOCAB, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    plain = [
+        [int(rule.choose(logits_by_depth[d], noise[s, d])) for d in range(3)] for s in range(500)
+    ]
     for choices in TREES.values():
         tree, _, tokens = random_step(2, [path for path in choices if len(path) < 3])
         logits = logits_by_depth[tree.depth]
         for s in range(500):
             row, token = rule.accept(logits, tokens, tree, noise[s])
-            written = [*tokens[tree.retrieve_indices[row, 1 : tree.depth[row] + 1]].tolist(), int(token)]
+            written = [
+                *tokens[tree.retrieve_indices[row, 1 : tree.depth[row] + 1]].tolist(),
+                int(token),
+            ]
             assert written == plain[s][: len(written)]
 
 
 @settings(deadline=None, max_examples=200)
 @given(st.integers(0, 2**31), st.sampled_from([0.01, 0.3, 0.5, 0.9, 0.999]), st.integers(1, 40))
 def test_the_nucleus_is_that_of_transformers(seed, top_p, vocab):
-    logits = 3 * torch.randn(3, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    logits = 3 * torch.randn(
+        3, vocab, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     expected = TopPLogitsWarper(top_p)(None, logits).isfinite()
     assert nucleus(logits, top_p).equal(expected)
 
@@ -136,7 +160,9 @@ def test_of_equally_likely_tokens_the_lower_ids_are_in_the_nucleus():
 
 
 def test_half_precision_logits_are_drawn_in_full_precision():
-    """Divided by 0.7, 64 and 64.5 are 0.714 apart; the nearest numbers of bfloat16 are 0.5 apart."""
+    """Divided by 0.7, 64 and 64.5 are 0.714 apart; the nearest numbers of bfloat16 are 0.5
+    apart.
+    """
     logits, noise = torch.tensor([64.0, 64.5], dtype=torch.bfloat16), torch.tensor([0.6, 0.0])
     assert int(draw(logits, noise, 0.7)) == 1
     assert int(draw(logits, noise + torch.tensor([0.2, 0.0]), 0.7)) == 0
@@ -158,7 +184,10 @@ def test_drawn_tokens_have_the_targets_probabilities():
 
 def test_noise_belongs_to_positions_however_they_are_asked_for():
     logits = torch.zeros(1, 7)
-    one_by_one, in_steps = Noise(torch.Generator().manual_seed(8)), Noise(torch.Generator().manual_seed(8))
+    one_by_one, in_steps = (
+        Noise(torch.Generator().manual_seed(8)),
+        Noise(torch.Generator().manual_seed(8)),
+    )
     expected = []
     for _ in range(9):
         expected.append(one_by_one.ahead(1, logits)[0])

@@ -1,4 +1,6 @@
-"""Sampling with a tree: the target's distribution over whole texts, and the text that plain sampling writes."""
+"""Sampling with a tree: the target's distribution over whole texts, and the text that plain
+sampling writes.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,15 @@ def seeded(seed: int) -> torch.Generator:
 def tiny() -> tuple[LlamaForCausalLM, MedusaHeads]:
     """A target of four tokens, and heads that guess at random."""
     torch.manual_seed(1)
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(**sizes, vocab_size=TINY_VOCAB, max_position_embeddings=16, initializer_range=0.6)
+    sizes = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(
+        **sizes, vocab_size=TINY_VOCAB, max_position_embeddings=16, initializer_range=0.6
+    )
     heads = MedusaHeads(MedusaShape(16, TINY_VOCAB, 2), dtype=torch.float64)
     torch.nn.init.normal_(heads.lm_head)
     return LlamaForCausalLM(config).double().eval(), heads
@@ -39,7 +48,9 @@ def tiny() -> tuple[LlamaForCausalLM, MedusaHeads]:
 
 @torch.no_grad()
 def law_of_texts(model, prompt: list[int], temperature: float) -> dict[tuple[int, ...], float]:
-    """The exact probability of every text: the product of the target's own, each text read whole."""
+    """The exact probability of every text: the product of the target's own, each text read
+    whole.
+    """
     texts = list(product(range(TINY_VOCAB), repeat=NUM_TOKENS))
     ids = torch.tensor([[*prompt, *text] for text in texts])
     logits = model(input_ids=ids).logits[:, len(prompt) - 1 : -1] / temperature
@@ -47,7 +58,9 @@ def law_of_texts(model, prompt: list[int], temperature: float) -> dict[tuple[int
     return dict(zip(texts, chosen.exp().tolist(), strict=True))
 
 
-def p_of_texts(model, heads, rule, temperature: float, num_texts: int) -> tuple[float, Counter[int]]:
+def p_of_texts(
+    model, heads, rule, temperature: float, num_texts: int
+) -> tuple[float, Counter[int]]:
     """The chi-square test over all texts, and how many tokens the steps kept."""
     decoder = Decoder(model, heads, ((0,), (1,), (0, 0), (1, 1)), eos_token_ids=())
     counts, kept = Counter(), Counter()
@@ -77,14 +90,18 @@ def test_typical_acceptance_changes_the_distribution(tiny):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.6, 0.9)])
-def test_rejection_sampling_writes_what_plain_sampling_writes(family, temperature, top_p, target_of, fitted_heads):
+def test_rejection_sampling_writes_what_plain_sampling_writes(
+    family, temperature, top_p, target_of, fitted_heads
+):
     model, rule = target_of(family), RejectionSampling(temperature, top_p)
     plain, kept, texts = plain_decoder(model, eos_token_ids=()), Counter(), set()
     for seed in range(8):
         expected = plain.generate(PROMPT, 24, rule, seeded(seed)).token_ids
         heads = fitted_heads(model, PROMPT + expected, 3, known=0.7)
         for tree in (TREE, cartesian_tree((4, 2))):
-            decoded = Decoder(model, heads, tree, eos_token_ids=()).generate(PROMPT, 24, rule, seeded(seed))
+            decoded = Decoder(model, heads, tree, eos_token_ids=()).generate(
+                PROMPT, 24, rule, seeded(seed)
+            )
             assert decoded.token_ids == expected
             kept.update(decoded.accepted)
         texts.add(tuple(expected))
@@ -109,20 +126,33 @@ def test_the_first_token_is_the_rules_own_choice(name, target_of):
     model = target_of("llama")
     rule = acceptance_rule(name, 1.5, top_p=0.9, first_token="sampled")
     plain = plain_decoder(model, eos_token_ids=())
-    counts = Counter(plain.generate(PROMPT, 1, rule, seeded(seed)).token_ids[0] for seed in range(400))
+    counts = Counter(
+        plain.generate(PROMPT, 1, rule, seeded(seed)).token_ids[0] for seed in range(400)
+    )
     with torch.no_grad():
         p = (model(input_ids=torch.tensor([PROMPT])).logits[0, -1] / 1.5).softmax(-1).tolist()
     if name != "typical":  # within the nucleus alone
         likeliest = sorted(range(len(p)), key=lambda token: -p[token])
-        inside = [token for n, token in enumerate(likeliest) if sum(p[each] for each in likeliest[:n]) < 0.9]
-        p = [each / sum(p[i] for i in inside) if token in inside else 0.0 for token, each in enumerate(p)]
+        inside = [
+            token
+            for n, token in enumerate(likeliest)
+            if sum(p[each] for each in likeliest[:n]) < 0.9
+        ]
+        p = [
+            each / sum(p[i] for i in inside) if token in inside else 0.0
+            for token, each in enumerate(p)
+        ]
     assert chi_square_p([counts[token] for token in range(len(p))], p) > 1e-3
 
 
-def test_typical_with_a_greedy_first_token_needs_no_generator_and_starts_greedily(target_of, continuation):
+def test_typical_with_a_greedy_first_token_needs_no_generator_and_starts_greedily(
+    target_of, continuation
+):
     model = target_of("llama")
     plain = plain_decoder(model, eos_token_ids=())
-    assert plain.generate(PROMPT, 12, TypicalAcceptance(4.0)).token_ids == continuation(model, PROMPT, 12)
+    assert plain.generate(PROMPT, 12, TypicalAcceptance(4.0)).token_ids == continuation(
+        model, PROMPT, 12
+    )
 
 
 def test_a_rule_that_samples_needs_a_generator(target_of):

@@ -1,4 +1,6 @@
-"""Decoding with a recurrent cell, whose guesses depend on one another, or a draft vocabulary: exact like any other."""
+"""Decoding with a recurrent cell, whose guesses depend on one another, or a draft vocabulary: exact
+like any other.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,16 @@ IDS = ["cartesian", "chain beyond training", "dynamic"]
 def trained_cell(model: PreTrainedModel, ids: list[int]) -> RecurrentHeads:
     """A cell of three steps that has learned one text well enough to be right often."""
     seen: list[torch.Tensor] = []
-    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    hook = model.get_output_embeddings().register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0])
+    )
     with torch.no_grad():
         model(input_ids=torch.tensor([ids]))
     hook.remove()
-    lm_head, embedding = model.get_output_embeddings().weight.detach(), model.get_input_embeddings().weight.detach()
+    lm_head, embedding = (
+        model.get_output_embeddings().weight.detach(),
+        model.get_input_embeddings().weight.detach(),
+    )
     torch.manual_seed(0)
     heads = RecurrentHeads.initial(
         RecurrentShape(SIZE, VOCAB, 3, 64), TargetWeights(lambda: lm_head, lambda: embedding)
@@ -40,7 +47,9 @@ def trained_cell(model: PreTrainedModel, ids: list[int]) -> RecurrentHeads:
     labels = torch.full((3, len(following)), IGNORED)
     for step in range(3):
         labels[step, : len(ids) - 2 - step] = torch.tensor(ids[2 + step :])
-    optimizer = torch.optim.Adam([weight for weight in heads.parameters() if weight.requires_grad], lr=1e-2)
+    optimizer = torch.optim.Adam(
+        [weight for weight in heads.parameters() if weight.requires_grad], lr=1e-2
+    )
     for _ in range(60):
         logits = heads.states(hidden, following, labels) @ heads.lm_head.T
         optimizer.zero_grad()
@@ -87,12 +96,16 @@ def test_sampled_text_is_what_plain_sampling_draws(tree, cell_pair):
 def test_a_captured_step_writes_the_same(tree, cell_pair, monkeypatch):
     monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 16)
     model, heads = cell_pair("llama")
-    expected = Decoder(model, heads, tree, eos_token_ids=()).generate_batch([PROMPT, PROMPT[:3]], 30)
+    expected = Decoder(model, heads, tree, eos_token_ids=()).generate_batch(
+        [PROMPT, PROMPT[:3]], 30
+    )
     tape = Tape()
     decoder = Decoder(model, heads, tree, eos_token_ids=(), graph_capture=tape)
     for _ in range(2):
         found = decoder.generate_batch([PROMPT, PROMPT[:3]], 30)
-        assert [(one.token_ids, one.accepted) for one in found] == [(one.token_ids, one.accepted) for one in expected]
+        assert [(one.token_ids, one.accepted) for one in found] == [
+            (one.token_ids, one.accepted) for one in expected
+        ]
     assert tape.replayed > 5
 
 

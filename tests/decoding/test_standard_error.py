@@ -1,4 +1,6 @@
-"""Standard errors are those of the bootstrap, and as large as the rates of other conversations really scatter."""
+"""Standard errors are those of the bootstrap, and as large as the rates of other conversations
+really scatter.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def test_the_standard_error_is_the_bootstrap_s_over_conversations(found):
     estimate = estimated_rate(*zip(*found, strict=True))
     assert estimate.rate == pytest.approx(sum(t for t, _ in found) / sum(s for _, s in found))
     correction = math.sqrt(len(found) / (len(found) - 1))
-    assert estimate.standard_error == pytest.approx(correction * statistics.pstdev(rates), rel=0.25, abs=1e-9)
+    assert estimate.standard_error == pytest.approx(
+        correction * statistics.pstdev(rates), rel=0.25, abs=1e-9
+    )
 
 
 @pytest.mark.parametrize("num_conversations", [12, 100])
@@ -35,7 +39,9 @@ def test_it_is_as_large_as_rates_of_other_conversations_scatter(num_conversation
 
     def sample():
         steps_C = rng.integers(10, 60, num_conversations)
-        ease_C = rng.gamma(4, 0.5, num_conversations)  # conversations differ, their own steps less so
+        ease_C = rng.gamma(
+            4, 0.5, num_conversations
+        )  # conversations differ, their own steps less so
         return steps_C + rng.poisson(ease_C * steps_C), steps_C
 
     samples = [sample() for _ in range(300)]
@@ -46,8 +52,14 @@ def test_it_is_as_large_as_rates_of_other_conversations_scatter(num_conversation
 
 def test_the_same_conversations_give_the_same_error_and_those_without_a_step_count_for_nothing():
     tokens, steps = [30, 12, 45, 20], [10, 9, 11, 8]
-    assert estimated_rate(tokens, steps) == estimated_rate([*tokens, 0], [*steps, 0]) == estimated_rate(tokens, steps)
-    assert estimated_rate([3 * n for n in steps], steps).standard_error == pytest.approx(0, abs=1e-12)
+    assert (
+        estimated_rate(tokens, steps)
+        == estimated_rate([*tokens, 0], [*steps, 0])
+        == estimated_rate(tokens, steps)
+    )
+    assert estimated_rate([3 * n for n in steps], steps).standard_error == pytest.approx(
+        0, abs=1e-12
+    )
 
 
 def test_one_conversation_has_a_rate_and_no_known_error_and_none_has_neither():

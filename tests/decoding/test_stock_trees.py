@@ -12,7 +12,8 @@ from pipeline.config.outcome import StockTree
 from pipeline.decoding.stock_trees import CHILDREN, STOCK_NODES, stock_tree
 from pipeline.decoding.tree import check_choices
 
-# From medusa/model/medusa_choices.py of FasterDecoding/Medusa: nodes by depth, hash of the sorted lists as JSON.
+# From medusa/model/medusa_choices.py of FasterDecoding/Medusa: nodes by depth, hash of the sorted
+# lists as JSON.
 PUBLISHED = {
     "mc-sim-7b-63": ([10, 28, 23, 2], "24a7a53296158e5e"),
     "vicuna-7b-stage2": ([10, 23, 23, 7], "a070fef671c75878"),
@@ -31,7 +32,9 @@ def test_a_named_tree_is_the_published_one(name):
     nodes_by_depth, digest = PUBLISHED[name]
     tree = stock_tree(len(nodes_by_depth), name)
     assert len(tree) == len(check_choices(tree, 4, 10)) == STOCK_NODES
-    assert [sum(len(path) == depth for path in tree) for depth in range(1, len(nodes_by_depth) + 1)] == nodes_by_depth
+    assert [
+        sum(len(path) == depth for path in tree) for depth in range(1, len(nodes_by_depth) + 1)
+    ] == nodes_by_depth
     text = json.dumps(sorted(tree), separators=(",", ":"))
     assert hashlib.sha256(text.encode()).hexdigest()[:16] == digest
 

@@ -33,26 +33,37 @@ def is_tree(paths) -> bool:
 def test_greedy_tree_is_connected_and_within_its_budget_and_depth(accuracy, num_nodes, max_depth):
     choices = greedy_tree(accuracy, num_nodes, max_depth)
     assert len(set(choices)) == len(choices) <= num_nodes
-    assert is_tree(set(choices)) and all(1 <= len(path) <= min(max_depth, len(accuracy)) for path in choices)
+    assert is_tree(set(choices)) and all(
+        1 <= len(path) <= min(max_depth, len(accuracy)) for path in choices
+    )
 
 
 @quick
-@given(st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=2), min_size=2, max_size=3), st.integers(1, 4))
+@given(
+    st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=2), min_size=2, max_size=3),
+    st.integers(1, 4),
+)
 def test_no_tree_of_the_same_size_is_expected_to_be_faster(accuracy, num_nodes):
-    paths = [path for depth in range(1, len(accuracy) + 1) for path in product(range(2), repeat=depth)]
+    paths = [
+        path for depth in range(1, len(accuracy) + 1) for path in product(range(2), repeat=depth)
+    ]
     best = max(
         expected_acceleration_rate(accuracy, chosen)
         for chosen in combinations(paths, min(num_nodes, len(paths)))
         if is_tree(set(chosen))
     )
-    assert expected_acceleration_rate(accuracy, greedy_tree(accuracy, num_nodes)) == pytest.approx(best)
+    assert expected_acceleration_rate(accuracy, greedy_tree(accuracy, num_nodes)) == pytest.approx(
+        best
+    )
 
 
 def test_greedy_tree_of_a_worked_example():
     # Products: (0) .6, (0,0) .30, (1) .2, (0,1) .06, (1,0) .10, (1,1) .02.
     accuracy = [[0.6, 0.2], [0.5, 0.1]]
     assert greedy_tree(accuracy, 4) == ((0,), (0, 0), (1,), (1, 0))
-    assert expected_acceleration_rate(accuracy, greedy_tree(accuracy, 4)) == pytest.approx(1 + 0.6 + 0.3 + 0.2 + 0.1)
+    assert expected_acceleration_rate(accuracy, greedy_tree(accuracy, 4)) == pytest.approx(
+        1 + 0.6 + 0.3 + 0.2 + 0.1
+    )
 
 
 def test_a_better_second_guess_is_taken_before_the_first():
@@ -68,16 +79,25 @@ def test_plain_decoding_is_expected_to_give_one_token_per_step():
 
 
 @quick
-@given(trees.filter(len), st.lists(st.lists(st.floats(0, 1), min_size=4, max_size=4), min_size=4, max_size=4))
+@given(
+    trees.filter(len),
+    st.lists(st.lists(st.floats(0, 1), min_size=4, max_size=4), min_size=4, max_size=4),
+)
 def test_expected_rate_is_the_mean_of_simulated_steps(choices, accuracy):
-    """Enumerates which guess each of independent heads gets right; a step keeps the longest path that holds."""
-    accuracy = [[each / max(1.0, sum(row)) for each in row] for row in accuracy[: max(map(len, choices))]]
+    """Enumerates which guess each of independent heads gets right; a step keeps the longest path
+    that holds.
+    """
+    accuracy = [
+        [each / max(1.0, sum(row)) for each in row] for row in accuracy[: max(map(len, choices))]
+    ]
     total = 0.0
     for outcome in product(range(5), repeat=len(accuracy)):  # 4: no guess is right
         chance = 1.0
         for row, right in zip(accuracy, outcome, strict=True):
             chance *= row[right] if right < 4 else max(0.0, 1 - sum(row))
-        total += chance * (1 + max((len(path) for path in choices if path == outcome[: len(path)]), default=0))
+        total += chance * (
+            1 + max((len(path) for path in choices if path == outcome[: len(path)]), default=0)
+        )
     assert expected_acceleration_rate(accuracy, choices) == pytest.approx(total)
 
 
@@ -138,7 +158,9 @@ def test_tensors_describe_the_paths(choices):
         # Sorted: a moved cache entry never overwrites one that is still to be moved.
         assert sorted(rows) == rows
     guesses = torch.arange(tree.max_depth * tree.top).view(tree.max_depth, tree.top)
-    assert guesses.flatten()[tree.guess].tolist() == [int(guesses[len(path) - 1, path[-1]]) for path in paths[1:]]
+    assert guesses.flatten()[tree.guess].tolist() == [
+        int(guesses[len(path) - 1, path[-1]]) for path in paths[1:]
+    ]
 
 
 def test_the_path_of_best_guesses_lies_in_the_first_rows():
@@ -156,4 +178,6 @@ def test_a_tree_may_be_given_as_json_has_it():
     paths = ((0,), (0, 1), (2,))
     lists = [list(path) for path in paths]
     assert Tree(lists).choices == Tree(paths).choices
-    assert expected_acceleration_rate([[0.5, 0.2, 0.1], [0.3, 0.2]], lists) == pytest.approx(1 + 0.5 + 0.5 * 0.2 + 0.1)
+    assert expected_acceleration_rate([[0.5, 0.2, 0.1], [0.3, 0.2]], lists) == pytest.approx(
+        1 + 0.5 + 0.5 * 0.2 + 0.1
+    )

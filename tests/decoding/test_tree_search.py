@@ -11,14 +11,22 @@ from hypothesis import strategies as st
 
 from pipeline.decoding.held_out import HeldOutRanks, walk
 from pipeline.decoding.tree import greedy_tree
-from pipeline.decoding.tree_search import CrossFit, fastest, joint_tree, rank_accuracies, search_trees
+from pipeline.decoding.tree_search import (
+    CrossFit,
+    fastest,
+    joint_tree,
+    rank_accuracies,
+    search_trees,
+)
 from pipeline.heads.accuracy import MISS
 from tests.decoding.ranks import held_out, of
 
 
 def trees(num_heads: int, top: int, num_nodes: int):
     """Every tree of `num_nodes` nodes."""
-    paths = [p for depth in range(1, num_heads + 1) for p in itertools.product(range(top), repeat=depth)]
+    paths = [
+        p for depth in range(1, num_heads + 1) for p in itertools.product(range(top), repeat=depth)
+    ]
     for chosen in itertools.combinations(paths, num_nodes):
         if all(len(path) == 1 or path[:-1] in chosen for path in chosen):
             yield chosen
@@ -27,7 +35,9 @@ def trees(num_heads: int, top: int, num_nodes: int):
 def path_frequencies(ranks: HeldOutRanks, choices) -> list[float]:
     """The share of all positions at which each path is right."""
     columns = [tuple(column) for column in ranks.ranks_KN.T.tolist()]
-    return [sum(column[: len(path)] == path for column in columns) / len(columns) for path in choices]
+    return [
+        sum(column[: len(path)] == path for column in columns) / len(columns) for path in choices
+    ]
 
 
 @settings(max_examples=25, deadline=None)
@@ -35,12 +45,18 @@ def path_frequencies(ranks: HeldOutRanks, choices) -> list[float]:
 def test_no_tree_of_the_size_is_right_more_often_than_the_joint_one(ranks, num_nodes):
     choices, frequencies = joint_tree(ranks, num_nodes)
     best = max(sum(path_frequencies(ranks, tree)) for tree in trees(2, 2, num_nodes))
-    assert sum(frequencies) == pytest.approx(best) and frequencies == pytest.approx(path_frequencies(ranks, choices))
-    assert choices == joint_tree(ranks, 99)[0][: len(choices)], "a smaller tree is the beginning of a larger one"
+    assert sum(frequencies) == pytest.approx(best) and frequencies == pytest.approx(
+        path_frequencies(ranks, choices)
+    )
+    assert choices == joint_tree(ranks, 99)[0][: len(choices)], (
+        "a smaller tree is the beginning of a larger one"
+    )
 
 
 def test_heads_that_err_together_get_a_deeper_tree_than_the_product_of_their_accuracies_gives():
-    ranks_KN = np.array([[0, 0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 1, 1, 1, 1, MISS, MISS]], np.uint8)
+    ranks_KN = np.array(
+        [[0, 0, 0, 0, 1, 1, 1, 1, 2, 2], [0, 0, 0, 0, 1, 1, 1, 1, MISS, MISS]], np.uint8
+    )
     ranks = of(ranks_KN, np.array([0]))
     assert set(joint_tree(ranks, 4)[0]) == {(0,), (0, 0), (1,), (1, 1)}
     hits_KR, counts_K = ranks.hits(3)
@@ -48,11 +64,17 @@ def test_heads_that_err_together_get_a_deeper_tree_than_the_product_of_their_acc
 
 
 @settings(max_examples=40, deadline=None)
-@given(ranks=held_out(least=2), size=st.integers(1, 9), search=st.sampled_from(["product", "joint"]))
-def test_each_half_is_judged_by_the_other_half_s_tree_and_what_nodes_add_sums_to_the_estimate(ranks, size, search):
+@given(
+    ranks=held_out(least=2), size=st.integers(1, 9), search=st.sampled_from(["product", "joint"])
+)
+def test_each_half_is_judged_by_the_other_half_s_tree_and_what_nodes_add_sums_to_the_estimate(
+    ranks, size, search
+):
     fits = CrossFit(ranks, 9, None, 3)
     choices = fits.whole[search][:size]
-    assert choices == search_trees(ranks, 9, None, 3)[search][:size], "what is used is searched on everything"
+    assert choices == search_trees(ranks, 9, None, 3)[search][:size], (
+        "what is used is searched on everything"
+    )
     depth, kept = max(map(len, choices)), []
     for searched_on, judged_on in (ranks.halves(), ranks.halves()[::-1]):
         tree = search_trees(searched_on, 9, None, 3)[search][:size]
@@ -109,4 +131,6 @@ def test_a_head_that_is_never_right_still_gets_a_tree():
 def test_rank_accuracies_are_shares_of_single_guesses():
     accuracies = rank_accuracies(np.array([[5, 2, 0], [0, 1, 3]]), np.array([10, 8]))
     assert accuracies == [[0.5, pytest.approx(0.2), 0.0], [0.0, 0.125, 0.375]]
-    assert rank_accuracies(np.array([[0, 0]]), np.array([0])) == [[0.0, 0.0]], "a head without labels"
+    assert rank_accuracies(np.array([[0, 0]]), np.array([0])) == [[0.0, 0.0]], (
+        "a head without labels"
+    )

@@ -1,4 +1,6 @@
-"""The demo target is a model like any other: whole on disk or not there, and what its configuration says it is."""
+"""The demo target is a model like any other: whole on disk or not there, and what its configuration
+says it is.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from pipeline.errors import DataError
 pytestmark = pytest.mark.slow
 
 TURNS = [
-    ("What is the capital of Alderhaven?", "Alderhaven is a town, so it has no capital of its own."),
+    (
+        "What is the capital of Alderhaven?",
+        "Alderhaven is a town, so it has no capital of its own.",
+    ),
     ("蒸发是什么意思？", "蒸发是指液体在沸点以下慢慢变成气体。"),
     ("Write a function.", "```python\ndef double(number):\n    return 2 * number\n```"),
     ("Thank you.", "You are welcome. Ask again whenever you like."),
@@ -39,7 +44,11 @@ def trained(tmp_path_factory):
     directory = tmp_path_factory.mktemp("targets") / "demo"
     seen: list[int] = []
     record = demo.train_demo_target(
-        conversations(), directory, seconds=600, steps=12, progress=lambda step, *_: seen.append(step)
+        conversations(),
+        directory,
+        seconds=600,
+        steps=12,
+        progress=lambda step, *_: seen.append(step),
     )
     return directory, record, seen
 
@@ -71,17 +80,25 @@ def test_its_weights_are_safetensors_in_full_precision_and_nothing_is_pickled(mo
 
 def test_every_engine_learns_the_same_end_of_text(model, tokenizer):
     assert tokenizer.eos_token == "</s>"
-    assert model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
+    assert (
+        model.generation_config.eos_token_id == model.config.eos_token_id == tokenizer.eos_token_id
+    )
 
 
 def test_its_template_reads_like_zephyrs(tokenizer):
     messages = [
         {"role": role, "content": text}
-        for role, text in [("system", "Be kind."), ("user", "Hello"), ("assistant", "Hi"), ("user", "Bye")]
+        for role, text in [
+            ("system", "Be kind."),
+            ("user", "Hello"),
+            ("assistant", "Hi"),
+            ("user", "Bye"),
+        ]
     ]
     rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert rendered == (
-        "<|system|>\nBe kind.</s>\n<|user|>\nHello</s>\n<|assistant|>\nHi</s>\n<|user|>\nBye</s>\n<|assistant|>\n"
+    assert (
+        rendered == "<|system|>\nBe"
+        " kind.</s>\n<|user|>\nHello</s>\n<|assistant|>\nHi</s>\n<|user|>\nBye</s>\n<|assistant|>\n"
     )
 
 
@@ -92,7 +109,9 @@ def test_roles_and_the_end_of_a_turn_are_one_token_each(tokenizer):
 
 def test_the_vocabulary_fits_the_model(model, tokenizer):
     assert max(tokenizer.get_vocab().values()) < model.config.vocab_size == len(tokenizer)
-    assert model.lm_head.weight.shape == model.model.embed_tokens.weight.shape == (len(tokenizer), 192)
+    assert (
+        model.lm_head.weight.shape == model.model.embed_tokens.weight.shape == (len(tokenizer), 192)
+    )
 
 
 @settings(max_examples=50, deadline=None)
@@ -111,7 +130,9 @@ def test_the_model_reads_all_of_its_context(model):
 def test_training_learns_and_reports_each_step(trained):
     _, record, seen = trained
     assert seen == list(range(1, 13)) and record["steps"] == 12
-    assert record["final_loss"] < math.log(500)  # an untrained model of this vocabulary of 400-odd tokens is at its log
+    assert record["final_loss"] < math.log(
+        500
+    )  # an untrained model of this vocabulary of 400-odd tokens is at its log
     assert record["tokens"] > 0 and record["precision"] in ("bfloat16", "float32")
 
 
@@ -122,7 +143,9 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_the_global_generator_al
         torch.manual_seed(5)
         demo.train_demo_target(conversations(), tmp_path / name, seconds=600, steps=2, seed=seed)
         assert torch.equal(torch.rand(3), expected)
-    first, again, other = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "again", "other"))
+    first, again, other = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "again", "other")
+    )
     assert first == again != other
 
 
@@ -157,7 +180,10 @@ def test_every_conversation_is_learned_once_a_round_from_its_first_token():
     rows = []
     for ids_BT, labels_BT in demo_training.batches(documents):
         assert torch.equal(labels_BT[labels_BT >= 0], ids_BT[:, 1:][labels_BT[:, :-1] >= 0])
-        rows += [row[: int((labels >= 0).sum()) + 1].tolist() for row, labels in zip(ids_BT, labels_BT, strict=True)]
+        rows += [
+            row[: int((labels >= 0).sum()) + 1].tolist()
+            for row, labels in zip(ids_BT, labels_BT, strict=True)
+        ]
         short = [row for row in rows if len(row) < longest]
         if len(short) == len(documents):
             break

@@ -1,4 +1,6 @@
-"""The pages: links and anchors resolve, what fenced code names exists, pictures are what the script draws."""
+"""The pages: links and anchors resolve, what fenced code names exists, pictures are what the script
+draws.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,16 @@ from pipeline.config import Config
 from pipeline.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
-TRACKED = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+TRACKED = subprocess.run(
+    ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True
+).stdout.split()
 PAGES = sorted(
-    {*TRACKED, "README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))}
+    {
+        *TRACKED,
+        "README.md",
+        "CONTRIBUTING.md",
+        *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    }
 )
 PROSE = [page for page in PAGES if not page.startswith("benchmarks/results")]
 KEYS = re.findall(r"^\| `([^`]+)`", reference(), flags=re.MULTILINE)
@@ -43,14 +52,20 @@ def blocks(page: str, *languages: str) -> list[str]:
 
 
 def commands(page: str) -> list[str]:
-    """The command lines of a page's fenced shell code, comments dropped and continued lines joined."""
+    """The command lines of a page's fenced shell code, comments dropped and continued lines
+    joined.
+    """
     lines = "\n".join(blocks(page, "bash", "sh")).replace("\\\n", " ").splitlines()
     return [line for line in (line.partition("  #")[0].strip() for line in lines) if line]
 
 
 def anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), flags=re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.*)$",
+        re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL),
+        flags=re.MULTILINE,
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -98,28 +113,49 @@ def test_every_command_exists_and_every_file_that_it_runs(page):
 @pytest.mark.parametrize("page", PROSE)
 def test_every_key_that_is_named_exists(page):
     prose = re.sub(r"```.*?```", "", text(page), flags=re.DOTALL)
-    key = re.compile(rf"(?<![\w./-])(?:{'|'.join(Config.model_fields)})(?:\.[a-z_0-9]+)+(?=$|[ =:,])")
+    key = re.compile(
+        rf"(?<![\w./-])(?:{'|'.join(Config.model_fields)})(?:\.[a-z_0-9]+)+(?=$|[ =:,])"
+    )
     for code in re.findall(r"`([^`\n]+)`", prose):
         for name in key.findall(code):
-            is_file = Path(name).suffix in (".py", ".md", ".json", ".jsonl", ".yaml", ".html", ".svg")
-            assert is_file or name in KEYS or any(known.startswith(f"{name}.") for known in KEYS), f"{page}: {name}"
+            is_file = Path(name).suffix in (
+                ".py",
+                ".md",
+                ".json",
+                ".jsonl",
+                ".yaml",
+                ".html",
+                ".svg",
+            )
+            assert is_file or name in KEYS or any(known.startswith(f"{name}.") for known in KEYS), (
+                f"{page}: {name}"
+            )
 
 
 @pytest.mark.parametrize("page", PROSE)
 def test_every_override_in_a_command_is_valid(page, tmp_path):
     for line in commands(page):
         words = [word.strip("'\"") for word in re.findall(r"\"[^\"]*\"|'[^']*'|\S+", line)]
-        config = next((word for word in words if word.startswith("configs/")), "configs/zephyr-7b.yaml")
+        config = next(
+            (word for word in words if word.startswith("configs/")), "configs/zephyr-7b.yaml"
+        )
         overrides = [word for word in words if re.match(r"(?!PIP)[a-z]+\.[a-z_.]+=", word)]
         load_config(ROOT / config, [word.replace("$heads", "4") for word in overrides])
 
 
-def test_every_message_that_is_explained_is_one_of_the_code_s():
-    sources = "".join(path.read_text() for path in (ROOT / "pipeline").rglob("*.py"))
-    table = text("docs/faults-and-resume.md").partition("## What a message means")[2].partition("## ")[0]
-    quoted = [code for row in table.splitlines() for code in re.findall(r"`([^`]+)`", row.partition(" | ")[0])]
+def test_explained_messages_are_those_of_the_code():
+    sources = "\n".join(
+        node.value
+        for path in (ROOT / "pipeline").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    page = text("docs/faults-and-resume.md").partition("## What a message means")[2]
+    rows = page.partition("## ")[0].splitlines()
+    quoted = [code for row in rows for code in re.findall(r"`([^`]+)`", row.partition(" | ")[0])]
     fragments = [part.strip() for code in quoted for part in code.split("…") if part.strip()]
-    assert len(fragments) >= 10 and [part for part in fragments if part not in sources] == []
+    assert len(fragments) >= 10
+    assert [part for part in fragments if part not in sources] == []
 
 
 def test_yaml_blocks_are_configuration():
@@ -143,21 +179,32 @@ def test_every_public_name_is_documented():
 
 def test_pictures_are_what_the_script_draws():
     script = "import runpy; names = runpy.run_path('scripts/draw_images.py'); "
-    script += "print([n for n, draw in names['PICTURES'].items() if (names['IMAGES'] / n).read_text() != draw()])"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    script += (
+        "print([n for n, draw in names['PICTURES'].items() if (names['IMAGES'] / n).read_text() !="
+        " draw()])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.strip() == "[]", "run python scripts/draw_images.py"
 
 
 def test_every_room_is_described():
     page = text("docs/architecture.md")
     rooms = {
-        path.stem for path in (ROOT / "pipeline").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+        path.stem
+        for path in (ROOT / "pipeline").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
     }
-    assert [room for room in sorted(rooms - {"__init__"}) if not re.search(rf"`{room}(/|\.py)`", page)] == []
+    assert [
+        room for room in sorted(rooms - {"__init__"}) if not re.search(rf"`{room}(/|\.py)`", page)
+    ] == []
 
 
 def test_measured_claims_are_those_of_the_results():
-    results = [json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")]
+    results = [
+        json.loads(path.read_text()) for path in (ROOT / "benchmarks" / "results").glob("*.json")
+    ]
     measured = {claim["measured"] for result in results for claim in result["claims"]}
     written = {f"{value:.{digits}f}" for value in measured for digits in (0, 1, 2)}
     rows = text("docs/benchmarks.md").partition("## ")[0].splitlines()
@@ -167,9 +214,27 @@ def test_measured_claims_are_those_of_the_results():
 
 
 def test_nothing_cites_a_document_that_is_not_here():
-    kept = ["pipeline", "tests", "benchmarks", "docs", "flows", "configs", "examples", "README.md", "CONTRIBUTING.md"]
-    files = [path for name in kept for path in ((ROOT / name).rglob("*") if (ROOT / name).is_dir() else [ROOT / name])]
-    cited = [path for path in files if path.suffix in (".py", ".md", ".yaml") and "DESIGN" in path.read_text()]
+    kept = [
+        "pipeline",
+        "tests",
+        "benchmarks",
+        "docs",
+        "flows",
+        "configs",
+        "examples",
+        "README.md",
+        "CONTRIBUTING.md",
+    ]
+    files = [
+        path
+        for name in kept
+        for path in ((ROOT / name).rglob("*") if (ROOT / name).is_dir() else [ROOT / name])
+    ]
+    cited = [
+        path
+        for path in files
+        if path.suffix in (".py", ".md", ".yaml") and "DESIGN" in path.read_text()
+    ]
     assert [path for path in cited if path != Path(__file__)] == []
 
 
@@ -177,7 +242,13 @@ def test_the_readme_s_figures_have_the_form_that_the_script_writes():
     table = runpy.run_path(str(ROOT / "scripts" / "write_demo.py"))["table"]
     matched = {"identical": 1, "sequences": 1}
     trees = [{"tree": "stock (Vicuna-7B's)", "acceleration_rate": 1.0, "nodes": 1}]
-    names = ("acceleration_rate", "overhead", "speedup", "tokens_per_second", "baseline_tokens_per_second")
+    names = (
+        "acceleration_rate",
+        "overhead",
+        "speedup",
+        "tokens_per_second",
+        "baseline_tokens_per_second",
+    )
     native = {**dict.fromkeys(names, 1.0), "greedy_match": matched, "studies": {"trees": trees}}
     measured = {"acceleration_rate": 1.0, "standard_error": 1.0}
     expected = {"expected_acceleration_rate": 1.0, "expected_standard_error": 1.0}
@@ -187,4 +258,6 @@ def test_the_readme_s_figures_have_the_form_that_the_script_writes():
     made = table({"check": {"native": native, "vllm": vllm}, "tree": tree})
     block = text("README.md").partition("<!-- demo -->\n")[2].partition("\n<!-- /demo -->")[0]
     assert len(made.splitlines()) == 2 + 8
-    assert re.sub(r"[\d.,]+", "N", block) == re.sub(r"[\d.,]+", "N", made), "run python scripts/write_demo.py runs/demo"
+    assert re.sub(r"[\d.,]+", "N", block) == re.sub(r"[\d.,]+", "N", made), (
+        "run python scripts/write_demo.py runs/demo"
+    )

@@ -16,7 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def python_blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```python\n(.*?)^```", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE
+    )
 
 
 @pytest.fixture
@@ -36,7 +38,9 @@ def place(tmp_path, finished_run, make_settings, monkeypatch):
 def test_the_readme_s_python_runs(place, finished_run, monkeypatch, capsys):
     asked = []
     monkeypatch.setattr(
-        pipeline.api.runs, "run_flow", lambda config: (asked.append(config), open_run(finished_run.path))[1]
+        pipeline.api.runs,
+        "run_flow",
+        lambda config: (asked.append(config), open_run(finished_run.path))[1],
     )
     (block,) = python_blocks("README.md")
     exec(compile(block, "README.md", "exec"), {})

@@ -20,8 +20,9 @@ from pipeline.targets.spec import TargetSpec
 
 
 def spec_bench(path: Path, category: str | None = None) -> tuple[float, float]:
-    """What Spec-Bench's evaluation/speed.py makes of a method's file: mean tokens per second over the questions, and
-    mean accepted tokens over all steps. Its categories are those of the file; None takes all."""
+    """What Spec-Bench's evaluation/speed.py makes of a method's file: mean tokens per second over
+    the questions, and mean accepted tokens over all steps. Its categories are those of the file;
+    None takes all."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     choices = [line["choices"][0] for line in lines if category in (None, line["category"])]
     speeds = [sum(choice["new_tokens"]) / sum(choice["wall_time"]) for choice in choices]
@@ -34,7 +35,9 @@ def tokenizer(tiny_target):
     return AutoTokenizer.from_pretrained(tiny_target)
 
 
-def answer(tokenizer, letters: str, accepted: list[int], first: float, seconds: float, *end: str) -> Decoded:
+def answer(
+    tokenizer, letters: str, accepted: list[int], first: float, seconds: float, *end: str
+) -> Decoded:
     """An answer with a token for each letter."""
     ids = tokenizer.convert_tokens_to_ids([*letters, *end])
     assert len(ids) == 1 + sum(accepted)
@@ -60,7 +63,10 @@ def lines(tokenizer):
 def test_spec_bench_s_own_figures_come_out_of_the_file(lines, tmp_path):
     path = tmp_path / "medusa.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    assert spec_bench(path) == (pytest.approx((7 / 1.0 + 4 / 0.5) / 2), pytest.approx((3 + 1 + 1 + 3) / 4))
+    assert spec_bench(path) == (
+        pytest.approx((7 / 1.0 + 4 / 0.5) / 2),
+        pytest.approx((3 + 1 + 1 + 3) / 4),
+    )
     assert spec_bench(path, "math") == (pytest.approx(4 / 0.5), pytest.approx(3.0))
 
 
@@ -69,7 +75,11 @@ def test_a_question_is_one_line_with_its_turns_in_order(lines):
         {"question_id", "category", "answer_id", "model_id", "choices", "tstamp"},
     ] * 2
     first, second = lines
-    assert (first["question_id"], first["category"], first["model_id"]) == (81, "writing", "chat-medusa")
+    assert (first["question_id"], first["category"], first["model_id"]) == (
+        81,
+        "writing",
+        "chat-medusa",
+    )
     assert first["choices"] == [
         {
             "index": 0,
@@ -80,12 +90,16 @@ def test_a_question_is_one_line_with_its_turns_in_order(lines):
             "accept_lengths": [3, 1, 1],
         }
     ]
-    assert second["choices"][0]["turns"] == ["why"], "no end token in the text, as the field's files have it"
+    assert second["choices"][0]["turns"] == ["why"], (
+        "no end token in the text, as the field's files have it"
+    )
     assert first["answer_id"] != second["answer_id"]
 
 
 def test_prompts_of_no_question_are_named_by_their_row(tokenizer):
-    (line,) = answer_lines("m", tokenizer, [Prompt("seeds:7", [5])], [[answer(tokenizer, "no", [1], 0.1, 0.1)]])
+    (line,) = answer_lines(
+        "m", tokenizer, [Prompt("seeds:7", [5])], [[answer(tokenizer, "no", [1], 0.1, 0.1)]]
+    )
     assert (line["question_id"], line["category"]) == ("seeds:7", "")
 
 
@@ -146,14 +160,18 @@ def test_the_gap_is_that_of_the_target_s_next_token(tiny_target):
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
     for prefix in ([0, 5, 9], [3, 200, 17, 41, 2]):
         with torch.inference_mode():
-            logits = sorted(model(torch.tensor([[*prefix, 0, 0]])).logits[0, len(prefix) - 1].tolist())
+            logits = sorted(
+                model(torch.tensor([[*prefix, 0, 0]])).logits[0, len(prefix) - 1].tolist()
+            )
         assert top_2_gap(model, prefix) == pytest.approx(logits[-1] - logits[-2], abs=1e-5)
 
 
 def test_the_tolerance_is_the_dtype_s_unless_it_is_set():
     usual = CheckConfig()
     dtypes = ("float32", "float16", "bfloat16")
-    tolerances = [tie_tolerance(TargetSpec("x", dtype=dtype), usual, on_gpu=False) for dtype in dtypes]
+    tolerances = [
+        tie_tolerance(TargetSpec("x", dtype=dtype), usual, on_gpu=False) for dtype in dtypes
+    ]
     assert tolerances[0] == 1e-4 and tolerances == sorted(tolerances)
     for spec in (TargetSpec("x", dtype="bfloat16"), TargetSpec("x", quantization="8bit")):
         assert tie_tolerance(spec, CheckConfig(tie_tolerance=0), on_gpu=False) == 0
@@ -161,9 +179,13 @@ def test_the_tolerance_is_the_dtype_s_unless_it_is_set():
 
 @pytest.mark.parametrize("named", ["quantization", "rounding"])
 def test_4_bit_layers_are_as_coarse_as_bfloat16_on_a_cpu_alone_and_8_bit_ones_anywhere(named):
-    """A GPU multiplies bitsandbytes' 4-bit layers in the dtype of the states; 8-bit ones round these to 127 steps."""
+    """A GPU multiplies bitsandbytes' 4-bit layers in the dtype of the states; 8-bit ones round
+    these to 127 steps.
+    """
     found = {
-        (bits, on_gpu): tie_tolerance(TargetSpec("x", dtype="float16", **{named: bits}), CheckConfig(), on_gpu=on_gpu)
+        (bits, on_gpu): tie_tolerance(
+            TargetSpec("x", dtype="float16", **{named: bits}), CheckConfig(), on_gpu=on_gpu
+        )
         for bits in ("4bit", "8bit")
         for on_gpu in (False, True)
     }
@@ -176,10 +198,14 @@ def test_4_bit_layers_are_as_coarse_as_bfloat16_on_a_cpu_alone_and_8_bit_ones_an
     }
 
 
-def test_the_tolerance_of_bitsandbytes_covers_what_its_rounding_makes_of_one_forward_and_many(tiny_target):
-    """The same positions at once, and one after another from the cache; in float32 they are equal up to 1e-4.
+def test_the_tolerance_of_bitsandbytes_covers_what_its_rounding_makes_of_one_forward_and_many(
+    tiny_target,
+):
+    """The same positions at once, and one after another from the cache; in float32 they are equal
+    up to 1e-4.
 
-    8-bit layers round on every CPU; 4-bit ones only where bitsandbytes multiplies them in bfloat16, with AVX-512.
+    8-bit layers round on every CPU; 4-bit ones only where bitsandbytes multiplies them in bfloat16,
+    with AVX-512.
     """
     largest = {}
     for bits in (None, "8bit", "4bit"):

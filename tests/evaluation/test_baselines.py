@@ -34,7 +34,9 @@ def assistant_of(name: str, tiny_target):
 
 
 @pytest.mark.parametrize("name", ["generate", "prompt-lookup", "assistant"])
-def test_a_baseline_writes_the_greedy_text_and_its_steps_are_the_target_s_forwards(model, forwards, tiny_target, name):
+def test_a_baseline_writes_the_greedy_text_and_its_steps_are_the_target_s_forwards(
+    model, forwards, tiny_target, name
+):
     decode = baseline(name, model, EOS, 20, assistant_of(name, tiny_target))
     plain = plain_decoder(model, eos_token_ids=EOS)
     ended = 0
@@ -63,9 +65,14 @@ def test_text_that_repeats_is_looked_up(model, forwards):
 
 
 def test_the_target_s_own_generation_settings_do_not_apply(model):
-    model.generation_config.update(repetition_penalty=50.0, min_new_tokens=15, do_sample=True, temperature=9.0)
+    model.generation_config.update(
+        repetition_penalty=50.0, min_new_tokens=15, do_sample=True, temperature=9.0
+    )
     found = baseline("generate", model, EOS, 20)(PROMPTS[1], 0)
-    assert found.token_ids == plain_decoder(model, eos_token_ids=EOS).generate(PROMPTS[1], 20).token_ids
+    assert (
+        found.token_ids
+        == plain_decoder(model, eos_token_ids=EOS).generate(PROMPTS[1], 20).token_ids
+    )
 
 
 def test_what_transformers_cannot_do_is_said_in_one_line(model, monkeypatch):

@@ -14,7 +14,9 @@ from pipeline.evaluation.choosing import chosen_chain
 @pytest.fixture
 def ranks() -> HeldOutRanks:
     """Two conversations of 60 positions, at which the first guesses of both heads are right."""
-    return HeldOutRanks(np.zeros((2, 120), np.uint8), np.array([0, 60]), np.array([0, 1]), np.zeros(2, bool))
+    return HeldOutRanks(
+        np.zeros((2, 120), np.uint8), np.array([0, 60]), np.array([0, 1]), np.zeros(2, bool)
+    )
 
 
 @pytest.mark.parametrize(

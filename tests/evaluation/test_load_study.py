@@ -1,4 +1,6 @@
-"""At which load heads stop paying: the study's rows from what the server's client measured, and what is asked of it."""
+"""At which load heads stop paying: the study's rows from what the server's client measured, and
+what is asked of it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def measured(requests=1, seconds=2.0, num_tokens=100, ttft=(0.1,), tpot=(0.01,),
 
 
 def test_a_row_has_both_servers_speeds_and_their_waiting_times():
-    hundred = [number / 1000 for number in range(101)]  # 0 to 100 ms: percentile and value are the same
+    hundred = [
+        number / 1000 for number in range(101)
+    ]  # 0 to 100 ms: percentile and value are the same
     (row,) = load_rows(
         [measured(8, seconds=4.0, num_tokens=100, ttft=hundred, tpot=[None, *hundred])],
         [measured(8, seconds=2.0, num_tokens=100, rate=3.1)],
@@ -46,7 +50,10 @@ def test_a_row_has_both_servers_speeds_and_their_waiting_times():
 
 
 def test_a_request_keeps_the_limits_if_neither_is_broken():
-    ttft, tpot = (0.05, 0.05, 0.2, 0.05), (0.01, 0.03, 0.01, None)  # the last is an answer of one token
+    ttft, tpot = (
+        (0.05, 0.05, 0.2, 0.05),
+        (0.01, 0.03, 0.01, None),
+    )  # the last is an answer of one token
     for limits, share in (
         (LatencyLimits(ttft_ms=100), 0.75),
         (LatencyLimits(tpot_ms=20), 0.75),
@@ -59,7 +66,10 @@ def test_a_request_keeps_the_limits_if_neither_is_broken():
 
 @given(st.lists(st.floats(0.1, 3), min_size=1, max_size=7))
 def test_heads_stop_paying_at_the_first_load_at_which_the_server_is_slower_with_them(speedups):
-    rows = [{"requests": level, "speedup": speedup} for level, speedup in zip(LEVELS, speedups, strict=False)]
+    rows = [
+        {"requests": level, "speedup": speedup}
+        for level, speedup in zip(LEVELS, speedups, strict=False)
+    ]
     stops, slower = stops_paying_at(rows), [row["requests"] for row in rows if row["speedup"] < 1]
     assert stops == min(slower, default=None)
     assert all(row["speedup"] >= 1 for row in rows if stops is None or row["requests"] < stops)
@@ -76,21 +86,37 @@ def test_heads_stop_paying_at_the_first_load_at_which_the_server_is_slower_with_
             (1.3, 1.2, 0.9, 0.9, 0.8, 1.1),
             "up to 2 requests at once; they are slower at 4, 8 and 16, and faster again at 32.",
         ),
-        ((0.9, 1.1, 1.2, 0.8), "the heads pay at 2 and 4 requests at once alone; they are slower at 1 and 8."),
-        ((1.2, math.nan, 1.1), "pay up to 1 requests at once; they are slower at 2, and faster again at 4."),
+        (
+            (0.9, 1.1, 1.2, 0.8),
+            "the heads pay at 2 and 4 requests at once alone; they are slower at 1 and 8.",
+        ),
+        (
+            (1.2, math.nan, 1.1),
+            "pay up to 1 requests at once; they are slower at 2, and faster again at 4.",
+        ),
         ((0.9, 0.8), "the heads do not pay; they are slower at 1 and 2."),
     ],
 )
 def test_a_single_faster_load_is_no_promise_for_those_below_it(speedups, words):
-    rows = [{"requests": level, "speedup": speedup} for level, speedup in zip(LEVELS, speedups, strict=False)]
+    rows = [
+        {"requests": level, "speedup": speedup}
+        for level, speedup in zip(LEVELS, speedups, strict=False)
+    ]
     assert in_words(rows).endswith(words)
 
 
 def test_what_is_asked_of_the_servers_and_where_it_is_told(tiny_target, monkeypatch):
-    def serve_under_load(target, engine_args, prompts, levels, max_new_tokens, *, repeats, gpus, told):
-        asked.update(engine_args=engine_args, prompts=prompts, max_new_tokens=max_new_tokens, repeats=repeats)
+    def serve_under_load(
+        target, engine_args, prompts, levels, max_new_tokens, *, repeats, gpus, told
+    ):
+        asked.update(
+            engine_args=engine_args, prompts=prompts, max_new_tokens=max_new_tokens, repeats=repeats
+        )
         return [
-            [measured(level, seconds=1.0, num_tokens=100 - (level > 4) * 50 * with_heads) for level in levels]
+            [
+                measured(level, seconds=1.0, num_tokens=100 - (level > 4) * 50 * with_heads)
+                for level in levels
+            ]
             for with_heads in (False, True)
         ]
 
@@ -102,8 +128,15 @@ def test_what_is_asked_of_the_servers_and_where_it_is_told(tiny_target, monkeypa
     target = TargetSpec(str(tiny_target))
     found = load_study(CheckRequest(target, "export", prompts, settings, speculative_config=config))
     assert asked["engine_args"] == [{}, {"speculative_config": config}]
-    assert (asked["prompts"], asked["max_new_tokens"], asked["repeats"]) == ([[1, 2], [3]], 9, settings.repeats)
-    words = "Served by vLLM, the heads pay up to 4 requests at once; they are slower at 8, 16, 32 and 64."
+    assert (asked["prompts"], asked["max_new_tokens"], asked["repeats"]) == (
+        [[1, 2], [3]],
+        9,
+        settings.repeats,
+    )
+    words = (
+        "Served by vLLM, the heads pay up to 4 requests at once; they are slower at 8, 16, 32"
+        " and 64."
+    )
     rows = found["studies"]["load"]
     assert [row["requests"] for row in rows] == [1, 2, 4, 8, 16, 32, 64]
     assert found["under_load"] == words
@@ -115,7 +148,9 @@ def test_what_is_asked_of_the_servers_and_where_it_is_told(tiny_target, monkeypa
 
 
 def test_loads_take_turns_and_the_pass_of_median_length_counts(tiny_target, monkeypatch):
-    """Other work disturbs a while: here all loads of the second turn, which none of them is judged by."""
+    """Other work disturbs a while: here all loads of the second turn, which none of them is judged
+    by.
+    """
     asked, told = [], []
 
     async def benchmark(address, requests, level, eos):
@@ -126,9 +161,17 @@ def test_loads_take_turns_and_the_pass_of_median_length_counts(tiny_target, monk
     monkeypatch.setattr(vllm_load, "import_vllm", lambda: None)
     monkeypatch.setattr(vllm_load, "serving", lambda *_: contextlib.nullcontext("http://nowhere"))
     monkeypatch.setattr(vllm_load, "_benchmark", benchmark)
-    task = {"spec": {"model": str(tiny_target)}, "prompts": [[1, 2], [3]], "levels": [1, 4], "repeats": 3, "gpus": 0}
+    task = {
+        "spec": {"model": str(tiny_target)},
+        "prompts": [[1, 2], [3]],
+        "levels": [1, 4],
+        "repeats": 3,
+        "gpus": 0,
+    }
     task |= {"max_new_tokens": 9, "engine_args": {}}
-    rows = vllm_load.measure(task, lambda **progress: told.append((progress.get("done"), progress.get("total"))))
+    rows = vllm_load.measure(
+        task, lambda **progress: told.append((progress.get("done"), progress.get("total")))
+    )
     assert asked == [(1, 2), (4, 8)] * 3
     assert rows == [{"requests": 1, "seconds": 3.0}, {"requests": 4, "seconds": 6.0}]
     assert told == [(None, None), *((done, 6) for done in range(6))]
@@ -140,7 +183,12 @@ def test_load_needs_the_engine_that_serves():
 
 
 def test_engine_arguments_are_flags_of_the_server():
-    arguments = {"enforce_eager": True, "enable_prefix_caching": False, "revision": None, "max_model_len": 64}
+    arguments = {
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "revision": None,
+        "max_model_len": 64,
+    }
     config = {"method": "eagle", "num_speculative_tokens": 3}
     found = flags({**arguments, "speculative_config": config})
     assert found[:4] == ["--enforce-eager", "--no-enable-prefix-caching", "--max-model-len", "64"]
@@ -159,19 +207,25 @@ class Healthy(http.server.BaseHTTPRequestHandler):
         pass
 pathlib.Path("{arguments}").write_text("\\n".join(arguments))
 http.server.HTTPServer(("127.0.0.1", int(arguments[arguments.index("--port") + 1])), Healthy).serve_forever()
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """A program in the server's place, which writes its arguments down, or fails with these words."""
+    """A program in the server's place, which writes its arguments down, or fails with these
+    words.
+    """
 
     def write(fails=""):
         program = tmp_path / "server"
-        program.write_text(STAND_IN.format(python=sys.executable, fails=fails, arguments=tmp_path / "arguments"))
+        program.write_text(
+            STAND_IN.format(python=sys.executable, fails=fails, arguments=tmp_path / "arguments")
+        )
         program.chmod(0o700)
         monkeypatch.setattr(vllm_server, "sys", SimpleNamespace(executable=str(program)))
-        monkeypatch.setattr(vllm_server, "STOPS_WITHIN", 0.2)  # this one does not hear that its caller has left
+        monkeypatch.setattr(
+            vllm_server, "STOPS_WITHIN", 0.2
+        )  # this one does not hear that its caller has left
         return tmp_path / "arguments"
 
     return write
@@ -179,7 +233,9 @@ def stand_in(tmp_path, monkeypatch):
 
 def test_the_server_answers_on_the_loopback_and_has_ended_with_the_block(tiny_target, stand_in):
     written = stand_in()
-    with serving(TargetSpec(str(tiny_target)), {"speculative_config": {"method": "medusa"}}, 0) as address:
+    with serving(
+        TargetSpec(str(tiny_target)), {"speculative_config": {"method": "medusa"}}, 0
+    ) as address:
         assert address.startswith("http://127.0.0.1:") and vllm_server.answers(address)
         arguments = written.read_text().splitlines()
         assert str(tiny_target) in arguments and "--speculative-config" in arguments
@@ -205,7 +261,9 @@ def test_a_server_that_never_answers_is_ended(tiny_target, stand_in, monkeypatch
 
 @pytest.mark.slow
 def test_the_server_ends_when_whoever_started_it_is_gone(tmp_path):
-    """Killed, so that nothing of it can tell the server; here a module that sleeps stands for vLLM's."""
+    """Killed, so that nothing of it can tell the server; here a module that sleeps stands for
+    vLLM's.
+    """
     (tmp_path / "sleeps.py").write_text("import time; time.sleep(60)")
     code = f"""
 import pipeline.targets.vllm_server as server, runpy, threading, sys
@@ -213,9 +271,14 @@ sys.path.insert(0, {str(tmp_path)!r})
 threading.Thread(target=server._end_with_the_caller, daemon=True).start()
 runpy.run_module("sleeps", run_name="__main__", alter_sys=True)
 """
-    starts = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {code!r}], stdin=subprocess.PIPE, "
+    starts = (
+        f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {code!r}],"
+        " stdin=subprocess.PIPE, "
+    )
     starts += "start_new_session=True); print(flush=True); time.sleep(60)"
-    caller = subprocess.Popen([sys.executable, "-c", starts], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
+    caller = subprocess.Popen(
+        [sys.executable, "-c", starts], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+    )
     assert caller.stdout
     caller.stdout.readline()
     (server,) = children(caller.pid)

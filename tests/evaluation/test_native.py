@@ -41,7 +41,12 @@ def test_the_target_s_entropy_is_taken_where_it_chose_each_token(model, next_tok
     with torch.inference_mode():
         for prompt, answer in zip(prompts, answers, strict=True):
             for end in range(len(answer)):
-                p_V = model(torch.tensor([prompt.ids + answer[:end]])).logits[0, -1].double().softmax(-1)
+                p_V = (
+                    model(torch.tensor([prompt.ids + answer[:end]]))
+                    .logits[0, -1]
+                    .double()
+                    .softmax(-1)
+                )
                 entropies.append(-(p_V * p_V.log()).sum().item())
     found = text_statistics(model, prompts, answers)
     assert found["mean_entropy_nats"] == pytest.approx(sum(entropies) / len(entropies), abs=1e-4)
@@ -55,7 +60,12 @@ def test_likelihood_is_per_token_under_the_target_at_temperature_1(model, next_t
     with torch.inference_mode():
         for prompt, answer in zip(prompts, answers, strict=True):
             for end, token in enumerate(answer):
-                p_V = model(torch.tensor([prompt.ids + answer[:end]])).logits[0, -1].double().softmax(-1)
+                p_V = (
+                    model(torch.tensor([prompt.ids + answer[:end]]))
+                    .logits[0, -1]
+                    .double()
+                    .softmax(-1)
+                )
                 each.append(p_V[token].log().item())
     assert mean_log_likelihood(model, prompts, answers) == pytest.approx(sum(each) / 4, abs=1e-4)
 
@@ -67,7 +77,9 @@ def check(finished_run, tiny_target):
         export = str(finished_run.path / "latest/export")
         usual = {"max_new_tokens": 12, "engines": ["native"]} | settings
         choices = [(0,), (1,), (0, 0)]
-        return check_native(CheckRequest(TargetSpec(str(tiny_target)), export, named, CheckConfig(**usual), choices))
+        return check_native(
+            CheckRequest(TargetSpec(str(tiny_target)), export, named, CheckConfig(**usual), choices)
+        )
 
     return run
 
@@ -90,7 +102,9 @@ def test_one_new_token_leaves_nothing_to_measure(check, next_tokens):
 
 
 @pytest.mark.slow
-def test_heads_that_disagree_slow_it_down_and_change_no_token(check, next_tokens, finished_run, monkeypatch):
+def test_heads_that_disagree_slow_it_down_and_change_no_token(
+    check, next_tokens, finished_run, monkeypatch
+):
     from pipeline.evaluation import native
 
     def scrambled(export: str, model):
@@ -102,15 +116,26 @@ def test_heads_that_disagree_slow_it_down_and_change_no_token(check, next_tokens
     plain = check(prompts)["samples"]
     monkeypatch.setattr(native, "read_heads", scrambled)
     found = check(prompts)
-    assert found["native"]["greedy_match"]["identical"] == 4 and found["native"]["acceleration_rate"] >= 1
-    texts = [[token["text"] for token in sample["tokens"]] for sample in (*plain, *found["samples"])]
+    assert (
+        found["native"]["greedy_match"]["identical"] == 4
+        and found["native"]["acceleration_rate"] >= 1
+    )
+    texts = [
+        [token["text"] for token in sample["tokens"]] for sample in (*plain, *found["samples"])
+    ]
     assert texts[:2] == texts[2:]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [1, 5, 11], ids=["in its warm-up", "half-way", "in the second repetition"])
-@pytest.mark.parametrize("rule", [{}, {"acceptance": "typical", "temperature": 0.8}], ids=["greedy", "typical"])
-def test_a_baseline_that_fails_is_named_and_spoils_nothing_for_the_others(check, next_tokens, monkeypatch, asked, rule):
+@pytest.mark.parametrize(
+    "asked", [1, 5, 11], ids=["in its warm-up", "half-way", "in the second repetition"]
+)
+@pytest.mark.parametrize(
+    "rule", [{}, {"acceptance": "typical", "temperature": 0.8}], ids=["greedy", "typical"]
+)
+def test_a_baseline_that_fails_is_named_and_spoils_nothing_for_the_others(
+    check, next_tokens, monkeypatch, asked, rule
+):
     from pipeline.evaluation import native
 
     make, calls = native.baseline, []
@@ -149,13 +174,17 @@ def test_a_baseline_that_fails_is_named_and_spoils_nothing_for_the_others(check,
     ],
     ids=lambda settings: "-".join(map(str, settings.values())),
 )
-def test_every_rule_is_timed_by_itself_and_greedy_text_is_compared_all_the_same(check, next_tokens, settings):
+def test_every_rule_is_timed_by_itself_and_greedy_text_is_compared_all_the_same(
+    check, next_tokens, settings
+):
     prompts = [ids for ids, token in next_tokens if token not in EOS][:5]
     native = check(prompts, temperature=0.8, **settings)["native"]
     assert native["acceptance"] == settings["acceptance"] and native["temperature"] == 0.8
     assert native["greedy_match"] == {"sequences": 5, "identical": 5, "ties": 0}
     assert native["acceleration_rate"] >= 1
     if settings["acceptance"] == "rejection":
-        assert native["sampled_identical"] == 5, "one seed writes one text, with and without the tree"
+        assert native["sampled_identical"] == 5, (
+            "one seed writes one text, with and without the tree"
+        )
     else:
         assert "sampled_identical" not in native

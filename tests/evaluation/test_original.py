@@ -30,9 +30,16 @@ def row_of(lengths: list[int], name: int = 0) -> TokenRow:
 @given(LENGTHS, st.integers(1, 40))
 def test_the_first_positions_are_measured_and_no_more_than_memory_has_room_for(lengths, most):
     rows = [row_of(each, number) for number, each in enumerate(lengths)]
-    places = [(index, place) for index, row in enumerate(rows) for s in row.spans for place in range(s.start, s.end)]
+    places = [
+        (index, place)
+        for index, row in enumerate(rows)
+        for s in row.spans
+        for place in range(s.start, s.end)
+    ]
     chosen = first_positions(rows, most)
-    found = [(int(row.id), place) for row in chosen for s in row.spans for place in range(s.start, s.end)]
+    found = [
+        (int(row.id), place) for row in chosen for s in row.spans for place in range(s.start, s.end)
+    ]
     assert found == places[:most] and all(row.spans for row in chosen)
 
 

@@ -1,4 +1,6 @@
-"""What is asked: one answer of each held-out row, and every turn of a question behind the target's own answers."""
+"""What is asked: one answer of each held-out row, and every turn of a question behind the target's
+own answers.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def generated(finished_run):
     return list(read_token_rows(stage.shards(), stage.fingerprint))
 
 
-def test_a_held_out_row_is_asked_for_one_of_its_answers_and_later_turns_come_up_too(generated, rows):
+def test_a_held_out_row_is_asked_for_one_of_its_answers_and_later_turns_come_up_too(
+    generated, rows
+):
     found = held_out_prompts(generated, 100, ROOM)
     assert [prompt.id for prompt in found.kept] == list(rows) and found.skipped == 0
     for prompt in found.kept:
@@ -59,11 +63,15 @@ def test_which_answer_depends_on_the_row_alone(generated):
     )
 
 
-def test_an_earlier_turn_is_asked_where_the_later_one_does_not_fit_and_rows_without_any_are_counted(generated, rows):
+def test_an_earlier_turn_is_asked_where_the_later_one_does_not_fit_and_rows_without_any_are_counted(
+    generated, rows
+):
     starts = {name: [span["start"] for span in row["spans"]] for name, row in rows.items()}
     room = sorted(first for first, *_ in starts.values())[3]
     found = held_out_prompts(generated, 100, room)
-    assert [prompt.id for prompt in found.kept] == [name for name, (first, *_) in starts.items() if first <= room]
+    assert [prompt.id for prompt in found.kept] == [
+        name for name, (first, *_) in starts.items() if first <= room
+    ]
     assert all(len(prompt.ids) <= room for prompt in found.kept)
     assert len(found.kept) + found.skipped == len(rows)
 
@@ -77,14 +85,21 @@ def write(path, *questions: dict):
 def ask(tiny_target):
     def run(path, **settings):
         spec = TargetSpec(str(tiny_target))
-        return question_prompts(spec, read_questions(path), CheckConfig(prompts=path, **settings), "transformers", 0)
+        return question_prompts(
+            spec, read_questions(path), CheckConfig(prompts=path, **settings), "transformers", 0
+        )
 
     return run
 
 
 @pytest.mark.parametrize("acceptance", ["greedy", "typical"], ids=["greedy", "first-token-greedy"])
-def test_the_second_turn_s_prompt_holds_the_target_s_own_answer_to_the_first(ask, tmp_path, tiny_target, acceptance):
-    questions = [{"question_id": 80 + n, "category": f"c{n % 2}", "turns": [f"why {n}?", "how?"]} for n in range(6)]
+def test_the_second_turn_s_prompt_holds_the_target_s_own_answer_to_the_first(
+    ask, tmp_path, tiny_target, acceptance
+):
+    questions = [
+        {"question_id": 80 + n, "category": f"c{n % 2}", "turns": [f"why {n}?", "how?"]}
+        for n in range(6)
+    ]
     rule = {"acceptance": acceptance} | ({"temperature": 0.7} if acceptance == "typical" else {})
     found = ask(write(tmp_path / "mt.jsonl", *questions), max_new_tokens=16, **rule)
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
@@ -97,7 +112,11 @@ def test_the_second_turn_s_prompt_holds_the_target_s_own_answer_to_the_first(ask
     for question in questions:
         first = ids(f"<|user|>{question['turns'][0]}</s><|assistant|>")
         answer = model.generate(
-            torch.tensor([first]), max_new_tokens=16, do_sample=False, eos_token_id=EOS, pad_token_id=1
+            torch.tensor([first]),
+            max_new_tokens=16,
+            do_sample=False,
+            eos_token_id=EOS,
+            pad_token_id=1,
         )[0, len(first) :].tolist()
         ended_early += answer[-1] in EOS
         end = [] if answer[-1] in EOS else [1]
@@ -105,13 +124,16 @@ def test_the_second_turn_s_prompt_holds_the_target_s_own_answer_to_the_first(ask
         expected += [(question, 0, first), (question, 1, second)]
     assert 0 < ended_early < 6, "both kinds of answers: those that end, and those that are cut"
     assert [(p.question_id, p.category, p.turn, p.ids) for p in found.kept] == [
-        (question["question_id"], question["category"], turn, prompt) for question, turn, prompt in expected
+        (question["question_id"], question["category"], turn, prompt)
+        for question, turn, prompt in expected
     ]
     assert len({prompt.id for prompt in found.kept}) == 12 and found.skipped == 0
 
 
 @pytest.mark.parametrize("flaw", [True, False], ids=["a-loop", "no-text"])
-def test_an_answer_that_nobody_would_learn_from_is_no_reason_to_ask_no_further(ask, tmp_path, monkeypatch, flaw):
+def test_an_answer_that_nobody_would_learn_from_is_no_reason_to_ask_no_further(
+    ask, tmp_path, monkeypatch, flaw
+):
     from pipeline.conversations import dialogue
 
     monkeypatch.setattr(dialogue, "degenerate_loop", lambda ids: flaw)
@@ -123,8 +145,14 @@ def test_an_answer_that_nobody_would_learn_from_is_no_reason_to_ask_no_further(a
 
 def test_turns_that_do_not_fit_are_counted(ask, tmp_path):
     short, long = {"turns": ["why?", "how?"]}, {"turns": ["why?", "moon " * 150, "how?"]}
-    found = ask(write(tmp_path / "q.jsonl", short, long, {"turns": ["moon " * 400]}), max_new_tokens=16)
-    assert [(prompt.id, prompt.turn) for prompt in found.kept] == [("q:0/0", 0), ("q:0/1", 1), ("q:1/0", 0)]
+    found = ask(
+        write(tmp_path / "q.jsonl", short, long, {"turns": ["moon " * 400]}), max_new_tokens=16
+    )
+    assert [(prompt.id, prompt.turn) for prompt in found.kept] == [
+        ("q:0/0", 0),
+        ("q:0/1", 1),
+        ("q:1/0", 0),
+    ]
     assert found.skipped == 3
     assert all(len(prompt.ids) <= 192 - 16 for prompt in found.kept)
 
@@ -146,13 +174,20 @@ def test_a_model_that_does_not_say_its_context_has_the_target_s_limit(monkeypatc
     assert context_length(with_room(spec, CheckConfig())) == 64
 
 
-def test_engines_are_given_the_context_that_the_questions_need_and_no_more(ask, tmp_path, monkeypatch):
+def test_engines_are_given_the_context_that_the_questions_need_and_no_more(
+    ask, tmp_path, monkeypatch
+):
     given = []
     make = prompts.make_generation_engine
     monkeypatch.setattr(
-        prompts, "make_generation_engine", lambda name, spec, *rest: (given.append(spec), make(name, spec, *rest))[1]
+        prompts,
+        "make_generation_engine",
+        lambda name, spec, *rest: (given.append(spec), make(name, spec, *rest))[1],
     )
-    found = ask(write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["why?", "how?"]}), max_new_tokens=16)
+    found = ask(
+        write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["why?", "how?"]}),
+        max_new_tokens=16,
+    )
     assert len(found.kept) == 3 and found.skipped == 0
     longest = max(len(prompt.ids) for prompt in found.kept)
     assert longest + 16 <= given[0].max_tokens < 192
@@ -161,7 +196,9 @@ def test_engines_are_given_the_context_that_the_questions_need_and_no_more(ask, 
     assert given[1].max_tokens == 192
 
 
-def test_nobody_answers_a_last_question_and_no_engine_starts_for_questions_of_one_turn(ask, tmp_path, monkeypatch):
+def test_nobody_answers_a_last_question_and_no_engine_starts_for_questions_of_one_turn(
+    ask, tmp_path, monkeypatch
+):
     asked, make = [], prompts.make_generation_engine
 
     def counted(*arguments):
@@ -171,7 +208,9 @@ def test_nobody_answers_a_last_question_and_no_engine_starts_for_questions_of_on
         return engine
 
     monkeypatch.setattr(prompts, "make_generation_engine", counted)
-    found = ask(write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["why?", "how?", "what?"]}))
+    found = ask(
+        write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["why?", "how?", "what?"]})
+    )
     assert asked == [prompt.ids for prompt in found.kept[1:3]] and len(found.kept) == 4
     monkeypatch.setattr(prompts, "make_generation_engine", None)
     alone = ask(write(tmp_path / "q.jsonl", {"turns": ["why?"]}, {"turns": ["how?"]}))
@@ -181,9 +220,15 @@ def test_nobody_answers_a_last_question_and_no_engine_starts_for_questions_of_on
 def test_sampled_rules_ask_on_with_sampled_answers(ask, tmp_path):
     path = write(tmp_path / "q.jsonl", *({"turns": [f"why {n}?", "how?"]} for n in range(4)))
     rejection = {"acceptance": "rejection", "temperature": 1.0, "max_new_tokens": 16}
-    greedy, drawn, again = ask(path, max_new_tokens=16), ask(path, **rejection), ask(path, **rejection)
+    greedy, drawn, again = (
+        ask(path, max_new_tokens=16),
+        ask(path, **rejection),
+        ask(path, **rejection),
+    )
     assert drawn == again != greedy
-    assert [p.ids for p in drawn.kept[::2]] == [p.ids for p in greedy.kept[::2]], "first turns are the questions alone"
+    assert [p.ids for p in drawn.kept[::2]] == [p.ids for p in greedy.kept[::2]], (
+        "first turns are the questions alone"
+    )
 
 
 def test_question_ids_are_the_file_s_own_unless_it_has_none_or_repeats_them():

@@ -41,7 +41,11 @@ def test_references_are_found_by_the_file_s_own_ids_in_json_and_in_json_lines(tm
     (tmp_path / "q.json").write_text(json.dumps(rows))
     (tmp_path / "broken.jsonl").write_text("{")
     assert read_references(tmp_path / "q.jsonl") == expected == read_references(tmp_path / "q.json")
-    assert read_references(tmp_path / "broken.jsonl") == {} == read_references(tmp_path / "missing.jsonl")
+    assert (
+        read_references(tmp_path / "broken.jsonl")
+        == {}
+        == read_references(tmp_path / "missing.jsonl")
+    )
 
 
 def line(question: object, turns: list[str], category: str | None = None) -> dict:
@@ -51,7 +55,11 @@ def line(question: object, turns: list[str], category: str | None = None) -> dic
 
 def test_shares_are_by_task_and_a_single_reference_is_of_the_last_turn():
     answers = {
-        "plain": [line(1, ["x", "4"], "math"), line(2, ["one", "two"], "qa"), line(3, ["free"], "writing")],
+        "plain": [
+            line(1, ["x", "4"], "math"),
+            line(2, ["one", "two"], "qa"),
+            line(3, ["free"], "writing"),
+        ],
         "original": [line(1, ["4", "5"]), line(2, ["one", "two"]), line(3, ["free"])],
     }
     references = {"1": ["4"], "2": ["one", "three"]}
@@ -63,7 +71,9 @@ def test_shares_are_by_task_and_a_single_reference_is_of_the_last_turn():
 
 
 def test_what_one_line_holds_costs_the_others_no_reference(tmp_path):
-    """A line separator within a text, a mark of the byte order, a line that is no JSON, one that is nested too deep."""
+    """A line separator within a text, a mark of the byte order, a line that is no JSON, one that is
+    nested too deep.
+    """
     rows = [{"id": name, "turns": ["a"], "answer": f"{name}\u2028or so"} for name in ("x", "y")]
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     text = "\n".join(["\ufeff" + lines[0], "{no json", "[" * 10**5, "", lines[1]])

@@ -27,16 +27,29 @@ PROMPTS = [Prompt("a", [0, 5]), Prompt("b", [0, 6])]
 
 @pytest.fixture
 def check(monkeypatch, tiny_target):
-    def run(plain: list[list[int]], accelerated: list[list[int]], prompts: list[Prompt] = PROMPTS, **figures):
-        with_heads = {"accepted": [[3, 1, 3, 1], [2, 1, 2, 1]], "tokens_per_second": 30.0, "model_runner": "V1"}
+    def run(
+        plain: list[list[int]],
+        accelerated: list[list[int]],
+        prompts: list[Prompt] = PROMPTS,
+        **figures,
+    ):
+        with_heads = {
+            "accepted": [[3, 1, 3, 1], [2, 1, 2, 1]],
+            "tokens_per_second": 30.0,
+            "model_runner": "V1",
+        }
         decoded = {
             "plain": {"token_ids": plain, "tokens_per_second": 20.0, "model_runner": "V2"},
             "accelerated": {"token_ids": accelerated, **with_heads, **figures},
         }
         monkeypatch.setattr(served, "vllm_decode_check", lambda *arguments, **more: decoded)
-        layout = ExportLayout("owner/target", MedusaShape(hidden_size=64, vocab_size=300, num_heads=3))
+        layout = ExportLayout(
+            "owner/target", MedusaShape(hidden_size=64, vocab_size=300, num_heads=3)
+        )
         monkeypatch.setattr(served, "read_layout", lambda _: layout)
-        return served.check_served(CheckRequest(TargetSpec(str(tiny_target)), "export", prompts, CheckConfig()))
+        return served.check_served(
+            CheckRequest(TargetSpec(str(tiny_target)), "export", prompts, CheckConfig())
+        )
 
     return run
 
@@ -44,7 +57,8 @@ def check(monkeypatch, tiny_target):
 def test_figures_are_per_step_and_equal_sequences_load_no_target(check, monkeypatch):
     monkeypatch.setattr(served, "load_causal_lm", None)
     found = check([[1, 2], [3]], [[1, 2], [3]])
-    # Of two answers of 2 and 1.5 tokens per step, bootstrapped: either one twice or both, and widened by sqrt(2).
+    # Of two answers of 2 and 1.5 tokens per step, bootstrapped: either one twice or both, and
+    # widened by sqrt(2).
     draws = [2.0, 1.75, 1.75, 1.5]
     assert found == {
         "vllm": {
@@ -69,26 +83,36 @@ def test_where_sequences_differ_the_target_s_own_gap_decides(check, tiny_target)
     from transformers import AutoModelForCausalLM
 
     found = check([[1, 2], [3, 9]], [[1, 2], [3, 8]])
-    logits = AutoModelForCausalLM.from_pretrained(tiny_target)(torch.tensor([[0, 6, 3]])).logits[0, -1]
+    logits = AutoModelForCausalLM.from_pretrained(tiny_target)(torch.tensor([[0, 6, 3]])).logits[
+        0, -1
+    ]
     best, second = logits.topk(2).values.tolist()
     assert found["vllm"]["greedy_match"] == {"sequences": 2, "identical": 1, "ties": 0}
     (differing,) = found["differing"]
-    assert (differing["id"], differing["at"]) == ("b", 1) and differing["gap"] == pytest.approx(best - second, abs=1e-5)
+    assert (differing["id"], differing["at"]) == ("b", 1) and differing["gap"] == pytest.approx(
+        best - second, abs=1e-5
+    )
 
 
 def test_a_rate_is_that_of_native_decoding_with_the_same_steps(check):
-    """Answers to two turns of one question are of one conversation, and an answer of one token takes no step."""
+    """Answers to two turns of one question are of one conversation, and an answer of one token
+    takes no step.
+    """
     accepted = [[4, 1, 2], [3, 3], [], [1, 1, 1, 2]]
     asked = [Prompt("q/0", [5], question_id=7), Prompt("q/1", [6], question_id=7, turn=1)]
     asked += [Prompt("a", [7]), Prompt("b", [8])]
     found = check([[1]] * 4, [[1]] * 4, asked, accepted=accepted)["vllm"]
     decoded = [Decoded([0] * (1 + sum(kept)), "length", kept, 0.1, 1.0) for kept in accepted]
     natively = speed(asked, [{"plain": decoded, "accelerated": decoded}])
-    assert found["acceleration_rate"] == natively["acceleration_rate"] == 2.0, "18 tokens in 9 steps"
+    assert found["acceleration_rate"] == natively["acceleration_rate"] == 2.0, (
+        "18 tokens in 9 steps"
+    )
     assert found["standard_error"] == natively["standard_error"]
     # Two conversations of 13 tokens in 5 steps and 5 in 4.
     draws = [13 / 5, 18 / 9, 18 / 9, 5 / 4]
-    assert found["standard_error"] == pytest.approx(math.sqrt(2) * statistics.pstdev(draws), rel=0.1)
+    assert found["standard_error"] == pytest.approx(
+        math.sqrt(2) * statistics.pstdev(draws), rel=0.1
+    )
 
 
 @given(st.lists(st.lists(st.integers(1, 4)), min_size=1).filter(any))
@@ -112,7 +136,12 @@ CALIBRATION = Calibration(
     expected_standard_error=0.1,
     num_speculative_tokens=2,
     chain=[
-        {"draft_tokens": 1, "expected_acceleration_rate": 1.4, "expected_standard_error": 0.1, "new": {"answers": 8}},
+        {
+            "draft_tokens": 1,
+            "expected_acceleration_rate": 1.4,
+            "expected_standard_error": 0.1,
+            "new": {"answers": 8},
+        },
         {
             "draft_tokens": 2,
             "overhead": 1.2,
@@ -125,10 +154,16 @@ CALIBRATION = Calibration(
 
 
 def test_the_chain_is_expected_to_reach_what_held_out_text_and_the_same_text_say():
-    held_out = {"expected_acceleration_rate": 1.8, "expected_standard_error": 0.2, "new": {"answers": 9}}
+    held_out = {
+        "expected_acceleration_rate": 1.8,
+        "expected_standard_error": 0.2,
+        "new": {"answers": 9},
+    }
     same_text = {"acceleration_rate": 1.9, "standard_error": 0.15}
     walked = {"same_text_acceleration_rate": 1.9}
     assert chain_promise(CALIBRATION, same_text, of_one_kind=True) == held_out | walked
-    assert chain_promise(CALIBRATION, same_text, of_one_kind=False) == walked, "questions are another kind of text"
+    assert chain_promise(CALIBRATION, same_text, of_one_kind=False) == walked, (
+        "questions are another kind of text"
+    )
     assert chain_promise(CALIBRATION, None, of_one_kind=True) == held_out
     assert chain_promise(CALIBRATION, None, of_one_kind=False) == {}

@@ -9,7 +9,13 @@ import pytest
 
 from pipeline.decoding.decoder import Decoded
 from pipeline.evaluation.prompts import Prompt
-from pipeline.evaluation.speed import by_category, pace_beside, speed, steps_by_accepted_length, take_turns
+from pipeline.evaluation.speed import (
+    by_category,
+    pace_beside,
+    speed,
+    steps_by_accepted_length,
+    take_turns,
+)
 from pipeline.execution.progress import ProgressReporter
 
 
@@ -19,16 +25,25 @@ def decoded(accepted: list[int], seconds: float, first: float = 0.1) -> Decoded:
 
 PROMPTS = [Prompt("a", [1]), Prompt("b", [1])]
 PLAIN = [decoded([1] * 8, 0.8), decoded([1] * 4, 0.4)]  # 12 steps of 0.1 s
-MEDUSA = [decoded([3, 1, 4], 0.6, first=0.2), decoded([2, 2], 0.4, first=0.3)]  # 12 tokens in 5 steps of 0.2 s
+MEDUSA = [
+    decoded([3, 1, 4], 0.6, first=0.2),
+    decoded([2, 2], 0.4, first=0.3),
+]  # 12 tokens in 5 steps of 0.2 s
 SLOW = [decoded([3, 1, 4], 5.0, first=0.2), decoded([2, 2], 9.0, first=0.7)]
 
 
 def test_rates_are_pooled_over_sequences_and_seconds_are_medians_over_repetitions():
-    found = speed(PROMPTS, [{"plain": PLAIN, "accelerated": MEDUSA}, {"plain": PLAIN, "accelerated": SLOW}] * 2)
+    found = speed(
+        PROMPTS,
+        [{"plain": PLAIN, "accelerated": MEDUSA}, {"plain": PLAIN, "accelerated": SLOW}] * 2,
+    )
     assert found["acceleration_rate"] == pytest.approx(12 / 5)
     assert found["baseline_tokens_per_second"] == pytest.approx(10.0)
-    found = speed(PROMPTS, [{"plain": PLAIN, "accelerated": side} for side in (MEDUSA, SLOW, MEDUSA)])
-    # Of two answers, bootstrapped: 8/3, 4/2 or both, in 1, 1 and 2 of 4 draws, and widened by the square root of 2.
+    found = speed(
+        PROMPTS, [{"plain": PLAIN, "accelerated": side} for side in (MEDUSA, SLOW, MEDUSA)]
+    )
+    # Of two answers, bootstrapped: 8/3, 4/2 or both, in 1, 1 and 2 of 4 draws, and widened by the
+    # square root of 2.
     draws = [8 / 3, 12 / 5, 12 / 5, 2.0]
     assert found == {
         "acceleration_rate": pytest.approx(12 / 5),
@@ -45,10 +60,25 @@ def test_rates_are_pooled_over_sequences_and_seconds_are_medians_over_repetition
 
 
 def test_a_category_has_the_figures_of_its_own_prompts():
-    prompts = [Prompt("a", [1], "math"), Prompt("b", [1], "writing"), Prompt("c", [1], "math"), Prompt("d", [1])]
+    prompts = [
+        Prompt("a", [1], "math"),
+        Prompt("b", [1], "writing"),
+        Prompt("c", [1], "math"),
+        Prompt("d", [1]),
+    ]
     one = {
-        "plain": [decoded([1] * 8, 0.8), decoded([1] * 4, 0.8), decoded([1] * 2, 0.2), decoded([1], 9.0)],
-        "accelerated": [decoded([4, 4], 0.4), decoded([2, 2], 0.4), decoded([2], 0.1), decoded([1], 9.0)],
+        "plain": [
+            decoded([1] * 8, 0.8),
+            decoded([1] * 4, 0.8),
+            decoded([1] * 2, 0.2),
+            decoded([1], 9.0),
+        ],
+        "accelerated": [
+            decoded([4, 4], 0.4),
+            decoded([2, 2], 0.4),
+            decoded([2], 0.1),
+            decoded([1], 9.0),
+        ],
     }
     assert by_category(prompts, [one, one]) == [
         {
@@ -112,7 +142,11 @@ def test_every_prompt_is_counted_once_whatever_the_number_of_methods():
         seen.append(reports[-1].done)
         return decoded([1, 2], 0.1)
 
-    take_turns({"plain": decode, "accelerated": decode}, [Prompt(str(n), [n]) for n in range(3)], progress=progress)
+    take_turns(
+        {"plain": decode, "accelerated": decode},
+        [Prompt(str(n), [n]) for n in range(3)],
+        progress=progress,
+    )
     assert seen == [0, 0, 1, 1, 2, 2] and reports[-1].done == 3
     tokens = 3 * 2 * len(decoded([1, 2], 0.1).token_ids)
     assert reports[-1].note.startswith(f"{tokens} tokens, ")

@@ -1,4 +1,6 @@
-"""The studies' rows: what each row decodes with, and what must hold between rows whatever a machine's speed."""
+"""The studies' rows: what each row decodes with, and what must hold between rows whatever a
+machine's speed.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def smaller(monkeypatch):
     monkeypatch.setattr(studies, "BATCH_SIZES", (1, 4))
 
 
-def test_the_ladder_of_trees_goes_from_plain_decoding_to_the_export_s_tree(plain, medusa, prompts, texts, calibration):
+def test_the_ladder_of_trees_goes_from_plain_decoding_to_the_export_s_tree(
+    plain, medusa, prompts, texts, calibration
+):
     (rows,) = run_studies(("trees",), plain, medusa, prompts, SETTINGS, calibration, texts).values()
     assert [(row["tree"], row["nodes"]) for row in rows] == [
         ("plain", 0),
@@ -104,14 +108,19 @@ def test_a_walk_through_plain_text_finds_the_very_rate_that_decoding_with_the_tr
         decoder = Decoder(model, heads, choices, eos_token_ids=eos)
         decoded = [decoder.generate(prompt.ids, num_tokens) for prompt in asked]
         assert [one.token_ids for one in decoded] == texts
-        assert simulated_acceleration_rate(ranks, choices) == pytest.approx(acceleration_rate(decoded), nan_ok=True)
+        assert simulated_acceleration_rate(ranks, choices) == pytest.approx(
+            acceleration_rate(decoded), nan_ok=True
+        )
 
 
 def test_the_chain_s_rate_on_the_answers_is_that_of_decoding_with_it(plain, medusa, prompts):
     texts = [plain.generate(prompt.ids, 12).token_ids for prompt in prompts]
     for num_tokens in (1, 3):
         decoder = with_tree(medusa, cartesian_tree([1] * num_tokens))
-        decoded = [decoder.generate(prompt.ids, len(text)) for prompt, text in zip(prompts, texts, strict=True)]
+        decoded = [
+            decoder.generate(prompt.ids, len(text))
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
         figures = chain_figures(medusa, prompts, texts, num_tokens)
         assert figures["acceleration_rate"] == pytest.approx(acceleration_rate(decoded), abs=1e-4)
         assert figures["draft_tokens"] == num_tokens
@@ -162,7 +171,9 @@ def test_delta_is_the_root_of_eps_in_every_typical_row(plain, medusa, prompts, m
 
 
 def test_heads_are_used_up_to_each_depth_of_the_tree(model, finished_run, prompts):
-    """And each depth has the rate that decoding has with it; in float64, where no near-tie can blur it."""
+    """And each depth has the rate that decoding has with it; in float64, where no near-tie can blur
+    it.
+    """
     model = copy.deepcopy(model).double()
     heads = read_heads(finished_run.path / "latest/export", model).double()
     plain = plain_decoder(model, eos_token_ids=(1,))
@@ -220,8 +231,12 @@ def asked_of(monkeypatch):
 
 
 @pytest.mark.parametrize("repeats", [1, 2])
-def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, asked_of, monkeypatch, repeats):
-    """Whose rates differ far more than batches of them do. Where they are too few for a batch they repeat."""
+def test_every_batch_size_decodes_the_same_prompts(
+    plain, medusa, prompts, asked_of, monkeypatch, repeats
+):
+    """Whose rates differ far more than batches of them do. Where they are too few for a batch they
+    repeat.
+    """
     monkeypatch.setattr(studies, "NUM_PROMPTS", 3)
     monkeypatch.setattr(studies, "BATCH_SIZES", (1, 2, 4))
     both = asked_of(plain), asked_of(medusa)
@@ -230,15 +245,25 @@ def test_every_batch_size_decodes_the_same_prompts(plain, medusa, prompts, asked
     one, other, _ = (prompt.ids for prompt in prompts)
     for asked in both:
         timed = [texts for texts, num_tokens in asked if num_tokens == 10]
-        assert timed == [*[[one], [other]] * repeats, *[[one, other]] * repeats, *[[one, other] * 2] * repeats]
+        assert timed == [
+            *[[one], [other]] * repeats,
+            *[[one, other]] * repeats,
+            *[[one, other] * 2] * repeats,
+        ]
     assert [row["batch_size"] for row in rows] == [1, 2, 4]
     for row in rows:
-        assert row["speedup"] == pytest.approx(row["tokens_per_second"] / row["baseline_tokens_per_second"], rel=1e-2)
+        assert row["speedup"] == pytest.approx(
+            row["tokens_per_second"] / row["baseline_tokens_per_second"], rel=1e-2
+        )
 
 
-def test_answers_without_a_step_have_no_figures_and_the_report_is_written(tmp_path, plain, medusa, prompts, texts):
+def test_answers_without_a_step_have_no_figures_and_the_report_is_written(
+    tmp_path, plain, medusa, prompts, texts
+):
     settings = SETTINGS.model_copy(update={"max_new_tokens": 1})
-    found = run_studies(("trees", "heads"), plain, medusa, prompts, settings, None, [text[:1] for text in texts])
+    found = run_studies(
+        ("trees", "heads"), plain, medusa, prompts, settings, None, [text[:1] for text in texts]
+    )
     assert {row["speedup"] for rows in found.values() for row in rows} == {None}
     assert report_texts({"check": {"native": {"studies": found}}}, {})
 
@@ -252,10 +277,17 @@ def test_steps_are_captured_before_they_are_timed(model, medusa, prompts, monkey
     tape, events, generate = Tape(), [], Decoder.generate
     capture = tape.capture
     monkeypatch.setattr(tape, "capture", lambda step: (events.append("capture"), capture(step))[1])
-    monkeypatch.setattr(Decoder, "generate", lambda *words: (events.append("decode"), generate(*words))[1])
+    monkeypatch.setattr(
+        Decoder, "generate", lambda *words: (events.append("decode"), generate(*words))[1]
+    )
     plain = Decoder(model, None, (), eos_token_ids=(1,), graph_capture=tape)
-    with_tree = Decoder(model, medusa.heads, medusa.tree.choices, eos_token_ids=(1,), graph_capture=tape)
-    sides = [Side(name, None, decoder, greedy_acceptance) for name, decoder in (("plain", plain), ("tree", with_tree))]
+    with_tree = Decoder(
+        model, medusa.heads, medusa.tree.choices, eos_token_ids=(1,), graph_capture=tape
+    )
+    sides = [
+        Side(name, None, decoder, greedy_acceptance)
+        for name, decoder in (("plain", plain), ("tree", with_tree))
+    ]
     monkeypatch.setattr("pipeline.decoding.cache._GRANULE", 8)  # a text outgrows several
     studies._measured(sides, prompts, 40)
     decoded = [place for place, event in enumerate(events) if event == "decode"]

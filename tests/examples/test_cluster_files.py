@@ -1,4 +1,6 @@
-"""The cluster examples are what Ray's own validator and KubeRay's RayJob take, and what they run exists here."""
+"""The cluster examples are what Ray's own validator and KubeRay's RayJob take, and what they run
+exists here.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def schema() -> jsonschema.Draft202012Validator:
 def test_the_rayjob_is_one_of_kuberay_s_and_its_workers_see_the_results(schema):
     job = read("rayjob.yaml")
     schema.validate(job)
-    assert yaml.safe_load(job["spec"]["runtimeEnvYAML"]).keys() <= set(ray.runtime_env.RuntimeEnv.known_fields)
+    assert yaml.safe_load(job["spec"]["runtimeEnvYAML"]).keys() <= set(
+        ray.runtime_env.RuntimeEnv.known_fields
+    )
     cluster = job["spec"]["rayClusterSpec"]
     assert cluster["rayVersion"] == ray.__version__
     (workers,) = cluster["workerGroupSpecs"]
@@ -50,8 +54,12 @@ def test_the_rayjob_is_one_of_kuberay_s_and_its_workers_see_the_results(schema):
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        assert mounts["runs"] == "/mnt/runs" and mounts.keys() == {volume["name"] for volume in pod["volumes"]}
-        assert container["resources"]["limits"] == container["resources"]["requests"], "Ray counts the limits"
+        assert mounts["runs"] == "/mnt/runs" and mounts.keys() == {
+            volume["name"] for volume in pod["volumes"]
+        }
+        assert container["resources"]["limits"] == container["resources"]["requests"], (
+            "Ray counts the limits"
+        )
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,9 @@ def test_distil(example, config_file):
 @pytest.mark.slow
 def test_sweep_recipes_caches_the_states_once(example, config_file, tmp_path):
     said = example("sweep_recipes", config_file, tmp_path / "store")
-    assert [line.split()[0] for line in said.splitlines() if line.startswith(("as-", "fewer", "even"))] == [
+    assert [
+        line.split()[0] for line in said.splitlines() if line.startswith(("as-", "fewer", "even"))
+    ] == [
         "as-it-is",
         "fewer-heads",
         "even-weights",

@@ -1,4 +1,6 @@
-"""An address where nobody listens, and a cluster that dies, are one paragraph and exit 4 within seconds."""
+"""An address where nobody listens, and a cluster that dies, are one paragraph and exit 4 within
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ def test_a_port_where_somebody_listens_is_no_refusal():
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1:{closed}", "ray://127.0.0.1:{closed}", "no-such-host.invalid:6379", "127.0.0.1:port"]
+    "address",
+    [
+        "127.0.0.1:{closed}",
+        "ray://127.0.0.1:{closed}",
+        "no-such-host.invalid:6379",
+        "127.0.0.1:port",
+    ],
 )
 def test_an_address_where_nobody_listens_is_refused(monkeypatch, address):
     """Ray itself would try for minutes."""
@@ -27,7 +35,11 @@ def test_an_address_where_nobody_listens_is_refused(monkeypatch, address):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(EnvironmentFault, match="No Ray cluster answers at RAY_ADDRESS") as caught:
         make_executor("ray")
-    assert caught.value.exit_code == 4 and caught.value.where == address and "\n" not in str(caught.value)
+    assert (
+        caught.value.exit_code == 4
+        and caught.value.where == address
+        and "\n" not in str(caught.value)
+    )
 
 
 def test_ray_address_auto_without_a_cluster_is_refused(monkeypatch):

@@ -19,7 +19,9 @@ from pipeline.storage.tasks import ShardTask
 
 
 class Graveyard:
-    """An executor whose workers die of what `kills` says of the rows' numbers; it counts its trials."""
+    """An executor whose workers die of what `kills` says of the rows' numbers; it counts its
+    trials.
+    """
 
     def __init__(self, kills):
         self.kills, self.trials = kills, 0
@@ -35,15 +37,23 @@ class Graveyard:
 def search(tmp_path_factory):
     """Makes an upstream shard of n rows, on which a worker died, and searches it."""
 
-    def find(number: int, executor: Graveyard, max_deaths: int = 2, poison: dict[str, str] | None = None) -> set[str]:
+    def find(
+        number: int, executor: Graveyard, max_deaths: int = 2, poison: dict[str, str] | None = None
+    ) -> set[str]:
         root = tmp_path_factory.mktemp("isolation")
-        with ShardWriter(root / "in.parquet", root / "in.jsonl", SEEDS, index=0, fingerprint="f") as writer:
+        with ShardWriter(
+            root / "in.parquet", root / "in.jsonl", SEEDS, index=0, fingerprint="f"
+        ) as writer:
             empty = {"source_id": None, "category": None, "split": "train", "messages": []}
             writer.write([{"id": str(i), **empty} for i in range(number)])
             writer.commit("seeds", None)
         stage = StageDirectory(root, "generate", "a" * 64)
-        task = ShardTask(0, str(root / "in.parquet"), "", str(stage.shard_path(0)), "", "f", poison or {})
-        found = find_crashing_rows(executor.map, Outcome(task, death="Killed.\nMore."), stage, max_deaths)
+        task = ShardTask(
+            0, str(root / "in.parquet"), "", str(stage.shard_path(0)), "", "f", poison or {}
+        )
+        found = find_crashing_rows(
+            executor.map, Outcome(task, death="Killed.\nMore."), stage, max_deaths
+        )
         assert not (stage.path / "isolation").exists()
         return set(found)
 
@@ -60,7 +70,9 @@ def test_every_deadly_row_is_found_and_no_other(search, number, data):
 
 
 def test_rows_that_are_too_much_together_accuse_nobody(search):
-    with pytest.raises(EnvironmentFault, match=r"Shard 0 of generate .* none of its rows does alone: Killed") as caught:
+    with pytest.raises(
+        EnvironmentFault, match=r"Shard 0 of generate .* none of its rows does alone: Killed"
+    ) as caught:
         search(32, Graveyard(lambda rows: len(rows) > 8))
     assert "\n" not in str(caught.value)
 
@@ -71,7 +83,9 @@ def test_a_shard_that_survives_by_itself_is_acquitted(search):
 
 
 def test_a_row_whose_worker_died_by_chance_is_kept(search):
-    bad_luck = deque([True] * 4)  # of the trials of 8, of 4, of 2 rows and of row 11 itself; row 3 kills the whole
+    bad_luck = deque(
+        [True] * 4
+    )  # of the trials of 8, of 4, of 2 rows and of row 11 itself; row 3 kills the whole
     executor = Graveyard(lambda rows: 3 in rows or (11 in rows and bad_luck and bad_luck.pop()))
     assert search(16, executor, max_deaths=3) == {"3"} and not bad_luck
 

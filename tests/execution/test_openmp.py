@@ -1,4 +1,6 @@
-"""How long torch's idle threads spin: said to OpenMP before torch loads, unless the user has said how."""
+"""How long torch's idle threads spin: said to OpenMP before torch loads, unless the user has said
+how.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ import torch
 from pipeline import OPENMP
 
 
-@pytest.mark.parametrize("users", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "77"}], ids=str)
+@pytest.mark.parametrize(
+    "users", [{}, {"OMP_WAIT_POLICY": "active"}, {"GOMP_SPINCOUNT": "77"}], ids=str
+)
 def test_torchs_openmp_understands_how_long_to_spin(users):
     """It reads them as it is loaded, here without the rest of torch."""
     (openmp,) = (Path(torch.__file__).parent / "lib").glob("libgomp*")

@@ -73,7 +73,11 @@ def test_defaults_come_from_what_the_cluster_has(nodes, wanted, expected):
 
 def test_the_sum_is_spelled_out():
     with pytest.raises(EnvironmentFault) as caught:
-        place("generate", PlacementOf(workers=3, gpus_per_worker=2, cpus_per_worker=4), Resources(((8, 2), (2, 4))))
+        place(
+            "generate",
+            PlacementOf(workers=3, gpus_per_worker=2, cpus_per_worker=4),
+            Resources(((8, 2), (2, 4))),
+        )
     said = str(caught.value)
     assert "3 worker(s) of 4 CPU and 2 GPU need 12 CPU and 6 GPU" in said
     assert "8 CPU and 2 GPU; 2 CPU and 4 GPU: room for 1" in said and "placement.generate" in said
@@ -81,13 +85,19 @@ def test_the_sum_is_spelled_out():
 
 
 def test_a_check_alone_is_placed_where_its_engines_decode(make_config, tmp_path):
-    config = make_config(tmp_path, check__engines=["native"], placement__generate={"gpus_per_worker": 4})
+    config = make_config(
+        tmp_path, check__engines=["native"], placement__generate={"gpus_per_worker": 4}
+    )
     for name in ("generate", "features", "train", "calibrate"):
         directory = config.run.directory / f"{name}-0000"
         directory.mkdir(parents=True)
         (directory / "DONE.json").write_text("{}")
     run = Context(config, RunDirectory.create(config), Console(quiet=True), "inline")
     run.check_placements(["check"])
-    serving = config.model_copy(update={"check": config.check.model_copy(update={"engines": ("native", "vllm")})})
+    serving = config.model_copy(
+        update={"check": config.check.model_copy(update={"engines": ("native", "vllm")})}
+    )
     with pytest.raises(EnvironmentFault, match="cannot place generate"):
-        Context(serving, RunDirectory.create(config), Console(quiet=True), "inline").check_placements(["check"])
+        Context(
+            serving, RunDirectory.create(config), Console(quiet=True), "inline"
+        ).check_placements(["check"])

@@ -37,7 +37,12 @@ def clock(monkeypatch):
         (20, [Progress(done=512, unit="rows")], ["stage: 512 rows"]),  # nobody knows how many
         (  # the time left restarts with each part
             20,
-            [Progress("native", 0, 4), Progress("native", 2, 4), Progress("vLLM", 0, 8), Progress("vLLM", 4, 8)],
+            [
+                Progress("native", 0, 4),
+                Progress("native", 2, 4),
+                Progress("vLLM", 0, 8),
+                Progress("vLLM", 4, 8),
+            ],
             [
                 "stage: 0 of 4 prompts, time left unknown, native",
                 "stage: 2 of 4 prompts, 20 s left, native",
@@ -83,4 +88,7 @@ def test_what_this_process_reports_is_shown_at_once(tmp_path):
     here = ProgressReporter(tmp_path / "progress", shown.append)
     here.begin("", 9, unit="steps")
     here.update(4, "loss 1.000")
-    assert shown[-1] == Progress("", 4, 9, "steps", "loss 1.000") and not (tmp_path / "progress").exists()
+    assert (
+        shown[-1] == Progress("", 4, 9, "steps", "loss 1.000")
+        and not (tmp_path / "progress").exists()
+    )

@@ -1,4 +1,6 @@
-"""Ray carries shards, results and errors as the inline executor does, and leaves the process as it was."""
+"""Ray carries shards, results and errors as the inline executor does, and leaves the process as it
+was.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class Reporting(Worker):
 
 
 class Mortal(Worker):
-    """A worker that some shards end: one is killed each time, one the first time, one hangs the first time."""
+    """A worker that some shards end: one is killed each time, one the first time, one hangs the
+    first time.
+    """
 
     def __init__(self, diary: Path):
         super().__init__()
@@ -79,7 +83,9 @@ class Mortal(Worker):
 
 
 class Unreadable:
-    """An argument that no other process can load, so that a worker ends before it is given a shard."""
+    """An argument that no other process can load, so that a worker ends before it is given a
+    shard.
+    """
 
     def __reduce__(self):
         return die, ()
@@ -94,7 +100,10 @@ def die() -> None:
 
 
 def tasks(number: int, root: Path) -> deque[ShardTask]:
-    return deque(ShardTask(index, "", "", str(root / "shards" / str(index)), "", "f") for index in range(number))
+    return deque(
+        ShardTask(index, "", "", str(root / "shards" / str(index)), "", "f")
+        for index in range(number)
+    )
 
 
 def test_an_executor_of_another_name_is_refused():
@@ -111,7 +120,10 @@ def assert_results_are_right(executor, root: Path) -> None:
     assert sorted(found) == list(range(7)) and not given
     assert isinstance(found[3].error, ConfigError) and found[3].error.fix == "Say yes."
     assert "ZeroDivisionError: five" in found[5].traceback and found[5].error is None
-    for index, calls in [(4, 15), (6, 11)]:  # one worker does them all; after a defect there is a new one
+    for index, calls in [
+        (4, 15),
+        (6, 11),
+    ]:  # one worker does them all; after a defect there is a new one
         assert (found[index].receipt.index, found[index].receipt.num_rows) == (index, calls)
         assert found[index].receipt.stats == {"tokens": 1.5}
     (failed,) = executor.map(refuse, {}, tasks(1, root), ONE, 60)  # as a constructor may
@@ -126,12 +138,16 @@ def assert_progress_is_shown(executor, root: Path) -> None:
             (root / "shown").touch()
 
     progress = ShardProgress(root / "attempts", show)
-    (outcome,) = executor.map(Reporting, {"shown": root / "shown"}, tasks(1, root), ONE, PATIENCE, progress)
+    (outcome,) = executor.map(
+        Reporting, {"shown": root / "shown"}, tasks(1, root), ONE, PATIENCE, progress
+    )
     assert outcome.receipt
 
 
 def assert_deaths_are_outlived(executor, root: Path) -> None:
-    """Each death comes with its shard, the others are done meanwhile, what is added is tried again."""
+    """Each death comes with its shard, the others are done meanwhile, what is added is tried
+    again.
+    """
     given, deaths, done = tasks(6, root), Counter(), set()
     for outcome in executor.map(Mortal, {"diary": root / "diary"}, given, ONE, 3):
         index = outcome.task.index
@@ -159,7 +175,10 @@ def test_inline_gives_results_errors_and_progress(tmp_path):
 def test_ray_does_the_same_and_outlives_dead_workers(tmp_path, monkeypatch, capfd):
     for name in WORKER_ENVIRONMENT:
         monkeypatch.setenv(name, "ours")
-    before = {name: signal.signal(name, signal.default_int_handler) for name in (signal.SIGTERM, signal.SIGINT)}
+    before = {
+        name: signal.signal(name, signal.default_int_handler)
+        for name in (signal.SIGTERM, signal.SIGINT)
+    }
     executor = make_executor("ray")
     try:
         assert {signal.getsignal(name) for name in before} == {signal.default_int_handler}
@@ -167,7 +186,9 @@ def test_ray_does_the_same_and_outlives_dead_workers(tmp_path, monkeypatch, capf
         assert_results_are_right(executor, tmp_path)
         assert_progress_is_shown(executor, tmp_path)
         for name, value in WORKER_ENVIRONMENT.items():
-            assert executor.call(os.getenv, {"key": name}, ONE) == value and os.environ[name] == "ours"
+            assert (
+                executor.call(os.getenv, {"key": name}, ONE) == value and os.environ[name] == "ours"
+            )
         assert "".join(capfd.readouterr()) == "", "Ray says nothing"
         assert_deaths_are_outlived(executor, tmp_path)
     finally:
@@ -180,7 +201,10 @@ def test_a_worker_expects_the_next_shard_except_in_trials(tmp_path):
     expected: list[int | None] = []
     given = tasks(3, tmp_path)
     given[1] = replace(given[1], rows=(0, 1))
-    assert all(outcome.receipt for outcome in InlineExecutor().map(Worker, {"expected": expected}, given, ONE, 60))
+    assert all(
+        outcome.receipt
+        for outcome in InlineExecutor().map(Worker, {"expected": expected}, given, ONE, 60)
+    )
     assert expected == [1, None, None]
 
 
@@ -188,7 +212,9 @@ def test_a_signal_while_ray_starts_is_still_ours():
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt), own_signals():
-            signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(signum))  # as ray.init does
+            signal.signal(
+                signal.SIGTERM, lambda signum, frame: sys.exit(signum)
+            )  # as ray.init does
             signal.raise_signal(signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
     finally:
@@ -200,7 +226,9 @@ def test_a_signal_while_ray_starts_is_still_ours():
     [({}, None), ({"runtime_env": {"env_vars": {"OMP_WAIT_POLICY": "active"}}}, "OMP_WAIT_POLICY")],
 )
 def test_workers_get_our_variables_unless_the_job_sets_them(monkeypatch, job, missing):
-    """Ray refuses a driver that names a variable that its job has named, even with the same value."""
+    """Ray refuses a driver that names a variable that its job has named, even with the same
+    value.
+    """
     for name, value in OPENMP.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(SUBMITTED_JOB, json.dumps(job))

@@ -30,7 +30,11 @@ def in_a_worker(progress: ShardProgress) -> ShardProgress:
 
 def test_workers_counts_are_summed_until_their_shards_are_dropped(here, tmp_path):
     one, other = in_a_worker(here), in_a_worker(here)
-    for worker, index, conversations, amount in [(one, 0, 1, 12), (other, 1, 2, 30), (one, 2, 0, 5)]:
+    for worker, index, conversations, amount in [
+        (one, 0, 1, 12),
+        (other, 1, 2, 30),
+        (one, 2, 0, 5),
+    ]:
         worker.begin(task(index))
         worker.add(task(index), 0, amount)
         worker.add(task(index), conversations, 0)

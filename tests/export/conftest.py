@@ -9,7 +9,13 @@ import pytest
 
 from pipeline.export.upload import Upload
 from tests.export.hub_stand_in import hub_on_loopback
-from tests.export.pushes import backbone_of, backbone_to, conversations_of, export_to, heads_of_export
+from tests.export.pushes import (
+    backbone_of,
+    backbone_to,
+    conversations_of,
+    export_to,
+    heads_of_export,
+)
 from tests.flows.tiny import latest
 
 
@@ -20,7 +26,9 @@ def export(tmp_path) -> Path:
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)  # its back-off
+    monkeypatch.setattr(
+        "huggingface_hub.utils._http.time.sleep", lambda seconds: None
+    )  # its back-off
     yield from hub_on_loopback(monkeypatch, tmp_path)
 
 

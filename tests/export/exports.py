@@ -30,7 +30,9 @@ class TokenizerStub:
         Path(directory, "tokenizer.json").write_text(self.text)
 
 
-def config_of(base_model="owner/target", format="expanded", dtype="float32", **shape) -> ExportLayout:
+def config_of(
+    base_model="owner/target", format="expanded", dtype="float32", **shape
+) -> ExportLayout:
     usual = {"hidden_size": 4, "vocab_size": 6, "num_heads": 3}
     return ExportLayout(base_model, MedusaShape(**usual | shape), format, dtype)
 
@@ -45,7 +47,9 @@ def heads_of(config: ExportLayout, seed: int = 0) -> MedusaHeads:
 
 
 def tensors_of(heads: MedusaHeads) -> dict[str, torch.Tensor]:
-    """Every head's tensors under the names of FACTS' table, written out here once more; one lm_head K times."""
+    """Every head's tensors under the names of FACTS' table, written out here once more; one lm_head
+    K times.
+    """
     tensors = {}
     for k in range(heads.shape.num_heads):
         for layer in range(heads.shape.num_layers):
@@ -57,10 +61,14 @@ def tensors_of(heads: MedusaHeads) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def write(directory: Path, config: ExportLayout, heads=None, choices=TREE, tokenizer=None, card="card") -> Path:
+def write(
+    directory: Path, config: ExportLayout, heads=None, choices=TREE, tokenizer=None, card="card"
+) -> Path:
     heads = heads_of(config) if heads is None else heads
     tokenizer = tokenizer or TokenizerStub()
-    write_export(directory, heads, config, target=TARGET, tokenizer=tokenizer, choices=choices, card=card)
+    write_export(
+        directory, heads, config, target=TARGET, tokenizer=tokenizer, choices=choices, card=card
+    )
     return directory
 
 
@@ -76,5 +84,7 @@ def read(directory: Path) -> MedusaHeads:
 def holds(directory: Path, config: ExportLayout, heads: MedusaHeads) -> bool:
     """Whether an export, read back, is these heads bit for bit."""
     found = read(directory)
-    same = all(torch.equal(found.get_parameter(name), each) for name, each in heads.named_parameters())
+    same = all(
+        torch.equal(found.get_parameter(name), each) for name, each in heads.named_parameters()
+    )
     return read_layout(directory) == config and found.shape == heads.shape and same

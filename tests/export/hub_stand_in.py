@@ -1,10 +1,11 @@
-"""A Hub on loopback, as far as huggingface_hub 2.4 speaks to one when it pushes, and datasets 5.2 when it reads.
+"""A Hub on loopback, as far as huggingface_hub 2.4 speaks to one when it pushes, and datasets 5.2
+when it reads.
 
-Models are under their id, data sets under `datasets/ID`, as in the Hub's addresses. A commit whose card huggingface_hub
-cannot read is refused.
-It keeps real commits: a file is in one only if its bytes arrived, base64 in the commit or by LFS upload with the right
-sha256. It answers as the Hub does where that matters (401, 404 with `X-Error-Code`, 409), counts what it received, and
-can be told to fail, or to keep a client waiting before or after it has done what it was asked for.
+Models are under their id, data sets under `datasets/ID`, as in the Hub's addresses. A commit whose
+card huggingface_hub cannot read is refused. It keeps real commits: a file is in one only if its
+bytes arrived, base64 in the commit or by LFS upload with the right sha256. It answers as the Hub
+does where that matters (401, 404 with `X-Error-Code`, 409), counts what it received, and can be
+told to fail, or to keep a client waiting before or after it has done what it was asked for.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Repository:
         """The commits' names, oldest first."""
         shas = []
         for number, files in enumerate(self.commits, 1):
-            content = [(name, hashlib.sha256(data).hexdigest()) for name, data in sorted(files.items())]
+            content = [
+                (name, hashlib.sha256(data).hexdigest()) for name, data in sorted(files.items())
+            ]
             shas.append(hashlib.sha1(json.dumps([number, content]).encode()).hexdigest())
         return shas
 
@@ -60,9 +63,16 @@ class HubStandIn:
         self.lfs: dict[str, bytes] = {}
         self.requests: list[str] = []
         self.bytes_uploaded = 0
-        self.failures: dict[str, int] = {}  # part of a "METHOD /path" -> status that it is answered with
-        self.stalls_before = self.stalls_after = ""  # part of a "METHOD /path" that is not carried out, or not answered
-        self.stalled, self.gone = threading.Event(), threading.Event()  # a client waits; it waits no longer
+        self.failures: dict[
+            str, int
+        ] = {}  # part of a "METHOD /path" -> status that it is answered with
+        self.stalls_before = self.stalls_after = (
+            ""  # part of a "METHOD /path" that is not carried out, or not answered
+        )
+        self.stalled, self.gone = (
+            threading.Event(),
+            threading.Event(),
+        )  # a client waits; it waits no longer
 
     def __enter__(self) -> HubStandIn:
         hub = self
@@ -71,7 +81,9 @@ class HubStandIn:
             stand_in = hub
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+        )
         self._thread.start()
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
         return self
@@ -83,7 +95,9 @@ class HubStandIn:
 
 
 def hub_on_loopback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubStandIn]:
-    """A stand-in that huggingface_hub takes for the Hub, with a token that may write; what fixtures yield from."""
+    """A stand-in that huggingface_hub takes for the Hub, with a token that may write; what fixtures
+    yield from.
+    """
     with HubStandIn() as stand_in:
         take_for_the_hub(monkeypatch, stand_in.endpoint, tmp_path)
         yield stand_in
@@ -134,9 +148,12 @@ class _Handler(BaseHTTPRequestHandler):
         body, path = self._body(), urlsplit(self.path).path
         request = f"{self.command} {path}"
         self.stand_in.requests.append(request)
-        failing = next((status for part, status in self.stand_in.failures.items() if part in request), None)
+        failing = next(
+            (status for part, status in self.stand_in.failures.items() if part in request), None
+        )
         if failing:
-            said = f"cannot, {self.headers.get('Authorization', 'anonymous')}"  # a careless server quotes the token
+            # a careless server quotes the token
+            said = f"cannot, {self.headers.get('Authorization', 'anonymous')}"
             return self._send(failing, {"error": said})
         if self.stand_in.stalls_before and self.stand_in.stalls_before in request:
             return self._keep_waiting()
@@ -169,34 +186,54 @@ class _Handler(BaseHTTPRequestHandler):
         return b"".join(chunks)
 
     def _create(self, asked: dict) -> None:
-        repo_id = f"{'datasets/' if asked.get('type') == 'dataset' else ''}{asked['organization']}/{asked['name']}"
+        repo_id = f"{'datasets/' if asked.get('type') == 'dataset' else ''}{asked['organization']}/{asked['name']}"  # noqa: E501
         url = {"url": f"{self.stand_in.endpoint}/{repo_id}"}
         if repo_id in self.stand_in.repositories:
             return self._send(409, url | {"error": "You already created this model repo"})
-        self.stand_in.repositories[repo_id] = Repository(private=asked.get("visibility") == "private")
+        self.stand_in.repositories[repo_id] = Repository(
+            private=asked.get("visibility") == "private"
+        )
         return self._send(200, url)
 
     def _repository(self, repo_id: str, action: list[str], body: bytes) -> None:
         repository = self.stand_in.repositories.get(repo_id)
         if repository is None:
-            return self._send(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+            return self._send(
+                404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"}
+            )
         what = action[0] if action else ""
         if what == "preupload":
             asked = json.loads(body)["files"]
-            return self._send(200, {"files": [self._upload_mode(file["path"], repository) for file in asked]})
+            return self._send(
+                200, {"files": [self._upload_mode(file["path"], repository) for file in asked]}
+            )
         if what == "commit":
-            return self._commit(repo_id, repository, [json.loads(line) for line in body.splitlines()])
+            return self._commit(
+                repo_id, repository, [json.loads(line) for line in body.splitlines()]
+            )
         if what == "tree":
             return self._tree(repository, "/".join(action[2:]))
         siblings = [{"rfilename": name} for name in repository.files]
-        of_a_data_set = {"author": repo_id.split("/")[-2], "tags": [], "downloads": 0, "likes": 0, "gated": False}
-        known = {"id": repo_id.removeprefix("datasets/"), "private": repository.private, "sha": repository.sha}
+        of_a_data_set = {
+            "author": repo_id.split("/")[-2],
+            "tags": [],
+            "downloads": 0,
+            "likes": 0,
+            "gated": False,
+        }
+        known = {
+            "id": repo_id.removeprefix("datasets/"),
+            "private": repository.private,
+            "sha": repository.sha,
+        }
         return self._send(200, {**known, "siblings": siblings, "disabled": False, **of_a_data_set})
 
     def _tree(self, repository: Repository, folder: str) -> None:
         """The files below a folder; 404 where there is none, as the Hub has it."""
         inside = {
-            name: data for name, data in repository.files.items() if name.startswith(f"{folder}/" if folder else "")
+            name: data
+            for name, data in repository.files.items()
+            if name.startswith(f"{folder}/" if folder else "")
         }
         if folder and not inside:
             return self._send(404, {"error": "not found"}, {"X-Error-Code": "EntryNotFound"})
@@ -205,37 +242,60 @@ class _Handler(BaseHTTPRequestHandler):
             for name, data in inside.items()
         ]
         folders = {name.rpartition("/")[0] for name in inside} - {folder, ""}
-        below = [{"type": "directory", "path": name, "size": 0, "oid": "0" * 40} for name in sorted(folders)]
+        below = [
+            {"type": "directory", "path": name, "size": 0, "oid": "0" * 40}
+            for name in sorted(folders)
+        ]
         return self._send(200, files + below)
 
     def _resolve(self, path: str) -> None:
-        """A file's bytes: `OWNER/NAME/resolve/REVISION/FILE`, behind `datasets/` for a data set's."""
+        """A file's bytes: `OWNER/NAME/resolve/REVISION/FILE`, behind `datasets/` for a data
+        set's.
+        """
         repo_id, _, rest = path.partition("/resolve/")
-        repository, (revision, _, name) = self.stand_in.repositories.get(repo_id), rest.partition("/")
+        repository, (revision, _, name) = (
+            self.stand_in.repositories.get(repo_id),
+            rest.partition("/"),
+        )
         if repository is None:
-            return self._send(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+            return self._send(
+                404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"}
+            )
         commit = repository.sha if revision == "main" else revision
         if commit not in repository.shas:
-            return self._send(404, {"error": "Revision not found"}, {"X-Error-Code": "RevisionNotFound"})
+            return self._send(
+                404, {"error": "Revision not found"}, {"X-Error-Code": "RevisionNotFound"}
+            )
         files, sha = repository.commits[repository.shas.index(commit)], {"X-Repo-Commit": commit}
         if name not in files:
-            return self._send(404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound", **sha})
+            return self._send(
+                404, {"error": "Entry not found"}, {"X-Error-Code": "EntryNotFound", **sha}
+            )
         data = files[name]
         return self._send(200, data, {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', **sha})
 
     def _upload_mode(self, path: str, repository: Repository) -> dict:
-        mode, content = "lfs" if path.endswith((".safetensors", ".parquet")) else "regular", repository.files.get(path)
+        mode, content = (
+            "lfs" if path.endswith((".safetensors", ".parquet")) else "regular",
+            repository.files.get(path),
+        )
         oid = None
         if content is not None:
             blob = b"blob %d\0" % len(content) + content
-            oid = hashlib.sha256(content).hexdigest() if mode == "lfs" else hashlib.sha1(blob).hexdigest()
+            oid = (
+                hashlib.sha256(content).hexdigest()
+                if mode == "lfs"
+                else hashlib.sha1(blob).hexdigest()
+            )
         return {"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid}
 
     def _batch(self, asked: dict) -> None:
         objects = [dict(item) for item in asked["objects"]]
         for item in objects:
             if item["oid"] not in self.stand_in.lfs:
-                item["actions"] = {"upload": {"href": f"{self.stand_in.endpoint}/lfs/{item['oid']}"}}
+                item["actions"] = {
+                    "upload": {"href": f"{self.stand_in.endpoint}/lfs/{item['oid']}"}
+                }
         self._send(200, {"transfer": "basic", "objects": objects})
 
     def _store(self, oid: str, body: bytes) -> None:
@@ -271,7 +331,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def _send(self, status: int, content: dict | list | bytes, headers: dict | None = None) -> None:
-        if self.stand_in.stalls_after and self.stand_in.stalls_after in f"{self.command} {self.path}":
+        if (
+            self.stand_in.stalls_after
+            and self.stand_in.stalls_after in f"{self.command} {self.path}"
+        ):
             return self._keep_waiting()
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)

@@ -1,4 +1,6 @@
-"""What is pushed in these tests: heads, a tuned backbone and conversations, with a report that allows it."""
+"""What is pushed in these tests: heads, a tuned backbone and conversations, with a report that
+allows it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,13 @@ PASSED = {
         "vllm": {"acceleration_rate": 1.5, "greedy_match": MATCH},
     },
 }
-EXPORTED = {"README.md", "config.json", "medusa_choices.json", "medusa_lm_head.safetensors", "tokenizer.json"}
+EXPORTED = {
+    "README.md",
+    "config.json",
+    "medusa_choices.json",
+    "medusa_lm_head.safetensors",
+    "tokenizer.json",
+}
 BACKBONE = {
     "config.json": "{}",
     "backbone.json": "{}",
@@ -49,7 +57,14 @@ def export_to(directory: Path, base_model: str = "owner/target", tokenizer: str 
     heads = MedusaHeads(config.shape)
     for parameter in heads.parameters():
         torch.nn.init.ones_(parameter)
-    write(directory, config, heads, choices=[[0]], tokenizer=TokenizerStub(tokenizer), card="before the check")
+    write(
+        directory,
+        config,
+        heads,
+        choices=[[0]],
+        tokenizer=TokenizerStub(tokenizer),
+        card="before the check",
+    )
     for bookkeeping in ("stage.json", "DONE.json", "lock", ".hidden"):
         (directory / bookkeeping).write_text(str(directory))
     return directory
@@ -78,7 +93,9 @@ def backbone_of(directory: Path, **changes: Any) -> Upload:
 def conversations_of(stage: StageDirectory, directory: Path, **changes: Any) -> Upload:
     directory.mkdir(exist_ok=True)
     usual = {"base_model": "owner/target"}
-    return data_set_upload(stage.shards(), stage.fingerprint, published(**{**usual, **changes}), directory)
+    return data_set_upload(
+        stage.shards(), stage.fingerprint, published(**{**usual, **changes}), directory
+    )
 
 
 def send(upload: Upload, *, private: bool = False) -> dict[str, Any]:
@@ -86,12 +103,16 @@ def send(upload: Upload, *, private: bool = False) -> dict[str, Any]:
 
 
 def sums(directory: Path) -> dict[str, str]:
-    """The sha256 of every file that a stage's record would name: no bookkeeping, no tuned backbone, no card."""
+    """The sha256 of every file that a stage's record would name: no bookkeeping, no tuned backbone,
+    no card.
+    """
     found = {}
     for file in directory.rglob("*"):
         name = file.relative_to(directory).as_posix()
         is_other = name in ("stage.json", "DONE.json", "lock", ".hidden", "README.md")
-        is_tuned = name.startswith("backbone/") and (directory / "backbone" / "backbone.json").exists()
+        is_tuned = (
+            name.startswith("backbone/") and (directory / "backbone" / "backbone.json").exists()
+        )
         if file.is_file() and not is_other and not is_tuned:
             found[name] = hashlib.sha256(file.read_bytes()).hexdigest()
     return found

@@ -1,4 +1,6 @@
-"""The conversations on the Hub: read from it by `datasets`, without names of this machine, never two pushes mixed."""
+"""The conversations on the Hub: read from it by `datasets`, without names of this machine, never
+two pushes mixed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from tests.export.hub_stand_in import HubStandIn, Repository
 from tests.export.pushes import PASSED, conversations_of, published, run_config, send
 from tests.flows.tiny import latest
 
-REPORT = PASSED | {"seeds": {"rows": 40, "quarantined": 2}, "generate": {"rows": 40, "tokens": 1234}}
+REPORT = PASSED | {
+    "seeds": {"rows": 40, "quarantined": 2},
+    "generate": {"rows": 40, "tokens": 1234},
+}
 LOCAL = run_config(source={"path": "/home/me/private.jsonl"})
 PLACE = "datasets/me/pushed"
 
@@ -44,7 +49,9 @@ def load(hub: HubStandIn, monkeypatch, tmp_path):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    return lambda **settings: load_dataset("me/pushed", cache_dir=str(tmp_path / "cache"), **settings)
+    return lambda **settings: load_dataset(
+        "me/pushed", cache_dir=str(tmp_path / "cache"), **settings
+    )
 
 
 def rows_of(generated: StageDirectory, split: str) -> list[dict]:
@@ -59,11 +66,14 @@ def test_every_row_is_loaded_from_the_hub_as_written(generated, hub, push_it, lo
     for split, table in found.items():
         assert table.column_names == ["id", "messages", "finish", "input_ids", "spans"]
         for got, row in zip(table, rows_of(generated, split), strict=True):
-            assert all(got[name] == row[name] for name in ("messages", "finish", "input_ids", "spans"))
+            assert all(
+                got[name] == row[name] for name in ("messages", "finish", "input_ids", "spans")
+            )
 
 
 @pytest.mark.parametrize(
-    ("source", "public"), [({"path": "/x/seeds.jsonl"}, "local-1"), ({"hub": "owner/seeds"}, "owner/seeds")]
+    ("source", "public"),
+    [({"path": "/x/seeds.jsonl"}, "local-1"), ({"hub": "owner/seeds"}, "owner/seeds")],
 )
 def test_a_local_file_is_a_number_in_ids(generated, hub, push_it, load, source, public):
     push_it(run_config(source=source))
@@ -76,8 +86,18 @@ def test_its_card_names_source_terms_and_no_local_file(hub, push_it):
     push_it()
     card = DatasetCard(hub.repositories[PLACE].files["README.md"].decode())
     assert (card.data.license, card.data.size_categories) == ("other", ["n<1K"])
-    assert {file["split"] for file in card.data.configs[0]["data_files"]} == {"train", "calibrate", "check"}
-    for figure in ("owner/target", "1 local source(s)", "40 seeds", "1,234 tokens", 'load_dataset("me/pushed"'):
+    assert {file["split"] for file in card.data.configs[0]["data_files"]} == {
+        "train",
+        "calibrate",
+        "check",
+    }
+    for figure in (
+        "owner/target",
+        "1 local source(s)",
+        "40 seeds",
+        "1,234 tokens",
+        'load_dataset("me/pushed"',
+    ):
         assert figure in card.text
     assert not any(private in card.content for private in ("private", "/home", "{{"))
 
@@ -89,11 +109,15 @@ def test_a_second_push_replaces_the_files_of_the_first(generated, hub, push_it, 
     repository = hub.repositories[PLACE]
     assert len([name for name in repository.files if name.startswith("data/train-")]) > 1
     push_it()
-    assert [name for name in repository.files if name.startswith("data/train-")] == ["data/train-00000.parquet"]
+    assert [name for name in repository.files if name.startswith("data/train-")] == [
+        "data/train-00000.parquet"
+    ]
     assert len(load(split="train")) == len(rows_of(generated, "train"))
 
 
-@pytest.mark.parametrize("theirs", ["train.jsonl", "data/train-00000-of-00002.parquet", "model.safetensors"])
+@pytest.mark.parametrize(
+    "theirs", ["train.jsonl", "data/train-00000-of-00002.parquet", "model.safetensors"]
+)
 def test_another_data_set_is_never_written_over(hub, push_it, theirs):
     hub.repositories[PLACE] = Repository(private=False, commits=[{theirs: b"theirs"}])
     with pytest.raises(ConfigError):

@@ -1,4 +1,6 @@
-"""Several formats in one export: each is a whole directory of its own, in the form that its engine reads."""
+"""Several formats in one export: each is a whole directory of its own, in the form that its engine
+reads.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_each_format_is_a_whole_directory_with_the_same_heads(tmp_path, root, dt
 
 
 def test_the_reference_implementation_loads_its_file_without_running_code(tmp_path):
-    """Its heads, written out here: a block and an lm_head each; `from_pretrained` reads the same names."""
+    """Its heads, written out here: a block and an lm_head each; `from_pretrained` reads the same
+    names.
+    """
     layout = config_of(lm_head="untied")
     heads = heads_of(layout)
     directory = write(tmp_path / "export", layout, heads, "reference") / "reference"
@@ -66,17 +70,27 @@ def test_the_reference_implementation_loads_its_file_without_running_code(tmp_pa
         def forward(self, x):
             return x + nn.functional.silu(self.linear(x))
 
-    theirs = nn.ModuleList([nn.Sequential(ResBlock(), nn.Linear(4, 6, bias=False)) for _ in range(3)])
-    theirs.load_state_dict(torch.load(directory / "medusa_lm_head.pt", weights_only=True), strict=True)
+    theirs = nn.ModuleList(
+        [nn.Sequential(ResBlock(), nn.Linear(4, 6, bias=False)) for _ in range(3)]
+    )
+    theirs.load_state_dict(
+        torch.load(directory / "medusa_lm_head.pt", weights_only=True), strict=True
+    )
     hidden_ND = torch.randn(5, 4)
     torch.testing.assert_close(torch.stack([head(hidden_ND) for head in theirs]), heads(hidden_ND))
     config = json.loads((directory / "config.json").read_text())
-    wanted = {"medusa_num_heads": 3, "medusa_num_layers": 1, "base_model_name_or_path": "owner/target"}
+    wanted = {
+        "medusa_num_heads": 3,
+        "medusa_num_layers": 1,
+        "base_model_name_or_path": "owner/target",
+    }
     assert config.items() >= wanted.items() and "speculators_config" not in config
 
 
 def test_sglang_s_model_computes_what_the_cell_does_and_lacks_no_tensor(tmp_path):
-    """SGLang's llama_eagle.py, of transformers' parts: fc with a bias, one Llama layer without its first norm."""
+    """SGLang's llama_eagle.py, of transformers' parts: fc with a bias, one Llama layer without its
+    first norm.
+    """
     shape = RecurrentShape(16, 9, num_heads=3, intermediate_size=24)
     heads = RecurrentHeads(shape)
     for parameter in heads.parameters():
@@ -84,8 +98,13 @@ def test_sglang_s_model_computes_what_the_cell_does_and_lacks_no_tensor(tmp_path
     layout = ExportLayout("owner/target", shape)
     directory = write(tmp_path / "export", layout, heads, "sglang") / "sglang"
     content = json.loads((directory / "config.json").read_text())
-    assert content["architectures"] == ["LlamaForCausalLMEagle"] and "speculators_config" not in content
-    config = LlamaConfig(**{key: value for key, value in content.items() if key not in ("architectures", "heads")})
+    assert (
+        content["architectures"] == ["LlamaForCausalLMEagle"]
+        and "speculators_config" not in content
+    )
+    config = LlamaConfig(
+        **{key: value for key, value in content.items() if key not in ("architectures", "heads")}
+    )
     config._attn_implementation = "eager"
 
     fc, layer = nn.Linear(32, 16), LlamaDecoderLayer(config, 0)
@@ -114,7 +133,11 @@ def test_a_bias_that_native_decoding_would_not_add_is_refused(tmp_path):
         (MedusaShape(4, 6, 3), ["reference"], r"Begin with another: \[expanded, reference\]"),
         (MedusaShape(4, 6, 3), ["expanded", "sglang"], "sglang format does not apply to medusa"),
         (MedusaShape(4, 6, 3, num_layers=2), ["expanded", "reference"], "one block for all layers"),
-        (RecurrentShape(4, 6, 3), ["expanded", "reference"], "reference format does not apply to recurrent"),
+        (
+            RecurrentShape(4, 6, 3),
+            ["expanded", "reference"],
+            "reference format does not apply to recurrent",
+        ),
         (RecurrentShape(4, 6, 3, target_vocab_size=9), ["expanded", "sglang"], "whole lm_head"),
     ],
 )
@@ -137,7 +160,9 @@ class Harmful:
 
 @pytest.mark.parametrize("how", ["torch", "pickle"])
 def test_a_pickle_of_anything_else_is_refused_and_none_of_its_code_runs(tmp_path, how):
-    directory = write(tmp_path / "export", config_of(), heads_of(config_of()), "reference") / "reference"
+    directory = (
+        write(tmp_path / "export", config_of(), heads_of(config_of()), "reference") / "reference"
+    )
     weights, harm = directory / "medusa_lm_head.pt", Harmful(str(tmp_path / "harm"))
     if how == "torch":
         torch.save({"0.0.linear.weight": harm}, weights)
@@ -150,7 +175,9 @@ def test_a_pickle_of_anything_else_is_refused_and_none_of_its_code_runs(tmp_path
 
 @pytest.mark.parametrize("content", [[torch.ones(1)], {"a": 1}, {1: torch.ones(1)}, torch.ones(2)])
 def test_a_pickle_of_other_plain_data_is_no_file_of_named_tensors(tmp_path, content):
-    directory = write(tmp_path / "export", config_of(), heads_of(config_of()), "reference") / "reference"
+    directory = (
+        write(tmp_path / "export", config_of(), heads_of(config_of()), "reference") / "reference"
+    )
     torch.save(content, directory / "medusa_lm_head.pt")
     with pytest.raises(DataError, match="no file of named tensors"):
         read(directory)
@@ -158,7 +185,9 @@ def test_a_pickle_of_other_plain_data_is_no_file_of_named_tensors(tmp_path, cont
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"not a pickle at all"])
 def test_a_damaged_pickle_is_one_paragraph(tmp_path, content):
-    directory = write(tmp_path / "export", config_of(), heads_of(config_of()), "reference") / "reference"
+    directory = (
+        write(tmp_path / "export", config_of(), heads_of(config_of()), "reference") / "reference"
+    )
     (directory / "medusa_lm_head.pt").write_bytes(content)
     with pytest.raises(DataError) as caught:
         read_heads(directory, None)

@@ -24,11 +24,15 @@ def test_a_vocabulary_mismatch_names_both_numbers():
     assert caught.value.exit_code == 3
 
 
-@pytest.mark.parametrize(("value", "dtype"), [(float("nan"), "float32"), (float("-inf"), "bfloat16"), (1e6, "float16")])
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(float("nan"), "float32"), (float("-inf"), "bfloat16"), (1e6, "float16")]
+)
 def test_numbers_that_the_dtype_cannot_hold_are_refused(tmp_path, value, dtype):
     heads = heads_of(config_of())
     heads.block_weight.data[0, 1, 2, 3] = value
-    with pytest.raises(DataError, match=rf"1\.0\.linear\.weight holds numbers that are not finite in {dtype}"):
+    with pytest.raises(
+        DataError, match=rf"1\.0\.linear\.weight holds numbers that are not finite in {dtype}"
+    ):
         write(tmp_path / "export", config_of(dtype=dtype), heads)
 
 
@@ -78,7 +82,9 @@ def test_a_tensor_that_reaches_the_disk_otherwise_than_it_was_trained_is_named_a
 
 def drop_a_tensor(path: Path) -> None:
     tensors = load_file(path)
-    save_file({name: tensor.clone() for name, tensor in tensors.items() if name != "1.1.weight"}, path)
+    save_file(
+        {name: tensor.clone() for name, tensor in tensors.items() if name != "1.1.weight"}, path
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,11 +94,20 @@ def drop_a_tensor(path: Path) -> None:
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "cannot be read"),
         (lambda path: path.unlink(), "cannot be read"),
         (lambda path: path.write_bytes(b""), "cannot be read"),
-        (lambda path: save_file({n: t.half() for n, t in load_file(path).items()}, path), "is not float32"),
-        (lambda path: save_file({"a": torch.zeros(1)}, path.with_name("model.safetensors")), "model.safetensors"),
+        (
+            lambda path: save_file({n: t.half() for n, t in load_file(path).items()}, path),
+            "is not float32",
+        ),
+        (
+            lambda path: save_file({"a": torch.zeros(1)}, path.with_name("model.safetensors")),
+            "model.safetensors",
+        ),
         (lambda path: path.with_name("medusa_lm_head.pt").write_bytes(b""), "medusa_lm_head.pt"),
         (lambda path: path.with_name("config.json").unlink(), "no config.json"),
-        (lambda path: path.with_name("config.json").write_text('{"model_type": "llama"}'), "not the configuration"),
+        (
+            lambda path: path.with_name("config.json").write_text('{"model_type": "llama"}'),
+            "not the configuration",
+        ),
         (lambda path: path.with_name("config.json").write_text("{"), "not the configuration"),
     ],
 )
@@ -137,7 +152,9 @@ def test_a_full_disk_is_an_environment_fault_and_leaves_the_old_export_whole(tmp
 
 @contextlib.contextmanager
 def small_files():
-    """No file of this process may grow beyond 200 bytes: smaller than the weights, larger than the tokenizer."""
+    """No file of this process may grow beyond 200 bytes: smaller than the weights, larger than the
+    tokenizer.
+    """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, limit[1]))
     try:

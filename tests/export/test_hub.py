@@ -1,4 +1,6 @@
-"""Pushing to a stand-in of the Hub that keeps real commits: what arrives, what is refused, what a failure leaves."""
+"""Pushing to a stand-in of the Hub that keeps real commits: what arrives, what is refused, what a
+failure leaves.
+"""
 
 from __future__ import annotations
 
@@ -41,9 +43,16 @@ def only_repository(hub: HubStandIn) -> Repository:
 def test_one_commit_holds_exactly_the_files_of_the_receipt(part, hub):
     receipt, repository = send(part()), only_repository(hub)
     assert len(repository.commits) == 2  # the empty one, and ours
-    found = {name: (len(data), hashlib.sha256(data).hexdigest()) for name, data in repository.files.items()}
+    found = {
+        name: (len(data), hashlib.sha256(data).hexdigest())
+        for name, data in repository.files.items()
+    }
     assert {file["path"]: (file["size"], file["sha256"]) for file in receipt["files"]} == found
-    assert (receipt["repo"], receipt["commit"], receipt["unchanged"]) == ("me/pushed", repository.sha, False)
+    assert (receipt["repo"], receipt["commit"], receipt["unchanged"]) == (
+        "me/pushed",
+        repository.sha,
+        False,
+    )
 
 
 def test_an_equal_push_makes_no_commit_and_sends_nothing(part, hub):
@@ -57,7 +66,12 @@ def test_a_dry_run_needs_neither_network_nor_token(part, hub, monkeypatch):
     with monkeypatch.context() as without_token:
         without_token.delenv("HF_TOKEN")
         dry = part().dry_run(private=False)
-    assert hub.requests == [] and dry["commit"] is None and dry["dry_run"] is True and dry["missing"] == []
+    assert (
+        hub.requests == []
+        and dry["commit"] is None
+        and dry["dry_run"] is True
+        and dry["missing"] == []
+    )
     assert dry["files"] == send(part())["files"]
 
 
@@ -91,7 +105,11 @@ def test_a_local_target_is_replaced_by_its_hub_id(tmp_path, hub):
     config = run_config(target, {"path": str(tmp_path / "seeds.jsonl")})
     receipt = send(heads_of_export(export, config=config, base_model="me/target"))
     files = only_repository(hub).files
-    assert json.loads(files["config.json"])["base_model_name_or_path"] == receipt["base_model"] == "me/target"
+    assert (
+        json.loads(files["config.json"])["base_model_name_or_path"]
+        == receipt["base_model"]
+        == "me/target"
+    )
     assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
     assert json.loads((export / "config.json").read_text())["base_model_name_or_path"] == target
 
@@ -288,7 +306,9 @@ def test_a_failing_hub_is_an_environment_fault_without_the_token(export, hub, fa
         ("HF_HUB_OFFLINE", False, "hf_wrongToken", "HF_TOKEN"),
     ],
 )
-def test_without_hub_or_token_the_fix_names_the_variable(export, hub, monkeypatch, constant, value, token, fix):
+def test_without_hub_or_token_the_fix_names_the_variable(
+    export, hub, monkeypatch, constant, value, token, fix
+):
     monkeypatch.setattr(huggingface_hub.constants, constant, value)
     monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(EnvironmentFault) as failed:

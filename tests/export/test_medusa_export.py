@@ -32,12 +32,19 @@ from tests.heads.pruning import pruned
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize(("lm_head", "format"), LM_HEAD_AND_FORMAT)
-def test_the_file_holds_exactly_the_tensors_that_engines_look_for(tmp_path, lm_head, format, num_layers):
+def test_the_file_holds_exactly_the_tensors_that_engines_look_for(
+    tmp_path, lm_head, format, num_layers
+):
     config = config_of(lm_head=lm_head, format=format, num_layers=num_layers)
-    found = {name: list(tensor.shape) for name, tensor in weights_of(write(tmp_path / "export", config)).items()}
+    found = {
+        name: list(tensor.shape)
+        for name, tensor in weights_of(write(tmp_path / "export", config)).items()
+    }
     expected = {f"{k}.{i}.linear.weight": [4, 4] for k in range(3) for i in range(num_layers)}
     expected |= {f"{k}.{i}.linear.bias": [4] for k in range(3) for i in range(num_layers)}
-    expected |= {f"{k}.{num_layers}.weight": [6, 4] for k in ([0] if format == "shared" else range(3))}
+    expected |= {
+        f"{k}.{num_layers}.weight": [6, 4] for k in ([0] if format == "shared" else range(3))
+    }
     assert found == expected
 
 
@@ -47,28 +54,53 @@ def test_engines_without_a_draft_vocabulary_guess_the_same_first(tmp_path, lm_he
     heads = pruned(heads_of(config), tokens)
     layout = replace(config, shape=heads.shape)
     directory = write(tmp_path / "export", layout, heads)
-    assert holds(directory, layout, heads) and read(directory).vocabulary.token_map.tolist() == tokens
+    assert (
+        holds(directory, layout, heads) and read(directory).vocabulary.token_map.tolist() == tokens
+    )
     assert json.loads((directory / "config.json").read_text())["vocab_size"] == 9
-    found, states = weights_of(directory), torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    found, states = (
+        weights_of(directory),
+        torch.randn(50, 4, generator=torch.Generator().manual_seed(0)),
+    )
     for k in [0] if format == "shared" else range(3):
         logits = states @ found[f"{k}.1.weight"].T
-        assert torch.equal(logits.argmax(1), torch.tensor(tokens)[(states @ heads.lm_head_of(k).T).argmax(1)])
-    other = load_file(directory / "medusa_lm_head.safetensors") | {"token_map": torch.tensor([1, 2, 5, 9])}
+        assert torch.equal(
+            logits.argmax(1), torch.tensor(tokens)[(states @ heads.lm_head_of(k).T).argmax(1)]
+        )
+    other = load_file(directory / "medusa_lm_head.safetensors") | {
+        "token_map": torch.tensor([1, 2, 5, 9])
+    }
     save_file(other, directory / "medusa_lm_head.safetensors")
     with pytest.raises(DataError, match="draft vocabulary is not 4 of the target's 9"):
         read(directory)
 
 
 @pytest.mark.parametrize(("lm_head", "format"), LM_HEAD_AND_FORMAT)
-def test_config_json_says_what_each_engine_reads_and_nothing_that_misleads_it(tmp_path, lm_head, format):
-    directory = write(tmp_path / "export", config_of(lm_head=lm_head, format=format, num_layers=2, dtype="bfloat16"))
+def test_config_json_says_what_each_engine_reads_and_nothing_that_misleads_it(
+    tmp_path, lm_head, format
+):
+    directory = write(
+        tmp_path / "export",
+        config_of(lm_head=lm_head, format=format, num_layers=2, dtype="bfloat16"),
+    )
     config = json.loads((directory / "config.json").read_text())
-    wanted = {"model_type": "medusa", "base_model_name_or_path": "owner/target", "hidden_size": 4, "vocab_size": 6}
-    wanted |= {"medusa_num_heads": 3, "medusa_num_layers": 2, "medusa_fc_bias": True, "dtype": "bfloat16"}
+    wanted = {
+        "model_type": "medusa",
+        "base_model_name_or_path": "owner/target",
+        "hidden_size": 4,
+        "vocab_size": 6,
+    }
+    wanted |= {
+        "medusa_num_heads": 3,
+        "medusa_num_layers": 2,
+        "medusa_fc_bias": True,
+        "dtype": "bfloat16",
+    }
     assert config.items() >= wanted.items()
     assert config.get("original_lm_head", False) is (format == "shared")
     assert "architectures" not in config  # TGI would switch Medusa off
-    # vLLM folds every key with "num" and "heads" (or "layers") into one number, in the order of the file
+    # vLLM folds every key with "num" and "heads" (or "layers") into one number, in the order of the
+    # file
     assert {value for key, value in config.items() if "num" in key and "heads" in key} == {3}
     assert {value for key, value in config.items() if "num" in key and "layers" in key} == {2}
     assert not {"num_hidden_layers", "num_attention_heads", "num_key_value_heads"} & config.keys()
@@ -95,13 +127,21 @@ def test_the_export_alone_starts_vllm_where_it_names_the_target_that_is_there(tm
     (tmp_path / "link").symlink_to(tmp_path / "target")
     assert started_with("owner/target", "owner/target") == alone
     assert started_with(str(tmp_path / "target"), str(tmp_path / "link")) == alone
-    assert started_with(str(tmp_path / "gone"), str(tmp_path / "target")) == {"speculative_config": apart}
+    assert started_with(str(tmp_path / "gone"), str(tmp_path / "target")) == {
+        "speculative_config": apart
+    }
     assert started_with("owner/target", str(tmp_path / "target")) == {"speculative_config": apart}
 
 
 def test_the_directory_has_tokenizer_tree_and_card(tmp_path):
     directory = write(tmp_path / "export", config_of(), card="# A card")
-    names = {"config.json", "medusa_lm_head.safetensors", "medusa_choices.json", "tokenizer.json", "README.md"}
+    names = {
+        "config.json",
+        "medusa_lm_head.safetensors",
+        "medusa_choices.json",
+        "tokenizer.json",
+        "README.md",
+    }
     assert {path.name for path in directory.iterdir()} == names
     assert json.loads((directory / "medusa_choices.json").read_text()) == TREE
     assert (directory / "README.md").read_text() == "# A card"
@@ -134,7 +174,8 @@ def test_another_dtype_rounds_as_torch_does(tmp_path, dtype):
     tensors = tensors_of(heads_of(config))
     directory = write(tmp_path / "export", config)
     assert all(
-        torch.equal(saved, tensors[name].to(getattr(torch, dtype))) for name, saved in weights_of(directory).items()
+        torch.equal(saved, tensors[name].to(getattr(torch, dtype)))
+        for name, saved in weights_of(directory).items()
     )
 
 
@@ -155,7 +196,10 @@ def test_one_lm_head_expands_on_disk_and_not_in_memory(tmp_path, lm_head, dtype)
     assert len({in_memory[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 1
     on_disk = weights_of(write(tmp_path / "export", config, heads))
     assert len({on_disk[f"{k}.1.weight"].data_ptr() for k in range(3)}) == 3
-    assert all(torch.equal(on_disk[f"{k}.1.weight"], heads.lm_head.to(getattr(torch, dtype))) for k in range(3))
+    assert all(
+        torch.equal(on_disk[f"{k}.1.weight"], heads.lm_head.to(getattr(torch, dtype)))
+        for k in range(3)
+    )
 
 
 @pytest.mark.parametrize("lm_head", ["shared", "tied"])
@@ -166,7 +210,9 @@ def test_one_lm_head_is_read_as_one_and_frozen_where_it_is_the_target_s(tmp_path
 
 
 def test_transformers_loaders_find_the_format_in_the_file(tmp_path):
-    with safe_open(write(tmp_path / "export", config_of()) / "medusa_lm_head.safetensors", "pt") as file:
+    with safe_open(
+        write(tmp_path / "export", config_of()) / "medusa_lm_head.safetensors", "pt"
+    ) as file:
         assert file.metadata() == {"format": "pt"}
 
 

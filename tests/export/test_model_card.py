@@ -43,7 +43,11 @@ REPORT = {
     "seeds": {"rows": 400, "quarantined": 3},
     "generate": {"rows": 390, "tokens": 123456},
     "train": {"tokens": 240000, "final_loss": 3.14159},
-    "heads": [{"top1": 0.512, "top5": 0.789}, {"top1": 0.3, "top5": 0.59}, {"top1": 0.2, "top5": float("nan")}],
+    "heads": [
+        {"top1": 0.512, "top5": 0.789},
+        {"top1": 0.3, "top5": 0.59},
+        {"top1": 0.2, "top5": float("nan")},
+    ],
     "tree": {"nodes": 63, "expected_acceleration_rate": 2.4},
     "check": {"passed": True, "native": NATIVE, "vllm": VLLM},
     "hardware": {"cpu": "2 cores"},
@@ -72,7 +76,11 @@ def with_check(**engines) -> dict:
 
 def table_under(card: str, heading: str) -> list[list[str]]:
     section = card.split(f"## {heading}\n")[1].split("\n## ")[0]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line[:1] == "|"]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in section.splitlines()
+        if line[:1] == "|"
+    ]
 
 
 # --- what the Hub reads
@@ -99,7 +107,9 @@ def test_tags_name_vllm_only_where_it_serves_the_heads(served):
     card = card_of({**REPORT, "export": {"vllm": served}}, config_of(train={"heads": "recurrent"}))
     data = ModelCard(card).data
     assert {"eagle", "recurrent"} <= set(data.tags)
-    assert ({"vllm", "speculators"} <= set(data.tags)) is served and ("vllm serve" in card) is served
+    assert ({"vllm", "speculators"} <= set(data.tags)) is served and (
+        "vllm serve" in card
+    ) is served
     assert data.library_name == ("vllm" if served else "medusa-distill")
 
 
@@ -108,20 +118,28 @@ def test_the_licence_is_that_of_the_target_s_commit(link, tmp_path, hub, monkeyp
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     cards = []
     for name in ("first", "second"):
-        matter = {"license": "other", "license_name": name} | ({"license_link": link} if link else {})
+        matter = {"license": "other", "license_name": name} | (
+            {"license_link": link} if link else {}
+        )
         cards.append({"README.md": f"---\n{yaml.safe_dump(matter)}---\n# A model\n".encode()})
     repository = Repository(private=False, commits=cards)
     hub.repositories["owner/target"] = repository
     commit = repository.shas[0]
-    at_the_hub = f"https://huggingface.co/owner/target/blob/{commit}/LICENSE" if link == "LICENSE" else link
+    at_the_hub = (
+        f"https://huggingface.co/owner/target/blob/{commit}/LICENSE" if link == "LICENSE" else link
+    )
     for online in (True, False):
-        assert licence_of("owner/target", commit, online=online) == Licence("other", "first", at_the_hub)
+        assert licence_of("owner/target", commit, online=online) == Licence(
+            "other", "first", at_the_hub
+        )
     (tmp_path / "README.md").write_bytes(cards[0]["README.md"])
     local_link = None if link == "LICENSE" else link
     assert licence_of(str(tmp_path), None, online=False) == Licence("other", "first", local_link)
 
 
-@pytest.mark.parametrize("card", [None, "no front matter", "---\nlicense: [mit, apache-2.0]\n---\n", "---\n: [\n---\n"])
+@pytest.mark.parametrize(
+    "card", [None, "no front matter", "---\nlicense: [mit, apache-2.0]\n---\n", "---\n: [\n---\n"]
+)
 def test_a_target_without_a_readable_licence_declares_none(card, tmp_path):
     if card is not None:
         (tmp_path / "README.md").write_text(card)
@@ -133,7 +151,11 @@ def test_a_target_without_a_readable_licence_declares_none(card, tmp_path):
 
 
 def test_engines_stand_side_by_side_with_predictions_and_errors():
-    vllm = {"standard_error": 0.04, "expected_acceleration_rate": 2.0, "expected_standard_error": 0.1}
+    vllm = {
+        "standard_error": 0.04,
+        "expected_acceleration_rate": 2.0,
+        "expected_standard_error": 0.1,
+    }
     report = with_check(native={**NATIVE, "standard_error": 0.05}, vllm={**VLLM, **vllm})
     report["tree"] = {**REPORT["tree"], "expected_standard_error": 0.2}
     rows = {row[0].split(" (")[0]: row[1:] for row in table_under(card_of(report), "Results")}
@@ -163,9 +185,16 @@ def test_categories_have_public_names():
 def test_draft_lengths_are_predicted_and_served():
     chain = []
     for length in (1, 2, 3):
-        predicted = {"expected_acceleration_rate": 1 + length / 2, "expected_standard_error": length / 50}
+        predicted = {
+            "expected_acceleration_rate": 1 + length / 2,
+            "expected_standard_error": length / 50,
+        }
         chain.append({"draft_tokens": length, **predicted})
-    served = {"standard_error": 0.04, "num_speculative_tokens": 2, "accepted_per_position": [0.7, 0.5]}
+    served = {
+        "standard_error": 0.04,
+        "num_speculative_tokens": 2,
+        "accepted_per_position": [0.7, 0.5],
+    }
     report = {**with_check(vllm={**VLLM, **served}), "tree": {**REPORT["tree"], "chain": chain}}
     assert table_under(card_of(report), "Results")[-3:] == [
         ["1", "1.50 ± 0.02", "-", "70%"],
@@ -182,13 +211,19 @@ def test_answers_that_are_their_reference_are_counted_by_category():
     *_, head, rule, math, odd = table_under(card_of(with_check(exact_match=answers)), "Results")
     assert (head, rule) == (["category", "answers", "plain", "medusa"], ["---"] * 4)
     assert (math, odd) == (["math", "12", "25.0%", "25.0%"], ["a\\_b \\<i\\>", "8", "50.0%", "-"])
-    assert table_under(card_of(with_check(exact_match=[])), "Results") == table_under(card_of(), "Results")
+    assert table_under(card_of(with_check(exact_match=[])), "Results") == table_under(
+        card_of(), "Results"
+    )
 
 
 def test_every_head_has_its_row_of_accuracies():
     rows = table_under(card_of(), "Accuracy of the heads")
     assert rows[0] == ["head", "guesses", "top-1", "top-5"]
-    assert rows[2:] == [["0", "t+2", "51.2%", "78.9%"], ["1", "t+3", "30.0%", "59.0%"], ["2", "t+4", "20.0%", "-"]]
+    assert rows[2:] == [
+        ["0", "t+2", "51.2%", "78.9%"],
+        ["1", "t+3", "30.0%", "59.0%"],
+        ["2", "t+4", "20.0%", "-"],
+    ]
 
 
 def test_rates_and_accuracies_on_new_answers_have_rows():
@@ -203,7 +238,9 @@ def test_rates_and_accuracies_on_new_answers_have_rows():
     assert results["acceleration rate on the other answers"] == "1.71 ± 0.05"
     assert results["predicted on other held-out answers"] == "1.83 ± 0.06"
     rows = table_under(card, "Accuracy of the heads")
-    assert [row[-2:] for row in rows[2:]] == [["44.4%", "66.6%"]] * 3 and len({len(row) for row in rows}) == 1
+    assert [row[-2:] for row in rows[2:]] == [["44.4%", "66.6%"]] * 3 and len(
+        {len(row) for row in rows}
+    ) == 1
     assert "44.4%" not in card_of() and "new |" not in card_of()
 
 
@@ -214,15 +251,25 @@ def test_tokens_by_depth_are_a_sum():
 
 def test_cards_of_backbone_and_heads_state_its_drift():
     report, config = {**REPORT, "train": {"drift": DRIFT}}, run_config("owner/original")
-    config = config.model_copy(update={"train": config_of(train={"heads": "medusa", "method": "medusa-2"}).train})
-    of_original = Published(report, config, "me/tuned", "owner/original", tuned=True, heads_repo_id="me/heads")
-    tuned, heads = backbone_card(of_original), card_of(report, config, base_model="me/tuned", tuned=True)
+    config = config.model_copy(
+        update={"train": config_of(train={"heads": "medusa", "method": "medusa-2"}).train}
+    )
+    of_original = Published(
+        report, config, "me/tuned", "owner/original", tuned=True, heads_repo_id="me/heads"
+    )
+    tuned, heads = (
+        backbone_card(of_original),
+        card_of(report, config, base_model="me/tuned", tuned=True),
+    )
     for card in (tuned, heads):
         for figure in ("0.0123", "2.100 → 2.142", "+2.00%", "98.76%", "4,321", "owner/original"):
             assert figure in card
         assert "vllm serve me/heads\n" in card
     assert "| backbone.lora_rank |" in heads and "backbone.lora_rank" not in card_of()
-    for card, expected in ((tuned, ["owner/original", "finetune"]), (heads, ["me/tuned", "adapter"])):
+    for card, expected in (
+        (tuned, ["owner/original", "finetune"]),
+        (heads, ["me/tuned", "adapter"]),
+    ):
         data = ModelCard(card).data
         assert [data.base_model, data["base_model_relation"]] == expected
     assert "2.142" not in card_of()
@@ -233,9 +280,9 @@ def test_cards_of_backbone_and_heads_state_its_drift():
 
 def test_the_recipe_is_the_run_again_without_paths(tmp_path):
     (tmp_path / "run.yaml").write_text(
-        "run: {name: secret, seed: 7}\ntarget: {model: owner/target, chat_template: '{{ messages }}'}\n"
-        "seeds: {sources: [{path: mine.jsonl, limit: 5}, {hub: owner/chats}]}\n"
-        "train: {heads: medusa, lr: 1.0e-3, medusa: {lm_head: tied}}\ncheck: {engines: [native]}\n"
+        "run: {name: secret, seed: 7}\ntarget: {model: owner/target, chat_template: '{{ messages"
+        " }}'}\nseeds: {sources: [{path: mine.jsonl, limit: 5}, {hub: owner/chats}]}\ntrain:"
+        " {heads: medusa, lr: 1.0e-3, medusa: {lm_head: tied}}\ncheck: {engines: [native]}\n"
     )
     config = load_config(tmp_path / "run.yaml")
     card = card_of({**REPORT, "target_revision": "c0ffee"}, config)
@@ -244,11 +291,18 @@ def test_the_recipe_is_the_run_again_without_paths(tmp_path):
     assert again.seeds.sources[0].path == tmp_path / "PATH_TO_PATH" and "secret" not in card
     for part in ("generate", "features", "train", "calibrate", "check"):
         assert getattr(again, part) == getattr(config, part)
-    assert (again.target.revision, again.target.chat_template, again.run.seed) == ("c0ffee", "{{ messages }}", 7)
+    assert (again.target.revision, again.target.chat_template, again.run.seed) == (
+        "c0ffee",
+        "{{ messages }}",
+        7,
+    )
     commands = [shlex.split(row[1].strip("`")) for row in table_under(card, "Reproduce")[2:]]
     assert len(commands) == 3
     for command in commands:
-        assert command[:4] == ["medusa-distill", "run", "recipe.yaml", "--until"] and command[4] in STAGES
+        assert (
+            command[:4] == ["medusa-distill", "run", "recipe.yaml", "--until"]
+            and command[4] in STAGES
+        )
         load_config(tmp_path / "recipe.yaml", command[5:])
 
 
@@ -259,7 +313,11 @@ def test_the_vllm_command_can_be_pasted_into_a_shell(chosen, expected):
     assert shlex.split(alone) == ["vllm", "serve", "me/heads"]
     words = shlex.split(command.replace("\\\n", " "))
     assert words[:4] == ["vllm", "serve", "owner/target", "--speculative-config"]
-    assert json.loads(words[4]) == {"method": "medusa", "model": "me/heads", "num_speculative_tokens": expected}
+    assert json.loads(words[4]) == {
+        "method": "medusa",
+        "model": "me/heads",
+        "num_speculative_tokens": expected,
+    }
 
 
 @pytest.mark.parametrize(
@@ -279,14 +337,18 @@ def test_each_format_names_the_engines_that_load_it(export, num_layers, stated):
 # --- what is not known, or private
 
 
-@pytest.mark.parametrize("report", [{}, {"num_heads": 3}, {key: REPORT[key] for key in REPORT if key != "check"}])
+@pytest.mark.parametrize(
+    "report", [{}, {"num_heads": 3}, {key: REPORT[key] for key in REPORT if key != "check"}]
+)
 def test_before_the_check_no_rate_is_stated(report):
     assert "not been checked yet" in card_of(report) and "2.31" not in card_of(report)
 
 
 @pytest.mark.parametrize("gone", [*REPORT, "everything"])
 def test_whatever_is_missing_leaves_no_hole(gone):
-    report = {} if gone == "everything" else {key: value for key, value in REPORT.items() if key != gone}
+    report = (
+        {} if gone == "everything" else {key: value for key, value in REPORT.items() if key != gone}
+    )
     card = card_of(report)
     assert not re.search(r"\b(None|nan|Undefined)\b|\{\{|\{%|\n\n\n", card)
     assert ModelCard(card).data.base_model == "owner/target"
@@ -296,7 +358,9 @@ def test_whatever_is_missing_leaves_no_hole(gone):
 
 @pytest.mark.parametrize("base_model", [SECRET, None])
 def test_a_local_target_is_never_named(base_model):
-    of_backbone = Published(REPORT, config_of(), "me/tuned", base_model, tuned=True, heads_repo_id="me/heads")
+    of_backbone = Published(
+        REPORT, config_of(), "me/tuned", base_model, tuned=True, heads_repo_id="me/heads"
+    )
     for card in (card_of(base_model=base_model), backbone_card(of_backbone)):
         assert not any(private in card for private in ("/home", "secret", "private"))
         assert "a local model" in card.lower() and ModelCard(card).data.base_model is None
@@ -309,7 +373,11 @@ def test_a_failed_check_is_stated():
 
 @pytest.mark.parametrize(
     ("mode", "stated"),
-    [("replay", "fed to the target"), ("self-talk", "both sides"), ("passthrough", "not the target's")],
+    [
+        ("replay", "fed to the target"),
+        ("self-talk", "both sides"),
+        ("passthrough", "not the target's"),
+    ],
 )
 def test_the_card_names_who_wrote_the_training_text(mode, stated):
     assert stated in card_of(config=config_of(generate={"mode": mode}))

@@ -1,7 +1,8 @@
 """`Tensor.backward` on fake devices, where torch's own engine asks for a real accelerator.
 
-Walks the graph as the engine does: later operations first, gradients of leaves as soon as they are there. What forward
-saved for an operation is freed once its backward has run. Hooks on tensors and nodes are not called.
+Walks the graph as the engine does: later operations first, gradients of leaves as soon as they are
+there. What forward saved for an operation is freed once its backward has run. Hooks on tensors and
+nodes are not called.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def walk_backward(loss: Tensor, gradient: Tensor | None = None) -> None:
     """`loss.backward(gradient)`."""
     root = loss.grad_fn
     waiting = _num_uses(root)
-    grads: dict[Any, list[Tensor | None]] = {root: [torch.ones_like(loss) if gradient is None else gradient]}
+    grads: dict[Any, list[Tensor | None]] = {
+        root: [torch.ones_like(loss) if gradient is None else gradient]
+    }
     order = itertools.count()
     ready = [(0, next(order), root)]
     while ready:
@@ -53,11 +56,15 @@ def walk_backward(loss: Tensor, gradient: Tensor | None = None) -> None:
         found = _run(node, grads.pop(node))
         for (into, number), grad in zip(_edges(node), found, strict=True):
             if grad is not None:
-                _add(grads.setdefault(into, []), number, _fitted(grad, into._input_metadata[number]))
+                _add(
+                    grads.setdefault(into, []), number, _fitted(grad, into._input_metadata[number])
+                )
             waiting[into] -= 1
             if not waiting[into] and into in grads:
                 is_leaf = hasattr(into, "variable")
-                heapq.heappush(ready, (-(1 << 62) if is_leaf else -into._sequence_nr(), next(order), into))
+                heapq.heappush(
+                    ready, (-(1 << 62) if is_leaf else -into._sequence_nr(), next(order), into)
+                )
 
 
 def _num_uses(root: Any) -> Counter[Any]:
@@ -89,13 +96,21 @@ def _run(node: Any, grads: list[Tensor | None]) -> list[Tensor | None]:
     for saved in _read:
         saved.tensor = None
     _read.clear()
-    kept = node.needs_input_grad if is_custom else [into is not None for into, _ in node.next_functions]
+    kept = (
+        node.needs_input_grad
+        if is_custom
+        else [into is not None for into, _ in node.next_functions]
+    )
     return list(itertools.compress(found, kept))
 
 
 def _fitted(grad: Tensor, output: Any) -> Tensor:
-    """The gradient as the forward's output was; one of an output that was broadcast is summed, as the engine does."""
-    assert grad.device == output.device, f"a gradient on {grad.device} of a tensor on {output.device}"
+    """The gradient as the forward's output was; one of an output that was broadcast is summed, as
+    the engine does.
+    """
+    assert grad.device == output.device, (
+        f"a gradient on {grad.device} of a tensor on {output.device}"
+    )
     return grad.sum_to_size(output.shape).to(output.dtype)
 
 

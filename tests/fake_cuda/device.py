@@ -1,8 +1,10 @@
-"""Fake CUDA devices in the CPU build of torch: tensors with a device, a shape and a dtype, and without numbers.
+"""Fake CUDA devices in the CPU build of torch: tensors with a device, a shape and a dtype, and
+without numbers.
 
-Within `fake_cuda()` tensors on "cuda:0" to "cuda:7" are those of torch's FakeTensorMode, so a model of any size costs
-nothing. Operators on tensors of two devices raise; what the host waits for, and what is copied between devices, is
-recorded (observer.py). Backward runs (backward.py); peak memory is in ledger.py.
+Within `fake_cuda()` tensors on "cuda:0" to "cuda:7" are those of torch's FakeTensorMode, so a model
+of any size costs nothing. Operators on tensors of two devices raise; what the host waits for, and
+what is copied between devices, is recorded (observer.py). Backward runs (backward.py); peak memory
+is in ledger.py.
 
 There are no kernels, graphs, streams or generators. `torch.cuda.is_available()` stays False.
 """
@@ -33,18 +35,22 @@ from tests.fake_cuda.observer import Observer
 def load_guard() -> None:
     """Give this process fake CUDA devices, for good; only fake tensors notice.
 
-    Skips the test where there is no C++ compiler, and in a CUDA build of torch, which has a guard of its own.
+    Skips the test where there is no C++ compiler, and in a CUDA build of torch, which has a guard
+    of its own.
     """
     compiler = shutil.which("g++") or shutil.which("clang++")
     if torch.version.cuda or compiler is None:
         pytest.skip("fake CUDA needs a CPU build of torch and a C++ compiler (g++)")
-    # Autograd starts threads for the devices that it finds at its first backward, and then refuses to run after a fork.
+    # Autograd starts threads for the devices that it finds at its first backward, and then refuses
+    # to run after a fork.
     torch.ones(1, requires_grad=True).sum().backward()
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as directory:
         made, source = f"{directory}/guard.so", str(Path(__file__).with_name("guard.cpp"))
         paths = (f"-I{root}/include", f"-L{root}/lib", "-lc10")
-        subprocess.run([compiler, "-shared", "-fPIC", "-std=c++20", source, "-o", made, *paths], check=True)
+        subprocess.run(
+            [compiler, "-shared", "-fPIC", "-std=c++20", source, "-o", made, *paths], check=True
+        )
         torch.ops.load_library(made)
 
 
@@ -61,11 +67,18 @@ def fake_cuda() -> Iterator[Observer]:
         patch(FakeTensor, "tolist", lambda tensor: observer.fetched(tensor))
         patch(Tensor, "backward", walk_backward)
         patch(nn.Module, "_apply", _apply)
-        # Else transformers believes that it is traced: it would pass a full mask, and expand keys and values.
-        stack.enter_context(mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False))
+        # Else transformers believes that it is traced: it would pass a full mask, and expand keys
+        # and values.
+        stack.enter_context(
+            mock.patch("transformers.utils.import_utils.is_fake_tensor", lambda tensor: False)
+        )
         patch(torch, "Generator", FakeGenerator)
-        stack.enter_context(mock.patch("pipeline.decoding.decoder.graph_capture_for", lambda model: None))
-        stack.enter_context(mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False))
+        stack.enter_context(
+            mock.patch("pipeline.decoding.decoder.graph_capture_for", lambda model: None)
+        )
+        stack.enter_context(
+            mock.patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+        )
         for name, stub in _stubs(observer).items():
             patch(torch.cuda, name, stub)
         stack.enter_context(saved_tensors_freed())
@@ -88,9 +101,11 @@ class FakeGenerator(torch.Generator):
 
 
 class FakeGraphs:
-    """In the place of `CudaGraphs`: a step is captured by running it, and a replay, which runs no Python, does nothing.
+    """In the place of `CudaGraphs`: a step is captured by running it, and a replay, which runs no
+    Python, does nothing.
 
-    Raises RuntimeError where a CUDA graph could not hold the step: it waits, copies, or reads tensors of the host.
+    Raises RuntimeError where a CUDA graph could not hold the step: it waits, copies, or reads
+    tensors of the host.
     """
 
     def __init__(self, observer: Observer):
@@ -133,7 +148,9 @@ def _stubs(observer: Observer) -> dict[str, Any]:
         def synchronize(self) -> None:
             observer.wait("event")
 
-    stream = SimpleNamespace(wait_stream=lambda other: None, synchronize=lambda: observer.wait("stream"))
+    stream = SimpleNamespace(
+        wait_stream=lambda other: None, synchronize=lambda: observer.wait("stream")
+    )
     return {
         "Event": Event,
         "current_stream": lambda device=None: stream,
@@ -142,14 +159,20 @@ def _stubs(observer: Observer) -> dict[str, Any]:
     }
 
 
-def _apply(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """`Module._apply`, which swaps parameters in place and cannot where somebody holds a weak reference to them."""
+def _apply(
+    module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """`Module._apply`, which swaps parameters in place and cannot where somebody holds a weak
+    reference to them.
+    """
     for child in module.children() if recurse else ():
         child._apply(function)
     for name, parameter in module._parameters.items():
         if parameter is not None:
             with torch.no_grad():
-                module._parameters[name] = nn.Parameter(function(parameter), parameter.requires_grad)
+                module._parameters[name] = nn.Parameter(
+                    function(parameter), parameter.requires_grad
+                )
     for name, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[name] = function(buffer)

@@ -3,8 +3,9 @@
     with fake_cuda():
         peak = peak_bytes(lambda: training_step())["cuda:0"] / 2**30
 
-counts the storages that are alive at the worst moment, to the byte. A real allocator adds what it rounds up and what
-lies idle in its pools (some percent), CUDA its context (about half a GiB) and libraries their workspaces.
+counts the storages that are alive at the worst moment, to the byte. A real allocator adds what it
+rounds up and what lies idle in its pools (some percent), CUDA its context (about half a GiB) and
+libraries their workspaces.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Ledger(TorchDispatchMode):
-    """Storages alive by device, in bytes: `live` now, `peak` at most; those of `held` tensors from the start."""
+    """Storages alive by device, in bytes: `live` now, `peak` at most; those of `held` tensors from
+    the start.
+    """
 
     def __init__(self, held: Iterable[Tensor] = ()):
         super().__init__()
@@ -30,7 +33,9 @@ class Ledger(TorchDispatchMode):
         for tensor in held:
             self._enter(tensor)
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self._enter(leaf, counts=False)  # it was there before, and is not held

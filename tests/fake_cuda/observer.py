@@ -1,8 +1,9 @@
 """What a program on fake devices makes the host wait for, and what it copies between devices.
 
-Integers and booleans that no floating-point number decides (labels, positions, counts) are known: they are computed
-beside, on the CPU, so that code whose shapes depend on them runs. Of anything else the host reads zeros, or what
-`Observer.answer` makes up, tensors are equal, and a shape that depends on it raises DataDependentOutputException.
+Integers and booleans that no floating-point number decides (labels, positions, counts) are known:
+they are computed beside, on the CPU, so that code whose shapes depend on them runs. Of anything
+else the host reads zeros, or what `Observer.answer` makes up, tensors are equal, and a shape that
+depends on it raises DataDependentOutputException.
 """
 
 from __future__ import annotations
@@ -21,8 +22,20 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 aten = torch.ops.aten
 # The host waits for these operators' results, or for the shapes of them.
-WAITS = {aten._local_scalar_dense, aten.equal, aten.nonzero, aten.masked_select, aten.bincount, aten._unique2}
-COMPOSITE = {aten.to, aten.item, aten.is_nonzero, aten.type_as}  # in inference mode they are called under these names
+WAITS = {
+    aten._local_scalar_dense,
+    aten.equal,
+    aten.nonzero,
+    aten.masked_select,
+    aten.bincount,
+    aten._unique2,
+}
+COMPOSITE = {
+    aten.to,
+    aten.item,
+    aten.is_nonzero,
+    aten.type_as,
+}  # in inference mode they are called under these names
 COPIES = {aten._to_copy, aten.copy_}
 MOST_KNOWN = 1 << 22  # elements of a tensor whose integers are computed
 
@@ -31,9 +44,9 @@ class Observer(TorchDispatchMode):
     """Notes, in order:
 
     `waits`: for what the host waited: "tolist", an operator, an event.
-    `uploads`, `downloads`: copies between the host and a device that block the host, as "cpu -> cuda:0".
-    `transfers`: all copies between two devices, those included.
-    `calls`: how often each operator ran.
+    `uploads`, `downloads`: copies between the host and a device that block the host, as "cpu ->
+    cuda:0". `transfers`: all copies between two devices, those included. `calls`: how often each
+    operator ran.
     """
 
     def __init__(self) -> None:
@@ -46,7 +59,9 @@ class Observer(TorchDispatchMode):
         self.answer: Callable[[Tensor], Any] = _zeros
         self._is_recording = False
         self._known: Any = WeakIdKeyDictionary()  # fake tensor: its integers
-        self._lost: Any = WeakIdKeyDictionary()  # storages of integers that something unknown was written into
+        self._lost: Any = (
+            WeakIdKeyDictionary()
+        )  # storages of integers that something unknown was written into
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -74,7 +89,9 @@ class Observer(TorchDispatchMode):
         values = self._values(tensor)
         return self.answer(tensor) if values is None else values.tolist()
 
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         packet, kwargs = operator.overloadpacket, kwargs or {}
         if packet is torch.ops.prim.device:
             return operator(*args, **kwargs)
@@ -89,13 +106,17 @@ class Observer(TorchDispatchMode):
         decides = all(self._values(tensor) is not None for tensor in inputs)
         if waits and decides:
             known = self._compute(operator, args, kwargs)
-            made = tree_map_only(Tensor, lambda one: torch.empty_like(one, device=inputs[0].device), known)
+            made = tree_map_only(
+                Tensor, lambda one: torch.empty_like(one, device=inputs[0].device), known
+            )
         elif packet is aten.equal:
             known = made = True
         else:
             made = operator(*args, **kwargs)
             outputs = _tensors(made)
-            decides &= bool(outputs) and all(_is_integer(one) and one.numel() <= MOST_KNOWN for one in outputs)
+            decides &= bool(outputs) and all(
+                _is_integer(one) and one.numel() <= MOST_KNOWN for one in outputs
+            )
             known = self._compute(operator, args, kwargs) if decides else None
         if known is None:
             self._forget_written(operator, args, kwargs)
@@ -118,7 +139,10 @@ class Observer(TorchDispatchMode):
         if "pin_memory" in kwargs:
             kwargs = kwargs | {"pin_memory": False}
         with _disable_current_modes():
-            return operator(*tree_map_only(Tensor, self._values, args), **tree_map_only(Tensor, self._values, kwargs))
+            return operator(
+                *tree_map_only(Tensor, self._values, args),
+                **tree_map_only(Tensor, self._values, kwargs),
+            )
 
     def _forget_written(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Something unknown was written into these, and so into all their views."""
@@ -135,13 +159,22 @@ class Observer(TorchDispatchMode):
                 self._lost[values.untyped_storage()] = True
 
     def _note_copies(
-        self, operator: Any, args: Any, kwargs: dict[str, Any], inputs: list[Tensor], outputs: list[Tensor]
+        self,
+        operator: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        inputs: list[Tensor],
+        outputs: list[Tensor],
     ) -> None:
         is_copy = operator.overloadpacket in COPIES
         # A kernel takes a number of the host's as an argument; a copy of one is a copy.
-        devices = {tensor.device: None for tensor in inputs if is_copy or tensor.dim() or tensor.is_cuda}
+        devices = {
+            tensor.device: None for tensor in inputs if is_copy or tensor.dim() or tensor.is_cuda
+        }
         if self._is_recording and any(device.type == "cpu" for device in devices):
-            raise RuntimeError(f"{operator} reads a tensor of the host: a graph would read it where it was")
+            raise RuntimeError(
+                f"{operator} reads a tensor of the host: a graph would read it where it was"
+            )
         devices |= {tensor.device: None for tensor in outputs}
         if len(devices) < 2:
             return
@@ -151,7 +184,9 @@ class Observer(TorchDispatchMode):
             raise RuntimeError(f"{operator} copies from {source} to {into} in a recorded step")
         copy = f"{source} -> {into}"
         self.transfers.append(copy)
-        non_blocking = kwargs.get("non_blocking", operator is aten.copy_.default and len(args) > 2 and args[2])
+        non_blocking = kwargs.get(
+            "non_blocking", operator is aten.copy_.default and len(args) > 2 and args[2]
+        )
         if "cpu" in (source.type, into.type) and not non_blocking:
             (self.uploads if into.type == "cuda" else self.downloads).append(copy)
 

@@ -32,10 +32,16 @@ KINDS = {
     "shared": lambda: MedusaHeads(MedusaShape(D, V, 2, lm_head="shared")),
     "tied": lambda: MedusaHeads(MedusaShape(D, V, 2, 2, lm_head="tied")),
     "recurrent": lambda: RecurrentHeads(RecurrentShape(D, V, 2, 64)),
-    "draft vocabulary": lambda: RecurrentHeads(RecurrentShape(D, V // 2, 2, 64, target_vocab_size=V)),
+    "draft vocabulary": lambda: RecurrentHeads(
+        RecurrentShape(D, V // 2, 2, 64, target_vocab_size=V)
+    ),
 }
 TREES = {"plain": (), "static": ((0,), (1,), (0, 0), (1, 0)), "dynamic": DynamicTree(7, 2, 3)}
-PROMPTS = [[3, 1, 4, 1, 5], [7] * (CONTEXT - 3), [2]]  # the second one meets the limit, and leaves the batch
+PROMPTS = [
+    [3, 1, 4, 1, 5],
+    [7] * (CONTEXT - 3),
+    [2],
+]  # the second one meets the limit, and leaves the batch
 
 
 def target_on(device: str, num_key_value_heads: int = 2, num_layers: int = 1) -> PreTrainedModel:
@@ -46,12 +52,18 @@ def target_on(device: str, num_key_value_heads: int = 2, num_layers: int = 1) ->
 
 
 def over_two_cards(target: PreTrainedModel) -> PreTrainedModel:
-    """As accelerate places it: a module's inputs are brought to its weights; the model's output to its input."""
+    """As accelerate places it: a module's inputs are brought to its weights; the model's output to
+    its input.
+    """
     for part in (target.model.layers[1], target.model.norm, target.lm_head):
         part.to("cuda:1")
     for part in (*target.model.layers, target.model.norm, target.lm_head):
-        add_hook_to_module(part, AlignDevicesHook(next(part.parameters()).device, skip_keys="past_key_values"))
-    return add_hook_to_module(target, AlignDevicesHook("cuda:0", io_same_device=True, skip_keys="past_key_values"))
+        add_hook_to_module(
+            part, AlignDevicesHook(next(part.parameters()).device, skip_keys="past_key_values")
+        )
+    return add_hook_to_module(
+        target, AlignDevicesHook("cuda:0", io_same_device=True, skip_keys="past_key_values")
+    )
 
 
 def heads_on(device: str, kind: str) -> Heads:
@@ -60,9 +72,15 @@ def heads_on(device: str, kind: str) -> Heads:
 
 
 def accepts_two(found: torch.Tensor) -> list:
-    """What the host reads of a step: the accepted row's depth, the rows and the tokens up to it, the next token."""
+    """What the host reads of a step: the accepted row's depth, the rows and the tokens up to it,
+    the next token.
+    """
     row = [1, 0, 2] if found.dim() == 2 and found.shape[1] > 4 else []
-    return [row + [0] * (found.shape[1] - len(row))] * len(found) if found.dim() == 2 else [0] * len(found)
+    return (
+        [row + [0] * (found.shape[1] - len(row))] * len(found)
+        if found.dim() == 2
+        else [0] * len(found)
+    )
 
 
 def check_decoding(seen: Observer, decoder: Decoder, rule: AcceptanceRule, batch: int) -> None:
@@ -70,7 +88,9 @@ def check_decoding(seen: Observer, decoder: Decoder, rule: AcceptanceRule, batch
     seen.answer = accepts_two
     seen.downloads.clear(), seen.waits.clear()
     generators = [torch.Generator("cuda") for _ in range(batch)]
-    forwards = itertools.islice(decoder.stream_batch(PROMPTS[-batch:], 99, rule, generators), batch + 3)
+    forwards = itertools.islice(
+        decoder.stream_batch(PROMPTS[-batch:], 99, rule, generators), batch + 3
+    )
     assert seen.waits == ["tolist"] * len(list(forwards)) and not seen.downloads
 
 
@@ -79,9 +99,13 @@ def one_warm_up(monkeypatch):
     monkeypatch.setattr("pipeline.decoding.cuda_graphs.WARM_UP_STEPS", 1)
 
 
-def recorded(seen: Observer, target: PreTrainedModel, heads: Heads, tree, rule: AcceptanceRule, batch: int) -> None:
+def recorded(
+    seen: Observer, target: PreTrainedModel, heads: Heads, tree, rule: AcceptanceRule, batch: int
+) -> None:
     graphs = FakeGraphs(seen)
-    check_decoding(seen, Decoder(target, heads, tree, eos_token_ids=(), graph_capture=graphs), rule, batch)
+    check_decoding(
+        seen, Decoder(target, heads, tree, eos_token_ids=(), graph_capture=graphs), rule, batch
+    )
     assert graphs.num_captured
 
 
@@ -109,9 +133,18 @@ def test_one_text_recorded_and_texts_that_are_not(rule, on_fake_cuda):
 def test_every_kind_of_head_and_a_target_over_two_cards(kind, on_fake_cuda):
     """Of which the second has the last layers, and the heads are on either."""
     for tree in (TREES["static"], TREES["dynamic"]):
-        recorded(on_fake_cuda, target_on("cuda", num_key_value_heads=1), heads_on("cuda", kind), tree, RULES[0], 3)
+        recorded(
+            on_fake_cuda,
+            target_on("cuda", num_key_value_heads=1),
+            heads_on("cuda", kind),
+            tree,
+            RULES[0],
+            3,
+        )
     two_cards = over_two_cards(target_on("cuda:0", num_layers=2))
-    for (tree, batch), card in itertools.product(((TREES["static"], 3), (TREES["dynamic"], 1)), (0, 1)):
+    for (tree, batch), card in itertools.product(
+        ((TREES["static"], 3), (TREES["dynamic"], 1)), (0, 1)
+    ):
         on_fake_cuda.transfers.clear()
         decoder = Decoder(two_cards, heads_on(f"cuda:{card}", kind), tree, eos_token_ids=())
         check_decoding(on_fake_cuda, decoder, RULES[0], batch)
@@ -122,13 +155,17 @@ def test_every_kind_of_head_and_a_target_over_two_cards(kind, on_fake_cuda):
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "not recorded"])
 @pytest.mark.parametrize("tree", TREES)
 def test_a_step_copies_no_key_of_the_cache(tree, is_recorded, on_fake_cuda):
-    """Of grouped queries, with and without a tree: 4,096 slots that a step would otherwise expand twofold."""
+    """Of grouped queries, with and without a tree: 4,096 slots that a step would otherwise expand
+    twofold.
+    """
     sizes = SIZES | {"num_key_value_heads": 2, "num_hidden_layers": 1, "head_dim": 256}
     config = LlamaConfig(**sizes, max_position_embeddings=4096)
     with torch.device("cuda"):
         target = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     graphs = FakeGraphs(on_fake_cuda) if is_recorded else None
-    decoder = Decoder(target, heads_on("cuda", "untied"), TREES[tree], eos_token_ids=(), graph_capture=graphs)
+    decoder = Decoder(
+        target, heads_on("cuda", "untied"), TREES[tree], eos_token_ids=(), graph_capture=graphs
+    )
     on_fake_cuda.answer = accepts_two
     steps = decoder.stream([3] * 4000, 12)
     next(steps), next(steps)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorDeviceMismatchError
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorDeviceMismatchError,
+)
 
 from tests.fake_cuda.device import FakeGraphs, fake_cuda
 
@@ -51,11 +54,15 @@ def test_a_recorded_step_holds_no_wait_and_no_copy(on_fake_cuda):
 
 
 def test_backward_has_the_gradients_of_torch_and_frees_what_it_has_used(on_fake_cuda):
-    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).to("cuda")
+    net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).to(
+        "cuda"
+    )
     states = torch.randn(5, 4, device="cuda", requires_grad=True)
     (net(states) * states[:, :1]).mean().backward()
     assert states.grad.shape == (5, 4) and states.grad.is_cuda
-    assert all(weight.grad.shape == weight.shape and weight.grad.is_cuda for weight in net.parameters())
+    assert all(
+        weight.grad.shape == weight.shape and weight.grad.is_cuda for weight in net.parameters()
+    )
 
 
 def test_real_tensors_do_not_notice():

@@ -1,4 +1,6 @@
-"""What `plan` says that a training step on a GPU takes is near every byte that it allocates, at real sizes."""
+"""What `plan` says that a training step on a GPU takes is near every byte that it allocates, at
+real sizes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ from pipeline.training.text_batches import Text, assemble_texts
 from pipeline.training.trainer import Trainer
 from tests.fake_cuda.ledger import Ledger
 
-SIZES = {"7B": (4096, 32000), "8B": (4096, 128256), "70B": (8192, 128256)}  # hidden size, vocabulary
+SIZES = {
+    "7B": (4096, 32000),
+    "8B": (4096, 128256),
+    "70B": (8192, 128256),
+}  # hidden size, vocabulary
 KINDS: dict[str, dict[str, Any]] = {
     "untied": {"train__heads": "medusa"},
     "shared": {"train__heads": "medusa", "train__medusa": {"lm_head": "shared"}},
@@ -53,7 +59,11 @@ def planned(make_config, tmp_path):
             architectures=["LlamaForCausalLM"],
         )
         target.save_pretrained(tmp_path / size)
-        usual = {"target__model": str(tmp_path / size), "target__dtype": "bfloat16", "placement__gpu_memory_gb": 80}
+        usual = {
+            "target__model": str(tmp_path / size),
+            "target__dtype": "bfloat16",
+            "placement__gpu_memory_gb": 80,
+        }
         of_training = {
             "train__num_heads": 5,
             "train__batch_tokens": "auto",
@@ -74,16 +84,24 @@ def estimate_of(config: Config) -> StageMemory:
 def learner_of(settings: TrainConfig, hidden_size: int, vocab_size: int) -> HeadsLearner:
     """A learner without files, on a GPU, with soft labels."""
     learner, kind = HeadsLearner.__new__(HeadsLearner), head_kind(settings.heads)
-    learner.spec, learner.workers, learner.device = SimpleNamespace(settings=settings), Workers(), GPU
+    learner.spec, learner.workers, learner.device = (
+        SimpleNamespace(settings=settings),
+        Workers(),
+        GPU,
+    )
     learner.heads = kind(kind.shape_of(settings, hidden_size, vocab_size), device=GPU)
     learner.recipe = heads_recipe(settings, 10**8, hidden_size)
     learner.modules, learner.peak_lrs = {"heads": learner.heads}, {"heads": 1e-3}
-    learner.target_head = TargetHead(torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16, device=GPU))
+    learner.target_head = TargetHead(
+        torch.empty(vocab_size, hidden_size, dtype=torch.bfloat16, device=GPU)
+    )
     return learner
 
 
 def batch_of(hidden_size: int, num_positions: int, num_heads: int) -> Batch:
-    states = [torch.empty(num_positions, hidden_size, dtype=torch.bfloat16, device=GPU) for _ in range(2)]
+    states = [
+        torch.empty(num_positions, hidden_size, dtype=torch.bfloat16, device=GPU) for _ in range(2)
+    ]
     tokens_N = torch.arange(num_positions).remainder(1000)
     rows_KN = torch.arange(num_positions).expand(num_heads, -1).contiguous()
     rows_KN[:, -1] = -1  # a text that is cut off there
@@ -98,7 +116,11 @@ def held_after_a_step(trainer: Trainer) -> list[torch.Tensor]:
         weight.grad = torch.empty_like(weight)
     trainer.optimizer.step()
     moments = [leaf for state in trainer.optimizer.state.values() for leaf in state.values()]
-    return [*trainer.modules.parameters(), *moments, *(weight.grad for weight in trainer.parameters)]
+    return [
+        *trainer.modules.parameters(),
+        *moments,
+        *(weight.grad for weight in trainer.parameters),
+    ]
 
 
 def bytes_of_a_step(config: Config, hidden_size: int, vocab_size: int) -> float:
@@ -106,7 +128,9 @@ def bytes_of_a_step(config: Config, hidden_size: int, vocab_size: int) -> float:
     learner = learner_of(config.train, hidden_size, vocab_size)
     batch = batch_of(hidden_size, learner.recipe.batch_tokens, config.train.num_heads)
     trainer = Trainer(learner)
-    ledger = Ledger([*held_after_a_step(trainer), *batch.tensors().values(), learner.target_head.weight_VD])
+    ledger = Ledger(
+        [*held_after_a_step(trainer), *batch.tensors().values(), learner.target_head.weight_VD]
+    )
     with ledger:
         trainer.step(2, [batch])
     ahead = BATCHES_AHEAD * sum(tensor.nbytes for tensor in batch.tensors().values())
@@ -115,7 +139,8 @@ def bytes_of_a_step(config: Config, hidden_size: int, vocab_size: int) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "size"), [("untied", "70B"), ("shared", "8B"), ("recurrent", "7B"), ("recurrent", "70B")]
+    ("kind", "size"),
+    [("untied", "70B"), ("shared", "8B"), ("recurrent", "7B"), ("recurrent", "70B")],
 )
 def test_a_step_takes_about_what_is_planned(planned, on_fake_cuda, kind, size):
     config = planned(size, **KINDS[kind])
@@ -125,12 +150,27 @@ def test_a_step_takes_about_what_is_planned(planned, on_fake_cuda, kind, size):
 
 @pytest.mark.slow
 def test_a_step_of_heads_and_backbone_takes_about_what_is_planned(planned, on_fake_cuda):
-    """Two micro-batches, of one of the target's layers: what every further layer would add is the same."""
-    tuned = {"sequence_length": 2048, "batch_sequences": 1, "micro_batch": 1, "gradient_checkpointing": False}
-    config = planned("7B", **KINDS["untied"], train__method="medusa-2", train__backbone={**tuned, "recipe": "joint"})
+    """Two micro-batches, of one of the target's layers: what every further layer would add is the
+    same.
+    """
+    tuned = {
+        "sequence_length": 2048,
+        "batch_sequences": 1,
+        "micro_batch": 1,
+        "gradient_checkpointing": False,
+    }
+    config = planned(
+        "7B",
+        **KINDS["untied"],
+        train__method="medusa-2",
+        train__backbone={**tuned, "recipe": "joint"},
+    )
     learner = tuning_learner_of(config.train, LlamaConfig.from_pretrained(config.target.model))
     text = Text(np.arange(2049, dtype=np.int32), (Span(1, 2049, "assistant"),), 2048)
-    trainer, batch = Trainer(learner), MicroBatch(assemble_texts([[text]], config.train.num_heads), 0)
+    trainer, batch = (
+        Trainer(learner),
+        MicroBatch(assemble_texts([[text]], config.train.num_heads), 0),
+    )
     ledger = Ledger(held_after_a_step(trainer))
     with ledger:
         trainer.step(2, [batch, batch])
@@ -140,16 +180,28 @@ def test_a_step_of_heads_and_backbone_takes_about_what_is_planned(planned, on_fa
 def tuning_learner_of(settings: TrainConfig, target: LlamaConfig) -> BackboneLearner:
     """A learner of heads and backbone without files, on a GPU, of one packed sequence a step."""
     learner, tuned = BackboneLearner.__new__(BackboneLearner), settings.backbone
-    learner.spec, learner.workers, learner.device = SimpleNamespace(settings=settings), Workers(), GPU
+    learner.spec, learner.workers, learner.device = (
+        SimpleNamespace(settings=settings),
+        Workers(),
+        GPU,
+    )
     kind = head_kind(settings.heads)
     learner.heads = kind(kind.shape_of(settings, target.hidden_size, target.vocab_size), device=GPU)
     learner.recipe = Recipe(1, 1e-3, 0, 1, tuned.sequence_length, batch_sequences=1)
-    learner.settings, learner.dtype, learner._heads_weight = tuned, torch.bfloat16, lambda step: 0.01
+    learner.settings, learner.dtype, learner._heads_weight = (
+        tuned,
+        torch.bfloat16,
+        lambda step: 0.01,
+    )
     learner.backbone = Backbone.__new__(Backbone)
     torch.nn.Module.__init__(learner.backbone)
     with GPU:
         model = LlamaForCausalLM(target).to(torch.bfloat16)
-        adapter = {"rank": tuned.lora_rank, "alpha": tuned.lora_alpha, "dropout": tuned.lora_dropout}
+        adapter = {
+            "rank": tuned.lora_rank,
+            "alpha": tuned.lora_alpha,
+            "dropout": tuned.lora_dropout,
+        }
         learner.backbone.tuned = add_lora(model, **adapter)
     learner.modules = {"heads": learner.heads, "backbone": learner.backbone}
     learner.peak_lrs = {"heads": 1e-3, "backbone": 1e-3}

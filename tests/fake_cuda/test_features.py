@@ -1,4 +1,6 @@
-"""The features engine on a fake CUDA device: the host waits for states alone, never to upload a batch."""
+"""The features engine on a fake CUDA device: the host waits for states alone, never to upload a
+batch.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,15 @@ LENGTHS = [5, CONTEXT, 1, 17, 33, 2, 2, 40, 8, 59]
 
 def test_states_come_to_pinned_memory_while_the_next_batch_runs(on_fake_cuda):
     target, shapes = target_on("cuda"), []
-    target.model.embed_tokens.register_forward_pre_hook(lambda _, inputs: shapes.append(inputs[0].shape))
+    target.model.embed_tokens.register_forward_pre_hook(
+        lambda _, inputs: shapes.append(inputs[0].shape)
+    )
     engine = TransformersFeatureEngine(target, tokens_per_batch=80)
     on_fake_cuda.uploads.clear()
     states = dict(engine.stream([[3] * length for length in LENGTHS]))
-    assert [tuple(states[index].shape) for index in range(len(LENGTHS))] == [(length, D) for length in LENGTHS]
+    assert [tuple(states[index].shape) for index in range(len(LENGTHS))] == [
+        (length, D) for length in LENGTHS
+    ]
     assert {(one.device.type, one.dtype) for one in states.values()} == {("cpu", torch.bfloat16)}
     assert all(length % 8 == 0 and rows * length <= 80 for rows, length in shapes)
     # transformers itself looks whether positions are packed, once a batch.

@@ -25,7 +25,9 @@ def test_peak_is_what_lies_there_at_the_worst_moment(on_fake_cuda):
 
 
 def test_backward_frees_what_forward_saved(on_fake_cuda):
-    """Ten products in a row: each saves its input, and their gradients come when those are freed one by one."""
+    """Ten products in a row: each saves its input, and their gradients come when those are freed
+    one by one.
+    """
     size = 1024
     weights = [torch.empty(size, size, device="cuda", requires_grad=True) for _ in range(10)]
 

@@ -36,10 +36,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def learner_of(cls: type[Learner], settings: TrainConfig, size: int, vocab: int, recipe: Recipe) -> Any:
+def learner_of(
+    cls: type[Learner], settings: TrainConfig, size: int, vocab: int, recipe: Recipe
+) -> Any:
     """A learner on the device, without files."""
     learner, kind = cls.__new__(cls), head_kind(settings.heads)
-    learner.spec, learner.workers, learner.device = SimpleNamespace(settings=settings), Workers(), CUDA
+    learner.spec, learner.workers, learner.device = (
+        SimpleNamespace(settings=settings),
+        Workers(),
+        CUDA,
+    )
     learner.heads, learner.recipe = kind(kind.shape_of(settings, size, vocab), device=CUDA), recipe
     learner.modules, learner.peak_lrs = {"heads": learner.heads}, {"heads": 1e-3, "backbone": 1e-3}
     return learner
@@ -61,7 +67,9 @@ def cached(settings: TrainConfig, size: int, vocab: int, num_positions: int) -> 
 def test_a_step_of_heads_waits_as_often_for_many_positions_as_for_few(kind, on_fake_cuda):
     waits = []
     for num_positions in (64, 2048):  # chunks of logits: 1 and 5 or so
-        learner, batch = cached(TrainConfig(num_heads=K, soft_labels=0.5, **KINDS[kind]), 64, 128_256, num_positions)
+        learner, batch = cached(
+            TrainConfig(num_heads=K, soft_labels=0.5, **KINDS[kind]), 64, 128_256, num_positions
+        )
         trainer = Trainer(learner)
         on_fake_cuda.waits.clear(), on_fake_cuda.transfers.clear()
         trainer.step(1, [batch])
@@ -74,15 +82,30 @@ def test_a_step_of_heads_waits_as_often_for_many_positions_as_for_few(kind, on_f
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", ["kl", "ce"])
 def test_a_step_of_heads_and_backbone(loss, on_fake_cuda):
-    """Two packed sequences that accumulate: gradients on the device, and no number read in between."""
+    """Two packed sequences that accumulate: gradients on the device, and no number read in
+    between.
+    """
     size, vocab, length = 64, 4096, 96
-    tuned = BackboneConfig(sequence_length=length, loss=loss, gradient_checkpointing=False, lora_rank=4)
-    settings = TrainConfig(method="medusa-2", heads="medusa", num_heads=K, soft_labels=0.5, backbone=tuned)
-    learner = learner_of(BackboneLearner, settings, size, vocab, Recipe(1, 1e-3, 0, 1, 2 * length, batch_sequences=2))
+    tuned = BackboneConfig(
+        sequence_length=length, loss=loss, gradient_checkpointing=False, lora_rank=4
+    )
+    settings = TrainConfig(
+        method="medusa-2", heads="medusa", num_heads=K, soft_labels=0.5, backbone=tuned
+    )
+    learner = learner_of(
+        BackboneLearner, settings, size, vocab, Recipe(1, 1e-3, 0, 1, 2 * length, batch_sequences=2)
+    )
     learner.settings, learner.dtype = tuned, torch.bfloat16
-    sizes = {"hidden_size": size, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": vocab}
+    sizes = {
+        "hidden_size": size,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "vocab_size": vocab,
+    }
     with CUDA:
-        target = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).to(torch.bfloat16)
+        target = LlamaForCausalLM(
+            LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+        ).to(torch.bfloat16)
         learner.backbone = Backbone.__new__(Backbone)
         nn.Module.__init__(learner.backbone)
         learner.backbone.tuned = add_lora(target, rank=4, alpha=8, dropout=0.1)

@@ -15,11 +15,17 @@ pytest.register_assert_rewrite("tests.faults.unfinished", "tests.faults.processe
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 3 MB; without the right to mount one there is none, see `runs_in_a_namespace`."""
+    """A file system of 3 MB; without the right to mount one there is none, see
+    `runs_in_a_namespace`.
+    """
     directory = tmp_path / "disk"
     directory.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", "size=3m", "none", str(directory)]
-    if os.geteuid() or not shutil.which("mount") or subprocess.run(words, capture_output=True).returncode:
+    if (
+        os.geteuid()
+        or not shutil.which("mount")
+        or subprocess.run(words, capture_output=True).returncode
+    ):
         pytest.skip("no file system can be mounted here")
     yield directory
     subprocess.run(["umount", "--lazy", str(directory)], check=True)

@@ -1,4 +1,6 @@
-"""Drivers and orphaned workers as processes of their own that end, or wait, at a chosen step of a commit."""
+"""Drivers and orphaned workers as processes of their own that end, or wait, at a chosen step of a
+commit.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,13 @@ def lose_node() -> None:
 
 
 def at(moment: str, pattern: str, act: Callable[[], object]) -> None:
-    """Patch this process so that it acts, once, when a file is written whose path ends with `pattern`.
+    """Patch this process so that it acts, once, when a file is written whose path ends with
+    `pattern`.
 
     Args:
-        moment: `open` and `write`: of a shard, before its temporary file is there and after a row group is in it;
-            `rename` and `renamed`: of any file, before its temporary one gets its name and after.
+        moment: `open` and `write`: of a shard, before its temporary file is there and after a row
+            group is in it; `rename` and `renamed`: of any file, before its temporary one gets its
+            name and after.
     """
     from pipeline.storage.shards import ShardWriter
 
@@ -73,7 +77,9 @@ def _drive(config: Path, moment: str, pattern: str) -> None:
 
 
 class Orphan:
-    """A stage's worker whose driver is gone: it holds no lock, does one shard, and stops where it is told to."""
+    """A stage's worker whose driver is gone: it holds no lock, does one shard, and stops where it
+    is told to.
+    """
 
     def __init__(self, config: Path, stage: str, index: int):
         self._line, theirs = FORKS.Pipe()
@@ -119,7 +125,15 @@ def _work_alone(config: Path, name: str, index: int, line: Any) -> None:
     for earlier in list(STAGES)[: list(STAGES).index(name)]:
         context.upstream[earlier] = STAGES[earlier].locate(context)
 
-    def only_one(context: Any, stage: Any, upstream: Any, worker: Any, arguments: Any, *_: object, **__: object) -> Any:
+    def only_one(
+        context: Any,
+        stage: Any,
+        upstream: Any,
+        worker: Any,
+        arguments: Any,
+        *_: object,
+        **__: object,
+    ) -> Any:
         worker(**arguments)(stage.tasks(upstream)[index])
         os._exit(0)
 
@@ -131,8 +145,8 @@ class Waiting:
     """A driver that stops for good wherever it is told to, and says where it is.
 
     Args:
-        places: `generate` is before its second shard's file, `train` before its third step, `end` is when it gives
-            back what it holds.
+        places: `generate` is before its second shard's file, `train` before its third step, `end`
+            is when it gives back what it holds.
     """
 
     def __init__(self, config: Path, said: Path, *places: str):

@@ -13,7 +13,9 @@ IN_NAMESPACE = ("unshare", "--user", "--map-root-user", "--mount")
 
 
 def runs_in_a_namespace(file: str) -> bool:
-    """Run a file's tests as the root of a namespace of their own, where anyone may mount; skip where none is made."""
+    """Run a file's tests as the root of a namespace of their own, where anyone may mount; skip
+    where none is made.
+    """
     if subprocess.run([*IN_NAMESPACE, "true"], capture_output=True).returncode:
         pytest.skip("no namespace of mounts can be made here")
     words = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", file, "-k", "not namespace"]

@@ -1,4 +1,6 @@
-"""The head or the scheduler of a run's own Ray cluster is killed: one paragraph and exit 4 within seconds."""
+"""The head or the scheduler of a run's own Ray cluster is killed: one paragraph and exit 4 within
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def drive(root: Path, line: Any) -> None:
 
     def story() -> None:
         executor = RayExecutor()
-        processes = {process.name(): process.pid for process in psutil.Process().children(recursive=True)}
+        processes = {
+            process.name(): process.pid for process in psutil.Process().children(recursive=True)
+        }
         waiting = [processes]
         progress = ShardProgress(root / "attempts", lambda: waiting and line.send(waiting.pop()))
         task = ShardTask(0, "source", "upstream", str(root / "shards" / "0"), "quarantine", "f")
@@ -76,7 +80,10 @@ def test_a_killed_cluster_ends_the_command_with_exit_4(driver, tmp_path, killed)
     said = (tmp_path / "said.txt").read_text()
     assert process.exitcode == 4, said
     paragraph = said.splitlines()[-1]
-    assert paragraph.startswith("error: The Ray cluster has died: ") and "same command continues" in paragraph
+    assert (
+        paragraph.startswith("error: The Ray cluster has died: ")
+        and "same command continues" in paragraph
+    )
     assert "Traceback" not in said
 
 

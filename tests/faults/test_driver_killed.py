@@ -1,4 +1,6 @@
-"""The driver is killed at every step of a commit: what was committed stays, the same command makes the rest."""
+"""The driver is killed at every step of a commit: what was committed stays, the same command makes
+the rest.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ DEATHS = [  # when it comes, at which file, and the shards that are committed by
 def test_a_driver_killed_at_any_step_of_a_commit_loses_nothing_and_makes_nothing_twice(
     finished_run, copied_run, make_settings, make_config, tmp_path, name
 ):
-    run, config = cut_before(copied_run, name), write_config(tmp_path / "run.yaml", make_settings(tmp_path))
+    run, config = (
+        cut_before(copied_run, name),
+        write_config(tmp_path / "run.yaml", make_settings(tmp_path)),
+    )
     whole, before = files_of(latest(finished_run, name)), set()
     for moment, file, committed in DEATHS:
         assert run_until_killed(config, moment, f"{name}-*/{file}") == -signal.SIGKILL
@@ -41,7 +46,9 @@ def test_a_driver_killed_at_any_step_of_a_commit_loses_nothing_and_makes_nothing
         if moment == "write":
             sizes = [path.stat().st_size for path in stage.path.glob("shards/*00001*.tmp")]
             assert len(sizes) == 1 and sizes[0] > 100, "half is there"
-        assert name == "seeds" or not before & set(shards_made(run)), "what was committed is not made again"
+        assert name == "seeds" or not before & set(shards_made(run)), (
+            "what was committed is not made again"
+        )
         before |= {(name, index) for index in found}
     run = run_again(make_config(tmp_path))
     assert stages_run(run)[0] == name and (name == "seeds" or shards_made(run)[:1] != [(name, 0)])

@@ -1,4 +1,6 @@
-"""A file reaches the largest size that is allowed (`ulimit -f`) while a stage is at work: a full disk, for one file."""
+"""A file reaches the largest size that is allowed (`ulimit -f`) while a stage is at work: a full
+disk, for one file.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from pipeline.cli.app import app, main
 from pipeline.cli.ending import ends_well
 from pipeline.errors import EnvironmentFault
 from pipeline.flow import STAGES as STAGES_BY_NAME
-from tests.faults.unfinished import assert_as_uninterrupted, cut_before, temporary_files, write_config
+from tests.faults.unfinished import (
+    assert_as_uninterrupted,
+    cut_before,
+    temporary_files,
+    write_config,
+)
 from tests.flows.tiny import STAGES
 from tests.forks import in_a_fork
 
@@ -21,7 +28,9 @@ pytestmark = pytest.mark.fault
 
 
 def run_with_a_limit(config: Path, stage: str, limit: int) -> None:
-    """Run the command; from the beginning of this stage no file may be larger than so many bytes."""
+    """Run the command; from the beginning of this stage no file may be larger than so many
+    bytes.
+    """
     real = STAGES_BY_NAME[stage].run
 
     def run(*arguments):
@@ -35,7 +44,8 @@ def run_with_a_limit(config: Path, stage: str, limit: int) -> None:
 
 @pytest.mark.parametrize(
     ("stage", "limit"),
-    [(stage, 16_384) for stage in STAGES] + [("generate", 1024), ("calibrate", 1024), ("check", 1024)],
+    [(stage, 16_384) for stage in STAGES]
+    + [("generate", 1024), ("calibrate", 1024), ("check", 1024)],
 )
 def test_a_file_size_limit_stops_a_stage_and_the_same_command_finishes(
     copied_run, finished_run, make_settings, tmp_path, stage, limit
@@ -45,5 +55,8 @@ def test_a_file_size_limit_stops_a_stage_and_the_same_command_finishes(
     ended, said = in_a_fork(run_with_a_limit, config, stage, limit)
     assert ended == EnvironmentFault.exit_code, said
     assert temporary_files(copied_run) == []
-    assert ends_well(lambda: app(["run", str(config), "--executor", "inline"], standalone_mode=False)) == 0
+    assert (
+        ends_well(lambda: app(["run", str(config), "--executor", "inline"], standalone_mode=False))
+        == 0
+    )
     assert_as_uninterrupted(copied_run, finished_run)

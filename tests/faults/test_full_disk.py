@@ -1,4 +1,5 @@
-"""The disk fills up while a stage is at work: what it has committed stays, the same command goes on from there.
+"""The disk fills up while a stage is at work: what it has committed stays, the same command goes on
+from there.
 
 What happens when it is full as a stage starts, in every stage: tests/test_bad_machine.py.
 """
@@ -40,7 +41,10 @@ def run_before(small_disk, finished_run):
 
 def runs_through(root: Path, make_settings, tmp_path: Path) -> bool:
     config = write_config(tmp_path / "good.yaml", make_settings(root))
-    return ends_well(lambda: app(["run", str(config), "--executor", "inline"], standalone_mode=False)) == 0
+    return (
+        ends_well(lambda: app(["run", str(config), "--executor", "inline"], standalone_mode=False))
+        == 0
+    )
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -61,7 +65,9 @@ def test_a_disk_that_is_full_after_a_stage_s_first_shard_costs_no_shard_that_was
     assert list(latest(run, name).receipts()) == [0] and temporary_files(run) == []
     make_room(small_disk)
     assert runs_through(small_disk, make_settings, tmp_path)
-    assert name == "seeds" or [made for made in shards_made(run) if made[0] == name] == [(name, i) for i in (1, 2, 3)]
+    assert name == "seeds" or [made for made in shards_made(run) if made[0] == name] == [
+        (name, i) for i in (1, 2, 3)
+    ]
     assert_as_uninterrupted(run, finished_run)
 
 

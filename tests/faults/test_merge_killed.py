@@ -1,4 +1,6 @@
-"""The driver is killed while it merges the tuned backbone: nothing is trained again, the same backbone comes out."""
+"""The driver is killed while it merges the tuned backbone: nothing is trained again, the same
+backbone comes out.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,11 @@ JOINT = {
     "train__backbone__batch_sequences": 4,
     "train__backbone__lora_rank": 4,
 }
-DEATHS = [("renamed", "heads.safetensors", False), ("rename", "backbone", False), ("renamed", "backbone", True)]
+DEATHS = [
+    ("renamed", "heads.safetensors", False),
+    ("rename", "backbone", False),
+    ("renamed", "backbone", True),
+]
 
 
 @pytest.mark.slow
@@ -36,7 +42,9 @@ def test_a_merge_that_is_killed_is_whole_or_absent_and_done_again_from_the_same_
     run = run_again(make_config(tmp_path, **JOINT), until="train")
     ours, theirs = (latest(of, "train").path for of in (run, reference))
     assert (ours / "heads.safetensors").stat().st_mtime_ns == trained
-    assert sorted(path.name for path in ours.iterdir()) == sorted(path.name for path in theirs.iterdir())
+    assert sorted(path.name for path in ours.iterdir()) == sorted(
+        path.name for path in theirs.iterdir()
+    )
     for path in (theirs / "backbone").iterdir():
         assert (ours / "backbone" / path.name).read_bytes() == path.read_bytes()
     assert latest(run, "train").verify() == []

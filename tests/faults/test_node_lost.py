@@ -1,4 +1,6 @@
-"""A node of a cluster is lost mid-write: the shard goes to another node, and the result is the same."""
+"""A node of a cluster is lost mid-write: the shard goes to another node, and the result is the
+same.
+"""
 
 from __future__ import annotations
 

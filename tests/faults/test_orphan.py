@@ -1,4 +1,6 @@
-"""A worker that still writes after its driver died, while the resumed run is going and after it has ended."""
+"""A worker that still writes after its driver died, while the resumed run is going and after it has
+ended.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,12 @@ import pytest
 
 from pipeline.storage.run_directory import RunDirectory
 from tests.faults.processes import Orphan
-from tests.faults.unfinished import assert_as_uninterrupted, cut_before, temporary_files, write_config
+from tests.faults.unfinished import (
+    assert_as_uninterrupted,
+    cut_before,
+    temporary_files,
+    write_config,
+)
 from tests.flows.tiny import latest, run_again, shards_made, stages_run
 
 pytestmark = [pytest.mark.fault, pytest.mark.parametrize("name", ["generate", "features"])]
@@ -64,7 +71,9 @@ def test_an_orphan_that_commits_while_the_run_is_in_its_stage_changes_nothing(
         ended.append(orphan.commit())
 
     run = resume(commit)
-    assert ended == [0] and [shard for shard in shards_made(run) if shard[0] == name] == [(name, i) for i in range(4)]
+    assert ended == [0] and [shard for shard in shards_made(run) if shard[0] == name] == [
+        (name, i) for i in range(4)
+    ]
     assert_as_uninterrupted(run, finished_run)
     everything_is_kept(finished_run, make_config, tmp_path)
 

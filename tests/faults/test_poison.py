@@ -1,4 +1,6 @@
-"""A row that ends its worker's process is found by bisection, quarantined with the reason, and costs no other row."""
+"""A row that ends its worker's process is found by bisection, quarantined with the reason, and
+costs no other row.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from tests.flows.tiny import STAGES, last_events, latest, run_again, stages_run
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
-DEATHS = 2  # of a worker before its shard is searched, and of one that has a row alone before it is given up
+# of a worker before its shard is searched, and of one that has a row alone before it is given up
+DEATHS = 2
 
 
 def rows_of(stage) -> list[dict]:
@@ -35,9 +38,15 @@ def test_a_deadly_row_is_found_and_quarantined_and_the_run_finishes(
 
     stage = latest(run, "generate")
     (refused,) = [row for row in quarantined(stage) if row not in quarantined(before)]
-    assert (refused["id"], refused["reason"], refused["stage"]) == (poison, "killed-worker", "generate")
+    assert (refused["id"], refused["reason"], refused["stage"]) == (
+        poison,
+        "killed-worker",
+        "generate",
+    )
     assert f"{DEATHS} times" in refused["detail"] and refused["row"]["id"] == poison
-    assert rows_of(stage) == [row for row in rows_of(before) if row["id"] != poison], "no other row is touched"
+    assert rows_of(stage) == [row for row in rows_of(before) if row["id"] != poison], (
+        "no other row is touched"
+    )
     deaths = [event["shard"] for event in last_events(run) if event["event"] == "worker-died"]
     assert len(deaths) == DEATHS and len(set(deaths)) == 1
     assert not (stage.path / "isolation").exists()
@@ -45,4 +54,7 @@ def test_a_deadly_row_is_found_and_quarantined_and_the_run_finishes(
     monkeypatch.undo()
     assert stages_run(run_again(config)) == ["features", "train", "calibrate", "export", "check"]
     assert poison not in kept(latest(run, "features")) and latest(run, "check").summary["passed"]
-    assert temporary_files(run) == [] and [problem for name in STAGES for problem in latest(run, name).verify()] == []
+    assert (
+        temporary_files(run) == []
+        and [problem for name in STAGES for problem in latest(run, name).verify()] == []
+    )

@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM while the heads are trained, and once more while the run is already stopping.
 
-What a signal does to a sharded stage: tests/test_flow_interrupted.py, and through Ray tests/test_flow_ray.py.
+What a signal does to a sharded stage: tests/test_flow_interrupted.py, and through Ray
+tests/test_flow_ray.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def test_a_signal_stops_training_cleanly_and_the_same_command_ends_with_the_same
     code, said = driver.end()
     assert code == 128 + sent
     (stopped,) = [line for line in said.splitlines() if line.startswith("stopped: ")]
-    assert sent.name in stopped and "the same command continues" in stopped and "Traceback" not in said
+    assert (
+        sent.name in stopped and "the same command continues" in stopped and "Traceback" not in said
+    )
     stage = latest(run, "train")
     assert stage.done is None and (stage.path / "checkpoints/step-00000002.safetensors").exists(), (
         "its last step is kept"
@@ -57,5 +60,7 @@ def test_a_second_signal_ends_a_run_that_takes_long_to_stop_and_what_was_committ
     assert code == -sent and "Traceback" not in said
     assert list(latest(run, "generate").receipts()) == [0]
     run = run_again(make_config(tmp_path))
-    assert [made for made in shards_made(run) if made[0] == "generate"] == [("generate", i) for i in (1, 2, 3)]
+    assert [made for made in shards_made(run) if made[0] == "generate"] == [
+        ("generate", i) for i in (1, 2, 3)
+    ]
     assert_as_uninterrupted(run, finished_run)

@@ -1,4 +1,6 @@
-"""The trainer is killed in the middle of an epoch: the weights that it ends with are the uninterrupted run's."""
+"""The trainer is killed in the middle of an epoch: the weights that it ends with are the
+uninterrupted run's.
+"""
 
 from __future__ import annotations
 
@@ -30,25 +32,35 @@ def metrics_of(run: RunDirectory) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in map(json.loads, lines) if "loss" in line]
 
 
-def test_a_trainer_killed_mid_epoch_and_at_its_end_leaves_the_uninterrupted_run_s_weights_to_the_bit(
+def test_a_trainer_killed_mid_epoch_and_at_its_end_leaves_the_uninterrupted_run_s_weights_to_the_bit(  # noqa: E501
     finished_run, copied_run, make_settings, make_config, tmp_path
 ):
     reference = run_again(make_config(tmp_path, run__name="reference", **RECIPE), until="train")
     steps = latest(reference, "train").summary["steps"]
-    assert steps >= 16 and 5 < steps // 2 < 15, "the first deaths come in the first epoch, the third in the second"
+    assert steps >= 16 and 5 < steps // 2 < 15, (
+        "the first deaths come in the first epoch, the third in the second"
+    )
     run = cut_before(copied_run, "train")
-    config = write_config(tmp_path / "run.yaml", make_settings(tmp_path, train__checkpoint_every=1, **RECIPE))
+    config = write_config(
+        tmp_path / "run.yaml", make_settings(tmp_path, train__checkpoint_every=1, **RECIPE)
+    )
     for moment, file, newest in DEATHS:
         assert run_until_killed(config, moment, file) == -signal.SIGKILL
         stage = latest(run, "train")
         assert stage.done is None
-        checkpoints = sorted(path.name for path in stage.path.glob("checkpoints/step-*.safetensors"))
+        checkpoints = sorted(
+            path.name for path in stage.path.glob("checkpoints/step-*.safetensors")
+        )
         assert newest is None or checkpoints[-1] == f"step-{newest:08d}.safetensors"
     run = run_again(make_config(tmp_path, train__checkpoint_every=1, **RECIPE))
     assert stages_run(run)[0] == "train"
     ours, theirs = (latest(of, "train") for of in (run, reference))
-    assert (ours.path / "heads.safetensors").read_bytes() == (theirs.path / "heads.safetensors").read_bytes()
-    assert metrics_of(run) == metrics_of(reference) and [step for step, _ in metrics_of(run)] == [*range(1, steps + 1)]
+    assert (ours.path / "heads.safetensors").read_bytes() == (
+        theirs.path / "heads.safetensors"
+    ).read_bytes()
+    assert metrics_of(run) == metrics_of(reference) and [step for step, _ in metrics_of(run)] == [
+        *range(1, steps + 1)
+    ]
     timed = ("seconds", "tokens_per_second")
     assert {k: v for k, v in ours.summary.items() if k not in timed} == {
         k: v for k, v in theirs.summary.items() if k not in timed

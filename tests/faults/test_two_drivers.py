@@ -45,20 +45,31 @@ def test_the_second_driver_says_who_holds_the_run_and_takes_it_over_when_that_on
         store = [*words, "run.name=other", f"run.store={run.path}", "--fresh", "generate"]
         assert ends_well(lambda: app(store, standalone_mode=False)) == 4
         said = one_paragraph(capsys.readouterr().err)
-        assert "Another run holds the generate stage" in said and f"process {first.process.pid} on" in said
-        assert ends_well(lambda: app(["status", str(run.path)], standalone_mode=False)) == 0, "reading is free"
-        assert (run.path / "events.jsonl").read_bytes() == events and (run.path / "run.yaml").read_bytes() == settings
+        assert (
+            "Another run holds the generate stage" in said
+            and f"process {first.process.pid} on" in said
+        )
+        assert ends_well(lambda: app(["status", str(run.path)], standalone_mode=False)) == 0, (
+            "reading is free"
+        )
+        assert (run.path / "events.jsonl").read_bytes() == events and (
+            run.path / "run.yaml"
+        ).read_bytes() == settings
     finally:
         first.send(signal.SIGKILL)
         ended, _ = first.end()
     assert ended == -signal.SIGKILL
-    assert f"process {first.process.pid} on" in (run.path / "lock").read_text(), "it left its name behind"
+    assert f"process {first.process.pid} on" in (run.path / "lock").read_text(), (
+        "it left its name behind"
+    )
     assert ends_well(lambda: app(words, standalone_mode=False)) == 0
     assert shards_made(run) == [("generate", index) for index in (1, 2, 3)]
     assert contents(run, "seeds", "generate") == contents(finished_run, "seeds", "generate")
 
 
-def test_the_name_of_a_dead_process_whose_number_lives_again_blocks_nobody(copied_run, config_of_copied):
+def test_the_name_of_a_dead_process_whose_number_lives_again_blocks_nobody(
+    copied_run, config_of_copied
+):
     """The kernel holds locks, not the text: here the text names a process that lives."""
     (copied_run.path / "lock").write_text(f"process {os.getppid()} on {socket.gethostname()}\n")
     assert ends_well(lambda: app(config_of_copied, standalone_mode=False)) == 0

@@ -1,4 +1,5 @@
-"""A Ray worker is killed in generation, in features, or hangs: another goes on, and the result is the same.
+"""A Ray worker is killed in generation, in features, or hangs: another goes on, and the result is
+the same.
 
 In training: tests/test_flow_ray.py.
 """
@@ -57,7 +58,9 @@ def test_a_worker_killed_mid_write_or_hanging_costs_one_attempt_and_no_byte(
     assert killed["shard"] == MIDDLE and killed["error"]
     assert sorted(shards_made(run)) == [("features", index) for index in range(4)]
     for name in ("generate", "features"):
-        assert (tmp_path / f"{name}.txt").read_text().count("killed") == 2, "its second worker was let live"
+        assert (tmp_path / f"{name}.txt").read_text().count("killed") == 2, (
+            "its second worker was let live"
+        )
 
     monkeypatch.undo()
     assert stages_run(run_again(make_config(tmp_path))) == ["train", "calibrate", "export", "check"]
@@ -65,4 +68,8 @@ def test_a_worker_killed_mid_write_or_hanging_costs_one_attempt_and_no_byte(
 
 
 def deaths_in(run, stage: str) -> list[dict]:
-    return [event for event in last_events(run) if event["event"] == "worker-died" and event["stage"] == stage]
+    return [
+        event
+        for event in last_events(run)
+        if event["event"] == "worker-died" and event["stage"] == stage
+    ]

@@ -1,4 +1,6 @@
-"""A run that stops before a stage, and the proof that a resumed one ends as if nothing had ever happened."""
+"""A run that stops before a stage, and the proof that a resumed one ends as if nothing had ever
+happened.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def temporary_files(run: RunDirectory) -> list[Path]:
     return list(run.path.rglob("*.tmp"))
 
 
-def assert_as_uninterrupted(run: RunDirectory, reference: RunDirectory, stages: tuple[str, ...] = SHARDED) -> None:
+def assert_as_uninterrupted(
+    run: RunDirectory, reference: RunDirectory, stages: tuple[str, ...] = SHARDED
+) -> None:
     """Every id once, every shard the same to the byte, nothing left over, nothing damaged."""
     given = [f"seeds:{row}" for row in range(NUM_SEEDS)]
     for name in stages:

@@ -1,4 +1,5 @@
-"""Workers that end their own process, in the place of a stage's: what a Ray worker imports of these tests.
+"""Workers that end their own process, in the place of a stage's: what a Ray worker imports of these
+tests.
 
 Nothing heavy is loaded before a death, so that the many deaths of a bisection are cheap.
 """
@@ -39,7 +40,9 @@ class Stand:
     def __call__(self, task: ShardTask) -> Receipt:
         self.before(task)
         if self._real is None:
-            self._real = importlib.import_module(f"pipeline.stages.{self.stage}").Worker(**self._arguments)
+            self._real = importlib.import_module(f"pipeline.stages.{self.stage}").Worker(
+                **self._arguments
+            )
         return self._real(task)
 
     def before(self, task: ShardTask) -> None: ...
@@ -63,7 +66,8 @@ class Together(Stand):
 
 
 class Copying(Stand):
-    """A worker of `generate` that writes what the finished run's had written, whose stage `finished.txt` beside the run
+    """A worker of `generate` that writes what the finished run's had written, whose stage
+    `finished.txt` beside the run
     names: as many deaths as one likes, and torch is never loaded."""
 
     def __init__(self, **arguments: Any):
@@ -73,13 +77,17 @@ class Copying(Stand):
         self.before(task)
         finished = Path(diary_of(task, "finished").read_text())
         rows = [row for shard in sorted(finished.glob("shards/*")) for row in read_rows(shard)]
-        lines = [line for file in finished.glob("quarantine/*") for line in file.read_text().splitlines()]
+        lines = [
+            line for file in finished.glob("quarantine/*") for line in file.read_text().splitlines()
+        ]
         rejected = {line["id"]: line for line in map(json.loads, lines)}
         seeds = task_rows(task, ["id"])
         with shard_writer(task, GENERATED) as writer:
             for seed in seeds:
                 if line := rejected.get(seed["id"]):
-                    writer.reject(RejectedRow(line["id"], Reason(line["reason"]), line["detail"], line["row"]))
+                    writer.reject(
+                        RejectedRow(line["id"], Reason(line["reason"]), line["detail"], line["row"])
+                    )
             ids = {seed["id"] for seed in seeds}
             writer.write([row for row in rows if row["parent_id"] in ids])
             made = read_receipt(finished / "shards" / f"{task.index:05d}.parquet")
@@ -88,7 +96,9 @@ class Copying(Stand):
 
 
 class KilledOnce(Stand):
-    """Its process is killed when a row group of shard `MIDDLE` is in the temporary file, the first time."""
+    """Its process is killed when a row group of shard `MIDDLE` is in the temporary file, the first
+    time.
+    """
 
     def before(self, task: ShardTask) -> None:
         if task.index == MIDDLE and first_time(diary_of(task, self.stage), "killed"):
@@ -100,8 +110,9 @@ class CopyingKilledOnce(KilledOnce, Copying):
 
 
 class LosesItsNode(Copying):
-    """Its node's raylet is killed, and with it whatever runs there, when a row group of shard `MIDDLE` is in the
-    temporary file, the first time. Who works on a later shard is busy until that is known."""
+    """Its node's raylet is killed, and with it whatever runs there, when a row group of shard
+    `MIDDLE` is in the temporary file, the first time. Who works on a later shard is busy until that
+    is known."""
 
     def __init__(self, stage: str, **arguments: Any):
         super().__init__(**arguments)
@@ -124,8 +135,8 @@ class Poisoned(Copying):
 
 
 def killed_trainer(config: dict[str, Any]) -> Any:
-    """What a training worker runs; the last one is killed in its third step, the first time. Its steps are written
-    down."""
+    """What a training worker runs; the last one is killed in its third step, the first time. Its
+    steps are written down."""
     from ray.train import get_context
 
     from pipeline.training.ray_entry import run_worker
@@ -160,7 +171,9 @@ def diary_of(task: ShardTask, name: str) -> Path:
 
 def events_of(task: ShardTask) -> Path:
     """The events of the run that a task's shard lies in."""
-    return next(path for folder in Path(task.source).parents if (path := folder / "events.jsonl").exists())
+    return next(
+        path for folder in Path(task.source).parents if (path := folder / "events.jsonl").exists()
+    )
 
 
 def first_time(diary: Path, what: str) -> bool:

@@ -1,4 +1,6 @@
-"""A flow that is to end badly: run as the command runs it, beside a finished run whose every byte must be as it was."""
+"""A flow that is to end badly: run as the command runs it, beside a finished run whose every byte
+must be as it was.
+"""
 
 from __future__ import annotations
 

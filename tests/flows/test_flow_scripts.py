@@ -26,7 +26,16 @@ from tests.flows.tiny import save_seeds, stages_run
 
 FLOWS = Path(__file__).parent.parent.parent / "flows"
 EVERYTHING = ["seeds", "generate", "features", "train", "calibrate", "export", "check"]
-WITH_BACKBONE = ["seeds", "generate", "features", "train", "tuned-features", "calibrate", "export", "check"]
+WITH_BACKBONE = [
+    "seeds",
+    "generate",
+    "features",
+    "train",
+    "tuned-features",
+    "calibrate",
+    "export",
+    "check",
+]
 
 
 @pytest.fixture
@@ -36,8 +45,15 @@ def no_plots(unrendered_plots) -> None:
 
 @pytest.fixture
 def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
-    """`story("distill_zephyr", *words)` runs a flow on the tiny target, inline; its run is at `tmp_path`/<name>."""
-    for figure, few in {"NUM_PROMPTS": 2, "TEMPERATURES": (0.7,), "EPS": (0.04, 0.25), "BATCH_SIZES": (1, 4)}.items():
+    """`story("distill_zephyr", *words)` runs a flow on the tiny target, inline; its run is at
+    `tmp_path`/<name>.
+    """
+    for figure, few in {
+        "NUM_PROMPTS": 2,
+        "TEMPERATURES": (0.7,),
+        "EPS": (0.04, 0.25),
+        "BATCH_SIZES": (1, 4),
+    }.items():
         monkeypatch.setattr(studies, figure, few)
 
     def tell(name: str, *words: str, **options: str) -> None:
@@ -46,7 +62,9 @@ def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
         module: ModuleType = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         inline = partial(run_flow, console=Console(quiet=True))
-        module.run_flow = lambda *given, **more: inline(*given, **{**more, "executor": "inline", **options})  # type: ignore
+        module.run_flow = lambda *given, **more: inline(
+            *given, **{**more, "executor": "inline", **options}
+        )  # type: ignore
         first = [word for word in words if "=" not in word]
         small = [
             f"run.root={tmp_path}",
@@ -60,7 +78,9 @@ def story(tmp_path, tiny_target, tiny_seeds, monkeypatch):
             "check.repeats=1",
             "limits.min_free_disk_gb=0",
         ]
-        monkeypatch.setattr(sys, "argv", [name, *first, *small, *(word for word in words if "=" in word)])
+        monkeypatch.setattr(
+            sys, "argv", [name, *first, *small, *(word for word in words if "=" in word)]
+        )
         module.main()
 
     return tell
@@ -97,7 +117,9 @@ def test_vicuna_brings_the_chat_template_that_its_target_lacks(story, tmp_path):
 
 
 def test_the_recipes_are_the_paper_s():
-    """Appendix B: rates of heads and backbone, warmup, sequences; Medusa-2 in two stages for Vicuna-7B (FACTS)."""
+    """Appendix B: rates of heads and backbone, warmup, sequences; Medusa-2 in two stages for
+    Vicuna-7B (FACTS).
+    """
     keys = ("recipe", "schedule", "lambda_0", "lr", "sequence_length", "batch_sequences")
     alone = ("joint", "sine", 0.01, 1e-4, 2048, 128)
     expected = {
@@ -107,7 +129,11 @@ def test_the_recipes_are_the_paper_s():
     }
     for name, (heads, recipe) in expected.items():
         train = load_config(FLOWS.parent / "configs" / f"{name}.yaml").train
-        assert (train.heads, train.method, train.lr, train.warmup_steps) == ("medusa", "medusa-2", *heads)
+        assert (train.heads, train.method, train.lr, train.warmup_steps) == (
+            "medusa",
+            "medusa-2",
+            *heads,
+        )
         tuned = train.backbone
         assert (tuned.loss, tuned.lora_rank, tuned.lora_alpha) == ("kl", 32, 16)
         assert tuple(getattr(tuned, key) for key in keys) == recipe, name
@@ -119,7 +145,9 @@ def test_vicuna_without_its_first_word_says_so(story):
 
 
 @pytest.mark.slow
-def test_the_demo_makes_its_target_from_the_train_split_once(story, tmp_path, tiny_target, monkeypatch):
+def test_the_demo_makes_its_target_from_the_train_split_once(
+    story, tmp_path, tiny_target, monkeypatch
+):
     made = []
 
     def copy_instead(conversations, directory: Path, *, seed: int, progress) -> dict:
@@ -129,11 +157,20 @@ def test_the_demo_makes_its_target_from_the_train_split_once(story, tmp_path, ti
         return {"parameters": 1, "steps": 1, "final_loss": 2.5, "seconds": 0.1}
 
     monkeypatch.setattr(demo_target, "train_demo_target", copy_instead)
-    words = (f"target.model={tmp_path / 'demo-target'}", "check.min_acceleration_rate=1", "check.prompts=8")
+    words = (
+        f"target.model={tmp_path / 'demo-target'}",
+        "check.min_acceleration_rate=1",
+        "check.prompts=8",
+    )
     story("demo", *words)
     run = RunDirectory(tmp_path / "demo")
     assert stages_run(run) == EVERYTHING[1:]  # the second call of two: the seeds are kept
-    train = [row["id"] for path in run.latest("seeds").shards() for row in read_rows(path) if row["split"] == "train"]
+    train = [
+        row["id"]
+        for path in run.latest("seeds").shards()
+        for row in read_rows(path)
+        if row["split"] == "train"
+    ]
     assert made == [train]
     story("demo", *words)
     assert len(made) == 1 and stages_run(run) == []
@@ -147,17 +184,37 @@ def test_the_demos_are_alike_but_for_their_training(name: str):
     for section in type(one).model_fields:
         if section not in ("run", "train", "calibrate", "check"):
             assert getattr(one, section) == getattr(two, section), section
-    assert one.calibrate == two.calibrate.model_copy(update={"draft_tokens": one.calibrate.draft_tokens})
-    assert one.check == two.check.model_copy(update={"studies": one.check.studies, "baselines": one.check.baselines})
+    assert one.calibrate == two.calibrate.model_copy(
+        update={"draft_tokens": one.calibrate.draft_tokens}
+    )
+    assert one.check == two.check.model_copy(
+        update={"studies": one.check.studies, "baselines": one.check.baselines}
+    )
     assert two.run.store == one.run.directory and two.run.directory.name == name
 
 
 @pytest.mark.slow
-def test_the_second_demo_takes_target_and_text_from_the_first(story, tmp_path, tiny_target, monkeypatch):
-    monkeypatch.setattr(demo_target, "train_demo_target", None)  # somebody's own model is not trained
-    words = (f"target.model={tiny_target}", "check.min_acceleration_rate=1", "check.prompts=4", "check.studies=[]")
+def test_the_second_demo_takes_target_and_text_from_the_first(
+    story, tmp_path, tiny_target, monkeypatch
+):
+    monkeypatch.setattr(
+        demo_target, "train_demo_target", None
+    )  # somebody's own model is not trained
+    words = (
+        f"target.model={tiny_target}",
+        "check.min_acceleration_rate=1",
+        "check.prompts=4",
+        "check.studies=[]",
+    )
     story("demo", *words, until="generate")
-    story("demo", "medusa-2", *words, *SHORT, f"run.store={tmp_path / 'demo'}", "train.backbone.max_kl=9")
+    story(
+        "demo",
+        "medusa-2",
+        *words,
+        *SHORT,
+        f"run.store={tmp_path / 'demo'}",
+        "train.backbone.max_kl=9",
+    )
     run = RunDirectory(tmp_path / "demo-medusa-2")
     assert stages_run(run) == ["train", "tuned-features", "calibrate", "export", "check"]
     for stage in ("seeds", "generate"):

@@ -1,7 +1,9 @@
-"""A target, seeds and a finished run so small that the whole flow takes seconds: what the flow's tests share.
+"""A target, seeds and a finished run so small that the whole flow takes seconds: what the flow's
+tests share.
 
-The target is a random Llama with a real tokenizer and chat template. Its weights are wide enough that its greedy
-choices are no ties, and it has several end-of-sequence ids, so that some of its answers end by themselves.
+The target is a random Llama with a real tokenizer and chat template. Its weights are wide enough
+that its greedy choices are no ties, and it has several end-of-sequence ids, so that some of its
+answers end by themselves.
 """
 
 from __future__ import annotations
@@ -31,24 +33,49 @@ NUM_SEEDS, ROWS_PER_SHARD = 40, 10
 CONTEXT = 192
 NEW_TOKENS = 6  # of an answer to a question of the check
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] + eos_token"
+    " }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 SPECIAL = ["<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
-WORDS = ["red", "green", "blue", "cat", "dog", "moon", "river", "stone", "why", "how", "what", "sings", "runs", "old"]
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "cat",
+    "dog",
+    "moon",
+    "river",
+    "stone",
+    "why",
+    "how",
+    "what",
+    "sings",
+    "runs",
+    "old",
+]
 
 MakeConfig = Callable[..., Config]
 Shared = Callable[[str, Callable[[Path], object]], Path]
 
 
-def save_target(directory: Path, *, template: str | None = TEMPLATE, vocab_size: int | None = None) -> Path:
+def save_target(
+    directory: Path, *, template: str | None = TEMPLATE, vocab_size: int | None = None
+) -> Path:
     """Write the target; another `vocab_size` pads its lm_head."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import (
+        GenerationConfig,
+        LlamaConfig,
+        LlamaForCausalLM,
+        PreTrainedTokenizerFast,
+    )
 
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=SPECIAL,
@@ -88,7 +115,10 @@ def save_seeds(path: Path, number: int = NUM_SEEDS) -> Path:
         return " ".join(rng.choices(WORDS, k=rng.randint(2, 8)))
 
     roles = ("human", "gpt", "human", "gpt")
-    rows = [{"id": "same", "conversations": [{"from": r, "value": text()} for r in roles]} for _ in range(number)]
+    rows = [
+        {"id": "same", "conversations": [{"from": r, "value": text()} for r in roles]}
+        for _ in range(number)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
@@ -136,7 +166,9 @@ def tiny_settings(target: Path, seeds: Path, root: Path, **changes: Any) -> dict
 
 @pytest.fixture(scope="session")
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    """`shared(name, make)`: a directory that all workers of this test run share; the first that asks fills it."""
+    """`shared(name, make)`: a directory that all workers of this test run share; the first that
+    asks fills it.
+    """
     base = tmp_path_factory.getbasetemp()
     root = base.parent if hasattr(request.config, "workerinput") else base
 
@@ -156,7 +188,8 @@ def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(autouse=True)
 def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No plots in the reports of a flow's tests, but in `finished_run`: they take a third of a tiny run's time.
+    """No plots in the reports of a flow's tests, but in `finished_run`: they take a third of a tiny
+    run's time.
 
     A module that wants them overrides this fixture.
     """
@@ -168,7 +201,9 @@ def no_plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 def unrendered_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots are drawn from the data, but not written as SVG, which is four fifths of the work."""
     blank = '<svg viewBox="0 0 1 1"></svg>'
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write(blank))
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write(blank)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -198,7 +233,9 @@ def make_config(make_settings: Callable[..., dict[str, Any]]) -> MakeConfig:
 @pytest.fixture(scope="session")
 def finished_run(shared: Shared, make_config: MakeConfig) -> RunDirectory:
     """The whole flow, run once in one process. Nobody writes into it: see `copied_run`."""
-    return RunDirectory(shared("finished", lambda directory: run_again(make_config(directory))) / "run")
+    return RunDirectory(
+        shared("finished", lambda directory: run_again(make_config(directory))) / "run"
+    )
 
 
 def token_rows(stage: StageDirectory) -> Iterator[TokenRow]:
@@ -250,7 +287,9 @@ def stages_run(run: RunDirectory) -> list[str]:
 
 def shards_made(run: RunDirectory) -> list[tuple[str, int]]:
     """The shards that the newest run committed."""
-    return [(event["stage"], event["shard"]) for event in last_events(run) if event["event"] == "shard"]
+    return [
+        (event["stage"], event["shard"]) for event in last_events(run) if event["event"] == "shard"
+    ]
 
 
 def contents(run: RunDirectory, *stages: str) -> dict[str, list[str]]:

@@ -1,4 +1,5 @@
-"""Another kind of heads, for the tests: one linear layer per head, which reads the target's state alone.
+"""Another kind of heads, for the tests: one linear layer per head, which reads the target's state
+alone.
 
 This file is all that a kind is; see `pipeline/heads/kind.py`.
 """
@@ -30,7 +31,13 @@ class LinearHeads(Heads):
     title = "Linear heads"
     card_about = "Each is one linear layer on the target's last hidden state."
 
-    def __init__(self, shape: LinearShape, *, dtype: torch.dtype | None = None, device: torch.device | None = None):
+    def __init__(
+        self,
+        shape: LinearShape,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ):
         super().__init__(shape)
         sizes = (shape.num_heads, shape.vocab_size, shape.hidden_size)
         self.lm_head = nn.Parameter(torch.zeros(sizes, dtype=dtype, device=device))
@@ -53,7 +60,9 @@ class LinearHeads(Heads):
         return hidden_BPD, hidden_BPD.to(self.lm_head.dtype) @ self.lm_head[depth].mT
 
     @classmethod
-    def engine_config(cls, shape: LinearShape, format: ExportFormat, target: Mapping[str, Any]) -> dict[str, Any]:
+    def engine_config(
+        cls, shape: LinearShape, format: ExportFormat, target: Mapping[str, Any]
+    ) -> dict[str, Any]:
         return {"model_type": "linear-heads"}
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, Tensor]:

@@ -1,4 +1,5 @@
-"""Cross entropy by its definition, all logits held and gradients left to autograd: what the chunked one is held to.
+"""Cross entropy by its definition, all logits held and gradients left to autograd: what the chunked
+one is held to.
 
 Letters: N rows (positions), D hidden size, V vocabulary, K heads, M states of the teacher.
 """
@@ -17,7 +18,9 @@ def plain_summed_cross_entropy(
 ) -> Tensor:
     """Each head's cross entropy, summed over its labels: [K], as `summed_cross_entropy`."""
     logits_KNV = hidden_KND @ lm_head.mT
-    losses_KN = cross_entropy(logits_KNV.flatten(0, 1), labels_KN.flatten(), ignore_index=IGNORED, reduction="none")
+    losses_KN = cross_entropy(
+        logits_KNV.flatten(0, 1), labels_KN.flatten(), ignore_index=IGNORED, reduction="none"
+    )
     losses_KN = losses_KN.view_as(labels_KN)
     if teacher is not None:
         p_MV = teacher.head.logits(teacher.states_MD.to(hidden_KND.dtype)).softmax(1)

@@ -76,9 +76,14 @@ def test_ranks_say_of_every_label_where_it_stands_and_give_the_hits_that_the_sco
             continue
         rank = int((logits_KNV[k, n] > logits_KNV[k, n, labels[k, n]]).sum())
         assert ranks_KN[k, n] == (rank if rank < 5 else MISS)
-    alone_KR, counts_K = HeldOutRanks(ranks_KN, np.array([0]), np.array([0]), np.array([False])).hits(5)
+    alone_KR, counts_K = HeldOutRanks(
+        ranks_KN, np.array([0]), np.array([0]), np.array([False])
+    ).hits(5)
     found = score(heads, hidden, NEXT, labels, 5)
-    assert alone_KR.cumsum(1).tolist() == found.hits_KR.tolist() and counts_K.tolist() == found.counts_K.tolist()
+    assert (
+        alone_KR.cumsum(1).tolist() == found.hits_KR.tolist()
+        and counts_K.tolist() == found.counts_K.tolist()
+    )
 
 
 def test_every_label_is_hit_when_all_tokens_are_guessed():
@@ -89,6 +94,11 @@ def test_every_label_is_hit_when_all_tokens_are_guessed():
 
 def test_batches_add_up():
     heads, hidden, labels = case("untied")
-    parts = [score(heads, hidden[rows], NEXT[rows], labels[:, rows], 4) for rows in (slice(0, 9), slice(9, None))]
+    parts = [
+        score(heads, hidden[rows], NEXT[rows], labels[:, rows], 4)
+        for rows in (slice(0, 9), slice(9, None))
+    ]
     for whole, *sums in zip(score(heads, hidden, NEXT, labels, 4), *parts, strict=True):
-        torch.testing.assert_close(sum(sums), whole, rtol=1e-6, atol=1e-6)  # sums in float64 of losses in float32
+        torch.testing.assert_close(
+            sum(sums), whole, rtol=1e-6, atol=1e-6
+        )  # sums in float64 of losses in float32

@@ -34,8 +34,12 @@ OF_KIND = {
     "untied": lambda: MedusaHeads(MedusaShape(D, W, K), dtype=torch.float64),
     "shared": lambda: MedusaHeads(MedusaShape(D, W, K, lm_head="shared"), dtype=torch.float64),
     "tied": lambda: MedusaHeads(MedusaShape(D, W, K, lm_head="tied"), dtype=torch.float64),
-    "recurrent": lambda: RecurrentHeads(RecurrentShape(D, W, K, intermediate_size=5), dtype=torch.float64),
-    "a kind that knows nothing of it": lambda: LinearHeads(LinearShape(D, W, K), dtype=torch.float64),
+    "recurrent": lambda: RecurrentHeads(
+        RecurrentShape(D, W, K, intermediate_size=5), dtype=torch.float64
+    ),
+    "a kind that knows nothing of it": lambda: LinearHeads(
+        LinearShape(D, W, K), dtype=torch.float64
+    ),
 }
 every_kind = pytest.mark.parametrize("kind", OF_KIND)
 
@@ -65,10 +69,14 @@ def masked_logits(whole: Heads, hidden, following, labels) -> torch.Tensor:
 
 
 @given(st.lists(st.integers(0, 9), max_size=30), st.integers(1, 10))
-def test_the_most_frequent_tokens_of_equals_the_lower_in_any_order_of_the_text(tokens: list[int], number: int):
+def test_the_most_frequent_tokens_of_equals_the_lower_in_any_order_of_the_text(
+    tokens: list[int], number: int
+):
     counts = Counter(tokens)
     expected = sorted(sorted(range(10), key=lambda token: (-counts[token], token))[:number])
-    assert most_frequent(np.array([counts[token] for token in range(10)]), number).tolist() == expected
+    assert (
+        most_frequent(np.array([counts[token] for token in range(10)]), number).tolist() == expected
+    )
 
 
 def test_ties_go_to_the_lower_token_in_a_large_vocabulary():
@@ -78,11 +86,16 @@ def test_ties_go_to_the_lower_token_in_a_large_vocabulary():
 
 @every_kind
 @pytest.mark.parametrize("share", [None, 0.4])
-def test_losses_and_gradients_are_those_of_the_other_tokens_logits_left_out(kind: str, share: float | None):
+def test_losses_and_gradients_are_those_of_the_other_tokens_logits_left_out(
+    kind: str, share: float | None
+):
     """And of the target's distribution over the draft vocabulary, made to sum to one again."""
     (whole, drafting), (hidden, following, labels) = heads_of(kind), text()
     generator = torch.Generator().manual_seed(2)
-    head = TargetHead(torch.randn(W, D, generator=generator).double(), torch.randn(W, generator=generator).double())
+    head = TargetHead(
+        torch.randn(W, D, generator=generator).double(),
+        torch.randn(W, generator=generator).double(),
+    )
     rows = torch.randint(-1, M, (K, N), generator=generator)
     teacher = share and Teacher(head, torch.randn(M, D, generator=generator).double(), rows, share)
     found = drafting.summed_losses(hidden, following, labels, teacher, WEIGHTS)
@@ -119,14 +132,20 @@ def test_a_token_outside_is_a_miss_in_ranks_hits_and_guessing_by_frequency(kind:
 
     found = score(drafting, hidden, following, labels, 4, chunk_bytes=400)
     assert found.counts_K.tolist() == (labels != IGNORED).sum(1).tolist()
-    assert found.hits_KR.tolist() == [[int((ranks[k] <= r).sum()) for r in range(4)] for k in range(K)]
+    assert found.hits_KR.tolist() == [
+        [int((ranks[k] <= r).sum()) for r in range(4)] for k in range(K)
+    ]
     figures = figures_of(found)
     counts = Counter(labels[0][labels[0] != IGNORED].tolist())
     within = sorted((counts[token] for token in TOKENS), reverse=True)
     assert figures["frequency"]["top2"] == sum(within[:2]) / counts.total()
     assert figures["draft_coverage"] == sum(within) / counts.total() < 1
     log_q = logits[0].log_softmax(1)
-    losses = [-float(log_q[n, label].detach()) for n, label in enumerate(labels[0].tolist()) if label in TOKENS]
+    losses = [
+        -float(log_q[n, label].detach())
+        for n, label in enumerate(labels[0].tolist())
+        if label in TOKENS
+    ]
     assert figures["held_out"][0]["loss"] == pytest.approx(sum(losses) / len(losses))
 
 
@@ -140,17 +159,24 @@ def test_proposed_is_what_would_be_if_the_other_tokens_never_were(kind: str):
         state, token = hidden[:, None], following[:, None]
         for depth, rank in enumerate(path):
             state, logits = whole.expand(state, token, depth)
-            token = logits.index_fill(2, torch.tensor(OUTSIDE), -torch.inf).argsort(2, descending=True)[..., rank]
+            token = logits.index_fill(2, torch.tensor(OUTSIDE), -torch.inf).argsort(
+                2, descending=True
+            )[..., rank]
         assert torch.equal(proposed[:, number], token[:, 0])
 
     grown = DynamicTree(20, 3, 4)
     tokens, scores, *_ = grown.propose(drafting, hidden, following)
     assert torch.isin(tokens, torch.tensor(TOKENS)).all()
     probabilities = masked_logits(whole, hidden, following, text()[2])[0].softmax(1)
-    torch.testing.assert_close(scores[:, :4].exp(), probabilities.gather(1, tokens[:, :4]).float(), rtol=2e-3, atol=0)
+    torch.testing.assert_close(
+        scores[:, :4].exp(), probabilities.gather(1, tokens[:, :4]).float(), rtol=2e-3, atol=0
+    )
     labels = tokens[:, :1].T.contiguous()
     assert grown.places(drafting, hidden, following, labels)[0].max() < NEVER
-    assert grown.places(drafting, hidden, following, torch.full_like(labels, OUTSIDE[0]))[0].min() == NEVER
+    assert (
+        grown.places(drafting, hidden, following, torch.full_like(labels, OUTSIDE[0]))[0].min()
+        == NEVER
+    )
 
 
 @every_kind
@@ -159,19 +185,26 @@ def test_the_tokens_are_part_of_the_trained_heads_file(tmp_path, monkeypatch, ki
     _, drafting = heads_of(kind)
     write_heads(tmp_path / "heads.safetensors", drafting, {"steps": 7})
     found = read_trained_heads(tmp_path / "heads.safetensors")
-    assert found.shape == drafting.shape and read_summary(tmp_path / "heads.safetensors", drafting.shape)
+    assert found.shape == drafting.shape and read_summary(
+        tmp_path / "heads.safetensors", drafting.shape
+    )
     assert found.vocabulary.token_map.tolist() == TOKENS
     hidden, following, labels = text()
     assert torch.equal(
-        found.summed_losses(hidden, following, labels), drafting.summed_losses(hidden, following, labels)
+        found.summed_losses(hidden, following, labels),
+        drafting.summed_losses(hidden, following, labels),
     )
     with pytest.raises(DataError, match=r"vocabulary of 7 of the target's 19.* of 19"):
         read_summary(tmp_path / "heads.safetensors", drafting.shape.drafting(W))
 
 
-@pytest.mark.parametrize("wrong", [[*TOKENS[:-1], W], [*reversed(TOKENS)], [-1, *TOKENS[1:]], [0, *TOKENS[:-1]]])
+@pytest.mark.parametrize(
+    "wrong", [[*TOKENS[:-1], W], [*reversed(TOKENS)], [-1, *TOKENS[1:]], [0, *TOKENS[:-1]]]
+)
 def test_a_damaged_token_map_is_named(wrong: list[int]):
     _, drafting = heads_of("untied")
     tensors = drafting.stored_tensors() | {TOKEN_MAP: torch.tensor(wrong)}
-    with pytest.raises(DataError, match="draft vocabulary is not 7 of the target's 19 tokens in order"):
+    with pytest.raises(
+        DataError, match="draft vocabulary is not 7 of the target's 19 tokens in order"
+    ):
         MedusaHeads.from_named_tensors(drafting.shape, tensors)

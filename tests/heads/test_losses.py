@@ -17,7 +17,9 @@ ONE_ROW, SEVEN_ROWS = 1, 7 * VOCAB * 8  # chunk sizes in bytes, for fp64
 def case(*, tied: bool, ignored: float = 0.3, dtype: torch.dtype = torch.float64, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(NUM_HEADS, NUM_ROWS, SIZE, generator=generator, dtype=torch.float64)
-    lm_head = torch.randn(*(() if tied else (NUM_HEADS,)), VOCAB, SIZE, generator=generator, dtype=torch.float64)
+    lm_head = torch.randn(
+        *(() if tied else (NUM_HEADS,)), VOCAB, SIZE, generator=generator, dtype=torch.float64
+    )
     labels = torch.randint(VOCAB, (NUM_HEADS, NUM_ROWS), generator=generator)
     labels[torch.rand(labels.shape, generator=generator) < ignored] = IGNORED
     return hidden.to(dtype).requires_grad_(), lm_head.to(dtype).requires_grad_(not tied), labels
@@ -26,7 +28,9 @@ def case(*, tied: bool, ignored: float = 0.3, dtype: torch.dtype = torch.float64
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("chunk_bytes", [ONE_ROW, SEVEN_ROWS, None])
 @pytest.mark.parametrize("ignored", [0.0, 0.3, 0.95])
-def test_values_and_gradients_equal_the_definition(tied: bool, chunk_bytes: int | None, ignored: float):
+def test_values_and_gradients_equal_the_definition(
+    tied: bool, chunk_bytes: int | None, ignored: float
+):
     weights = torch.tensor([0.8, 0.0, 0.3], dtype=torch.float64)
     gradients, values = [], []
     for compute in (plain_summed_cross_entropy, summed_cross_entropy):
@@ -143,7 +147,11 @@ def test_a_shared_lm_head_that_trains_takes_its_gradient_from_the_weighted_sum()
     for compute in (plain_summed_cross_entropy, summed_cross_entropy):
         hidden, lm_head, labels = case(tied=True)
         lm_head.requires_grad_()
-        told = {} if compute is plain_summed_cross_entropy else {"weights_K": weights, "chunk_bytes": SEVEN_ROWS}
+        told = (
+            {}
+            if compute is plain_summed_cross_entropy
+            else {"weights_K": weights, "chunk_bytes": SEVEN_ROWS}
+        )
         (weights * compute(hidden, lm_head, labels, **told)).sum().backward()
         gradients.append([hidden.grad, lm_head.grad])
     torch.testing.assert_close(gradients[1], gradients[0])
@@ -157,7 +165,9 @@ def test_a_shared_lm_head_that_trains_refuses_other_weights_than_it_was_told():
 
 
 def test_never_holds_the_logits_of_all_rows():
-    """Watches every matrix over the vocabulary that comes up, the [D, V] view of the weights included."""
+    """Watches every matrix over the vocabulary that comes up, the [D, V] view of the weights
+    included.
+    """
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -176,11 +186,18 @@ def test_never_holds_the_logits_of_all_rows():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_no_room_is_taken_for_more_rows_than_an_lm_head_reads(tied: bool):
-    """Logits in fp64 and their softmax; all else that lives meanwhile is smaller than one head's logits."""
-    hidden, lm_head = torch.randn(3, 64, 2, dtype=torch.float64), torch.randn(300, 2, dtype=torch.float64)
+    """Logits in fp64 and their softmax; all else that lives meanwhile is smaller than one head's
+    logits.
+    """
+    hidden, lm_head = (
+        torch.randn(3, 64, 2, dtype=torch.float64),
+        torch.randn(300, 2, dtype=torch.float64),
+    )
     lm_head = lm_head if tied else lm_head.expand(3, -1, -1).contiguous().requires_grad_()
     with Ledger() as ledger:
-        summed_cross_entropy(hidden, lm_head, torch.zeros(3, 64, dtype=torch.int64), chunk_bytes=1 << 30)
+        summed_cross_entropy(
+            hidden, lm_head, torch.zeros(3, 64, dtype=torch.int64), chunk_bytes=1 << 30
+        )
     of_one_head = 64 * 300 * 8
     read_by_one = 3 if tied else 1
     assert 2 * read_by_one <= ledger.peak["cpu"] / of_one_head < 2 * read_by_one + 1

@@ -18,7 +18,9 @@ COMPACT = ["shared", "tied"]
 
 def random_heads(num_heads: int = 3, num_layers: int = 2, lm_head: str = "untied") -> MedusaHeads:
     generator = torch.Generator().manual_seed(0)
-    heads = MedusaHeads(MedusaShape(SIZE, VOCAB, num_heads, num_layers, lm_head), dtype=torch.float64)
+    heads = MedusaHeads(
+        MedusaShape(SIZE, VOCAB, num_heads, num_layers, lm_head), dtype=torch.float64
+    )
     for parameter in heads.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
     return heads
@@ -33,13 +35,19 @@ def test_first_prediction_of_every_head_is_the_targets(kind: str):
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("kind", LM_HEADS)
-def test_exported_tensors_applied_one_head_at_a_time_give_the_same_logits(num_layers: int, kind: str):
+def test_exported_tensors_applied_one_head_at_a_time_give_the_same_logits(
+    num_layers: int, kind: str
+):
     heads, hidden = random_heads(3, num_layers, kind), torch.randn(4, SIZE, dtype=torch.float64)
     tensors = heads.named_tensors(EXPANDED)
     for k, logits in enumerate(heads(hidden)):
         x = hidden
         for block in range(num_layers):
-            x = x + silu(linear(x, tensors[f"{k}.{block}.linear.weight"], tensors[f"{k}.{block}.linear.bias"]))
+            x = x + silu(
+                linear(
+                    x, tensors[f"{k}.{block}.linear.weight"], tensors[f"{k}.{block}.linear.bias"]
+                )
+            )
         torch.testing.assert_close(logits, linear(x, tensors[f"{k}.{num_layers}.weight"]))
 
 
@@ -57,7 +65,9 @@ def test_tied_heads_share_the_lm_head_and_never_train_it():
     assert trained == {"block_weight", "block_bias"}
 
 
-@pytest.mark.parametrize(("kind", "shape"), [("untied", (3, VOCAB, SIZE)), ("shared", (VOCAB, SIZE))])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [("untied", (3, VOCAB, SIZE)), ("shared", (VOCAB, SIZE))]
+)
 def test_heads_that_train_lm_heads_leave_the_targets_alone(kind: str, shape: tuple[int, ...]):
     lm_head = torch.randn(VOCAB, SIZE)
     before = lm_head.clone()
@@ -72,11 +82,15 @@ def test_an_lm_head_by_another_name_is_refused():
         MedusaShape(SIZE, VOCAB, 3, lm_head="twisted")
 
 
-@pytest.mark.parametrize(("kind", "format"), [*product(LM_HEADS, (None, EXPANDED)), *product(COMPACT, (SHARED,))])
+@pytest.mark.parametrize(
+    ("kind", "format"), [*product(LM_HEADS, (None, EXPANDED)), *product(COMPACT, (SHARED,))]
+)
 def test_heads_survive_a_safetensors_file(tmp_path, kind: str, format: ExportFormat | None):
     heads = random_heads(3, 2, kind)
     tensors = heads.named_tensors(format)
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "heads.safetensors")
+    save_file(
+        {name: tensor.clone() for name, tensor in tensors.items()}, tmp_path / "heads.safetensors"
+    )
     stored = load_file(tmp_path / "heads.safetensors")
     read = MedusaHeads.from_named_tensors(heads.shape, stored, format)
     for name, parameter in heads.named_parameters():
@@ -85,10 +99,13 @@ def test_heads_survive_a_safetensors_file(tmp_path, kind: str, format: ExportFor
 
 
 @pytest.mark.parametrize(
-    ("kind", "expand", "num_stored"), [*((kind, True, 3) for kind in LM_HEADS), *((kind, False, 1) for kind in COMPACT)]
+    ("kind", "expand", "num_stored"),
+    [*((kind, True, 3) for kind in LM_HEADS), *((kind, False, 1) for kind in COMPACT)],
 )
 @pytest.mark.parametrize("num_layers", [1, 2])
-def test_names_and_shapes_are_those_that_the_engines_read(kind: str, expand: bool, num_stored: int, num_layers: int):
+def test_names_and_shapes_are_those_that_the_engines_read(
+    kind: str, expand: bool, num_stored: int, num_layers: int
+):
     tensors = random_heads(3, num_layers, kind).named_tensors(EXPANDED if expand else SHARED)
     expected = {f"{k}.{i}.linear.weight": (SIZE, SIZE) for k in range(3) for i in range(num_layers)}
     expected |= {f"{k}.{i}.linear.bias": (SIZE,) for k in range(3) for i in range(num_layers)}
@@ -100,7 +117,9 @@ def test_names_and_shapes_are_those_that_the_engines_read(kind: str, expand: boo
 def test_naming_the_tensors_copies_none_of_them(kind: str):
     heads = random_heads(3, 2, kind)
     stores = {parameter.untyped_storage().data_ptr() for parameter in heads.parameters()}
-    assert {tensor.untyped_storage().data_ptr() for tensor in heads.named_tensors(EXPANDED).values()} == stores
+    assert {
+        tensor.untyped_storage().data_ptr() for tensor in heads.named_tensors(EXPANDED).values()
+    } == stores
 
 
 @pytest.mark.parametrize("damage", ["missing", "unknown", "shape"])

@@ -21,7 +21,9 @@ ROW_BYTES = V * 8 * 2  # of logits in fp64, with the target's
 
 
 def case(lm_heads: str, *, share: float, dtype: torch.dtype = torch.float64):
-    """Hidden states, lm_heads (`untied`; `tied`: one, frozen; `shared`: one that trains), labels and a teacher."""
+    """Hidden states, lm_heads (`untied`; `tied`: one, frozen; `shared`: one that trains), labels
+    and a teacher.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -55,7 +57,9 @@ def test_logits_are_scaled_together_with_their_bias_and_then_capped():
 def test_values_and_gradients_equal_the_definition(lm_heads: str, num_rows: int, share: float):
     expected = summed(plain_summed_cross_entropy, *case(lm_heads, share=share))
     settings = {"weights_K": WEIGHTS, "chunk_bytes": num_rows * ROW_BYTES}
-    torch.testing.assert_close(summed(summed_cross_entropy, *case(lm_heads, share=share), **settings), expected)
+    torch.testing.assert_close(
+        summed(summed_cross_entropy, *case(lm_heads, share=share), **settings), expected
+    )
 
 
 @pytest.mark.slow
@@ -70,8 +74,21 @@ def test_any_labels_and_any_rows_of_the_teacher(data):
         hidden, lm_head, _, teacher = case(lm_heads, share=0.5)
         labels_KN = torch.tensor(labels).view(K, N)
         teacher = teacher._replace(rows_KN=torch.tensor(rows).view(K, N))
-        settings = {"weights_K": WEIGHTS, "chunk_bytes": 5 * ROW_BYTES} if compute is summed_cross_entropy else {}
-        found.append(summed(compute, hidden, lm_head, labels_KN.where(labels_KN >= 0, IGNORED), teacher, **settings))
+        settings = (
+            {"weights_K": WEIGHTS, "chunk_bytes": 5 * ROW_BYTES}
+            if compute is summed_cross_entropy
+            else {}
+        )
+        found.append(
+            summed(
+                compute,
+                hidden,
+                lm_head,
+                labels_KN.where(labels_KN >= 0, IGNORED),
+                teacher,
+                **settings,
+            )
+        )
     torch.testing.assert_close(found[1], found[0])
 
 
@@ -80,7 +97,9 @@ def test_without_any_state_of_the_target_the_labels_alone_are_learned_bit_for_bi
     expected = summed(summed_cross_entropy, hidden, lm_head, labels, None)
     hidden, lm_head, labels, _ = case("untied", share=0.5)
     teacher = teacher._replace(rows_KN=torch.full_like(teacher.rows_KN, -1))
-    assert all(map(torch.equal, summed(summed_cross_entropy, hidden, lm_head, labels, teacher), expected))
+    assert all(
+        map(torch.equal, summed(summed_cross_entropy, hidden, lm_head, labels, teacher), expected)
+    )
 
 
 def test_a_head_that_predicts_as_the_target_does_has_no_gradient_and_a_loss_of_its_entropy():
@@ -101,7 +120,10 @@ def test_bfloat16_stays_within_its_rounding_of_the_exact_gradients(lm_heads: str
     half = case(lm_heads, share=0.5, dtype=torch.bfloat16)
     hidden, lm_head, labels, teacher = half
     sums, *gradients = summed(summed_cross_entropy, *half, weights_K=WEIGHTS)
-    exact = (hidden.detach().double().requires_grad_(), lm_head.detach().double().requires_grad_(lm_heads != "tied"))
+    exact = (
+        hidden.detach().double().requires_grad_(),
+        lm_head.detach().double().requires_grad_(lm_heads != "tied"),
+    )
     head = teacher.head._replace(weight_VD=teacher.head.weight_VD.double())
     exact_teacher = teacher._replace(head=head, states_MD=teacher.states_MD.double())
     expected, *exact_gradients = summed(plain_summed_cross_entropy, *exact, labels, exact_teacher)
@@ -118,7 +140,9 @@ def test_a_confident_head_in_bfloat16_still_learns_from_a_confident_target():
     lm_head[0, 0], own[0, 0] = 6.9375, 9.6875
     teacher = Teacher(TargetHead(own), states, torch.zeros(1, 1, dtype=torch.int64), 0.5)
     lm_head.requires_grad_()
-    summed_cross_entropy(states[None], lm_head, torch.zeros(1, 1, dtype=torch.int64), teacher).sum().backward()
+    summed_cross_entropy(
+        states[None], lm_head, torch.zeros(1, 1, dtype=torch.int64), teacher
+    ).sum().backward()
     q, p = (torch.sigmoid(torch.tensor(logit)) for logit in (6.9375, 9.6875))
     torch.testing.assert_close(lm_head.grad[0, 0].float(), q - 0.5 - 0.5 * p, rtol=1e-2, atol=0)
 
@@ -137,6 +161,8 @@ def test_never_holds_the_logits_of_all_rows_and_computes_the_target_s_once_for_a
 
     hidden, lm_head, labels, teacher = case("untied", share=0.5)
     with Watch():
-        summed_cross_entropy(hidden, lm_head, labels, teacher, chunk_bytes=7 * ROW_BYTES).sum().backward()
+        summed_cross_entropy(
+            hidden, lm_head, labels, teacher, chunk_bytes=7 * ROW_BYTES
+        ).sum().backward()
     assert 7 <= largest <= D < N
     assert teachers == M

@@ -39,7 +39,9 @@ def test_another_kind_runs_the_whole_flow_and_changes_no_token(make_config, tmp_
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
     assert json.loads((export / "config.json").read_text())["model_type"] == "linear-heads"
     card = (export / "README.md").read_text()
-    assert "# Linear heads for" in card and "vllm serve" not in card, "vLLM does not know such heads"
+    assert "# Linear heads for" in card and "vllm serve" not in card, (
+        "vLLM does not know such heads"
+    )
     assert "speculators_config" not in json.loads((export / "config.json").read_text())
 
     native = json.loads((run.path / "report.json").read_text())["check"]["native"]
@@ -47,9 +49,13 @@ def test_another_kind_runs_the_whole_flow_and_changes_no_token(make_config, tmp_
     assert native["acceleration_rate"] > 1
 
 
-def test_vllm_is_refused_for_a_kind_that_it_does_not_serve_before_anything_is_made(make_config, tmp_path, monkeypatch):
+def test_vllm_is_refused_for_a_kind_that_it_does_not_serve_before_anything_is_made(
+    make_config, tmp_path, monkeypatch
+):
     monkeypatch.setitem(KINDS, "linear", LinearHeads)
-    with pytest.raises(ConfigError, match=r"vLLM does not serve linear heads.*check.engines.*\[native\]"):
+    with pytest.raises(
+        ConfigError, match=r"vLLM does not serve linear heads.*check.engines.*\[native\]"
+    ):
         run_again(make_config(tmp_path, train__heads="linear", check__engines=["native", "vllm"]))
     assert not (tmp_path / "run").exists()
 
@@ -59,14 +65,20 @@ def test_another_kind_learns_with_its_backbone_too(make_config, tmp_path, monkey
     """Kind and method do not know each other."""
     monkeypatch.setitem(KINDS, "linear", LinearHeads)
     backbone = {"sequence_length": 128, "batch_sequences": 8, "lora_rank": 4, "max_kl": 100}
-    run = run_again(make_config(tmp_path, train__heads="linear", train__method="medusa-2", train__backbone=backbone))
+    run = run_again(
+        make_config(
+            tmp_path, train__heads="linear", train__method="medusa-2", train__backbone=backbone
+        )
+    )
     report = json.loads((run.path / "report.json").read_text())
     assert report["check"]["passed"] and report["check"]["native"]["greedy_match"]["identical"] == 8
     assert (latest(run, "export").path / "backbone" / "config.json").is_file()
 
 
 class SharingHeads(LinearHeads):
-    """Linear heads whose export leaves out all but the first, since the others are the target's own matrices."""
+    """Linear heads whose export leaves out all but the first, since the others are the target's own
+    matrices.
+    """
 
     def named_tensors(self, format: ExportFormat | None = None) -> dict[str, torch.Tensor]:
         tensors = super().named_tensors()
@@ -80,13 +92,24 @@ class SharingHeads(LinearHeads):
 def test_what_an_export_leaves_out_is_taken_from_its_target(tmp_path, monkeypatch, tiny_target):
     monkeypatch.setitem(KINDS, "linear", SharingHeads)
     model = AutoModelForCausalLM.from_pretrained(tiny_target)
-    own = {"lm_head": model.lm_head.weight.detach(), "embedding": model.model.embed_tokens.weight.detach()}
+    own = {
+        "lm_head": model.lm_head.weight.detach(),
+        "embedding": model.model.embed_tokens.weight.detach(),
+    }
     weights = TargetWeights(lambda: own["lm_head"], lambda: own["embedding"])
     heads = SharingHeads.initial(LinearShape(64, 300, 3), weights)
     heads.take_from(weights)
     heads.lm_head.data[0] += 1
     config = ExportLayout(str(tiny_target), heads.shape)
-    write_export(tmp_path / "export", heads, config, target={}, tokenizer=TokenizerStub(), choices=[(0,)], card="")
+    write_export(
+        tmp_path / "export",
+        heads,
+        config,
+        target={},
+        tokenizer=TokenizerStub(),
+        choices=[(0,)],
+        card="",
+    )
     assert load_file(tmp_path / "export" / "model.safetensors").keys() == {"heads.0.weight"}
     assert torch.equal(read_heads(tmp_path / "export", model).lm_head, heads.lm_head)
 
@@ -98,14 +121,27 @@ def test_an_unknown_kind_is_answered_with_the_nearest_one(make_config, tmp_path)
 
 
 def outside() -> list[Path]:
-    """Every file of the package but the kinds' own and the configuration, which has a section per kind."""
-    return [file for file in SOURCES.rglob("*.py") if file.relative_to(SOURCES).parts[0] not in ("heads", "config")]
+    """Every file of the package but the kinds' own and the configuration, which has a section per
+    kind.
+    """
+    return [
+        file
+        for file in SOURCES.rglob("*.py")
+        if file.relative_to(SOURCES).parts[0] not in ("heads", "config")
+    ]
 
 
 def test_no_line_outside_a_kind_s_file_asks_which_kind_it_is():
     modules = {f"pipeline.heads.{name}" for name in KINDS}
-    sections = KINDS.keys() & TrainConfig.model_fields.keys()  # an attribute of any other name is not a kind's
-    fields = {"num_layers", "block_weight", "block_bias", "intermediate_size"}  # of shapes and parameters
+    sections = (
+        KINDS.keys() & TrainConfig.model_fields.keys()
+    )  # an attribute of any other name is not a kind's
+    fields = {
+        "num_layers",
+        "block_weight",
+        "block_bias",
+        "intermediate_size",
+    }  # of shapes and parameters
     for file in outside():
         for node in ast.walk(ast.parse(file.read_text())):
             where = f"{file.relative_to(SOURCES)}:{getattr(node, 'lineno', 0)}"

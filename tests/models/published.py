@@ -1,7 +1,8 @@
-"""The sizes of the models that configs/ and docs/models.md name, as their config.json on the Hub has them.
+"""The sizes of the models that configs/ and docs/models.md name, as their config.json on the Hub
+has them.
 
-Each is checked against the number of parameters that its authors state on its card. Of Gemma 3's models with pictures
-it is the text model's part (`text_config`).
+Each is checked against the number of parameters that its authors state on its card. Of Gemma 3's
+models with pictures it is the text model's part (`text_config`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Published:
-    """A model on the Hub: what its config.json says of its size, and how many parameters its card states."""
+    """A model on the Hub: what its config.json says of its size, and how many parameters its card
+    states.
+    """
 
     hub_id: str
     model_type: str
@@ -25,13 +28,24 @@ class Published:
     def write(self, directory: Path) -> Path:
         """Its config.json in a directory; enough to plan with."""
         directory.mkdir(parents=True, exist_ok=True)
-        content = {"model_type": self.model_type, "architectures": [self.architecture], "dtype": "bfloat16"}
+        content = {
+            "model_type": self.model_type,
+            "architectures": [self.architecture],
+            "dtype": "bfloat16",
+        }
         (directory / "config.json").write_text(json.dumps(content | self.sizes))
         return directory
 
 
 def _sizes(
-    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int, context: int, **more: Any
+    hidden: int,
+    inner: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocabulary: int,
+    context: int,
+    **more: Any,
 ) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
@@ -73,8 +87,30 @@ def _gemma3(hub_id: str, billions: float, *sizes: int, **more: Any) -> Published
 PUBLISHED = (
     _llama("meta-llama/Llama-3.1-8B-Instruct", 8.03, 4096, 14336, 32, 32, 8, 128256, 131072),
     _llama("meta-llama/Llama-3.1-70B-Instruct", 70.6, 8192, 28672, 80, 64, 8, 128256, 131072),
-    _llama("meta-llama/Llama-3.2-1B-Instruct", 1.24, 2048, 8192, 16, 32, 8, 128256, 131072, tie_word_embeddings=True),
-    _llama("meta-llama/Llama-3.2-3B-Instruct", 3.21, 3072, 8192, 28, 24, 8, 128256, 131072, tie_word_embeddings=True),
+    _llama(
+        "meta-llama/Llama-3.2-1B-Instruct",
+        1.24,
+        2048,
+        8192,
+        16,
+        32,
+        8,
+        128256,
+        131072,
+        tie_word_embeddings=True,
+    ),
+    _llama(
+        "meta-llama/Llama-3.2-3B-Instruct",
+        3.21,
+        3072,
+        8192,
+        28,
+        24,
+        8,
+        128256,
+        131072,
+        tie_word_embeddings=True,
+    ),
     _llama("meta-llama/Llama-3.3-70B-Instruct", 70.6, 8192, 28672, 80, 64, 8, 128256, 131072),
     _qwen2("Qwen/Qwen2.5-7B-Instruct", 7.61, 3584, 18944, 28, 28, 4, 152064, 32768),
     _qwen2("Qwen/Qwen2.5-14B-Instruct", 14.7, 5120, 13824, 48, 40, 8, 152064, 32768),
@@ -90,20 +126,51 @@ PUBLISHED = (
         "Qwen3MoeForCausalLM",
         30.5,
         _sizes(2048, 6144, 48, 32, 4, 151936, 40960, head_dim=128)
-        | {"moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True},
+        | {
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+        },
     ),
     Published(
         "mistralai/Mixtral-8x7B-Instruct-v0.1",
         "mixtral",
         "MixtralForCausalLM",
         46.7,
-        _sizes(4096, 14336, 32, 32, 8, 32000, 32768) | {"num_local_experts": 8, "num_experts_per_tok": 2},
+        _sizes(4096, 14336, 32, 32, 8, 32000, 32768)
+        | {"num_local_experts": 8, "num_experts_per_tok": 2},
     ),
     _mistral("mistralai/Mistral-7B-Instruct-v0.3", 7.25, 4096, 14336, 32, 32, 8, 32768, 32768),
-    _mistral("mistralai/Mistral-Small-24B-Instruct-2501", 23.6, 5120, 32768, 40, 32, 8, 131072, 32768, head_dim=128),
+    _mistral(
+        "mistralai/Mistral-Small-24B-Instruct-2501",
+        23.6,
+        5120,
+        32768,
+        40,
+        32,
+        8,
+        131072,
+        32768,
+        head_dim=128,
+    ),
     _gemma3("google/gemma-3-1b-it", 1.0, 1152, 6912, 26, 4, 1, 262144, 32768, sliding_window=512),
-    _gemma3("google/gemma-3-12b-it", 11.8, 3840, 15360, 48, 16, 8, 262208, 131072, sliding_window=1024),
-    _gemma3("google/gemma-3-27b-it", 27.0, 5376, 21504, 62, 32, 16, 262208, 131072, sliding_window=1024, head_dim=128),
+    _gemma3(
+        "google/gemma-3-12b-it", 11.8, 3840, 15360, 48, 16, 8, 262208, 131072, sliding_window=1024
+    ),
+    _gemma3(
+        "google/gemma-3-27b-it",
+        27.0,
+        5376,
+        21504,
+        62,
+        32,
+        16,
+        262208,
+        131072,
+        sliding_window=1024,
+        head_dim=128,
+    ),
     Published(
         "microsoft/phi-4",
         "phi3",
@@ -114,6 +181,17 @@ PUBLISHED = (
     _llama("lmsys/vicuna-7b-v1.5", 6.74, 4096, 11008, 32, 32, 32, 32000, 4096),
     _llama("lmsys/vicuna-13b-v1.5", 13.0, 5120, 13824, 40, 40, 40, 32000, 4096),
     _llama("lmsys/vicuna-33b-v1.3", 32.5, 6656, 17920, 60, 52, 52, 32000, 2048),
-    _mistral("HuggingFaceH4/zephyr-7b-beta", 7.24, 4096, 14336, 32, 32, 8, 32000, 32768, sliding_window=4096),
+    _mistral(
+        "HuggingFaceH4/zephyr-7b-beta",
+        7.24,
+        4096,
+        14336,
+        32,
+        32,
+        8,
+        32000,
+        32768,
+        sliding_window=4096,
+    ),
 )
 BY_ID = {model.hub_id: model for model in PUBLISHED}

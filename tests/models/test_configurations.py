@@ -1,4 +1,6 @@
-"""Configurations fit where they claim to, by `plan`'s estimate of published sizes; docs/models.md says the same."""
+"""Configurations fit where they claim to, by `plan`'s estimate of published sizes; docs/models.md
+says the same.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ FITS_ON = {  # GPUs and their GB, as the first lines of each file say
     "vicuna-13b.yaml": (1, 48),
     "vicuna-33b.yaml": (4, 48),
 }
-FILES = [path.name for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.name.startswith("demo")]
+FILES = [
+    path.name
+    for path in sorted((ROOT / "configs").glob("*.yaml"))
+    if not path.name.startswith("demo")
+]
 
 
 @pytest.mark.parametrize("model", PUBLISHED, ids=lambda model: model.hub_id)
@@ -54,7 +60,10 @@ def test_what_is_trained_follows_from_the_rule_and_not_from_taste(name):
 
 def rows() -> list[list[str]]:
     page = (
-        (ROOT / "docs" / "models.md").read_text().partition("<!-- models -->\n")[2].partition("\n<!-- /models -->")[0]
+        (ROOT / "docs" / "models.md")
+        .read_text()
+        .partition("<!-- models -->\n")[2]
+        .partition("\n<!-- /models -->")[0]
     )
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines()[2:]]
 
@@ -66,10 +75,14 @@ def test_every_row_of_the_page_is_what_the_estimate_says(tmp_path):
         model, link, heads, weights = row[:4]
         name = re.findall(r"\[(.*?)\]", link)[0]
         assert row == write_models.row(name, model, BY_ID[model].write(tmp_path / model), heads)
-        assert float(weights.split()[0]) == pytest.approx(BY_ID[model].billions * 2e9 / 2**30, abs=1.1)
+        assert float(weights.split()[0]) == pytest.approx(
+            BY_ID[model].billions * 2e9 / 2**30, abs=1.1
+        )
         seen.add(model)
     assert seen >= {
-        model.hub_id for model in PUBLISHED if "vicuna" not in model.hub_id and "zephyr" not in model.hub_id
+        model.hub_id
+        for model in PUBLISHED
+        if "vicuna" not in model.hub_id and "zephyr" not in model.hub_id
     }
 
 
@@ -77,28 +90,58 @@ def test_what_the_page_says_is_kept_and_refused_is_what_the_benchmark_found():
     page = (ROOT / "docs" / "models.md").read_text()
     found = json.loads(write_models.RESULT.read_text())["facts"]["families"]
     assert page == write_models.between(page, "kept", write_models.kept_table(found))
-    assert found.keys() == {*FAMILIES, *REFUSED}, "python -m benchmarks.run architectures, then scripts/write_models.py"
+    assert found.keys() == {*FAMILIES, *REFUSED}, (
+        "python -m benchmarks.run architectures, then scripts/write_models.py"
+    )
 
 
 def test_the_text_model_is_stored_as_the_page_says_it_is(tmp_path, monkeypatch):
-    """The page's own lines, on Gemma 3 in miniature: the text model's logits are the whole model's."""
+    """The page's own lines, on Gemma 3 in miniature: the text model's logits are the whole
+    model's.
+    """
     import torch
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
-    from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration, PreTrainedTokenizerFast
+    from transformers import (
+        AutoModelForCausalLM,
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        PreTrainedTokenizerFast,
+    )
 
-    small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    small = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     text = {**small, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 300}
-    pictures = {**small, "hidden_size": 32, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    pictures = {
+        **small,
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     torch.manual_seed(0)
     whole = Gemma3ForConditionalGeneration(
-        Gemma3Config(text_config=text, vision_config=pictures, mm_tokens_per_image=4, image_token_index=292)
+        Gemma3Config(
+            text_config=text, vision_config=pictures, mm_tokens_per_image=4, image_token_index=292
+        )
     ).eval()
     whole.save_pretrained(tmp_path / "google/gemma-3-12b-it")
-    words = Tokenizer(WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token=WORDS[0]))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "google/gemma-3-12b-it")
+    words = Tokenizer(
+        WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token=WORDS[0])
+    )
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(
+        tmp_path / "google/gemma-3-12b-it"
+    )
     page = (ROOT / "docs" / "models.md").read_text()
-    lines = next(block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "Gemma3ForCausalLM" in block)
+    lines = next(
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "Gemma3ForCausalLM" in block
+    )
     (tmp_path / "store.py").write_text(lines)
     monkeypatch.chdir(tmp_path)
     runpy.run_path("store.py")

@@ -1,4 +1,6 @@
-"""Every family of docs/models.md in miniature, through the whole flow with both kinds of heads; and what is refused."""
+"""Every family of docs/models.md in miniature, through the whole flow with both kinds of heads; and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,27 @@ from pipeline.storage.shards import read_rows
 from pipeline.targets.spec import TargetSpec, load_chat_template
 from tests.flows.tiny import latest, run_again
 
-SMALL = {"generate__max_new_tokens": 6, "calibrate__nodes": 4, "check__prompts": 3, "check__max_new_tokens": 6}
+SMALL = {
+    "generate__max_new_tokens": 6,
+    "calibrate__nodes": 4,
+    "check__prompts": 3,
+    "check__max_new_tokens": 6,
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_family_runs_from_seeds_to_an_exact_check_with_both_kinds_of_heads(name, make_config, tiny_seeds, tmp_path):
+def test_a_family_runs_from_seeds_to_an_exact_check_with_both_kinds_of_heads(
+    name, make_config, tiny_seeds, tmp_path
+):
     target = save_family(name, tmp_path / "target")
     seeds = [{"path": str(tiny_seeds), "limit": 24}]
-    usual = {"target__model": str(target), "seeds__sources": seeds, "run__store": str(tmp_path / "store"), **SMALL}
+    usual = {
+        "target__model": str(target),
+        "seeds__sources": seeds,
+        "run__store": str(tmp_path / "store"),
+        **SMALL,
+    }
     if arguments := FAMILIES[name].arguments:
         usual["target__template_arguments"] = arguments
     for heads in ("recurrent", "medusa"):
@@ -49,7 +63,9 @@ def test_a_template_is_told_what_target_template_arguments_say(make_config, tmp_
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_verify_a_tree_is_refused_in_one_paragraph_before_anything_is_made(name, make_config, tmp_path):
+def test_what_cannot_verify_a_tree_is_refused_in_one_paragraph_before_anything_is_made(
+    name, make_config, tmp_path
+):
     target = save_refused(name, tmp_path / "target")
     with pytest.raises(ConfigError, match="cannot verify a tree") as refused:
         run_again(make_config(tmp_path / "runs", target__model=str(target)))

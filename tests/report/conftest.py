@@ -23,12 +23,27 @@ STUDIES: dict[str, Any] = {
     "trees": [{"tree": "plain", "nodes": 0, **SPEED}, {"tree": "top-1 chain", "nodes": 4, **SPEED}],
     "typical": [
         {"temperature": 0.7, "rule": rule, "eps": eps, **SPEED, "log_likelihood": -1.21}
-        for rule, eps in (("plain", None), ("rejection", None), ("typical", 0.04), ("typical", 0.09))
+        for rule, eps in (
+            ("plain", None),
+            ("rejection", None),
+            ("typical", 0.04),
+            ("typical", 0.09),
+        )
     ],
     "heads": [{"heads": 1, "nodes": 2, **SPEED}, {"heads": 2, "nodes": 5, **SPEED}],
     "batch": [
-        {"batch_size": 2, "tokens_per_second": 812.0, "baseline_tokens_per_second": 507.0, "speedup": 1.6},
-        {"batch_size": 4, "tokens_per_second": 1203.0, "baseline_tokens_per_second": 1111.0, "speedup": 1.08},
+        {
+            "batch_size": 2,
+            "tokens_per_second": 812.0,
+            "baseline_tokens_per_second": 507.0,
+            "speedup": 1.6,
+        },
+        {
+            "batch_size": 4,
+            "tokens_per_second": 1203.0,
+            "baseline_tokens_per_second": 1111.0,
+            "speedup": 1.08,
+        },
     ],
 }
 
@@ -99,17 +114,30 @@ REPORT: dict[str, Any] = {
     "target_text": {"distinct_4": 0.931, "mean_entropy_nats": 1.07},
     "quarantine": {"seeds": {"duplicate": 12, "empty": 5}, "generate": {"degenerate-loop": 20}},
     "hardware": {"cpus": 2, "gpu": None},
-    "seconds_by_stage": {"target": 80.0, "seeds": 1.2, "generate": 61.0, "train": 7300.0, "check": 0.25},
+    "seconds_by_stage": {
+        "target": 80.0,
+        "seeds": 1.2,
+        "generate": 61.0,
+        "train": 7300.0,
+        "check": 0.25,
+    },
 }
 
 EXTRAS: dict[str, Any] = {
     "tree": {"choices": CHOICES, "node_shares": NODE_SHARES},
-    "losses": [{"step": s, "loss": 5.0 - s / 100, "head_losses": [2.5, 3.5 - s / 100], "lr": 1e-3} for s in range(50)],
+    "losses": [
+        {"step": s, "loss": 5.0 - s / 100, "head_losses": [2.5, 3.5 - s / 100], "lr": 1e-3}
+        for s in range(50)
+    ],
     "held_out": [{"step": 25, "loss": 4.8, "head_losses": [2.6, 3.4], "head_top1": [0.6, 0.4]}],
     "samples": [
         {
             "prompt": "Why a tree?",
-            "tokens": [{"text": "One", "step": 0}, {"text": " step,", "step": 1}, {"text": " 多个词元", "step": 1}],
+            "tokens": [
+                {"text": "One", "step": 0},
+                {"text": " step,", "step": 1},
+                {"text": " 多个词元", "step": 1},
+            ],
         }
     ],
 }

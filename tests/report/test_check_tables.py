@@ -32,7 +32,11 @@ def measured(report):
             {"name": "prompt-lookup", "failed": "its cache <b>cannot</b> be cropped."},
         ],
     }
-    report["check"]["vllm"] |= {"tokens_per_second": 900.0, "baseline_tokens_per_second": 1000.0, "speedup": 0.9}
+    report["check"]["vllm"] |= {
+        "tokens_per_second": 900.0,
+        "baseline_tokens_per_second": 1000.0,
+        "speedup": 0.9,
+    }
     return report
 
 
@@ -72,9 +76,15 @@ def test_a_sampled_rule_shows_how_likely_the_target_finds_its_text(report):
         "log_likelihood": {"greedy": -0.412, "sampling": -1.03, "typical": -0.5},
     }
     rows = {row[0]: row[1:] for row in check_table(report).rows}
-    assert rows["acceptance"] == ("typical, temperature 0.7, eps 0.09, delta 0.3, first token sampled", "-")
+    assert rows["acceptance"] == (
+        "typical, temperature 0.7, eps 0.09, delta 0.3, first token sampled",
+        "-",
+    )
     assert rows["greedy ties"][0].endswith("; a top-2 gap under 0.001 is one")
-    assert rows["log-likelihood, nats per token"] == ("greedy -0.41, sampling -1.03, typical -0.50", "-")
+    assert rows["log-likelihood, nats per token"] == (
+        "greedy -0.41, sampling -1.03, typical -0.50",
+        "-",
+    )
 
 
 @pytest.mark.parametrize(("with_heads", "said"), [("V2", "V2"), ("V1", "plain V2, with heads V1")])

@@ -21,7 +21,9 @@ def _read_json(directory: Path) -> dict:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
-    return json.loads((directory / "report.json").read_text(encoding="utf-8"), parse_constant=refuse)
+    return json.loads(
+        (directory / "report.json").read_text(encoding="utf-8"), parse_constant=refuse
+    )
 
 
 def _cells(text: str) -> dict[str, list[list[str]]]:
@@ -61,7 +63,10 @@ def test_numbers_that_are_not_finite_become_null(tmp_path, report, extras):
     write_report(tmp_path, report, extras)
     written = _read_json(tmp_path)
     assert (
-        written["train"]["final_loss"] is written["check"]["native"]["speedup"] is written["heads"][1]["top1"] is None
+        written["train"]["final_loss"]
+        is written["check"]["native"]["speedup"]
+        is written["heads"][1]["top1"]
+        is None
     )
     stages = {row[0]: row for row in _cells((tmp_path / "report.md").read_text())["Stages"]}
     assert stages["train"][-1] == "600,246 tokens, 12,000 tokens/s"
@@ -115,7 +120,12 @@ def test_markdown_has_the_numbers_of_the_report(tmp_path, report, extras):
     stages = {row[0]: row[1:] for row in tables["Stages"]}
     assert stages["target"] == ["-", "-", "1 min 20 s", ""]
     assert stages["seeds"] == ["1,200", "17", "1.2 s", ""]
-    assert stages["generate"] == ["1,180", "20", "1 min 01 s", "345,678 tokens, 2,410 tokens/s per busy worker"]
+    assert stages["generate"] == [
+        "1,180",
+        "20",
+        "1 min 01 s",
+        "345,678 tokens, 2,410 tokens/s per busy worker",
+    ]
     assert stages["train"][2:] == ["2 h 01 min", "600,246 tokens, 12,000 tokens/s, loss 4.21"]
     assert stages["check"] == ["32", "-", "250 ms", "2 prompts skipped"]
     assert stages["push"][0] == "not run"
@@ -134,26 +144,43 @@ def test_markdown_has_the_numbers_of_the_report(tmp_path, report, extras):
         ["plain", "0", "1.90", "1.20x", "1.58x"],
         ["top-1 chain", "4", "1.90", "1.20x", "1.58x"],
     ]
-    assert tables["Study: typical acceptance"][3] == ["0.7", "typical", "0.04", "1.90", "1.58x", "-1.21"]
+    assert tables["Study: typical acceptance"][3] == [
+        "0.7",
+        "typical",
+        "0.04",
+        "1.90",
+        "1.58x",
+        "-1.21",
+    ]
     assert tables["Study: heads used"][2] == ["2", "5", "1.90", "1.20x", "1.58x"]
     assert tables["Study: batch size"][1] == ["2", "507", "812", "1.60x"]
 
 
 def test_drift_says_from_which_copy_it_is(tmp_path, report, extras):
-    note = "The tuned target against the original{}, at the target-written positions of held-out rows."
+    note = (
+        "The tuned target against the original{}, at the target-written positions of held-out rows."
+    )
     write_report(tmp_path, report, extras)
     assert note.format("") in (tmp_path / "report.md").read_text(encoding="utf-8")
     report["train"]["quantization"] = "4bit"
     write_report(tmp_path, report, extras)
-    assert note.format(" in 4bit, in which it was trained") in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert note.format(" in 4bit, in which it was trained") in (tmp_path / "report.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_tree_depths_add_up_to_the_expected_acceleration_rate(tmp_path, report, extras):
     report["tree"] |= {"expected_acceleration_rate": 2.098, "expected_standard_error": 0.131}
     write_report(tmp_path, report, extras)
     rows = _cells((tmp_path / "report.md").read_text(encoding="utf-8"))["Tree"][1:]
-    assert [row[:3] for row in rows] == [["0", "the target's own token", "-"], ["1", "2", "2"], ["2", "3", "2"]]
-    assert sum(float(row[3]) for row in rows) == pytest.approx(1 + sum(extras["tree"]["node_shares"]), abs=0.01)
+    assert [row[:3] for row in rows] == [
+        ["0", "the target's own token", "-"],
+        ["1", "2", "2"],
+        ["2", "3", "2"],
+    ]
+    assert sum(float(row[3]) for row in rows) == pytest.approx(
+        1 + sum(extras["tree"]["node_shares"]), abs=0.01
+    )
     assert sum(float(row[3]) for row in rows) == pytest.approx(2.098, abs=0.01)
     assert "expected acceleration rate 2.10 ± 0.13" in (tmp_path / "report.md").read_text()
 
@@ -174,11 +201,14 @@ def test_a_failed_check_says_why(tmp_path, report):
     write_report(tmp_path, report, {})
     for name in ("report.md", "report.html"):
         text = (tmp_path / name).read_text(encoding="utf-8")
-        assert "heck failed" in text and "vLLM accepted nothing." in text and "Row 3 differs." in text
+        assert (
+            "heck failed" in text and "vLLM accepted nothing." in text and "Row 3 differs." in text
+        )
 
 
 @pytest.mark.parametrize(
-    "missing", ["run", "target", "seeds", "heads", "tree", "check", "quarantine", "seconds_by_stage"]
+    "missing",
+    ["run", "target", "seeds", "heads", "tree", "check", "quarantine", "seconds_by_stage"],
 )
 def test_any_part_may_be_missing(tmp_path, report, extras, missing):
     del report[missing]

@@ -21,7 +21,9 @@ from pipeline.report.warnings import warnings
         (None, None, ()),
     ],
 )
-def test_an_expectation_that_missed_by_more_than_both_errors_explain_is_flagged(report, measured, error, says):
+def test_an_expectation_that_missed_by_more_than_both_errors_explain_is_flagged(
+    report, measured, error, says
+):
     report["tree"] |= {"expected_acceleration_rate": 2.0, "expected_standard_error": 0.3}
     report["check"]["native"] |= {"acceleration_rate": measured, "standard_error": error}
     found = warnings(report)
@@ -32,10 +34,16 @@ def test_an_expectation_that_missed_by_more_than_both_errors_explain_is_flagged(
 
 
 def test_vllm_s_rate_is_held_against_the_chain_s(report):
-    chain = {"expected_acceleration_rate": 2.5, "expected_standard_error": 0.1, "standard_error": 0.1}
+    chain = {
+        "expected_acceleration_rate": 2.5,
+        "expected_standard_error": 0.1,
+        "standard_error": 0.1,
+    }
     report["check"]["vllm"] |= chain | {"num_speculative_tokens": 2}
     (found,) = warnings(report)  # measured 1.713
-    assert found.startswith("vLLM's acceleration rate is 31% below the expected one, 5.6 standard errors")
+    assert found.startswith(
+        "vLLM's acceleration rate is 31% below the expected one, 5.6 standard errors"
+    )
     (figure,) = [figure for figure in headline(report) if figure.label == "vLLM acceleration rate"]
     assert figure.value == "1.71 ± 0.10"
     assert figure.note == "top-1 chain of 2, no tree; 2.50 ± 0.10 expected; greedy identical 32/32"
@@ -53,7 +61,10 @@ def test_vllm_s_rate_is_held_against_the_chain_s(report):
     ],
 )
 def test_a_tree_that_does_not_pay_is_warned_of(report, promised, measured, says):
-    report["tree"] = {"nodes": 5, "sizes": [{"nodes": 4, "expected_speedup": speedup} for speedup in promised]}
+    report["tree"] = {
+        "nodes": 5,
+        "sizes": [{"nodes": 4, "expected_speedup": speedup} for speedup in promised],
+    }
     report["check"]["native"]["speedup"] = measured
     found = warnings(report)
     assert not found if says is None else says in found[0]
@@ -66,14 +77,22 @@ def test_a_tree_that_does_not_pay_is_warned_of(report, promised, measured, says)
         ("vllm", {"speedup": 1.9, "acceleration_rate": 1.8}),
     ],
 )
-def test_a_step_with_heads_that_is_faster_than_a_plain_one_is_a_warning_and_no_headline(report, engine, figures):
+def test_a_step_with_heads_that_is_faster_than_a_plain_one_is_a_warning_and_no_headline(
+    report, engine, figures
+):
     assert not any("slowed the plain steps" in said for said in warnings(report))
     report["check"][engine] |= figures
     (said,) = [said for said in warnings(report) if "slowed the plain steps" in said]
-    assert f"the speedup of {figures['speedup']:.2f}x at an acceleration rate of {figures['acceleration_rate']}" in said
+    assert (
+        f"the speedup of {figures['speedup']:.2f}x at an acceleration rate of"
+        f" {figures['acceleration_rate']}" in said
+    )
     shown = {figure.label: figure for figure in headline(report)}
     if engine == "native":
-        assert shown["Overhead"].value == shown["Speedup"].value == "-" and "see the warning" in shown["Speedup"].note
+        assert (
+            shown["Overhead"].value == shown["Speedup"].value == "-"
+            and "see the warning" in shown["Speedup"].note
+        )
     else:
         assert shown["Speedup"].value != "-"
 
@@ -96,12 +115,15 @@ def test_both_searches_are_reported_whichever_was_better(report, extras):
     report["tree"]["searches"] = {"product": 2.353, "joint": 2.334}
     note = tree_table(report, extras).note
     assert note.endswith(
-        "On text not used for the search, the product search reaches 2.35, the joint search reaches 2.33."
+        "On text not used for the search, the product search reaches 2.35, the joint search reaches"
+        " 2.33."
     )
 
 
 def test_the_sizes_that_were_measured_are_shown_with_what_they_promise(report):
-    sizes = [{"nodes": 4, "overhead": 1.25, "expected_acceleration_rate": 2.5, "expected_speedup": 2.0}]
+    sizes = [
+        {"nodes": 4, "overhead": 1.25, "expected_acceleration_rate": 2.5, "expected_speedup": 2.0}
+    ]
     report["tree"] = {"nodes": 4, "source": "joint", "sizes": sizes}
     table = sizes_table(report)
     assert (
@@ -119,37 +141,62 @@ def test_the_chain_is_shown_by_its_number_of_tokens_with_overheads_where_they_we
     rows[0] |= {"overhead": 1.2, "expected_speedup": 1.25}
     table = chain_table(report)
     assert table.rows == (("1", "1.20x", "1.50 ± 0.10", "1.25x"),)
-    assert table.note.endswith("1 tokens are drafted, the fastest up to 5 % by native overheads; 1 would accept most.")
+    assert table.note.endswith(
+        "1 tokens are drafted, the fastest up to 5 % by native overheads; 1 would accept most."
+    )
     assert chain_table({"tree": {"nodes": 4}}).rows == ()
 
 
 def test_a_training_that_gained_nothing_is_warned_of(report):
     report["train"] |= {"steps": 450, "best_step": 0}
-    assert any(said.startswith("None of 450 steps lowered the held-out loss") for said in warnings(report))
+    assert any(
+        said.startswith("None of 450 steps lowered the held-out loss") for said in warnings(report)
+    )
     report["train"]["best_step"] = 450
     assert not any("held-out loss" in said for said in warnings(report))
 
 
 def test_the_headline_says_what_the_search_gained_over_the_stock_tree(report):
     def ladder(**rates: float) -> list[dict]:
-        return [{"tree": tree, "nodes": 63, "acceleration_rate": rate} for tree, rate in rates.items()]
+        return [
+            {"tree": tree, "nodes": 63, "acceleration_rate": rate} for tree, rate in rates.items()
+        ]
 
-    assert "Search over stock tree" not in [figure.label for figure in headline(report)], "nothing is known of it"
+    assert "Search over stock tree" not in [figure.label for figure in headline(report)], (
+        "nothing is known of it"
+    )
     names = {"stock (Vicuna-7B's)": 2.0, "searched, stock size": 2.25, "the export's": 1.9}
     report["check"]["native"]["studies"]["trees"] = ladder(**names)
     (figure,) = [figure for figure in headline(report) if figure.label == "Search over stock tree"]
     assert figure.value == "+12.5%"
-    assert figure.note.endswith("stock tree 2.00, searched tree of the same size 2.25, used tree 1.90")
+    assert figure.note.endswith(
+        "stock tree 2.00, searched tree of the same size 2.25, used tree 1.90"
+    )
 
 
 def with_seen_answers(report, num_new: int) -> None:
-    """32 answers of the check, of which so many are new, and 40 of calibration, of which ten are seen."""
-    report["tree"] |= {"expected_acceleration_rate": 4.0, "expected_standard_error": 0.2, "seen_share": 0.25}
-    report["tree"]["new"] = {"answers": 30, "expected_acceleration_rate": 2.0, "expected_standard_error": 0.1}
+    """32 answers of the check, of which so many are new, and 40 of calibration, of which ten are
+    seen.
+    """
+    report["tree"] |= {
+        "expected_acceleration_rate": 4.0,
+        "expected_standard_error": 0.2,
+        "seen_share": 0.25,
+    }
+    report["tree"]["new"] = {
+        "answers": 30,
+        "expected_acceleration_rate": 2.0,
+        "expected_standard_error": 0.1,
+    }
     new = {"answers": num_new}
     if num_new >= 8:
         new |= {"acceleration_rate": 2.1, "standard_error": 0.1}
-    native = {"acceleration_rate": 2.3, "standard_error": 0.1, "seen_share": 1 - num_new / 32, "new": new}
+    native = {
+        "acceleration_rate": 2.3,
+        "standard_error": 0.1,
+        "seen_share": 1 - num_new / 32,
+        "new": new,
+    }
     report["check"]["native"] |= native
 
 
@@ -166,7 +213,9 @@ def test_the_rate_on_new_answers_stands_beside_the_rate_on_all(report):
 
 
 def test_expected_and_measured_are_compared_on_new_answers(report):
-    """On all answers they are 1.7 apart, since more of calibration's are seen; on new ones they agree."""
+    """On all answers they are 1.7 apart, since more of calibration's are seen; on new ones they
+    agree.
+    """
     with_seen_answers(report, 24)
     assert not warnings(report)
     report["check"]["native"]["new"]["acceleration_rate"] = 3.0

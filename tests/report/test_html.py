@@ -14,7 +14,9 @@ LOADING = {"src", "href", "xlink:href", "srcset", "action", "data", "poster"}
 
 
 class Reader(HTMLParser):
-    """Reads a page: its tags, attributes and text by tag; fails on a tag that is not closed in its turn."""
+    """Reads a page: its tags, attributes and text by tag; fails on a tag that is not closed in its
+    turn.
+    """
 
     def __init__(self, text: str):
         super().__init__(convert_charrefs=True)
@@ -50,14 +52,27 @@ def test_page_is_well_formed_and_has_every_part(report, extras):
     report["tree"]["sizes"] = sizes
     seen = Reader(page(report, extras))
     assert seen.tags.count("svg") == len(drawings(report, extras)) == 10
-    for text in ("1.99", "1.23x", "1.61x", "31/32", "1.71", "256", "412", "62.0%", "degenerate-loop", "多个词元"):
+    for text in (
+        "1.99",
+        "1.23x",
+        "1.61x",
+        "31/32",
+        "1.71",
+        "256",
+        "412",
+        "62.0%",
+        "degenerate-loop",
+        "多个词元",
+    ):
         assert text in seen.text
 
 
 def test_page_loads_nothing_and_runs_nothing(report, extras):
     text = page(report, extras)
     seen = Reader(text)
-    assert not {"script", "link", "iframe", "img", "object", "embed", "base", "form"} & set(seen.tags)
+    assert not {"script", "link", "iframe", "img", "object", "embed", "base", "form"} & set(
+        seen.tags
+    )
     loads = [value for name, value in seen.attributes if name in LOADING]
     assert all(value.startswith("#") for value in loads)
     assert not [name for name, _ in seen.attributes if name.startswith("on")]
@@ -92,7 +107,9 @@ def test_texts_from_data_are_escaped(report, extras):
 
 @pytest.mark.usefixtures("unrendered_plots")
 def test_tokens_of_one_step_share_a_colour_and_neighbouring_steps_do_not(report, extras):
-    extras["samples"][0]["tokens"] = [{"text": f"<{i}>", "step": step} for i, step in enumerate([0, 1, 1, 1, 2, 3, 3])]
+    extras["samples"][0]["tokens"] = [
+        {"text": f"<{i}>", "step": step} for i, step in enumerate([0, 1, 1, 1, 2, 3, 3])
+    ]
     text = page(report, extras)
     answer = text[text.index('<p class="answer">') :]
     answer = answer[: answer.index("</p>")]

@@ -13,7 +13,9 @@ from matplotlib.figure import Figure
 
 from pipeline.report import plots, speed_plots
 
-choices_lists = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple), min_size=1, max_size=40)
+choices_lists = st.lists(
+    st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple), min_size=1, max_size=40
+)
 
 
 @given(choices_lists)
@@ -29,7 +31,11 @@ def test_no_two_nodes_share_a_place_and_no_edge_runs_upwards(choices):
 @given(choices_lists)
 def test_every_leaf_has_a_line_of_its_own(choices):
     places = plots.layout(choices)
-    leaves = [node for node in places if not any(other[: len(node)] == node and other != node for other in places)]
+    leaves = [
+        node
+        for node in places
+        if not any(other[: len(node)] == node and other != node for other in places)
+    ]
     assert sorted(places[leaf][1] for leaf in leaves) == list(range(len(leaves)))
 
 
@@ -64,7 +70,9 @@ def test_accepted_lengths_of_no_steps_at_all_are_drawn():
 
 
 def test_a_long_run_of_losses_stays_a_small_drawing():
-    rows = [{"step": step, "loss": 3.0, "head_losses": [2.0 + step % 7, None]} for step in range(50_000)]
+    rows = [
+        {"step": step, "loss": 3.0, "head_losses": [2.0 + step % 7, None]} for step in range(50_000)
+    ]
     assert len(plots.losses(rows)) < 40_000
 
 
@@ -76,7 +84,9 @@ def test_curves_are_averaged_and_not_sampled():
 
 
 def test_losses_without_heads_or_with_rows_that_say_nothing_are_drawn():
-    assert "loss" in plots.losses([{"step": 0, "loss": None}, {"step": 1, "loss": 2.0}, {"loss": 1.0}], [{"step": 1}])
+    assert "loss" in plots.losses(
+        [{"step": 0, "loss": None}, {"step": 1, "loss": 2.0}, {"loss": 1.0}], [{"step": 1}]
+    )
 
 
 def test_held_out_losses_are_named_only_where_there_are_some():
@@ -86,16 +96,29 @@ def test_held_out_losses_are_named_only_where_there_are_some():
 
 
 def test_the_chosen_size_and_every_measured_one_are_named_on_the_plot_of_sizes():
-    sizes = [{"nodes": nodes, "overhead": 1.1, "expected_acceleration_rate": 2.0} for nodes in (1, 4, 64)]
+    sizes = [
+        {"nodes": nodes, "overhead": 1.1, "expected_acceleration_rate": 2.0} for nodes in (1, 4, 64)
+    ]
     drawn = speed_plots.tree_sizes(sizes, 9)
     assert all(f">{text}<" in drawn for text in ("1", "4", "64", "9 used", "overhead"))
 
 
 def test_typical_acceptance_has_a_curve_per_temperature_beside_sampling_itself():
     rows = [
-        {"temperature": t, "rule": rule, "eps": eps, "acceleration_rate": 2.0, "log_likelihood": -1.0}
+        {
+            "temperature": t,
+            "rule": rule,
+            "eps": eps,
+            "acceleration_rate": 2.0,
+            "log_likelihood": -1.0,
+        }
         for t in (0.3, 1.0)
-        for rule, eps in (("plain", None), ("rejection", None), ("typical", 0.01), ("typical", 0.09))
+        for rule, eps in (
+            ("plain", None),
+            ("rejection", None),
+            ("typical", 0.01),
+            ("typical", 0.09),
+        )
     ]
     drawn = speed_plots.typical(rows, "acceleration_rate", "tokens per step")
     assert all(text in drawn for text in ("T = 0.3", "T = 1", "rejection sampling"))
@@ -149,7 +172,10 @@ def test_rows_of_a_study_that_say_nothing_are_drawn(draw):
 
 
 def test_the_backbone_s_drift_is_drawn_where_medusa_2_measured_it():
-    steps = [{"step": step, "loss": 9.0, "head_losses": [4.0], "backbone_loss": 0.02} for step in range(5)]
+    steps = [
+        {"step": step, "loss": 9.0, "head_losses": [4.0], "backbone_loss": 0.02}
+        for step in range(5)
+    ]
     assert "held-out KL" in plots.drift(steps, [{"step": 4, "kl": 0.01}, {"step": 0, "kl": None}])
     assert "held-out KL" not in plots.drift(steps, [{"step": 4}])
 

@@ -43,7 +43,18 @@ def test_headline_stages_heads_tree_and_quarantine_are_printed(report, extras):
 
 def test_the_methods_are_whole_in_80_columns(report, extras):
     lines = [line.split() for line in _printed(report, extras, width=80).splitlines()]
-    assert ["method", "per", "step", "tokens/s", "speedup", "to", "first", "per", "token", "identical"] in lines
+    assert [
+        "method",
+        "per",
+        "step",
+        "tokens/s",
+        "speedup",
+        "to",
+        "first",
+        "per",
+        "token",
+        "identical",
+    ] in lines
     assert ["with", "heads", "1.99", "412", "1.61x", "34", "ms", "-", "31/32"] in lines
 
 
@@ -84,7 +95,8 @@ def test_a_terminal_gets_colours(report):
 
 def test_a_run_stopped_half_way_says_not_run():
     printed = _printed(
-        {"target": "t", "seeds": {"rows": 5, "quarantined": 0}, "seconds_by_stage": {"seeds": 1.0}}, width=80
+        {"target": "t", "seeds": {"rows": 5, "quarantined": 0}, "seconds_by_stage": {"seeds": 1.0}},
+        width=80,
     )
     assert "check not run" in printed
     assert "Heads: not run" in printed and "Tree: not run" in printed
@@ -92,7 +104,10 @@ def test_a_run_stopped_half_way_says_not_run():
 
 def test_failures_are_printed(report):
     report["check"] |= {"passed": False, "failures": ["vLLM accepted nothing."]}
-    assert "check failed" in (printed := _printed(report, width=100)) and "- vLLM accepted nothing." in printed
+    assert (
+        "check failed" in (printed := _printed(report, width=100))
+        and "- vLLM accepted nothing." in printed
+    )
 
 
 def test_numbers_that_are_not_finite_are_printed_as_unknown(report):

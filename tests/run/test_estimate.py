@@ -12,17 +12,30 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from pipeline.config import Config
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.device_memory import GIB
-from pipeline.run.estimate import StageMemory, TargetSizes, check_memory, memory_of_stages, target_sizes
+from pipeline.run.estimate import (
+    StageMemory,
+    TargetSizes,
+    check_memory,
+    memory_of_stages,
+    target_sizes,
+)
 from tests.fake_cuda.ledger import Ledger
 
 # Llama-7B and Llama-3-70B: hidden, inner, layers, heads, KV heads, vocabulary.
 SHAPES = {"7B": (4096, 11008, 32, 32, 32, 32000), "70B": (8192, 28672, 80, 64, 8, 128256)}
-MEDUSA = {"train__heads": "medusa", "train__num_heads": 5, "train__batch_tokens": "auto", "train__precision": "auto"}
+MEDUSA = {
+    "train__heads": "medusa",
+    "train__num_heads": 5,
+    "train__batch_tokens": "auto",
+    "train__precision": "auto",
+}
 
 
 @pytest.fixture
 def planned(make_config, tmp_path):
-    """`planned("70B", **settings)`: a configuration for GPUs of 80 GB, of a target that is a config.json alone."""
+    """`planned("70B", **settings)`: a configuration for GPUs of 80 GB, of a target that is a
+    config.json alone.
+    """
 
     def make(shape: str, quantization: dict | None = None, **changes) -> Config:
         hidden, inner, layers, heads, kv_heads, vocabulary = SHAPES[shape]
@@ -87,7 +100,11 @@ def test_several_gpus_share_the_weights_and_quantization_shrinks_them(planned):
 def test_heads_have_weights_gradients_and_two_moments(planned, optimizer, moments):
     train = memory_of(planned("70B", train__optimizer=optimizer), "train")
     numbers = 5 * 8192 * (8192 + 1 + 128256)
-    assert (train.heads, train.gradients, train.optimizer) == (4 * numbers, 4 * numbers, moments * numbers)
+    assert (train.heads, train.gradients, train.optimizer) == (
+        4 * numbers,
+        4 * numbers,
+        moments * numbers,
+    )
 
 
 def test_workers_share_the_layers_of_a_backbone_that_trains(planned):
@@ -101,9 +118,18 @@ def test_workers_share_the_layers_of_a_backbone_that_trains(planned):
 
 @pytest.mark.slow
 def test_a_forward_takes_about_what_is_planned(planned, monkeypatch):
-    """Counted while two layers of a sixteenth of the width run, all of whose operations are real."""
-    shape = {"hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 2, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=64)).to(torch.bfloat16)
+    """Counted while two layers of a sixteenth of the width run, all of whose operations are
+    real.
+    """
+    shape = {
+        "hidden_size": 256,
+        "intermediate_size": 688,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_hidden_layers=2, vocab_size=64)).to(
+        torch.bfloat16
+    )
     with torch.inference_mode(), Ledger() as ledger:
         model.base_model(input_ids=torch.zeros(1, 4096, dtype=torch.long), use_cache=False)
     found = memory_of(planned("7B"), "features").activations / 16
@@ -116,11 +142,16 @@ def test_what_misses_by_more_than_the_tolerance_is_refused_before_a_run(planned)
     spread = {f"placement__{stage}": {"gpus_per_worker": 4} for stage in ("generate", "features")}
     check_memory(planned("70B", **spread), stages)
     small = planned("70B", placement__gpu_memory_gb=60, **spread)
-    with pytest.raises(EnvironmentFault, match=r"train.*train\.medusa\.lm_head.*train\.optimizer") as refused:
+    with pytest.raises(
+        EnvironmentFault, match=r"train.*train\.medusa\.lm_head.*train\.optimizer"
+    ) as refused:
         check_memory(small, stages)
     assert refused.value.exit_code == 4 and "\n" not in str(refused.value)
     assert not Path(small.run.directory).exists()
-    check_memory(planned("70B", train__medusa={"lm_head": "shared"}, placement__gpu_memory_gb=60, **spread), stages)
+    check_memory(
+        planned("70B", train__medusa={"lm_head": "shared"}, placement__gpu_memory_gb=60, **spread),
+        stages,
+    )
 
 
 def test_a_finished_stage_is_not_refused(planned, tmp_path):
@@ -137,7 +168,8 @@ def test_workers_without_gpus_share_the_machine(planned, monkeypatch):
     monkeypatch.setattr("pipeline.run.estimate.num_gpus", lambda: 0)
     monkeypatch.setattr("pipeline.run.estimate.machine_memory", lambda: 30.0 * GIB)
     one, four = (
-        planned("7B", placement__gpu_memory_gb=None, placement__train={"workers": workers}) for workers in (1, 4)
+        planned("7B", placement__gpu_memory_gb=None, placement__train={"workers": workers})
+        for workers in (1, 4)
     )
     check_memory(one, ["train"])
     with pytest.raises(EnvironmentFault, match="this machine"):
@@ -166,7 +198,10 @@ def test_as_many_workers_as_gpus_share_a_batch(planned, monkeypatch):
     monkeypatch.setattr("pipeline.run.estimate.gpu_memory", lambda: 80.0 * GIB)
     monkeypatch.setattr("pipeline.run.estimate.num_gpus", lambda: 8)
     auto, eight, one = (
-        memory_of(planned("70B", placement__gpu_memory_gb=None, placement__train={"workers": workers}), "train")
+        memory_of(
+            planned("70B", placement__gpu_memory_gb=None, placement__train={"workers": workers}),
+            "train",
+        )
         for workers in ("auto", 8, 1)
     )
     assert auto == eight and auto.activations < one.activations

@@ -1,4 +1,6 @@
-"""What a stage's directory depends on: its code, its settings, its input, the target's content; no paths."""
+"""What a stage's directory depends on: its code, its settings, its input, the target's content; no
+paths.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ def context_of(finished_run):
 
     def made(config) -> Context:
         upstream = finished_run.stages()
-        return Context(config, finished_run, Console(quiet=True), "inline", read_only=True, upstream=upstream)
+        return Context(
+            config, finished_run, Console(quiet=True), "inline", read_only=True, upstream=upstream
+        )
 
     return made
 
@@ -49,12 +53,16 @@ def test_other_code_or_other_input_makes_another_directory(finished_run, make_co
         ("template_arguments", {"enable_thinking": False}),
     ],
 )
-def test_a_setting_that_changes_what_the_target_says_changes_it(make_config, tmp_path, context_of, key, value):
+def test_a_setting_that_changes_what_the_target_says_changes_it(
+    make_config, tmp_path, context_of, key, value
+):
     before, after = make_config(tmp_path), make_config(tmp_path, **{f"target__{key}": value})
     assert context_of(before).target_identity != context_of(after).target_identity
 
 
-def test_a_target_is_known_by_its_content_wherever_it_lies(make_config, tmp_path, context_of, tiny_target):
+def test_a_target_is_known_by_its_content_wherever_it_lies(
+    make_config, tmp_path, context_of, tiny_target
+):
     copied = Path(shutil.copytree(tiny_target, tmp_path / "copied"))
     before, after = make_config(tmp_path), make_config(tmp_path, target__model=str(copied))
     assert context_of(before).target_identity == context_of(after).target_identity

@@ -55,7 +55,9 @@ class Copier:
             for row in rows[: self.refuse]:
                 writer.reject(RejectedRow(row["id"], self.reason, "", None))
             writer.write(rows[self.refuse :])
-            return writer.commit("copy", [row["id"] for row in rows], {"tokens": 7.0}, busy_seconds=0.5)
+            return writer.commit(
+                "copy", [row["id"] for row in rows], {"tokens": 7.0}, busy_seconds=0.5
+            )
 
 
 @pytest.fixture
@@ -63,7 +65,11 @@ def upstream(tmp_path) -> StageDirectory:
     stage = StageDirectory(tmp_path / "run", "seeds", "a" * 64)
     for index in range(3):
         with ShardWriter(
-            stage.shard_path(index), stage.quarantine_path(index), SEEDS, index=index, fingerprint=stage.fingerprint
+            stage.shard_path(index),
+            stage.quarantine_path(index),
+            SEEDS,
+            index=index,
+            fingerprint=stage.fingerprint,
         ) as writer:
             names = [f"s:{index * ROWS + number}" for number in range(ROWS)]
             empty = {"source_id": None, "category": None, "split": "train", "messages": []}
@@ -79,9 +85,15 @@ def go(tmp_path, upstream, make_config):
     stage.create({})
 
     def run(limits: dict | None = None, **arguments):
-        config = make_config(tmp_path, **{f"limits__{key}": value for key, value in (limits or {}).items()})
-        context = Context(config, RunDirectory(tmp_path / "run"), Console(file=run.said, width=200), "inline")
-        return run_sharded(context, stage, upstream, Copier, arguments, Placement(1, 1, 0), unit="tokens")
+        config = make_config(
+            tmp_path, **{f"limits__{key}": value for key, value in (limits or {}).items()}
+        )
+        context = Context(
+            config, RunDirectory(tmp_path / "run"), Console(file=run.said, width=200), "inline"
+        )
+        return run_sharded(
+            context, stage, upstream, Copier, arguments, Placement(1, 1, 0), unit="tokens"
+        )
 
     run.stage, run.said = stage, io.StringIO()
     return run
@@ -98,18 +110,26 @@ def test_totals_add_up_over_shards_and_rates_are_per_busy_second(go):
     }
 
 
-def test_conversations_and_tokens_are_shown_while_a_shard_is_made_and_a_failed_attempt_is_taken_back(go, monkeypatch):
+def test_conversations_and_tokens_are_shown_while_a_shard_is_made_and_a_failed_attempt_is_taken_back(  # noqa: E501
+    go, monkeypatch
+):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     monkeypatch.setattr("pipeline.run.under_way.time", clock := Clock())
     go(failures={1: 1}, watch=clock.tick)
     said = [line.partition(", ")[0::2] for line in go.said.getvalue().splitlines()]
     done = [int(far.removeprefix("copy: ").split()[0]) for far, _ in said]
     up, down = done[: done.index(20) + 1], done[done.index(20) + 1 :]
-    assert up == sorted(up) and set(range(21)) <= set(up), "every conversation of shards 0 and 1 as it is done"
-    assert down[0] == 10 and max(down) == 30 and down[-1] == 30, "shard 1 failed: its conversations are to do again"
+    assert up == sorted(up) and set(range(21)) <= set(up), (
+        "every conversation of shards 0 and 1 as it is done"
+    )
+    assert down[0] == 10 and max(down) == 30 and down[-1] == 30, (
+        "shard 1 failed: its conversations are to do again"
+    )
     assert all(far.endswith(" of 30 conversations") for far, _ in said)
     notes = {far.split()[1]: note for far, note in said}
-    assert notes["25"].endswith("24 tokens, 1 tokens/s, 2 of 3 shards"), "two of 7 tokens, and 5 times 2 under way"
+    assert notes["25"].endswith("24 tokens, 1 tokens/s, 2 of 3 shards"), (
+        "two of 7 tokens, and 5 times 2 under way"
+    )
     assert notes["30"].endswith("21 tokens, 1 tokens/s, 3 of 3 shards"), "what the receipts say"
     assert not list(go.stage.path.rglob("*.tmp"))
 
@@ -132,16 +152,27 @@ def test_what_an_earlier_run_has_done_counts_and_its_tokens_are_not_in_the_rate(
     go.said.truncate(0)
     go()
     first, *_, last = go.said.getvalue().strip("\0").splitlines()
-    assert first.startswith("copy: 20 of 30 conversations, ") and first.endswith("14 tokens, 2 of 3 shards")
+    assert first.startswith("copy: 20 of 30 conversations, ") and first.endswith(
+        "14 tokens, 2 of 3 shards"
+    )
     assert last.startswith("copy: 30 of 30 conversations, ") and ", 21 tokens, " in last
 
 
 def test_of_a_split_only_its_conversations_count(go, upstream, tmp_path, make_config, monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
     said = io.StringIO()
-    context = Context(make_config(tmp_path), RunDirectory(tmp_path / "run"), Console(file=said, width=200), "inline")
-    run_sharded(context, go.stage, upstream, Copier, {}, Placement(1, 1, 0), "tokens", split="calibrate")
-    assert " of 12 conversations, " in said.getvalue().splitlines()[0], "three shards of four such rows"
+    context = Context(
+        make_config(tmp_path),
+        RunDirectory(tmp_path / "run"),
+        Console(file=said, width=200),
+        "inline",
+    )
+    run_sharded(
+        context, go.stage, upstream, Copier, {}, Placement(1, 1, 0), "tokens", split="calibrate"
+    )
+    assert " of 12 conversations, " in said.getvalue().splitlines()[0], (
+        "three shards of four such rows"
+    )
 
 
 def test_a_second_call_does_nothing_and_reports_the_same(go):
@@ -155,11 +186,15 @@ def test_a_failing_shard_is_tried_again_after_the_others(go):
 
 
 def test_a_shard_that_fails_too_often_ends_the_stage_in_one_line_and_the_others_stay(go, tmp_path):
-    with pytest.raises(EnvironmentFault, match="Shard 1 of copy failed 3 times, last with: ") as caught:
+    with pytest.raises(
+        EnvironmentFault, match="Shard 1 of copy failed 3 times, last with: "
+    ) as caught:
         go(failures={1: 99})
     assert "\n" not in str(caught.value) and CALLS[1] == 3
     assert sorted(go.stage.receipts()) == [0, 2]
-    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()
+    ]
     failed = [event for event in events if event["event"] == "shard-failed"]
     assert len(failed) == 3 and "Traceback" in failed[0]["error"]
     CALLS.clear()
@@ -180,7 +215,11 @@ def test_too_much_quarantine_ends_the_stage_names_the_reasons_and_keeps_the_shar
     assert sorted(go.stage.receipts()) == [0, 1, 2]
     with pytest.raises(DataError):
         go(refuse=3)
-    assert go({"max_quarantine_fraction": 0.3}, refuse=3)["rows"] == 21 and CALLS == {0: 1, 1: 1, 2: 1}
+    assert go({"max_quarantine_fraction": 0.3}, refuse=3)["rows"] == 21 and CALLS == {
+        0: 1,
+        1: 1,
+        2: 1,
+    }
 
 
 def test_duplicates_do_not_count_as_refused(go):

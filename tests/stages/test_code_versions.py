@@ -1,6 +1,8 @@
-"""A stage's code version is part of its fingerprint: whoever changes what it makes of the same input raises it.
+"""A stage's code version is part of its fingerprint: whoever changes what it makes of the same
+input raises it.
 
-When one of these fails and the new result is meant: raise the stage's VERSION, and write version and hash down here.
+When one of these fails and the new result is meant: raise the stage's VERSION, and write version
+and hash down here.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ class Echo:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory, make_config) -> dict[str, StageDirectory]:
-    """The three stages that write shards, without a model: the seeds' own answers, and states that are made up."""
+    """The three stages that write shards, without a model: the seeds' own answers, and states that
+    are made up.
+    """
     root = tmp_path_factory.mktemp("golden")
     spec = TargetSpec(str(root / "target"))
     vocabulary = {word: index for index, word in enumerate([*SPECIAL, *WORDS])}
@@ -54,7 +58,11 @@ def made(tmp_path_factory, make_config) -> dict[str, StageDirectory]:
     tokenizer.save_pretrained(spec.model)
     LlamaConfig(max_position_embeddings=64, eos_token_id=1).save_pretrained(spec.model)
 
-    stages = {"seeds": run_flow(make_config(root), until="seeds", executor="inline", console=Console(quiet=True))}
+    stages = {
+        "seeds": run_flow(
+            make_config(root), until="seeds", executor="inline", console=Console(quiet=True)
+        )
+    }
     found = {"seeds": stages["seeds"].latest("seeds")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(features, "make_feature_engine", lambda *arguments: Echo())
@@ -72,7 +80,9 @@ def made(tmp_path_factory, make_config) -> dict[str, StageDirectory]:
 def digest(stage: StageDirectory) -> str:
     rows = [row for path in stage.shards() for row in read_rows(path)]
     assert len(rows) == 40
-    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=bytes.hex).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=bytes.hex).encode()).hexdigest()[
+        :16
+    ]
 
 
 @pytest.mark.parametrize("stage", [seeds, generate, features], ids=lambda stage: stage.NAME)

@@ -1,4 +1,6 @@
-"""The export holds the trained heads bit for bit, whichever way their lm_head is trained and stored."""
+"""The export holds the trained heads bit for bit, whichever way their lm_head is trained and
+stored.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def run_again(config, until="check"):
 def test_the_export_read_back_is_the_heads_that_were_trained(finished_run):
     trained = load_file(finished_run.path / "latest/train/heads.safetensors")
     export = finished_run.path / "latest/export"
-    assert read_layout(export).shape == MedusaShape(hidden_size=64, vocab_size=300, num_heads=3, num_layers=1)
+    assert read_layout(export).shape == MedusaShape(
+        hidden_size=64, vocab_size=300, num_heads=3, num_layers=1
+    )
     exported = load_file(export / "medusa_lm_head.safetensors")
     assert exported.keys() == trained.keys()
     assert all(torch.equal(exported[name], trained[name]) for name in trained)
@@ -39,19 +43,30 @@ def test_the_export_is_what_servers_ask_for(finished_run, tiny_target):
     ours, theirs = AutoTokenizer.from_pretrained(export), AutoTokenizer.from_pretrained(tiny_target)
     assert ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
     choices = json.loads((export / "medusa_choices.json").read_text())
-    assert choices == json.loads((finished_run.path / "latest/calibrate/tree.json").read_text())["choices"]
+    assert (
+        choices
+        == json.loads((finished_run.path / "latest/calibrate/tree.json").read_text())["choices"]
+    )
 
 
 def test_the_model_card_is_renewed_with_the_checked_figures_and_nothing_else_changes(finished_run):
     export = finished_run.latest("export")
-    rate = json.loads((finished_run.path / "report.json").read_text())["check"]["native"]["acceleration_rate"]
+    rate = json.loads((finished_run.path / "report.json").read_text())["check"]["native"][
+        "acceleration_rate"
+    ]
     assert f"{rate:.2f}" in (export.path / "README.md").read_text()
     assert export.verify() == []
 
 
-@pytest.mark.parametrize(("form", "further"), [("expanded", ["reference", "shared"]), ("shared", [])])
-def test_tied_heads_carry_the_target_s_own_lm_head(copied_run, make_config, tmp_path, tiny_target, form, further):
-    run = run_again(make_config(tmp_path, train__medusa__lm_head="tied", export__formats=[form, *further]))
+@pytest.mark.parametrize(
+    ("form", "further"), [("expanded", ["reference", "shared"]), ("shared", [])]
+)
+def test_tied_heads_carry_the_target_s_own_lm_head(
+    copied_run, make_config, tmp_path, tiny_target, form, further
+):
+    run = run_again(
+        make_config(tmp_path, train__medusa__lm_head="tied", export__formats=[form, *further])
+    )
     assert stages_run(run) == ["train", "calibrate", "export", "check"]
     stored = load_file(run.path / "latest/export/medusa_lm_head.safetensors")
     lm_heads = [name for name in stored if name.endswith(".1.weight")]
@@ -59,7 +74,9 @@ def test_tied_heads_carry_the_target_s_own_lm_head(copied_run, make_config, tmp_
     lm_head_VD = AutoModelForCausalLM.from_pretrained(tiny_target).lm_head.weight
     assert all(torch.equal(stored[name], lm_head_VD) for name in lm_heads)
     listed = set(run.latest("export").done.files)
-    assert {f"{name}/config.json" for name in further} <= listed, "verified and pushed with the rest"
+    assert {f"{name}/config.json" for name in further} <= listed, (
+        "verified and pushed with the rest"
+    )
     for name in further:
         assert torch.equal(read_heads(run.path / "latest/export" / name, None).lm_head, lm_head_VD)
 

@@ -1,4 +1,6 @@
-"""The features worker computes the next shard while one is committed, and each shard's errors are its own."""
+"""The features worker computes the next shard while one is committed, and each shard's errors are
+its own.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from pipeline.targets.spec import TargetSpec
 
 
 class Card:
-    """States that say which token they are of; which rows it has computed; and one that is too long for it."""
+    """States that say which token they are of; which rows it has computed; and one that is too long
+    for it.
+    """
 
     dtype, hidden_size = torch.float32, 2
 
@@ -26,7 +30,9 @@ class Card:
         self.under_way = 0
 
     def stream(self, rows):
-        assert not self.under_way, "an engine that goes on with the rows of a stream before mixes them up"
+        assert not self.under_way, (
+            "an engine that goes on with the rows of a stream before mixes them up"
+        )
         self.under_way += 1
         try:
             yield from self._states(rows)
@@ -56,13 +62,23 @@ def card(monkeypatch):
 @pytest.fixture
 def tasks(tmp_path):
     """Two shards of five rows, numbered through in their first token."""
-    upstream, stage = (StageDirectory(tmp_path, name, name[0] * 64) for name in ("generate", "features"))
+    upstream, stage = (
+        StageDirectory(tmp_path, name, name[0] * 64) for name in ("generate", "features")
+    )
     span = {"start": 1, "end": 4, "role": "assistant"}
     for index in range(2):
         paths = (upstream.shard_path(index), upstream.quarantine_path(index))
-        with ShardWriter(*paths, GENERATED, index=index, fingerprint=upstream.fingerprint) as writer:
+        with ShardWriter(
+            *paths, GENERATED, index=index, fingerprint=upstream.fingerprint
+        ) as writer:
             numbers = range(5 * index, 5 * index + 5)
-            same = {"parent_id": "", "split": "train", "spans": [span], "finish": ["stop"], "messages": []}
+            same = {
+                "parent_id": "",
+                "split": "train",
+                "spans": [span],
+                "finish": ["stop"],
+                "messages": [],
+            }
             writer.write([{"id": f"s:{n}", "input_ids": [n, 7, 8, 9], **same} for n in numbers])
             writer.commit("generate", [f"s:{n}" for n in numbers])
     return stage.tasks(upstream)
@@ -77,7 +93,9 @@ def expecting(work: features.Worker, task, upcoming=None):
     return work(task)
 
 
-def test_the_next_shard_is_computed_while_one_is_committed_and_becomes_the_same(card, tasks, monkeypatch):
+def test_the_next_shard_is_computed_while_one_is_committed_and_becomes_the_same(
+    card, tasks, monkeypatch
+):
     work, real = worker(), ShardWriter.commit
 
     def slow(self, *arguments):
@@ -101,7 +119,9 @@ def test_the_next_shard_is_computed_while_one_is_committed_and_becomes_the_same(
 
 
 @pytest.mark.parametrize(("fails", "survives"), [("commit", 1), ("compute", 0)])
-def test_an_error_is_raised_for_the_shard_that_it_is_of(card, tasks, tmp_path, monkeypatch, fails, survives):
+def test_an_error_is_raised_for_the_shard_that_it_is_of(
+    card, tasks, tmp_path, monkeypatch, fails, survives
+):
     work, real, under_way = worker(), ShardWriter.commit, threading.Event()
 
     def commit(self, *arguments):
@@ -125,7 +145,9 @@ def test_an_error_is_raised_for_the_shard_that_it_is_of(card, tasks, tmp_path, m
     assert not list(tmp_path.rglob("*.tmp")), "what was begun leaves nothing"
 
 
-def test_a_shard_that_was_begun_and_is_not_asked_for_leaves_nothing(card, tasks, tmp_path, monkeypatch):
+def test_a_shard_that_was_begun_and_is_not_asked_for_leaves_nothing(
+    card, tasks, tmp_path, monkeypatch
+):
     work, real = worker(), ShardWriter.commit
     slow = lambda self, *arguments: (card.all_of_two.wait(10), real(self, *arguments))[1]  # noqa: E731
     monkeypatch.setattr(ShardWriter, "commit", slow)

@@ -1,4 +1,6 @@
-"""One cached state per target-written token: the very one that its lm_head read when it predicted that token."""
+"""One cached state per target-written token: the very one that its lm_head read when it predicted
+that token.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,26 @@ def cached(finished_run) -> list[dict]:
 
 
 def states(row: dict, hidden_size: int = 64) -> torch.Tensor:
-    return torch.from_numpy(np.frombuffer(row["hidden"], np.float32).reshape(-1, hidden_size).copy())
+    return torch.from_numpy(
+        np.frombuffer(row["hidden"], np.float32).reshape(-1, hidden_size).copy()
+    )
 
 
 def written(row: dict) -> list[int]:
     """The tokens that the target wrote."""
-    return [token for span in row["spans"] for token in row["input_ids"][span["start"] : span["end"]]]
+    return [
+        token for span in row["spans"] for token in row["input_ids"][span["start"] : span["end"]]
+    ]
 
 
 def test_rows_keep_their_order_their_ids_and_what_was_generated(finished_run, cached):
-    generated = [row for path in finished_run.latest("generate").shards() for row in read_rows(path)]
+    generated = [
+        row for path in finished_run.latest("generate").shards() for row in read_rows(path)
+    ]
     shared = ("id", "parent_id", "split", "input_ids", "spans")
-    assert [[row[key] for key in shared] for row in cached] == [[row[key] for key in shared] for row in generated]
+    assert [[row[key] for key in shared] for row in cached] == [
+        [row[key] for key in shared] for row in generated
+    ]
 
 
 def test_positions_are_those_before_each_target_written_token(cached):
@@ -56,7 +66,9 @@ def test_the_states_are_those_of_each_row_alone_after_the_final_norm(cached, mod
 
 
 @torch.inference_mode()
-def test_on_greedily_written_rows_the_lm_head_of_the_states_says_the_very_next_tokens(cached, model):
+def test_on_greedily_written_rows_the_lm_head_of_the_states_says_the_very_next_tokens(
+    cached, model
+):
     held_out = [row for row in cached if row["split"] != "train"]
     assert len(held_out) >= 15
     for row in held_out:
@@ -94,7 +106,9 @@ def test_a_row_whose_states_are_not_finite_is_quarantined_and_its_neighbours_are
         def close(self):
             self.engine.close()
 
-    monkeypatch.setattr(features_stage, "make_feature_engine", lambda *arguments: Poisoned(real(*arguments)))
+    monkeypatch.setattr(
+        features_stage, "make_feature_engine", lambda *arguments: Poisoned(real(*arguments))
+    )
     config = make_config(tmp_path, features__codec="lz4")
     run = run_flow(config, until="features", executor="inline", console=Console(quiet=True))
     stage = run.latest("features")
@@ -108,10 +122,14 @@ def test_a_row_whose_states_are_not_finite_is_quarantined_and_its_neighbours_are
     assert (stage.summary["quarantined"], stage.summary["positions"]) == (2, positions)
 
 
-def test_small_row_groups_hold_the_same_rows(copied_run, make_config, tmp_path, monkeypatch, cached):
+def test_small_row_groups_hold_the_same_rows(
+    copied_run, make_config, tmp_path, monkeypatch, cached
+):
     monkeypatch.setattr(feature_writer, "ROW_GROUP_BYTES", 20_000)
     config = make_config(tmp_path, features__codec="zstd")
-    stage = run_flow(config, until="features", executor="inline", console=Console(quiet=True)).latest("features")
+    stage = run_flow(
+        config, until="features", executor="inline", console=Console(quiet=True)
+    ).latest("features")
     from pipeline.storage.shards import open_shard
 
     with open_shard(stage.shards()[0]) as shard:

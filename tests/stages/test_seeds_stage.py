@@ -52,13 +52,23 @@ def place(name: str) -> float:
 
 
 @given(number=st.integers(24, 400), holdout=st.floats(0.001, 0.6))
-def test_a_small_set_holds_out_at_least_eight_rows_each_and_exactly_the_fraction_asked_for(number, holdout):
+def test_a_small_set_holds_out_at_least_eight_rows_each_and_exactly_the_fraction_asked_for(
+    number, holdout
+):
     counts = Counter(splits([conversation(f"s:{i}") for i in range(number)], holdout).values())
     each = min(max(8, round(number * holdout / 2)), number // 2)
-    assert (counts["calibrate"], counts["check"], counts["train"]) == (each, each, number - 2 * each)
+    assert (counts["calibrate"], counts["check"], counts["train"]) == (
+        each,
+        each,
+        number - 2 * each,
+    )
 
 
-@given(number=st.integers(0, 80), bad=st.sets(st.integers(0, 79)), seed=st.randoms(use_true_random=False))
+@given(
+    number=st.integers(0, 80),
+    bad=st.sets(st.integers(0, 79)),
+    seed=st.randoms(use_true_random=False),
+)
 def test_splits_ignore_the_order_and_refused_rows(number, bad, seed):
     rows = [conversation(f"s:{i}") for i in range(number)]
     expected = splits(rows, 0.2)
@@ -67,7 +77,9 @@ def test_splits_ignore_the_order_and_refused_rows(number, bad, seed):
     assert splits(mixed, 0.2) == expected
 
 
-OPENINGS = st.lists(st.sampled_from(["hi", "Hi!", "HI", "hello", "who?", "why", *"abcdefghijklmnop"]), max_size=120)
+OPENINGS = st.lists(
+    st.sampled_from(["hi", "Hi!", "HI", "hello", "who?", "why", *"abcdefghijklmnop"]), max_size=120
+)
 
 
 @given(openings=OPENINGS, holdout=st.floats(0.001, 0.99), limit=st.sampled_from([64, 4096]))
@@ -84,7 +96,9 @@ def test_no_question_opens_conversations_of_two_splits(openings, holdout, limit)
 
 @given(openings=OPENINGS, holdout=st.floats(0.001, 0.5))
 def test_three_questions_are_enough_for_every_split_to_have_a_row(openings, holdout):
-    found = splits([conversation(f"s:{i}", question) for i, question in enumerate(openings)], holdout)
+    found = splits(
+        [conversation(f"s:{i}", question) for i, question in enumerate(openings)], holdout
+    )
     num_questions = len({question.lower().strip("!?") for question in openings})
     assert num_questions < 3 or set(found.values()) == {"train", "calibrate", "check"}
 
@@ -101,7 +115,13 @@ def test_in_a_large_set_each_row_s_own_hash_decides(number, holdout):
         patch.setattr("pipeline.conversations.splits.SMALL_SET", 64)
         found = splits([conversation(f"s:{i}") for i in range(number)], holdout)
     for name, split in found.items():
-        expected = "calibrate" if place(name) <= holdout / 2 else "check" if place(name) <= holdout else "train"
+        expected = (
+            "calibrate"
+            if place(name) <= holdout / 2
+            else "check"
+            if place(name) <= holdout
+            else "train"
+        )
         assert split == expected
 
 
@@ -111,7 +131,9 @@ def test_shards_are_sized_by_what_is_there(number):
     found = list(in_shards(iter(range(number)), "auto"))
     assert [row for shard in found for row in shard] == list(range(number)), "all rows, in order"
     wanted = 512 if number > 4096 else max(16, math.ceil(number / 8))
-    assert {len(shard) for shard in found[:-1]} <= {wanted} and all(0 < len(shard) <= wanted for shard in found)
+    assert {len(shard) for shard in found[:-1]} <= {wanted} and all(
+        0 < len(shard) <= wanted for shard in found
+    )
     assert len(found) <= 8 or number > 4096
     assert [len(shard) for shard in in_shards(range(number), 100)] == [
         min(100, number - first) for first in range(0, number, 100)
@@ -182,14 +204,20 @@ def run_seeds(config):
     stage = run.latest("seeds")
     kept = [row for path in stage.shards() for row in read_rows(path)]
     files = sorted((stage.path / "quarantine").iterdir())
-    return stage, kept, [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return (
+        stage,
+        kept,
+        [json.loads(line) for file in files for line in file.read_text().splitlines()],
+    )
 
 
 def test_duplicates_across_sources_are_quarantined_and_name_the_first(make_config, tmp_path):
     one, other = save_seeds(tmp_path / "a.jsonl"), save_seeds(tmp_path / "b.jsonl", 45)
     sources = [{"path": str(one)}, {"path": str(other)}]
     stage, kept, quarantined = run_seeds(make_config(tmp_path, seeds__sources=sources))
-    assert [row["id"] for row in kept] == [f"a:{i}" for i in range(40)] + [f"b:{i}" for i in range(40, 45)]
+    assert [row["id"] for row in kept] == [f"a:{i}" for i in range(40)] + [
+        f"b:{i}" for i in range(40, 45)
+    ]
     assert [row["id"] for row in quarantined] == [f"b:{i}" for i in range(40)]
     assert {row["reason"] for row in quarantined} == {"duplicate"}
     assert all(f"a:{i}" in row["detail"] for i, row in enumerate(quarantined))
@@ -198,31 +226,49 @@ def test_duplicates_across_sources_are_quarantined_and_name_the_first(make_confi
 
 def test_every_row_of_a_dirty_file_is_accounted_for(make_config, tmp_path):
     path = save_seeds(tmp_path / "seeds.jsonl")
-    dirty = ['{"broken', '{"conversations": []}', '{"what": 1}', json.dumps({"conversations": [{"from": "gpt"}]})]
+    dirty = [
+        '{"broken',
+        '{"conversations": []}',
+        '{"what": 1}',
+        json.dumps({"conversations": [{"from": "gpt"}]}),
+    ]
     path.write_text("\n".join([*dirty, path.read_text()]))
-    stage, kept, quarantined = run_seeds(make_config(tmp_path, seeds__sources=[{"path": str(path)}]))
+    stage, kept, quarantined = run_seeds(
+        make_config(tmp_path, seeds__sources=[{"path": str(path)}])
+    )
     assert {row["id"] for row in quarantined} == {f"seeds:{i}" for i in range(4)}
     assert {row["id"] for row in kept} == {f"seeds:{i}" for i in range(4, 44)}
-    assert sum(stage.summary[f"{split}_rows"] for split in ("train", "calibrate", "check")) == len(kept)
+    assert sum(stage.summary[f"{split}_rows"] for split in ("train", "calibrate", "check")) == len(
+        kept
+    )
 
 
 def test_half_a_surrogate_pair_is_quarantined_in_valid_utf8(make_config, tmp_path):
     path = save_seeds(tmp_path / "seeds.jsonl")
     path.write_text(path.read_text() + json.dumps({"prompt": "why \ud83d?"}) + "\n")
-    stage, kept, quarantined = run_seeds(make_config(tmp_path, seeds__sources=[{"path": str(path)}]))
+    stage, kept, quarantined = run_seeds(
+        make_config(tmp_path, seeds__sources=[{"path": str(path)}])
+    )
     assert [(row["id"], row["reason"]) for row in quarantined] == [("seeds:40", "undecodable")]
-    assert json.dumps(quarantined, ensure_ascii=False).encode() and "\\ud83d" in quarantined[0]["row"]["prompt"]
+    assert (
+        json.dumps(quarantined, ensure_ascii=False).encode()
+        and "\\ud83d" in quarantined[0]["row"]["prompt"]
+    )
     assert len(kept) == 40 and stage.summary["reasons"] == {"undecodable": 1}
 
 
 @pytest.mark.parametrize(("number", "enough"), [(23, False), (24, True)])
 def test_too_few_rows_for_three_splits_are_refused(make_config, tmp_path, number, enough):
-    config = make_config(tmp_path, seeds__sources=[{"path": str(save_seeds(tmp_path / "few.jsonl", number))}])
+    config = make_config(
+        tmp_path, seeds__sources=[{"path": str(save_seeds(tmp_path / "few.jsonl", number))}]
+    )
     if enough:
         _, kept, _ = run_seeds(config)
         assert Counter(row["split"] for row in kept) == {"train": 8, "calibrate": 8, "check": 8}
     else:
-        with pytest.raises(DataError, match=r"23 usable conversations are too few.*seeds\.sources\)?\.$"):
+        with pytest.raises(
+            DataError, match=r"23 usable conversations are too few.*seeds\.sources\)?\.$"
+        ):
             run_seeds(config)
 
 
@@ -235,7 +281,9 @@ def test_too_few_rows_for_three_splits_are_refused(make_config, tmp_path, number
     ],
 )
 def test_the_advice_on_the_held_out_share_points_to_the_split_that_has_too_few(rows, says):
-    summary = {"rows": sum(rows.values())} | {f"{split}_rows": number for split, number in rows.items()}
+    summary = {"rows": sum(rows.values())} | {
+        f"{split}_rows": number for split, number in rows.items()
+    }
     openings = Openings()
     openings.add(conversation("s:0"))
     with pytest.raises(DataError, match=says):
@@ -243,7 +291,9 @@ def test_the_advice_on_the_held_out_share_points_to_the_split_that_has_too_few(r
 
 
 def test_fewer_seeds_than_before_leave_no_stray_shard(make_config, tmp_path):
-    """A Hub data set may lose rows under the same name; a file's content is part of the fingerprint."""
+    """A Hub data set may lose rows under the same name; a file's content is part of the
+    fingerprint.
+    """
     config = make_config(tmp_path)
     stage, kept, _ = run_seeds(config)
     stray = stage.shard_path(4)
@@ -269,16 +319,25 @@ def test_rows_of_which_generation_reads_the_same_are_one_and_so_none_is_in_two_s
 ):
     """40 first questions, each with three answers before each of two second questions."""
     path = tmp_path / "seeds.jsonl"
-    rows = [[f"Question {q}?", f"Answer {a}.", f"And then {n}?"] for q in range(40) for n in "ab" for a in range(3)]
+    rows = [
+        [f"Question {q}?", f"Answer {a}.", f"And then {n}?"]
+        for q in range(40)
+        for n in "ab"
+        for a in range(3)
+    ]
     path.write_text("".join(json.dumps({"data": row}) + "\n" for row in rows))
     changes = {f"generate__{key}": value for key, value in generate.items()}
-    stage, kept, _ = run_seeds(make_config(tmp_path, seeds__sources=[{"path": str(path)}], **changes))
+    stage, kept, _ = run_seeds(
+        make_config(tmp_path, seeds__sources=[{"path": str(path)}], **changes)
+    )
     assert len(kept) == 40 * kept_of_each and stage.summary["quarantined"] == 240 - len(kept)
     assert set(stage.summary["reasons"]) <= {"duplicate"}
 
     def read(row: dict) -> tuple[str, ...]:
         texts = [message["content"] for message in row["messages"]]
-        return tuple({"replay": texts[::2], "self-talk": texts[:1], "passthrough": texts}[generate["mode"]])
+        return tuple(
+            {"replay": texts[::2], "self-talk": texts[:1], "passthrough": texts}[generate["mode"]]
+        )
 
     trained = {read(row) for row in kept if row["split"] == "train"}
     assert not [row["id"] for row in kept if row["split"] != "train" and read(row) in trained]
@@ -301,10 +360,14 @@ def test_prompts_that_are_nearly_the_same_are_kept_unless_that_is_not_wanted(mak
     sources = {"seeds__sources": [{"path": str(path)}]}
     assert len(run_seeds(make_config(tmp_path, **sources))[1]) == 48
     kept = run_seeds(make_config(tmp_path, **sources, seeds__near_duplicates="quarantine"))[1]
-    assert [row["messages"][0]["content"] for row in kept[40:]] == [near[i] for i in (0, 3, 4, 6, 7)]
+    assert [row["messages"][0]["content"] for row in kept[40:]] == [
+        near[i] for i in (0, 3, 4, 6, 7)
+    ]
 
 
-def test_what_a_directory_holds_is_said_by_name_in_the_terminal_the_record_and_the_report(make_config, tmp_path):
+def test_what_a_directory_holds_is_said_by_name_in_the_terminal_the_record_and_the_report(
+    make_config, tmp_path
+):
     folder = tmp_path / "mine"
     folder.mkdir()
     save_seeds(folder / "a.jsonl", 30)
@@ -316,19 +379,30 @@ def test_what_a_directory_holds_is_said_by_name_in_the_terminal_the_record_and_t
     run = run_flow(config, until="seeds", executor="inline", console=Console(file=said, width=400))
     (source,) = run.latest("seeds").summary["sources"]
     assert source["source"] == "mine"
-    assert [(file["name"], file["rows"]) for file in source["read"]] == [("a.jsonl", 30), ("b.NDJSON", 35)]
+    assert [(file["name"], file["rows"]) for file in source["read"]] == [
+        ("a.jsonl", 30),
+        ("b.NDJSON", 35),
+    ]
     assert [file["name"] for file in source["skipped"]] == ["README.txt", "[red]x\x1b[2J.csv"]
-    assert "seeds: read b.NDJSON: 35 rows" in said.getvalue() and "seeds: skipped README.txt: " in said.getvalue()
+    assert (
+        "seeds: read b.NDJSON: 35 rows" in said.getvalue()
+        and "seeds: skipped README.txt: " in said.getvalue()
+    )
     assert "skipped [red]x" in said.getvalue() and "\x1b" not in said.getvalue()
     report, _ = assemble(run, config)
     table = tables(report, {})["skipped"]
-    assert [row[0] for row in table.rows] == ["README.txt", "[red]x\x1b[2J.csv"] and "2 files" in table.note
+    assert [row[0] for row in table.rows] == [
+        "README.txt",
+        "[red]x\x1b[2J.csv",
+    ] and "2 files" in table.note
 
 
-def test_rows_that_hold_a_question_of_the_check_are_left_out_and_a_file_that_finds_no_others_changes_nothing(
+def test_rows_that_hold_a_question_of_the_check_are_left_out_and_a_file_that_finds_no_others_changes_nothing(  # noqa: E501
     make_config, tmp_path, monkeypatch
 ):
-    """Where the rows are on the Hub, only the run reads them: the file itself is part of what the seeds are."""
+    """Where the rows are on the Hub, only the run reads them: the file itself is part of what the
+    seeds are.
+    """
     path, questions = save_seeds(tmp_path / "seeds.jsonl"), tmp_path / "bench.jsonl"
     asked = "Compose an engaging travel blog post about Hawaii"
     with path.open("a") as file:
@@ -351,13 +425,19 @@ def test_rows_that_hold_a_question_of_the_check_are_left_out_and_a_file_that_fin
     assert made(asked, seeds__decontaminate=False)[0].path == whole.path
     assert made(check__prompts=8)[0].path == whole.path
 
-    monkeypatch.setattr("pipeline.conversations.readers._hub_rows", lambda *_: map(json.loads, path.open()))
+    monkeypatch.setattr(
+        "pipeline.conversations.readers._hub_rows", lambda *_: map(json.loads, path.open())
+    )
     on_hub = {"seeds__sources": [{"hub": "someone/chats"}]}
-    one, other = (made(turn, **on_hub)[0].path for turn in ("Something else altogether", "Whatever else"))
+    one, other = (
+        made(turn, **on_hub)[0].path for turn in ("Something else altogether", "Whatever else")
+    )
     assert one != other == made("Whatever else", **on_hub)[0].path
 
 
-def test_a_mixture_is_part_of_the_record_and_weights_stand_with_all_sources_or_with_none(make_config, tmp_path):
+def test_a_mixture_is_part_of_the_record_and_weights_stand_with_all_sources_or_with_none(
+    make_config, tmp_path
+):
     one, other = save_seeds(tmp_path / "a.jsonl", 60), tmp_path / "b.jsonl"
     other.write_text("".join(json.dumps(f"Question {n}?") + "\n" for n in range(60)))
     sources = [{"path": str(one), "weight": 2}, {"path": str(other), "weight": 1}]

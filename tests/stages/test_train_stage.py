@@ -1,4 +1,6 @@
-"""What of the settings a training depends on: no key that its method never reads, and none that says how it is run."""
+"""What of the settings a training depends on: no key that its method never reads, and none that
+says how it is run.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ TWO_STAGE = MEDUSA_2 | {"train__backbone__recipe": "two-stage"}
 def identity(make_config, tmp_path):
     def of(**changes) -> str:
         config = make_config(tmp_path, **changes)
-        return fingerprint(train.identity(Context(config, RunDirectory.create(config), Console(quiet=True))))
+        return fingerprint(
+            train.identity(Context(config, RunDirectory.create(config), Console(quiet=True)))
+        )
 
     return of
 
@@ -32,8 +36,20 @@ def test_a_changed_kind_of_heads_is_trained_again(identity, monkeypatch):
 
 def test_heads_alone_are_named_by_the_common_keys_and_their_kind_s_own(make_config, tmp_path):
     config = make_config(tmp_path)
-    settings = train.identity(Context(config, RunDirectory.create(config), Console(quiet=True)))["settings"]
-    common = {"heads", "method", "num_heads", "medusa", "decay", "roles", "lr", "epochs", "batch_tokens"}
+    settings = train.identity(Context(config, RunDirectory.create(config), Console(quiet=True)))[
+        "settings"
+    ]
+    common = {
+        "heads",
+        "method",
+        "num_heads",
+        "medusa",
+        "decay",
+        "roles",
+        "lr",
+        "epochs",
+        "batch_tokens",
+    }
     assert set(settings) == common | {
         "warmup_steps",
         "optimizer",
@@ -101,8 +117,16 @@ def test_each_method_reads_what_it_trains_from(make_config, tmp_path, changes, s
 def test_what_went_wrong_in_an_earlier_phase_is_told_too():
     from pipeline.stages.train import warnings_of
 
-    summary = {"steps": 3, "held_out": [{"top1": 0.5}], "hyperparameters": {"lr": 0.1}, "warnings": ["later"]}
-    assert warnings_of(summary | {"heads_first": {"steps": 2, "warnings": ["earlier"]}}) == ["earlier", "later"]
+    summary = {
+        "steps": 3,
+        "held_out": [{"top1": 0.5}],
+        "hyperparameters": {"lr": 0.1},
+        "warnings": ["later"],
+    }
+    assert warnings_of(summary | {"heads_first": {"steps": 2, "warnings": ["earlier"]}}) == [
+        "earlier",
+        "later",
+    ]
     assert warnings_of({"steps": 3, "heads_first": {"steps": 2}}) == []
 
 

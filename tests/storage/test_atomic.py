@@ -21,7 +21,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from pipeline.errors import DataError, EnvironmentFault
-from pipeline.storage.atomic import atomic_directory, atomic_path, disk_errors, read_json, remove, write_text
+from pipeline.storage.atomic import (
+    atomic_directory,
+    atomic_path,
+    disk_errors,
+    read_json,
+    remove,
+    write_text,
+)
 from tests.forks import in_a_fork
 
 LIMIT = 4096  # bytes of a file
@@ -36,7 +43,9 @@ def pickle_into(path: Path) -> None:
 WRITERS: dict[str, Callable[[Path], object]] = {
     "python": lambda path: path.write_bytes(bytes(2 * LIMIT)),
     "safetensors": lambda path: save_file({"a": torch.from_numpy(MANY)}, path),
-    "tokenizers": lambda path: Tokenizer(WordLevel({str(i): i for i in range(LIMIT)}, unk_token="0")).save(str(path)),
+    "tokenizers": lambda path: Tokenizer(
+        WordLevel({str(i): i for i in range(LIMIT)}, unk_token="0")
+    ).save(str(path)),
     "pyarrow": lambda path: pq.write_table(pa.table({"a": MANY}), path),
     "numpy": lambda path: np.save(path, MANY),
     "torch": lambda path: torch.save(torch.from_numpy(MANY), path),
@@ -82,7 +91,9 @@ def test_a_file_size_limit_is_a_full_disk_to_every_library(writer, tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
 def test_a_full_disk_without_an_errno_is_recognised(code, tmp_path):
-    from_rust = SafetensorError(f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})")
+    from_rust = SafetensorError(
+        f"Error while serializing: I/O error: {os.strerror(code)} (os error {code})"
+    )
     from_cpp = RuntimeError(f"write(): fd 3 failed with {os.strerror(code)}")
     for error in (from_rust, from_cpp, OSError(str(from_rust))):
         with pytest.raises(EnvironmentFault, match="disk is full"), disk_errors(tmp_path):
@@ -104,21 +115,30 @@ def test_an_error_that_is_its_own_cause_passes_as_it_is(tmp_path):
 
 
 def test_other_errors_pass_as_they_are(tmp_path):
-    for other in (FileNotFoundError(errno.ENOENT, "no such file"), DataError("a row is damaged"), ValueError("no")):
+    for other in (
+        FileNotFoundError(errno.ENOENT, "no such file"),
+        DataError("a row is damaged"),
+        ValueError("no"),
+    ):
         with pytest.raises(type(other)) as error, disk_errors(tmp_path):
             raise other
         assert error.value is other
 
 
 def test_a_record_that_the_disk_does_not_give_back_is_not_absent(tmp_path):
-    """Its stage would be made again; the address 0 of a process is what cannot be read without a broken disk."""
+    """Its stage would be made again; the address 0 of a process is what cannot be read without a
+    broken disk.
+    """
     with pytest.raises(EnvironmentFault, match="fails"):
         read_json(Path("/proc/self/mem"))
     assert read_json(tmp_path / "absent.json") is None and read_json(tmp_path) is None
 
 
 def test_a_directory_whose_writing_was_interrupted_is_absent(tmp_path):
-    with pytest.raises(KeyboardInterrupt), atomic_directory(tmp_path / "new" / "target") as unfinished:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        atomic_directory(tmp_path / "new" / "target") as unfinished,
+    ):
         (unfinished / "config.json").write_text("{")
         assert not (tmp_path / "new" / "target").exists()
         raise KeyboardInterrupt
@@ -164,7 +184,9 @@ def test_replaced_files_are_on_the_disk_before_their_names(tmp_path, disk_acts):
         (errno.EINVAL, True, False),  # as on network file systems
     ],
 )
-def test_content_that_does_not_reach_the_disk_is_an_error(tmp_path, monkeypatch, code, of_a_directory, fails):
+def test_content_that_does_not_reach_the_disk_is_an_error(
+    tmp_path, monkeypatch, code, of_a_directory, fails
+):
     (tmp_path / "file").write_text("old")
 
     def refuse(handle: int) -> None:
@@ -177,11 +199,15 @@ def test_content_that_does_not_reach_the_disk_is_an_error(tmp_path, monkeypatch,
     assert (tmp_path / "file").read_text() == ("old" if fails and not of_a_directory else "new")
 
 
-def test_files_of_a_directory_that_exists_are_replaced_the_last_one_at_the_end(tmp_path, monkeypatch):
+def test_files_of_a_directory_that_exists_are_replaced_the_last_one_at_the_end(
+    tmp_path, monkeypatch
+):
     (tmp_path / "config.json").write_text("old")
     (tmp_path / "kept").write_text("kept")
     real, moved = os.replace, []
-    monkeypatch.setattr(os, "replace", lambda *names: (moved.append(Path(names[1]).name), real(*names)))
+    monkeypatch.setattr(
+        os, "replace", lambda *names: (moved.append(Path(names[1]).name), real(*names))
+    )
     with atomic_directory(tmp_path, last="config.json") as unfinished:
         for name in ("config.json", "weights"):
             (unfinished / name).write_text("new")
@@ -204,7 +230,9 @@ def test_weights_are_as_readable_as_the_umask_allows_and_not_their_owner_s_alone
     assert len({path.stat().st_mode for path in files}) == 1
 
 
-@pytest.mark.parametrize("kind", ["file", "directory", "link to a directory", "dangling link", "nothing"])
+@pytest.mark.parametrize(
+    "kind", ["file", "directory", "link to a directory", "dangling link", "nothing"]
+)
 def test_whatever_stands_there_is_removed_and_what_a_link_leads_to_is_left(tmp_path, kind):
     there, elsewhere = tmp_path / "there", tmp_path / "elsewhere"
     elsewhere.mkdir()

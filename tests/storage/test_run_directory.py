@@ -12,7 +12,8 @@ from pipeline.config import Config
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 
-# Dies where the file is written and not yet in its place, or the link made and not yet in its place.
+# Dies where the file is written and not yet in its place, or the link made and not yet in its
+# place.
 KILLED_AT_THE_RENAME = """
 import os, signal, sys
 from pathlib import Path
@@ -46,7 +47,11 @@ def files(run: RunDirectory) -> set[str]:
 @pytest.mark.slow
 def test_leftovers_of_killed_drivers_are_removed_and_nothing_else(tmp_path):
     config = Config.model_validate(
-        {"run": {"name": "some", "root": tmp_path}, "target": {"model": "any"}, "seeds": {"sources": [{"path": "x"}]}}
+        {
+            "run": {"name": "some", "root": tmp_path},
+            "target": {"model": "any"},
+            "seeds": {"sources": [{"path": "x"}]},
+        }
     )
     run = RunDirectory.create(config)
     run.write_config(config)
@@ -58,7 +63,9 @@ def test_leftovers_of_killed_drivers_are_removed_and_nothing_else(tmp_path):
     (run.path / "latest" / ".ipynb_checkpoints").mkdir()
     before = files(run)
     for what in ("file", "link"):
-        died = subprocess.run([sys.executable, "-c", KILLED_AT_THE_RENAME, run.path, what], check=False)
+        died = subprocess.run(
+            [sys.executable, "-c", KILLED_AT_THE_RENAME, run.path, what], check=False
+        )
         assert died.returncode == -9
     assert len(files(run) - before) == 2
     with run.locked():

@@ -46,7 +46,9 @@ def refused(row_id: str, text: str = "") -> RejectedRow:
 
 @settings(max_examples=25, deadline=None)
 @given(texts=st.lists(TEXT, max_size=12), bad=st.lists(TEXT, max_size=4), groups=st.integers(1, 3))
-def test_what_was_written_is_read_back_and_every_row_is_accounted_for(tmp_path_factory, texts, bad, groups):
+def test_what_was_written_is_read_back_and_every_row_is_accounted_for(
+    tmp_path_factory, texts, bad, groups
+):
     folder = tmp_path_factory.mktemp("shard")
     rows = [row(f"s:{i}", text) for i, text in enumerate(texts)]
     quarantined = [refused(f"s:{len(texts) + i}", text) for i, text in enumerate(bad)]
@@ -55,7 +57,10 @@ def test_what_was_written_is_read_back_and_every_row_is_accounted_for(tmp_path_f
     assert list(read_rows(path)) == rows
     assert read_receipt(path) == receipt
     assert (receipt.num_rows, receipt.num_quarantined) == (len(rows), len(quarantined))
-    lines = [json.loads(line) for line in (folder / "quarantine" / "00000.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for line in (folder / "quarantine" / "00000.jsonl").read_text().splitlines()
+    ]
     assert [line["row"] for line in lines] == [{"text": text} for text in bad]
 
 
@@ -69,7 +74,9 @@ def test_what_was_written_is_read_back_and_every_row_is_accounted_for(tmp_path_f
         (["a#0", "a#1"], ["b"], ["a", "b", "c"], "lost a row"),
     ],
 )
-def test_a_lost_or_repeated_row_stops_the_commit_and_leaves_no_file(tmp_path, rows, bad, ids_in, says):
+def test_a_lost_or_repeated_row_stops_the_commit_and_leaves_no_file(
+    tmp_path, rows, bad, ids_in, says
+):
     with pytest.raises(AssertionError, match=says):
         write(tmp_path, [row(i) for i in rows], [refused(i) for i in bad], ids_in=ids_in)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -93,7 +100,9 @@ def test_a_shard_gets_its_name_after_its_quarantine_file(tmp_path, disk_acts):
 def test_a_shard_that_was_not_committed_leaves_nothing(tmp_path):
     with (
         pytest.raises(KeyboardInterrupt),
-        ShardWriter(tmp_path / "0.parquet", tmp_path / "q.jsonl", SEEDS, index=0, fingerprint="f") as writer,
+        ShardWriter(
+            tmp_path / "0.parquet", tmp_path / "q.jsonl", SEEDS, index=0, fingerprint="f"
+        ) as writer,
     ):
         writer.write([row("a")])
         raise KeyboardInterrupt
@@ -117,7 +126,9 @@ def test_a_truncated_or_foreign_file_has_no_receipt(tmp_path):
 
 
 def test_a_note_that_the_disk_does_not_give_back_is_not_absent(tmp_path):
-    """Its shard would be called another run's; the address 0 of a process is what no disk gives back."""
+    """Its shard would be called another run's; the address 0 of a process is what no disk gives
+    back.
+    """
     path, _ = write(tmp_path, [row("a")])
     note_path(path).unlink()
     note_path(path).symlink_to("/proc/self/mem")

@@ -43,7 +43,10 @@ def fill(stage: StageDirectory, indices, *, text="hello", upstream=""):
 
 @pytest.fixture
 def pair(tmp_path):
-    up, down = StageDirectory(tmp_path, "seeds", "a" * 64), StageDirectory(tmp_path, "generate", "b" * 64)
+    up, down = (
+        StageDirectory(tmp_path, "seeds", "a" * 64),
+        StageDirectory(tmp_path, "generate", "b" * 64),
+    )
     up.create({})
     fill(up, range(3))
     up.finish({}, {})
@@ -72,7 +75,9 @@ def test_only_missing_damaged_foreign_and_outdated_shards_are_pending(pair):
     assert [task.index for task in down.pending(down.tasks(up))] == [2]
 
 
-def test_a_redone_upstream_shard_with_other_content_makes_its_own_dependant_pending_and_no_other(pair):
+def test_a_redone_upstream_shard_with_other_content_makes_its_own_dependant_pending_and_no_other(
+    pair,
+):
     up, down = pair
     do(down, up, range(3))
     fill(up, [1], text="another text")
@@ -151,7 +156,10 @@ def test_a_failed_write_leaves_the_old_file_and_no_temporary_one(tmp_path):
 
 
 def test_a_full_disk_is_one_readable_error_with_exit_code_4(tmp_path):
-    with pytest.raises(EnvironmentFault, match="disk is full") as caught, atomic_path(tmp_path / "x"):
+    with (
+        pytest.raises(EnvironmentFault, match="disk is full") as caught,
+        atomic_path(tmp_path / "x"),
+    ):
         raise OSError(28, "No space left on device")
     assert caught.value.exit_code == 4
 

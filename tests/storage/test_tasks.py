@@ -20,7 +20,9 @@ def task(tmp_path) -> ShardTask:
     with shard_writer(made, SEEDS) as writer:
         writer.write([{"id": id, "split": "train", "messages": []} for id in "abcd"])
         writer.commit("seeds", None)
-    return ShardTask(0, shard, "", str(tmp_path / "down.parquet"), str(tmp_path / "down.jsonl"), "f")
+    return ShardTask(
+        0, shard, "", str(tmp_path / "down.parquet"), str(tmp_path / "down.jsonl"), "f"
+    )
 
 
 def test_a_part_of_the_rows_without_the_killers_is_done(task):

@@ -1,4 +1,6 @@
-"""A stage that refuses too much of its input is stopped; what is left out as a repetition is not refused."""
+"""A stage that refuses too much of its input is stopped; what is left out as a repetition is not
+refused.
+"""
 
 from __future__ import annotations
 

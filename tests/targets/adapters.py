@@ -1,4 +1,6 @@
-"""An adapter such as Medusa-2 trains, with random weights: LoRA on every linear layer, lm_head among them."""
+"""An adapter such as Medusa-2 trains, with random weights: LoRA on every linear layer, lm_head
+among them.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,14 @@ def save_adapter(target: str | Path, directory: Path, *, seed: int = 0, size: fl
     from peft import LoraConfig, get_peft_model  # slow to import
 
     model = AutoModelForCausalLM.from_pretrained(target)
-    linear = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    adapted = get_peft_model(model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=sorted(linear)))
+    linear = {
+        name.split(".")[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    adapted = get_peft_model(
+        model, LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=sorted(linear))
+    )
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in adapted.named_parameters():

@@ -9,15 +9,27 @@ from types import SimpleNamespace
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, FineGrainedFP8Config, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    FineGrainedFP8Config,
+    PreTrainedModel,
+)
 
-DESCRIBING = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
+DESCRIBING = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
 SCHEMES = {"int8": "W8A8", "fp8": "FP8_DYNAMIC", "packed": "W4A16"}  # compressed-tensors' own names
 GROUP = 32  # weights that share a scale, of packed ones
 
 
 def compressed(source: Path, directory: Path, name: str) -> Path:
-    """A copy as compressed-tensors stores it, with scales from the weights' extremes; the lm_head stays as it is."""
+    """A copy as compressed-tensors stores it, with scales from the weights' extremes; the lm_head
+    stays as it is.
+    """
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationConfig,
@@ -27,14 +39,29 @@ def compressed(source: Path, directory: Path, name: str) -> Path:
     )
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    model, scheme = AutoModelForCausalLM.from_pretrained(source), preset_name_to_scheme(SCHEMES[name], ["Linear"])
+    model, scheme = (
+        AutoModelForCausalLM.from_pretrained(source),
+        preset_name_to_scheme(SCHEMES[name], ["Linear"]),
+    )
     if scheme.weights.strategy == "group":
         scheme.weights.group_size = GROUP
-    settings = {"config_groups": {"group_0": scheme}, "ignore": ["lm_head"], "quantization_status": "initialized"}
+    settings = {
+        "config_groups": {"group_0": scheme},
+        "ignore": ["lm_head"],
+        "quantization_status": "initialized",
+    }
     apply_quantization_config(model, QuantizationConfig(**settings))
-    for layer in (layer for layer in model.modules() if getattr(layer, "quantization_scheme", None)):
-        rows = layer.weight.data.unflatten(1, (-1, GROUP)) if name == "packed" else layer.weight.data[:, None]
-        scale, zero = calculate_qparams(rows.amin(-1), rows.amax(-1), layer.quantization_scheme.weights)
+    for layer in (
+        layer for layer in model.modules() if getattr(layer, "quantization_scheme", None)
+    ):
+        rows = (
+            layer.weight.data.unflatten(1, (-1, GROUP))
+            if name == "packed"
+            else layer.weight.data[:, None]
+        )
+        scale, zero = calculate_qparams(
+            rows.amin(-1), rows.amax(-1), layer.quantization_scheme.weights
+        )
         layer.weight_scale.data.copy_(scale)
         if hasattr(layer, "weight_zero_point"):
             layer.weight_zero_point.data.copy_(zero)
@@ -58,22 +85,31 @@ def by_bitsandbytes(source: Path, directory: Path, bits: int = 8) -> Path:
             bnb_4bit_compute_dtype=torch.float32,
         )
     )
-    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=settings, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        source, quantization_config=settings, dtype=torch.float32
+    )
     model.save_pretrained(directory)
     return described(source, directory)
 
 
 def finegrained_fp8(source: Path, directory: Path) -> Path:
-    """A copy as DeepSeek and Qwen publish theirs (`quant_method: fp8`), its blocks quantized by transformers."""
+    """A copy as DeepSeek and Qwen publish theirs (`quant_method: fp8`), its blocks quantized by
+    transformers.
+    """
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-    settings = FineGrainedFP8Config(weight_block_size=(GROUP, GROUP), modules_to_not_convert=["lm_head"])
+    settings = FineGrainedFP8Config(
+        weight_block_size=(GROUP, GROUP), modules_to_not_convert=["lm_head"]
+    )
     operation, model = Fp8Quantize(SimpleNamespace(quantization_config=settings)), read(source)
     tensors: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict().items():
         tensors |= operation.convert({name: weight}) if "_proj." in name else {name: weight}
     directory.mkdir(exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        directory / "model.safetensors",
+    )
     config = {**model.config.to_dict(), "quantization_config": settings.to_dict()}
     (directory / "config.json").write_text(json.dumps(config, default=str))
     return described(source, directory)

@@ -20,7 +20,9 @@ EOS = 1
 
 
 class ClockworkEngine:
-    """Answers a prompt with ids that depend on the prompt alone, after a number of steps that does too."""
+    """Answers a prompt with ids that depend on the prompt alone, after a number of steps that does
+    too.
+    """
 
     def __init__(self, salt: str, capacity: int = 10**6):
         self.salt, self.clock, self.capacity = salt, 0, capacity
@@ -51,12 +53,17 @@ def template(tiny_target) -> ChatTemplate:
     return ChatTemplate(load_tokenizer(TargetSpec(str(tiny_target))))
 
 
-def dialogues(template: ChatTemplate, turns: list[int], mode: str = "replay", shard: str = "s") -> list[Dialogue]:
+def dialogues(
+    template: ChatTemplate, turns: list[int], mode: str = "replay", shard: str = "s"
+) -> list[Dialogue]:
     sampling = Sampling(temperature=0.7, top_p=1.0, max_new_tokens=16, stop_token_ids=(EOS,))
     held = DialogueSettings(mode=mode, sampling=sampling, max_tokens=4096, rounds=9)
     found = []
     for number, length in enumerate(turns):
-        texts = [Message("user", f"{WORDS[(number + turn) % len(WORDS)]} {number}?") for turn in range(length)]
+        texts = [
+            Message("user", f"{WORDS[(number + turn) % len(WORDS)]} {number}?")
+            for turn in range(length)
+        ]
         answers = [Message("assistant", f"{number} is {turn}") for turn in range(length)]
         messages = tuple(message for pair in zip(texts, answers, strict=True) for message in pair)
         found.append(Dialogue(Conversation(f"{shard}:{number}", messages), template, held))
@@ -71,12 +78,18 @@ def test_every_next_request_is_made_the_moment_the_last_one_ended(template, turn
     for number, length in enumerate(turns):
         assert engine.asked_at[f"s:{number}/0"] == 0
         for turn in range(1, length):
-            assert engine.asked_at[f"s:{number}/{turn}"] == engine.answered_at[f"s:{number}/{turn - 1}"]
+            assert (
+                engine.asked_at[f"s:{number}/{turn}"]
+                == engine.answered_at[f"s:{number}/{turn - 1}"]
+            )
     assert len(engine.asked_at) == sum(turns) and not engine.running
 
 
 @settings(max_examples=20)
-@given(turns=st.lists(st.integers(1, 5), min_size=2, max_size=8), seed=st.randoms(use_true_random=False))
+@given(
+    turns=st.lists(st.integers(1, 5), min_size=2, max_size=8),
+    seed=st.randoms(use_true_random=False),
+)
 def test_a_row_is_the_same_in_any_order_and_at_any_pace(template, turns, seed):
     one, other = dialogues(template, turns), dialogues(template, turns)
     converse(one, ClockworkEngine("quick"))
@@ -94,14 +107,19 @@ def test_passthrough_asks_no_engine(template):
 
 @settings(max_examples=30)
 @given(turns=st.lists(st.integers(1, 6), min_size=1, max_size=12), capacity=st.integers(1, 5))
-def test_no_more_are_open_than_there_are_seats_and_who_has_begun_never_waits(template, turns, capacity):
+def test_no_more_are_open_than_there_are_seats_and_who_has_begun_never_waits(
+    template, turns, capacity
+):
     engine = ClockworkEngine("a", capacity)
     held = dialogues(template, turns)
     converse(held, engine)
     assert engine.fullest == min(capacity, len(turns))
     for number, length in enumerate(turns):
         for turn in range(1, length):
-            assert engine.asked_at[f"s:{number}/{turn}"] == engine.answered_at[f"s:{number}/{turn - 1}"]
+            assert (
+                engine.asked_at[f"s:{number}/{turn}"]
+                == engine.answered_at[f"s:{number}/{turn - 1}"]
+            )
     assert [d.rows() for d in held] == [d.rows() for d in _alone(template, turns)]
 
 
@@ -117,7 +135,9 @@ def _alone(template: ChatTemplate, turns: list[int]) -> list[Dialogue]:
     other=st.lists(st.integers(1, 6), min_size=1, max_size=8),
     capacity=st.integers(1, 6),
 )
-def test_the_next_shard_takes_the_seats_that_the_last_ones_of_this_one_leave_free(template, one, other, capacity):
+def test_the_next_shard_takes_the_seats_that_the_last_ones_of_this_one_leave_free(
+    template, one, other, capacity
+):
     engine = ClockworkEngine("a", capacity)
     pool, later = DialoguePool(engine), []
     reports: list[tuple[int, int]] = []
@@ -128,11 +148,18 @@ def test_the_next_shard_takes_the_seats_that_the_last_ones_of_this_one_leave_fre
             later.append(pool.add(dialogues(template, other, shard="t")))
 
     pool.finish(first, begin_next)
-    ends = sorted(engine.answered_at[f"s:{number}/{length - 1}"] for number, length in enumerate(one))
+    ends = sorted(
+        engine.answered_at[f"s:{number}/{length - 1}"] for number, length in enumerate(one)
+    )
     first_free_seat = 0 if len(one) < capacity else ends[len(one) - capacity]
     assert engine.asked_at["t:0/0"] == first_free_seat
-    written = sum(len(span) for dialogue in first.dialogues for row in dialogue.rows() for span in row.spans)
-    assert (sum(done for done, _ in reports), sum(tokens for _, tokens in reports)) == (len(one), written)
+    written = sum(
+        len(span) for dialogue in first.dialogues for row in dialogue.rows() for span in row.spans
+    )
+    assert (sum(done for done, _ in reports), sum(tokens for _, tokens in reports)) == (
+        len(one),
+        written,
+    )
     begin_next()
     pool.finish(later[0])
     assert [d.rows() for d in first.dialogues] == [d.rows() for d in _alone(template, one)]

@@ -25,7 +25,12 @@ from transformers import (
 from pipeline.errors import ConfigError
 from pipeline.heads.soft_labels import TargetHead
 from pipeline.targets import lm_head
-from pipeline.targets.lm_head import read_embedding, read_lm_head, read_logit_changes, require_lm_head
+from pipeline.targets.lm_head import (
+    read_embedding,
+    read_lm_head,
+    read_logit_changes,
+    require_lm_head,
+)
 from pipeline.targets.spec import TargetSpec
 
 V, D = 40, 32
@@ -54,18 +59,26 @@ def no_loading(monkeypatch):
     monkeypatch.setattr(lm_head, "load_causal_lm", refuse)
 
 
-@pytest.mark.parametrize("make", [llama, lambda: llama(tied=True), gpt2, neox], ids=["llama", "tied", "gpt2", "neox"])
+@pytest.mark.parametrize(
+    "make", [llama, lambda: llama(tied=True), gpt2, neox], ids=["llama", "tied", "gpt2", "neox"]
+)
 def test_lm_head_and_embedding_are_read_without_loading_the_model(make, tmp_path, no_loading):
     model = make()
     model.save_pretrained(tmp_path)
-    assert torch.equal(read_lm_head(TargetSpec(str(tmp_path))), model.get_output_embeddings().weight)
-    assert torch.equal(read_embedding(TargetSpec(str(tmp_path))), model.get_input_embeddings().weight)
+    assert torch.equal(
+        read_lm_head(TargetSpec(str(tmp_path))), model.get_output_embeddings().weight
+    )
+    assert torch.equal(
+        read_embedding(TargetSpec(str(tmp_path))), model.get_input_embeddings().weight
+    )
 
 
 def test_of_a_sharded_checkpoint_only_the_file_that_holds_it_is_opened(tmp_path, no_loading):
     model = llama()
     model.save_pretrained(tmp_path, max_shard_size="10KB")
-    holders = [path for path in tmp_path.glob("*.safetensors") if "lm_head.weight" in lm_head._names(path)]
+    holders = [
+        path for path in tmp_path.glob("*.safetensors") if "lm_head.weight" in lm_head._names(path)
+    ]
     others = set(tmp_path.glob("*.safetensors")) - set(holders)
     assert len(holders) == 1 and others
     for path in others:
@@ -94,7 +107,13 @@ def test_a_target_whose_files_leave_a_doubt_is_loaded(tmp_path, monkeypatch):
     assert torch.equal(read_lm_head(TargetSpec(str(tmp_path))), model.lm_head.weight)
 
 
-SMALL = {"vocab_size": V, "hidden_size": D, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+SMALL = {
+    "vocab_size": V,
+    "hidden_size": D,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 OF_A_FAMILY = [
     LlamaConfig(**SMALL, tie_word_embeddings=True),
     Gemma2Config(**SMALL, num_key_value_heads=2, head_dim=16, final_logit_softcapping=0.5),
@@ -118,10 +137,14 @@ def test_the_target_s_own_logits_follow_from_its_states_and_files(config, tmp_pa
         found = model(torch.arange(9)[None], output_hidden_states=True)
     spec = TargetSpec(str(tmp_path))
     head = TargetHead(read_lm_head(spec), *read_logit_changes(spec))
-    torch.testing.assert_close(head.logits(found.hidden_states[-1][0]), found.logits[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        head.logits(found.hidden_states[-1][0]), found.logits[0], rtol=1e-4, atol=1e-4
+    )
 
 
-def test_a_bias_is_read_from_the_loaded_model_where_the_files_do_not_name_their_tensors(tmp_path, monkeypatch):
+def test_a_bias_is_read_from_the_loaded_model_where_the_files_do_not_name_their_tensors(
+    tmp_path, monkeypatch
+):
     model = AutoModelForCausalLM.from_config(PhiConfig(**SMALL))
     torch.nn.init.normal_(model.lm_head.bias)
     model.save_pretrained(tmp_path)

@@ -18,10 +18,16 @@ from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_gpu
 from pipeline.targets.spec import TargetSpec, weight_files
 from tests.forks import in_a_fork
 
-without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that must be missing")
+without_gpu = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="this machine has the GPU that must be missing"
+)
 
 
-WHOLE = {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set()}  # transformers' report
+WHOLE = {
+    "missing_keys": set(),
+    "unexpected_keys": set(),
+    "mismatched_keys": set(),
+}  # transformers' report
 
 
 @pytest.fixture
@@ -39,18 +45,30 @@ def test_a_target_is_loaded_frozen_in_its_dtype(random_target: TargetSpec) -> No
     assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(False, torch.bfloat16)}
 
 
-def test_on_a_gpu_attention_builds_no_plan_for_every_new_shape(random_target: TargetSpec, monkeypatch) -> None:
-    monkeypatch.setattr(loading, "require_gpus", lambda number: torch.backends.cuda.enable_cudnn_sdp(True))
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: (torch.nn.Module(), WHOLE))
+def test_on_a_gpu_attention_builds_no_plan_for_every_new_shape(
+    random_target: TargetSpec, monkeypatch
+) -> None:
+    monkeypatch.setattr(
+        loading, "require_gpus", lambda number: torch.backends.cuda.enable_cudnn_sdp(True)
+    )
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: (torch.nn.Module(), WHOLE)
+    )
     try:
         load_causal_lm(random_target, "cuda")
-        assert not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+        assert (
+            not torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cuda.flash_sdp_enabled()
+        )
     finally:
         torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux says what a process has mapped")
-def test_on_a_cpu_weights_in_their_own_dtype_are_the_file_s_own_pages(random_target: TargetSpec) -> None:
+@pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="Linux says what a process has mapped"
+)
+def test_on_a_cpu_weights_in_their_own_dtype_are_the_file_s_own_pages(
+    random_target: TargetSpec,
+) -> None:
     """So that the workers of a machine, which load the whole target to split it, hold it once."""
     model = load_causal_lm(random_target)
     address = model.get_input_embeddings().weight.data_ptr()
@@ -68,7 +86,9 @@ def test_quantizing_on_a_cpu_says_nothing_of_kernels_that_are_missing() -> None:
     assert in_a_fork(loading._quantization, TargetSpec("any", quantization="4bit")) == (0, "")
 
 
-def test_a_repository_of_pickled_weights_loads_the_same_tensors(random_target: TargetSpec, pickled: Path) -> None:
+def test_a_repository_of_pickled_weights_loads_the_same_tensors(
+    random_target: TargetSpec, pickled: Path
+) -> None:
     expected = load_file(Path(random_target.model) / "model.safetensors")["lm_head.weight"]
     spec = TargetSpec(str(pickled))
     assert torch.equal(lm_head_weight(load_causal_lm(spec)), expected)
@@ -132,16 +152,30 @@ def test_what_a_quantizer_left_in_the_files_is_no_other_model(random_target, mon
 @pytest.mark.parametrize(
     ("error", "format"),
     [
-        (torch.AcceleratorError("CUDA error: no kernel image is available for execution on the device"), None),
+        (
+            torch.AcceleratorError(
+                "CUDA error: no kernel image is available for execution on the device"
+            ),
+            None,
+        ),
         (ImportError("Loading an FP8 quantized model requires accelerate"), None),
-        (ValueError("FP8 quantized models is only supported on GPUs with compute capability >= 9.0"), "fbgemm_fp8"),
+        (
+            ValueError(
+                "FP8 quantized models is only supported on GPUs with compute capability >= 9.0"
+            ),
+            "fbgemm_fp8",
+        ),
     ],
 )
-def test_what_this_machine_lacks_is_an_environment_fault(random_target, tmp_path, monkeypatch, error, format) -> None:
+def test_what_this_machine_lacks_is_an_environment_fault(
+    random_target, tmp_path, monkeypatch, error, format
+) -> None:
     directory = Path(shutil.copytree(random_target.model, tmp_path / "copy"))
     if format:
         config = json.loads((directory / "config.json").read_text())
-        (directory / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": format}}))
+        (directory / "config.json").write_text(
+            json.dumps(config | {"quantization_config": {"quant_method": format}})
+        )
 
     def refuse(*_, **__):
         raise error
@@ -152,11 +186,15 @@ def test_what_this_machine_lacks_is_an_environment_fault(random_target, tmp_path
     assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
 
 
-def test_a_first_forward_without_a_kernel_is_an_environment_fault(random_target, monkeypatch) -> None:
+def test_a_first_forward_without_a_kernel_is_an_environment_fault(
+    random_target, monkeypatch
+) -> None:
     model = load_causal_lm(random_target)
 
     def refuse(*_, **__):
-        raise RuntimeError("torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0")
+        raise RuntimeError(
+            "torch._scaled_mm is only supported on CUDA devices with compute capability >= 9.0"
+        )
 
     monkeypatch.setattr(model.model, "forward", refuse)
     with pytest.raises(EnvironmentFault) as caught:
@@ -179,10 +217,13 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_target_is_spread_over_the_first_gpus_and_no_other(
     random_target: TargetSpec, monkeypatch: pytest.MonkeyPatch, num_gpus: int
 ) -> None:
-    """accelerate places on the devices of `max_memory` alone, and takes every visible one where it is given none."""
+    """accelerate places on the devices of `max_memory` alone, and takes every visible one where it
+    is given none.
+    """
     model, asked = load_causal_lm(random_target), {}
     monkeypatch.setattr(
-        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **said: asked.update(said) or (model, WHOLE)
+        "transformers.AutoModelForCausalLM.from_pretrained",
+        lambda *_, **said: asked.update(said) or (model, WHOLE),
     )
     load_causal_lm(random_target, "cuda", num_gpus)
     assert asked["device_map"] == "auto"
@@ -199,7 +240,9 @@ def test_a_target_that_overflows_its_gpus_is_refused(
 ) -> None:
     model = load_causal_lm(random_target)
     model.hf_device_map = {"model.embed_tokens": 0, "model.layers": elsewhere}
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: (model, WHOLE))
+    monkeypatch.setattr(
+        "transformers.AutoModelForCausalLM.from_pretrained", lambda *_, **__: (model, WHOLE)
+    )
     with pytest.raises(EnvironmentFault, match=r"does not fit.*2 GPU.*Raise gpus_per_worker"):
         load_causal_lm(random_target, "cuda", num_gpus=2)
 
@@ -227,7 +270,10 @@ def resized(directory: Path, **sizes: int) -> None:
     [
         (lambda directory: without(directory, "lm_head.weight"), "files lack lm_head.weight"),
         (lambda directory: without(directory, "model.norm.weight"), "files lack model.norm.weight"),
-        (lambda directory: resized(directory, num_hidden_layers=9), "files lack model.layers.*and .* more"),
+        (
+            lambda directory: resized(directory, num_hidden_layers=9),
+            "files lack model.layers.*and .* more",
+        ),
         (lambda directory: resized(directory, num_hidden_layers=1), "no place for, model.layers.1"),
     ],
 )

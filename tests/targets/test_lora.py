@@ -41,7 +41,11 @@ LLAMA = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 FAMILIES = {
     "llama": (LlamaConfig(**SIZES), LLAMA, 15),
     "qwen3": (Qwen3Config(**SIZES, head_dim=16), LLAMA, 15),
-    "phi3": (Phi3Config(**SIZES), {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"}, 9),
+    "phi3": (
+        Phi3Config(**SIZES),
+        {"qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"},
+        9,
+    ),
     "gpt2": (
         GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=1),
         {"c_attn", "c_proj", "c_fc", "lm_head"},
@@ -67,10 +71,16 @@ def test_every_linear_layer_gets_an_adapter_and_the_model_says_what_it_said(fami
     before = model(input_ids=ids).logits
     tuned = add_lora(model, rank=4, alpha=8, dropout=0.1)
     assert torch.equal(tuned.eval()(input_ids=ids).logits, before)
-    found = [re.search(r"(\w+)\.lora_A", name)[1] for name, _ in tuned.named_parameters() if "lora_A" in name]
+    found = [
+        re.search(r"(\w+)\.lora_A", name)[1]
+        for name, _ in tuned.named_parameters()
+        if "lora_A" in name
+    ]
     assert set(found) == names and len(found) == number
     trained = {name: weight for name, weight in tuned.named_parameters() if weight.requires_grad}
-    assert all("lora_" in name and weight.dtype == torch.float32 for name, weight in trained.items())
+    assert all(
+        "lora_" in name and weight.dtype == torch.float32 for name, weight in trained.items()
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,7 +94,11 @@ def test_it_may_be_tuned(tmp_path, family):
         (MixtralConfig(**SIZES, num_local_experts=2), {}, "LoRA does not find .*mlp.gate.* 5 more"),
         (Gemma2Config(**SIZES, head_dim=16), {}, "final_logit_softcapping"),
         (LlamaConfig(**SIZES), {"lm_head_multiplier": 0.5}, "lm_head_multiplier"),
-        (LlamaConfig(**SIZES), {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "cannot be merged"),
+        (
+            LlamaConfig(**SIZES),
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            "cannot be merged",
+        ),
     ],
     ids=["experts", "softcap", "multiplier", "quantized"],
 )
@@ -111,7 +125,9 @@ def adapter(random_target: TargetSpec, tmp_path_factory: pytest.TempPathFactory)
 def tied_target(tmp_path_factory: pytest.TempPathFactory) -> TargetSpec:
     torch.manual_seed(0)
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    config = LlamaConfig(**shape, num_attention_heads=2, tie_word_embeddings=True, initializer_range=0.2)
+    config = LlamaConfig(
+        **shape, num_attention_heads=2, tie_word_embeddings=True, initializer_range=0.2
+    )
     directory = tmp_path_factory.mktemp("tied")
     LlamaForCausalLM(config).save_pretrained(directory)
     return TargetSpec(str(directory))
@@ -123,30 +139,45 @@ def test_merged_logits_are_those_of_the_adapter_beside_the_weights(random_target
     torch.testing.assert_close(model(input_ids=IDS_BT).logits, expected, atol=1e-4, rtol=1e-5)
     original = AutoModelForCausalLM.from_pretrained(random_target.model)(input_ids=IDS_BT).logits
     assert (original - expected).abs().max() > 0.5, "the adapter does something"
-    assert not any(parameter.requires_grad for parameter in model.parameters()) and not model.training
+    assert (
+        not any(parameter.requires_grad for parameter in model.parameters()) and not model.training
+    )
 
 
 @pytest.mark.parametrize("quantization", [None, "4bit"])
-def test_in_half_precision_each_weight_is_the_exact_sum_rounded_once(random_target, adapter, quantization):
-    merged = load_tuned(replace(random_target, dtype="bfloat16", quantization=quantization), adapter)
+def test_in_half_precision_each_weight_is_the_exact_sum_rounded_once(
+    random_target, adapter, quantization
+):
+    merged = load_tuned(
+        replace(random_target, dtype="bfloat16", quantization=quantization), adapter
+    )
     before = load_file(Path(random_target.model) / "model.safetensors")
     lora = load_file(adapter / "adapter_model.safetensors")
     for name, weight in merged.state_dict().items():
         module = f"base_model.model.{name.removesuffix('.weight')}"
         expected = before[name].bfloat16()
         if (down := lora.get(f"{module}.lora_A.weight")) is not None:
-            expected = (expected.double() + 2 * (lora[f"{module}.lora_B.weight"].double() @ down.double())).float()
+            expected = (
+                expected.double() + 2 * (lora[f"{module}.lora_B.weight"].double() @ down.double())
+            ).float()
             assert down.shape[0] == RANK
-        # fp32 sums of exact products differ from double ones by far less than half a step of bfloat16
-        assert (weight.float() - expected.bfloat16().float()).abs().max() <= expected.abs().max() * 2**-8
+        # fp32 sums of exact products differ from double ones by far less than half a step of
+        # bfloat16
+        assert (
+            weight.float() - expected.bfloat16().float()
+        ).abs().max() <= expected.abs().max() * 2**-8
         assert (weight == expected.bfloat16()).float().mean() > 0.999, name
 
 
-def test_an_lm_head_that_was_tied_is_adapted_and_the_embedding_it_shared_is_not(tied_target, tmp_path):
+def test_an_lm_head_that_was_tied_is_adapted_and_the_embedding_it_shared_is_not(
+    tied_target, tmp_path
+):
     adapter = save_adapter(tied_target.model, tmp_path / "adapter")
     expected = logits_with_adapter_on(tied_target.model, adapter, IDS_BT)
     model = load_tuned(tied_target, adapter)
-    embedding = load_file(Path(tied_target.model) / "model.safetensors")["model.embed_tokens.weight"]
+    embedding = load_file(Path(tied_target.model) / "model.safetensors")[
+        "model.embed_tokens.weight"
+    ]
     assert torch.equal(model.get_input_embeddings().weight, embedding)
     assert not torch.equal(model.get_output_embeddings().weight, embedding)
     model.save_pretrained(tmp_path / "merged")
@@ -156,7 +187,9 @@ def test_an_lm_head_that_was_tied_is_adapted_and_the_embedding_it_shared_is_not(
         torch.testing.assert_close(each(input_ids=IDS_BT).logits, expected, atol=1e-4, rtol=1e-5)
 
 
-def test_an_adapter_that_is_missing_or_of_another_target_is_named(random_target, tied_target, adapter, tmp_path):
+def test_an_adapter_that_is_missing_or_of_another_target_is_named(
+    random_target, tied_target, adapter, tmp_path
+):
     with pytest.raises(DataError, match="no adapter of this target"):
         load_tuned(random_target, tmp_path)
     with pytest.raises(DataError, match="no adapter of this target"):

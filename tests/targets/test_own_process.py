@@ -1,4 +1,6 @@
-"""Work in another interpreter: its progress reaches the caller, its errors too, and it does not outlive the call."""
+"""Work in another interpreter: its progress reaches the caller, its errors too, and it does not
+outlive the call.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,10 @@ def work(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def run(*numbers, seconds=0.0, told=None):
-        tasks = [{"number": number, "seconds": seconds, "pid": str(tmp_path / "pid")} for number in numbers]
+        tasks = [
+            {"number": number, "seconds": seconds, "pid": str(tmp_path / "pid")}
+            for number in numbers
+        ]
         return in_own_process("some_work", tasks, told)
 
     return run
@@ -47,7 +52,9 @@ def work(tmp_path, monkeypatch):
 def test_results_come_in_order_and_progress_meanwhile(work):
     seen = []
     assert work(3, 4, seconds=0.7, told=lambda **progress: seen.append(progress)) == [3, 4]
-    assert seen and all(progress == {"part": "counting", "done": 1, "total": 3} for progress in seen)
+    assert seen and all(
+        progress == {"part": "counting", "done": 1, "total": 3} for progress in seen
+    )
 
 
 VARIABLES = """
@@ -90,8 +97,14 @@ def test_an_interrupt_ends_the_other_process_too(work, tmp_path):
 @pytest.mark.parametrize(
     ("module", "task"),
     [
-        (vllm_decode, {"prompts": [], "max_new_tokens": 1, "repeats": 1, "at_once": None, "engine_args": {}}),
-        (vllm_load, {"prompts": [], "max_new_tokens": 1, "repeats": 1, "levels": [1], "engine_args": {}}),
+        (
+            vllm_decode,
+            {"prompts": [], "max_new_tokens": 1, "repeats": 1, "at_once": None, "engine_args": {}},
+        ),
+        (
+            vllm_load,
+            {"prompts": [], "max_new_tokens": 1, "repeats": 1, "levels": [1], "engine_args": {}},
+        ),
     ],
 )
 def test_each_module_of_vllm_s_does_its_tasks_as_a_program_too(module, task, tmp_path, monkeypatch):
@@ -101,4 +114,6 @@ def test_each_module_of_vllm_s_does_its_tasks_as_a_program_too(module, task, tmp
     monkeypatch.delitem(sys.modules, module.__name__)
     runpy.run_module(module.__name__, run_name="__main__")
     found = json.loads(result_file.read_text())
-    assert found["error"] == "ConfigError" and str(tmp_path) in found["args"][0], "its target has no configuration"
+    assert found["error"] == "ConfigError" and str(tmp_path) in found["args"][0], (
+        "its target has no configuration"
+    )

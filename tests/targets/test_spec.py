@@ -63,7 +63,23 @@ def test_the_eos_set_falls_back_to_the_model_and_then_to_the_tokenizer(copied: P
 
 @pytest.mark.parametrize(
     "ids",
-    [[], True, [True], [2, False], -1, [2, -1], 2.0, [2.5], "2", ["2"], [None], [[2]], {}, VOCAB_SIZE, [2, VOCAB_SIZE]],
+    [
+        [],
+        True,
+        [True],
+        [2, False],
+        -1,
+        [2, -1],
+        2.0,
+        [2.5],
+        "2",
+        ["2"],
+        [None],
+        [[2]],
+        {},
+        VOCAB_SIZE,
+        [2, VOCAB_SIZE],
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
@@ -71,7 +87,10 @@ def test_end_ids_that_are_no_tokens_are_refused(copied: Path, file: str, ids: ob
     if file == "config.json":
         (copied / "generation_config.json").unlink()
     edit(copied / file, eos_token_id=ids)
-    for use in (lambda: eos_token_ids(TargetSpec(str(copied))), lambda: resolve(TargetConfig(model=str(copied)))):
+    for use in (
+        lambda: eos_token_ids(TargetSpec(str(copied))),
+        lambda: resolve(TargetConfig(model=str(copied))),
+    ):
         with pytest.raises(ConfigError, match=f"eos_token_id.*{file}"):
             use()
 
@@ -86,9 +105,13 @@ def test_an_end_that_generation_config_leaves_open_is_the_model_s(copied: Path) 
     assert eos_token_ids(TargetSpec(str(copied))) == (2,)
 
 
-def test_end_ids_of_a_nested_configuration_are_held_against_the_text_vocabulary(copied: Path) -> None:
+def test_end_ids_of_a_nested_configuration_are_held_against_the_text_vocabulary(
+    copied: Path,
+) -> None:
     text = Gemma3TextConfig(vocab_size=VOCAB_SIZE + 8, num_hidden_layers=1)
-    Gemma3Config(text_config=text.to_dict(), eos_token_id=[2, VOCAB_SIZE + 7]).save_pretrained(copied)
+    Gemma3Config(text_config=text.to_dict(), eos_token_id=[2, VOCAB_SIZE + 7]).save_pretrained(
+        copied
+    )
     (copied / "generation_config.json").unlink()
     assert eos_token_ids(TargetSpec(str(copied))) == (2, VOCAB_SIZE + 7)
     edit(copied / "config.json", eos_token_id=VOCAB_SIZE + 8)
@@ -109,7 +132,9 @@ def test_dtype_auto_is_float32_on_a_cpu_and_the_models_own_on_a_gpu(copied: Path
 def test_max_tokens_shortens_the_context_and_cannot_extend_it(random_target: TargetSpec) -> None:
     assert context_length(random_target) == CONTEXT
     assert context_length(dataclasses.replace(random_target, max_tokens=50)) == 50
-    assert context_length(dataclasses.replace(random_target, max_tokens=129)) == context_length(random_target)
+    assert context_length(dataclasses.replace(random_target, max_tokens=129)) == context_length(
+        random_target
+    )
 
 
 def test_a_chat_template_is_text_or_a_file(random_target: TargetSpec, tmp_path: Path) -> None:
@@ -117,9 +142,14 @@ def test_a_chat_template_is_text_or_a_file(random_target: TargetSpec, tmp_path: 
     text = "{{ messages }}"
     path.write_text(text)
     for template in (str(path), text):
-        assert resolve(TargetConfig(model=random_target.model, chat_template=template)).chat_template == text
+        assert (
+            resolve(TargetConfig(model=random_target.model, chat_template=template)).chat_template
+            == text
+        )
     with pytest.raises(ConfigError, match="There is no file"):
-        resolve(TargetConfig(model=random_target.model, chat_template=str(tmp_path / "missing.jinja")))
+        resolve(
+            TargetConfig(model=random_target.model, chat_template=str(tmp_path / "missing.jinja"))
+        )
 
 
 def test_a_spec_pickles_and_goes_into_json(random_target: TargetSpec) -> None:
@@ -131,7 +161,10 @@ def test_a_relative_directory_becomes_absolute(
     random_target: TargetSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(random_target.model).parent)
-    assert resolve(TargetConfig(model="./" + Path(random_target.model).name)).model == random_target.model
+    assert (
+        resolve(TargetConfig(model="./" + Path(random_target.model).name)).model
+        == random_target.model
+    )
 
 
 # --- what identifies a target
@@ -161,7 +194,12 @@ def test_model_code_counts_where_it_is_run(copied: Path) -> None:
 
 def test_a_missing_shard_is_named(copied: Path) -> None:
     (copied / "model.safetensors").rename(copied / "model-00001-of-00002.safetensors")
-    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    index = {
+        "weight_map": {
+            "a": "model-00001-of-00002.safetensors",
+            "b": "model-00002-of-00002.safetensors",
+        }
+    }
     (copied / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"lacks 1 of 2 weight files, model-00002-of-00002"):
         weight_files(TargetSpec(str(copied)))
@@ -198,7 +236,10 @@ def test_a_demo_s_configuration_before_the_demo_says_how_its_target_is_made(tmp_
 
 def test_what_the_hub_s_client_logs_of_its_retries_is_not_shown() -> None:
     _http.logger.setLevel(logging.WARNING)
-    with pytest.raises(EnvironmentFault, match="can be neither read nor fetched now"), hub_errors("owner/model", None):
+    with (
+        pytest.raises(EnvironmentFault, match="can be neither read nor fetched now"),
+        hub_errors("owner/model", None),
+    ):
         assert not _http.logger.isEnabledFor(logging.WARNING)
         raise hub.LocalEntryNotFoundError("x")
 
@@ -241,7 +282,9 @@ def test_the_hubs_refusals_become_ours(
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         if issubclass(kind, hub.HfHubHTTPError):
-            raise kind("no", response=httpx.Response(404, request=httpx.Request("GET", "http://hub")))
+            raise kind(
+                "no", response=httpx.Response(404, request=httpx.Request("GET", "http://hub"))
+            )
         raise kind("no")
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", refuse)
@@ -320,4 +363,6 @@ def test_latent_attention_caches_what_the_model_s_own_cache_holds() -> None:
     model = AutoModelForCausalLM.from_config(config)
     with torch.inference_mode():
         layers = model(torch.zeros(1, 5, dtype=torch.long), use_cache=True).past_key_values.layers
-    assert cached_numbers(config) * 5 == sum(layer.keys.numel() + layer.values.numel() for layer in layers)
+    assert cached_numbers(config) * 5 == sum(
+        layer.keys.numel() + layer.values.numel() for layer in layers
+    )

@@ -26,7 +26,9 @@ def states_of(engine: TransformersFeatureEngine, rows: list[list[int]]) -> list[
     return [found[index] for index in range(len(rows))]
 
 
-def test_batched_states_equal_unbatched_ones(engine: TransformersFeatureEngine, prompts: list[list[int]]) -> None:
+def test_batched_states_equal_unbatched_ones(
+    engine: TransformersFeatureEngine, prompts: list[list[int]]
+) -> None:
     for ids, states_TD in zip(prompts, states_of(engine, prompts), strict=True):
         alone_TD = engine.model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
         assert states_TD.shape == (len(ids), engine.hidden_size) and states_TD.dtype == engine.dtype
@@ -38,7 +40,9 @@ def test_lm_head_of_the_states_is_the_targets_logits(
 ) -> None:
     for ids, states_TD in zip(prompts, states_of(engine, prompts), strict=True):
         logits_TV = engine.model(input_ids=torch.tensor([ids])).logits[0]
-        torch.testing.assert_close(states_TD @ lm_head_weight(engine.model).T, logits_TV, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            states_TD @ lm_head_weight(engine.model).T, logits_TV, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_an_engine_that_would_tap_the_wrong_state_does_not_start(
@@ -61,7 +65,9 @@ def test_a_stream_reads_no_further_ahead_than_a_window(engine: TransformersFeatu
 def test_a_window_holds_no_more_bytes_of_states_than_it_may(
     engine: TransformersFeatureEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers_features, "WINDOW_BYTES", 400 * engine.hidden_size * engine.dtype.itemsize)
+    monkeypatch.setattr(
+        transformers_features, "WINDOW_BYTES", 400 * engine.hidden_size * engine.dtype.itemsize
+    )
     read = []
     next(engine.stream(read.append(row) or [row] * 50 for row in range(200)))
     assert len(read) <= 400 // 50 + 1
@@ -109,12 +115,16 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).norm() / expected.norm())
 
 
-def test_an_8_bit_target_gives_states_near_the_full_ones(random_target: TargetSpec, prompts: list[list[int]]) -> None:
+def test_an_8_bit_target_gives_states_near_the_full_ones(
+    random_target: TargetSpec, prompts: list[list[int]]
+) -> None:
     full = states_of(TransformersFeatureEngine(random_target), prompts)
     quantized = TransformersFeatureEngine(dataclasses.replace(random_target, quantization="8bit"))
     for actual_TD, expected_TD in zip(states_of(quantized, prompts), full, strict=True):
         assert actual_TD.dtype == quantized.dtype
-        assert 0 < relative_error(actual_TD, expected_TD) < 0.1  # twice two layers of activations rounded to 1/127
+        assert (
+            0 < relative_error(actual_TD, expected_TD) < 0.1
+        )  # twice two layers of activations rounded to 1/127
 
 
 def test_a_4_bit_target_gives_the_states_of_its_dequantized_weights(
@@ -123,18 +133,25 @@ def test_a_4_bit_target_gives_the_states_of_its_dequantized_weights(
     from bitsandbytes.functional import dequantize_4bit  # slow to import
     from bitsandbytes.nn import Linear4bit
 
-    quantized = TransformersFeatureEngine(load_causal_lm(dataclasses.replace(random_target, quantization="4bit")))
+    quantized = TransformersFeatureEngine(
+        load_causal_lm(dataclasses.replace(random_target, quantization="4bit"))
+    )
     full = TransformersFeatureEngine(random_target)
     assert torch.equal(lm_head_weight(quantized.model), lm_head_weight(full.model))
     num_replaced = 0
     for name, module in quantized.model.named_modules():
-        if isinstance(module, Linear4bit):  # before its first forward, which packs the weight for this processor
+        if isinstance(
+            module, Linear4bit
+        ):  # before its first forward, which packs the weight for this processor
             weight = dequantize_4bit(module.weight.data, module.weight.quant_state)
             full.model.get_submodule(name).weight.copy_(weight)
             num_replaced += 1
     assert num_replaced == 2 * 7
     verify_tap(quantized.model)
-    for actual_TD, expected_TD in zip(states_of(quantized, prompts), states_of(full, prompts), strict=True):
+    for actual_TD, expected_TD in zip(
+        states_of(quantized, prompts), states_of(full, prompts), strict=True
+    ):
         assert actual_TD.dtype == quantized.dtype == torch.float32
-        # bitsandbytes' CPU kernel multiplies in bfloat16 (3e-3 a product); the full weights' states are 0.6 away
+        # bitsandbytes' CPU kernel multiplies in bfloat16 (3e-3 a product); the full weights' states
+        # are 0.6 away
         assert relative_error(actual_TD, expected_TD) < 0.1

@@ -49,7 +49,9 @@ def test_greedy_text_is_that_of_transformers_own_generate(
 ) -> None:
     completions = run(engine, greedy(prompts))
     for row, ids in enumerate(prompts):
-        expected = engine.model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[0, len(ids) :]
+        expected = engine.model.generate(torch.tensor([ids]), max_new_tokens=24, do_sample=False)[
+            0, len(ids) :
+        ]
         assert completions[str(row)].token_ids == expected.tolist()
 
 
@@ -89,7 +91,11 @@ def test_a_stop_token_ends_a_text_and_is_its_last_id(
 
 def test_a_requests_own_stop_tokens_end_it(counting_target: TargetSpec) -> None:
     engine = TransformersGenerationEngine(counting_target)
-    requests = [Request("own", [100], 50, stop_token_ids=(110,)), Request("eos", [500], 50), Request("none", [100], 3)]
+    requests = [
+        Request("own", [100], 50, stop_token_ids=(110,)),
+        Request("eos", [500], 50),
+        Request("none", [100], 3),
+    ]
     assert run(engine, requests) == {
         "own": Completion("own", list(range(101, 111)), "stop"),
         "eos": Completion("eos", [*range(501, 512), 0, 1, 2], "stop"),
@@ -127,7 +133,9 @@ def test_the_cache_stays_within_its_budget(
     expected = run(engine, sampled(prompts))
     sizes = []
     decode = engine._decode
-    monkeypatch.setattr(engine, "_decode", lambda: (sizes.append(tuple(engine._mask_BT.shape)), decode())[1])
+    monkeypatch.setattr(
+        engine, "_decode", lambda: (sizes.append(tuple(engine._mask_BT.shape)), decode())[1]
+    )
     assert run(engine, sampled(prompts)) == expected
     assert max(rows * width for rows, width in sizes) <= 300
     assert max(rows for rows, _ in sizes) > 1
@@ -148,7 +156,9 @@ def test_an_overfull_gpu_halves_the_budget_and_loses_nothing(
     monkeypatch.setattr(engine, "_forward", small_gpu)
     assert run(engine, sampled(prompts)) == expected
     engine.add(Request("huge", [1] * 100, 20))
-    monkeypatch.setattr(engine, "_forward", lambda *_: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError))
+    monkeypatch.setattr(
+        engine, "_forward", lambda *_: (_ for _ in ()).throw(torch.cuda.OutOfMemoryError)
+    )
     with pytest.raises(EnvironmentFault, match="One conversation"):
         engine.step()
 
@@ -162,7 +172,9 @@ def test_an_overfull_gpu_halves_the_budget_and_loses_nothing(
     top_p=st.sampled_from([0.05, 0.3, 0.9, 0.999, 1.0]),
     seed=st.integers(0, 99),
 )
-def test_truncation_is_that_of_transformers_warpers(temperature: float, top_p: float, seed: int) -> None:
+def test_truncation_is_that_of_transformers_warpers(
+    temperature: float, top_p: float, seed: int
+) -> None:
     logits_BV = torch.randn(3, 50, generator=torch.Generator().manual_seed(seed)) * 3
     warped_BV = TemperatureLogitsWarper(temperature)(None, logits_BV)
     warped_BV = TopPLogitsWarper(top_p)(None, warped_BV)
@@ -177,17 +189,25 @@ def test_draws_are_distributed_as_the_probabilities() -> None:
     num_draws = 20_000
     request = Request("a", [1], 1, seed=0, temperature=1.0)
     generator = torch.Generator().manual_seed(0)
-    draws = sample_tokens(logits_V.expand(num_draws, 4), [request] * num_draws, [generator] * num_draws)
+    draws = sample_tokens(
+        logits_V.expand(num_draws, 4), [request] * num_draws, [generator] * num_draws
+    )
     frequencies = draws.bincount(minlength=4) / num_draws
     # five standard deviations of a frequency
-    torch.testing.assert_close(frequencies, logits_V.exp(), rtol=0, atol=5 * (0.25 / num_draws) ** 0.5)
+    torch.testing.assert_close(
+        frequencies, logits_V.exp(), rtol=0, atol=5 * (0.25 / num_draws) ** 0.5
+    )
 
 
 def test_greedy_and_sampled_rows_share_a_batch() -> None:
     logits_BV = torch.tensor([[0.0, 1.0, 0.9], [0.0, 1.0, 0.9], [3.0, 1.0, 0.9]])
     requests = [Request("a", [1], 1), Request("b", [1], 1, temperature=1.0), Request("c", [1], 1)]
     drawn = {
-        tuple(sample_tokens(logits_BV, requests, [None, torch.Generator().manual_seed(seed), None]).tolist())
+        tuple(
+            sample_tokens(
+                logits_BV, requests, [None, torch.Generator().manual_seed(seed), None]
+            ).tolist()
+        )
         for seed in range(40)
     }
     assert drawn == {(1, 0, 0), (1, 1, 0), (1, 2, 0)}

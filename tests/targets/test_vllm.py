@@ -61,7 +61,9 @@ def greedy(prompts: list[list[int]]) -> list[Request]:
 @pytest.fixture(scope="module")
 def sampled(prompts: list[list[int]]) -> list[Request]:
     return [
-        Request(str(row), ids, 24, seed=row, temperature=0.8, top_p=1 - row / 30, stop_token_ids=(300,))
+        Request(
+            str(row), ids, 24, seed=row, temperature=0.8, top_p=1 - row / 30, stop_token_ids=(300,)
+        )
         for row, ids in enumerate(prompts)
     ]
 
@@ -132,7 +134,9 @@ def test_a_prompt_that_leaves_no_room_is_refused(written: Written) -> None:
     assert len(written.refusals) == 2
 
 
-def test_states_equal_those_of_transformers(random_target: TargetSpec, prompts: list[list[int]]) -> None:
+def test_states_equal_those_of_transformers(
+    random_target: TargetSpec, prompts: list[list[int]]
+) -> None:
     engine = VLLMFeatureEngine(random_target)
     rows = [*prompts, prompts[2]]  # a prefix cache would leave out the repeated row
     next(engine.stream(rows))  # a stream that is given up leaves nothing to the next one
@@ -161,8 +165,8 @@ def export(counting_target: TargetSpec, tmp_path: Path) -> Path:
 
 
 def right_heads(counting_target: TargetSpec) -> MedusaHeads:
-    """Three heads that are always right about the counting target: row t of head k's output is the embedding of
-    t - 2 - k, and its block adds nothing."""
+    """Three heads that are always right about the counting target: row t of head k's output is the
+    embedding of t - 2 - k, and its block adds nothing."""
     lm_head = lm_head_weight(load_causal_lm(counting_target))
     heads = MedusaHeads(MedusaShape(hidden_size=128, vocab_size=512, num_heads=3))
     heads.lm_head.data = torch.stack([lm_head.roll(head + 1, dims=0) for head in range(3)])
@@ -170,9 +174,11 @@ def right_heads(counting_target: TargetSpec) -> MedusaHeads:
 
 
 def heads_of_one_lm_head(counting_target: TargetSpec) -> Heads:
-    """All heads guess t+2, and the first is right; by the target's own lm_head they would guess t+1, and none were.
+    """All heads guess t+2, and the first is right; by the target's own lm_head they would guess
+    t+1, and none were.
 
-    Their draft vocabulary leaves out every third token: the guess after the one that follows it is right again.
+    Their draft vocabulary leaves out every third token: the guess after the one that follows it is
+    right again.
     """
     lm_head = lm_head_weight(load_causal_lm(counting_target))
     heads = MedusaHeads(MedusaShape(hidden_size=128, vocab_size=512, num_heads=3, lm_head="shared"))
@@ -181,10 +187,16 @@ def heads_of_one_lm_head(counting_target: TargetSpec) -> Heads:
 
 
 def right_cell(counting_target: TargetSpec) -> RecurrentHeads:
-    """Its state is the embedding of the token it has read, which is what the counting target's lm_head reads."""
+    """Its state is the embedding of the token it has read, which is what the counting target's
+    lm_head reads.
+    """
     model = load_causal_lm(counting_target)
-    matrices = TargetWeights(lambda: lm_head_weight(model), lambda: model.get_input_embeddings().weight)
-    heads = RecurrentHeads.initial(RecurrentShape(128, 512, num_heads=3, intermediate_size=64), matrices)
+    matrices = TargetWeights(
+        lambda: lm_head_weight(model), lambda: model.get_input_embeddings().weight
+    )
+    heads = RecurrentHeads.initial(
+        RecurrentShape(128, 512, num_heads=3, intermediate_size=64), matrices
+    )
     heads.fc.data = torch.eye(128, 256)
     return heads
 
@@ -222,18 +234,29 @@ for export in sys.argv[2:]:  # each in a process of its own, which has vLLM load
         os._exit(0)
     if os.waitpid(child, 0)[1]:
         sys.exit(1)
-"""
+"""  # noqa: E501
 
 
 PROMPTS = [[3, 100], [7, 7, 250], [300, 17]]
 
 
 def rates_of_exports_alone(*exports: Path) -> list[float]:
-    """With nothing of the project in the process, as `vllm serve EXPORT` does; their texts have to be the target's."""
-    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    """With nothing of the project in the process, as `vllm serve EXPORT` does; their texts have to
+    be the target's.
+    """
+    settings = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     command = [sys.executable, "-c", SERVE_ALONE, json.dumps(PROMPTS), *map(str, exports)]
     ended = subprocess.run(
-        command, env=os.environ | settings, cwd=exports[0], capture_output=True, text=True, check=False
+        command,
+        env=os.environ | settings,
+        cwd=exports[0],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr[-2000:]
     found = [json.loads((export / "found.json").read_text()) for export in exports]
@@ -242,10 +265,14 @@ def rates_of_exports_alone(*exports: Path) -> list[float]:
     return [rate for _, rate in found]
 
 
-def test_vllm_serves_target_and_heads_of_an_export_alone(counting_target: TargetSpec, tmp_path: Path) -> None:
+def test_vllm_serves_target_and_heads_of_an_export_alone(
+    counting_target: TargetSpec, tmp_path: Path
+) -> None:
     """Heads of one lm_head read it from the file, and not the target's."""
     one_lm_head, cell = rates_of_exports_alone(
-        exported(counting_target, heads_of_one_lm_head(counting_target), "shared", tmp_path / "one"),
+        exported(
+            counting_target, heads_of_one_lm_head(counting_target), "shared", tmp_path / "one"
+        ),
         exported(counting_target, right_cell(counting_target), "expanded", tmp_path / "cell"),
     )
     assert 1.4 < one_lm_head < 1.6 and 3.5 < cell <= 4
@@ -257,20 +284,32 @@ def test_heads_that_are_always_right_accept_everything_in_vllm(
     work_here(monkeypatch, vllm_decode, vllm_decode.decode)
     prompts = [[100], [7, 7, 250], [300, 2, 17], [500]]
     alone = read_layout(export).engine_args(export, counting_target.model)
-    assert alone == {"model": str(export)}, "the engine reads from the export which target and how many tokens"
+    assert alone == {"model": str(export)}, (
+        "the engine reads from the export which target and how many tokens"
+    )
     told: list[dict] = []
     result = vllm_decode_check(
-        counting_target, alone, prompts, 33, repeats=2, told=lambda **progress: told.append(progress)
+        counting_target,
+        alone,
+        prompts,
+        33,
+        repeats=2,
+        told=lambda **progress: told.append(progress),
     )
     assert {each["part"] for each in told} >= {"plain vLLM starts", "vLLM with the heads starts"}
     assert all(each["total"] == 8 for each in told if "total" in each)
-    expected = [[(ids[-1] + 1 + step) for step in range(33)] for ids in prompts[:3]] + [[*range(501, 512), 0, 1, 2]]
+    expected = [[(ids[-1] + 1 + step) for step in range(33)] for ids in prompts[:3]] + [
+        [*range(501, 512), 0, 1, 2]
+    ]
     assert result["plain"]["token_ids"] == result["accelerated"]["token_ids"] == expected
     assert result["plain"]["num_tokens"] == 3 * 33 + 14
     accelerated = result["accelerated"]
-    assert result["plain"]["model_runner"] == accelerated["model_runner"] == "V1", "vLLM's CPU build has no other"
+    assert result["plain"]["model_runner"] == accelerated["model_runner"] == "V1", (
+        "vLLM's CPU build has no other"
+    )
     assert result["plain"]["accepted"] == [[1] * 32] * 3 + [[1] * 13]
-    # 32 tokens after the prefill's are 8 steps of four, and 13 are three and one that the text's end cuts short
+    # 32 tokens after the prefill's are 8 steps of four, and 13 are three and one that the text's
+    # end cuts short
     assert accelerated["accepted"] == [[4] * 8] * 3 + [[4, 4, 4, 1]]
 
 
@@ -288,7 +327,9 @@ def test_a_cell_that_is_always_right_accepts_more_than_it_was_trained_for(
 def often_right_heads(counting_target: TargetSpec) -> MedusaHeads:
     """`right_heads` with so much noise that most chains break before their end."""
     heads = right_heads(counting_target)
-    heads.lm_head.data += 3 * torch.randn(heads.lm_head.shape, generator=torch.Generator().manual_seed(0))
+    heads.lm_head.data += 3 * torch.randn(
+        heads.lm_head.shape, generator=torch.Generator().manual_seed(0)
+    )
     return heads
 
 
@@ -300,16 +341,24 @@ def often_right_cell(counting_target: TargetSpec) -> RecurrentHeads:
 
 
 @torch.inference_mode()
-def chain_through(target: TargetSpec, heads: Heads, num_tokens: int, prompt: list[int], answer: list[int]) -> list[int]:
-    """The number of tokens that each step of decoding with the heads' first guesses adds to the answer.
+def chain_through(
+    target: TargetSpec, heads: Heads, num_tokens: int, prompt: list[int], answer: list[int]
+) -> list[int]:
+    """The number of tokens that each step of decoding with the heads' first guesses adds to the
+    answer.
 
-    A step begins at each token that the target has chosen; of the guesses after it those before the first wrong one
-    are kept, and one more token of the target's own, up to the answer's end.
+    A step begins at each token that the target has chosen; of the guesses after it those before the
+    first wrong one are kept, and one more token of the target's own, up to the answer's end.
     """
-    states_TD = load_causal_lm(target)(torch.tensor([prompt + answer]), output_hidden_states=True).hidden_states[-1][0]
+    states_TD = load_causal_lm(target)(
+        torch.tensor([prompt + answer]), output_hidden_states=True
+    ).hidden_states[-1][0]
     place, accepted = 0, []
     while later := answer[place + 1 :]:
-        hidden_11D, token_11 = states_TD[len(prompt) + place - 1].view(1, 1, -1), torch.tensor([[answer[place]]])
+        hidden_11D, token_11 = (
+            states_TD[len(prompt) + place - 1].view(1, 1, -1),
+            torch.tensor([[answer[place]]]),
+        )
         right = 0
         for depth, token in enumerate(later[:num_tokens]):
             hidden_11D, logits_11V = heads.expand(hidden_11D, token_11, depth)
@@ -324,9 +373,15 @@ def chain_through(target: TargetSpec, heads: Heads, num_tokens: int, prompt: lis
 
 @pytest.mark.parametrize(("make", "num_tokens"), [(often_right_heads, 3), (often_right_cell, 5)])
 def test_each_request_takes_the_steps_that_its_text_takes_natively(
-    counting_target: TargetSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make, num_tokens: int
+    counting_target: TargetSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    make,
+    num_tokens: int,
 ) -> None:
-    """Also where a prompt is computed in parts, a request waits, or the longest text ends at its limit."""
+    """Also where a prompt is computed in parts, a request waits, or the longest text ends at its
+    limit.
+    """
     work_here(monkeypatch, vllm_decode, vllm_decode.decode)
     heads = make(counting_target)
     export = exported(counting_target, heads, "expanded", tmp_path)
@@ -338,7 +393,10 @@ def test_each_request_takes_the_steps_that_its_text_takes_natively(
     texts = [[(prompt[-1] + step) % 512 for step in range(1, 34)] for prompt in prompts]
     ended = [text[: text.index(2) + 1] if 2 in text else text for text in texts]
     assert found["token_ids"] == ended and list(map(len, ended)) == [33, 33, 33, 33, 14, 4, 1]
-    walked = [chain_through(counting_target, heads, num_tokens, *pair) for pair in zip(prompts, ended, strict=True)]
+    walked = [
+        chain_through(counting_target, heads, num_tokens, *pair)
+        for pair in zip(prompts, ended, strict=True)
+    ]
     assert found["accepted"] == walked
     lengths = {kept for steps in walked for kept in steps}
     assert lengths == set(range(1, num_tokens + 2)), "guesses are wrong at every depth"
@@ -348,7 +406,9 @@ def test_a_server_with_heads_that_are_always_right_answers_as_many_tokens_in_few
     counting_target: TargetSpec, export: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work_here(monkeypatch, vllm_load, vllm_load.measure)
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # vLLM's default, which starts faster
+    monkeypatch.setenv(
+        "VLLM_WORKER_MULTIPROC_METHOD", "fork"
+    )  # vLLM's default, which starts faster
     alone = read_layout(export).engine_args(export, counting_target.model)
     (found,) = vllm_load.serve_under_load(counting_target, [alone], PROMPTS, (1, 2), 33)
     for at_level, level in zip(found, (1, 2), strict=True):
@@ -361,13 +421,17 @@ def test_a_server_with_heads_that_are_always_right_answers_as_many_tokens_in_few
 # --- what cannot start
 
 
-def test_a_missing_vllm_says_how_to_install_it(random_target: TargetSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_says_how_to_install_it(
+    random_target: TargetSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(EnvironmentFault, match=r"not importable.*engine: transformers"):
         VLLMGenerationEngine(random_target)
 
 
-@pytest.mark.parametrize("arguments", [{"num_wheels": 4}, {"max_model_len": 10 * CONTEXT}, {"dtype": "float13"}])
+@pytest.mark.parametrize(
+    "arguments", [{"num_wheels": 4}, {"max_model_len": 10 * CONTEXT}, {"dtype": "float13"}]
+)
 def test_an_argument_that_vllm_refuses_is_a_configuration_error(
     random_target: TargetSpec, arguments: dict[str, object]
 ) -> None:
@@ -380,13 +444,17 @@ def test_an_engine_that_cannot_start_says_why(random_target: TargetSpec) -> None
         VLLMGenerationEngine(random_target, engine_args={"kv_cache_memory_bytes": 1 << 50})
 
 
-def test_a_gpu_that_vllm_finds_too_old_is_an_environment_fault(tiny_target, tmp_path, monkeypatch) -> None:
+def test_a_gpu_that_vllm_finds_too_old_is_an_environment_fault(
+    tiny_target, tmp_path, monkeypatch
+) -> None:
     """A P100, of which vLLM's own check of the format says that it is not supported."""
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
 
     copy = compressed(tiny_target, tmp_path, name="int8")
-    monkeypatch.setattr(type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(6, 0))
+    monkeypatch.setattr(
+        type(current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(6, 0)
+    )
     with pytest.raises(EnvironmentFault, match="is not supported for the current GPU") as caught:
         VLLMGenerationEngine(TargetSpec(str(copy)))
     assert caught.value.exit_code == 4 and "\n" not in str(caught.value)
@@ -397,7 +465,9 @@ def test_a_quantized_target_is_sent_to_transformers(random_target: TargetSpec) -
         VLLMGenerationEngine(dataclasses.replace(random_target, quantization="4bit"))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that must be missing")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="this machine has the GPU that must be missing"
+)
 def test_a_missing_gpu_is_an_environment_fault(random_target: TargetSpec) -> None:
     with pytest.raises(EnvironmentFault, match="1 GPUs are asked for"):
         VLLMGenerationEngine(random_target, gpus=1)

@@ -25,13 +25,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("vllm_here")]
 def with_attention(target: TargetSpec, directory: Path) -> Path:
     """A draft model that is right on the counting target because of its attention alone.
 
-    Its state z is the embedding e of the token just read, with the sign of the first H numbers turned. Every position
-    attends to itself, by queries and keys that are the same sharp function of z, and the attention adds -2 of the first
-    H numbers of z: z + attention(z) = e, which is what the target's lm_head reads. Without it, half of e is wrong.
+    Its state z is the embedding e of the token just read, with the sign of the first H numbers
+    turned. Every position attends to itself, by queries and keys that are the same sharp function
+    of z, and the attention adds -2 of the first H numbers of z: z + attention(z) = e, which is what
+    the target's lm_head reads. Without it, half of e is wrong.
     """
     config = model_config(target)
     size_D, size_H = config.hidden_size, config.head_dim
-    assert (config.num_attention_heads, config.num_key_value_heads) == (2, 1) and size_D == 2 * size_H
+    assert (config.num_attention_heads, config.num_key_value_heads) == (
+        2,
+        1,
+    ) and size_D == 2 * size_H
     first_HD = torch.eye(size_H, size_D)
     turned_DD = torch.diag(torch.cat([-torch.ones(size_H), torch.ones(size_H)]))
     from_first_query_DD = torch.zeros(size_D, size_D)
@@ -53,16 +57,22 @@ def with_attention(target: TargetSpec, directory: Path) -> Path:
     return directory
 
 
-def test_eagle_1_with_attention_is_measured_in_vllm_and_refused_natively(counting_target, tmp_path, monkeypatch):
+def test_eagle_1_with_attention_is_measured_in_vllm_and_refused_natively(
+    counting_target, tmp_path, monkeypatch
+):
     work_here(monkeypatch, vllm_decode, vllm_decode.decode)
     heads = with_attention(counting_target, tmp_path)
     template = "{% for message in messages %}{{ message.content }}w3{% endfor %}"
     target = dataclasses.replace(counting_target, chat_template=template)
     questions = tmp_path / "questions.jsonl"
     questions.write_text("".join(json.dumps({"prompt": word}) + "\n" for word in ("w9", "w70")))
-    settings = CheckConfig(prompts=questions, engines=("vllm",), max_new_tokens=33, repeats=1, baselines=())
+    settings = CheckConfig(
+        prompts=questions, engines=("vllm",), max_new_tokens=33, repeats=1, baselines=()
+    )
     found = measure_heads(heads, target, settings, draft_tokens=3)
-    assert found["read_as"] == "an EAGLE-1 model with attention" and found["check"]["passed"], found["check"]
+    assert found["read_as"] == "an EAGLE-1 model with attention" and found["check"]["passed"], (
+        found["check"]
+    )
     served = found["check"]["vllm"]
     assert served["greedy_match"] == {"sequences": 2, "identical": 2, "ties": 0}
     assert 3.5 < served["acceleration_rate"] <= 4, "three drafted tokens and the target's own"

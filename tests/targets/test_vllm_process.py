@@ -1,4 +1,6 @@
-"""What vLLM leaves behind in a process, without vLLM: its CPU worker makes torch's way to set threads a no-op."""
+"""What vLLM leaves behind in a process, without vLLM: its CPU worker makes torch's way to set
+threads a no-op.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,11 @@ def engines(monkeypatch):
     monkeypatch.setattr(vllm_engine, "import_vllm", lambda: SimpleNamespace(LLM=start))
     state = ModuleType("vllm.distributed.parallel_state")
     monkeypatch.setattr(state, "cleanup_dist_env_and_memory", lambda: None, raising=False)
-    for name, module in (("vllm", ModuleType("vllm")), ("vllm.distributed", ModuleType("d")), (state.__name__, state)):
+    for name, module in (
+        ("vllm", ModuleType("vllm")),
+        ("vllm.distributed", ModuleType("d")),
+        (state.__name__, state),
+    ):
         monkeypatch.setitem(sys.modules, name, module)
     return lambda: RunningEngine(TargetSpec("nowhere"), {}, 0), used
 
@@ -54,7 +60,9 @@ def test_an_engine_that_does_not_end_well_leaves_the_process_as_it_was_all_the_s
 
 
 @pytest.mark.parametrize("first_closed", [0, 1])
-def test_of_several_engines_each_sets_threads_and_the_last_one_leaves_the_process_as_it_was(engines, first_closed):
+def test_of_several_engines_each_sets_threads_and_the_last_one_leaves_the_process_as_it_was(
+    engines, first_closed
+):
     start, used = engines
     own = torch.set_num_threads
     running = [start(), start()]

@@ -1,4 +1,6 @@
-"""A tiny target that always knows the next token, and shards of features and text in which n is followed by 3n + 1."""
+"""A tiny target that always knows the next token, and shards of features and text in which n is
+followed by 3n + 1.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from pipeline.training.methods import method_of
 from pipeline.training.task import TrainSpec
 
 V, D, FINGERPRINT, TEXTS_FINGERPRINT = 40, 32, "f" * 64, "9" * 64
-STATES = torch.from_numpy(np.random.default_rng(7).normal(size=(V, D))).float()  # that say which token is next
+STATES = torch.from_numpy(
+    np.random.default_rng(7).normal(size=(V, D))
+).float()  # that say which token is next
 
 
 @pytest.fixture(scope="session")
@@ -37,8 +41,12 @@ def target(tmp_path_factory) -> TargetSpec:
     return TargetSpec(str(directory))
 
 
-def feature_row(name: str, split: str, rng: np.random.Generator, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A conversation of one to three spans in which one token follows from another, with a state for each."""
+def feature_row(
+    name: str, split: str, rng: np.random.Generator, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
+    """A conversation of one to three spans in which one token follows from another, with a state
+    for each.
+    """
     spans, ids = [], [0]
     for role in ("assistant", "user", "assistant")[: rng.integers(1, 4)]:
         start, length = len(ids) + int(rng.integers(1, 4)), int(rng.integers(1, 18))
@@ -62,7 +70,9 @@ def feature_row(name: str, split: str, rng: np.random.Generator, dtype: torch.dt
 def write_shard(path: Path, groups: list[list[dict[str, Any]]], **footer: str) -> Path:
     footer = {**StateFormat(torch.float32, D).footer, "fingerprint": FINGERPRINT, **footer}
     name = footer.pop("fingerprint")
-    with ShardWriter(path, path.with_suffix(".jsonl"), FEATURES, index=0, fingerprint=name, footer=footer) as writer:
+    with ShardWriter(
+        path, path.with_suffix(".jsonl"), FEATURES, index=0, fingerprint=name, footer=footer
+    ) as writer:
         for group in groups:
             writer.write(group)
         writer.commit("features", None)
@@ -74,7 +84,10 @@ def write_shards(directory: Path, dtype: torch.dtype) -> tuple[str, ...]:
     rng, name = np.random.default_rng(0), str(dtype).removeprefix("torch.")
     paths = []
     for index in range(2):
-        rows = [feature_row(f"s:{index}-{i}", "calibrate" if i % 5 == 4 else "train", rng, dtype) for i in range(15)]
+        rows = [
+            feature_row(f"s:{index}-{i}", "calibrate" if i % 5 == 4 else "train", rng, dtype)
+            for i in range(15)
+        ]
         groups = [rows[i : i + 5] for i in range(0, 15, 5)]
         paths.append(write_shard(directory / f"{index:05d}.parquet", groups, dtype=name))
     return tuple(map(str, paths))
@@ -98,17 +111,29 @@ def texts(tmp_path_factory) -> tuple[str, ...]:
     paths = []
     for index in range(2):
         path = directory / f"{index:05d}.parquet"
-        rows = [feature_row(f"s:{index}-{i}", "calibrate" if i % 5 == 4 else "train", rng) for i in range(15)]
+        rows = [
+            feature_row(f"s:{index}-{i}", "calibrate" if i % 5 == 4 else "train", rng)
+            for i in range(15)
+        ]
         kept = ("id", "parent_id", "split", "input_ids", "spans")
-        with ShardWriter(path, path.with_suffix(".q"), GENERATED, index=0, fingerprint=TEXTS_FINGERPRINT) as writer:
-            writer.write([{name: row[name] for name in kept} | {"finish": [], "messages": []} for row in rows])
+        with ShardWriter(
+            path, path.with_suffix(".q"), GENERATED, index=0, fingerprint=TEXTS_FINGERPRINT
+        ) as writer:
+            writer.write(
+                [
+                    {name: row[name] for name in kept} | {"finish": [], "messages": []}
+                    for row in rows
+                ]
+            )
             writer.commit("generate", None)
         paths.append(str(path))
     return tuple(paths)
 
 
 def nested(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings of `train` in their sections; `backbone_lr` and `backbone_loss` name the backbone's."""
+    """Settings of `train` in their sections; `backbone_lr` and `backbone_loss` name the
+    backbone's.
+    """
     found: dict[str, Any] = {"medusa": {}, "backbone": {}}
     for key, value in settings.items():
         if key in MedusaConfig.model_fields:
@@ -127,7 +152,9 @@ MakeSpec = Callable[..., TrainSpec]
 def make_spec(tmp_path, shards, target) -> MakeSpec:
     """A training of a few steps in a directory of its own; keywords change its settings."""
 
-    def make(name: str = "train", *, shards: tuple[str, ...] = shards, **settings: Any) -> TrainSpec:
+    def make(
+        name: str = "train", *, shards: tuple[str, ...] = shards, **settings: Any
+    ) -> TrainSpec:
         usual = {
             "heads": "medusa",
             "num_heads": 3,

@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from pipeline.config import BackboneConfig
 from pipeline.errors import ConfigError, EnvironmentFault
@@ -23,7 +29,12 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def sequences(texts):
     """Six conversations, three in each of two sequences."""
-    settings = {"fingerprint": "9" * 64, "vocab_size": 40, "roles": ("assistant",), "sequence_length": 64}
+    settings = {
+        "fingerprint": "9" * 64,
+        "vocab_size": 40,
+        "roles": ("assistant",),
+        "sequence_length": 64,
+    }
     found = read_texts(texts, **settings)["train"][:6]
     return [found[:3], found[3:]]
 
@@ -60,7 +71,12 @@ def tied(tmp_path) -> TargetSpec:
 
 def drift_of(backbone: Backbone, batch: TextBatch) -> tuple[float, ...]:
     hidden, original = backbone.states(batch), backbone.original_states(batch)
-    return tuple(map(float, measure_drift(hidden, backbone.low(hidden), backbone.head, original, batch.next_N)))
+    return tuple(
+        map(
+            float,
+            measure_drift(hidden, backbone.low(hidden), backbone.head, original, batch.next_N),
+        )
+    )
 
 
 def test_before_the_first_step_the_tuned_model_is_the_original(target, batch):
@@ -99,7 +115,9 @@ def test_packed_conversations_do_not_see_each_other(target, sequences, batch, re
     backbone = disturbed(make(target, gradient_checkpointing=recompute))
     backbone.train()
     packed, ours = gradients(backbone, [batch])
-    alone, theirs = gradients(backbone, [assemble_texts([[text]], 3) for texts in sequences for text in texts])
+    alone, theirs = gradients(
+        backbone, [assemble_texts([[text]], 3) for texts in sequences for text in texts]
+    )
     assert packed == pytest.approx(alone, rel=1e-5)
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
     assert all(gradient.abs().sum() > 0 for gradient in ours)
@@ -109,7 +127,9 @@ def test_packed_conversations_do_not_see_each_other(target, sequences, batch, re
 def test_layers_run_twice_where_recomputation_is_asked_for(target, batch, recompute):
     backbone = disturbed(make(target, gradient_checkpointing=recompute))
     calls = []
-    layer = next(module for name, module in backbone.named_modules() if name.endswith("layers.0.mlp"))
+    layer = next(
+        module for name, module in backbone.named_modules() if name.endswith("layers.0.mlp")
+    )
     layer.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
     backbone.train()
     gradients(backbone, [batch])
@@ -118,18 +138,29 @@ def test_layers_run_twice_where_recomputation_is_asked_for(target, batch, recomp
     assert len(calls) == 2 + recompute and not calls[-1]
 
 
-def test_a_target_that_does_not_fit_names_what_makes_it_smaller_where_it_trains(target, monkeypatch):
+def test_a_target_that_does_not_fit_names_what_makes_it_smaller_where_it_trains(
+    target, monkeypatch
+):
     def full(*_, **__):
         raise torch.cuda.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
-    with pytest.raises(EnvironmentFault, match=r"does not fit.*train\.backbone\.shard.*train\.backbone\.quantization"):
+    with pytest.raises(
+        EnvironmentFault,
+        match=r"does not fit.*train\.backbone\.shard.*train\.backbone\.quantization",
+    ):
         make(target)
 
 
 def test_a_model_in_which_they_would_is_refused():
     """OPT has learned positions and looks for no sequence's beginning in them."""
-    sizes = {"vocab_size": 40, "hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    sizes = {
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "ffn_dim": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+    }
     torch.manual_seed(0)
     model = OPTForCausalLM(OPTConfig(**sizes, word_embed_proj_dim=32, init_std=0.3)).eval()
     with pytest.raises(ConfigError, match="see each other"):
@@ -141,7 +172,9 @@ def test_dropout_is_lora_s_alone_and_only_while_training(target, batch):
     torch.manual_seed(0)
     backbone.train()
     first, second = backbone.states(batch), backbone.states(batch)
-    assert not torch.allclose(first, second) and torch.equal(*[backbone.original_states(batch) for _ in range(2)])
+    assert not torch.allclose(first, second) and torch.equal(
+        *[backbone.original_states(batch) for _ in range(2)]
+    )
     assert not torch.allclose(backbone.low(first), backbone.low(first))
     backbone.eval()
     assert torch.equal(backbone.states(batch), backbone.states(batch))
@@ -172,10 +205,16 @@ def test_peft_loads_the_written_adapter_and_it_says_the_same(request, which, bat
         "adapter_config.json",
         "adapter_model.safetensors",
     ]
-    assert all("lora_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    assert all(
+        "lora_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    )
     with warnings.catch_warnings(action="ignore"):
-        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(spec.model), tmp_path / "adapter")
-    logits = loaded.eval()(input_ids=batch.ids_BT, position_ids=batch.positions_BT, use_cache=False).logits
+        loaded = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(spec.model), tmp_path / "adapter"
+        )
+    logits = loaded.eval()(
+        input_ids=batch.ids_BT, position_ids=batch.positions_BT, use_cache=False
+    ).logits
     hidden = backbone.states(batch)
     expected = hidden @ backbone.head.weight_VD.T + backbone.low(hidden) @ backbone.head.lora_VR.T
     torch.testing.assert_close(logits.flatten(0, 1)[batch.learned_N], expected)
@@ -192,12 +231,16 @@ def test_the_adapter_s_file_is_the_same_whoever_writes_it(target, tmp_path):
 
 
 def test_the_adapter_names_the_commit_of_its_target(target, tmp_path):
-    write_adapter(tmp_path / "adapter", make(target), replace(target, model="owner/target", revision="c0ffee"))
+    write_adapter(
+        tmp_path / "adapter", make(target), replace(target, model="owner/target", revision="c0ffee")
+    )
     settings = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (settings["base_model_name_or_path"], settings["revision"]) == ("owner/target", "c0ffee")
 
 
-def test_tuning_a_tied_lm_head_leaves_the_embedding_alone_and_the_merged_model_untied(tied, batch, tmp_path):
+def test_tuning_a_tied_lm_head_leaves_the_embedding_alone_and_the_merged_model_untied(
+    tied, batch, tmp_path
+):
     backbone = disturbed(make(tied))
     embedding = AutoModelForCausalLM.from_pretrained(tied.model).get_input_embeddings().weight
     assert torch.equal(backbone.head.weight_VD, embedding)
@@ -208,20 +251,28 @@ def test_tuning_a_tied_lm_head_leaves_the_embedding_alone_and_the_merged_model_u
     hidden = backbone.states(batch)
     expected = hidden @ backbone.head.weight_VD.T + backbone.low(hidden) @ backbone.head.lora_VR.T
     logits = merged(input_ids=batch.ids_BT, position_ids=batch.positions_BT, use_cache=False).logits
-    torch.testing.assert_close(logits.flatten(0, 1)[batch.learned_N], expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        logits.flatten(0, 1)[batch.learned_N], expected, rtol=1e-3, atol=1e-4
+    )
 
 
 def test_a_quantized_target_trains_its_adapter_beside_four_bit_weights(batch, tmp_path):
     pytest.importorskip("bitsandbytes")
     torch.manual_seed(2)
     sizes = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
-    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1)).save_pretrained(tmp_path / "target")
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1)).save_pretrained(
+        tmp_path / "target"
+    )
     spec = TargetSpec(str(tmp_path / "target"))
     backbone, exact = make(replace(spec, quantization="4bit")), make(spec)
     assert any(type(weight).__name__ == "Params4bit" for weight in backbone.parameters())
-    change = (backbone.original_states(batch) - exact.original_states(batch)).norm() / exact.states(batch).norm()
+    change = (backbone.original_states(batch) - exact.original_states(batch)).norm() / exact.states(
+        batch
+    ).norm()
     assert 0 < change < 0.3
-    (loss, ours), (expected, theirs) = (gradients(disturbed(each), [batch]) for each in (backbone, exact))
+    (loss, ours), (expected, theirs) = (
+        gradients(disturbed(each), [batch]) for each in (backbone, exact)
+    )
     assert loss == pytest.approx(expected, rel=0.1)
     for gradient, unquantized in zip(ours, theirs, strict=True):
         assert (gradient - unquantized).norm() < 0.5 * unquantized.norm()

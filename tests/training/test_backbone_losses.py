@@ -17,7 +17,13 @@ class Case:
     """Random states, adapter and lm_head; what trains asks for gradients."""
 
     def __init__(
-        self, rows: int = NUM_ROWS, *, bias: bool = False, dtype=torch.float64, seed: int = 0, far: float = 1.0
+        self,
+        rows: int = NUM_ROWS,
+        *,
+        bias: bool = False,
+        dtype=torch.float64,
+        seed: int = 0,
+        far: float = 1.0,
     ):
         draw = torch.Generator().manual_seed(seed)
 
@@ -42,7 +48,9 @@ class Case:
         tuned, original = self.logits()
         if loss == "ce":
             return cross_entropy(tuned, self.labels, reduction="sum")
-        return kl_div(tuned.log_softmax(1), original.log_softmax(1), reduction="sum", log_target=True)
+        return kl_div(
+            tuned.log_softmax(1), original.log_softmax(1), reduction="sum", log_target=True
+        )
 
     def chunked(self, loss: str, **options: int | None) -> torch.Tensor:
         truth = self.labels if loss == "ce" else self.original
@@ -65,7 +73,12 @@ def test_values_and_gradients_equal_the_definition(loss, bias, chunk_bytes):
 
 
 @settings(max_examples=40)
-@given(rows=st.integers(0, 9), seed=st.integers(0, 10**6), far=st.floats(0, 30), chunk_rows=st.integers(1, 9))
+@given(
+    rows=st.integers(0, 9),
+    seed=st.integers(0, 10**6),
+    far=st.floats(0, 30),
+    chunk_rows=st.integers(1, 9),
+)
 @pytest.mark.parametrize("loss", ["kl", "ce"])
 def test_they_do_for_any_states_however_far_from_the_original(loss, rows, seed, far, chunk_rows):
     plain, chunked = (Case(rows, seed=seed, far=far) for _ in range(2))
@@ -85,7 +98,9 @@ def test_the_untouched_model_has_no_divergence_and_no_gradient():
 
 def test_divergence_is_from_the_original_not_to_it():
     """Two tokens, by hand: KL((3/4, 1/4) ‖ (1/2, 1/2))."""
-    head = TunedHead(torch.eye(2, dtype=torch.float64), None, torch.zeros(2, 1, dtype=torch.float64))
+    head = TunedHead(
+        torch.eye(2, dtype=torch.float64), None, torch.zeros(2, 1, dtype=torch.float64)
+    )
     original = torch.tensor([[0.75, 0.25]], dtype=torch.float64).log()
     hidden, low = torch.zeros(1, 2, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
     found = summed_divergence(hidden, low, head, original)
@@ -111,7 +126,11 @@ def test_bfloat16_products_stay_within_their_rounding_and_fp32_adapters_take_fp3
     found, expected = half.chunked(loss), exact.plain(loss)
     found.backward()
     expected.backward()
-    assert [gradient.dtype for gradient in half.gradients()] == [torch.bfloat16, torch.float32, torch.float32]
+    assert [gradient.dtype for gradient in half.gradients()] == [
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
     torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=0)
     for ours, theirs in zip(half.gradients(), exact.gradients(), strict=True):
         assert (ours.double() - theirs).norm() < 3e-2 * theirs.norm()
@@ -147,10 +166,16 @@ def test_drift_is_that_of_its_definition(chunk_bytes):
     case = Case(far=0.4)
     tuned, original = (logits.detach().log_softmax(1) for logits in case.logits())
     arguments = (case.hidden, case.low, case.head, case.original, case.labels)
-    kl, original_loss, tuned_loss, agreed, positions = map(float, measure_drift(*arguments, chunk_bytes=chunk_bytes))
+    kl, original_loss, tuned_loss, agreed, positions = map(
+        float, measure_drift(*arguments, chunk_bytes=chunk_bytes)
+    )
     rows = torch.arange(NUM_ROWS)
     assert kl == pytest.approx(float((original.exp() * (original - tuned)).sum()))
     assert original_loss == pytest.approx(float(-original[rows, case.labels].sum()))
     assert tuned_loss == pytest.approx(float(-tuned[rows, case.labels].sum()))
-    assert agreed == sum(int(a.argmax() == b.argmax()) for a, b in zip(tuned, original, strict=True)) < NUM_ROWS
+    assert (
+        agreed
+        == sum(int(a.argmax() == b.argmax()) for a, b in zip(tuned, original, strict=True))
+        < NUM_ROWS
+    )
     assert positions == NUM_ROWS

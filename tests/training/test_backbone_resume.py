@@ -1,4 +1,6 @@
-"""How a training of heads and backbone ends: interrupted, on two workers, in other portions; and what it leaves."""
+"""How a training of heads and backbone ends: interrupted, on two workers, in other portions; and
+what it leaves.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def weights(spec: TrainSpec) -> dict[str, torch.Tensor]:
 
 def same(one: TrainSpec, other: TrainSpec) -> bool:
     ours, theirs = weights(one), weights(other)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[name], theirs[name]) for name in ours
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,9 +40,18 @@ def same(one: TrainSpec, other: TrainSpec) -> bool:
         pytest.param(5, "adamw-8bit", marks=pytest.mark.slow),
     ],
 )
-def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_tuning, stop, optimizer):
-    """Mid-epoch and with dropout, which must come out the same again; checkpoints are at 3 and 6."""
-    settings = {"optimizer": optimizer, "lora_dropout": 0.3, "gradient_checkpointing": True, "epochs": 3}
+def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(
+    make_tuning, stop, optimizer
+):
+    """Mid-epoch and with dropout, which must come out the same again; checkpoints are at 3 and
+    6.
+    """
+    settings = {
+        "optimizer": optimizer,
+        "lora_dropout": 0.3,
+        "gradient_checkpointing": True,
+        "epochs": 3,
+    }
     whole, broken = (make_tuning(name, **settings) for name in ("whole", "broken"))
     expected = train(whole)
     with pytest.raises(Stopped):
@@ -55,7 +68,10 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_t
 @pytest.mark.slow
 @pytest.mark.parametrize("late", [-1, 3])
 def test_a_run_of_two_stages_resumes_in_either(make_tuning, late):
-    whole, broken = (make_tuning(name, recipe="two-stage", epochs=2, batch_tokens=150) for name in ("whole", "broken"))
+    whole, broken = (
+        make_tuning(name, recipe="two-stage", epochs=2, batch_tokens=150)
+        for name in ("whole", "broken")
+    )
     first = train(whole)["heads_first"]["steps"]
     with pytest.raises(Stopped):
         train(broken, progress=stop_at(first + late))
@@ -98,13 +114,16 @@ def test_the_size_of_a_forward_changes_the_curve_by_rounding_alone(make_tuning):
 
 @pytest.mark.slow
 def test_two_workers_follow_the_curve_of_one_through_both_stages(make_tuning, tmp_path):
-    """The second worker is another process; they meet over gloo. In most steps it has one sequence more."""
+    """The second worker is another process; they meet over gloo. In most steps it has one sequence
+    more.
+    """
     settings = {"recipe": "two-stage", "lora_dropout": 0.3, "epochs": 2, "batch_sequences": 3}
     alone, together = make_tuning("alone", **settings), make_tuning("together", **settings)
     train(alone)
     train_as_two(train, together, tmp_path)
     phases = (
-        zip(*map(read_metrics, (alone.path / name, together.path / name)), strict=True) for name in ("heads-first", ".")
+        zip(*map(read_metrics, (alone.path / name, together.path / name)), strict=True)
+        for name in ("heads-first", ".")
     )
     for one, two in (pair for lines in phases for pair in lines):
         assert one["step"] == two["step"] and one.get("tokens") == two.get("tokens")

@@ -1,4 +1,6 @@
-"""The state that is written is the best on held-out text, and training ends where that gains nothing."""
+"""The state that is written is the best on held-out text, and training ends where that gains
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,11 @@ from tests.training.trainings import Stopped, stop_at
 
 def evaluations(spec: TrainSpec) -> dict[int, float]:
     """Head 0's held-out loss by step."""
-    return {line["step"]: line["held_out"][0]["loss"] for line in read_metrics(spec.path) if "held_out" in line}
+    return {
+        line["step"]: line["held_out"][0]["loss"]
+        for line in read_metrics(spec.path)
+        if "held_out" in line
+    }
 
 
 @pytest.fixture
@@ -56,7 +62,9 @@ def test_the_best_state_is_written_not_the_last(make_spec, one_in_the_middle_is_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_a_resume_before_at_and_after_the_best_state_ends_with_it(make_spec, one_in_the_middle_is_best, after):
+def test_a_resume_before_at_and_after_the_best_state_ends_with_it(
+    make_spec, one_in_the_middle_is_best, after
+):
     whole, broken = (
         make_spec("whole", epochs=5, patience=100),
         make_spec("broken", epochs=5, patience=100, checkpoint_every=1),
@@ -69,7 +77,9 @@ def test_a_resume_before_at_and_after_the_best_state_ends_with_it(make_spec, one
 
 
 @pytest.mark.parametrize("patience", [1, 2])
-def test_training_ends_after_so_many_evaluations_without_a_lower_loss(make_spec, one_in_the_middle_is_best, patience):
+def test_training_ends_after_so_many_evaluations_without_a_lower_loss(
+    make_spec, one_in_the_middle_is_best, patience
+):
     spec = make_spec(epochs=5, patience=patience)
     summary = train(spec)
     later = [step for step in sorted(evaluations(spec)) if step > one_in_the_middle_is_best]
@@ -82,7 +92,12 @@ def test_only_a_lower_loss_makes_a_later_state_the_best(loss):
     assert state.record_evaluation({"at": 0}, 1.0)
     state.advance(0.0, 1, 1.0)
     assert not state.record_evaluation({"at": 1}, loss)
-    assert (state.best_step, state.best_loss, state.stale, state.evaluation) == (0, 1.0, 1, {"at": 0})
+    assert (state.best_step, state.best_loss, state.stale, state.evaluation) == (
+        0,
+        1.0,
+        1,
+        {"at": 0},
+    )
 
 
 def test_where_nothing_is_held_out_the_last_state_is_kept(make_spec, monkeypatch):

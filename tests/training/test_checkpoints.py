@@ -14,7 +14,11 @@ from pipeline.training.task import Workers
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
-    return {"a": torch.full((3, 4), value), "b": torch.tensor(value), "c": torch.arange(5, dtype=torch.uint8)}
+    return {
+        "a": torch.full((3, 4), value),
+        "b": torch.tensor(value),
+        "c": torch.arange(5, dtype=torch.uint8),
+    }
 
 
 CPU = torch.device("cpu")
@@ -71,7 +75,9 @@ def test_one_is_due_after_so_many_minutes_or_so_many_steps(tmp_path, monkeypatch
 def test_a_resume_verifies_a_checkpoint_once(tmp_path, monkeypatch):
     saved(tmp_path, 1)
     digests = []
-    monkeypatch.setattr(room, "digest", lambda *of, digest=room.digest: digests.append(of) or digest(*of))
+    monkeypatch.setattr(
+        room, "digest", lambda *of, digest=room.digest: digests.append(of) or digest(*of)
+    )
     first, other = (Checkpoints(tmp_path, TrainConfig()) for _ in range(2))
     loaded = [worker.load(1) for worker in (first, other) if worker is other or newest(first)]
     assert len(digests) == 1 and torch.equal(loaded[0][0]["a"], loaded[1][0]["a"])

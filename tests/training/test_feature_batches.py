@@ -35,20 +35,31 @@ def plan_of(
 
 
 def positions(pieces: list[Piece]) -> list[tuple[int, int, int]]:
-    return [(piece.group, piece.row, position) for piece in pieces for position in range(piece.start, piece.stop)]
+    return [
+        (piece.group, piece.row, position)
+        for piece in pieces
+        for position in range(piece.start, piece.stop)
+    ]
 
 
 @given(**settings)
 def test_every_position_comes_exactly_once_per_epoch(lengths, budget, seed, epoch):
     plan = plan_of(lengths, budget, seed, epoch)
     seen = Counter(p for step in range(plan.num_steps) for p in positions(plan.pieces(step)))
-    expected = {(g, r, p) for g, rows in enumerate(lengths) for r, length in enumerate(rows) for p in range(length)}
+    expected = {
+        (g, r, p)
+        for g, rows in enumerate(lengths)
+        for r, length in enumerate(rows)
+        for p in range(length)
+    }
     assert set(seen) == expected and set(seen.values()) <= {1}
     assert plan.num_positions == len(expected)
 
 
 @given(**settings, world_size=st.integers(1, 40))
-def test_any_number_of_workers_shares_the_same_batches_equally(lengths, budget, seed, epoch, world_size):
+def test_any_number_of_workers_shares_the_same_batches_equally(
+    lengths, budget, seed, epoch, world_size
+):
     plan = plan_of(lengths, budget, seed, epoch)
     for step in range(plan.num_steps):
         shares = [positions(plan.pieces(step, rank, world_size)) for rank in range(world_size)]
@@ -57,7 +68,9 @@ def test_any_number_of_workers_shares_the_same_batches_equally(lengths, budget, 
 
 
 @given(**settings)
-def test_batches_are_even_and_keep_to_the_budget_give_or_take_one_position_per_lane(lengths, budget, seed, epoch):
+def test_batches_are_even_and_keep_to_the_budget_give_or_take_one_position_per_lane(
+    lengths, budget, seed, epoch
+):
     plan = plan_of(lengths, budget, seed, epoch)
     sizes = [len(positions(plan.pieces(step))) for step in range(plan.num_steps)]
     assert all(0 < size < budget + LANES for size in sizes)
@@ -73,7 +86,11 @@ def test_a_plan_is_a_pure_function_of_its_arguments(lengths, budget, seed, epoch
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     lengths = [[5] * 8] * 40
-    orders = [tuple(plan_of(lengths, 80, seed, epoch).pieces(0)) for seed in range(2) for epoch in range(2)]
+    orders = [
+        tuple(plan_of(lengths, 80, seed, epoch).pieces(0))
+        for seed in range(2)
+        for epoch in range(2)
+    ]
     assert len(set(orders)) == 4
 
 
@@ -87,13 +104,20 @@ def test_a_batch_mixes_row_groups_from_all_over_the_data_and_opens_few_at_once()
 def test_a_row_longer_than_the_budget_is_cut_between_batches():
     plan = plan_of([[1000]], budget=100)
     assert plan.num_steps == 10
-    assert sorted(p for step in range(10) for p in positions(plan.pieces(step))) == [(0, 0, i) for i in range(1000)]
+    assert sorted(p for step in range(10) for p in positions(plan.pieces(step))) == [
+        (0, 0, i) for i in range(1000)
+    ]
 
 
 def test_each_worker_reads_its_own_row_groups():
     plan, workers = plan_of([[64] * 4] * 64, budget=1024), 4
-    read = [{p.group for s in range(plan.num_steps) for p in plan.pieces(s, r, workers)} for r in range(workers)]
-    assert sum(map(len, read)) <= 64 + LANES  # only a group that lies across a lane's edge is read by two
+    read = [
+        {p.group for s in range(plan.num_steps) for p in plan.pieces(s, r, workers)}
+        for r in range(workers)
+    ]
+    assert (
+        sum(map(len, read)) <= 64 + LANES
+    )  # only a group that lies across a lane's edge is read by two
 
 
 @given(lengths=lengths_of_groups, limit=st.integers(1, 60))
@@ -116,7 +140,12 @@ V, D, K, FINGERPRINT = 40, 32, 3, "f" * 64
 @pytest.fixture
 def rows(shards) -> FeatureRows:
     return FeatureRows(
-        shards, fingerprint=FINGERPRINT, hidden_size=D, vocab_size=V, num_heads=K, roles=("assistant", "user")
+        shards,
+        fingerprint=FINGERPRINT,
+        hidden_size=D,
+        vocab_size=V,
+        num_heads=K,
+        roles=("assistant", "user"),
     )
 
 
@@ -130,17 +159,24 @@ def test_a_batch_holds_the_plans_positions_end_to_end_without_padding(rows, plan
     assert len(batches) == plan.num_steps > 3
     for step, batch in enumerate(batches):
         pieces = plan.pieces(step)
-        taken = [(rows.read_group(piece.group)[piece.row], slice(piece.start, piece.stop)) for piece in pieces]
+        taken = [
+            (rows.read_group(piece.group)[piece.row], slice(piece.start, piece.stop))
+            for piece in pieces
+        ]
         expected = torch.cat([row.hidden_ND[row.learnable[part]] for row, part in taken])
         labels = torch.cat([torch.from_numpy(row.labels_KN[:, part]) for row, part in taken], 1)
-        assert torch.equal(batch.hidden_ND, expected) and torch.equal(batch.labels_KN, labels.long())
+        assert torch.equal(batch.hidden_ND, expected) and torch.equal(
+            batch.labels_KN, labels.long()
+        )
         following = torch.cat([torch.from_numpy(row.next_N[part]) for row, part in taken])
         assert torch.equal(batch.next_N, following.long())
         assert (batch.labels_KN[0] >= 0).all()
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_soft_labels_come_with_the_state_that_says_the_label_within_the_same_row(rows, plan, world_size):
+def test_soft_labels_come_with_the_state_that_says_the_label_within_the_same_row(
+    rows, plan, world_size
+):
     """Also where a row is cut between batches or workers."""
     for rank in range(world_size):
         shares = {"rank": rank, "world_size": world_size}
@@ -148,7 +184,9 @@ def test_soft_labels_come_with_the_state_that_says_the_label_within_the_same_row
         for batch in load_batches(rows, plan, range(plan.num_steps), **shares, soft_labels=True):
             labelled = batch.labels_KN >= 0
             assert torch.equal(batch.teacher_KN >= 0, labelled)
-            assert torch.equal(batch.teacher_MD[batch.teacher_KN[labelled]], STATES[batch.labels_KN[labelled]])
+            assert torch.equal(
+                batch.teacher_MD[batch.teacher_KN[labelled]], STATES[batch.labels_KN[labelled]]
+            )
             assert torch.equal(batch.hidden_ND, next(plain).hidden_ND)
 
 
@@ -166,7 +204,9 @@ def test_a_resume_reads_on_at_any_step(rows, plan):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_workers_shares_make_up_the_batch(rows, plan, world_size):
-    shares = [load_batches(rows, plan, range(3), rank=r, world_size=world_size) for r in range(world_size)]
+    shares = [
+        load_batches(rows, plan, range(3), rank=r, world_size=world_size) for r in range(world_size)
+    ]
     for step, batch in enumerate(load_batches(rows, plan, range(3))):
         parts = [next(share) for share in shares]
         assert torch.equal(torch.cat([part.hidden_ND for part in parts]), batch.hidden_ND), step

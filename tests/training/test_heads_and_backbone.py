@@ -36,7 +36,9 @@ def disturb(trainer: Trainer) -> None:
 
 
 def plain_loss(trainer: Trainer, rows: list[dict]) -> torch.Tensor:
-    """The total loss by its definition: row after row through peft's own model, full logits, positions in a loop."""
+    """The total loss by its definition: row after row through peft's own model, full logits,
+    positions in a loop.
+    """
     settings, learner = trainer.settings, trainer.learner
     backbone: list[torch.Tensor] = []
     heads: list[list[torch.Tensor]] = [[] for _ in range(settings.num_heads)]
@@ -60,8 +62,12 @@ def plain_loss(trainer: Trainer, rows: list[dict]) -> torch.Tensor:
                 for k in range(settings.num_heads):
                     if position + 2 + k < span["end"]:
                         hard = cross_entropy(guesses[k, position], ids[position + 2 + k])
-                        soft = cross_entropy(guesses[k, position], original[position + 1 + k].softmax(0))
-                        heads[k].append((1 - settings.soft_labels) * hard + settings.soft_labels * soft)
+                        soft = cross_entropy(
+                            guesses[k, position], original[position + 1 + k].softmax(0)
+                        )
+                        heads[k].append(
+                            (1 - settings.soft_labels) * hard + settings.soft_labels * soft
+                        )
     means = [torch.stack(losses).mean() for losses in heads]
     assert settings.backbone.schedule == "constant"
     return torch.stack(backbone).mean() + settings.backbone.lambda_0 * sum(
@@ -75,13 +81,26 @@ def rows_of(spec: TrainSpec, split: str = "train") -> list[dict]:
 
 @pytest.mark.parametrize("loss", ["kl", "ce"])
 @pytest.mark.parametrize(
-    ("micro_batch", "soft_labels", "lm_head"), [(1, 0.0, "untied"), (3, 0.0, "shared"), (3, 0.5, "untied")]
+    ("micro_batch", "soft_labels", "lm_head"),
+    [(1, 0.0, "untied"), (3, 0.0, "shared"), (3, 0.5, "untied")],
 )
-def test_one_step_moves_every_weight_by_the_gradient_of_the_paper(make_tuning, loss, micro_batch, soft_labels, lm_head):
-    """Against autograd over full logits of unpacked rows, clipped, and torch's own AdamW at two learning rates."""
-    more = {"lora_dropout": 0.0, "roles": ("assistant", "user"), "max_grad_norm": 0.5, "warmup_steps": 0, "lr": 1e-3}
+def test_one_step_moves_every_weight_by_the_gradient_of_the_paper(
+    make_tuning, loss, micro_batch, soft_labels, lm_head
+):
+    """Against autograd over full logits of unpacked rows, clipped, and torch's own AdamW at two
+    learning rates.
+    """
+    more = {
+        "lora_dropout": 0.0,
+        "roles": ("assistant", "user"),
+        "max_grad_norm": 0.5,
+        "warmup_steps": 0,
+        "lr": 1e-3,
+    }
     sizes = {"micro_batch": micro_batch, "batch_sequences": 100}
-    spec = make_tuning(backbone_loss=loss, soft_labels=soft_labels, lm_head=lm_head, **sizes, **more)
+    spec = make_tuning(
+        backbone_loss=loss, soft_labels=soft_labels, lm_head=lm_head, **sizes, **more
+    )
     ours, plain = trainer_of(spec), trainer_of(spec)
     disturb(ours), disturb(plain)
     figures = ours.step(0, next(ours.learner.steps(0)))
@@ -89,7 +108,9 @@ def test_one_step_moves_every_weight_by_the_gradient_of_the_paper(make_tuning, l
     expected = plain_loss(plain, rows_of(spec))
     assert figures["loss"] == pytest.approx(float(expected.detach()), rel=1e-4)
     expected.backward()
-    assert float(torch.nn.utils.clip_grad_norm_(plain.parameters, 0.5)) == pytest.approx(figures["grad_norm"], rel=1e-3)
+    assert float(torch.nn.utils.clip_grad_norm_(plain.parameters, 0.5)) == pytest.approx(
+        figures["grad_norm"], rel=1e-3
+    )
     rates = [(plain.learner.heads, 1e-3), (plain.learner.backbone, 2.5e-4)]
     groups = [{"params": list(trained(module).values()), "lr": lr} for module, lr in rates]
     torch.optim.AdamW(groups, weight_decay=0.0, foreach=False, fused=False).step()
@@ -111,12 +132,19 @@ def test_the_first_loss_is_that_of_the_target_s_own_prediction(make_tuning):
 
 
 @pytest.mark.slow
-def test_heads_learn_and_the_backbone_stays_near_itself_by_kl_and_leaves_by_hard_labels(make_tuning):
-    kept, left = (make_tuning(loss, backbone_loss=loss, epochs=8, lambda_0=0.05) for loss in ("kl", "ce"))
+def test_heads_learn_and_the_backbone_stays_near_itself_by_kl_and_leaves_by_hard_labels(
+    make_tuning,
+):
+    kept, left = (
+        make_tuning(loss, backbone_loss=loss, epochs=8, lambda_0=0.05) for loss in ("kl", "ce")
+    )
     summaries = [train(spec) for spec in (kept, left)]
     before = next(read_metrics(kept.path))["held_out"]
     for summary in summaries:
-        assert all(end["loss"] < start["loss"] for start, end in zip(before, summary["held_out"], strict=True))
+        assert all(
+            end["loss"] < start["loss"]
+            for start, end in zip(before, summary["held_out"], strict=True)
+        )
     near, far = (summary["drift"] for summary in summaries)
     assert 0 < near["kl"] < 0.3 * far["kl"] and near["greedy_agreement"] > far["greedy_agreement"]
     change = far["perplexity"]["tuned"] / far["perplexity"]["original"] - 1
@@ -128,7 +156,9 @@ def test_the_saved_adapter_and_heads_are_what_was_trained(make_tuning):
 
     spec = make_tuning()
     summary = train(spec)
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(spec.target.model), spec.adapter_path).eval()
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(spec.target.model), spec.adapter_path
+    ).eval()
     original = AutoModelForCausalLM.from_pretrained(spec.target.model).eval()
     heads, hits, labels, kl, positions = read_trained_heads(spec.heads_path), 0, 0, 0.0, 0
     with torch.no_grad():
@@ -141,7 +171,9 @@ def test_the_saved_adapter_and_heads_are_what_was_trained(make_tuning):
                 if span["role"] != "assistant":
                     continue
                 at = slice(span["start"] - 1, span["end"] - 1)
-                kl += float((before[at].exp() * (before[at] - found.logits[0, at].log_softmax(1))).sum())
+                kl += float(
+                    (before[at].exp() * (before[at] - found.logits[0, at].log_softmax(1))).sum()
+                )
                 positions += span["end"] - span["start"]
                 reach = slice(span["start"] - 1, span["end"] - 2)
                 hits += int((guesses[reach] == ids[span["start"] + 1 : span["end"]]).sum())
@@ -176,12 +208,16 @@ def test_heads_weight_and_learning_rates_follow_their_schedules(make_tuning):
     spec = make_tuning(schedule="linear", lambda_0=0.1, warmup_steps=2, lr=4e-3)
     total = train(spec)["steps"]
     lines = [line for line in read_metrics(spec.path) if "loss" in line]
-    assert [line["heads_weight"] for line in lines] == pytest.approx([0.1 * step / total for step in range(total)])
+    assert [line["heads_weight"] for line in lines] == pytest.approx(
+        [0.1 * step / total for step in range(total)]
+    )
     assert [line["lr"] for line in lines[:3]] == pytest.approx([0, 2e-3, 4e-3])
     assert all(line["backbone_lr"] == pytest.approx(line["lr"] / 4) for line in lines)
     other = make_tuning("other", backbone_lr=1e-5, warmup_steps=0, epochs=1)
     train(other)
-    assert next(line for line in read_metrics(other.path) if line["step"] == 1)["backbone_lr"] == 1e-5
+    assert (
+        next(line for line in read_metrics(other.path) if line["step"] == 1)["backbone_lr"] == 1e-5
+    )
 
 
 @pytest.mark.slow
@@ -201,15 +237,21 @@ def test_two_stages_are_medusa1_and_then_both_together(make_tuning, monkeypatch)
     choose = phases.choose_device
     monkeypatch.setattr(phases, "Trainer", Watched)
     monkeypatch.setattr(phases, "choose_device", chosen)
-    summary = train(spec, progress=ProgressReporter(show=lambda now: shown.append((now.done, now.total))))
+    summary = train(
+        spec, progress=ProgressReporter(show=lambda now: shown.append((now.done, now.total)))
+    )
     first = summary["heads_first"]
-    assert alive == [0, 0] and weights, "when the second begins, its memory is free of the first's weights and moments"
+    assert alive == [0, 0] and weights, (
+        "when the second begins, its memory is free of the first's weights and moments"
+    )
     assert shown == sorted(shown) and set(shown) == {
         (step, count_steps(spec)) for step in range(summary["steps"] + first["steps"] + 1)
     }
     begun = next(read_metrics(spec.path))["held_out"]
     untaught = next(read_metrics(spec.path / "heads-first"))["held_out"]
-    assert all(ours["loss"] < 0.9 * theirs["loss"] for ours, theirs in zip(begun, untaught, strict=True))
+    assert all(
+        ours["loss"] < 0.9 * theirs["loss"] for ours, theirs in zip(begun, untaught, strict=True)
+    )
     assert train(spec) == summary  # what is finished is not begun again
 
 
@@ -232,9 +274,10 @@ def test_a_target_in_half_precision_trains_an_fp32_adapter_from_no_drift(make_tu
     lines = list(read_metrics(spec.path))
     assert lines[0]["drift"]["kl"] == 0 and 0 < summary["drift"]["kl"] < 0.1
     assert lines[-1]["head_losses"][0] < lines[1]["head_losses"][0]
-    assert {tensor.dtype for tensor in load_file(spec.adapter_path / "adapter_model.safetensors").values()} == {
-        torch.float32
-    }
+    assert {
+        tensor.dtype
+        for tensor in load_file(spec.adapter_path / "adapter_model.safetensors").values()
+    } == {torch.float32}
 
 
 def test_rows_without_anything_to_learn_are_refused(make_tuning):
@@ -261,4 +304,6 @@ def test_training_leaves_the_caller_s_random_numbers_alone(make_tuning):
 def test_labels_of_heads_and_backbone_are_counted_apart(make_tuning):
     spec = make_tuning(batch_sequences=100)
     batches = [batch.texts for batch in trainer_of(spec).learner.batches(0)]
-    assert sum(len(batch.next_N) for batch in batches) > sum(int((b.labels_KN[0] != IGNORED).sum()) for b in batches)
+    assert sum(len(batch.next_N) for batch in batches) > sum(
+        int((b.labels_KN[0] != IGNORED).sum()) for b in batches
+    )

@@ -29,7 +29,11 @@ def all_positions(spec: TrainSpec, split: str) -> tuple[torch.Tensor, ...]:
     for group, lengths in enumerate(rows.lengths(split)):
         taken = [rows.read_group(group)[row] for row in lengths.nonzero()[0]]
         found += [
-            (row.hidden_ND[row.learnable], torch.from_numpy(row.next_N), torch.from_numpy(row.labels_KN))
+            (
+                row.hidden_ND[row.learnable],
+                torch.from_numpy(row.next_N),
+                torch.from_numpy(row.labels_KN),
+            )
             for row in taken
         ]
     hidden, following, labels = zip(*found, strict=True)
@@ -41,7 +45,10 @@ def test_training_starts_at_the_targets_own_prediction(make_spec):
     train(spec)
     hidden_ND, _, labels_KN = all_positions(spec, "train")
     logits_NV = hidden_ND @ read_lm_head(spec.target).T
-    losses = [torch.nn.functional.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED) for labels_N in labels_KN]
+    losses = [
+        torch.nn.functional.cross_entropy(logits_NV, labels_N, ignore_index=IGNORED)
+        for labels_N in labels_KN
+    ]
     expected = sum(0.8 ** (k + 1) * loss for k, loss in enumerate(losses))
     first = next(line for line in read_metrics(spec.path) if line["step"] == 1)
     assert first["loss"] == pytest.approx(float(expected), rel=1e-5)
@@ -52,14 +59,17 @@ OTHER_FORMS = [("untied", 1), ("untied", 2), ("shared", 1), ("tied", 1), ("tied"
 
 
 @pytest.mark.parametrize(
-    ("lm_head", "num_layers"), [("shared", 2), *(pytest.param(*form, marks=pytest.mark.slow) for form in OTHER_FORMS)]
+    ("lm_head", "num_layers"),
+    [("shared", 2), *(pytest.param(*form, marks=pytest.mark.slow) for form in OTHER_FORMS)],
 )
 def test_heads_learn_what_can_be_learned(make_spec, lm_head, num_layers):
     spec = make_spec(epochs=24, lm_head=lm_head, num_layers=num_layers)
     summary = train(spec)
     before, after = next(read_metrics(spec.path))["held_out"], summary["held_out"]
     assert all(end["loss"] < 0.5 * start["loss"] for start, end in zip(before, after, strict=True))
-    assert all(head["top1"] > 0.5 for head in after) and before[0]["top1"] < 0.1  # the target's own guess is t+1
+    assert (
+        all(head["top1"] > 0.5 for head in after) and before[0]["top1"] < 0.1
+    )  # the target's own guess is t+1
 
 
 def test_tied_heads_never_train_the_lm_head(make_spec):
@@ -68,7 +78,9 @@ def test_tied_heads_never_train_the_lm_head(make_spec):
     heads = read_trained_heads(spec.heads_path)
     assert heads.shape.lm_head == "tied" and torch.equal(heads.lm_head, read_lm_head(spec.target))
     assert heads.block_weight.any()
-    assert not any("lm_head" in name for path in spec.path.glob("checkpoints/*") for name in load_file(path))
+    assert not any(
+        "lm_head" in name for path in spec.path.glob("checkpoints/*") for name in load_file(path)
+    )
 
 
 @pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
@@ -76,7 +88,12 @@ def test_tied_heads_never_train_the_lm_head(make_spec):
 def test_one_step_moves_the_weights_by_the_gradient_of_the_paper(make_spec, lm_head, soft_labels):
     """Against autograd over all logits, and torch's own AdamW without fusing."""
     spec = make_spec(
-        lm_head=lm_head, soft_labels=soft_labels, max_grad_norm=0.5, lr=1e-3, warmup_steps=0, batch_tokens=10_000
+        lm_head=lm_head,
+        soft_labels=soft_labels,
+        max_grad_norm=0.5,
+        lr=1e-3,
+        warmup_steps=0,
+        batch_tokens=10_000,
     )
     trainer, plain = trainer_of(spec), initial_heads(spec)
     batch = next(trainer.learner.steps(0))[0]
@@ -88,7 +105,9 @@ def test_one_step_moves_the_weights_by_the_gradient_of_the_paper(make_spec, lm_h
         # What the target predicts before a token is, in these rows, said by that token alone.
         p_KNV = (STATES @ read_lm_head(spec.target).T).softmax(1)[batch.labels_KN.clamp(min=0)]
         soft_KN = -(p_KNV * plain(batch.hidden_ND).log_softmax(2)).sum(2)
-        sums_K = (1 - soft_labels) * sums_K + soft_labels * (soft_KN * (batch.labels_KN != IGNORED)).sum(1)
+        sums_K = (1 - soft_labels) * sums_K + soft_labels * (
+            soft_KN * (batch.labels_KN != IGNORED)
+        ).sum(1)
     counts_K = (batch.labels_KN != IGNORED).sum(1)
     loss = sum(0.8 ** (k + 1) * sums_K[k] / counts_K[k] for k in range(3))
     trained = [parameter for parameter in plain.parameters() if parameter.requires_grad]
@@ -111,7 +130,9 @@ def test_a_head_without_labels_adds_nothing_and_does_not_move(make_spec):
     trainer, start = trainer_of(spec), initial_heads(spec)
     figures = trainer.step(0, [batch])
     heads = trainer.learner.heads
-    assert figures["loss"] == pytest.approx(sum(0.8 ** (k + 1) * figures["head_losses"][k] for k in range(2)))
+    assert figures["loss"] == pytest.approx(
+        sum(0.8 ** (k + 1) * figures["head_losses"][k] for k in range(2))
+    )
     assert figures["head_losses"][2] == 0
     moved_K = heads.lm_head.ne(start.lm_head).flatten(1).any(1) & heads.block_weight[0].any((1, 2))
     assert moved_K.tolist() == [True, True, False]
@@ -133,7 +154,9 @@ def test_every_position_with_a_label_is_learned_once_per_epoch(make_spec):
     assert train(spec)["tokens"] == 2 * len(all_positions(spec, "train")[0])
 
 
-def test_a_loss_that_is_not_finite_stops_with_a_readable_error_and_spoils_no_checkpoint(make_spec, monkeypatch):
+def test_a_loss_that_is_not_finite_stops_with_a_readable_error_and_spoils_no_checkpoint(
+    make_spec, monkeypatch
+):
     spec = make_spec(checkpoint_every=1)
     spoil = iter([False, False, True])
     hidden = MedusaHeads.hidden
@@ -148,7 +171,11 @@ def test_a_loss_that_is_not_finite_stops_with_a_readable_error_and_spoils_no_che
     assert not spec.heads_path.exists()
     newest = sorted(spec.path.glob("checkpoints/*"))[-1]
     assert newest.name == "step-00000002.safetensors"
-    assert all(tensor.isfinite().all() for tensor in load_file(newest).values() if tensor.is_floating_point())
+    assert all(
+        tensor.isfinite().all()
+        for tensor in load_file(newest).values()
+        if tensor.is_floating_point()
+    )
 
 
 def test_bf16_products_stay_close_to_fp32_and_weights_stay_fp32(make_spec):

@@ -14,7 +14,10 @@ from pipeline.training.input_noise import BLOCK, noisy
 from tests.training.trainings import trainer_of
 
 NUM = 3 * BLOCK + 40
-STATES = torch.randn(NUM, 16, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, NUM)[:, None]
+STATES = (
+    torch.randn(NUM, 16, generator=torch.Generator().manual_seed(0))
+    * torch.logspace(-3, 3, NUM)[:, None]
+)
 
 
 def test_noise_is_uniform_up_to_a_share_of_each_state_s_own_rms():
@@ -36,7 +39,9 @@ def test_every_step_and_seed_has_noise_of_its_own_and_none_is_none():
     assert noisy(STATES.bfloat16(), 0.1, (5,)).dtype == torch.bfloat16
 
 
-def test_epochs_read_the_same_states_with_other_noise_and_their_labels_and_teachers_without(make_spec):
+def test_epochs_read_the_same_states_with_other_noise_and_their_labels_and_teachers_without(
+    make_spec,
+):
     spec = make_spec(noise=0.1, soft_labels=0.5, batch_tokens=10_000)
     plain = make_spec(soft_labels=0.5, batch_tokens=10_000)
     first, second = (batch for (batch,) in trainer_of(spec).learner.steps(0))
@@ -46,7 +51,9 @@ def test_epochs_read_the_same_states_with_other_noise_and_their_labels_and_teach
         for read, states in ((first, clean), (second, clean_second))
     ]
     assert 0.05 < shares[0].abs().max() <= 0.1001
-    assert (shares[0] - shares[1]).abs().max() > 0.05  # another draw, not the same one for states in another order
+    assert (
+        shares[0] - shares[1]
+    ).abs().max() > 0.05  # another draw, not the same one for states in another order
     for name in ("next_N", "labels_KN", "teacher_MD", "teacher_KN"):
         assert torch.equal(getattr(first, name), getattr(clean, name)), name
 

@@ -1,4 +1,6 @@
-"""The tuned backbone on disk: a whole model directory, written once, with the target's own tokenizer and settings."""
+"""The tuned backbone on disk: a whole model directory, written once, with the target's own
+tokenizer and settings.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def trained(tiny_target, tmp_path) -> Path:
 
 
 def files_of(directory: Path) -> dict[str, tuple[int, int]]:
-    return {path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in directory.iterdir()}
+    return {
+        path.name: (path.stat().st_mtime_ns, path.stat().st_ino) for path in directory.iterdir()
+    }
 
 
 def test_it_loads_as_any_model_does_and_says_what_target_and_adapter_say(trained, tiny_target):
@@ -41,7 +45,9 @@ def test_it_loads_as_any_model_does_and_says_what_target_and_adapter_say(trained
     model = AutoModelForCausalLM.from_pretrained(merged.model)
     torch.testing.assert_close(model(input_ids=IDS_BT).logits, expected, atol=1e-4, rtol=1e-5)
     assert eos_token_ids(merged) == eos_token_ids(spec) == (1, *range(100, 108))
-    ours, theirs = (AutoTokenizer.from_pretrained(directory) for directory in (merged.model, tiny_target))
+    ours, theirs = (
+        AutoTokenizer.from_pretrained(directory) for directory in (merged.model, tiny_target)
+    )
     assert ours.get_vocab() == theirs.get_vocab() and ours.chat_template == theirs.chat_template
     assert {path.name for path in identifying_files(merged.model, None, with_code=False)} >= {
         "config.json",
@@ -52,14 +58,17 @@ def test_it_loads_as_any_model_does_and_says_what_target_and_adapter_say(trained
     }
     for path in (trained / "backbone").iterdir():
         assert str(tiny_target).encode() not in path.read_bytes(), path
-        assert path.stat().st_mode & 0o044 == (trained / "backbone/config.json").stat().st_mode & 0o044
+        assert (
+            path.stat().st_mode & 0o044 == (trained / "backbone/config.json").stat().st_mode & 0o044
+        )
 
 
 def test_a_chat_template_from_the_settings_and_generation_settings_that_saving_refuses_come_along(
     trained, tiny_target, tmp_path
 ):
     shutil.copytree(tiny_target, tmp_path / "target")
-    unusual = '{"eos_token_id": 7, "temperature": 0.9, "top_p": 0.6}'  # as Vicuna ships them: without do_sample
+    # as Vicuna ships them: without do_sample
+    unusual = '{"eos_token_id": 7, "temperature": 0.9, "top_p": 0.6}'
     (tmp_path / "target" / "generation_config.json").write_text(unusual)
     spec = TargetSpec(str(tmp_path / "target"), chat_template="{{ messages[0].content }}!")
     merge_backbone(spec, str(trained))
@@ -125,8 +134,12 @@ def test_another_name_of_it_takes_room_only_where_there_are_no_hard_links(
     directory.mkdir(parents=True)
     (directory / "left-over.safetensors").write_text("of an earlier one")
     if not has_hard_links:
-        monkeypatch.setattr(writing.os, "link", lambda *_: (_ for _ in ()).throw(OSError("no hard links here")))
-    assert {path.name for path in link_backbone(source, directory, files_of(source))} == set(files_of(source))
+        monkeypatch.setattr(
+            writing.os, "link", lambda *_: (_ for _ in ()).throw(OSError("no hard links here"))
+        )
+    assert {path.name for path in link_backbone(source, directory, files_of(source))} == set(
+        files_of(source)
+    )
     for path in directory.iterdir():
         assert path.read_bytes() == (source / path.name).read_bytes()
         assert path.samefile(source / path.name) == has_hard_links

@@ -41,10 +41,16 @@ def test_the_reports_curves_are_losses_and_accuracies_per_head_by_step(tmp_path)
     with MetricsLog(Watched("run", tmp_path), 0) as log:
         log.write(0, {"held_out": [{"loss": 3.0, "top1": 0.1}, {"loss": 4.0, "top1": 0.2}]})
         log.write(1, {"loss": 2.0, "head_losses": [1.0, 2.0]})
-        evaluated = {"held_out": [{"loss": 1.0}, {"loss": 2.0}], "drift": {"kl": 0.01, "positions": 9}}
+        evaluated = {
+            "held_out": [{"loss": 1.0}, {"loss": 2.0}],
+            "drift": {"kl": 0.01, "positions": 9},
+        }
         log.write(2, {"loss": 1.0, "head_losses": [0.5, 1.0], **evaluated})
     trained, held_out = read_curves(tmp_path)
-    assert [(line["step"], line["head_losses"]) for line in trained] == [(1, [1.0, 2.0]), (2, [0.5, 1.0])]
+    assert [(line["step"], line["head_losses"]) for line in trained] == [
+        (1, [1.0, 2.0]),
+        (2, [0.5, 1.0]),
+    ]
     assert held_out == [
         {"step": 0, "head_losses": [3.0, 4.0], "head_top1": [0.1, 0.2]},
         {"step": 2, "head_losses": [1.0, 2.0], "head_top1": [None, None], "kl": 0.01},

@@ -66,13 +66,18 @@ def test_a_restored_optimizer_takes_the_same_steps(name):
 def test_eight_bit_moments_follow_adamw_closely_in_a_quarter_of_the_memory():
     exact, small = Stacks(), Stacks()
     start = exact.lm_head.detach().clone()
-    optimizers = [optimizer_of(exact, settings("adamw")), optimizer_of(small, settings("adamw-8bit"))]
+    optimizers = [
+        optimizer_of(exact, settings("adamw")),
+        optimizer_of(small, settings("adamw-8bit")),
+    ]
     for seed in range(10):
         step(exact, optimizers[0], seed)
         step(small, optimizers[1], seed)
     moved = (exact.lm_head - start).norm()
     assert (exact.lm_head - small.lm_head).norm() < 0.1 * moved
-    sizes = [sum(t.nbytes for t in optimizer_tensors(optimizer)[0].values()) for optimizer in optimizers]
+    sizes = [
+        sum(t.nbytes for t in optimizer_tensors(optimizer)[0].values()) for optimizer in optimizers
+    ]
     assert sizes[1] < 0.3 * sizes[0]
 
 
@@ -86,22 +91,31 @@ def test_weights_decay_and_biases_norms_and_frozen_parameters_do_not(name):
             parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     torch.testing.assert_close(module.block_weight, before["block_weight"] * (1 - 1e-2 * 0.5))
-    assert all(torch.equal(getattr(module, name), before[name]) for name in ("block_bias", "norm", "frozen"))
+    assert all(
+        torch.equal(getattr(module, name), before[name])
+        for name in ("block_bias", "norm", "frozen")
+    )
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw-8bit"])
-def test_heads_learn_four_times_as_fast_as_the_backbone_unless_told_otherwise_biases_among_them(name):
+def test_heads_learn_four_times_as_fast_as_the_backbone_unless_told_otherwise_biases_among_them(
+    name,
+):
     for given, expected in ((None, 2.5e-3), (1e-4, 1e-4)):
         heads, backbone = Stacks(), nn.Linear(64, 80)
         train = settings(name, backbone={"lr": given}, weight_decay=0.1)
         rates = {"heads": train.lr, "backbone": train.backbone.peak_lr(train.lr)}
         optimizer = make_optimizer({"heads": heads, "backbone": backbone}, rates, train)
-        before = [each.detach().clone() for each in (heads.block_weight, heads.block_bias, *backbone.parameters())]
+        before = [
+            each.detach().clone()
+            for each in (heads.block_weight, heads.block_bias, *backbone.parameters())
+        ]
         set_lr(optimizer, 0.5)
         for parameter in [*heads.parameters(), *backbone.parameters()]:
             parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
         optimizer.step()
-        # AdamW's first step is one learning rate along the gradient's sign, and weights decay besides.
+        # AdamW's first step is one learning rate along the gradient's sign, and weights decay
+        # besides.
         rates = [5e-3, 5e-3, expected / 2, expected / 2]
         after = (heads.block_weight, heads.block_bias, *backbone.parameters())
         for start, end, lr, decay in zip(before, after, rates, (0.1, 0, 0.1, 0), strict=True):
@@ -113,7 +127,9 @@ def test_dropping_gradients_frees_those_of_the_sliced_views_too():
     optimizer = optimizer_of(module, settings("adamw-8bit"))
     step(module, optimizer, 0)
     optimizer.zero_grad(set_to_none=True)
-    held = [p.grad for group in optimizer.param_groups for p in group["params"]] + [p.grad for p in module.parameters()]
+    held = [p.grad for group in optimizer.param_groups for p in group["params"]] + [
+        p.grad for p in module.parameters()
+    ]
     assert all(gradient is None for gradient in held)
 
 

@@ -1,4 +1,6 @@
-"""Only the copy that trains is quantized: what is published is the target's own weights and what was learned."""
+"""Only the copy that trains is quantized: what is published is the target's own weights and what
+was learned.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +38,19 @@ def test_a_run_with_a_four_bit_copy_publishes_whole_weights_that_decode_exactly(
     loaded, load = [], AutoModelForCausalLM.from_pretrained
 
     def spy(name, *args, **settings):
-        loaded.append((str(name) == str(tiny_target), settings.get("quantization_config") is not None))
+        loaded.append(
+            (str(name) == str(tiny_target), settings.get("quantization_config") is not None)
+        )
         return load(name, *args, **settings)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spy)
     config = make_config(tmp_path, **MEDUSA_2, train__backbone__quantization="4bit")
     run = run_flow(config, executor="inline", console=Console(file=(said := StringIO())))
     assert [quantized for _, quantized in loaded].count(True) == 1 and (True, True) in loaded
-    assert said.getvalue().count(QUANTIZED_TEACHER) == 1 and "nats from the target in 4bit" in said.getvalue()
+    assert (
+        said.getvalue().count(QUANTIZED_TEACHER) == 1
+        and "nats from the target in 4bit" in said.getvalue()
+    )
     report = json.loads((run.path / "report.json").read_text())
     assert report["check"]["native"]["greedy_match"] == {"sequences": 4, "identical": 4, "ties": 0}
     assert report["train"]["drift"]["kl"] > 0
@@ -52,7 +59,9 @@ def test_a_run_with_a_four_bit_copy_publishes_whole_weights_that_decode_exactly(
     backbone = latest(run, "export").path / "backbone"
     expected = logits_with_adapter_on(tiny_target, latest(run, "train").path / "adapter", ids_BT)
     published = AutoModelForCausalLM.from_pretrained(backbone)
-    assert published.dtype == torch.float32 and not getattr(published.config, "quantization_config", None)
+    assert published.dtype == torch.float32 and not getattr(
+        published.config, "quantization_config", None
+    )
     torch.testing.assert_close(published(input_ids=ids_BT).logits, expected, atol=1e-3, rtol=1e-4)
 
 
@@ -70,4 +79,7 @@ def test_a_run_with_a_four_bit_copy_publishes_whole_weights_that_decode_exactly(
 def test_the_copy_is_quantized_like_the_target_unless_it_is_said(make_tuning, own, asked, trained):
     spec = make_tuning(quantization=asked)
     spec = replace(spec, target=replace(spec.target, quantization=own))
-    assert spec.trained_target == replace(spec.target, quantization=trained) and spec.target.quantization == own
+    assert (
+        spec.trained_target == replace(spec.target, quantization=trained)
+        and spec.target.quantization == own
+    )

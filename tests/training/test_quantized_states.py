@@ -38,12 +38,15 @@ def requantized(shard: str, path: Path, precision) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["medusa", "recurrent"])
-def test_heads_of_both_kinds_learn_from_8_bits_what_they_learn_from_all(make_spec, shards, tmp_path, kind):
+def test_heads_of_both_kinds_learn_from_8_bits_what_they_learn_from_all(
+    make_spec, shards, tmp_path, kind
+):
     settings = {"heads": kind, "epochs": 5, "soft_labels": 0.3}
     found = {"native": train(make_spec("native", **settings))["held_out"]}
     for precision in ("fp8", "int8"):
         copies = tuple(
-            requantized(shard, tmp_path / f"{precision}{i}.parquet", precision) for i, shard in enumerate(shards)
+            requantized(shard, tmp_path / f"{precision}{i}.parquet", precision)
+            for i, shard in enumerate(shards)
         )
         found[precision] = train(make_spec(precision, shards=copies, **settings))["held_out"]
         for head, native in zip(found[precision], found["native"], strict=True):

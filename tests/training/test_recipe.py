@@ -10,7 +10,14 @@ from pipeline.config import TrainConfig
 from pipeline.config.load import load_config
 from pipeline.errors import ConfigError
 from pipeline.training.methods import METHODS
-from pipeline.training.recipe import FEW_STEPS, MAX_EPOCHS, MIN_BATCH, backbone_recipe, few_steps, heads_recipe
+from pipeline.training.recipe import (
+    FEW_STEPS,
+    MAX_EPOCHS,
+    MIN_BATCH,
+    backbone_recipe,
+    few_steps,
+    heads_recipe,
+)
 
 AUTO = TrainConfig()
 POSITIONS, WIDTHS = st.integers(1, 10**9), st.sampled_from([64, 256, 1024, 4096, 8192])
@@ -19,7 +26,12 @@ POSITIONS, WIDTHS = st.integers(1, 10**9), st.sampled_from([64, 256, 1024, 4096,
 def test_the_paper_s_data_and_width_give_the_paper_s_settings():
     """100,000 conversations of 800 tokens, a target of 7B (appendix B, Medusa-1)."""
     found = heads_recipe(AUTO, 80_000_000, 4096)
-    assert (found.epochs, found.batch_tokens, found.lr, found.warmup_steps) == (2, 16_384, pytest.approx(1e-3), 40)
+    assert (found.epochs, found.batch_tokens, found.lr, found.warmup_steps) == (
+        2,
+        16_384,
+        pytest.approx(1e-3),
+        40,
+    )
     assert found.total_steps == 2 * -(-80_000_000 // 16_384)
 
 
@@ -28,7 +40,11 @@ def test_the_rule_stays_within_its_bounds(positions, width):
     found = heads_recipe(AUTO, positions, width)
     assert 2 <= found.epochs <= MAX_EPOCHS and MIN_BATCH <= found.batch_tokens <= 16_384
     assert 0 <= found.warmup_steps <= min(40, found.total_steps // 10)
-    assert (found.steps_per_epoch - 1) * found.batch_tokens < positions <= found.steps_per_epoch * found.batch_tokens
+    assert (
+        (found.steps_per_epoch - 1) * found.batch_tokens
+        < positions
+        <= found.steps_per_epoch * found.batch_tokens
+    )
 
 
 @given(POSITIONS, POSITIONS, WIDTHS)
@@ -37,7 +53,11 @@ def test_more_data_is_never_learned_in_smaller_batches_nor_in_more_epochs(one, o
     assert few.batch_tokens <= many.batch_tokens and few.epochs >= many.epochs
 
 
-@given(st.sampled_from(["epochs", "lr", "batch_tokens", "warmup_steps"]), st.integers(1, 5000), POSITIONS)
+@given(
+    st.sampled_from(["epochs", "lr", "batch_tokens", "warmup_steps"]),
+    st.integers(1, 5000),
+    POSITIONS,
+)
 def test_what_is_given_stays_as_it_is(key, value, positions):
     assert getattr(heads_recipe(TrainConfig(**{key: value}), positions, 256), key) == value
 
@@ -49,15 +69,22 @@ def test_everything_given_is_the_recipe_whatever_the_data():
 
 
 def test_the_paper_s_sequences_give_the_paper_s_steps():
-    """100,000 samples packed into 39,000 sequences of 2,048 tokens (appendix B, self-distillation)."""
+    """100,000 samples packed into 39,000 sequences of 2,048 tokens (appendix B,
+    self-distillation).
+    """
     found = backbone_recipe(AUTO, 39_000, 80_000_000, 4096)
     assert (found.batch_sequences, found.epochs, found.warmup_steps) == (128, 2, 40)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6))
 def test_few_sequences_are_learned_one_by_one_and_more_in_no_smaller_batches(one, other):
-    few, many = (backbone_recipe(AUTO, number, number * 1000, 256) for number in sorted((one, other)))
-    assert 1 <= (few.batch_sequences or 0) <= (many.batch_sequences or 0) <= 128 and few.epochs >= many.epochs
+    few, many = (
+        backbone_recipe(AUTO, number, number * 1000, 256) for number in sorted((one, other))
+    )
+    assert (
+        1 <= (few.batch_sequences or 0) <= (many.batch_sequences or 0) <= 128
+        and few.epochs >= many.epochs
+    )
     assert backbone_recipe(AUTO, 30, 30_000, 256).batch_sequences == 1
 
 
@@ -81,10 +108,14 @@ def test_too_few_steps_of_any_phase_are_told_with_what_to_do(steps, warned, batc
 def test_the_rule_s_version_is_in_the_fingerprint_where_it_is_used():
     explicit = TrainConfig(epochs=2, lr=1e-3, batch_tokens=16_384, warmup_steps=40)
     method = METHODS["medusa-1"]
-    assert "recipe" in method.settings(TrainConfig(lr=1e-3), None) and "recipe" not in method.settings(explicit, None)
+    assert "recipe" in method.settings(
+        TrainConfig(lr=1e-3), None
+    ) and "recipe" not in method.settings(explicit, None)
 
 
-@pytest.mark.parametrize("wrong", ["epochs=0", "lr=-1", "batch_tokens=many", "warmup_steps=-1", "patience=0"])
+@pytest.mark.parametrize(
+    "wrong", ["epochs=0", "lr=-1", "batch_tokens=many", "warmup_steps=-1", "patience=0"]
+)
 def test_wrong_settings_are_named(wrong):
     key = f"train.{wrong.partition('=')[0]}"
     with pytest.raises(ConfigError, match=key):

@@ -1,5 +1,5 @@
-"""Frozen layers and heads split over two workers, this process and another: the training is that of whole ones, to the
-bit, also where micro-batches accumulate."""
+"""Frozen layers and heads split over two workers, this process and another: the training is that of
+whole ones, to the bit, also where micro-batches accumulate."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from tests.training.two_workers import train_as_two
 
 @pytest.fixture(scope="module")
 def layered(tmp_path_factory) -> TargetSpec:
-    """A target of several layers, whose lm_head is its embedding; its matrices do not halve evenly."""
+    """A target of several layers, whose lm_head is its embedding; its matrices do not halve
+    evenly.
+    """
     torch.manual_seed(4)
     sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 45, "num_hidden_layers": 3}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=1, tie_word_embeddings=True))
@@ -36,12 +38,22 @@ def layered(tmp_path_factory) -> TargetSpec:
 @pytest.fixture
 def make(make_tuning, layered):
     """In most steps, and of the held-out text, this worker has one sequence, and the other two."""
-    usual = {"lora_dropout": 0.3, "epochs": 2, "sequence_length": 40, "batch_sequences": 3, "max_grad_norm": 0.5}
-    return lambda name, **settings: replace(make_tuning(name, **{**usual, **settings}), target=layered)
+    usual = {
+        "lora_dropout": 0.3,
+        "epochs": 2,
+        "sequence_length": 40,
+        "batch_sequences": 3,
+        "max_grad_norm": 0.5,
+    }
+    return lambda name, **settings: replace(
+        make_tuning(name, **{**usual, **settings}), target=layered
+    )
 
 
 def train_and_count(specs: tuple[TrainSpec, ...], workers: Workers) -> None:
-    """Train each, and write down how many frozen elements of the layers this worker then holds, before and in steps."""
+    """Train each, and write down how many frozen elements of the layers this worker then holds,
+    before and in steps.
+    """
     for spec in specs:
         train(spec, workers)
     trainer = trainer_of(specs[-1], workers)
@@ -52,7 +64,9 @@ def train_and_count(specs: tuple[TrainSpec, ...], workers: Workers) -> None:
 
 
 def train_and_interrupt(specs: tuple[TrainSpec, ...], workers: Workers) -> None:
-    """Train the first, and the second with a break; both workers stop in the same step, as Ray Train ends a group."""
+    """Train the first, and the second with a break; both workers stop in the same step, as Ray
+    Train ends a group.
+    """
     whole, broken = specs
     train(whole, workers)
     with pytest.raises(Stopped):
@@ -62,29 +76,46 @@ def train_and_interrupt(specs: tuple[TrainSpec, ...], workers: Workers) -> None:
 
 
 def held(backbone: nn.Module) -> int:
-    frozen = [weight for layer in decoder_layers(backbone) for weight in layer.parameters() if not weight.requires_grad]
-    return sum((weight.to_local() if isinstance(weight, DTensor) else weight).numel() for weight in frozen)
+    frozen = [
+        weight
+        for layer in decoder_layers(backbone)
+        for weight in layer.parameters()
+        if not weight.requires_grad
+    ]
+    return sum(
+        (weight.to_local() if isinstance(weight, DTensor) else weight).numel() for weight in frozen
+    )
 
 
 @pytest.mark.slow
-def test_the_weights_are_those_of_whole_layers_and_each_worker_holds_half_of_them(make, tmp_path, layered):
+def test_the_weights_are_those_of_whole_layers_and_each_worker_holds_half_of_them(
+    make, tmp_path, layered
+):
     whole, split = make("whole"), make("split", shard=True)
     train_as_two(train_and_count, (whole, split), tmp_path)
     assert same(whole, split)
     for one, other in zip(read_metrics(whole.path), read_metrics(split.path), strict=True):
         assert one | {"tokens_per_second": 0} == other | {"tokens_per_second": 0}
     model = LlamaForCausalLM.from_pretrained(layered.model)
-    half = sum(weight.numel() for layer in decoder_layers(model) for weight in layer.parameters()) / 2
+    half = (
+        sum(weight.numel() for layer in decoder_layers(model) for weight in layer.parameters()) / 2
+    )
     for rank in range(2):
         before, after = json.loads((split.path / f"held-{rank}.json").read_text())
-        assert before == after == pytest.approx(half, rel=0.03)  # one row more or less of what is odd
+        assert (
+            before == after == pytest.approx(half, rel=0.03)
+        )  # one row more or less of what is odd
 
 
 @pytest.mark.slow
-def test_an_interrupted_training_of_split_layers_ends_with_the_weights_of_whole_ones(make, tmp_path):
+def test_an_interrupted_training_of_split_layers_ends_with_the_weights_of_whole_ones(
+    make, tmp_path
+):
     settings = {"gradient_checkpointing": True, "micro_batch": 2, "precision": "bf16"}
     whole, broken = make("whole", **settings), make("broken", shard=True, **settings)
-    whole, broken = (replace(spec, target=replace(spec.target, dtype="bfloat16")) for spec in (whole, broken))
+    whole, broken = (
+        replace(spec, target=replace(spec.target, dtype="bfloat16")) for spec in (whole, broken)
+    )
     train_as_two(train_and_interrupt, (whole, broken), tmp_path)
     assert same(whole, broken)
 
@@ -92,7 +123,10 @@ def test_an_interrupted_training_of_split_layers_ends_with_the_weights_of_whole_
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_workers_run_equally_many_batches_of_which_some_hold_nothing(make, micro_batch):
     """A worker that ran fewer would leave the others waiting for its part of a layer."""
-    learners = [trainer_of(make("any", micro_batch=micro_batch), Workers(rank, 2)).learner for rank in range(2)]
+    learners = [
+        trainer_of(make("any", micro_batch=micro_batch), Workers(rank, 2)).learner
+        for rank in range(2)
+    ]
     numbers = set()
     for step in range(learners[0].steps_per_epoch):
         shares = [list(learner.batches(step)) for learner in learners]

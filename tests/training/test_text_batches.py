@@ -24,7 +24,12 @@ def text(length: int, *spans: tuple[int, int], num_read: int | None = None, firs
 
 
 def opened(texts, **more):
-    settings = {"fingerprint": "9" * 64, "vocab_size": 40, "roles": ("assistant",), "sequence_length": 64}
+    settings = {
+        "fingerprint": "9" * 64,
+        "vocab_size": 40,
+        "roles": ("assistant",),
+        "sequence_length": 64,
+    }
     return read_texts(texts, **{**settings, **more})
 
 
@@ -44,8 +49,15 @@ def test_packing_is_dense(lengths):
     assert len(fills) < 2 or fills[0] + fills[1] > 40
 
 
-@given(lengths=lengths_of_texts, budget=st.integers(1, 9), world_size=st.integers(1, 5), epoch=st.integers(0, 2))
-def test_every_sequence_comes_once_per_epoch_whoever_shares_the_steps(lengths, budget, world_size, epoch):
+@given(
+    lengths=lengths_of_texts,
+    budget=st.integers(1, 9),
+    world_size=st.integers(1, 5),
+    epoch=st.integers(0, 2),
+)
+def test_every_sequence_comes_once_per_epoch_whoever_shares_the_steps(
+    lengths, budget, world_size, epoch
+):
     plan = plan_of(lengths, budget)
     seen: Counter[tuple[int, ...]] = Counter()
     for step in range(plan.steps_per_epoch):
@@ -65,16 +77,25 @@ def plan_of(lengths, batch_sequences: int, seed: int = 0) -> TextPlan:
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = [str(plan_of([30] * 50, 50, seed).sequences(epoch, 0)) for seed in range(2) for epoch in range(2)]
+    orders = [
+        str(plan_of([30] * 50, 50, seed).sequences(epoch, 0))
+        for seed in range(2)
+        for epoch in range(2)
+    ]
     assert len(set(orders)) == 4
 
 
 def test_labels_are_the_tokens_that_follow_within_the_span():
-    """Two texts in one sequence and one in another, every position by hand; tokens say where they are from."""
+    """Two texts in one sequence and one in another, every position by hand; tokens say where they
+    are from.
+    """
     first, second = text(9, (2, 4), (6, 9)), text(6, (3, 6), first=20)
     third = text(8, (1, 8), num_read=4, first=10)  # cut: labels may lie beyond what is read
     batch = assemble_texts([[first, second], [third]], K)
-    assert batch.ids_BT.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7, 20, 21, 22, 23, 24], [10, 11, 12, 13, *[0] * 9]]
+    assert batch.ids_BT.tolist() == [
+        [0, 1, 2, 3, 4, 5, 6, 7, 20, 21, 22, 23, 24],
+        [10, 11, 12, 13, *[0] * 9],
+    ]
     assert batch.positions_BT.tolist() == [[*range(8), *range(5)], [*range(4), *[0] * 9]]
     width = batch.ids_BT.shape[1]
     assert batch.learned_N.tolist() == [1, 2, 5, 6, 7, 10, 11, 12, *range(width, width + 4)]
@@ -119,10 +140,16 @@ def test_only_what_the_target_wrote_in_the_chosen_roles_is_learned(texts, roles,
 
 
 def test_what_lies_beyond_the_sequence_is_counted(texts):
-    whole, cut = (opened(texts, roles=("user",), sequence_length=length)["train"] for length in (64, 12))
+    whole, cut = (
+        opened(texts, roles=("user",), sequence_length=length)["train"] for length in (64, 12)
+    )
     assert not sum(each.num_cut for each in whole)
-    assert any(each.num_read == 0 for each in cut) and all(each.num_learned for each in cut if each.num_read)
-    learned, left_out = (sum(getattr(each, name) for each in cut) for name in ("num_learned", "num_cut"))
+    assert any(each.num_read == 0 for each in cut) and all(
+        each.num_learned for each in cut if each.num_read
+    )
+    learned, left_out = (
+        sum(getattr(each, name) for each in cut) for name in ("num_learned", "num_cut")
+    )
     assert left_out > 0 and learned + left_out == sum(each.num_learned for each in whole)
 
 

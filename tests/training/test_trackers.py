@@ -1,4 +1,6 @@
-"""Trackers, each read back with its own reader: every step once, also after a resume; a broken one ends nothing."""
+"""Trackers, each read back with its own reader: every step once, also after a resume; a broken one
+ends nothing.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def on_the_board(directory: Path) -> tuple[list[int], str]:
     board = EventAccumulator(str(directory / "tensorboard"))
     board.Reload()
     texts = [
-        event.tensor_proto.string_val[0].decode() for tag in board.Tags()["tensors"] for event in board.Tensors(tag)
+        event.tensor_proto.string_val[0].decode()
+        for tag in board.Tags()["tensors"]
+        for event in board.Tensors(tag)
     ]
     return [event.step for event in board.Scalars("loss")], "\n".join(texts)
 
@@ -48,13 +52,22 @@ def in_trackio() -> tuple[list[int], dict, str]:
     (run,) = SQLiteStorage.get_run_records(trackers.PROJECT)
     points = SQLiteStorage.get_logs(trackers.PROJECT, run["name"])
     config = SQLiteStorage.get_run_config(trackers.PROJECT, run["name"])
-    final = {name: value for point in points for name, value in point.items() if name.startswith("final/")}
-    return [point["step"] for point in points if "loss" in point], final, run["name"] + json.dumps(config)
+    final = {
+        name: value
+        for point in points
+        for name, value in point.items()
+        if name.startswith("final/")
+    }
+    return (
+        [point["step"] for point in points if "loss" in point],
+        final,
+        run["name"] + json.dumps(config),
+    )
 
 
 def records_of(file: Path) -> Iterator[bytes]:
-    """A .wandb file is a log in LevelDB's format after 7 bytes: blocks of 32 KiB, in them parts of records, each after
-    its checksum, length and type (1 whole, 2 first, 3 middle, 4 last)."""
+    """A .wandb file is a log in LevelDB's format after 7 bytes: blocks of 32 KiB, in them parts of
+    records, each after its checksum, length and type (1 whole, 2 first, 3 middle, 4 last)."""
     data, at, record = file.read_bytes(), 7, b""
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
@@ -81,11 +94,15 @@ def in_wandb(directory: Path) -> tuple[list[int], dict, str]:
             if kind == "run":
                 ids.add(record.run.run_id)
                 said += record.run.display_name + str(record.run.config)
-            items = {"/".join(item.nested_key) or item.key: item.value_json for item in record.history.item}
+            items = {
+                "/".join(item.nested_key) or item.key: item.value_json
+                for item in record.history.item
+            }
             if kind == "history" and "loss" in items:
                 steps.append(record.history.step.num)
             final |= {
-                "/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.summary.update
+                "/".join(item.nested_key) or item.key: json.loads(item.value_json)
+                for item in record.summary.update
             }
     assert len(ids) == 1
     return steps, final, said
@@ -98,16 +115,24 @@ def test_every_tracker_has_every_step_once_after_a_resume_with_name_configuratio
     spec = make_spec(report_to=("tensorboard", "trackio", "wandb"))
     spec = replace(spec, run_name="my-run", configuration=SETTINGS)
     with pytest.raises(Stopped):
-        train(spec, progress=stop_at(5))  # the newest checkpoint is of step 3: 4 and 5 are taken again
+        train(
+            spec, progress=stop_at(5)
+        )  # the newest checkpoint is of step 3: 4 and 5 are taken again
     summary = train(spec)
     steps = list(range(1, summary["steps"] + 1))
     assert len(steps) > 6 and "warnings" not in summary
     taken, text = on_the_board(spec.path)
     assert taken == steps and not caplog.records, "TensorBoard has purged nothing"
-    assert "my-run" in text and '"lr": 0.01' in text and f'"final_loss": {summary["final_loss"]}' in text
+    assert (
+        "my-run" in text
+        and '"lr": 0.01' in text
+        and f'"final_loss": {summary["final_loss"]}' in text
+    )
     for taken, final, said in (in_trackio(), in_wandb(spec.path)):
         assert taken == steps
-        assert final["final/final_loss"] == pytest.approx(summary["final_loss"]) and final["final/steps"] == len(steps)
+        assert final["final/final_loss"] == pytest.approx(summary["final_loss"]) and final[
+            "final/steps"
+        ] == len(steps)
         assert "my-run" in said and "0.01" in said and "sources" in said
 
 
@@ -130,10 +155,15 @@ def test_a_tracker_that_fails_is_said_once_and_ends_neither_training_nor_the_oth
     plain = train(make_spec("plain"))
     spec = make_spec(report_to=("wandb", "tensorboard"))
     summary = train(spec)
-    assert summary["final_loss"] == plain["final_loss"] and len(on_the_board(spec.path)[0]) >= summary["steps"]
+    assert (
+        summary["final_loss"] == plain["final_loss"]
+        and len(on_the_board(spec.path)[0]) >= summary["steps"]
+    )
     (said,) = summary["warnings"]
     assert said == "wandb was given up and has not all points: ConnectionError: the server is gone"
-    assert asked == [broken] and [record.message for record in caplog.records] == [f"{said}. Training goes on."], "once"
+    assert asked == [broken] and [record.message for record in caplog.records] == [
+        f"{said}. Training goes on."
+    ], "once"
 
 
 def test_a_tracker_that_is_not_there_or_not_logged_in_is_refused_before_anything_starts(
@@ -147,7 +177,9 @@ def test_a_tracker_that_is_not_there_or_not_logged_in_is_refused_before_anything
     import wandb
 
     wandb.teardown()
-    with pytest.raises(EnvironmentFault, match=r"Nobody is logged in to Weights & Biases .train.report_to.*login"):
+    with pytest.raises(
+        EnvironmentFault, match=r"Nobody is logged in to Weights & Biases .train.report_to.*login"
+    ):
         check_config(make_config(tmp_path, train__report_to=["wandb"]))
     monkeypatch.setenv("WANDB_MODE", "offline")
     wandb.teardown()
@@ -157,7 +189,10 @@ def test_a_tracker_that_is_not_there_or_not_logged_in_is_refused_before_anything
     with pytest.raises(EnvironmentFault, match="Space me/space, and nobody is logged in"):
         require_trackers(["trackio"])
     monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(EnvironmentFault, match=r"trackio is not installed here .train.report_to.*pip install trackio"):
+    with pytest.raises(
+        EnvironmentFault,
+        match=r"trackio is not installed here .train.report_to.*pip install trackio",
+    ):
         check_config(make_config(tmp_path, train__report_to=["trackio"]))
     notes: list[str] = []
     check_config(make_config(tmp_path, train__report_to=["trackio"]), notes=notes)
@@ -165,22 +200,27 @@ def test_a_tracker_that_is_not_there_or_not_logged_in_is_refused_before_anything
 
 
 @pytest.mark.slow
-def test_a_server_that_answers_no_more_does_not_keep_the_heads_from_being_written(tmp_path, offline, monkeypatch):
+def test_a_server_that_answers_no_more_does_not_keep_the_heads_from_being_written(
+    tmp_path, offline, monkeypatch
+):
     import wandb
 
     told, init = {}, wandb.init
     monkeypatch.setattr(wandb, "init", lambda **more: told.update(more) or init(**more))
     reporting = trackers.Trackers(["wandb"], trackers.Watched("run", tmp_path))
     reporting.finish({})
-    assert not reporting.failed and 0 < told["settings"].finish_timeout < 600 > told["settings"].init_timeout > 0
+    assert (
+        not reporting.failed
+        and 0 < told["settings"].finish_timeout < 600 > told["settings"].init_timeout > 0
+    )
     assert told["settings"].finish_timeout_raises, "so that it is told"
 
 
 def test_nothing_is_imported_that_is_not_asked_for():
     code = (
-        "import sys; from pathlib import Path; from pipeline.training.trackers import Trackers, Watched\n"
-        "Trackers((), Watched('run', Path('.'))).finish({})\n"
-        "print(sorted({'wandb', 'trackio', 'tensorboard', 'torch.utils.tensorboard'} & set(sys.modules)))"
+        "import sys; from pathlib import Path; from pipeline.training.trackers import Trackers,"
+        " Watched\nTrackers((), Watched('run', Path('.'))).finish({})\nprint(sorted({'wandb',"
+        " 'trackio', 'tensorboard', 'torch.utils.tensorboard'} & set(sys.modules)))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "[]" and not Path(trackers.FILE).exists()
@@ -188,4 +228,6 @@ def test_nothing_is_imported_that_is_not_asked_for():
 
 def test_where_to_report_changes_no_fingerprint(make_spec):
     told, not_told = make_spec("a", report_to=("trackio",)), make_spec("b", report_to=())
-    assert told.method.settings(told.settings, None) == not_told.method.settings(not_told.settings, None)
+    assert told.method.settings(told.settings, None) == not_told.method.settings(
+        not_told.settings, None
+    )

@@ -43,7 +43,9 @@ RECIPES = [
 
 
 @pytest.mark.parametrize(
-    "recipe", [RECIPES[0], *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in RECIPES[1:])], ids=str
+    "recipe",
+    [RECIPES[0], *(pytest.param(recipe, marks=pytest.mark.slow) for recipe in RECIPES[1:])],
+    ids=str,
 )
 def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_spec, recipe):
     whole = make_spec("whole", **recipe)
@@ -55,7 +57,10 @@ def test_an_interrupted_run_ends_with_the_weights_of_an_uninterrupted_one(make_s
         assert not broken.heads_path.exists()
         found = train(broken)
         assert found["steps"] == expected["steps"] > 7 and found["tokens"] == expected["tokens"]
-        assert found["final_loss"] == expected["final_loss"] and found["held_out"] == expected["held_out"]
+        assert (
+            found["final_loss"] == expected["final_loss"]
+            and found["held_out"] == expected["held_out"]
+        )
         for name, tensor in weights(whole).items():
             assert torch.equal(weights(broken)[name], tensor), f"{name}, stopped at {stop}"
 
@@ -74,7 +79,12 @@ def test_metrics_have_every_step_once_after_a_resume(make_spec):
 
 
 def train_until_killed(spec: TrainSpec) -> None:
-    train(spec, progress=ProgressReporter(show=lambda now: now.done == 8 and os.kill(os.getpid(), signal.SIGKILL)))
+    train(
+        spec,
+        progress=ProgressReporter(
+            show=lambda now: now.done == 8 and os.kill(os.getpid(), signal.SIGKILL)
+        ),
+    )
 
 
 @pytest.mark.slow
@@ -87,7 +97,9 @@ def test_a_killed_process_resumes_from_its_newest_whole_checkpoint(make_spec):
     assert trainer.exitcode == -signal.SIGKILL
     assert list(killed.path.glob("checkpoints/step-*.safetensors"))
     train(killed)
-    assert all(torch.equal(weights(killed)[name], tensor) for name, tensor in weights(whole).items())
+    assert all(
+        torch.equal(weights(killed)[name], tensor) for name, tensor in weights(whole).items()
+    )
 
 
 def test_a_finished_run_called_again_does_nothing(make_spec):
@@ -99,7 +111,9 @@ def test_a_finished_run_called_again_does_nothing(make_spec):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [{}, {"soft_labels": 0.5, "lm_head": "shared", "noise": 0.2}], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [{}, {"soft_labels": 0.5, "lm_head": "shared", "noise": 0.2}], ids=str
+)
 def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path, recipe):
     """The second worker is another process; they meet over gloo."""
     alone, together = make_spec("alone", **recipe), make_spec("together", **recipe)
@@ -113,7 +127,9 @@ def test_two_workers_follow_the_curve_of_one(make_spec, tmp_path, recipe):
 
 
 @pytest.mark.parametrize("lm_head", ["untied", "shared", "tied"])
-def test_the_same_training_on_a_slower_machine_leaves_the_same_file(make_spec, monkeypatch, lm_head):
+def test_the_same_training_on_a_slower_machine_leaves_the_same_file(
+    make_spec, monkeypatch, lm_head
+):
     fast, slow = make_spec("fast", lm_head=lm_head), make_spec("slow", lm_head=lm_head)
     train(fast)
     monkeypatch.setattr(room, "time", SimpleNamespace(monotonic=count(0, 60).__next__))
@@ -124,7 +140,9 @@ def test_the_same_training_on_a_slower_machine_leaves_the_same_file(make_spec, m
 
 def test_heads_of_another_shape_in_the_directory_do_not_pass_for_this_training_s(make_spec):
     train(make_spec(num_heads=2))
-    with pytest.raises(DataError, match=r"2 heads with untied lm_heads.*3 heads with untied lm_heads"):
+    with pytest.raises(
+        DataError, match=r"2 heads with untied lm_heads.*3 heads with untied lm_heads"
+    ):
         train(make_spec())
 
 

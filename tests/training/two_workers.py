@@ -30,7 +30,9 @@ def train_as_two(train: Callable[..., Any], spec: Specs, scratch: Path) -> None:
 
 
 def _train_as_one_of_two(train: Callable[..., Any], spec: Specs, rank: int, meeting: str) -> None:
-    distributed.init_process_group("gloo", init_method=meeting, timeout=PATIENCE, rank=rank, world_size=2)
+    distributed.init_process_group(
+        "gloo", init_method=meeting, timeout=PATIENCE, rank=rank, world_size=2
+    )
     try:
         train(spec, Workers(rank, 2))
     finally:
