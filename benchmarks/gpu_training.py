@@ -27,12 +27,11 @@ from pipeline.conversations.spans import IGNORED, head_labels
 from pipeline.heads.medusa import MedusaShape
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec
-from pipeline.training.epoch_plan import EpochPlan
-from pipeline.training.feature_batches import load_batches
+from pipeline.training.feature_batches import EpochPlan, load_batches
 from pipeline.training.heads_only import open_features
 from pipeline.training.metrics import read_metrics
-from pipeline.training.phases import train
 from pipeline.training.task import TrainSpec, product_dtype
+from pipeline.training.trainer import train
 
 if TYPE_CHECKING:
     from benchmarks.gpu import Size

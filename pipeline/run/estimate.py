@@ -29,9 +29,9 @@ from pipeline.storage.done import Summary
 from pipeline.targets.quantization import quantization_of
 from pipeline.targets.spec import cached_numbers, context_length, model_config, resolve
 from pipeline.training.feature_batches import BATCHES_AHEAD
-from pipeline.training.learner import Learner
 from pipeline.training.methods import method_of
 from pipeline.training.recipe import Recipe
+from pipeline.training.task import Learner
 
 TOLERANCE = 0.2  # of an estimate of memory
 ASSUMED_HIDDEN_SIZE = 4096  # a 7B model's, while the target cannot be looked up

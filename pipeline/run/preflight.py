@@ -26,7 +26,7 @@ from pipeline.targets.files import is_local
 from pipeline.targets.hub_access import check_repo_id
 from pipeline.targets.spec import TargetSpec, model_config, resolve
 from pipeline.training.methods import method_of
-from pipeline.training.trackers import require_trackers
+from pipeline.training.metrics import require_trackers
 
 
 def check_config(
