@@ -19,7 +19,7 @@ from typing import Any
 import pipeline
 from pipeline.artifacts.check_result import CheckResult
 from pipeline.config import CheckConfig
-from pipeline.conversations.readers import read_questions
+from pipeline.conversations.sources import read_questions
 from pipeline.decoding.stock_trees import stock_tree
 from pipeline.errors import ConfigError, DataError
 from pipeline.evaluation.limits import engine_failures

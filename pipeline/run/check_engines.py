@@ -13,7 +13,7 @@ from pipeline.artifacts.check_result import write_answers, write_model_answers
 from pipeline.artifacts.generated_rows import read_token_rows
 from pipeline.artifacts.seen_answers import training_text
 from pipeline.artifacts.tree_file import read_calibration
-from pipeline.conversations.readers import read_questions
+from pipeline.conversations.sources import read_questions
 from pipeline.errors import DataError
 from pipeline.evaluation.answers import model_answers
 from pipeline.evaluation.load_study import load_study

@@ -18,8 +18,7 @@ from pipeline.artifacts.feature_rows import state_bytes
 from pipeline.config import Config, TrainConfig
 from pipeline.config.training import Bits
 from pipeline.conversations.conversation import Conversation
-from pipeline.conversations.mixing import mixed
-from pipeline.conversations.readers import source_readers
+from pipeline.conversations.sources import mixed, source_readers
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.device_memory import GIB, gpu_memory, machine_memory, num_gpus
 from pipeline.heads.losses import chunk_bytes_on

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pipeline.artifacts.quantized_states import stored_dtype
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
-from pipeline.conversations.readers import source_readers
+from pipeline.conversations.sources import source_readers
 from pipeline.errors import ConfigError, EnvironmentFault
 from pipeline.execution.cluster_watch import SUBMITTED_JOB
 from pipeline.execution.device_memory import unusable_driver
