@@ -20,7 +20,8 @@ from benchmarks.deadline import Deadline
 from benchmarks.gpu_decoding import ACCURACY_KR, NUM_HEADS
 from pipeline.decoding.decoder import Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.loading import lm_head_weight
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from benchmarks.deadline import Deadline
 from pipeline.artifacts.generated_rows import spans_of
 from pipeline.config import MedusaConfig, TrainConfig
 from pipeline.conversations.spans import IGNORED, head_labels
-from pipeline.heads.medusa import MedusaShape
+from pipeline.heads.shapes import MedusaShape
 from pipeline.storage.tasks import ShardTask
 from pipeline.targets.spec import TargetSpec
 from pipeline.training.epoch_plan import EpochPlan

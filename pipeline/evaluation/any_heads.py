@@ -37,9 +37,9 @@ from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree, write_export
 from pipeline.export.foreign import read_foreign
 from pipeline.export.layout import CONFIG_FILE, ExportLayout, read_layout
-from pipeline.heads.foreign_layouts import ForeignHeads, Sizes
 from pipeline.heads.kind import TargetWeights
-from pipeline.heads.shape import HeadsShape
+from pipeline.heads.kinds import ForeignHeads, Sizes
+from pipeline.heads.shapes import HeadsShape
 from pipeline.storage.atomic import read_object
 from pipeline.targets.loading import lm_head_weight, load_causal_lm
 from pipeline.targets.quantized import in_engine, require_readable

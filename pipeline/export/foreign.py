@@ -11,8 +11,8 @@ from torch import Tensor
 from pipeline.errors import ConfigError, DataError
 from pipeline.export.layout import CONFIG_FILE
 from pipeline.export.weights import WEIGHT_SUFFIXES, WeightsFile
-from pipeline.heads.foreign_layouts import NOT_HERE, ForeignHeads, Sizes, made_of
 from pipeline.heads.kind import TargetWeights
+from pipeline.heads.kinds import NOT_HERE, ForeignHeads, Sizes, foreign_heads
 from pipeline.storage.atomic import read_object
 from pipeline.targets.files import is_local
 from pipeline.targets.hub_access import hub_errors
@@ -44,8 +44,8 @@ def heads_directory(name: str) -> Path:
 def read_foreign(
     directory: Path, target: TargetWeights, sizes: Sizes, num_tokens: int
 ) -> ForeignHeads:
-    """The heads of a directory, see `made_of`; DataError where there are no tensors at all."""
-    return made_of(_Tensors(directory), target, sizes, num_tokens)
+    """The heads of a directory, see `foreign_heads`; DataError if it has no tensors."""
+    return foreign_heads(_Tensors(directory), target, sizes, num_tokens)
 
 
 class _Tensors:

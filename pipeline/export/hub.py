@@ -28,8 +28,8 @@ from pipeline.export.layout import (
 )
 from pipeline.export.upload import Upload, verified
 from pipeline.export.weights import WEIGHT_SUFFIXES
-from pipeline.heads.export_format import FORMATS
 from pipeline.heads.kind import Heads
+from pipeline.heads.shapes import FORMATS
 from pipeline.targets.hub_access import check_repo_id
 
 

@@ -16,9 +16,9 @@ from typing import Any
 from pipeline.config import DTYPES
 from pipeline.decoding.dynamic_tree import DynamicTree
 from pipeline.errors import ConfigError, DataError
-from pipeline.heads.export_format import ExportFormat, export_format
 from pipeline.heads.kind import Heads
-from pipeline.heads.shape import HeadsShape, head_kind
+from pipeline.heads.kinds import head_kind, shape_from_json
+from pipeline.heads.shapes import ExportFormat, HeadsShape, export_format
 from pipeline.targets.hub_access import check_repo_id
 
 CONFIG_FILE = "config.json"
@@ -140,7 +140,7 @@ def read_json_config(directory: str | os.PathLike[str]) -> tuple[dict[str, Any],
         tree = DynamicTree(**heads.pop("dynamic_tree")) if "dynamic_tree" in heads else None
         base_model, dtype = content["base_model_name_or_path"], content["dtype"]
         return content, ExportLayout(
-            base_model, HeadsShape.from_json(heads), format, dtype, num_tokens, tree
+            base_model, shape_from_json(heads), format, dtype, num_tokens, tree
         )
     except (FileNotFoundError, NotADirectoryError) as error:
         fix = "Give the directory that the export stage wrote."

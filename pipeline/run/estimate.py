@@ -22,8 +22,8 @@ from pipeline.conversations.mixing import mixed
 from pipeline.conversations.readers import source_readers
 from pipeline.errors import EnvironmentFault
 from pipeline.execution.device_memory import GIB, gpu_memory, machine_memory, num_gpus
+from pipeline.heads.kinds import head_kind
 from pipeline.heads.losses import chunk_bytes_on
-from pipeline.heads.shape import head_kind
 from pipeline.run.placements import OF_ENGINE, unfinished
 from pipeline.storage.done import Summary
 from pipeline.targets.quantization import quantization_of

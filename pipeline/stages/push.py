@@ -21,7 +21,7 @@ from pipeline.export.hub_data_set import data_set_upload
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.export.licence import Licence, licence_of
 from pipeline.export.upload import Upload, send_all
-from pipeline.heads.shape import head_kind
+from pipeline.heads.kinds import head_kind
 from pipeline.report.formatting import visible
 from pipeline.run.context import Context
 from pipeline.run.reporting import assemble

@@ -21,9 +21,9 @@ from pipeline.config.outcome import FormatName
 from pipeline.errors import ConfigError, DataError
 from pipeline.export.directory import read_heads, write_export
 from pipeline.export.layout import ExportLayout, check_formats, read_layout
-from pipeline.heads.export_format import FORMATS
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
-from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.recurrent import RecurrentHeads
+from pipeline.heads.shapes import FORMATS, MedusaShape, RecurrentShape
 from tests.export.exports import TARGET, TREE, TokenizerStub, config_of, heads_of, holds, read
 from tests.export.pushes import EXPORTED, export_to, heads_of_export, send
 

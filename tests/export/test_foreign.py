@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from pipeline.errors import DataError
 from pipeline.export.foreign import read_foreign
-from pipeline.heads.foreign_layouts import ForeignHeads, Sizes
 from pipeline.heads.kind import TargetWeights
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
-from pipeline.heads.recurrent import RecurrentHeads, RecurrentShape
+from pipeline.heads.kinds import ForeignHeads, Sizes
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.recurrent import RecurrentHeads
+from pipeline.heads.shapes import MedusaShape, RecurrentShape
 from tests.export.exports import config_of, heads_of, tensors_of
 
 SIZES, ONE = Sizes(4, 6), torch.tensor(1.0)

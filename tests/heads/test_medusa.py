@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
 from pipeline.errors import DataError
-from pipeline.heads.export_format import EXPANDED, SHARED, ExportFormat
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import EXPANDED, SHARED, ExportFormat, MedusaShape
 
 SIZE, VOCAB = 6, 11
 LM_HEADS = ["untied", "shared", "tied"]
