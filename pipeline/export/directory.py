@@ -4,7 +4,7 @@ It promises that the weights file holds exactly the tensors that the kind of hea
 bit for bit as they were trained (engines drop unknown tensors silently and run on garbage where one
 is missing), and that no other weights lie beside it. One file of them: 70B Medusa heads with a
 vocabulary of 128k are about 12 GB in bfloat16. Further formats are whole directories in this one,
-named like the format (`export_format.py`).
+named like the format (`heads/shapes.py`).
 
 Heads that share one tensor under several names expand on disk and not in memory: the file is
 serialized from pointers. Converting to another dtype holds the converted heads beside the original

@@ -95,10 +95,9 @@ class DraftVocabulary(nn.Module):
     def fill(self, tokens_V: Tensor, where: str | None = None) -> None:
         """Set the tokens; DataError unless they are V of the target's in ascending order."""
         assert self.token_map is not None and self.rows_W is not None, "not pruned"
-        size = len(self.token_map)
-        is_list = tokens_V.shape == (size,) and not tokens_V.is_floating_point()
-        in_range = is_list and tokens_V[0] >= 0 and tokens_V[-1] < self.target_size
-        if not in_range or not (tokens_V.diff() > 0).all():
+        size, tokens_V = len(self.token_map), tokens_V.long()
+        is_ascending = tokens_V.shape == (size,) and (tokens_V.diff() > 0).all()
+        if not is_ascending or tokens_V[0] < 0 or tokens_V[-1] >= self.target_size:
             raise DataError(
                 f"The draft vocabulary is not {size} of the target's {self.target_size} tokens in"
                 " order.",
@@ -329,37 +328,23 @@ class Heads(nn.Module, ABC):
             DataError: A tensor is missing, unknown, of another shape or not finite, or names of one
                 shared tensor have different contents.
         """
-        cls.require_tensors(shape, tensors, format, where)
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        require_shapes(shape, cls.shapes(shape, format), found, where)
         first = next(tensor for tensor in tensors.values() if tensor.is_floating_point())
         heads = cls(shape, dtype=first.dtype, device=first.device)
         written: dict[int, Tensor] = {}
         for name, view in heads.named_tensors(format).items():
             tensor = tensors[name]
             source = written.setdefault(view.data_ptr(), tensor)
-            problem = ""
-            if source is not tensor and not torch.equal(source, tensor):
-                problem = "differs from others that must be the same"
-            elif source is tensor and not is_finite(tensor):
-                problem = "holds numbers that are not finite"
-            if problem:
-                fix = "Export or train these heads again."
-                raise DataError(f"The tensor {name} {problem}.", where, fix)
+            fix = "Export or train these heads again."
+            if not is_finite(tensor):
+                raise DataError(f"The tensor {name} holds numbers that are not finite.", where, fix)
+            if not torch.equal(source, tensor):
+                raise DataError(f"The tensor {name} differs from its equals.", where, fix)
             view.copy_(source)
         if shape.is_pruned:
             heads.vocabulary.fill(tensors[TOKEN_MAP], where)
         return heads
-
-    @classmethod
-    def require_tensors(
-        cls,
-        shape: Any,
-        tensors: Mapping[str, Tensor],
-        format: ExportFormat | None,
-        where: str | None,
-    ) -> None:
-        """DataError unless names and shapes are those of `stored_tensors`."""
-        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        require_shapes(shape, cls.shapes(shape, format), found, where)
 
     @classmethod
     def shapes(cls, shape: Any, format: ExportFormat | None = None) -> dict[str, tuple[int, ...]]:

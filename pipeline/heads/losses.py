@@ -164,16 +164,12 @@ class _SummedCrossEntropy(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Chunk:
-    """Rows of the flattened [K·N] that one lm_head reads; the first `num_taught` have a state."""
+    """Rows of the flattened [K·N] that one lm_head reads."""
 
     head: int | None  # None where one lm_head reads the rows of all heads
     rows_C: Tensor
     first_state: int  # of the block of the target's states that teaches
-    states: Tensor  # [num_taught]: each taught row's state, counted from `first_state`
-
-    @property
-    def num_taught(self) -> int:
-        return len(self.states)
+    states_C: Tensor | None  # each row's state, counted from `first_state`; None without a teacher
 
 
 class _Loss:
@@ -222,7 +218,7 @@ class _Loss:
     def chunks(self) -> Iterator[_Chunk]:
         """Labelled rows by the block of states that teaches them and by lm_head (pass 1).
 
-        Rows without a state are in the last block's chunks. A chunk fits the buffer of logits.
+        Rows without a state are in chunks of their own. A chunk fits the buffer of logits.
         """
         rows = (self.labels_KN.flatten() != IGNORED).nonzero()[:, 0]
         states = torch.full_like(rows, -1)
@@ -235,22 +231,16 @@ class _Loss:
         if not self.is_shared:
             num_lm_heads = len(self.labels_KN)
             group = group * num_lm_heads + rows // self.labels_KN.shape[1]
-        key = 2 * group + is_untaught  # the taught rows of a group come first
-        order = key.argsort(stable=True)
-        rows, states = rows[order], states[order]
-        counts = key.bincount(minlength=2 * num_blocks * num_lm_heads).view(-1, 2).tolist()
-        start = 0
-        for number, (num_taught, num_untaught) in enumerate(counts):
-            block, head = divmod(number, num_lm_heads)
+        key = 2 * group + is_untaught
+        counts = key.bincount(minlength=2 * num_blocks * num_lm_heads).tolist()
+        for number, members in enumerate(key.argsort(stable=True).split(counts)):
+            block, head = divmod(number // 2, num_lm_heads)
             first_state = block * self.chunk_rows
-            end_taught, end = start + num_taught, start + num_taught + num_untaught
-            while start < end:
-                stop = min(start + self.chunk_rows, end)
-                taught = states[start : min(stop, end_taught)] - first_state
-                yield _Chunk(
-                    None if self.is_shared else head, rows[start:stop], first_state, taught
-                )
-                start = stop
+            for chosen in members.split(self.chunk_rows):
+                states_C = states[chosen] - first_state if number % 2 == 0 else None
+                if len(chosen):
+                    own_head = None if self.is_shared else head
+                    yield _Chunk(own_head, rows[chosen], first_state, states_C)
 
     def add(self, chunk: _Chunk) -> None:
         """Compute the chunk's losses and add its gradients (passes 2 to 5)."""
@@ -259,17 +249,18 @@ class _Loss:
         labels_C1 = self.labels_KN.flatten()[rows_C, None]
         weight_VD = self.lm_head if chunk.head is None else self.lm_head[chunk.head]
         weight_VD = weight_VD.to(dtype)
-        if chunk.num_taught:
+        if chunk.states_C is not None:
             self._fill_p_buffer(chunk.first_state)  # overwrites the buffer of logits
 
         logits_CV = torch.mm(hidden_CD, weight_VD.t(), out=self.logits_buffer[: len(rows_C)])
-        for start, stop in self._slices(chunk):
-            logits_SV, labels_S1 = logits_CV[start:stop], labels_C1[start:stop]
-            if start < chunk.num_taught:
-                losses_S = self._soft_losses(logits_SV, labels_S1, chunk.states[start:stop])
+        for start in range(0, len(rows_C), self.slice_rows):
+            part = slice(start, start + self.slice_rows)
+            if chunk.states_C is None:
+                losses_S = self._hard_losses(logits_CV[part], labels_C1[part])
             else:
-                losses_S = self._hard_losses(logits_SV, labels_S1)
-            self.losses_KN.view(-1)[rows_C[start:stop]] = losses_S
+                states_S = chunk.states_C[part]
+                losses_S = self._soft_losses(logits_CV[part], labels_C1[part], states_S)
+            self.losses_KN.view(-1)[rows_C[part]] = losses_S
 
         if self.grad_hidden_KND is not None:
             self.grad_hidden_KND.flatten(0, 1)[rows_C] = logits_CV @ weight_VD
@@ -283,12 +274,6 @@ class _Loss:
         else:
             total_VD = total_VD[chunk.head]
         _add_product(total_VD, logits_CV, hidden_CD, self.block_rows)
-
-    def _slices(self, chunk: _Chunk) -> Iterator[tuple[int, int]]:
-        """The slices of a chunk; none mixes taught rows with others."""
-        for first, end in ((0, chunk.num_taught), (chunk.num_taught, len(chunk.rows_C))):
-            for start in range(first, end, self.slice_rows):
-                yield start, min(start + self.slice_rows, end)
 
     def _fill_p_buffer(self, first: int) -> None:
         """Compute the target's p [M, V] at a block of its states, unless it is there already."""

@@ -29,7 +29,7 @@ from torch.nn.functional import linear, silu
 
 from pipeline.config.training import TrainConfig
 from pipeline.errors import ConfigError
-from pipeline.heads.kind import TOKEN_MAP, Heads, ProposalTree, TargetWeights
+from pipeline.heads.kind import Heads, ProposalTree, TargetWeights
 from pipeline.heads.shapes import EXPANDED, REFERENCE, SHARED, ExportFormat, MedusaShape
 
 
@@ -238,15 +238,11 @@ least {{ report.tree.nodes | number or "the tree's nodes" }}; the content of `{{
         where: str | None = None,
     ) -> Self:
         """As `Heads` has it; a pruned export keeps the rows of its draft vocabulary only."""
-        if format is None or not shape.is_pruned:
-            return super().from_named_tensors(shape, tensors, format, where=where)
-        cls.require_tensors(shape, tensors, format, where)
-        given = dict(tensors)
-        token_map = given.pop(TOKEN_MAP)
-        whole_shape = shape.drafting(shape.target_vocab_size)
-        heads = super().from_named_tensors(whole_shape, given, format, where=where)
-        pruned = cls(shape, dtype=heads.lm_head.dtype, device=heads.lm_head.device)
-        pruned.vocabulary.fill(token_map, where)
-        pruned.block_weight, pruned.block_bias = heads.block_weight, heads.block_bias
-        pruned.lm_head.data.copy_(heads.lm_head.index_select(-2, token_map))
-        return pruned
+        heads = super().from_named_tensors(shape, tensors, format, where=where)
+        if format is not None and shape.is_pruned:  # its names are not views of the lm_head
+            for k in range(shape.num_heads):
+                name = f"{k}.{shape.num_layers}.weight"
+                if name in tensors:
+                    rows_VD = tensors[name][heads.vocabulary.token_map]
+                    heads.lm_head_of(k).detach().copy_(rows_VD)
+        return heads

