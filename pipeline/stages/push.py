@@ -20,8 +20,8 @@ from pipeline.export.data_set import data_set_upload
 from pipeline.export.hub import Upload, backbone_upload, heads_upload, repositories, send_all
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.export.licence import Licence, licence_of
+from pipeline.formatting import visible
 from pipeline.heads.shape import head_kind
-from pipeline.report.formatting import visible
 from pipeline.run.context import Context
 from pipeline.run.reporting import assemble
 from pipeline.run.stage import Stage
