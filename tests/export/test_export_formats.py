@@ -123,7 +123,7 @@ def test_a_bias_that_native_decoding_would_not_add_is_refused(tmp_path):
     shape = RecurrentShape(16, 9, num_heads=3, intermediate_size=24)
     tensors = dict(RecurrentHeads(shape).named_tensors(FORMATS["sglang"]))
     tensors["fc.bias"] = torch.ones(16)
-    with pytest.raises(DataError, match="fc.bias is not zero"):
+    with pytest.raises(DataError, match="bias is not zero"):
         RecurrentHeads.from_named_tensors(shape, tensors, FORMATS["sglang"], where="x")
 
 

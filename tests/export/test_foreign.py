@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.errors import DataError
-from pipeline.export.foreign import read_foreign
+from pipeline.export.weights import DirectoryTensors
 from pipeline.heads.kind import TargetWeights
-from pipeline.heads.kinds import ForeignHeads, Sizes
+from pipeline.heads.kinds import ForeignHeads, Sizes, foreign_heads
 from pipeline.heads.medusa import MedusaHeads
 from pipeline.heads.recurrent import RecurrentHeads
 from pipeline.heads.shapes import MedusaShape, RecurrentShape
@@ -29,7 +29,7 @@ TARGET = TargetWeights(
 
 
 def read(directory: Path, sizes: Sizes = SIZES, num_tokens: int = 3) -> ForeignHeads:
-    return read_foreign(directory, TARGET, sizes, num_tokens)
+    return foreign_heads(DirectoryTensors(directory), TARGET, sizes, num_tokens)
 
 
 def as_vllm_names_them(tensors: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
