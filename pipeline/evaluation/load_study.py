@@ -28,7 +28,7 @@ from pipeline.evaluation.prompts import CheckRequest
 from pipeline.evaluation.served import drafting
 from pipeline.evaluation.speed import rounded
 from pipeline.execution.progress import ProgressReporter
-from pipeline.targets.vllm_load import serve_under_load
+from pipeline.targets.vllm_server import serve_under_load
 
 LEVELS = (1, 2, 4, 8, 16, 32, 64)
 PERCENTILES = (50, 90, 99)

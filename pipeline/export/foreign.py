@@ -14,8 +14,7 @@ from pipeline.export.weights import WEIGHT_SUFFIXES, WeightsFile
 from pipeline.heads.foreign_layouts import NOT_HERE, ForeignHeads, Sizes, made_of
 from pipeline.heads.kind import TargetWeights
 from pipeline.storage.atomic import read_object
-from pipeline.targets.files import is_local
-from pipeline.targets.hub_access import hub_errors
+from pipeline.targets.files import hub_errors, is_local
 
 
 def heads_directory(name: str) -> Path:

@@ -30,7 +30,7 @@ from pipeline.export.upload import Upload, verified
 from pipeline.export.weights import WEIGHT_SUFFIXES
 from pipeline.heads.export_format import FORMATS
 from pipeline.heads.kind import Heads
-from pipeline.targets.hub_access import check_repo_id
+from pipeline.targets.files import check_repo_id
 
 
 @dataclass(frozen=True)

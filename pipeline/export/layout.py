@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.heads.export_format import ExportFormat, export_format
 from pipeline.heads.kind import Heads
 from pipeline.heads.shape import HeadsShape, head_kind
-from pipeline.targets.hub_access import check_repo_id
+from pipeline.targets.files import check_repo_id
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"

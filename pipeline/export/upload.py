@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError, DataError, EnvironmentFault
 from pipeline.export.weights import WEIGHT_SUFFIXES
 from pipeline.redact import redacted
 from pipeline.storage.atomic import read_file
-from pipeline.targets.hub_access import hub_errors
+from pipeline.targets.files import hub_errors
 
 EXPORT_AGAIN = "Run the run again: it makes what has changed anew and checks it."
 
