@@ -35,9 +35,9 @@ from pipeline.evaluation.served import check_served
 from pipeline.execution.hardware import hardware
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree, write_export
-from pipeline.export.foreign import read_foreign
 from pipeline.export.layout import CONFIG_FILE, ExportLayout, read_layout
-from pipeline.heads.foreign_layouts import ForeignHeads, Sizes
+from pipeline.export.weights import DirectoryTensors
+from pipeline.heads.foreign_layouts import ForeignHeads, Sizes, made_of
 from pipeline.heads.kind import TargetWeights
 from pipeline.heads.shape import HeadsShape
 from pipeline.storage.atomic import read_object
@@ -152,7 +152,8 @@ def _candidate(
         )
         return
     num_tokens = draft_tokens or proposed_tokens(config) or DRAFT_TOKENS
-    found = read_foreign(directory, _matrices(target), sizes, num_tokens)
+    tensors = DirectoryTensors(directory)
+    found = made_of(tensors, _matrices(target), sizes, num_tokens)
     original = {
         "method": found.vllm_method,
         "model": str(directory.resolve()),

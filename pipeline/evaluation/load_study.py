@@ -11,7 +11,7 @@ heads:
     requests within_slo         the share of requests within both limits of `check.slo`, where there
     are any
 
-and with the heads `acceleration_rate`, over the drafts that the server counts (see `vllm_load`),
+and with the heads `acceleration_rate`, over the drafts that the server counts (see `vllm_server`),
 not over the forwards of each request as the check has it.
 """
 
