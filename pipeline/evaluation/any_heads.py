@@ -41,9 +41,9 @@ from pipeline.heads.kind import TargetWeights
 from pipeline.heads.kinds import ForeignHeads, Sizes, foreign_heads
 from pipeline.heads.shapes import HeadsShape
 from pipeline.storage.atomic import read_object
-from pipeline.targets.loading import lm_head_weight, load_causal_lm
-from pipeline.targets.quantized import in_engine, require_readable
+from pipeline.targets.loading import lm_head_weight, load_causal_lm, require_readable
 from pipeline.targets.spec import TargetSpec, load_tokenizer, model_config
+from pipeline.targets.vllm_engine import in_vllm
 
 BUNDLED = Path(pipeline.__file__).parents[1] / "data" / "seeds.sharegpt.jsonl"
 DRAFT_TOKENS = 5  # of a cell whose directory does not say
@@ -131,8 +131,8 @@ def _decoded(request: CheckRequest, progress: ProgressReporter | None) -> dict[s
         expected = {}
         if chain := result.get("native", {}).get("chain"):
             expected["same_text_acceleration_rate"] = chain["acceleration_rate"]
-        in_vllm = in_engine(request.target, "vllm", on_gpu=request.gpus > 0)
-        result["vllm"] = check_served(replace(request, target=in_vllm), progress)["vllm"] | expected
+        target = in_vllm(request.target, on_gpu=request.gpus > 0)
+        result["vllm"] = check_served(replace(request, target=target), progress)["vllm"] | expected
     return result
 
 

@@ -34,7 +34,7 @@ from pipeline.heads.kind import Heads
 from pipeline.heads.shapes import FORMATS
 from pipeline.redact import redacted
 from pipeline.storage.atomic import read_file
-from pipeline.targets.hub_access import check_repo_id, hub_errors
+from pipeline.targets.files import check_repo_id, hub_errors
 
 EXPORT_AGAIN = "Run the run again: it makes what has changed anew and checks it."
 

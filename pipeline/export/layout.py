@@ -19,7 +19,7 @@ from pipeline.errors import ConfigError, DataError
 from pipeline.heads.kind import Heads
 from pipeline.heads.kinds import head_kind, shape_from_json
 from pipeline.heads.shapes import ExportFormat, HeadsShape, export_format
-from pipeline.targets.hub_access import check_repo_id
+from pipeline.targets.files import check_repo_id
 
 CONFIG_FILE = "config.json"
 CARD_FILE = "README.md"
