@@ -8,7 +8,7 @@ step reads, tied ones read the lm_head once more.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,15 +16,14 @@ from transformers import PreTrainedModel
 from benchmarks.arithmetic import peak_memory_gb, reset_peak_memory
 from benchmarks.claims import Claim, Result
 from benchmarks.deadline import Deadline
+from benchmarks.gpu_size import Size
 from pipeline.decoding.decoder import Decoded, Decoder, plain_decoder
 from pipeline.decoding.tree import greedy_tree
 from pipeline.evaluation.prompts import Prompt
 from pipeline.evaluation.speed import ACCELERATED, PLAIN, Pace, speed
-from pipeline.heads.medusa import MedusaHeads, MedusaShape
+from pipeline.heads.medusa import MedusaHeads
+from pipeline.heads.shapes import MedusaShape
 from pipeline.targets.loading import lm_head_weight
-
-if TYPE_CHECKING:
-    from benchmarks.gpu import Size
 
 NUM_HEADS = 5
 # Typical accuracies of head k's i-th guess, only to shape the trees.
