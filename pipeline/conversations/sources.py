@@ -18,10 +18,10 @@ from typing import Any
 
 from pipeline.config import SeedsConfig, SeedSource
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
-from pipeline.conversations.files import Unreadable, json_rows, lines, opened
 from pipeline.conversations.forms import EXPECTED, RowSettings, read_row
 from pipeline.conversations.repair import ToolPolicy
-from pipeline.conversations.tables import delimited_rows, hub_rows, table_rows, too_large
+from pipeline.conversations.table_rows import delimited_rows, hub_rows, table_rows, too_large
+from pipeline.conversations.text_rows import Unreadable, json_rows, lines, opened
 from pipeline.errors import ConfigError, DataError
 
 Row = Conversation | RejectedRow

@@ -10,7 +10,7 @@ import tracemalloc
 
 import pytest
 
-from pipeline.conversations import files
+from pipeline.conversations import text_rows
 from pipeline.conversations.conversation import Conversation, Reason, RejectedRow
 from pipeline.conversations.sources import SourceReader
 from pipeline.errors import DataError
@@ -24,9 +24,9 @@ def test_an_array_is_the_same_in_chunks_of_any_size(tmp_path, monkeypatch, chunk
         for text in ("why?", 'a "quoted, [one]', "back\\slash\\", "怎么样 \\u00e4", "{")
     ]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    monkeypatch.setattr(files, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(text_rows, "CHUNK_BYTES", chunk)
     with (tmp_path / "rows.json").open("rb") as file:
-        assert list(files.json_rows(file, tmp_path)) == rows
+        assert list(text_rows.json_rows(file, tmp_path)) == rows
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_an_array_is_the_same_in_chunks_of_any_size(tmp_path, monkeypatch, chunk
 def test_a_row_of_more_bytes_than_the_limit_is_refused_alone_and_never_held_in_memory(
     tmp_path, monkeypatch, name
 ):
-    monkeypatch.setattr(files, "MAX_ROW_BYTES", 1000)
+    monkeypatch.setattr(text_rows, "MAX_ROW_BYTES", 1000)
     rows = ['"why?"', f'"{"x" * 30_000_000}"', '"and?"']
     data = (
         f"[{','.join(rows)}]" if ".json" in name and "jsonl" not in name else "\n".join(rows)
@@ -79,7 +79,7 @@ def test_one_long_string_of_an_array_takes_time_linear_in_its_length(tmp_path, m
             return found
 
     for name in ("OUTSIDE", "IN_STRING"):
-        monkeypatch.setattr(files, name, Counting(getattr(files, name)))
+        monkeypatch.setattr(text_rows, name, Counting(getattr(text_rows, name)))
     for megabytes in (1, 4):
         looked_at = 0
         text = '\\"' + "x, [" * (megabytes * 250_000)

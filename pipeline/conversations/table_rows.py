@@ -14,10 +14,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.conversations import files
+from pipeline.conversations import text_rows
 from pipeline.conversations.conversation import Reason, RowRejected
-from pipeline.conversations.files import TOO_LONG, Unreadable, decoded, raw_lines
 from pipeline.conversations.forms import KNOWN_KEYS
+from pipeline.conversations.text_rows import TOO_LONG, Unreadable, decoded, raw_lines
 from pipeline.errors import ConfigError, DataError, EnvironmentFault
 
 BATCH_ROWS = 64
@@ -52,7 +52,7 @@ def delimited_rows(
         ConfigError: A column of `columns` is not there.
         DataError: The first line is no header.
     """
-    csv.field_size_limit(files.MAX_ROW_BYTES)
+    csv.field_size_limit(text_rows.MAX_ROW_BYTES)
     texts = map(_line_text, raw_lines(file))
     try:
         first = next(texts, "").removeprefix("\ufeff")
@@ -110,7 +110,7 @@ def table_rows(path: Path, columns: Sequence[str], max_bytes: int) -> Iterator[A
 def _parquet_batches(
     file: pa.NativeFile, columns: Sequence[str], where: str
 ) -> Iterator[pa.RecordBatch]:
-    with pq.ParquetFile(file, pre_buffer=False, buffer_size=files.CHUNK_BYTES) as reader:
+    with pq.ParquetFile(file, pre_buffer=False, buffer_size=text_rows.CHUNK_BYTES) as reader:
         wanted = select_columns(reader.schema_arrow.names, columns, where)
         yield from reader.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False)
 
@@ -172,7 +172,7 @@ def _is_valid(batch: pa.RecordBatch) -> bool:
 def _values(part: pa.RecordBatch) -> Iterator[Any]:
     """The rows of a valid batch, each by itself where one is too long or no value of Python's."""
     problem = TOO_LONG
-    if part.nbytes <= files.MAX_ROW_BYTES:
+    if part.nbytes <= text_rows.MAX_ROW_BYTES:
         try:
             yield from part.to_pylist()
             return
