@@ -21,7 +21,7 @@ from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.mixing import mixed
 from pipeline.conversations.readers import source_readers
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.device_memory import GIB, gpu_memory, machine_memory, num_gpus
+from pipeline.execution.machine import GIB, gpu_memory, machine_memory, num_gpus
 from pipeline.heads.losses import chunk_bytes_on
 from pipeline.heads.shape import head_kind
 from pipeline.run.placements import OF_ENGINE, unfinished
