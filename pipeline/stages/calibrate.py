@@ -46,8 +46,8 @@ from pipeline.evaluation.choosing import (
 from pipeline.evaluation.own_text import measured_on_answers, written_answers
 from pipeline.evaluation.speed import rounded
 from pipeline.execution.progress import ProgressReporter
+from pipeline.formatting import with_error
 from pipeline.report.facts import expected_rate
-from pipeline.report.formatting import with_error
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_files
 from pipeline.run.stage import Stage
