@@ -32,7 +32,7 @@ from pipeline.evaluation.prompts import (
     with_room_for,
 )
 from pipeline.evaluation.served import check_served
-from pipeline.execution.hardware import hardware
+from pipeline.execution.machine import hardware
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree, write_export
 from pipeline.export.layout import CONFIG_FILE, ExportLayout, read_layout

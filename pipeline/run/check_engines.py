@@ -29,7 +29,7 @@ from pipeline.evaluation.prompts import (
 )
 from pipeline.evaluation.served import chain_promise, check_served
 from pipeline.evaluation.served_model import check_on_served_model
-from pipeline.execution.hardware import with_surroundings
+from pipeline.execution.machine import with_surroundings
 from pipeline.execution.progress import ProgressReporter
 from pipeline.export.directory import read_tree
 from pipeline.export.layout import read_layout

@@ -20,7 +20,7 @@ from pipeline.config.training import Bits
 from pipeline.conversations.conversation import Conversation
 from pipeline.conversations.sources import mixed, source_readers
 from pipeline.errors import EnvironmentFault
-from pipeline.execution.device_memory import GIB, gpu_memory, machine_memory, num_gpus
+from pipeline.execution.machine import GIB, gpu_memory, machine_memory, num_gpus
 from pipeline.heads.kinds import head_kind
 from pipeline.heads.losses import chunk_bytes_on
 from pipeline.run.placements import OF_ENGINE, unfinished

@@ -13,8 +13,7 @@ from pipeline.artifacts.quantized_states import stored_dtype
 from pipeline.config import CheckConfig, Config, PushConfig, TargetConfig
 from pipeline.conversations.sources import source_readers
 from pipeline.errors import ConfigError, EnvironmentFault
-from pipeline.execution.cluster_watch import SUBMITTED_JOB
-from pipeline.execution.device_memory import unusable_driver
+from pipeline.execution.machine import SUBMITTED_JOB, unusable_driver
 from pipeline.export.hub import repositories
 from pipeline.export.layout import check_formats, check_num_heads
 from pipeline.heads.kinds import head_kind
