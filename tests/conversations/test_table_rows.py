@@ -40,11 +40,11 @@ def write_table(table: pa.Table, path) -> None:
 every_table = pytest.mark.parametrize("name", ["a.parquet", "a.feather", "a.arrow"])
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.feather", "a.arrow", "\udcff.parquet", "b.jsonl"])
+@pytest.mark.parametrize("name", ["a.parquet", "a.feather", "a.arrow", "b.jsonl"])
 def test_a_table_s_rows_come_out_in_order(name, tmp_path):
     """Also from a name that is not UTF-8, or that another kind of file has."""
     write_table(TABLE, tmp_path / name)
-    rows = read(tmp_path / name)
+    rows = read((tmp_path / name).rename(tmp_path / f"\udcff{name}"))
     assert [(row.id, row.source_id) for row in rows] == [(f"s:{n}", str(n)) for n in range(200)]
     assert [row.messages[0].content for row in rows] == [f"问题 {n}?" for n in range(200)]
 
@@ -115,9 +115,10 @@ def test_a_table_is_streamed_however_large_its_row_groups(tmp_path):
     pq.write_table(many, path, row_group_size=12_000)
     del many
     before = most = pa.total_allocated_bytes()
-    for row in SourceReader(SeedSource(path=path), "s", 10_000):
+    for number, row in enumerate(SourceReader(SeedSource(path=path), "s", 10_000)):
         most = max(most, pa.total_allocated_bytes())
-    assert row.id == "s:11999" and most - before < 6e6
+        assert row.id == f"s:{number}"
+    assert number == 11_999 and most - before < 6e6
 
 
 def test_a_table_without_a_known_column_says_which_it_has(tmp_path):
@@ -193,9 +194,8 @@ def write_rows(path) -> None:
         path.write_text("\n".join(map(json.dumps, ROWS)))
     elif path.suffix in (".csv", ".tsv"):
         with path.open("w") as file:
-            writer = csv.DictWriter(
-                file, list(ROWS[0]), delimiter="\t" if "t" in path.name else ","
-            )
+            delimiter = "\t" if path.suffix == ".tsv" else ","
+            writer = csv.DictWriter(file, list(ROWS[0]), delimiter=delimiter)
             writer.writeheader()
             writer.writerows(ROWS)
     else:
