@@ -33,7 +33,7 @@ from pipeline.run.stage import Stage
 from pipeline.run.stage_status import stage_statuses
 from pipeline.stages import calibrate, check, export, features, generate, push, seeds, train
 from pipeline.storage.atomic import disk_errors
-from pipeline.storage.done import Summary
+from pipeline.storage.receipts import Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 

@@ -18,8 +18,8 @@ from pipeline.execution.placement import Placement, place
 from pipeline.execution.progress import Meter, ProgressReporter
 from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.run.placements import sections_of, unfinished
-from pipeline.storage.done import Identity
 from pipeline.storage.fingerprint import FileDigests
+from pipeline.storage.receipts import Identity
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import TargetSpec, asks_for_date, resolve, weight_files

@@ -25,7 +25,7 @@ from pipeline.execution.machine import GIB, gpu_memory, machine_memory, num_gpus
 from pipeline.heads.kinds import head_kind
 from pipeline.heads.losses import chunk_bytes_on
 from pipeline.run.placements import OF_ENGINE, unfinished
-from pipeline.storage.done import Summary
+from pipeline.storage.receipts import Summary
 from pipeline.targets.spec import (
     cached_numbers,
     context_length,

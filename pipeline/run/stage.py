@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.run.context import Context
-from pipeline.storage.done import Identity, Summary
 from pipeline.storage.fingerprint import fingerprint
+from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 
 

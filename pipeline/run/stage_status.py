@@ -13,10 +13,9 @@ from pipeline.config import Config
 from pipeline.errors import MedusaDistillError
 from pipeline.run.context import Context
 from pipeline.run.stage import Stage
-from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Identity, StageTotals, Summary
 from pipeline.storage.run_directory import RunDirectory
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.totals import StageTotals
 
 
 @dataclass(frozen=True)

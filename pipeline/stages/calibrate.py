@@ -59,7 +59,7 @@ from pipeline.run.tree_settings import (
     read_choices,
     times_chain,
 )
-from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.training.evaluation import held_out_places, held_out_ranks
 from pipeline.training.methods import method_of

@@ -40,7 +40,7 @@ from pipeline.run.context import Context
 from pipeline.run.preflight import require_files
 from pipeline.run.reporting import publish_report
 from pipeline.run.stage import Stage
-from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
 from pipeline.targets.spec import weight_files

@@ -26,7 +26,7 @@ from pipeline.run.context import Context
 from pipeline.run.reporting import assemble
 from pipeline.run.stage import Stage
 from pipeline.storage.atomic import write_json
-from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.files import is_local
 from pipeline.training.methods import method_of

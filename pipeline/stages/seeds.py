@@ -40,12 +40,10 @@ from pipeline.formatting import visible
 from pipeline.run.context import Context
 from pipeline.run.preflight import require_files
 from pipeline.run.stage import Stage, reads
-from pipeline.storage.done import Identity, Summary
 from pipeline.storage.fingerprint import fingerprint, ids_digest
-from pipeline.storage.receipts import Receipt
+from pipeline.storage.receipts import Identity, Receipt, StageTotals, Summary
 from pipeline.storage.shards import ShardWriter
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.totals import StageTotals
 
 NAME = "seeds"
 VERSION = 5

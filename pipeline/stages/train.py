@@ -19,7 +19,7 @@ from pipeline.export.layout import BACKBONE_DIRECTORY
 from pipeline.heads.kinds import head_kind
 from pipeline.run.context import Context
 from pipeline.run.stage import Stage
-from pipeline.storage.done import Identity, Summary
+from pipeline.storage.receipts import Identity, Summary
 from pipeline.storage.stage_directory import StageDirectory
 from pipeline.targets.spec import model_config
 from pipeline.training.adapted_backbone import merge_backbone

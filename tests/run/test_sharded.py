@@ -18,9 +18,8 @@ from pipeline.execution.progress import ShardProgress
 from pipeline.run.context import Context
 from pipeline.run.sharded import run_sharded
 from pipeline.storage.run_directory import RunDirectory
-from pipeline.storage.shards import ShardWriter, read_rows
+from pipeline.storage.shards import ShardTask, ShardWriter, read_rows, shard_writer
 from pipeline.storage.stage_directory import StageDirectory
-from pipeline.storage.tasks import ShardTask, shard_writer
 
 ROWS = 10
 CALLS: Counter[int] = Counter()
