@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -28,13 +27,6 @@ def hardware() -> dict[str, Any]:
         "memory_gb": round(memory / 1e9),
         "gpus": gpus,
     }
-
-
-def with_surroundings(function: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
-    """The function's result with the `hardware` and `versions` that it was made on; for an
-    executor's `call`.
-    """
-    return {**function(**arguments), "hardware": hardware(), "versions": versions()}
 
 
 def versions() -> dict[str, str]:

@@ -29,12 +29,6 @@ class Stage:
     identity: Callable[[Context], Identity]  # what its result depends on besides them
     run: Callable[[Context, StageDirectory], Summary]  # makes the result exist
     one_line: Callable[[Summary], str]  # what the terminal shows of a finished one
-    conclude: Callable[[Context, StageDirectory], None] = lambda context, directory: (
-        None
-    )  # made or kept, every time
-    failures: Callable[[Summary, Config], list[str]] = (
-        lambda summary, config: []
-    )  # why its result may not be used
     skipped: Callable[[Config], str | None] = lambda config: (
         None
     )  # why it is no part of a run, "" where that is plain
